@@ -1,0 +1,1 @@
+"""The command line: `transferqueue demo | serve | top | inspect | doctor`."""

@@ -1,0 +1,1 @@
+"""Starts and finds the processes of one deployment."""

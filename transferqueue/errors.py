@@ -1,0 +1,147 @@
+"""Every error of the queue, in one tree grouped by who must act.
+
+::
+
+    TransferQueueError
+    ├── UsageError                you: fix the call; nothing was changed
+    │   ├── SchemaError               a column does not fit its field
+    │   ├── NotFound                  table, field, task, row or key that does not exist
+    │   ├── AlreadyExists             table, task or key that does
+    │   ├── Impossible                a configuration or request that could never make progress
+    │   ├── Sealed                    put into, or seal of, a sealed table
+    │   ├── BatchEnded                memory of a batch used after its lease ended
+    │   ├── Forked                    a handle used in a forked child
+    │   └── AddressInUse              a second server on one address
+    ├── FlowSignal                nobody: wait, drop or finish
+    │   ├── EndOfTable                sealed and drained: no row will come any more
+    │   ├── DeadlineExceeded          a wait ended by its deadline; says what is missing and who holds it
+    │   ├── LeaseExpired              the lease is not (or no longer) yours; the call changed nothing
+    │   └── Full                      refused now, because the caller asked not to wait
+    ├── PeerError                 the network, another process, or the machine
+    │   ├── Unreachable               nothing answered at the address before the deadline
+    │   ├── Disconnected              the server or this session is gone, or the queue was closed
+    │   ├── ProtocolError             a message that is not one
+    │   ├── OutOfMemory               the arena or its disk cannot grow
+    │   └── Corruption                bytes do not match their checksum or bounds
+    └── InternalError             us: please report it
+
+A message names the subject, the value, the rule and the remedy, in that order:
+``field "rewards" is not in table "rollouts"; it has prompt_ids, response_ids``.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+
+class TransferQueueError(Exception):
+    """Root of all errors raised by the queue. Its text is complete without a traceback."""
+
+
+class UsageError(TransferQueueError, ValueError):
+    """The call is wrong. Nothing was changed; fix the call."""
+
+
+class SchemaError(UsageError):
+    """A column does not fit its field: dtype, shape, raggedness or row count."""
+
+
+class NotFound(UsageError, LookupError):
+    """A table, field, task, row or key does not exist; the message lists those that do."""
+
+
+class AlreadyExists(UsageError):
+    """A table, task or key with this name exists with other terms, or a field of a row is already set."""
+
+
+class Impossible(UsageError):
+    """A configuration or request that could never make progress; the message carries the arithmetic."""
+
+
+class Sealed(UsageError):
+    """The table is sealed: no row may enter, and it cannot be sealed again."""
+
+
+class BatchEnded(UsageError):
+    """A batch was used after its lease ended and its memory was returned."""
+
+
+class Forked(UsageError):
+    """A queue opened before ``os.fork`` was used in the child; connect again there."""
+
+
+class AddressInUse(UsageError):
+    """Another server already listens at this address."""
+
+
+class FlowSignal(TransferQueueError):
+    """Nobody is at fault: wait, drop or finish."""
+
+
+class EndOfTable(FlowSignal):  # noqa: N818  (a signal, like StopIteration)
+    """The table is sealed and this task has drained it."""
+
+
+class DeadlineExceeded(FlowSignal, TimeoutError):
+    """A wait ended by its deadline. The message says what is missing and who holds it."""
+
+
+class LeaseExpired(FlowSignal):
+    """The lease expired, was released, or belongs to another session. The call changed nothing."""
+
+
+class Full(FlowSignal):
+    """No room now, and the caller asked not to wait."""
+
+
+class PeerError(TransferQueueError, ConnectionError):
+    """The network, another process or the machine failed."""
+
+
+class Unreachable(PeerError):
+    """Nothing answered at an address before the deadline."""
+
+
+class Disconnected(PeerError):
+    """The server is gone, has forgotten this session, or the queue was closed."""
+
+
+class ProtocolError(PeerError):
+    """A message could not be understood. It was ignored; nothing was changed."""
+
+
+class OutOfMemory(PeerError):
+    """The arena, or the file system that holds it, cannot grow."""
+
+
+class Corruption(PeerError):
+    """Bytes do not match their checksum, or point outside their extent."""
+
+
+class InternalError(TransferQueueError):
+    """A defect of the queue itself. Please report it."""
+
+
+def _tree(root: type[TransferQueueError]) -> dict[str, type[TransferQueueError]]:
+    found = {root.__name__: root}
+    for child in root.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+BY_NAME: Final = _tree(TransferQueueError)
+"""Class of each error by its name: how an error travels (name and text, never code)."""
+
+
+def from_wire(name: str, text: str) -> TransferQueueError:
+    """The error that a peer reported. An unknown name becomes `InternalError`, keeping the text."""
+    known = BY_NAME.get(name)
+    return known(text) if known else InternalError(f"{name}: {text}")
+
+
+def listing(names: object) -> str:
+    """Names for an error message, sorted, shortened past twelve: ``a, b, c`` or ``nothing``."""
+    found = sorted(str(name) for name in names)  # type: ignore[attr-defined]
+    if not found:
+        return "nothing"
+    return ", ".join(found[:12]) + (f" and {len(found) - 12} more" if len(found) > 12 else "")

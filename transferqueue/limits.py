@@ -1,0 +1,122 @@
+"""Every bound of the system, in one place, each with its reason.
+
+Two kinds: constants of the implementation (upper case), and `Limits`, what one table may hold.
+Nothing is allocated for a count that a peer sent before it was compared with the bound here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+
+from transferqueue.errors import UsageError
+
+KIB: Final = 1 << 10
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+
+NAME_CHARS_MAX: Final = 128
+"""A name is printed in every error and metric; longer ones are data, not names."""
+KEY_CHARS_MAX: Final = 512
+"""User keys (uids, paths) are longer than names, but are held in memory for every live row."""
+FIELDS_MAX: Final = 1024
+"""Sixteen words of ready mask per row; wider tables want several tables."""
+TASKS_MAX: Final = 64
+"""Each task costs a byte of state and eight of lease per resident row."""
+TABLES_MAX: Final = 4096
+SESSIONS_MAX: Final = 4096
+PARTS_MAX: Final = 256
+"""Distinct sets of fields written together, per table: each costs 12 bytes per resident row of a page."""
+TAGS_MAX: Final = 64
+"""Tags per row. More, or larger, belongs in a column."""
+TAG_CHARS_MAX: Final = 1024
+ROWS_PER_REQUEST_MAX: Final = 1 << 20
+"""One put or lease: at 1 Mi rows the ids alone are 8 MiB of control message."""
+MESSAGE_BYTES_MAX: Final = 64 * MIB
+"""One control message: a lease reply for 1 Mi rows with eight columns of metadata."""
+VALUE_DEPTH_MAX: Final = 32
+"""Nesting of a plain value (dicts and lists) stored as MessagePack."""
+PAGE_ROWS: Final = 4096
+"""Rows of a ledger page: large enough to amortise numpy calls, small enough that stragglers pin little."""
+ALIGNMENT: Final = 64
+"""Bytes; Arrow's recommendation for buffers, and a cache line."""
+PAGE_BYTES: Final = 4096
+"""Extents begin and end on pages, so that one can be dropped from a private mapping without its neighbour."""
+SMALL_EXTENT_BYTES: Final = 256 * KIB
+"""Puts below this share an extent: a one-row put costs its bytes, not a page per put."""
+ARENA_BYTES_DEFAULT: Final = 8 * GIB
+"""Default ceiling of an arena; address space only, pages are taken as they are used. Clipped to what the file system has."""
+ARENA_STEP_BYTES: Final = 64 * MIB
+"""An arena grows by this much at a time, so that growth is rare and its cost bounded."""
+FRAME_BYTES: Final = MIB
+"""Bulk frames over TCP: one ZeroMQ stream is fastest near 1 MiB."""
+HEARTBEAT_S: Final = 1.0
+"""A client says that it lives this often when it has nothing else to say."""
+SESSION_SILENCE_S: Final = 10.0
+"""After this silence a session without a kernel-checked lock is taken for dead."""
+LEASE_S_DEFAULT: Final = 60.0
+"""A worker silent this long has lost its rows. The runner renews; a hand-written loop may ask for more."""
+TIMEOUT_S_DEFAULT: Final = 60.0
+"""Every wait ends. One minute tells a stalled pipeline from a slow one in most jobs."""
+ATTEMPTS_MAX_DEFAULT: Final = 5
+"""A row that failed five workers will fail the sixth."""
+REPLIES_KEPT_MAX: Final = 1024
+"""Replies kept per session for retries; a client has far fewer requests in flight."""
+
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-/]*")
+
+
+def check_name(kind: str, name: object) -> str:
+    """Return `name` if it may name a `kind` (table, field, task, ...), else raise `UsageError`.
+
+    A name has 1 to 128 characters: letters, digits, ``_ . - /``, and begins with a letter or ``_``.
+    """
+    if not isinstance(name, str):
+        raise UsageError(f"{kind} name {name!r} is {type(name).__name__}; names are strings")
+    if len(name) > NAME_CHARS_MAX:
+        raise UsageError(f"{kind} name {name[:40]!r}... has {len(name)} characters; at most {NAME_CHARS_MAX} are allowed")
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"{kind} name {name!r} has characters that names may not have; use letters, digits, _ . - / "
+            "and begin with a letter or _"
+        )
+    return name
+
+
+_UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": KIB, "MIB": MIB, "GIB": GIB}
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of ``8``, ``"8GiB"``, ``"512 MB"``; `UsageError` otherwise."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        if size <= 0:
+            raise UsageError(f"size {size} is not positive; give bytes as a number or text such as '8GiB'")
+        return size
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
+    if not found or found[2].upper() not in _UNITS or float(found[1]) <= 0:
+        raise UsageError(f"size {size!r} is not a size; give bytes as a number or text such as '8GiB' or '512MiB'")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What one table may hold. Full means producers wait or are refused; nothing is evicted.
+
+    `rows`: live rows. `bytes`: bytes of live blocks, as a number or text such as ``"8GiB"``
+    (None: only the arena bounds them).
+    """
+
+    rows: int = 65536
+    bytes: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rows, int) or self.rows <= 0:
+            raise UsageError(f"limit rows={self.rows!r} is not a positive number of rows")
+        if self.bytes is not None:
+            parse_bytes(self.bytes)
+
+    @property
+    def bytes_max(self) -> int | None:
+        """`bytes` as a number."""
+        return None if self.bytes is None else parse_bytes(self.bytes)

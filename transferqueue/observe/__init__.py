@@ -1,0 +1,1 @@
+"""Metrics, timeline and doctor: what a deployment is doing, and why."""

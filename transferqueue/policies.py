@@ -1,0 +1,251 @@
+"""Policies are values: selectors, group rules, what happens to stale rows, predicates, pacing, tasks.
+
+Each is a small frozen struct that travels as data. The ledger holds the code that obeys it; a policy
+never carries code. Whatever can be seen to be impossible is refused when the value is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from transferqueue.errors import Impossible, UsageError
+from transferqueue.limits import ATTEMPTS_MAX_DEFAULT, LEASE_S_DEFAULT, TAG_CHARS_MAX, check_name
+
+
+class _Policy(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all policy values: compared by value, sent as a tagged array."""
+
+
+# ---------------------------------------------------------------- selectors: which ready rows next
+
+
+class Fifo(_Policy):
+    """Rows in the order in which they became ready."""
+
+
+class OldestVersionFirst(_Policy):
+    """Smallest policy version first, then Fifo: the row nearest its staleness bound goes first."""
+
+
+class Freshest(_Policy):
+    """Largest policy version first, then the most recently put."""
+
+
+class LongestFirst(_Policy):
+    """Most tokens first, then Fifo: stragglers start early (StreamRL, arXiv 2504.15930, section 5)."""
+
+
+class Priority(_Policy):
+    """Largest `priority` first, then Fifo."""
+
+
+class TokenBalanced(_Policy, kw_only=True):
+    """One agreed batch, chosen by `inner`, split over `world` ranks by tokens.
+
+    `equal_counts`: every rank gets the same number of rows (or of groups); otherwise counts are free
+    and only tokens are balanced. The split is longest-processing-time first: the largest share is at
+    most 4/3 - 1/(3 world) of the best possible (Graham 1969) when counts are free.
+    """
+
+    inner: Fifo | OldestVersionFirst | Freshest | LongestFirst | Priority = Fifo()
+    equal_counts: bool = True
+
+
+class Plugin(_Policy):
+    """A selector registered on the server by entry point ``transferqueue.selectors``, by name."""
+
+    name: str
+    options: dict[str, str | int | float | bool] = {}
+
+
+Selector = Fifo | OldestVersionFirst | Freshest | LongestFirst | Priority | TokenBalanced | Plugin
+
+# ---------------------------------------------------------------- groups
+
+
+class Refill(_Policy):
+    """Ask for what is missing: leases on unfinished members end and their rows are given out again;
+    members that were never put are offered to the next `reserve` as `refills` (group_id, missing)."""
+
+
+class Release(_Policy):
+    """Hand over the members that are ready, if at least `min_size` are; drop the group otherwise."""
+
+
+class DropGroup(_Policy):
+    """Drop all members, with reason ``group_incomplete``."""
+
+
+class Complete(_Policy, kw_only=True):
+    """Give out whole groups only.
+
+    A group is whole when all `group_size` members are ready for the task. A group is *incomplete* when
+    it is not whole `deadline_s` seconds after its first member became ready (None: no deadline), or as
+    soon as a member was dropped; then `incomplete` says what happens. `min_size` (None: group_size) is
+    the least that `Release` may hand over.
+    """
+
+    min_size: int | None = None
+    deadline_s: float | None = None
+    incomplete: Refill | Release | DropGroup = DropGroup()
+
+    def __post_init__(self) -> None:
+        if self.min_size is not None and self.min_size < 1:
+            raise UsageError(f"min_size={self.min_size} is not a positive number of rows")
+        if self.deadline_s is not None and not self.deadline_s > 0:
+            raise UsageError(f"deadline_s={self.deadline_s} is not a positive number of seconds")
+
+
+# ---------------------------------------------------------------- stale rows, retention
+
+
+class DropStale(_Policy):
+    """A row over the bound is dropped, with reason ``stale``."""
+
+
+class KeepStale(_Policy):
+    """A row over the bound is never handed to this task again, but stays readable until deleted."""
+
+
+class Requeue(_Policy):
+    """A row over the bound goes back to `task`: what that task and those after it gave is cleared."""
+
+    task: str
+
+
+class HoldClock(_Policy):
+    """The clock waits: `advance` and `publish` are held (with a deadline) while they would make a row
+    that is in the table stale."""
+
+
+OnStale = DropStale | KeepStale | Requeue | HoldClock
+
+
+class Acked(_Policy):
+    """A row is freed when every task of the table is done with it."""
+
+
+class Manual(_Policy):
+    """A row stays, readable, until `delete`."""
+
+
+Retention = Acked | Manual
+
+# ---------------------------------------------------------------- predicates: which rows may be chosen
+
+
+class TagIs(_Policy):
+    """Rows whose tag `name` equals `value`."""
+
+    name: str
+    value: str | int | float | bool
+
+
+class VersionBetween(_Policy):
+    """Rows with `low <= policy_version <= high` (either may be None)."""
+
+    low: int | None = None
+    high: int | None = None
+
+
+class Compare(_Policy):
+    """Rows whose inline scalar field (or metadata ``tokens``, ``priority``, ``ordinal``) compares so."""
+
+    field: str
+    op: Literal["<", "<=", "==", "!=", ">=", ">"]
+    value: int | float | bool
+
+
+Predicate = TagIs | VersionBetween | Compare
+
+# ---------------------------------------------------------------- tasks and pacing
+
+
+class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A named consumer of a table. Every row goes to every task; inside a task each row is done once.
+
+    needs: fields that must be complete before the task sees a row.
+    gives: fields the task writes back (for `Requeue` and lost rows; not enforced).
+    selector: which ready rows next. groups: `Complete(...)` for whole groups only.
+    lease_s: seconds until a silent worker loses its rows. attempts_max: after so many failed leases a
+    row is dropped with reason ``attempts`` (0: never).
+    from_: "start" sees every live row, "now" only rows put after the task was declared.
+    """
+
+    name: str
+    needs: Sequence[str] = ()
+    gives: Sequence[str] = ()
+    selector: Selector = Fifo()
+    groups: Complete | None = None
+    lease_s: float = LEASE_S_DEFAULT
+    attempts_max: int = ATTEMPTS_MAX_DEFAULT
+    from_: Literal["start", "now"] = "start"
+
+    def __post_init__(self) -> None:
+        check_name("task", self.name)
+        if isinstance(self.needs, str) or isinstance(self.gives, str):
+            raise UsageError(f'task "{self.name}": needs and gives are lists of field names, not one string')
+        msgspec.structs.force_setattr(self, "needs", tuple(self.needs))
+        msgspec.structs.force_setattr(self, "gives", tuple(self.gives))
+        for field in (*self.needs, *self.gives):
+            check_name("field", field)
+        if not self.lease_s > 0:
+            raise UsageError(f'task "{self.name}": lease_s={self.lease_s} is not a positive number of seconds')
+        if self.attempts_max < 0:
+            raise UsageError(f'task "{self.name}": attempts_max={self.attempts_max} is negative; 0 means no limit')
+        if set(self.needs) & set(self.gives):
+            both = ", ".join(sorted(set(self.needs) & set(self.gives)))
+            raise Impossible(f'task "{self.name}" both needs and gives {both}: it would wait for itself')
+        if self.from_ not in ("start", "now"):
+            raise UsageError(f'task "{self.name}": from_={self.from_!r} is neither "start" nor "now"')
+
+
+class Pacing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How far production may run ahead of the task that sets the pace (usually the trainer).
+
+    batch_rows: rows per trainer step. depth: batches that may be outstanding beyond the one in work.
+    max_staleness: versions a row may be behind at hand-over to `task` (None: no bound).
+    on_stale: what happens to a row over the bound. channel: the weight channel whose versions are this
+    table's clock (None: `table.advance`).
+    """
+
+    task: str
+    batch_rows: int
+    depth: int = 1
+    max_staleness: int | None = None
+    on_stale: OnStale = DropStale()
+    channel: str | None = None
+
+    def __post_init__(self) -> None:
+        check_name("task", self.task)
+        if self.batch_rows < 1:
+            raise UsageError(f"batch_rows={self.batch_rows} is not a positive number of rows")
+        if self.depth < 0:
+            raise UsageError(f"depth={self.depth} is negative; 0 means one batch at a time")
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise Impossible(f"max_staleness={self.max_staleness}: no row could ever be handed over; 0 is synchronous")
+
+    @property
+    def rows_ahead_max(self) -> int:
+        """Rows that may be reserved or live and not yet done by the pacing task."""
+        return (self.depth + 1) * self.batch_rows
+
+
+Tags = dict[str, str | int | float | bool]
+"""Tags of one row."""
+
+
+def check_tags(tags: object) -> Tags:
+    """Return `tags` if they may be stored with a row, else raise `UsageError`."""
+    if not isinstance(tags, dict):
+        raise UsageError(f"tags are {type(tags).__name__}; give a dict of name to str, int, float or bool")
+    for name, value in tags.items():
+        check_name("tag", name)
+        if not isinstance(value, str | int | float | bool):
+            raise UsageError(f'tag "{name}" is {type(value).__name__}; tags are str, int, float or bool')
+        if isinstance(value, str) and len(value) > TAG_CHARS_MAX:
+            raise UsageError(f'tag "{name}" has {len(value)} characters; at most {TAG_CHARS_MAX}: use a column')
+    return tags

@@ -1,0 +1,175 @@
+"""Fields: what a column may hold, and how its bytes lie in a block.
+
+A *field* is a name, a dtype and the shape of one row's value. A dimension of None varies from row to
+row. Five layouts follow from that, and nothing else is stored anywhere:
+
+=============  ==========================  =====================================================
+layout         field                       buffers of a block of n rows, in this order
+=============  ==========================  =====================================================
+dense          no None in shape            values ``[n, *shape]``
+ragged         only shape[0] is None       offsets int64 ``[n + 1]`` (in steps of the first
+                                           dimension), values ``[offsets[n], *shape[1:]]``
+varied         any other None              shapes int64 ``[n, ndim]``, offsets int64 ``[n + 1]``
+                                           (in elements), values ``[offsets[n]]``
+text, bytes,   dtype "str", "bytes",       offsets int64 ``[n + 1]`` (in bytes), data
+value          "value" (MessagePack)
+=============  ==========================  =====================================================
+
+Each buffer begins on a 64-byte boundary. The layout of a block is a pure function of its fields, its
+number of rows and one count per field that is not dense (the last offset), so a block is described by
+a handful of integers, and whoever receives it can check that they fit the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from transferqueue.errors import SchemaError, UsageError
+from transferqueue.limits import ALIGNMENT, check_name
+
+ITEM_BYTES: Final[dict[str, int]] = {
+    "bool": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "str": 1,
+    "bytes": 1,
+    "value": 1,
+}
+"""Bytes of one element of each dtype. Little-endian, always."""
+
+BLOB_DTYPES: Final = frozenset({"str", "bytes", "value"})
+"""Dtypes whose rows are byte strings."""
+
+TORCH_ONLY_DTYPES: Final = frozenset(name for name in ITEM_BYTES if name == "bfloat16" or name.startswith("float8"))
+"""Dtypes that numpy does not have: `.torch()` gives them; `.numpy()` needs ml_dtypes."""
+
+RAGGED_RANK_MAX: Final = 8
+"""Dimensions of one row's value."""
+
+
+class Field(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A column's name, dtype and row shape: ``Field("image", "uint8", (None, None, 3))``.
+
+    shape: the shape of one row's value, ``()`` for a scalar, None where rows differ. For "str",
+    "bytes" and "value" the shape is ``()``.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_name("field", self.name)
+        if self.dtype not in ITEM_BYTES:
+            raise SchemaError(f'field "{self.name}": dtype {self.dtype!r} is unknown; known are {", ".join(ITEM_BYTES)}')
+        if self.dtype in BLOB_DTYPES and self.shape:
+            raise SchemaError(f'field "{self.name}": dtype {self.dtype!r} has no shape, but {self.shape} was given')
+        if len(self.shape) > RAGGED_RANK_MAX:
+            raise SchemaError(f'field "{self.name}": {len(self.shape)} dimensions; at most {RAGGED_RANK_MAX}')
+        if any(size is not None and size < 0 for size in self.shape):
+            raise SchemaError(f'field "{self.name}": shape {self.shape} has a negative size')
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def blob(self) -> bool:
+        """Whether a row is a byte string (text, bytes, plain value)."""
+        return self.dtype in BLOB_DTYPES
+
+    @property
+    def dense(self) -> bool:
+        """Whether every row has the same number of bytes."""
+        return not self.blob and None not in self.shape
+
+    @property
+    def ragged(self) -> bool:
+        """Whether only the first dimension varies."""
+        return not self.blob and len(self.shape) > 0 and self.shape[0] is None and None not in self.shape[1:]
+
+    @property
+    def varied(self) -> bool:
+        """Whether a dimension other than (only) the first varies."""
+        return not (self.blob or self.dense or self.ragged)
+
+    @property
+    def inline(self) -> bool:
+        """Whether values live with the row in the ledger: fixed-width scalars of at most 8 bytes."""
+        return self.dense and self.shape == () and self.item_bytes <= 8 and self.dtype not in TORCH_ONLY_DTYPES
+
+    @property
+    def step_elements(self) -> int:
+        """Elements of one offset step: of a dense row, of one step of a ragged row, else 1."""
+        if self.dense:
+            return math.prod(size for size in self.shape if size is not None)
+        return math.prod(size for size in self.shape[1:] if size is not None) if self.ragged else 1
+
+    def describe(self) -> str:
+        """For messages: ``float32[None, 3]``, ``str``, ``int64``."""
+        return f"{self.dtype}{list(self.shape)}" if self.shape else self.dtype
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Where the buffers of one column lie, in bytes from the start of its block. -1: no such buffer."""
+
+    values: int
+    values_bytes: int
+    offsets: int = -1
+    shapes: int = -1
+
+
+def align(size: int, to: int = ALIGNMENT) -> int:
+    """`size` rounded up to a multiple of `to`."""
+    return -(-size // to) * to
+
+
+def layout(fields: Sequence[Field], rows: int, counts: Sequence[int]) -> tuple[list[Span], int]:
+    """Spans of the columns of a block and the block's size in bytes.
+
+    counts: for each field the last offset (see the table above), 0 for a dense field. Pure; raises
+    `UsageError` if the numbers cannot be a block.
+    """
+    if rows < 1 or len(counts) != len(fields):
+        raise UsageError(f"a block of {rows} rows with {len(counts)} counts for {len(fields)} fields is not a block")
+    spans: list[Span] = []
+    at = 0
+    for field, count in zip(fields, counts, strict=True):
+        span, at = _column(field, rows, count, at)
+        spans.append(span)
+    return spans, at
+
+
+def _column(field: Field, rows: int, count: int, at: int) -> tuple[Span, int]:
+    if count < 0 or (field.dense and count):
+        raise UsageError(f'field "{field.name}": count {count} is not one of a {field.describe()} column')
+    shapes = offsets = -1
+    if field.varied:
+        shapes, at = at, align(at + 8 * rows * len(field.shape))
+    if not field.dense:
+        offsets, at = at, align(at + 8 * (rows + 1))
+    steps = rows if field.dense else count
+    size = steps * field.step_elements * field.item_bytes
+    return Span(at, size, offsets, shapes), align(at + size)

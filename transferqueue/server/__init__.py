@@ -1,0 +1,1 @@
+"""The loops around the ledger and the arena: coordinator, shard, node."""

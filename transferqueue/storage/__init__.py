@@ -1,0 +1,1 @@
+"""The data plane: arenas, extents, blocks and the gathering of rows."""

@@ -1,0 +1,1 @@
+"""Public test kits for adapter authors and for the project itself."""

@@ -1,0 +1,1 @@
+"""The weight channel: versioned publication of model weights to generators."""

@@ -1,0 +1,1 @@
+"""Messages and frames: pure, typed MessagePack."""

@@ -1,0 +1,538 @@
+"""Every message between a client and the control plane, as typed values. Pure data: no I/O, no code.
+
+A request is answered by exactly one reply, an error (`Failed`), or, if the request may wait, by one of
+these later. Requests carry an id that the client chose, ascending within its session; a request sent
+again with the same id gets the same answer and changes nothing twice.
+
+Arrays travel as little-endian bytes: `Rows` are int64 row ids, `I64`/`I32`/`F64` what they say.
+Everything here is validated for type by the decoder and for meaning by the ledger.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from transferqueue.limits import KEY_CHARS_MAX, Limits
+from transferqueue.policies import Pacing, Predicate, Retention, Tags, Task
+from transferqueue.schema import Field
+
+Rows = bytes
+I64 = bytes
+I32 = bytes
+F64 = bytes
+Name = Annotated[str, Meta(max_length=128)]
+Key = Annotated[str, Meta(max_length=KEY_CHARS_MAX)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all messages: a tagged array, unknown fields refused."""
+
+
+# ---------------------------------------------------------------- parts of messages
+
+
+class Inline(Message):
+    """Values of one inline scalar field, in the order of the request's rows. `data`: n x item bytes."""
+
+    field: Name
+    data: bytes
+
+
+class RowFacts(Message):
+    """Per-row facts, each None or an array over the request's rows. They are set, never merged."""
+
+    group_id: I64 | None = None
+    group_size: I32 | None = None
+    ordinal: I64 | None = None
+    policy_version: I64 | None = None
+    policy_version_max: I64 | None = None
+    tokens: I64 | None = None
+    priority: F64 | None = None
+    keys: list[Key] | None = None
+    tags: list[Tags] | None = None
+
+
+class Placed(Message):
+    """A block that the sender has written into an extent granted to it.
+
+    offset: bytes from the start of the arena, inside the extent. rows: rows of the block. fields: the
+    columns in it. counts: one per field (`schema.layout`). slots: for each row of the request the row
+    of the block that holds it (int32; None: the same order, one to one); several rows may share one.
+    checksum: xxh3-64 of the bytes, 0 where they never leave the machine.
+    """
+
+    extent: Count
+    offset: Count
+    nbytes: Count
+    rows: Count
+    fields: list[Name]
+    counts: list[Count]
+    slots: I32 | None = None
+    checksum: Count = 0
+
+
+class Columns(Message):
+    """Columns and facts for some rows: what put, update and ack carry."""
+
+    fields: list[Field] = []
+    """Definitions of the fields used, for the ledger to add or to compare."""
+    blocks: list[Placed] = []
+    inline: list[Inline] = []
+    facts: RowFacts = RowFacts()
+
+
+class BlockAt(Message):
+    """Where a committed block lies: shard, extent, bytes [offset, offset + nbytes) of the arena, layout."""
+
+    block: int
+    shard: int
+    extent: int
+    offset: int
+    nbytes: int
+    rows: int
+    fields: list[Name]
+    counts: list[int]
+    checksum: int = 0
+
+
+class Part(Message):
+    """Fields that lie together, and where each row of the reply is: index into `blocks`, row in block."""
+
+    fields: list[Name]
+    blocks: list[BlockAt]
+    block_of_row: I32
+    slot_of_row: I32
+
+
+class Content(Message):
+    """Rows with their facts, inline values and the places of their columns.
+
+    Naming a block in a reply pins it for the session, once per reply, until `Unpin`.
+    """
+
+    rows: Rows
+    policy_version: I64
+    policy_version_max: I64
+    group_id: I64
+    group_size: I32
+    ordinal: I64
+    tokens: I64
+    priority: F64
+    keys: list[str] | None
+    tags: list[Tags] | None
+    inline: list[Inline]
+    parts: list[Part]
+    fields: list[Field]
+    """Definitions of all fields in `inline` and `parts`."""
+
+
+# ---------------------------------------------------------------- session
+
+
+class Hello(Message):
+    """Opens a session. client: 16 random bytes. lock: path of a file the client holds an flock on, or ""."""
+
+    client: bytes
+    pid: int = 0
+    host: str = ""
+    lock: str = ""
+    version: str = ""
+    label: str = ""
+
+
+class Welcome(Message):
+    """A session is open. epoch: this life of the coordinator. arenas: shard -> path of its memory."""
+
+    session: int
+    epoch: int
+    server: str
+    runtime: str
+    arenas: dict[int, str]
+    arena_bytes: int
+
+
+class Heartbeat(Message):
+    """Notice: the client lives. No answer."""
+
+
+class Goodbye(Message):
+    """Closes the session: its leases, reservations, grants and pins return at once."""
+
+
+class Unpin(Message):
+    """Notice: blocks no longer viewed; block ids and how many pins of each. No answer."""
+
+    blocks: I64
+    counts: I64
+
+
+# ---------------------------------------------------------------- tables
+
+
+class CreateTable(Message):
+    """A table and its terms. exist_ok: an existing table with the same terms is no error."""
+
+    name: Name
+    fields: list[Field] = []
+    tasks: list[Task] = []
+    limits: Limits = Limits()
+    pacing: Pacing | None = None
+    retention: Retention | None = None
+    exist_ok: bool = False
+
+
+class OpenTable(Message):
+    """The terms of a table, waiting up to `wait_s` for it to be created."""
+
+    name: Name
+    wait_s: Seconds = 0.0
+
+
+class TableTerms(Message):
+    """A table as it is: answer to CreateTable, OpenTable, AddTask, AddFields."""
+
+    name: str
+    fields: list[Field]
+    tasks: list[Task]
+    limits: Limits
+    pacing: Pacing | None
+    retention: Retention
+    sealed: bool
+    version: int
+
+
+class AddTask(Message):
+    table: Name
+    task: Task
+
+
+class AddFields(Message):
+    table: Name
+    fields: list[Field]
+
+
+class DropTable(Message):
+    """Removes a table: its rows are dropped (reason ``table_dropped``), its waiters told."""
+
+    name: Name
+
+
+class ListTables(Message):
+    pass
+
+
+class Tables(Message):
+    names: list[str]
+
+
+class Seal(Message):
+    """No more rows will enter."""
+
+    table: Name
+
+
+class Advance(Message):
+    """The table's clock (the trainer's version) is now `version`; it never goes back."""
+
+    table: Name
+    version: int
+    wait_s: Seconds = 0.0
+
+
+# ---------------------------------------------------------------- bytes
+
+
+class Grant(Message):
+    """An extent of at least `nbytes` in the arena of the nearest shard, for this session to write."""
+
+    nbytes: Annotated[int, Meta(ge=1)]
+    wait_s: Seconds = 0.0
+
+
+class Granted(Message):
+    extent: int
+    shard: int
+    offset: int
+    nbytes: int
+
+
+class ReturnGrant(Message):
+    """The session writes no more into this extent; what it committed there stays."""
+
+    extent: int
+
+
+# ---------------------------------------------------------------- rows
+
+
+class Put(Message):
+    """New rows, columns and facts, in one commit. reservation: 0, or what `Reserve` gave."""
+
+    table: Name
+    rows: Annotated[int, Meta(ge=1)]
+    columns: Columns
+    reservation: int = 0
+    wait_s: Seconds = 0.0
+
+
+class PutRows(Message):
+    """The rows of a put: ids ascend from `first`."""
+
+    first: int
+    rows: int
+
+
+class Update(Message):
+    """More columns or facts for existing rows, in one commit."""
+
+    table: Name
+    rows: Rows
+    columns: Columns
+    overwrite: bool = False
+
+
+class Lease(Message):
+    """Ready rows of a task. Exactly one of rows, tokens, groups is set (the others 0).
+
+    at_least: fewer may be given once this many (rows, tokens or groups) are ready; 0: the full number.
+    When the table is sealed, or the request names a `world` and it is sealed, what is left is given.
+    rank, world: this rank's share of one agreed batch of `rows` rows (tokens, groups). replica,
+    replicas: this is peer `replica` of `replicas` that get the identical batch of the rank; the lease is
+    done when all have acked. fields: None for the task's needs, or the fields wanted.
+    """
+
+    table: Name
+    task: Name
+    rows: Count = 0
+    tokens: Count = 0
+    groups: Count = 0
+    at_least: Count = 0
+    wait_s: Seconds = 0.0
+    lease_s: Seconds = 0.0
+    where: list[Predicate] = []
+    fields: list[Name] | None = None
+    rank: Count = 0
+    world: Annotated[int, Meta(ge=1)] = 1
+    replica: Count = 0
+    replicas: Annotated[int, Meta(ge=1)] = 1
+
+
+class Leased(Message):
+    """Rows lent until `lease_s` from now. token: fences acks of an earlier holder. version: the clock."""
+
+    lease: int
+    token: int
+    lease_s: float
+    version: int
+    content: Content
+
+
+class Ack(Message):
+    """The rows of a lease are done (rows None: all; else these, the rest stay leased).
+
+    columns: results for the acked rows, in the order of `rows` (or of the lease), committed with the ack.
+    drop: instead of done, the rows end as dropped with this reason.
+    """
+
+    table: Name
+    lease: int
+    token: int
+    rows: Rows | None = None
+    columns: Columns | None = None
+    drop: str = ""
+    step: int = -1
+
+
+class Release(Message):
+    """Rows of a lease go back to ready. failed: counts as an attempt (an exception), with its text."""
+
+    table: Name
+    lease: int
+    token: int
+    rows: Rows | None = None
+    failed: bool = False
+    reason: Annotated[str, Meta(max_length=4096)] = ""
+
+
+class Renew(Message):
+    table: Name
+    lease: int
+    token: int
+    lease_s: Seconds = 0.0
+
+
+class Renewed(Message):
+    lease_s: float
+
+
+class Reserve(Message):
+    """Permission to start producing `rows` rows with weights of `policy_version` (-1: the clock)."""
+
+    table: Name
+    rows: Annotated[int, Meta(ge=1)]
+    policy_version: int = -1
+    wait_s: Seconds = 0.0
+
+
+class Reserved(Message):
+    """reservation: names it in `Put`. refills: (group_id, missing members) asked for again; part of rows."""
+
+    reservation: int
+    rows: int
+    version: int
+    refills: list[tuple[int, int]]
+
+
+class Unreserve(Message):
+    """Rows of a reservation that will not be produced (rows 0: all that are left)."""
+
+    table: Name
+    reservation: int
+    rows: Count = 0
+
+
+class Drop(Message):
+    """Rows end as dropped(reason) for every task. Leased rows too: their acks will be refused."""
+
+    table: Name
+    rows: Rows
+    reason: Name
+
+
+class Delete(Message):
+    """Frees rows of a `Manual` table that are finished (done or dropped) or never will be needed."""
+
+    table: Name
+    rows: Rows
+
+
+class Find(Message):
+    """Row ids of keys; -1 where there is none."""
+
+    table: Name
+    keys: list[Key]
+
+
+class Found(Message):
+    rows: Rows
+
+
+class Read(Message):
+    """Rows without a lease: these ids, or all live rows that match `where` (at most `limit`)."""
+
+    table: Name
+    rows: Rows | None = None
+    fields: list[Name] | None = None
+    where: list[Predicate] = []
+    limit: Count = 0
+
+
+class ReadRows(Message):
+    content: Content
+
+
+# ---------------------------------------------------------------- weights
+
+
+class Publish(Message):
+    """Version `version` of a channel: one block of one row, a field per tensor, in one commit.
+
+    keep: versions kept. Tables whose pacing names the channel advance their clock to `version`.
+    """
+
+    channel: Name
+    version: Count
+    fields: list[Field]
+    blocks: list[Placed]
+    keep: Annotated[int, Meta(ge=1)] = 2
+    wait_s: Seconds = 0.0
+
+
+class Pull(Message):
+    """The newest version above `above` (or exactly `version` if >= 0), waiting for it."""
+
+    channel: Name
+    above: int = -1
+    version: int = -1
+    wait_s: Seconds = 0.0
+
+
+class Weights(Message):
+    """A published version; pins its blocks like `Content`."""
+
+    version: int
+    fields: list[Field]
+    blocks: list[BlockAt]
+
+
+class Applied(Message):
+    """This session generates with `version` of a channel from now on."""
+
+    channel: Name
+    version: Count
+
+
+# ---------------------------------------------------------------- observation
+
+
+class Observe(Message):
+    """A snapshot for people and metrics. what: "stats", "audit", "row", "doctor", "sessions"."""
+
+    what: Name
+    table: str = ""
+    row: int = -1
+
+
+class Observed(Message):
+    """Plain values, MessagePack-encoded: the keys are documented in docs/OBSERVING.md."""
+
+    value: msgspec.Raw
+
+
+# ---------------------------------------------------------------- outcome and envelope
+
+
+class Done(Message):
+    """Accepted, nothing to say. rows: how many rows it concerned."""
+
+    rows: int = 0
+
+
+class Failed(Message):
+    """Refused: nothing was changed. error: a class name of transferqueue.errors."""
+
+    error: str
+    text: str
+
+
+Request = (
+    Hello | Heartbeat | Goodbye | Unpin | CreateTable | OpenTable | AddTask | AddFields | DropTable | ListTables
+    | Seal | Advance | Grant | ReturnGrant | Put | Update | Lease | Ack | Release | Renew | Reserve | Unreserve
+    | Drop | Delete | Find | Read | Publish | Pull | Applied | Observe
+)  # fmt: skip
+Reply = (
+    Welcome | TableTerms | Tables | Granted | PutRows | Leased | Renewed | Reserved | Found | ReadRows | Weights
+    | Observed | Done | Failed
+)  # fmt: skip
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Client to server. session: 0 in Hello. id: ascending. seen: all replies up to this id arrived."""
+
+    session: int
+    id: int
+    seen: int
+    request: Request
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Server to client: the reply to call `id`, by coordinator life `epoch`."""
+
+    epoch: int
+    id: int
+    reply: Reply
