@@ -1,0 +1,13 @@
+"""What every test shares: property tests that find the same examples on every machine."""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# "ci" is what runs unless asked otherwise: the same examples every time, and no deadline, since a busy machine proves
+# nothing. HYPOTHESIS_PROFILE=search looks for new failures, at random and for longer.
+settings.register_profile(
+    "ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("search", deadline=None, print_blob=True, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

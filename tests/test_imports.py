@@ -1,0 +1,89 @@
+"""`import transferqueue` is light: no engine, no tensor library, under 0.3 s. (Who may import whom: `make check`.)"""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "transferqueue"
+HEAVY = {"torch", "ray", "vllm", "transformers", "tensordict", "matplotlib", "rich", "typer", "prometheus_client"}
+IMPORT_S_MAX = 0.3
+
+_PROBE = """
+import json, sys, time
+started = time.perf_counter()
+import transferqueue
+seconds = time.perf_counter() - started
+print(json.dumps({"seconds": seconds, "modules": sorted({name.partition(".")[0] for name in sys.modules})}))
+"""
+
+
+def _probe() -> dict:
+    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=60, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_import_is_light_and_quick() -> None:
+    """The best of five: the first warms the file cache, and a busy machine only ever adds."""
+    probes = [_probe() for _ in range(5)]
+    assert HEAVY.isdisjoint(probes[0]["modules"])
+    assert min(probe["seconds"] for probe in probes) < IMPORT_S_MAX
+
+
+def _imported_on_load(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
+    """Top-level names that importing these statements would import: not those in functions or under TYPE_CHECKING."""
+    for node in body:
+        match node:
+            case ast.Import():
+                yield from ((node.lineno, alias.name.partition(".")[0]) for alias in node.names)
+            case ast.ImportFrom(module=str(module)):
+                yield node.lineno, module.partition(".")[0]
+            case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING")):
+                yield from _imported_on_load(node.orelse)
+            case ast.If() | ast.For() | ast.While():
+                yield from _imported_on_load([*node.body, *node.orelse])
+            case ast.With() | ast.ClassDef():
+                yield from _imported_on_load(node.body)
+            case ast.Try():
+                handlers = [statement for handler in node.handlers for statement in handler.body]
+                yield from _imported_on_load([*node.body, *handlers, *node.orelse, *node.finalbody])
+
+
+def test_no_core_module_imports_an_engine_when_loaded() -> None:
+    rooms = [path for path in PACKAGE.iterdir() if path.name not in {"adapters", "workflows", "cli", "__pycache__"}]
+    files = [file for room in rooms for file in ([room] if room.suffix == ".py" else room.rglob("*.py"))]
+    assert files
+    found = [
+        f"{file.relative_to(ROOT)}:{line} imports {name}"
+        for file in files
+        for line, name in _imported_on_load(ast.parse(file.read_text()).body)
+        if name in HEAVY
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import torch.nn", ["torch"]),
+        ("from ray import init", ["ray"]),
+        ("try:\n    import vllm\nexcept ImportError:\n    import rich", ["vllm", "rich"]),
+        ("class A:\n    import torch", ["torch"]),
+        ("if TYPE_CHECKING:\n    import torch\nelse:\n    import ray", ["ray"]),
+        ("def f():\n    import torch", []),
+    ],
+)
+def test_the_scan_sees_what_loading_imports(source: str, names: list[str]) -> None:
+    assert [name for _, name in _imported_on_load(ast.parse(source).body)] == names
+
+
+def test_nothing_imports_the_linked_folders_by_their_bare_names() -> None:
+    """Ruff's TID251 says so file by file; this holds the names that the installed package offers."""
+    assert [PACKAGE / name for name in ("adapters", "workflows") if not (PACKAGE / name).is_symlink()] == []
+    assert {(PACKAGE / name).resolve() for name in ("adapters", "workflows")} == {ROOT / "adapters", ROOT / "workflows"}
