@@ -1,0 +1,42 @@
+"""Whether this machine can run a queue: every check, in the order in which a person would mend things."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from transferqueue.limits import ARENA_BYTES_DEFAULT
+from transferqueue.observe.checks import Check
+from transferqueue.observe.kernel import kernel_checks
+from transferqueue.observe.libraries import library_checks
+from transferqueue.observe.memory import memory_checks
+from transferqueue.observe.runtime import runtime_checks
+
+SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108  (the kernel's shared memory, by its name)
+
+
+class Section(msgspec.Struct, frozen=True):
+    """Checks that belong together."""
+
+    title: str
+    checks: list[Check]
+
+
+def check_machine(
+    *, runtime: Path, arena_bytes: int = ARENA_BYTES_DEFAULT, memory: Path = SHARED_MEMORY
+) -> list[Section]:
+    """Look at everything; takes about a tenth of a second, leaves nothing behind, raises nothing."""
+    if platform.system() != "Linux":
+        return [
+            Section("kernel", kernel_checks(memory=memory, runtime=runtime)),
+            Section("libraries", library_checks()),
+        ]
+    return [
+        Section("memory", memory_checks(arena_bytes=arena_bytes, memory=memory)),
+        Section("kernel", kernel_checks(memory=memory, runtime=runtime)),
+        Section("runtime", runtime_checks(runtime)),
+        Section("libraries", library_checks()),
+    ]

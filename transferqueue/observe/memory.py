@@ -1,0 +1,101 @@
+"""Room for an arena: shared memory, the machine's memory, address space, and how it is promised.
+
+An arena's ceiling costs address space only; pages are taken as rows come. So less room than the ceiling
+is a warning (the queue fills earlier than its limit says), and no room at all a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import Final
+
+from transferqueue.limits import ARENA_STEP_BYTES
+from transferqueue.observe import quantities
+from transferqueue.observe.checks import Check, fail, ok, warn
+
+_CGROUP_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_CGROUP_UNLIMITED: Final = 1 << 60
+_OVERCOMMIT_NEVER: Final = 2
+
+
+def memory_checks(*, arena_bytes: int, memory: Path) -> list[Check]:
+    """Room for an arena of `arena_bytes` in the directory `memory`."""
+    return [
+        shared_memory(arena_bytes, memory),
+        machine_memory(arena_bytes),
+        _address_space(arena_bytes),
+        _overcommit(),
+    ]
+
+
+def shared_memory(arena_bytes: int, memory: Path) -> Check:
+    """Size and free space of the file system that holds served arenas."""
+    remedy = (
+        f"mount -o remount,size={quantities.size(2 * arena_bytes).replace(' ', '').replace('iB', '')} {memory}; "
+        "in Docker: --shm-size"
+    )
+    if not (memory.is_dir() and os.access(memory, os.W_OK)):
+        return fail("shared memory", f"{memory} is not a directory that can be written", f"mount a tmpfs at {memory}")
+    room = os.statvfs(memory)
+    size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
+    return graded_room("shared memory", f"{memory}: ", free=free, size=size, arena_bytes=arena_bytes, remedy=remedy)
+
+
+def graded_room(subject: str, where: str, *, free: int, size: int, arena_bytes: int, remedy: str) -> Check:
+    """Free bytes against an arena's ceiling: ok, less than it, or not even one step of growth."""
+    found = f"{where}{quantities.size(free)} free of {quantities.size(size)}"
+    if free < ARENA_STEP_BYTES:
+        return fail(subject, f"{found}; an arena grows by {quantities.size(ARENA_STEP_BYTES)} at a time", remedy)
+    if free < arena_bytes:
+        return warn(subject, f"{found}; the arena may ask for {quantities.size(arena_bytes)}", remedy)
+    return ok(subject, f"{found}; the arena may ask for {quantities.size(arena_bytes)}")
+
+
+def machine_memory(arena_bytes: int) -> Check:
+    """Memory that is available, or what the cgroup still allows: shared pages count against both."""
+    size, free = _meminfo("MemTotal"), _meminfo("MemAvailable")
+    limit = _cgroup_limit()
+    if limit is not None and limit < size:
+        size, free, where = limit, min(free, limit), "cgroup: "
+    else:
+        where = ""
+    remedy = "give the machine or container more memory, or serve with a smaller --arena-bytes"
+    return graded_room("memory", where, free=free, size=size, arena_bytes=arena_bytes, remedy=remedy)
+
+
+def _meminfo(name: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        key, _, amount = line.partition(":")
+        if key == name:
+            return int(amount.split()[0]) * 1024
+    return 0
+
+
+def _cgroup_limit() -> int | None:
+    for path in _CGROUP_LIMITS:
+        if path.is_file() and (text := path.read_text().strip()).isdigit() and int(text) < _CGROUP_UNLIMITED:
+            return int(text)
+    return None
+
+
+def _address_space(arena_bytes: int) -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    subject = "address space"
+    if soft == resource.RLIM_INFINITY:
+        return ok(subject, "unlimited")
+    needed = 2 * arena_bytes
+    if soft < needed:
+        found = f"{quantities.size(soft)}; each client maps the arena twice, {quantities.size(needed)}"
+        return fail(subject, found, "ulimit -v unlimited")
+    return ok(subject, quantities.size(soft))
+
+
+def _overcommit() -> Check:
+    path = Path("/proc/sys/vm/overcommit_memory")
+    policy = int(path.read_text()) if path.is_file() else 0
+    if policy == _OVERCOMMIT_NEVER:
+        found = "vm.overcommit_memory=2: private views of an arena count as used memory"
+        return warn("overcommit", found, "sysctl vm.overcommit_memory=1, or a smaller --arena-bytes")
+    return ok("overcommit", f"vm.overcommit_memory={policy}")

@@ -1,0 +1,72 @@
+"""The runtime directory, where sockets and locks live, and the number of files a server may hold open."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+from pathlib import Path
+from typing import Final
+
+from transferqueue.limits import SESSIONS_MAX
+from transferqueue.observe.checks import Check, fail, ok, warn
+from transferqueue.observe.kernel import nearest_existing
+
+SOCKET_NAME: Final = "control.sock"
+SOCKET_PATH_MAX: Final = 107
+"""Bytes of a Unix socket's path, its final zero left out (unix(7))."""
+FILES_PER_SESSION: Final = 3
+"""At a server: its socket, its pidfd, its lock."""
+FILES_FEW: Final = 256
+
+
+def runtime_checks(runtime: Path) -> list[Check]:
+    """Permissions of the directory, length of its socket's path, open-file limit."""
+    return [directory(runtime), socket_path(runtime), open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])]
+
+
+def directory(runtime: Path) -> Check:
+    """Ours alone (0700), or one that can be made so."""
+    subject = "runtime directory"
+    if not runtime.exists():
+        return _makeable(subject, runtime)
+    found = runtime.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISDIR(found.st_mode):
+        return fail(subject, f"{runtime} is not a directory", "remove it, or set TRANSFERQUEUE_RUNTIME")
+    if found.st_uid != os.getuid():
+        owner = f"{runtime} belongs to user {found.st_uid}, not {os.getuid()}"
+        return fail(subject, owner, "set TRANSFERQUEUE_RUNTIME to a directory of your own")
+    if mode & 0o077:
+        return fail(subject, f"{runtime} has mode {mode:04o}: others may join the queue", f"chmod 0700 {runtime}")
+    if not os.access(runtime, os.W_OK | os.X_OK):
+        return fail(subject, f"{runtime} has mode {mode:04o}: it cannot be written", f"chmod 0700 {runtime}")
+    return ok(subject, f"{runtime}, mode {mode:04o}")
+
+
+def _makeable(subject: str, runtime: Path) -> Check:
+    above = nearest_existing(runtime)
+    if os.access(above, os.W_OK | os.X_OK):
+        return ok(subject, f"{runtime} will be made with mode 0700")
+    return fail(subject, f"{runtime} cannot be made in {above}", "set TRANSFERQUEUE_RUNTIME to a directory of your own")
+
+
+def socket_path(runtime: Path) -> Check:
+    """A Unix socket's path is short, by a rule older than this program."""
+    length = len(os.fsencode(runtime / SOCKET_NAME))
+    found = f"{length} of at most {SOCKET_PATH_MAX} bytes"
+    if length > SOCKET_PATH_MAX:
+        return fail("socket path", found, "set TRANSFERQUEUE_RUNTIME to a shorter path, such as /tmp/tq")
+    return ok("socket path", found)
+
+
+def open_files(soft: int) -> Check:
+    """How many sessions a server may hold under this limit."""
+    subject = "open files"
+    if soft == resource.RLIM_INFINITY or soft >= FILES_PER_SESSION * SESSIONS_MAX:
+        return ok(subject, "unlimited" if soft == resource.RLIM_INFINITY else f"{soft}")
+    found = f"{soft}: about {soft // FILES_PER_SESSION} sessions"
+    remedy = f"ulimit -n {FILES_PER_SESSION * SESSIONS_MAX}"
+    if soft < FILES_FEW:
+        return fail(subject, found, remedy)
+    return warn(subject, found, remedy) if soft < 4 * FILES_FEW else ok(subject, found)
