@@ -65,6 +65,13 @@ ATTEMPTS_MAX_DEFAULT: Final = 5
 REPLIES_KEPT_MAX: Final = 1024
 """Replies kept per session for retries; a client has far fewer requests in flight."""
 
+RESEND_S: Final = 2.0
+"""A request that is not answered this long after it should have been is sent again, with the same id."""
+ANSWER_S: Final = 30.0
+"""Past the wait it asked for, a caller gives the server this long to answer; then it is told that nobody does."""
+SMALL_EXTENTS_BYTES: Final = 4 * SMALL_EXTENT_BYTES
+"""The extent that small puts share: large enough that the last one which does not fit wastes at most a quarter."""
+
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-/]*")
 
 
