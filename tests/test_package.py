@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from collections import Counter
@@ -16,7 +17,7 @@ import pytest
 from tests.markdown import ROOT, scripts
 
 PACKAGE = ROOT / "transferqueue"
-NAME = "asyncflow_transferqueue"
+INFO = f"asyncflow_transferqueue-{tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}.dist-info"
 CORE = {"msgspec", "numpy", "pyarrow", "pyzmq", "xxhash"}
 
 
@@ -68,10 +69,9 @@ def _files(wheel: Path) -> list[str]:
 
 def test_wheel_holds_the_package_once_and_nothing_else(built: Built) -> None:
     files = _files(built.wheel)
-    info = f"{NAME}-0.1.0.dist-info"
     assert [name for name, times in Counter(files).items() if times > 1] == []
     assert set(files) - _sources() == {
-        f"{info}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
+        f"{INFO}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
     }
     assert _sources() - set(files) == set()
     assert {
@@ -83,8 +83,8 @@ def test_wheel_holds_the_package_once_and_nothing_else(built: Built) -> None:
 
 def test_wheel_names_exactly_the_core_dependencies(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
-        metadata = email.message_from_bytes(archive.read(f"{NAME}-0.1.0.dist-info/METADATA"))
-        entry_points = archive.read(f"{NAME}-0.1.0.dist-info/entry_points.txt").decode()
+        metadata = email.message_from_bytes(archive.read(f"{INFO}/METADATA"))
+        entry_points = archive.read(f"{INFO}/entry_points.txt").decode()
     core = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert {line.partition(">")[0].strip() for line in core} == CORE
     assert len(core) == len(CORE)
