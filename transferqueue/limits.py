@@ -72,6 +72,18 @@ ANSWER_S: Final = 30.0
 SMALL_EXTENTS_BYTES: Final = 4 * SMALL_EXTENT_BYTES
 """The extent that small puts share: large enough that the last one which does not fit wastes at most a quarter."""
 
+CALLS_PARKED_MAX: Final = 1024
+"""Requests of one session that wait at the server at once: one for each thread of a large client."""
+FRAMES_QUEUED_MAX: Final = 2 * CALLS_PARKED_MAX
+"""Frames kept for a peer that does not read. Twice what may be answered in one burst, since ZeroMQ credits
+what was read in halves of its mark; a peer over it is dropped."""
+FRAMES_DRAINED_MAX: Final = 1024
+"""Frames the server reads before it looks at the time and at its other sources again."""
+LOCK_CHECK_S: Final = 1.0
+"""How often the lock of an ended session is tried while a forked child or a late view still holds it."""
+FAREWELL_S: Final = 0.2
+"""A server that stops gives its last answers this long to leave."""
+
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-/]*")
 
 
