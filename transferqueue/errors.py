@@ -78,7 +78,7 @@ class FlowSignal(TransferQueueError):
     """Nobody is at fault: wait, drop or finish."""
 
 
-class EndOfTable(FlowSignal):  # noqa: N818  (a signal, like StopIteration)
+class EndOfTable(FlowSignal):
     """The table is sealed and this task has drained it."""
 
 

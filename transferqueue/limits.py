@@ -95,7 +95,9 @@ def check_name(kind: str, name: object) -> str:
     if not isinstance(name, str):
         raise UsageError(f"{kind} name {name!r} is {type(name).__name__}; names are strings")
     if len(name) > NAME_CHARS_MAX:
-        raise UsageError(f"{kind} name {name[:40]!r}... has {len(name)} characters; at most {NAME_CHARS_MAX} are allowed")
+        raise UsageError(
+            f"{kind} name {name[:40]!r}... has {len(name)} characters; at most {NAME_CHARS_MAX} are allowed"
+        )
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"{kind} name {name!r} has characters that names may not have; use letters, digits, _ . - / "

@@ -7,7 +7,7 @@ never carries code. Whatever can be seen to be impossible is refused when the va
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, dataclass_transform
 
 import msgspec
 
@@ -15,6 +15,7 @@ from transferqueue.errors import Impossible, UsageError
 from transferqueue.limits import ATTEMPTS_MAX_DEFAULT, LEASE_S_DEFAULT, TAG_CHARS_MAX, check_name
 
 
+@dataclass_transform(frozen_default=True)
 class _Policy(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
     """Base of all policy values: compared by value, sent as a tagged array."""
 

@@ -82,7 +82,9 @@ class Field(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         check_name("field", self.name)
         if self.dtype not in ITEM_BYTES:
-            raise SchemaError(f'field "{self.name}": dtype {self.dtype!r} is unknown; known are {", ".join(ITEM_BYTES)}')
+            raise SchemaError(
+                f'field "{self.name}": dtype {self.dtype!r} is unknown; known are {", ".join(ITEM_BYTES)}'
+            )
         if self.dtype in BLOB_DTYPES and self.shape:
             raise SchemaError(f'field "{self.name}": dtype {self.dtype!r} has no shape, but {self.shape} was given')
         if len(self.shape) > RAGGED_RANK_MAX:

@@ -10,7 +10,7 @@ Everything here is validated for type by the decoder and for meaning by the ledg
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, dataclass_transform
 
 import msgspec
 from msgspec import Meta
@@ -29,6 +29,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
+@dataclass_transform(frozen_default=True)
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
     """Base of all messages: a tagged array, unknown fields refused."""
 
@@ -207,11 +208,15 @@ class TableTerms(Message):
 
 
 class AddTask(Message):
+    """One more consumer of an existing table. Answer: TableTerms."""
+
     table: Name
     task: Task
 
 
 class AddFields(Message):
+    """More fields of an existing table, before any row has them. Answer: TableTerms."""
+
     table: Name
     fields: list[Field]
 
@@ -223,10 +228,12 @@ class DropTable(Message):
 
 
 class ListTables(Message):
-    pass
+    """Which tables there are."""
 
 
 class Tables(Message):
+    """Names of the tables, sorted."""
+
     names: list[str]
 
 
@@ -255,6 +262,8 @@ class Grant(Message):
 
 
 class Granted(Message):
+    """Bytes [offset, offset + nbytes) of the shard's arena are this session's to write."""
+
     extent: int
     shard: int
     offset: int
@@ -360,6 +369,8 @@ class Release(Message):
 
 
 class Renew(Message):
+    """The lease now ends `lease_s` from now (0: the task's own term). Answer: Renewed."""
+
     table: Name
     lease: int
     token: int
@@ -367,6 +378,8 @@ class Renew(Message):
 
 
 class Renewed(Message):
+    """Seconds until the renewed lease ends."""
+
     lease_s: float
 
 
@@ -419,6 +432,8 @@ class Find(Message):
 
 
 class Found(Message):
+    """Answer to Find: row ids in the order of its keys."""
+
     rows: Rows
 
 
@@ -433,6 +448,8 @@ class Read(Message):
 
 
 class ReadRows(Message):
+    """Answer to Read. The rows are not leased; their blocks are pinned."""
+
     content: Content
 
 
