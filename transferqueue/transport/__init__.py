@@ -1,1 +1,26 @@
-"""Carries messages between processes: in-process and ZeroMQ."""
+"""Carries frames between a client and a server: in-process and ZeroMQ (ipc, tcp).
+
+A frame is bytes; nothing here looks inside one. Client side: `dial` gives a `ClientChannel`, used by one
+thread at a time, which sleeps in `channel.wait(wakeup, timeout_s)` and is woken by a frame, by `Wakeup.set`
+from any thread, or by the time. Server side: `zeromq.Port` and `inproc.Hub`.
+"""
+
+from transferqueue.transport.address import Address, InprocAddress, IpcAddress, TcpAddress, parse_address
+from transferqueue.transport.channel import ClientChannel, dial, is_served
+from transferqueue.transport.host import this_host
+from transferqueue.transport.lock import FileLock
+from transferqueue.transport.wakeup import Wakeup
+
+__all__ = [
+    "Address",
+    "ClientChannel",
+    "FileLock",
+    "InprocAddress",
+    "IpcAddress",
+    "TcpAddress",
+    "Wakeup",
+    "dial",
+    "is_served",
+    "parse_address",
+    "this_host",
+]
