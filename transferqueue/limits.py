@@ -38,6 +38,8 @@ MESSAGE_BYTES_MAX: Final = 64 * MIB
 """One control message: a lease reply for 1 Mi rows with eight columns of metadata."""
 VALUE_DEPTH_MAX: Final = 32
 """Nesting of a plain value (dicts and lists) stored as MessagePack."""
+VALUE_NODES_MAX: Final = 1 << 22
+"""Parts of one plain value: a few shared lists nested in each other would otherwise encode without end."""
 PAGE_ROWS: Final = 4096
 """Rows of a ledger page: large enough to amortise numpy calls, small enough that stragglers pin little."""
 ALIGNMENT: Final = 64
