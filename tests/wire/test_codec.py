@@ -1,0 +1,143 @@
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from transferqueue.errors import ProtocolError, UsageError
+from transferqueue.limits import MESSAGE_BYTES_MAX, Limits
+from transferqueue.policies import Acked, Compare, Complete, Pacing, Requeue, TagIs, Task, TokenBalanced
+from transferqueue.schema import Field
+from transferqueue.wire import codec
+from transferqueue.wire import messages as m
+
+CALLS = [
+    m.Call(0, 1, 0, m.Hello(b"x" * 16, pid=7, host="h", lock="/x")),
+    m.Call(9, 2, 1, m.Heartbeat()),
+    m.Call(9, 3, 1, m.Unpin(b"\x01" * 8, b"\x02" * 8)),
+    m.Call(
+        9,
+        4,
+        1,
+        m.CreateTable(
+            "t",
+            tasks=[Task("train", ["a"], selector=TokenBalanced(), groups=Complete(min_size=2))],
+            limits=Limits(rows=4, bytes="8MiB"),
+            pacing=Pacing("train", 4, on_stale=Requeue("reward")),
+        ),
+    ),
+    m.Call(9, 5, 1, m.Lease("t", "train", rows=4, wait_s=1.5, where=[TagIs("a", 1), Compare("f", "<", 0.5)])),
+    m.Call(
+        9, 6, 1, m.Put("t", 2, m.Columns(blocks=[m.Placed(1, 0, 64, 2, ["a"], [4])], inline=[m.Inline("r", b"12")]))
+    ),
+    m.Call(9, 7, 1, m.Ack("t", 1, 2, b"\0" * 8, m.Columns(facts=m.RowFacts(keys=["k"], tags=[{"a": True}])))),
+    m.Call(9, 8, 1, m.Grant(4096)),
+]
+ANSWERS = [
+    m.Answer(1, 2, m.Failed("Full", "no room")),
+    m.Answer(1, 3, m.Observed(codec.encode_plain({"a": [1, 2.5, None, {"b": "c"}]}))),
+    m.Answer(1, 4, m.TableTerms("t", [], [], Limits(), None, Acked(), False, 0)),
+    m.Answer(1, 5, m.Welcome(1, 2, "s", "/r", {0: "/dev/shm/x"}, 1 << 40)),
+]
+FRAMES = [codec.encode_call(call) for call in CALLS]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: type(call.request).__name__)
+def test_a_call_comes_back_as_it_was(call):
+    assert codec.decode_call(codec.encode_call(call)) == call
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer.reply).__name__)
+def test_an_answer_comes_back_as_it_was(answer):
+    assert codec.decode_answer(codec.encode_answer(answer)) == answer
+
+
+def test_plain_values_come_back():
+    value = {"a": [1, 2.5, None, {"b": "c"}], "t": True}
+    assert codec.decode_plain(codec.encode_plain(value)) == value
+
+
+def test_fields_travel():
+    call = m.Call(1, 1, 0, m.AddFields("t", [Field("a", "float32", (2,))]))
+    assert codec.decode_call(codec.encode_call(call)) == call
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        b"hello",
+        b"\x00" * 100,
+        FRAMES[0] + b"\x00",
+        FRAMES[0][:-1],
+        b"\x94\x01\x02\x00\x91\xa7Nothing",
+        b"\x94\x01\x02\x00\x91\xa7\xff\xff\xff\xff\xff\xff\xff",
+        b"\x94\x01\x02\x00" + b"\x91" * 1_000_000,
+        b"\x91" * 1_000_000,
+        b"\xdd\xff\xff\xff\xff",  # an array said to have 2**32 - 1 items
+        b"\xc6\xff\xff\xff\xff",  # bytes said to be 4 GiB
+    ],
+)
+def test_what_is_no_message_is_refused(frame):
+    for decode in (codec.decode_call, codec.decode_answer):
+        with pytest.raises(ProtocolError, match="not a message"):
+            decode(frame)
+
+
+def test_depth_is_bounded_where_the_type_is_open():
+    deep = b"\x93\x01\x02\x92\xa8Observed" + b"\x91" * 1_000_000 + b"\x01"
+    with pytest.raises(ProtocolError, match="nested far deeper"):
+        codec.decode_answer(deep)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1e10])
+def test_a_wait_that_has_no_end_is_refused(seconds):
+    frame = codec.encode_call(m.Call(1, 1, 0, m.Lease("t", "k", rows=1, wait_s=seconds)))
+    with pytest.raises(ProtocolError, match=r"Expected `float`"):
+        codec.decode_call(frame)
+
+
+def test_size_is_judged_before_content():
+    frame = b"\xc1" * (MESSAGE_BYTES_MAX + 1)
+    with pytest.raises(ProtocolError, match="not read"):
+        codec.decode_call(frame)
+    with pytest.raises(ProtocolError, match="not read"):
+        codec.decode_answer(frame)
+    with pytest.raises(UsageError, match=r"request Unpin takes 67,108,\d+ bytes .* use fewer rows"):
+        codec.encode_call(m.Call(1, 1, 0, m.Unpin(bytes(MESSAGE_BYTES_MAX), b"")))
+    with pytest.raises(UsageError, match="reply Found takes"):
+        codec.encode_answer(m.Answer(1, 1, m.Found(bytes(MESSAGE_BYTES_MAX))))
+
+
+def test_a_bad_request_still_names_its_call():
+    frame = msgspec.msgpack.encode([5, 77, 3, ["Lease", "t"]])
+    with pytest.raises(ProtocolError):
+        codec.decode_call(frame)
+    assert codec.call_of(frame) == (5, 77)
+    assert codec.call_of(b"junk") == (0, 0)
+
+
+@given(st.sampled_from(FRAMES), st.data())
+def test_a_mutated_frame_is_a_message_or_refused(frame, data):
+    mutated = bytearray(frame)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, max(len(mutated) - 1, 0)))
+        mutated[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
+    check_total(bytes(mutated))
+
+
+@given(st.binary(max_size=200))
+@example(b"\x94\x01\x02\x00\x91\xa9Heartbeat")
+def test_any_bytes_are_a_message_or_refused(frame):
+    check_total(frame)
+
+
+def check_total(frame):
+    """Decoding ends in a call that encodes again, or in ProtocolError; nothing else."""
+    codec.call_of(frame)
+    try:
+        call = codec.decode_call(frame)
+    except ProtocolError:
+        return
+    again = codec.encode_call(call)
+    assert codec.encode_call(codec.decode_call(again)) == again  # as bytes: NaN is not equal to itself

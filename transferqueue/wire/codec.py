@@ -1,0 +1,100 @@
+"""Calls and answers as bytes and back: one MessagePack array each, typed.
+
+The rules:
+
+- A frame over `MESSAGE_BYTES_MAX` is refused before it is looked at, at both ends.
+- Whatever is not exactly a message raises `ProtocolError`: unknown tags, wrong types, numbers out of
+  range, missing, extra or trailing bytes, nesting deeper than the types allow. Decoding builds values of
+  the declared types and nothing else; it runs no code that a peer chose.
+- A frame whose envelope is whole and whose request is not still tells the call it belongs to
+  (`call_of`), so that its sender can be answered.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+import msgspec
+
+from transferqueue.errors import ProtocolError, UsageError
+from transferqueue.limits import MESSAGE_BYTES_MAX, VALUE_DEPTH_MAX
+from transferqueue.wire import messages as m
+
+_Decoded = TypeVar("_Decoded")
+
+
+class _Envelope(msgspec.Struct, frozen=True, array_like=True):
+    session: int
+    id: int
+    seen: int
+    request: msgspec.Raw
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_calls: Final = msgspec.msgpack.Decoder(m.Call)
+_answers: Final = msgspec.msgpack.Decoder(m.Answer)
+_envelopes: Final = msgspec.msgpack.Decoder(_Envelope)
+_plain: Final = msgspec.msgpack.Decoder()
+
+
+def encode_call(call: m.Call) -> bytes:
+    """The frame of a call. `UsageError` if it is larger than a message may be."""
+    return _bounded(call, f"request {type(call.request).__name__}")
+
+
+def encode_answer(answer: m.Answer) -> bytes:
+    """The frame of an answer. `UsageError` if it is larger than a message may be."""
+    return _bounded(answer, f"reply {type(answer.reply).__name__}")
+
+
+def decode_call(frame: bytes) -> m.Call:
+    """The call in a frame, or `ProtocolError`."""
+    return _decoded(_calls, frame)
+
+
+def decode_answer(frame: bytes) -> m.Answer:
+    """The answer in a frame, or `ProtocolError`."""
+    return _decoded(_answers, frame)
+
+
+def call_of(frame: bytes) -> tuple[int, int]:
+    """Session and id of the call that a frame claims to be; (0, 0) if it does not get that far."""
+    try:
+        envelope = _decoded(_envelopes, frame)
+    except ProtocolError:
+        return 0, 0
+    return envelope.session, envelope.id
+
+
+def encode_plain(value: object) -> msgspec.Raw:
+    """Plain values (dicts, lists, text, numbers) as they travel in `Observed`."""
+    return msgspec.Raw(_encoder.encode(value))
+
+
+def decode_plain(raw: msgspec.Raw) -> object:
+    """What `encode_plain` was given (tuples come back as lists), or `ProtocolError`."""
+    value: object = _decoded(_plain, bytes(raw))
+    return value
+
+
+def _bounded(message: object, name: str) -> bytes:
+    frame = _encoder.encode(message)
+    if len(frame) > MESSAGE_BYTES_MAX:
+        raise UsageError(
+            f"{name} takes {len(frame):,} bytes as a message; at most {MESSAGE_BYTES_MAX:,} are allowed: "
+            "use fewer rows or fields at a time"
+        )
+    return frame
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_Decoded], frame: bytes) -> _Decoded:
+    if len(frame) > MESSAGE_BYTES_MAX:
+        raise ProtocolError(f"a message of {len(frame):,} bytes; at most {MESSAGE_BYTES_MAX:,} are allowed: not read")
+    try:
+        return decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"{len(frame)} bytes are not a message: {error}") from error
+    except RecursionError as error:
+        raise ProtocolError(
+            f"{len(frame)} bytes are not a message: nested far deeper than {VALUE_DEPTH_MAX}"
+        ) from error
