@@ -5,10 +5,18 @@ thread at a time, which sleeps in `channel.wait(wakeup, timeout_s)` and is woken
 from any thread, or by the time. Server side: `zeromq.Port` and `inproc.Hub`.
 """
 
-from transferqueue.transport.address import Address, InprocAddress, IpcAddress, TcpAddress, parse_address
+from transferqueue.transport.address import (
+    Address,
+    InprocAddress,
+    IpcAddress,
+    TcpAddress,
+    default_address,
+    parse_address,
+    runtime_directory,
+)
 from transferqueue.transport.channel import ClientChannel, dial, is_served
 from transferqueue.transport.host import this_host
-from transferqueue.transport.lock import FileLock
+from transferqueue.transport.lock import FileLock, LockProbe, is_locked, remove_unlocked
 from transferqueue.transport.wakeup import Wakeup
 
 __all__ = [
@@ -17,10 +25,15 @@ __all__ = [
     "FileLock",
     "InprocAddress",
     "IpcAddress",
+    "LockProbe",
     "TcpAddress",
     "Wakeup",
     "dial",
+    "default_address",
+    "is_locked",
     "is_served",
     "parse_address",
+    "remove_unlocked",
+    "runtime_directory",
     "this_host",
 ]

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Final
@@ -59,6 +60,21 @@ class InprocAddress(msgspec.Struct, frozen=True):
 
 
 Address = IpcAddress | TcpAddress | InprocAddress
+
+
+def runtime_directory() -> Path:
+    """Where sockets and session files of this user are: ``$TRANSFERQUEUE_RUNTIME``, else in
+    ``$XDG_RUNTIME_DIR``, else ``/tmp/transferqueue-<uid>``."""
+    if named := os.environ.get("TRANSFERQUEUE_RUNTIME"):
+        return Path(named).absolute()
+    if session := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(session, "transferqueue")
+    return Path(f"/tmp/transferqueue-{os.getuid()}")  # noqa: S108  (made 0700, and checked to be this user's)
+
+
+def default_address(runtime: Path | None = None) -> str:
+    """Where the server of this user listens unless told otherwise."""
+    return str(IpcAddress((runtime or runtime_directory()).absolute() / "control.sock"))
 
 
 def parse_address(text: object) -> Address:

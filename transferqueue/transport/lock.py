@@ -65,24 +65,68 @@ class FileLock:
             os.close(fd)
 
 
-def is_locked(path: Path | str) -> bool:
-    """Whether some process holds the lock of `path` now. False if there is no such file.
+class LockProbe:
+    """Watches the lock of a file that another process holds. Keeps the file open, so that the answer stays
+    true when the name is removed or given to another file.
 
-    `UsageError` for a path that is no regular file of this user: a peer may have named it.
+    `FileNotFoundError` if there is none. `UsageError` for a path that is no regular file of this user: a
+    peer may have named it.
     """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._fd = _open_to_probe(self.path)
+
+    def is_locked(self) -> bool:
+        """Whether some process holds the lock now."""
+        if not _flock(self._fd, fcntl.LOCK_SH):
+            return True
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return False
+
+    def close(self) -> None:
+        """Watch no more. Closing twice is allowed."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def is_locked(path: Path | str) -> bool:
+    """Whether some process holds the lock of `path` now. False if there is no such file, else see `LockProbe`."""
+    try:
+        probe = LockProbe(path)
+    except FileNotFoundError:
+        return False
+    try:
+        return probe.is_locked()
+    finally:
+        probe.close()
+
+
+def remove_unlocked(path: Path | str) -> bool:
+    """Remove a lock file whose holder has died; whether it was removed. Anything else is left alone."""
+    lock = FileLock(path, inherited=False)
+    try:
+        if is_locked(path) or not lock.take():
+            return False
+    except (OSError, UsageError):
+        return False
+    lock.release()
+    return True
+
+
+def _open_to_probe(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise UsageError(f"lock file {str(path)!r} cannot be opened: {error.strerror}") from error
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            raise UsageError(f"lock file {str(path)!r} is not a regular file of user {os.geteuid()}")
-        return not _flock(fd, fcntl.LOCK_SH)
-    finally:
+        raise
+    except (OSError, ValueError) as error:
+        raise UsageError(f"lock file {str(path)!r} cannot be opened: {error}") from error
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         os.close(fd)
+        raise UsageError(f"lock file {str(path)!r} is not a regular file of user {os.geteuid()}")
+    return fd
 
 
 def _flock(fd: int, kind: int) -> bool:

@@ -1,0 +1,102 @@
+"""How the death of a client is seen: by the kernel, as far as it can tell, and never guessed from time.
+
+The law (docs/decisions/0004):
+
+- A *pidfd* wakes the server when the process is gone. Only for a process whose numbers we share.
+- The *lock* says whether anybody can still see the arena through this session: the process, a child that
+  it forked, or arrays that outlived its queue. Only a free lock lets memory be reused.
+- A session with neither is judged by its silence, and is told of no arena: there is nothing it could see.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from transferqueue.errors import UsageError
+from transferqueue.transport import LockProbe, remove_unlocked, this_host
+from transferqueue.wire import messages as m
+
+
+class Evidence:
+    """What the kernel can tell about one client. Owns both descriptors."""
+
+    def __init__(self, pidfd: int, lock: LockProbe | None) -> None:
+        self._pidfd = pidfd
+        self._lock = lock
+
+    @property
+    def pidfd(self) -> int:
+        """Readable once the process is gone; -1: its number means nothing here."""
+        return self._pidfd
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the kernel can tell at all; else only silence does."""
+        return self._pidfd >= 0 or self._lock is not None
+
+    def may_see_memory(self) -> bool:
+        """Whether somebody still holds the lock, and with it perhaps views of the arena."""
+        return self._lock is not None and self._lock.is_locked()
+
+    def forget_process(self) -> None:
+        """Watch the process no more. The lock can still be asked."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def close(self, swept: Path | None = None) -> None:
+        """Watch nothing more. If the lock's file is in the directory `swept` and nobody holds it, remove it."""
+        self.forget_process()
+        if self._lock is not None:
+            self._lock.close()
+            if self._lock.path.parent == swept:
+                remove_unlocked(self._lock.path)
+
+
+def gather(hello: m.Hello) -> Evidence:
+    """The evidence that a client offers. `UsageError` for a lock or process that its own machine cannot show."""
+    shares_pids = hello.host == this_host()
+    lock = _lock_of(hello, must=shares_pids)
+    try:
+        pidfd = _pidfd_of(hello.pid) if shares_pids and hello.pid > 0 else -1
+    except UsageError:
+        if lock is not None:
+            lock.close()
+        raise
+    return Evidence(pidfd, lock)
+
+
+def _lock_of(hello: m.Hello, *, must: bool) -> LockProbe | None:
+    """The lock, if it is held; None if there is none, or it is of another machine."""
+    if not hello.lock:
+        return None
+    try:
+        return _held(hello.lock)
+    except UsageError:
+        if must:
+            raise
+        return None
+
+
+def _held(path: str) -> LockProbe:
+    try:
+        probe = LockProbe(path)
+    except FileNotFoundError:
+        raise UsageError(f"session refused: lock file {path!r} does not exist; make it and lock it first") from None
+    if not probe.is_locked():
+        probe.close()
+        raise UsageError(
+            f"session refused: lock file {path!r} is not locked by any process; hold an flock on it for as long as "
+            "arrays of this session live"
+        )
+    return probe
+
+
+def _pidfd_of(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError as error:
+        raise UsageError(f"session refused: process {pid} does not exist; send the number of the client") from error
+    except OSError:  # a kernel or a sandbox without pidfds: the lock and silence remain
+        return -1
