@@ -1,0 +1,145 @@
+"""`transferqueue demo`: the GRPO job, watched. The job itself is in `transferqueue.workflows.grpo`."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from transferqueue.cli.demo_screen import Bar, Lines, Watch
+
+if TYPE_CHECKING:
+    from transferqueue.workflows.grpo.demo import Outcome
+    from transferqueue.workflows.grpo.job import JobSettings
+
+EXAMPLES = (
+    ("transferqueue demo", "the default run: asynchronous, staleness at most 1, at most three minutes"),
+    ("transferqueue demo --mode sync", "the same job, on-policy: generate, train, generate, ..."),
+    ("transferqueue demo --max-staleness 4 --rollouts 2", "further ahead, by two generating processes"),
+    ("transferqueue demo --kl 0.02 --steps 50", "with a reference stage and a KL term"),
+)
+
+
+def demo(
+    mode: Annotated[
+        Literal["sync", "async"], typer.Option(help="Generate and train in turn, or generate ahead of training.")
+    ] = "async",
+    max_staleness: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Versions a trained row may be behind. Default: 1; in mode sync 0.", show_default=False
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Trainer steps.", show_default=False)] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Problem set of reasoning-gym: spell_backward or chain_sum.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, problems and sampling.")] = 0,
+    rollouts: Annotated[int, typer.Option(min=1, help="Generating processes.")] = 1,
+    kl: Annotated[float, typer.Option(min=0.0, help="Weight of the KL term; above 0 adds a reference stage.")] = 0.0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the results. Default: a new one in runs/.", show_default=False)
+    ] = None,
+) -> None:
+    """Train a small transformer by GRPO on reasoning-gym problems, every stage a process of its own.
+
+    Shows the held-out reward before and after, and leaves summary.json, learning.png and timeline.json (open it at
+    https://ui.perfetto.dev). Ctrl-C ends every process and leaves none.
+    """
+    from transferqueue.workflows.grpo.demo import run_demo, run_name
+
+    settings = job_settings(mode, max_staleness, steps=steps, dataset=dataset, seed=seed, rollouts=rollouts, kl=kl)
+    directory = out or Path("runs") / run_name(settings)
+    console = Console(highlight=False)
+    with _ended_like_ctrl_c(signal.SIGTERM), _watched(console, settings) as watch, _last_words_shown():
+        outcome = run_demo(settings, directory=directory, observe=watch)
+    show(outcome, console)
+
+
+def job_settings(
+    mode: Literal["sync", "async"],
+    max_staleness: int | None,
+    *,
+    steps: int | None,
+    dataset: str | None,
+    seed: int,
+    rollouts: int,
+    kl: float,
+) -> JobSettings:
+    """The options as settings; `UsageError` or `Impossible` when they do not go together."""
+    from transferqueue.errors import UsageError
+    from transferqueue.workflows.grpo.job import JobSettings
+    from transferqueue.workflows.grpo.problems import problem_set
+    from transferqueue.workflows.grpo.settings import Settings
+
+    learning = Settings(seed=seed, kl_weight=kl)
+    learning = replace(learning, steps=steps or learning.steps, dataset=dataset or learning.dataset)
+    try:
+        problem_set(learning.dataset)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    staleness = max_staleness if max_staleness is not None else int(mode == "async")
+    depth = 0 if mode == "sync" else max(1, staleness)
+    return JobSettings(learning=learning, mode=mode, max_staleness=staleness, depth=depth, rollouts=rollouts)
+
+
+def show(outcome: Outcome, console: Console) -> None:
+    """Print the summary as a table, why rows were dropped, and where the files are."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in outcome.summary.rows():
+        table.add_row(f"[dim]{name}[/dim]", value)
+    console.print()
+    console.print(table)
+    for reason, rows in outcome.audit["dropped"].items():
+        console.print(f"[dim]dropped ({reason}):[/dim] {rows}")
+    console.print()
+    for path in outcome.files:
+        console.print(f"[dim]wrote[/dim] {path}", soft_wrap=True)
+
+
+@contextmanager
+def _ended_like_ctrl_c(number: signal.Signals) -> Iterator[None]:
+    """Let signal ``number`` end the run as Ctrl-C does, with everything cleaned up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@contextmanager
+def _last_words_shown() -> Iterator[None]:
+    """Print the traceback of a stage that failed, before the one line that names it."""
+    from transferqueue.workflows.flow import StageFailed
+
+    try:
+        yield
+    except StageFailed as error:
+        if error.last_words:
+            Console(stderr=True, highlight=False).print(error.last_words, markup=False, soft_wrap=True)
+        raise
+
+
+@contextmanager
+def _watched(console: Console, settings: JobSettings) -> Iterator[Watch]:
+    if not console.is_terminal:
+        yield Lines(console, settings.learning.steps)
+        return
+    with Bar(console, settings.learning.steps) as bar:
+        yield bar

@@ -1,0 +1,73 @@
+"""The main job: asynchronous GRPO of a small transformer, every stage a process, connected by nothing but the queue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import transferqueue as tq
+from transferqueue.errors import InternalError
+from transferqueue.workflows.events import Event
+from transferqueue.workflows.flow import Flow
+from transferqueue.workflows.grpo.job import TABLE, JobSettings, create_table, jobs
+from transferqueue.workflows.grpo.report import Record, Summary, summarize, write_files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A finished run: its summary, its table's audit, and the files it left."""
+
+    summary: Summary
+    audit: dict[str, Any]
+    files: list[Path]
+
+
+def run_demo(
+    settings: JobSettings,
+    *,
+    directory: Path,
+    observe: Callable[[str, Event], None] = lambda label, event: None,
+    started: Callable[[Flow], None] = lambda flow: None,
+) -> Outcome:
+    """Run the job and return its outcome; files and logs go to ``directory``.
+
+    Blocks until the run has ended. The queue server runs in this process; each stage is a process of its own, and none is
+    left when this returns or raises. ``observe`` is called for every event, ``started`` once the processes run.
+    Raises `StageFailed` when a stage cannot work, and `InternalError` when the rows do not balance at the end.
+    """
+    began = time.monotonic()
+    record = Record()
+
+    def hear(label: str, event: Event) -> None:
+        record.add(label, event)
+        observe(label, event)
+
+    with tq.connect(label="supervisor") as queue:
+        table = create_table(queue, settings)
+        with Flow(queue, jobs(settings), directory=directory, observe=hear) as flow:
+            started(flow)
+            flow.run()
+        audit = table.audit()
+    check_balance(audit)
+    summary = summarize(record, settings, audit, seconds=time.monotonic() - began)
+    return Outcome(summary=summary, audit=audit, files=write_files(directory, record, summary))
+
+
+def check_balance(audit: dict[str, Any]) -> None:
+    """Raise `InternalError` unless every row that was put has been trained on or is dropped for a stated reason."""
+    put, live, done, dropped = (audit[name] for name in ("rows_put", "rows_live", "rows_done", "rows_dropped"))
+    if live or put != done + dropped or dropped != sum(audit["dropped"].values()):
+        raise InternalError(
+            f'table "{TABLE}" does not balance: {put} rows put, {live} live, {done} done, {dropped} dropped '
+            f"({audit['dropped']}); all that were put must be done or dropped for a reason"
+        )
+
+
+def run_name(settings: JobSettings, now: datetime | None = None) -> str:
+    """Name of the folder of a run: data set, mode, seed and the time, in UTC."""
+    at = (now or datetime.now(UTC)).strftime("%Y%m%d-%H%M%S")
+    return f"{settings.learning.dataset}-{settings.mode}-seed{settings.learning.seed}-{at}"

@@ -1,0 +1,183 @@
+"""The GRPO job as a value: its settings, its table, its stages. Reads as the job; runs nothing and needs no torch.
+
+::
+
+    prompts --put--> [ rollouts ] --rollout--> response_ids, rollout_logprobs, finish_reason
+                                  --reward---> rewards
+                                  --advantage> advantages            whole groups
+                                  --reference> ref_logprobs          only with KL
+                                  --train----> new weights           whole groups, sets the pace
+
+New weights reach ``rollout`` through the weight channel ``policy``, whose versions are the clock of the table.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Final, Literal
+
+import transferqueue as tq
+from transferqueue.errors import Impossible, UsageError
+from transferqueue.workflows.grpo.settings import Settings
+from transferqueue.workflows.stage import Stage
+from transferqueue.workflows.stage_main import Job
+
+TABLE: Final = "rollouts"
+POLICY: Final = "policy"
+"""Weight channel of the trained policy."""
+REFERENCE: Final = "reference"
+"""Weight channel of the policy that KL is measured against; one version, kept for ever."""
+
+Mode = Literal["sync", "async"]
+
+_LEASE_S: Final = 30.0
+_ROLLOUT_ROWS: Final = 128
+"""Rows of one request: decoding gains little from larger batches, and fewer rows wait for old weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings:
+    """How the job runs, besides how it learns.
+
+    ``mode`` sync: a batch is generated, trained on, and then the next one, with the new weights. async: up to ``depth``
+    batches are generated ahead, by weights at most ``max_staleness`` versions old. ``rollouts``: generating processes.
+
+    Raises `Impossible` for a sync job with staleness or depth, or an async one without depth.
+    """
+
+    learning: Settings = field(default_factory=Settings)
+    mode: Mode = "async"
+    max_staleness: int = 1
+    depth: int = 1
+    rollouts: int = 1
+
+    def __post_init__(self) -> None:
+        if self.rollouts < 1:
+            raise UsageError(f"rollouts={self.rollouts} is not a positive number of processes")
+        if self.mode == "sync" and (self.depth or self.max_staleness):
+            raise Impossible(
+                f"mode sync with depth={self.depth} and max_staleness={self.max_staleness}: a synchronous job has 0 of both"
+            )
+        if self.mode == "async" and self.depth < 1:
+            raise Impossible(f"mode async with depth={self.depth}: nothing could be generated ahead; give at least 1")
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of one trainer step."""
+        return self.learning.prompts_per_step * self.learning.group_size
+
+    @property
+    def groups_total(self) -> int:
+        """Groups of the whole run."""
+        return self.learning.steps * self.learning.prompts_per_step
+
+    @property
+    def groups_per_put(self) -> int:
+        """Groups of one put: those of one request to a rollout process, such that all processes get some of a step."""
+        share = math.ceil(self.learning.prompts_per_step / self.rollouts)
+        return max(1, min(share, _ROLLOUT_ROWS // self.learning.group_size))
+
+    @property
+    def with_reference(self) -> bool:
+        """Whether the loss has a KL term, which needs a reference stage."""
+        return self.learning.kl_weight > 0
+
+
+def fields() -> list[tq.Field]:
+    """Columns of the table."""
+    return [
+        tq.Field("prompt_ids", "int32", (None,)),
+        tq.Field("problem", "value"),
+        tq.Field("response_ids", "int32", (None,)),
+        tq.Field("rollout_logprobs", "float32", (None,)),
+        tq.Field("finish_reason", "str"),
+        tq.Field("rewards", "float32"),
+        tq.Field("advantages", "float32"),
+        tq.Field("ref_logprobs", "float32", (None,)),
+    ]
+
+
+def stages(settings: JobSettings) -> list[Stage]:
+    """The tasks of the table, in the order in which a row meets them, and what one call of each gets."""
+    generated = ("prompt_ids", "response_ids", "rollout_logprobs")
+    reference = ("ref_logprobs",) if settings.with_reference else ()
+    per_put = settings.groups_per_put * settings.learning.group_size
+    some = settings.rows_per_step
+    found = [
+        Stage(
+            task=_task("rollout", needs=("prompt_ids",), gives=(*generated[1:], "finish_reason")),
+            rows=per_put,
+            at_least=1,
+        ),
+        Stage(task=_task("reward", needs=("response_ids", "problem"), gives=("rewards",)), rows=some, at_least=1),
+        Stage(
+            task=_task("advantage", needs=("rewards",), gives=("advantages",), groups=tq.Complete()),
+            groups=settings.learning.prompts_per_step,
+            at_least=1,
+        ),
+        Stage(
+            task=_task(
+                "train",
+                needs=(*generated, "rewards", "advantages", *reference),
+                groups=tq.Complete(),
+                selector=tq.OldestVersionFirst(),
+            ),
+            groups=settings.learning.prompts_per_step,
+        ),
+    ]
+    if settings.with_reference:
+        task = _task("reference", needs=generated[:2], gives=reference)
+        found.append(Stage(task=task, rows=per_put, at_least=1))
+    return found
+
+
+def pacing(settings: JobSettings) -> tq.Pacing:
+    """How far generation runs ahead of training. A row too old to be trained is generated again, never lost."""
+    return tq.Pacing(
+        "train",
+        batch_rows=settings.rows_per_step,
+        depth=settings.depth,
+        max_staleness=settings.max_staleness,
+        on_stale=tq.Requeue("rollout"),
+        channel=POLICY,
+    )
+
+
+def create_table(queue: tq.Queue, settings: JobSettings) -> tq.Table:
+    """Create the table of the job."""
+    return queue.create_table(
+        TABLE,
+        fields=fields(),
+        tasks=[stage.task for stage in stages(settings)],
+        limits=tq.Limits(rows=(settings.depth + 1) * settings.rows_per_step),
+        pacing=pacing(settings),
+    )
+
+
+def jobs(settings: JobSettings) -> list[Job]:
+    """The processes of the job."""
+    torch_free, with_torch = (f"transferqueue.workflows.grpo.{name}" for name in ("stages", "torch_stages"))
+    where = {"reward": torch_free, "advantage": torch_free}
+    plain = asdict(settings)
+    found = [Job(name="prompts", table=TABLE, factory=f"{torch_free}:prompts", settings=plain)]
+    for stage in stages(settings):
+        name = stage.task.name
+        factory = f"{where.get(name, with_torch)}:{name}"
+        processes = settings.rollouts if name == "rollout" else 1
+        found += [
+            Job(name=name, table=TABLE, factory=factory, stage=stage, settings=plain, instance=instance)
+            for instance in range(processes)
+        ]
+    return found
+
+
+def _task(
+    name: str,
+    *,
+    needs: tuple[str, ...],
+    gives: tuple[str, ...] = (),
+    groups: tq.Complete | None = None,
+    selector: tq.Selector = tq.Fifo(),  # noqa: B008  (a frozen value)
+) -> tq.Task:
+    return tq.Task(name, needs=needs, gives=gives, groups=groups, selector=selector, lease_s=_LEASE_S)

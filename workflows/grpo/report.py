@@ -1,0 +1,208 @@
+"""What a run of the GRPO job was like: collected from its events, summed up, written as JSON, trace and picture."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transferqueue.errors import InternalError
+from transferqueue.workflows.events import WAIT, WORK, Event, Figures, Span
+from transferqueue.workflows.grpo.job import JobSettings
+from transferqueue.workflows.timeline import busy_share, write_chrome_trace
+
+BLUE, GREEN, ORANGE, GREY = "#2b6cb0", "#2f855a", "#c05621", "#a0aec0"
+_SMOOTH_STEPS = 10
+_DOTS_PER_INCH = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The result of a run, with the keys of ``summary.json``.
+
+    seconds: the whole run, start and warm-up and evaluations included. samples_per_s: trained rows per second from the
+    trainer's first wait for rows to its last step. trainer_busy, rollout_busy: share of that time in which the
+    trainer, or a rollout process on average, had a batch. heldout_reward_*: mean reward at temperature 1 on problems not
+    trained on; accuracy_*: share of right greedy answers. staleness_histogram: rows by the versions they were
+    behind when handed to the trainer.
+    """
+
+    mode: str
+    steps: int
+    seconds: float
+    samples_per_s: float
+    heldout_reward_before: float
+    heldout_reward_after: float
+    accuracy_before: float
+    accuracy_after: float
+    trainer_busy: float
+    rollout_busy: float
+    staleness_histogram: dict[str, int]
+    rows_put: int
+    rows_done: int
+    rows_dropped: int
+
+    def write(self, path: Path) -> None:
+        """Write as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The same for people: names and values of a table."""
+        staleness = ", ".join(f"{versions}: {count:,}" for versions, count in self.staleness_histogram.items())
+        return [
+            ("mode", self.mode),
+            ("steps", f"{self.steps}"),
+            ("seconds", f"{self.seconds:.1f}"),
+            ("samples/s", f"{self.samples_per_s:,.0f}"),
+            ("held-out mean reward", _change(self.heldout_reward_before, self.heldout_reward_after)),
+            ("greedy accuracy", _change(self.accuracy_before, self.accuracy_after)),
+            ("trainer busy", f"{self.trainer_busy:.0%}"),
+            ("rollout busy", f"{self.rollout_busy:.0%}"),
+            ("rows by staleness", staleness or "none"),
+            ("rows put / done / dropped", f"{self.rows_put:,} / {self.rows_done:,} / {self.rows_dropped:,}"),
+        ]
+
+
+def _change(before: float, after: float) -> str:
+    return f"{before:.3f} → {after:.3f}  ({after - before:+.3f})"
+
+
+@dataclass
+class Record:
+    """Everything the processes of a run told, by process."""
+
+    spans: dict[str, list[Span]] = field(default_factory=dict)
+    steps: list[Figures] = field(default_factory=list)
+    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, label: str, event: Event) -> None:
+        """Take in an event of process ``label``."""
+        if isinstance(event, Span):
+            self.spans.setdefault(label, []).append(event)
+        elif isinstance(event, Figures) and event.kind == "step":
+            self.steps.append(event)
+        elif isinstance(event, Figures) and event.kind == "evaluation":
+            self.evaluations[event.values["when"]] = event.values
+
+    def of_stage(self, name: str) -> list[list[Span]]:
+        """Spans of each process of one stage."""
+        return [spans for label, spans in self.spans.items() if label.rpartition("-")[0] == name]
+
+    def training_time(self) -> tuple[float, float]:
+        """From the trainer's first wait for rows to the end of its last step, in monotonic seconds."""
+        trained = [span for spans in self.of_stage("train") for span in spans if span.name in (WAIT, WORK)]
+        return min((span.start for span in trained), default=0.0), max((span.end for span in trained), default=0.0)
+
+    def staleness(self) -> dict[str, int]:
+        """Rows by the versions they were behind."""
+        total: Counter[str] = Counter()
+        for step in self.steps:
+            total.update(step.values["staleness"])
+        return {versions: total[versions] for versions in sorted(total, key=int)}
+
+
+def summarize(record: Record, settings: JobSettings, audit: Mapping[str, Any], *, seconds: float) -> Summary:
+    """Sum a finished run up; ``audit`` is that of its table. `InternalError` when the run told no evaluation."""
+    missing = [when for when in ("before", "after") if when not in record.evaluations]
+    if missing:
+        raise InternalError(
+            f"the run ended without an evaluation {' and '.join(missing)}; it told of {len(record.steps)} steps"
+        )
+    before, after = record.evaluations["before"], record.evaluations["after"]
+    start, end = record.training_time()
+    rollouts = [busy_share(spans, start, end) for spans in record.of_stage("rollout")]
+    trainers = [busy_share(spans, start, end) for spans in record.of_stage("train")]
+    return Summary(
+        mode=settings.mode,
+        steps=len(record.steps),
+        seconds=round(seconds, 2),
+        samples_per_s=round(sum(step.values["rows"] for step in record.steps) / max(end - start, 1e-9), 1),
+        heldout_reward_before=round(before["reward"], 4),
+        heldout_reward_after=round(after["reward"], 4),
+        accuracy_before=round(before["accuracy"], 4),
+        accuracy_after=round(after["accuracy"], 4),
+        trainer_busy=round(sum(trainers) / max(1, len(trainers)), 4),
+        rollout_busy=round(sum(rollouts) / max(1, len(rollouts)), 4),
+        staleness_histogram=record.staleness(),
+        rows_put=audit["rows_put"],
+        rows_done=audit["rows_done"],
+        rows_dropped=audit["rows_dropped"],
+    )
+
+
+def write_files(directory: Path, record: Record, summary: Summary) -> list[Path]:
+    """Write ``summary.json``, ``steps.jsonl``, ``timeline.json`` and ``learning.png`` into ``directory``; return their paths."""
+    paths = [directory / name for name in ("summary.json", "steps.jsonl", "timeline.json", "learning.png")]
+    summary.write(paths[0])
+    paths[1].write_text("".join(json.dumps(step.values) + "\n" for step in record.steps), encoding="utf-8")
+    write_timeline(paths[2], record)
+    draw(paths[3], record, summary)
+    return paths
+
+
+def write_timeline(path: Path, record: Record) -> None:
+    """Write the spans of all processes as a Chrome trace, with reward and loss of each step as counters."""
+    shown = ("reward", "loss")
+    counters = [
+        Figures(kind=step.kind, at=step.at, values={name: step.values[name] for name in shown if name in step.values})
+        for step in record.steps
+    ]
+    write_chrome_trace(path, record.spans, counters)
+
+
+def draw(path: Path, record: Record, summary: Summary) -> None:
+    """Draw the learning curve: reward of each step, held-out reward before and after, staleness, throughput."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    reward, staleness, speed = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
+    steps = [step.values["step"] for step in record.steps]
+    _draw_reward(reward, steps, [step.values["reward"] for step in record.steps], summary)
+    staleness.step(
+        steps, [_mean_staleness(step.values["staleness"]) for step in record.steps], where="mid", color=ORANGE
+    )
+    staleness.set_ylabel("staleness\n(versions)")
+    staleness.set_ylim(bottom=-0.05)
+    speed.plot(steps, _rows_per_s(record), color=BLUE, linewidth=1)
+    speed.set_ylabel("rows/s")
+    speed.set_ylim(bottom=0)
+    speed.set_xlabel("trainer step")
+    for axes in (reward, staleness, speed):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e2e8f0", linewidth=0.7)
+    figure.savefig(path, dpi=_DOTS_PER_INCH)
+
+
+def _draw_reward(axes: Any, steps: list[int], rewards: list[float], summary: Summary) -> None:
+    axes.plot(steps, rewards, color=GREY, linewidth=0.8, label="reward of the step's rows")
+    axes.plot(steps, _smooth(rewards), color=BLUE, linewidth=2, label=f"mean of {_SMOOTH_STEPS} steps")
+    ends = [0, max(steps, default=1)]
+    held_out = [summary.heldout_reward_before, summary.heldout_reward_after]
+    axes.plot(ends, held_out, "o", color=GREEN, markersize=8, label="held-out reward, temperature 1")
+    for step, value in zip(ends, held_out, strict=True):
+        axes.annotate(
+            f"{value:.3f}", (step, value), textcoords="offset points", xytext=(0, 9), ha="center", color=GREEN
+        )
+    axes.set_ylabel("mean reward")
+    gain = summary.heldout_reward_after - summary.heldout_reward_before
+    axes.set_title(f"GRPO, {summary.mode}: held-out reward {gain:+.3f} in {summary.steps} steps", loc="left")
+    axes.legend(frameon=False, loc="lower right")
+
+
+def _smooth(values: list[float]) -> list[float]:
+    windows = (values[max(0, end - _SMOOTH_STEPS) : end] for end in range(1, len(values) + 1))
+    return [sum(window) / len(window) for window in windows]
+
+
+def _mean_staleness(counts: Mapping[str, int]) -> float:
+    return sum(int(versions) * count for versions, count in counts.items()) / max(1, sum(counts.values()))
+
+
+def _rows_per_s(record: Record) -> list[float]:
+    ends = [record.training_time()[0], *(step.at for step in record.steps)]
+    return [step.values["rows"] / max(ends[i + 1] - ends[i], 1e-9) for i, step in enumerate(record.steps)]

@@ -1,0 +1,94 @@
+"""The stages of the GRPO job that need no tensor library: prompts in, rewards, advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import transferqueue as tq
+from transferqueue.workflows.grpo.advantages import group_advantages
+from transferqueue.workflows.grpo.job import JobSettings
+from transferqueue.workflows.grpo.problems import Problem, ProblemSet, Split, problem_set
+from transferqueue.workflows.grpo.tokenizer import decode, encode_prompt
+from transferqueue.workflows.stage import Context, Produce, Work
+
+
+class Prompts:
+    """The source: groups of one prompt each, by ordinal of a stream that its seed determines, as many as training takes.
+
+    A put holds whole groups, so the rows that the table ever got say at which ordinal a restarted source goes on.
+    """
+
+    def __init__(self, settings: JobSettings, problems: ProblemSet, *, rows_put: int) -> None:
+        self._settings = settings
+        self._problems = problems
+        self._ordinal = rows_put // settings.learning.group_size
+
+    def wants(self) -> int:
+        """Rows of the next put: groups for one request to a rollout process, fewer at the end."""
+        left = self._settings.groups_total - self._ordinal
+        return self._settings.learning.group_size * max(0, min(self._settings.groups_per_put, left))
+
+    def __call__(self, rows: int) -> Mapping[str, Any]:
+        """Return the next groups: prompt and problem are stored once a group and shared by its rows."""
+        size = self._settings.learning.group_size
+        ordinals = range(self._ordinal, self._ordinal + rows // size)
+        drawn = [self._problem(ordinal) for ordinal in ordinals]
+        self._ordinal = ordinals.stop
+        counts = [size] * len(drawn)
+        group_id = np.repeat(np.asarray(ordinals, dtype=np.int64), size)
+        return {
+            "prompt_ids": tq.Repeat([encode_prompt(problem.prompt) for problem in drawn], counts),
+            "problem": tq.Repeat([plain(problem) for problem in drawn], counts),
+            "group_id": group_id,
+            "ordinal": group_id,
+            "group_size": size,
+        }
+
+    def _problem(self, ordinal: int) -> Problem:
+        return self._problems.problem(Split.TRAIN, seed=self._settings.learning.seed, ordinal=ordinal)
+
+
+def plain(problem: Problem) -> dict[str, Any]:
+    """Return a problem as a plain value for a column. `problem_of` is the inverse, but for tuples, which become lists."""
+    entry = msgspec.msgpack.decode(msgspec.msgpack.encode(dict(problem.entry)))
+    return {"prompt": problem.prompt, "answer": problem.answer, "entry": entry}
+
+
+def problem_of(value: Mapping[str, Any]) -> Problem:
+    """Return the problem that `plain` made ``value`` of."""
+    return Problem(prompt=value["prompt"], answer=value["answer"], entry=value["entry"])
+
+
+@contextmanager
+def prompts(context: Context) -> Iterator[Produce]:
+    """Factory of the source."""
+    settings = context.settings(JobSettings)
+    yield Prompts(settings, problem_set(settings.learning.dataset), rows_put=context.table.audit()["rows_put"])
+
+
+@contextmanager
+def reward(context: Context) -> Iterator[Work]:
+    """Factory of ``reward``: the data set's own score of each response."""
+    problems = problem_set(context.settings(JobSettings).learning.dataset)
+
+    def score(batch: tq.Batch) -> Mapping[str, Any]:
+        pairs = zip(batch["problem"].list(), batch["response_ids"].list(), strict=True)
+        scores = [problems.score(problem_of(value), decode(ids)) for value, ids in pairs]
+        return {"rewards": np.asarray(scores, dtype=np.float32)}
+
+    yield score
+
+
+@contextmanager
+def advantage(context: Context) -> Iterator[Work]:
+    """Factory of ``advantage``: how much better than its group each row did. Its task must ask for complete groups."""
+
+    def compare(batch: tq.Batch) -> Mapping[str, Any]:
+        return {"advantages": group_advantages(batch["rewards"].numpy(), batch.group_id)}
+
+    yield compare

@@ -1,0 +1,279 @@
+"""The stages of the GRPO job that run a model: rollout, reference, train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+import transferqueue as tq
+from transferqueue.errors import DeadlineExceeded, Sealed
+from transferqueue.workflows.grpo.evaluate import Evaluation, evaluate
+from transferqueue.workflows.grpo.grpo import Learner, Objective, TrainBatch
+from transferqueue.workflows.grpo.job import POLICY, REFERENCE, JobSettings
+from transferqueue.workflows.grpo.model import Transformer
+from transferqueue.workflows.grpo.packing import response_logprobs
+from transferqueue.workflows.grpo.problems import problem_set
+from transferqueue.workflows.grpo.sampling import Generation, Response
+from transferqueue.workflows.grpo.settings import Settings
+from transferqueue.workflows.grpo.warmup import warm_up
+from transferqueue.workflows.stage import STALL_S, Context, Part, Work
+
+_PART_ROWS: Final = 32
+"""Responses are handed on when so many are finished: the reward stage works while the rest is generated."""
+_EVALUATION_SEED: Final = 1_000_003
+"""Draws of the held-out evaluation: the same before and after, for all runs."""
+
+
+class Policy:
+    """A model whose weights come from a channel."""
+
+    def __init__(self, settings: Settings, channel: tq.WeightChannel) -> None:
+        self.model = Transformer(settings.model_shape())
+        self.version = -1
+        self._channel = channel
+
+    def refresh(self, timeout_s: float = 0.0) -> bool:
+        """Load the newest version if it is newer; wait for one at most ``timeout_s``. Whether there was one."""
+        try:
+            weights = self._channel.pull(above=self.version, timeout_s=timeout_s)
+        except DeadlineExceeded:
+            if timeout_s:
+                raise
+            return False
+        load_weights(self.model, weights)
+        self.version = weights.version
+        weights.release()
+        self._channel.applied(self.version)
+        return True
+
+
+def load_weights(model: Transformer, weights: tq.Weights) -> None:
+    """Copy published weights into ``model``."""
+    model.load_state_dict({name: torch.as_tensor(value) for name, value in weights.items()})
+
+
+def tokens_max(settings: Settings) -> int:
+    """Length limit of a response: the longest right answer and its end."""
+    return problem_set(settings.dataset).answer_chars_max + 1
+
+
+# ---------------------------------------------------------------- rollout
+
+
+class Rollout:
+    """Generates a response for each row, all of one batch with one version of the weights."""
+
+    def __init__(self, settings: Settings, policy: Policy, *, instance: int) -> None:
+        self._settings = settings
+        self._policy = policy
+        self._generator = torch.Generator().manual_seed((settings.seed << 8) + instance + 1)
+        self._tokens_max = tokens_max(settings)
+
+    def __call__(self, batch: tq.Batch) -> Iterator[Part]:
+        """Yield the rows as they are finished, some at a time."""
+        self._policy.refresh()
+        prompts = batch["prompt_ids"].list()
+        for rows_PS in same_prompt(batch.group_id):
+            yield from self._generate([prompts[row] for row in rows_PS[:, 0]], rows_PS)
+
+    def _generate(self, prompts: Sequence[npt.NDArray[np.int32]], rows_PS: npt.NDArray[np.intp]) -> Iterator[Part]:
+        generation = Generation(
+            self._policy.model,
+            prompts,
+            samples=rows_PS.shape[1],
+            tokens_max=self._tokens_max,
+            temperature=self._settings.temperature,
+            generator=self._generator,
+        )
+        finished: list[Response] = []
+        while not generation.done:
+            finished += generation.step()
+            if len(finished) >= _PART_ROWS or generation.done:
+                yield self._part(finished, rows_PS)
+                finished = []
+
+    def _part(self, finished: Sequence[Response], rows_PS: npt.NDArray[np.intp]) -> Part:
+        return Part(
+            at=np.array([rows_PS[response.prompt, response.sample] for response in finished], dtype=np.intp),
+            columns={
+                "response_ids": [response.ids for response in finished],
+                "rollout_logprobs": [response.logprobs for response in finished],
+                "finish_reason": [response.finish_reason for response in finished],
+            },
+            facts={
+                "policy_version": self._policy.version,
+                "policy_version_max": self._policy.version,
+                "tokens": np.array([len(response.ids) for response in finished], dtype=np.int64),
+            },
+        )
+
+
+def same_prompt(group_id: npt.NDArray[np.int64]) -> list[npt.NDArray[np.intp]]:
+    """Positions of rows by group, as arrays ``[groups, rows]``: one for each size that groups have in the batch.
+
+    A group is read once, however many of its rows are here; after a redelivery that may be fewer than all.
+    """
+    _, member_B, sizes_G = np.unique(group_id, return_inverse=True, return_counts=True)
+    by_group = np.argsort(member_B, kind="stable")
+    starts_G = np.cumsum(sizes_G) - sizes_G
+    return [
+        by_group[starts_G[sizes_G == size][:, None] + np.arange(size)].astype(np.intp) for size in np.unique(sizes_G)
+    ]
+
+
+@contextmanager
+def rollout(context: Context) -> Iterator[Work]:
+    """Factory of ``rollout``: waits for the first weights, then generates, with the newest weights at each batch."""
+    torch.set_num_threads(1)
+    settings = context.settings(JobSettings).learning
+    policy = Policy(settings, context.queue.weights(POLICY))
+    policy.refresh(timeout_s=STALL_S)
+    yield Rollout(settings, policy, instance=context.instance)
+
+
+# ---------------------------------------------------------------- reference
+
+
+@contextmanager
+def reference(context: Context) -> Iterator[Work]:
+    """Factory of ``reference``: log-probs of the responses under the policy that training began with."""
+    torch.set_num_threads(1)
+    settings = context.settings(JobSettings).learning
+    policy = Policy(settings, context.queue.weights(REFERENCE, keep=1))
+    policy.refresh(timeout_s=STALL_S)
+
+    def judge(batch: tq.Batch) -> Mapping[str, Any]:
+        prompts, responses = batch["prompt_ids"].list(), batch["response_ids"].list()
+        return {"ref_logprobs": response_logprobs(policy.model, prompts, responses, temperature=settings.temperature)}
+
+    yield judge
+
+
+# ---------------------------------------------------------------- train
+
+
+class Train:
+    """Takes a step on each batch and publishes the weights before the batch is acknowledged.
+
+    So the rows that the ack makes room for are generated with the new weights: that is what makes depth 0 synchronous.
+    """
+
+    def __init__(self, settings: JobSettings, context: Context, learner: Learner, *, version: int) -> None:
+        self._settings = settings
+        self._context = context
+        self._learner = learner
+        self._channel = context.queue.weights(POLICY)
+        self.version = version
+
+    def __call__(self, batch: tq.Batch) -> Mapping[str, Any]:
+        """Step, publish, report. No columns: the weights are the result."""
+        metrics = self._learner.step(self._train_batch(batch))
+        self.version += 1
+        with self._context.span("publish"):
+            self._channel.publish(self.version, self._learner.weights())
+        self._report(batch, metrics)
+        if self.version >= self._settings.learning.steps:
+            self._seal()
+        return {}
+
+    def _train_batch(self, batch: tq.Batch) -> TrainBatch:
+        # Neighbours with one prompt are computed together.
+        order = np.argsort(batch.group_id, kind="stable")
+        ragged = (
+            "prompt_ids",
+            "response_ids",
+            "rollout_logprobs",
+            *(("ref_logprobs",) * self._settings.with_reference),
+        )
+        columns = {name: batch[name].list() for name in ragged}
+        return TrainBatch(
+            **{name: [column[row] for row in order] for name, column in columns.items()},
+            advantages=batch["advantages"].numpy()[order],
+        )
+
+    def _report(self, batch: tq.Batch, metrics: Mapping[str, float]) -> None:
+        stale, counts = np.unique(batch.version - batch.policy_version, return_counts=True)
+        self._context.figures(
+            "step",
+            step=self.version,
+            rows=len(batch),
+            reward=float(batch["rewards"].numpy().mean()),
+            staleness={str(versions): int(count) for versions, count in zip(stale, counts, strict=True)},
+            **metrics,
+        )
+
+    def _seal(self) -> None:
+        """The last batch is in hand: no row is wanted any more. Only now, since a stale row would be generated again."""
+        try:
+            self._context.table.seal()
+        except Sealed:
+            return  # an earlier life of this process did
+
+
+class Evaluator:
+    """Reports how good the model is on the held-out problems."""
+
+    def __init__(self, settings: Settings, context: Context, model: Transformer) -> None:
+        self._settings = settings
+        self._context = context
+        self._model = model
+
+    def __call__(self, when: str) -> Evaluation:
+        """Evaluate and report as figures "evaluation" of ``when``: before or after."""
+        with self._context.span(f"evaluate {when}"):
+            found = evaluate(
+                self._model,
+                problem_set(self._settings.dataset),
+                tokens_max=tokens_max(self._settings),
+                samples=self._settings.evaluation_samples,
+                seed=_EVALUATION_SEED,
+            )
+        self._context.figures("evaluation", when=when, reward=found.reward, accuracy=found.accuracy)
+        return found
+
+
+@contextmanager
+def train(context: Context) -> Iterator[Work]:
+    """Factory of ``train``: warm-up, version 0, evaluation; after the last step, evaluation again.
+
+    Started again, it goes on from the newest published weights (the optimizer's moments are lost, and its
+    learning rate falls anew).
+    """
+    torch.set_num_threads(1)
+    settings = context.settings(JobSettings)
+    policy = Policy(settings.learning, context.queue.weights(POLICY))
+    evaluator = Evaluator(settings.learning, context, policy.model)
+    if not policy.refresh():
+        _begin(settings, context, policy, evaluator)
+    yield Train(settings, context, _learner(settings.learning, policy.model), version=policy.version)
+    evaluator("after")
+
+
+def _begin(settings: JobSettings, context: Context, policy: Policy, evaluator: Evaluator) -> None:
+    """Publish version 0 last: whoever finds it knows that everything before it has happened."""
+    with context.span("warm-up"):
+        weights: dict[str, Tensor] = warm_up(settings.learning)
+    policy.model.load_state_dict(weights)
+    policy.version = 0
+    evaluator("before")
+    if settings.with_reference:
+        context.queue.weights(REFERENCE, keep=1).publish(0, weights)
+    context.queue.weights(POLICY).publish(0, weights)
+
+
+def _learner(learning: Settings, model: Transformer) -> Learner:
+    return Learner(
+        model,
+        objective=Objective(clip_low=learning.clip_low, clip_high=learning.clip_high, kl_weight=learning.kl_weight),
+        temperature=learning.temperature,
+        learning_rate=learning.learning_rate,
+        final_share=learning.final_share,
+        steps=learning.steps,
+        gradient_norm_max=learning.gradient_norm_max,
+    )

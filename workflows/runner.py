@@ -1,0 +1,166 @@
+"""The loop around the function of a stage or source: lease or reserve, renew, acknowledge or put, report, end.
+
+Rules:
+
+1. A row is acknowledged together with the columns that its stage gives, or not at all.
+2. While the function works, the lease is renewed from a thread every third of its time; a process that hangs as a whole
+   loses it.
+3. A function that raises gives its rows back as failed; the queue hands them out again, at most ``attempts_max`` times.
+   As many failures in a row mean that the stage is broken, not a row: then the loop raises `StageBroken`.
+4. An ack that comes too late is refused and changes nothing: the rows are someone else's. It is reported, not fatal.
+5. The loop ends with the table (`EndOfTable`) or when asked to stop. It never waits longer than the stage allows.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Final
+
+import transferqueue as tq
+from transferqueue.errors import EndOfTable, FlowSignal, LeaseExpired, PeerError, TransferQueueError, UsageError
+from transferqueue.workflows.events import WAIT, WORK, Event, Failure, Span
+from transferqueue.workflows.stage import STALL_S, Part, Produce, Stage, Work
+
+_RENEWALS: Final = 3
+"""A lease is renewed when a third of it has passed: two renewals may be lost before it is."""
+
+
+class StageBroken(TransferQueueError):
+    """A stage failed as often in a row as a row may be tried. Its cause is the last failure."""
+
+
+def run_stage(
+    table: tq.Table,
+    stage: Stage,
+    work: Work,
+    *,
+    emit: Callable[[Event], None],
+    stop: threading.Event | None = None,
+) -> int:
+    """Serve ``stage`` until its table ends or ``stop`` is set between batches; return how many rows were done.
+
+    Blocks. Raises `DeadlineExceeded` when no row came for ``stage.stall_s`` (the text says what is missing),
+    `StageBroken` (rule 3), and `PeerError` when the queue is gone.
+    """
+    done = failures = 0
+    while not (stop and stop.is_set()):
+        waited = time.monotonic()
+        try:
+            batch = table.lease(stage.task.name, timeout_s=stage.stall_s, lease_s=stage.task.lease_s, **stage.amount())
+        except EndOfTable:
+            break
+        started = time.monotonic()
+        emit(Span(name=WAIT, start=waited, end=started))
+        rows, failure = len(batch), _serve(batch, work, stage.task.lease_s)
+        emit(Span(name=WORK, start=started, end=time.monotonic(), rows=rows, version=batch.version))
+        done += rows if failure is None else 0
+        failures = 0 if failure is None else failures + 1
+        if failure is not None:
+            emit(Failure(text="".join(traceback.format_exception(failure)), rows=rows))
+            _check_broken(stage, failures, failure)
+    return done
+
+
+def run_source(
+    table: tq.Table,
+    produce: Produce,
+    *,
+    emit: Callable[[Event], None],
+    stop: threading.Event | None = None,
+    stall_s: float = STALL_S,
+) -> int:
+    """Put rows as fast as the table admits them, until the source has no more or ``stop`` is set; return how many.
+
+    Blocks: room is waited for at the server, at most ``stall_s`` (then `DeadlineExceeded`). Whatever ``produce`` raises
+    passes through; its reservation returns.
+    """
+    done = 0
+    while not (stop and stop.is_set()) and (rows := produce.wants()):
+        waited = time.monotonic()
+        with table.reserve(rows, timeout_s=stall_s) as reservation:
+            started = time.monotonic()
+            emit(Span(name=WAIT, start=waited, end=started))
+            table.put(reservation=reservation, timeout_s=stall_s, **produce(rows))
+        emit(Span(name=WORK, start=started, end=time.monotonic(), rows=rows, version=reservation.version))
+        done += rows
+    return done
+
+
+def _serve(batch: tq.Batch, work: Work, lease_s: float) -> Exception | None:
+    """Call ``work`` and acknowledge what it gave. A failure is given back with the rows, not raised."""
+    left = len(batch)
+    try:
+        with _Renewal(batch, lease_s) as verbs:
+            for part in _parts(work(batch)):
+                rows = None if part.at is None else batch.rows[part.at]
+                with verbs:
+                    batch.ack(rows, **part.facts, **part.columns)
+                left -= left if rows is None else len(rows)
+        if left:
+            raise UsageError(f"the stage gave results for all but {left} of {len(batch)} rows; it must for each")
+    except PeerError:
+        raise
+    except Exception as failure:  # noqa: BLE001  (the caller reports it, and raises when it repeats)
+        _give_back(batch, failure)
+        return failure
+    return None
+
+
+def _parts(given: Mapping[str, Any] | Iterable[Part]) -> Iterator[Part]:
+    if isinstance(given, Mapping):
+        yield Part(columns=given)
+    else:
+        yield from given
+
+
+def _give_back(batch: tq.Batch, failure: Exception) -> None:
+    try:
+        batch.release(failed=True, reason=f"{type(failure).__name__}: {failure}"[:1000])
+    except LeaseExpired:
+        return  # given back already, by its deadline: that counts as a failure too
+
+
+def _check_broken(stage: Stage, failures: int, failure: Exception) -> None:
+    if stage.task.attempts_max and failures >= stage.task.attempts_max and not isinstance(failure, FlowSignal):
+        raise StageBroken(
+            f'stage "{stage.task.name}" failed {failures} times in a row, as often as a row may be tried; '
+            f"the last time with {type(failure).__name__}: {failure}"
+        ) from failure
+
+
+class _Renewal:
+    """Renews a lease in the background until left. A lease that is lost stays lost: the ack will say so.
+
+    Entering gives a lock: who holds it may use a verb of the batch, which takes one at a time.
+    """
+
+    def __init__(self, batch: tq.Batch, lease_s: float) -> None:
+        self._batch = batch
+        self._interval_s = lease_s / _RENEWALS
+        self._verbs = threading.Lock()
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="renewal", daemon=True)
+
+    def __enter__(self) -> threading.Lock:
+        self._thread.start()
+        return self._verbs
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._left.set()
+        self._thread.join()
+
+    def _renew(self) -> None:
+        while not self._left.wait(self._interval_s):
+            with self._verbs:
+                if self._batch.ended:
+                    return
+                try:
+                    self._batch.renew()
+                except (FlowSignal, PeerError):
+                    return
