@@ -24,7 +24,7 @@ KEY_CHARS_MAX: Final = 512
 FIELDS_MAX: Final = 1024
 """Sixteen words of ready mask per row; wider tables want several tables."""
 TASKS_MAX: Final = 64
-"""Each task costs a byte of state and eight of lease per resident row."""
+"""Each task costs a byte of state and 18 of lease, order and attempts per resident row."""
 TABLES_MAX: Final = 4096
 SESSIONS_MAX: Final = 4096
 PARTS_MAX: Final = 256
@@ -32,6 +32,20 @@ PARTS_MAX: Final = 256
 TAGS_MAX: Final = 64
 """Tags per row. More, or larger, belongs in a column."""
 TAG_CHARS_MAX: Final = 1024
+PREDICATES_MAX: Final = 16
+"""Predicates of one `where`: each is evaluated for every row that becomes ready."""
+VIEWS_MAX: Final = 8
+"""Distinct `where` of a task that are kept indexed; past that the least recently used is built anew."""
+REASONS_MAX: Final = 256
+"""Distinct reasons for which rows of a table were dropped: each is counted for ever."""
+REPLICAS_MAX: Final = 4096
+"""Peers that share one batch: no more than sessions."""
+LEASES_REMEMBERED_MAX: Final = 4096
+"""Ended leases whose reason is kept, to tell a late worker what happened to its rows."""
+HISTORY_EVENTS_MAX: Final = 4096
+"""Events of a table kept for `inspect`: one a request, each naming its rows."""
+HISTORY_ROWS_MAX: Final = 1 << 20
+"""Row ids that these events may hold, 8 bytes each."""
 ROWS_PER_REQUEST_MAX: Final = 1 << 20
 """One put or lease: at 1 Mi rows the ids alone are 8 MiB of control message."""
 MESSAGE_BYTES_MAX: Final = 64 * MIB
