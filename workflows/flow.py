@@ -162,9 +162,10 @@ class Flow:
         """Wait until every process has ended well; raise `StageFailed` when one cannot."""
         while self._children:
             for key, _ in self._selector.select():
-                label, act = key.data
-                if label in self._children:
-                    act(self._children[label])
+                child, act = key.data
+                # What was ready together with the death of its process was read then.
+                if self._children.get(child.job.label) is child:
+                    act(child)
 
     def close(self) -> None:
         """End all processes and wait until they are gone: at most about a second."""
@@ -181,8 +182,8 @@ class Flow:
     def _start(self, job: Job, restarts: int) -> None:
         child = _Child(job, self._queue.address, self._directory / f"{job.label}.log", restarts)
         self._children[job.label] = child
-        self._selector.register(child.events, selectors.EVENT_READ, (job.label, self._read))
-        self._selector.register(child.death, selectors.EVENT_READ, (job.label, self._ended))
+        self._selector.register(child.events, selectors.EVENT_READ, (child, self._read))
+        self._selector.register(child.death, selectors.EVENT_READ, (child, self._ended))
 
     def _forget(self, child: _Child) -> None:
         for descriptor in (child.events, child.death):

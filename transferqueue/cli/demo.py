@@ -61,7 +61,9 @@ def demo(
     directory = out or Path("runs") / run_name(settings)
     console = Console(highlight=False)
     with _ended_like_ctrl_c(signal.SIGTERM), _watched(console, settings) as watch, _last_words_shown():
-        outcome = run_demo(settings, directory=directory, observe=watch)
+        outcome = run_demo(
+            settings, directory=directory, observe=watch, started=lambda flow: watch.started(flow.pids())
+        )
     show(outcome, console)
 
 

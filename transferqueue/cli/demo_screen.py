@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import TracebackType
 
     from transferqueue.workflows.events import Event
@@ -21,6 +22,9 @@ class Watch(Protocol):
 
     def __call__(self, label: str, event: Event) -> None:
         """Take in an event of process ``label``."""
+
+    def started(self, labels: Iterable[str]) -> None:
+        """The processes with these labels run now."""
 
 
 class Latest:
@@ -79,7 +83,10 @@ class Lines:
         self._console = console
         self._steps = steps
         self._figures = Latest()
-        console.print(self._figures.phase)
+
+    def started(self, labels: Iterable[str]) -> None:
+        """Name the processes."""
+        self._console.print(_processes(labels), soft_wrap=True)
 
     def __call__(self, label: str, event: Event) -> None:
         """Print a line if ``event`` is an evaluation or every tenth step."""
@@ -116,6 +123,10 @@ class Bar:
     ) -> None:
         self._progress.stop()
 
+    def started(self, labels: Iterable[str]) -> None:
+        """Name the processes, above the bar."""
+        self._progress.console.print(_processes(labels), soft_wrap=True)
+
     def __call__(self, label: str, event: Event) -> None:
         """Show what ``event`` changed."""
         if not self._figures.add(event):
@@ -123,3 +134,8 @@ class Bar:
         if getattr(event, "kind", "") == "evaluation":
             self._progress.console.print(self._figures.phase)
         self._progress.update(self._task, completed=self._figures.step, description=self._figures.text())
+
+
+def _processes(labels: Iterable[str]) -> str:
+    found = list(labels)
+    return f"{len(found)} processes: {', '.join(found)}"

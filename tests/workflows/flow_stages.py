@@ -1,0 +1,110 @@
+"""Factories for the processes of test_flow.py: a source of numbers, and stages that work, hang, raise or die."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import transferqueue as tq
+from transferqueue.workflows.stage import Context, Produce, Work
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How many rows; a folder for marks that outlive a process."""
+
+    total: int = 32
+    marks: str = ""
+
+
+class Numbers:
+    """A source of rows x = 0, 1, … that seals the table after the last; goes on where an earlier life ended."""
+
+    def __init__(self, context: Context) -> None:
+        self.table = context.table
+        self.total = context.settings(Settings).total
+        self.next = context.table.audit()["rows_put"]
+
+    def wants(self) -> int:
+        """Four at a time."""
+        return min(4, self.total - self.next)
+
+    def __call__(self, rows: int) -> Mapping[str, Any]:
+        """The next rows."""
+        self.next += rows
+        return {"x": np.arange(self.next - rows, self.next)}
+
+
+@contextmanager
+def numbers(context: Context) -> Iterator[Produce]:
+    """Factory of the source."""
+    yield Numbers(context)
+    context.table.seal()
+
+
+@contextmanager
+def double(context: Context) -> Iterator[Work]:
+    """Factory of a stage that works."""
+    yield lambda batch: {"y": 2 * batch["x"].numpy()}
+    context.figures("finished", pid=os.getpid())
+
+
+@contextmanager
+def hangs_in_its_first_life(context: Context) -> Iterator[Work]:
+    """Factory of a stage that holds its first batch for ever, and works when started again."""
+    mark = Path(context.settings(Settings).marks, "lived")
+
+    def work(batch: tq.Batch) -> Mapping[str, Any]:
+        if not mark.exists():
+            mark.touch()
+            context.figures("holding", rows=len(batch))
+            threading.Event().wait()
+        return {"y": 2 * batch["x"].numpy()}
+
+    yield work
+
+
+@contextmanager
+def raises(context: Context) -> Iterator[Work]:
+    """Factory of a stage that is broken."""
+
+    def work(batch: tq.Batch) -> Mapping[str, Any]:
+        raise RuntimeError(f"cannot double {len(batch)} rows")
+
+    yield work
+
+
+@contextmanager
+def dies(context: Context) -> Iterator[Work]:
+    """Factory of a stage whose process dies."""
+
+    def work(batch: tq.Batch) -> Mapping[str, Any]:
+        context.figures("dying")
+        os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    yield work
+
+
+@contextmanager
+def cannot_start(context: Context) -> Iterator[Work]:
+    """Factory that fails before its first row."""
+    raise RuntimeError("no such model")
+    yield  # type: ignore[unreachable]
+
+
+@contextmanager
+def leaves_a_child(context: Context) -> Iterator[Work]:
+    """Factory of a stage with a process of its own, which it forgets."""
+    import subprocess
+    import sys
+
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    context.figures("child", pid=child.pid)
+    yield lambda batch: {"y": 2 * batch["x"].numpy()}

@@ -1,0 +1,107 @@
+"""The main job, made small: both modes, with and without a reference stage, and its end by Ctrl-C."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", exc_type=ImportError)
+
+from tests.workflows.test_flow import ROOT, wait_gone
+from tests.workflows.test_report import KEYS
+from transferqueue.errors import Impossible, UsageError
+from transferqueue.workflows.grpo.demo import Outcome, run_demo
+from transferqueue.workflows.grpo.job import JobSettings, stages
+from transferqueue.workflows.grpo.settings import Settings
+
+SMALL = Settings(
+    steps=4,
+    prompts_per_step=8,
+    warmup_steps=4,
+    warmup_rows=16,
+    width=32,
+    heads=2,
+    layers=1,
+    hidden=32,
+    evaluation_samples=1,
+)
+
+
+def run(settings: JobSettings, directory: Path) -> Outcome:
+    outcome = run_demo(settings, directory=directory)
+    assert list(json.loads((directory / "summary.json").read_text())) == KEYS
+    assert all(path.stat().st_size for path in outcome.files)
+    assert outcome.summary.rows_put == outcome.summary.rows_done == 4 * 64
+    assert outcome.summary.steps == 4
+    return outcome
+
+
+@pytest.mark.slow
+def test_synchronous_rows_are_never_stale(tmp_path: Path) -> None:
+    outcome = run(JobSettings(learning=SMALL, mode="sync", max_staleness=0, depth=0), tmp_path)
+    assert outcome.summary.staleness_histogram == {"0": 256}
+
+
+@pytest.mark.slow
+def test_asynchronous_rows_stay_within_their_bound(tmp_path: Path) -> None:
+    outcome = run(JobSettings(learning=SMALL, rollouts=2), tmp_path)
+    assert set(outcome.summary.staleness_histogram) <= {"0", "1"}
+    assert sum(outcome.summary.staleness_histogram.values()) == 256
+
+
+@pytest.mark.slow
+def test_kl_brings_a_reference_stage(tmp_path: Path) -> None:
+    run(JobSettings(learning=replace(SMALL, kl_weight=0.05, dataset="chain_sum")), tmp_path)
+    trace = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert "reference-0" in {event["args"].get("name") for event in trace}
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_everything_within_three_seconds(tmp_path: Path) -> None:
+    runtime = tmp_path / "runtime"
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "transferqueue.cli", "demo", "--steps", "5", "--out", str(tmp_path / "run")],
+        cwd=ROOT,
+        env=os.environ | {"TRANSFERQUEUE_RUNTIME": str(runtime)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert demo.stdout is not None
+    assert demo.stdout.readline().startswith("5 processes: prompts-0, ")
+    children = children_of(demo.pid)
+    assert len(children) == 5
+    demo.send_signal(signal.SIGINT)
+    assert wait_gone([*children, demo.pid], 3.0) == []
+    assert demo.wait() == 130
+    demo.communicate()
+    assert [path for path in runtime.rglob("*") if not path.is_dir()] == []
+
+
+def children_of(pid: int) -> list[int]:
+    """Children of a process."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(Impossible, match="mode sync with depth=1"):
+        JobSettings(mode="sync")
+    with pytest.raises(Impossible, match="mode async with depth=0"):
+        JobSettings(depth=0)
+    with pytest.raises(UsageError, match="rollouts=0"):
+        JobSettings(rollouts=0)
+
+
+def test_every_field_that_a_stage_needs_is_given_before_it() -> None:
+    for kl_weight in (0.0, 0.1):
+        given = {"prompt_ids", "problem"}
+        settings = JobSettings(learning=replace(SMALL, kl_weight=kl_weight))
+        order = sorted(stages(settings), key=lambda stage: stage.task.name == "train")
+        for stage in order:
+            assert set(stage.task.needs) <= given, stage.task.name
+            given |= set(stage.task.gives)

@@ -1,0 +1,175 @@
+"""The supervisor: flows end when their work is done, survive killed processes, and leave none behind."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import transferqueue as tq
+from transferqueue.workflows.events import Event, Figures
+from transferqueue.workflows.flow import Flow, StageFailed
+from transferqueue.workflows.stage import Stage
+from transferqueue.workflows.stage_main import Job
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+HERE = "tests.workflows.flow_stages"
+DOUBLE = tq.Task("double", needs=["x"], gives=["y"], attempts_max=3)
+
+
+@pytest.fixture
+def queue() -> Iterator[tq.Queue]:
+    with tq.connect(label="supervisor") as queue:
+        queue.create_table(
+            "t",
+            fields=[tq.Field("x", "int64"), tq.Field("y", "int64")],
+            tasks=[DOUBLE],
+            pacing=tq.Pacing("double", 8),
+            retention=tq.Manual(),
+        )
+        yield queue
+
+
+def jobs(factory: str, *, total: int = 32, marks: Path | None = None) -> list[Job]:
+    settings = {"total": total, "marks": str(marks or "")}
+    stage = Stage(task=DOUBLE, rows=4, at_least=1)
+    return [
+        Job(name="numbers", table="t", factory=f"{HERE}:numbers", settings=settings),
+        Job(name="double", table="t", factory=f"{HERE}:{factory}", stage=stage, settings=settings),
+    ]
+
+
+def run(queue: tq.Queue, jobs: list[Job], directory: Path) -> tuple[list[tuple[str, Event]], dict[str, int]]:
+    """Run to the end; what was told, and the pids at the start."""
+    told: list[tuple[str, Event]] = []
+    with Flow(queue, jobs, directory=directory, observe=lambda label, event: told.append((label, event))) as flow:
+        pids = flow.pids()
+        flow.run()
+    return told, pids
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def wait_gone(pids: list[int], timeout_s: float) -> list[int]:
+    """Pids that still live after ``timeout_s``; each death is waited for, not looked for."""
+    deadline = time.monotonic() + timeout_s
+    for pid in pids:
+        try:
+            death = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        select.select([death], [], [], max(0.0, deadline - time.monotonic()))
+        os.close(death)
+    return [pid for pid in pids if not gone(pid) and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"]
+
+
+def figures(told: list[tuple[str, Event]], kind: str) -> list[Figures]:
+    return [event for _, event in told if isinstance(event, Figures) and event.kind == kind]
+
+
+def test_a_flow_ends_when_all_rows_are_done(queue: tq.Queue, tmp_path: Path) -> None:
+    told, pids = run(queue, jobs("double"), tmp_path)
+    found = queue.table("t").read(fields=["x", "y"])
+    assert sorted(found["y"].numpy().tolist()) == [2 * x for x in range(32)]
+    assert len(figures(told, "finished")) == 1
+    assert set(pids) == {"numbers-0", "double-0"}
+    assert all(map(gone, pids.values()))
+    assert len(set(map(os.path.basename, map(str, tmp_path.glob("*.log"))))) == 2
+
+
+def test_rows_of_a_killed_process_are_done_by_its_next_life(queue: tq.Queue, tmp_path: Path) -> None:
+    killed: list[int] = []
+    flow = Flow(
+        queue,
+        jobs("hangs_in_its_first_life", marks=tmp_path),
+        directory=tmp_path,
+        observe=lambda label, event: kill(label) if isinstance(event, Figures) else None,
+    )
+
+    def kill(label: str) -> None:
+        killed.append(flow.pids()[label])
+        os.kill(killed[-1], signal.SIGKILL)
+
+    with flow:
+        flow.run()
+    assert len(killed) == 1
+    assert sorted(queue.table("t").read()["y"].numpy().tolist()) == [2 * x for x in range(32)]
+    assert queue.table("t").stats()["tasks"]["double"]["failed"] == 4
+
+
+def test_a_stage_that_raises_ends_the_flow_with_its_traceback(queue: tq.Queue, tmp_path: Path) -> None:
+    with pytest.raises(StageFailed, match=r'stage "double-0".*RuntimeError: cannot double 4 rows') as failed:
+        run(queue, jobs("raises"), tmp_path)
+    assert failed.value.stage == "double-0"
+    assert "flow_stages.py" in failed.value.last_words
+
+
+def test_a_process_that_keeps_dying_ends_the_flow(queue: tq.Queue, tmp_path: Path) -> None:
+    told: list[Event] = []
+    with (
+        pytest.raises(StageFailed, match=r'stage "double-0" was killed by SIGKILL, after 2 restarts'),
+        Flow(queue, jobs("dies"), directory=tmp_path, observe=lambda label, event: told.append(event)) as flow,
+    ):
+        flow.run()
+    assert len([event for event in told if isinstance(event, Figures)]) == 3
+    assert flow.pids() == {}
+
+
+def test_a_stage_that_cannot_start_ends_the_flow_with_what_it_wrote(queue: tq.Queue, tmp_path: Path) -> None:
+    with pytest.raises(StageFailed, match="RuntimeError: no such model"):
+        run(queue, jobs("cannot_start"), tmp_path)
+
+
+def test_what_a_stage_started_ends_with_it(queue: tq.Queue, tmp_path: Path) -> None:
+    told, _ = run(queue, jobs("leaves_a_child"), tmp_path)
+    assert wait_gone([figures(told, "child")[0].values["pid"]], 2.0) == []
+
+
+SUPERVISOR = """
+import sys
+from pathlib import Path
+import transferqueue as tq
+from tests.workflows.test_flow import DOUBLE, jobs
+from transferqueue.workflows.flow import Flow
+
+directory = Path(sys.argv[1])
+with tq.connect() as queue:
+    queue.create_table("t", fields=[tq.Field("x", "int64")], tasks=[DOUBLE], pacing=tq.Pacing("double", 8))
+    told = lambda label, event: print("holding", *flow.pids().values(), queue.address, flush=True)
+    with Flow(queue, jobs("hangs_in_its_first_life", marks=directory), directory=directory,
+              observe=lambda label, event: told(label, event) if getattr(event, "kind", "") == "holding" else None) as flow:
+        flow.run()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_outlives_its_supervisor(number: signal.Signals, tmp_path: Path) -> None:
+    """Whether it is interrupted or killed, all processes have gone within 3 s."""
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert supervisor.stdout is not None
+    _, *pids, address = supervisor.stdout.readline().split()
+    assert len(pids) >= 1
+    supervisor.send_signal(number)
+    assert wait_gone([*map(int, pids), supervisor.pid], 3.0) == []
+    supervisor.communicate()
+    if number == signal.SIGINT:
+        assert not Path(address.removeprefix("ipc://")).exists()

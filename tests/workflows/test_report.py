@@ -1,0 +1,87 @@
+"""The summary has exactly the promised keys, and says what the events said."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from transferqueue.errors import InternalError
+from transferqueue.workflows.events import Figures, Span
+from transferqueue.workflows.grpo.demo import check_balance
+from transferqueue.workflows.grpo.job import JobSettings
+from transferqueue.workflows.grpo.report import Record, Summary, summarize, write_files
+
+KEYS = [
+    "mode",
+    "steps",
+    "seconds",
+    "samples_per_s",
+    "heldout_reward_before",
+    "heldout_reward_after",
+    "accuracy_before",
+    "accuracy_after",
+    "trainer_busy",
+    "rollout_busy",
+    "staleness_histogram",
+    "rows_put",
+    "rows_done",
+    "rows_dropped",
+]
+AUDIT = {"rows_put": 24, "rows_live": 0, "rows_done": 16, "rows_dropped": 8, "dropped": {"stale": 8}}
+
+
+def step(number: int, at: float, staleness: dict[str, int]) -> Figures:
+    values = {"step": number, "rows": 8, "reward": 0.1 * number, "loss": 0.5, "staleness": staleness}
+    return Figures(kind="step", at=at, values=values)
+
+
+@pytest.fixture
+def record() -> Record:
+    """Two steps of a trainer that waits 1 s of 4, and two rollout processes, busy for 2 and 0 s of them."""
+    found = Record()
+    for name, start, end in (("warm-up", 0.0, 8.0), ("wait", 8.0, 9.0), ("work", 9.0, 11.0), ("work", 11.0, 12.0)):
+        found.add("train-0", Span(name=name, start=start, end=end))
+    found.add("rollout-0", Span(name="work", start=7.0, end=10.0))
+    found.add("rollout-1", Span(name="wait", start=7.0, end=12.0))
+    for event in (step(1, 11.0, {"0": 8}), step(2, 12.0, {"0": 2, "1": 6})):
+        found.add("train-0", event)
+    for when, reward in (("before", 0.25), ("after", 0.75)):
+        values = {"when": when, "reward": reward, "accuracy": reward / 2}
+        found.add("train-0", Figures(kind="evaluation", at=1.0, values=values))
+    return found
+
+
+def summary(record: Record) -> Summary:
+    return summarize(record, JobSettings(), AUDIT, seconds=13.0)
+
+
+def test_a_summary_says_what_the_processes_told(record: Record) -> None:
+    found = summary(record)
+    assert (found.mode, found.steps, found.seconds, found.samples_per_s) == ("async", 2, 13.0, 4.0)
+    assert (found.heldout_reward_before, found.heldout_reward_after) == (0.25, 0.75)
+    assert (found.trainer_busy, found.rollout_busy) == (0.75, 0.25)
+    assert found.staleness_histogram == {"0": 10, "1": 6}
+    assert (found.rows_put, found.rows_done, found.rows_dropped) == (24, 16, 8)
+
+
+def test_files_of_a_run(record: Record, tmp_path: Path) -> None:
+    files = {path.name: path for path in write_files(tmp_path, record, summary(record))}
+    assert list(json.loads(files["summary.json"].read_text())) == KEYS
+    assert files["learning.png"].read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads(files["timeline.json"].read_text())["traceEvents"]) > 6
+    assert [json.loads(line)["step"] for line in files["steps.jsonl"].read_text().splitlines()] == [1, 2]
+
+
+def test_a_run_without_an_evaluation_is_no_result(record: Record) -> None:
+    del record.evaluations["after"]
+    with pytest.raises(InternalError, match="without an evaluation after"):
+        summary(record)
+
+
+@pytest.mark.parametrize(
+    "change", [{"rows_live": 8}, {"rows_done": 15}, {"dropped": {"stale": 7}}, {"rows_put": 25}], ids=str
+)
+def test_rows_that_do_not_balance_are_an_error(change: dict[str, object]) -> None:
+    check_balance(AUDIT)
+    with pytest.raises(InternalError, match="does not balance"):
+        check_balance(AUDIT | change)
