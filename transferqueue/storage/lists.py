@@ -1,0 +1,114 @@
+"""Python lists as columns: one element for each row, whatever the elements are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+
+from transferqueue.errors import SchemaError
+from transferqueue.schema import RAGGED_RANK_MAX, Field
+from transferqueue.storage.arrays import parse_arrays
+from transferqueue.storage.numbers import are_numbers, store_numbers
+from transferqueue.storage.parsed import I64, Blobs, Dense, Listed, Parsed, rectangles
+from transferqueue.storage.sources import Arrays, ByteStrings
+from transferqueue.storage.tensors import are_tensors, parse_tensors
+from transferqueue.storage.values import encode
+
+_BYTE_STRINGS: Final = (bytes, bytearray, memoryview)
+_LISTS: Final = (list, tuple)
+
+
+def parse_list(rows: Sequence[Any], field: Field | None, subject: str) -> Parsed:
+    """A list or tuple with one element for each row."""
+    classes = set(map(type, rows))
+    if field is not None and field.dtype == "value":
+        return parse_values(rows, subject)
+    if are_tensors(classes):
+        return parse_tensors(rows, subject)
+    if _all(classes, np.ndarray):
+        return parse_arrays(rows, subject)
+    if are_numbers(classes):
+        dtype, numbers = store_numbers(rows, classes, field.dtype if field else None, subject)
+        return Dense(dtype, len(rows), (), Arrays([numbers], dtype))
+    if _all(classes, str):
+        return _parse_text(rows, subject)
+    if _all(classes, *_BYTE_STRINGS):
+        return _parse_bytes(rows)
+    return _parse_nested(rows, classes, field, subject)
+
+
+def parse_values(rows: Sequence[Any], subject: str) -> Parsed:
+    """A plain value for each row."""
+    encoded = [encode(row, f"{subject}, row {at}") for at, row in enumerate(rows)]
+    lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+    return Blobs("value", lengths, ByteStrings(encoded, int(lengths.sum())))
+
+
+def _all(classes: set[type], *bases: type) -> bool:
+    return all(issubclass(cls, bases) for cls in classes)
+
+
+def _parse_text(rows: Sequence[str], subject: str) -> Parsed:
+    try:
+        encoded = [row.encode() for row in rows]
+    except UnicodeEncodeError as error:
+        raise SchemaError(f"{subject}: text that is not Unicode ({error}); store such data as bytes") from error
+    lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+    return Blobs("str", lengths, ByteStrings(encoded, int(lengths.sum())))
+
+
+def _parse_bytes(rows: Sequence[Any]) -> Parsed:
+    strings = [row if type(row) is bytes else memoryview(row).cast("B") if len(row) else b"" for row in rows]
+    lengths = np.fromiter(map(len, strings), np.int64, len(strings))
+    return Blobs("bytes", lengths, ByteStrings(strings, int(lengths.sum())))
+
+
+def _parse_nested(rows: Sequence[Any], classes: set[type], field: Field | None, subject: str) -> Parsed:
+    """Lists in the list: numbers in rectangles, or else plain values if no field says otherwise."""
+    undeclared = field is None
+    if _all(classes, *_LISTS):
+        found = _parse_rectangles(rows, field, subject)
+        if found is not None:
+            return found
+        if not undeclared:
+            raise SchemaError(
+                f'{subject}: a row is a list that is not a rectangle of numbers; declare dtype "value" to store plain values'
+            )
+    if undeclared and any(issubclass(cls, (dict, *_LISTS)) for cls in classes):
+        return parse_values(rows, subject)
+    names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.") for cls in classes))
+    raise SchemaError(
+        f"{subject}: rows of type {names} are not a column; give numbers, text, bytes, arrays, tensors or lists of "
+        "numbers, all of one kind, or plain values (dicts and lists)"
+    )
+
+
+def _parse_rectangles(rows: Sequence[Any], field: Field | None, subject: str) -> Listed | None:
+    levels, leaves, classes = _levels(rows)
+    if any(issubclass(cls, np.ndarray) for cls in classes) or (classes and are_tensors(classes)):
+        raise SchemaError(f"{subject}: a row is a list of arrays; stack them into one array for each row")
+    if not classes and field is None:
+        raise SchemaError(f"{subject}: all rows are empty lists, which tell no dtype; declare the field")
+    if (classes and not are_numbers(classes)) or (field is not None and field.blob):
+        return None
+    while field is not None and not classes and len(levels) < len(field.shape):
+        levels.append(np.empty(0, np.int64))
+    shapes = rectangles(levels)
+    if shapes is None:
+        return None
+    dtype, numbers = store_numbers(leaves, classes or {bool}, field.dtype if field else None, subject)
+    return Listed(dtype, shapes, Arrays([numbers], dtype))
+
+
+def _levels(rows: Sequence[Any]) -> tuple[list[I64], Sequence[Any], set[type]]:
+    """Lengths of the lists at each level, then what is not a list, and its types."""
+    levels: list[I64] = []
+    flat, classes = rows, set(map(type, rows))
+    while classes and _all(classes, *_LISTS) and len(levels) < RAGGED_RANK_MAX:
+        levels.append(np.fromiter(map(len, flat), np.int64, len(flat)))
+        flat = list(chain.from_iterable(flat))
+        classes = set(map(type, flat))
+    return levels, flat, classes

@@ -1,0 +1,217 @@
+"""The memory of a shard, on the side of a process that uses it.
+
+The law:
+
+1. The arena is mapped once to be written (``MAP_SHARED``, into granted extents) and once to be viewed
+   (``MAP_PRIVATE``): what a user changes in a view is seen by nobody else, not by other processes, not by
+   a later or simultaneous batch of the same process.
+2. A *hold* is what one reply lends of one extent. Its pages are pinned at the server until `on_release` is told
+   its blocks, exactly once, when no array, tensor, Arrow buffer or memoryview over any of them is left here.
+3. Before that is told, the private copies of its pages are dropped (``MADV_DONTNEED``): whoever looks at the
+   extent next, even after it was reused, sees the file and never a stale copy. Dropping works on whole pages,
+   and the blocks of small puts share pages; so it is done per extent.
+4. Therefore at most one hold at a time looks at an extent through the arena-wide mapping. A second hold on the same
+   extent gets a mapping of its own, and ends by unmapping it. Without this rule a page that one batch has changed in
+   place would show the next batch the old bytes of a neighbour put into that page since.
+5. Finalisers run in any thread, also inside a garbage collection inside our own code. They take no lock:
+   a claim on an extent is one atomic ``dict.setdefault``, its end one ``dict.pop``.
+6. A forked child shares nothing it could return: there, ends tell nobody.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from transferqueue.errors import Corruption, Disconnected, Forked, OutOfMemory, ProtocolError
+from transferqueue.limits import ALIGNMENT, PAGE_BYTES
+from transferqueue.schema import align
+from transferqueue.storage.pages import U8, expose, forget, map_private, unmap
+
+
+class BlockPlace(Protocol):
+    """Where a block lies: what a reply says of each block it names."""
+
+    @property
+    def block(self) -> int:
+        """Id of the block."""
+
+    @property
+    def extent(self) -> int:
+        """Id of its extent."""
+
+    @property
+    def offset(self) -> int:
+        """First byte in the arena."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block."""
+
+
+Release = Callable[[list[int]], object]
+"""Told the ids of blocks whose pins return. Called from any thread; must not block, take locks or raise."""
+
+
+class _Pages:
+    """The arena-wide private mapping and the file behind it; unmapped when the last hold is gone."""
+
+    def __init__(self, fd: int, capacity: int) -> None:
+        self.fd, self.pid = fd, os.getpid()
+        self.address = map_private(fd, 0, capacity)
+        self.viewed: dict[int, object] = {}
+        """Extents that a hold looks at through this mapping, each with a token of that hold."""
+        weakref.finalize(self, _discard, fd, self.address, capacity, self.pid).atexit = False
+
+
+def _discard(fd: int, address: int, capacity: int, pid: int) -> None:
+    if os.getpid() == pid:
+        unmap(address, capacity)
+        os.close(fd)
+
+
+class Mapping:
+    """One arena as this process sees it. Safe from any thread.
+
+    Views outlive `close`: they stay readable until collected.
+    """
+
+    def __init__(self, fd: int, path: str, capacity: int, on_release: Release) -> None:
+        self.path, self.capacity = path, capacity
+        self._on_release = on_release
+        self._shared: mmap.mmap | None = mmap.mmap(fd, capacity)
+        self._pages: _Pages | None = _Pages(fd, capacity)
+
+    @classmethod
+    def open(cls, path: str, capacity: int, on_release: Release) -> Mapping:
+        """Map the arena at `path`, as the server's `Welcome` names it.
+
+        Raises `Disconnected` if it is gone, `ProtocolError` if it is not an arena of `capacity` bytes,
+        `OutOfMemory` if this process may not map so much.
+        """
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise Disconnected(
+                f"the arena {path} cannot be opened ({error.strerror}): its server is gone, is another user's, or is not on "
+                "this machine"
+            ) from error
+        try:
+            _check_size(fd, path, capacity)
+            return cls(fd, path, capacity, on_release)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            if isinstance(error, ProtocolError | OutOfMemory):
+                raise
+            raise OutOfMemory(f"the arena {path} of {capacity} bytes cannot be mapped: {error}") from error
+
+    def writable(self, offset: int, nbytes: int) -> memoryview:
+        """These bytes of the arena, to be written. They must be inside an extent granted to this session."""
+        self._living()
+        self._check(offset, nbytes, "a grant")
+        if self._shared is None:
+            raise Disconnected(f"the arena {self.path} was closed in this process; connect again")
+        return memoryview(self._shared)[offset : offset + nbytes]
+
+    def pin(self, blocks: Iterable[BlockPlace]) -> dict[int, U8]:
+        """The bytes of the blocks that one reply names, by block id, each ``uint8 [nbytes]`` and writable in private.
+
+        Each id is told to `on_release` exactly once, after the last view of its extent's blocks of this call is
+        collected: keep the arrays (or anything made of them) for as long as the bytes are needed. No bytes are copied or
+        read. Raises `Corruption` if a block is not inside the arena, `OutOfMemory` if nothing more can be mapped; then
+        nothing is held and each id is told, too.
+        """
+        pages = self._living()
+        waiting = {block.block: block for block in blocks}
+        found: dict[int, U8] = {}
+        try:
+            for block in waiting.values():
+                self._check(block.offset, block.nbytes, f"block {block.block}")
+            for extent, members in _by_extent(waiting.values()).items():
+                found |= _hold(pages, extent, members, self._on_release)
+                for block in members:
+                    del waiting[block.block]
+        except BaseException:
+            self._on_release(list(waiting))
+            raise
+        return found
+
+    def close(self) -> None:
+        """Let go of the arena. Nothing can be written or pinned through this object any more; views stay valid."""
+        self._shared = None
+        self._pages = None
+
+    def _living(self) -> _Pages:
+        if self._pages is None:
+            raise Disconnected(f"the arena {self.path} was closed in this process; connect again")
+        if os.getpid() != self._pages.pid:
+            raise Forked("this queue was opened before os.fork; connect again in the child")
+        return self._pages
+
+    def _check(self, offset: int, nbytes: int, subject: str) -> None:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.capacity or offset % ALIGNMENT:
+            raise Corruption(
+                f"{subject} at {offset} of {nbytes} bytes is not an aligned piece of the arena's {self.capacity} bytes"
+            )
+
+
+def _check_size(fd: int, path: str, capacity: int) -> None:
+    size = os.fstat(fd).st_size
+    if size < capacity or capacity < PAGE_BYTES:
+        raise ProtocolError(f"the arena {path} has {size} bytes, but its server says {capacity}; it is another file")
+
+
+def _by_extent(blocks: Iterable[BlockPlace]) -> dict[int, list[BlockPlace]]:
+    found: dict[int, list[BlockPlace]] = {}
+    for block in blocks:
+        found.setdefault(block.extent, []).append(block)
+    return found
+
+
+def _hold(pages: _Pages, extent: int, members: Sequence[BlockPlace], on_release: Release) -> dict[int, U8]:
+    start = min(block.offset for block in members) // PAGE_BYTES * PAGE_BYTES
+    nbytes = align(max(block.offset + block.nbytes for block in members), PAGE_BYTES) - start
+    token = object()
+    if pages.viewed.setdefault(extent, token) is token:
+        address, own = pages.address + start, False
+    else:
+        address, own = map_private(pages.fd, start, nbytes), True
+    ids = [block.block for block in members]
+    hold = _Hold(pages, extent, address, start, nbytes, own, ids, on_release)
+    memory = expose(address, nbytes, hold.end)
+    return {block.block: memory[block.offset - start : block.offset - start + block.nbytes] for block in members}
+
+
+class _Hold:
+    """What one reply lends of one extent, until its memory is collected."""
+
+    __slots__ = ("address", "blocks", "extent", "nbytes", "on_release", "own", "pages", "start")
+
+    def __init__(
+        self,
+        pages: _Pages,
+        extent: int,
+        address: int,
+        start: int,
+        nbytes: int,
+        own: bool,
+        blocks: list[int],
+        on_release: Release,
+    ) -> None:
+        self.pages, self.extent, self.own = pages, extent, own
+        self.address, self.start, self.nbytes = address, start, nbytes
+        self.blocks, self.on_release = blocks, on_release
+
+    def end(self) -> None:
+        """Drop the private copies, then tell that the blocks are no longer viewed here."""
+        if os.getpid() != self.pages.pid:
+            return
+        if self.own:
+            unmap(self.address, self.nbytes)
+        else:
+            forget(self.address, self.nbytes, self.pages.fd, self.start)
+            self.pages.viewed.pop(self.extent, None)
+        self.on_release(self.blocks)

@@ -1,0 +1,217 @@
+"""Where the rows of a batch are: blocks as they lie in memory, and for each row its block and slot.
+
+All blocks of a batch are looked at as one stretch of memory, from the lowest to the highest address, of which only
+the bytes inside blocks are ever touched; so the places of thousands of rows in hundreds of blocks are found by a few
+numpy operations, not by a loop over blocks. Whatever was read from memory that others wrote (offsets) is checked against
+its block before it is followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+from weakref import WeakSet
+
+import numpy as np
+
+from transferqueue.errors import BatchEnded, Corruption
+from transferqueue.limits import ALIGNMENT
+from transferqueue.schema import Field, layout
+from transferqueue.storage.pages import U8, expose
+from transferqueue.storage.parsed import I64
+from transferqueue.storage.prepare import I32
+
+VECTORISED_BLOCKS: Final = 4
+"""With more blocks than this, layouts are computed for all of them at once."""
+
+
+class BlockShape(Protocol):
+    """What a reply says of the layout of a block."""
+
+    @property
+    def block(self) -> int:
+        """Id of the block."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the block."""
+
+    @property
+    def fields(self) -> Sequence[str]:
+        """Names of its columns, in order."""
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """One count for each column; see `schema.layout`."""
+
+
+class Forgets(Protocol):
+    """Something that keeps memory of blocks and can let it go."""
+
+    def forget(self) -> None:
+        """Let it go."""
+
+
+class Spans(NamedTuple):
+    """Where one column lies in each block: bytes from the block's start; -1 where it has no such buffer."""
+
+    values: I64
+    offsets: I64
+    shapes: I64
+    counts: I64
+
+
+class Blocks:
+    """Blocks in this process's memory. Holding this object holds the memory; `end` lets it go.
+
+    memory: ``uint8 [nbytes]`` of each block, in the order of `shapes`. fields: definitions of all fields that occur in the blocks.
+    """
+
+    def __init__(self, shapes: Sequence[BlockShape], memory: Sequence[U8], fields: Mapping[str, Field]) -> None:
+        self.shapes, self.fields = shapes, fields
+        self.memory = [_aligned(block) for block in memory]
+        self.ended = ""
+        self.columns: WeakSet[Forgets] = WeakSet()
+        """Columns that have loaded rows of these blocks."""
+        self.rows: I64 = np.fromiter((shape.rows for shape in shapes), np.int64, len(shapes))
+        self.addresses: I64 = np.fromiter(map(_address, self.memory), np.int64, len(shapes))
+        self.sizes: I64 = np.fromiter(map(len, self.memory), np.int64, len(shapes))
+        self._spans: dict[str, Spans] = {}
+
+    def end(self, message: str) -> None:
+        """Let the memory go; what is asked of it later is refused with `BatchEnded` and this message."""
+        self.ended = message
+        self.memory = []
+        for column in list(self.columns):
+            column.forget()
+
+    def living(self) -> Sequence[U8]:
+        """The memory of each block; `BatchEnded` after `end`."""
+        memory = self.memory
+        if self.ended:
+            raise BatchEnded(self.ended)
+        return memory
+
+    def spans(self, field: Field) -> Spans:
+        """Where a column lies in each block. Raises `Corruption` if a block is too small for its layout."""
+        if field.name not in self._spans:
+            self._lay_out()
+        found = self._spans.get(field.name)
+        if found is None or (found.values < 0).any():
+            raise Corruption(f'a block that should hold field "{field.name}" does not')
+        return found
+
+    def stretch(self) -> tuple[int, U8]:
+        """The lowest address, and the memory from there to the end of the last block. Only bytes inside blocks may be touched."""
+        low, high = int(self.addresses.min()), int((self.addresses + self.sizes).max())
+        return low, expose(low, high - low)
+
+    def _lay_out(self) -> None:
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for at, shape in enumerate(self.shapes):
+            alike.setdefault(tuple(shape.fields), []).append(at)
+        for names, members in alike.items():
+            self._lay_out_alike(names, members)
+
+    def _lay_out_alike(self, names: Sequence[str], members: Sequence[int]) -> None:
+        fields = [self.fields[name] for name in names]
+        rows = self.rows[members]
+        counts = np.array([self.shapes[at].counts for at in members], np.int64).reshape(len(members), len(names))
+        if (counts < 0).any() or (rows < 1).any():
+            raise Corruption(f"a block says that it has {rows.min()} rows and counts down to {counts.min(initial=0)}")
+        spans, sizes = layouts(fields, rows, counts)
+        if (sizes > self.sizes[members]).any():
+            raise Corruption(f"a block with {', '.join(names)} is smaller than its layout")
+        for field, span in zip(fields, spans, strict=True):
+            mine = self._spans.setdefault(field.name, _nowhere(len(self.shapes)))
+            for into, found in zip(mine, span, strict=True):
+                into[members] = found
+
+
+def layouts(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list[Spans], I64]:
+    """`schema.layout` of many blocks at once: spans for each field and the size of each block.
+
+    rows: ``[blocks]``, counts: ``[blocks, fields]``.
+    """
+    if len(rows) <= VECTORISED_BLOCKS:
+        return _layouts_each(fields, rows, counts)
+    at, nowhere = np.zeros(len(rows), np.int64), np.full(len(rows), -1, np.int64)
+    found: list[Spans] = []
+    for field, count in zip(fields, counts.T, strict=True):
+        shapes = offsets = nowhere
+        if field.varied:
+            shapes, at = at, _align(at + 8 * rows * len(field.shape))
+        if not field.dense:
+            offsets, at = at, _align(at + 8 * (rows + 1))
+        found.append(Spans(at, offsets, shapes, count))
+        at = _align(at + (rows if field.dense else count) * (field.step_elements * field.item_bytes))
+    return found, at
+
+
+def _layouts_each(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list[Spans], I64]:
+    each = [layout(fields, int(n), count.tolist()) for n, count in zip(rows, counts, strict=True)]
+    found = []
+    for at in range(len(fields)):
+        spans = [spans[at] for spans, _ in each]
+        places = np.array([(span.values, span.offsets, span.shapes) for span in spans], np.int64).reshape(-1, 3)
+        found.append(Spans(places[:, 0], places[:, 1], places[:, 2], counts[:, at]))
+    return found, np.array([size for _, size in each], np.int64)
+
+
+def _align(size: I64) -> I64:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _nowhere(blocks: int) -> Spans:
+    return Spans._make(np.full(blocks, -1, np.int64) for _ in Spans._fields)
+
+
+def _address(memory: U8) -> int:
+    return int(memory.__array_interface__["data"][0])
+
+
+def _aligned(memory: U8) -> U8:
+    """The block on a 64-byte boundary: as it is if it came from an arena, a copy if it came by another way and is not."""
+    if _address(memory) % ALIGNMENT == 0:
+        return memory
+    room = np.empty(len(memory) + ALIGNMENT, np.uint8)
+    start = -_address(room) % ALIGNMENT
+    room[start : start + len(memory)] = memory
+    return room[start : start + len(memory)]
+
+
+class Placement:
+    """Block and slot of each row, for columns that lie together. run: (block, first slot) if the rows are one run of one block."""
+
+    __slots__ = ("block_of_row", "blocks", "run", "slot_of_row")
+
+    def __init__(self, blocks: Blocks, block_of_row: I32, slot_of_row: I32) -> None:
+        self.blocks, self.block_of_row, self.slot_of_row = blocks, block_of_row, slot_of_row
+        if len(block_of_row) != len(slot_of_row):
+            raise Corruption(f"{len(block_of_row)} rows have a block, but {len(slot_of_row)} a slot")
+        self.run = self._check()
+
+    def __len__(self) -> int:
+        return len(self.slot_of_row)
+
+    def select(self, rows: Any) -> Placement:
+        """The same for some of the rows, by slice or index array."""
+        return Placement(self.blocks, self.block_of_row[rows], self.slot_of_row[rows])
+
+    def _check(self) -> tuple[int, int] | None:
+        block, slot = self.block_of_row, self.slot_of_row
+        if not len(slot):
+            return None
+        first, last = int(block.min()), int(block.max())
+        if first < 0 or last >= len(self.blocks.rows):
+            raise Corruption(f"a row is in block {first if first < 0 else last} of {len(self.blocks.rows)}")
+        if slot.min() < 0 or (slot >= self.blocks.rows[block]).any():
+            raise Corruption("a row is beyond the rows of its block")
+        start, end = int(slot[0]), int(slot[-1])
+        if first != last or end - start != len(slot) - 1 or (np.diff(slot) != 1).any():
+            return None
+        return first, start

@@ -1,0 +1,109 @@
+"""Rows of a loaded column as what people work with: Python values, arrays of one row, Arrow arrays."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from transferqueue.errors import Corruption
+from transferqueue.schema import TORCH_ONLY_DTYPES, Field
+from transferqueue.storage.dtypes import as_torch, ml_dtype, viewed
+from transferqueue.storage.gather import Loaded, offsets_of, shapes_of
+from transferqueue.storage.numbers import widened
+from transferqueue.storage.values import decode
+
+Array = np.ndarray[Any, Any]
+
+
+def row_value(field: Field, loaded: Loaded, at: int) -> Any:
+    """One row: a Python value for scalars and blobs, otherwise an array that views it."""
+    if field.blob:
+        return _blob(field, loaded.values.data, *offsets_of(loaded)[at : at + 2].tolist())
+    if field.shape == ():
+        return _scalars(field, loaded.values[at : at + 1])[0]
+    return _shown(field, _row(field, loaded, at))
+
+
+def plain_rows(field: Field, loaded: Loaded) -> list[Any]:
+    """All rows as plain Python values."""
+    if field.blob:
+        return _blobs(field, loaded)
+    values = widened(loaded.values, field.dtype) if field.dtype in TORCH_ONLY_DTYPES else loaded.values
+    if field.dense:
+        rows: list[Any] = values.reshape(loaded.rows, *_fixed(field)).tolist()
+        return rows
+    whole = loaded._replace(values=values)
+    return [_row(field, whole, at).tolist() for at in range(loaded.rows)]
+
+
+def arrow_array(field: Field, loaded: Loaded) -> Any:
+    """All rows as an Arrow array; see `Column.arrow`."""
+    import pyarrow as pa
+
+    values = loaded.values
+    if field.blob:
+        kind = pa.large_string() if field.dtype == "str" else pa.large_binary()
+        return pa.Array.from_buffers(kind, loaded.rows, [None, pa.py_buffer(offsets_of(loaded)), pa.py_buffer(values)])
+    leaves = _leaves(field, values, pa)
+    if field.varied:
+        shapes = pa.FixedSizeListArray.from_arrays(pa.array(shapes_of(loaded).reshape(-1)), len(field.shape))
+        return pa.StructArray.from_arrays([shapes, _large_list(offsets_of(loaded), leaves, pa)], ["shape", "values"])
+    for size in reversed(field.shape if field.dense else field.shape[1:]):
+        leaves = pa.FixedSizeListArray.from_arrays(leaves, size)
+    return leaves if field.dense else _large_list(offsets_of(loaded), leaves, pa)
+
+
+def _large_list(offsets: Any, values: Any, pa: Any) -> Any:
+    return pa.LargeListArray.from_arrays(pa.array(offsets), values)
+
+
+def _leaves(field: Field, values: Array, pa: Any) -> Any:
+    if values.dtype.kind == "c":
+        return pa.FixedSizeListArray.from_arrays(pa.array(values.view(f"<f{values.itemsize // 2}")), 2)
+    return pa.array(values)
+
+
+def _fixed(field: Field) -> list[int]:
+    return [size for size in field.shape if size is not None]
+
+
+def _row(field: Field, loaded: Loaded, at: int) -> Array:
+    """A view of one row in its shape, in stored form."""
+    if field.dense:
+        step = field.step_elements
+        return loaded.values[at * step : (at + 1) * step].reshape(_fixed(field))
+    start, end = offsets_of(loaded)[at : at + 2].tolist()
+    if field.ragged:
+        step = field.step_elements
+        return loaded.values[start * step : end * step].reshape(end - start, *_fixed(field))
+    return loaded.values[start:end].reshape(shapes_of(loaded)[at])
+
+
+def _shown(field: Field, row: Array) -> Any:
+    if field.dtype in TORCH_ONLY_DTYPES and ml_dtype(field.dtype) is None:
+        return as_torch(row, field.dtype)
+    return row.view(viewed(field.dtype))
+
+
+def _scalars(field: Field, values: Array) -> list[Any]:
+    found: list[Any] = (widened(values, field.dtype) if field.dtype in TORCH_ONLY_DTYPES else values).tolist()
+    return found
+
+
+def _blobs(field: Field, loaded: Loaded) -> list[Any]:
+    memory = loaded.values.data
+    edges = offsets_of(loaded).tolist()
+    return [_blob(field, memory, start, end) for start, end in pairwise(edges)]
+
+
+def _blob(field: Field, memory: memoryview, start: int, end: int) -> Any:
+    if field.dtype == "bytes":
+        return bytes(memory[start:end])
+    if field.dtype == "value":
+        return decode(memory[start:end], f'field "{field.name}"')
+    try:
+        return str(memory[start:end], "utf-8")
+    except UnicodeDecodeError as error:
+        raise Corruption(f'field "{field.name}": stored text is not UTF-8 ({error})') from error

@@ -1,0 +1,101 @@
+"""Torch tensors as columns: dense, nested (jagged), or a list with a tensor for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from transferqueue.errors import SchemaError
+from transferqueue.storage.arrays import only_rank
+from transferqueue.storage.dtypes import of_torch, torch_loaded
+from transferqueue.storage.parsed import I64, Dense, Listed, Parsed
+from transferqueue.storage.sources import Tensors
+
+
+def is_tensor(value: object) -> bool:
+    """Whether this is a torch tensor; without importing torch, since without it nothing is."""
+    torch = torch_loaded()
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def are_tensors(classes: set[type]) -> bool:
+    """Whether all instances of these classes are torch tensors."""
+    torch = torch_loaded()
+    return torch is not None and all(issubclass(cls, torch.Tensor) for cls in classes)
+
+
+def parse_tensor(tensor: Any, subject: str) -> Parsed:
+    """One tensor over all rows: strided, or nested with one ragged dimension."""
+    _refuse_unstorable(tensor, subject)
+    if tensor.is_nested:
+        return _parse_nested(tensor, subject)
+    dtype = of_torch(tensor.dtype, subject)
+    return Dense(dtype, tensor.shape[0], tuple(tensor.shape[1:]), Tensors([tensor], dtype))
+
+
+def parse_tensors(rows: Sequence[Any], subject: str) -> Parsed:
+    """A tensor for each row, all of one dtype and number of dimensions."""
+    import torch
+
+    _refuse_lists(rows, subject, torch)
+    names = {of_torch(dtype, subject) for dtype in set(map(attrgetter("dtype"), rows))}
+    if len(names) > 1:
+        raise SchemaError(f"{subject}: rows of dtypes {', '.join(sorted(names))}; convert them to one dtype")
+    dtype = names.pop()
+    ndim = only_rank(set(map(torch.Tensor.dim, rows)), subject)
+    if ndim == 0:
+        return Dense(dtype, len(rows), (), Tensors([row.reshape(1) for row in rows], dtype))
+    return Listed(dtype, _shapes(rows, ndim, torch), Tensors(rows, dtype))
+
+
+def _shapes(rows: Sequence[Any], ndim: int, torch: Any) -> I64:
+    if ndim == 1:
+        return np.fromiter(map(torch.Tensor.numel, rows), np.int64, len(rows)).reshape(-1, 1)
+    return np.array([tuple(row.shape) for row in rows], np.int64)
+
+
+def _parse_nested(tensor: Any, subject: str) -> Parsed:
+    import torch
+
+    if tensor.layout is not torch.jagged or tensor.lengths() is not None or tensor._ragged_idx != 1:
+        listed = parse_tensors(tensor.detach().unbind(), subject)
+        return Listed(listed.dtype, listed.shapes, listed.source, jagged=True) if isinstance(listed, Listed) else listed
+    dtype, values = of_torch(tensor.dtype, subject), tensor.values()
+    offsets = tensor.offsets().cpu().numpy().astype(np.int64, copy=False)
+    shapes = np.empty((len(offsets) - 1, values.dim()), np.int64)
+    shapes[:, 0], shapes[:, 1:] = np.diff(offsets), values.shape[1:]
+    return Listed(dtype, shapes, Tensors([values[int(offsets[0]) : int(offsets[-1])]], dtype), jagged=True)
+
+
+def _refuse_lists(rows: Sequence[Any], subject: str, torch: Any) -> None:
+    plain = set(map(attrgetter("layout"), rows)) == {torch.strided} and not any(map(attrgetter("is_nested"), rows))
+    if not plain or not all(map(attrgetter("is_cpu"), rows)) or any(map(attrgetter("is_quantized"), rows)):
+        for row in rows:
+            _refuse_unstorable(row, subject)
+            if row.is_nested:
+                raise SchemaError(
+                    f"{subject}: a row is a nested tensor; give one nested tensor, or a list of plain ones"
+                )
+    elif set(map(type, rows)) != {torch.Tensor}:
+        for row in rows:
+            _refuse_unstorable(row, subject)
+
+
+def _refuse_unstorable(tensor: Any, subject: str) -> None:
+    import torch
+
+    if tensor.is_quantized:
+        raise SchemaError(
+            f"{subject}: a quantised tensor has scales beside its values; give .dequantize() or .int_repr()"
+        )
+    if tensor.layout is not torch.strided and tensor.layout is not torch.jagged:
+        raise SchemaError(
+            f"{subject}: a tensor of layout {tensor.layout} is not stored; give .to_dense(), or its parts"
+        )
+    if tensor.is_meta:
+        raise SchemaError(f"{subject}: a meta tensor has no values; give a tensor with memory")
+    if hasattr(tensor, "full_tensor"):
+        raise SchemaError(f"{subject}: a distributed tensor is spread over ranks; give .full_tensor() or .to_local()")
