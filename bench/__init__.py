@@ -1,0 +1,1 @@
+"""Benchmarks: the queue beside what a user would take instead, and beside what the machine can do. Start at README.md."""

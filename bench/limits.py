@@ -1,0 +1,159 @@
+"""Scenario: what the machine can do at best: copying memory, one TCP stream, one ZeroMQ round trip.
+
+    python -m bench.limits --out FILE
+
+- `memcpy/copy`: one thread copies warm memory to warm memory; `memcpy/read`: one thread reads warm memory once.
+- `tcp/stream`: one process sends, another receives into a buffer it reuses, over loopback.
+- `zmq/round_trip`: a 64-byte message to another process and back, over ipc, blocking on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.harness import Result, save_results, timed
+from bench.workloads import DENSE, KIB, MIB, Bytes
+
+SCENARIO = "limits"
+SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB, DENSE, 64 * MIB, 256 * MIB, 1024 * MIB)
+ROUND_TRIPS = 2000
+MESSAGE_BYTES = 64
+
+
+def size_name(size: int) -> str:
+    return f"{size // KIB}KiB"
+
+
+@contextmanager
+def child(work: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
+    """Another process that runs `work(connection, *arguments)`; it is ended with the block."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=work, args=(there, *arguments), daemon=True)
+    process.start()
+    try:
+        yield here
+    finally:
+        process.terminate()
+        process.join(10)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def memcpy(sizes: tuple[int, ...]) -> list[Result]:
+    results = []
+    for size in sizes:
+        source = np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8)
+        target = np.ones(size, np.uint8)
+        raw = timed(lambda a=target, b=source: np.copyto(a, b), repetitions=15, budget_s=2)  # type: ignore[misc]
+        if not np.array_equal(source, target):
+            raise ValueError(f"memcpy of {size} bytes did not copy them")
+        words = source.view("<u8")
+        read = timed(lambda a=words: a.max(), repetitions=15, budget_s=2)  # type: ignore[misc]
+        results.append(Result(SCENARIO, "memcpy", size_name(size), "copy", "s", raw, size, checked=True))
+        results.append(Result(SCENARIO, "memcpy", size_name(size), "read", "s", read, size))
+    return results
+
+
+# ---------------------------------------------------------------- one TCP stream
+
+
+def payload(size: int) -> Bytes:
+    return np.random.default_rng(1).integers(0, 255, size, dtype=np.uint8)
+
+
+def _send(control: Connection, port: int, size: int) -> None:
+    data = memoryview(payload(size))
+    with socket.create_connection(("127.0.0.1", port)) as stream:
+        while control.recv() == "send":
+            stream.sendall(data)
+
+
+def _receive(stream: socket.socket, into: memoryview) -> None:
+    at = 0
+    while at < len(into):
+        got = stream.recv_into(into[at:])
+        if not got:
+            raise ConnectionError("the sender closed the stream early")
+        at += got
+
+
+def tcp(size: int) -> list[Result]:
+    buffer = memoryview(bytearray(size))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with child(_send, listener.getsockname()[1], size) as control:
+            stream, _ = listener.accept()
+            with stream:
+
+                def once() -> None:
+                    control.send("send")
+                    _receive(stream, buffer)
+
+                raw = timed(once, repetitions=9)
+            control.send("stop")
+    checked = bool(np.array_equal(np.frombuffer(buffer, np.uint8), payload(size)))
+    if not checked:
+        raise ValueError("the TCP stream did not deliver what was sent")
+    return [Result(SCENARIO, "tcp", size_name(size), "stream", "s", raw, size, checked=True)]
+
+
+# ---------------------------------------------------------------- one ZeroMQ round trip
+
+
+def _echo(control: Connection, address: str) -> None:
+    import zmq
+
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        server.bind(address)
+        control.send("bound")
+        while True:
+            server.send_multipart(server.recv_multipart())
+
+
+def zmq_round_trip(count: int) -> list[Result]:
+    import zmq
+
+    with tempfile.TemporaryDirectory(prefix="bench-zmq-") as folder:
+        address = f"ipc://{folder}/echo"
+        with child(_echo, address) as control, zmq.Context() as context, context.socket(zmq.DEALER) as client:
+            control.recv()
+            client.connect(address)
+            client.linger = 0
+            message = os.urandom(MESSAGE_BYTES)
+            for _ in range(200):
+                _round_trip(client, message)
+            raw = [_round_trip(client, message) for _ in range(count)]
+    return [Result(SCENARIO, "zmq", "64B", "round_trip", "s", raw, MESSAGE_BYTES, checked=True)]
+
+
+def _round_trip(client: Any, message: bytes) -> float:
+    began = time.perf_counter()
+    client.send(message)
+    if client.recv() != message:
+        raise ValueError("ZeroMQ echoed something else")
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--largest", type=int, default=DENSE, help="largest copy, in bytes")
+    parser.add_argument("--out", type=Path, required=True)
+    chosen = parser.parse_args()
+    results = memcpy(tuple(size for size in SIZES if size <= chosen.largest))
+    save_results(chosen.out, [*results, *tcp(DENSE), *zmq_round_trip(ROUND_TRIPS)])
+
+
+if __name__ == "__main__":
+    main()
