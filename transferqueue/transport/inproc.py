@@ -91,7 +91,7 @@ class Hub:
         self._wakeup = wakeup
         self._channels: dict[int, InprocChannel] = {}
         self._peers = itertools.count(1)
-        self._arrived: deque[tuple[int, bytes]] = deque()
+        self._arrived: deque[tuple[int, bytes | None]] = deque()
         self._changing = threading.Lock()
         _hubs[self.id] = self
 
@@ -100,8 +100,8 @@ class Hub:
         """What `dial` takes."""
         return str(InprocAddress(self.id))
 
-    def recv_nowait(self) -> tuple[int, bytes] | None:
-        """The next frame and who sent it, or None."""
+    def recv_nowait(self) -> tuple[int, bytes | None] | None:
+        """The next frame and who sent it, or None. A frame of None, the last of its sender: it has left."""
         return self._arrived.popleft() if self._arrived else None
 
     def send(self, peer: int, frame: bytes) -> bool:
@@ -140,7 +140,10 @@ class Hub:
 
     def _forget(self, peer: int) -> None:
         with self._changing:
-            self._channels.pop(peer, None)
+            known = self._channels.pop(peer, None)
+        if known is not None:
+            self._arrived.append((peer, None))
+            self._wakeup.set()
 
 
 def connect(address: InprocAddress) -> InprocChannel:

@@ -1,0 +1,74 @@
+"""A whole server put together: its files, its memory, its sockets, its node and its loop."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from importlib import metadata
+
+from transferqueue.ledger.ledger import Ledger
+from transferqueue.server.loop import Deaths, Loop
+from transferqueue.server.memory import Memory
+from transferqueue.server.node import Node, Place
+from transferqueue.server.runtime import ArenaHome, Home
+from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
+from transferqueue.transport.inproc import Hub
+from transferqueue.transport.zeromq import Port
+
+
+class Server:
+    """Listens from the moment it is made, answers while `run` does. Leaves no file once `run` has returned.
+
+    place: the socket, in a private directory. arena: its memory, closed with it, also if this fails. tcp: more
+    addresses to listen at. `AddressInUse` and `UsageError` as they say; then nothing is left behind.
+    """
+
+    def __init__(self, place: IpcAddress, arena: ArenaHome, tcp: Iterable[TcpAddress] = ()) -> None:
+        with ExitStack() as made:
+            made.callback(arena.close)
+            home = Home(place)
+            made.callback(home.close)
+            port = Port()
+            made.callback(port.close)
+            self.address = port.listen(place)
+            place.path.chmod(0o600)
+            self.tcp_addresses = [port.listen(address) for address in tcp]
+            wakeup = Wakeup()
+            hub = Hub(wakeup)
+            deaths = Deaths()
+            self.inproc_address = hub.address
+            self.node = Node(_ledger(epoch := _epoch()), Memory(arena.arena), _place(epoch, home), watcher=deaths)
+            self.loop = Loop(self.node, port, hub, wakeup, deaths)
+            self._files = made.pop_all()
+
+    def run(self) -> None:
+        """Serve until `stop`; then close and remove everything. To be called once."""
+        with self._files:
+            self.loop.run()
+
+    def stop(self) -> None:
+        """Have `run` return soon. From any thread and from signals."""
+        self.loop.stop()
+
+
+def _ledger(epoch: int) -> Ledger:
+    return Ledger(epoch=epoch)
+
+
+def _epoch() -> int:
+    """Names this life of the server: larger than that of any earlier one."""
+    return time.time_ns() // 1_000_000
+
+
+def _place(epoch: int, home: Home) -> Place:
+    return Place(
+        epoch=epoch,
+        address=str(home.place),
+        runtime=str(home.directory),
+        version=metadata.version("asyncflow-transferqueue"),
+        pid=os.getpid(),
+        started_at=time.monotonic(),
+        swept=home.sessions,
+    )

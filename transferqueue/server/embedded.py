@@ -1,0 +1,57 @@
+"""A server inside this process: one more thread, memory that vanishes with the process.
+
+Clients of this process reach it through `inproc_address`, all others of the same user through `address`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from pathlib import Path
+from typing import Final
+
+from transferqueue.limits import parse_bytes
+from transferqueue.server.assembly import Server
+from transferqueue.server.runtime import private_arena
+from transferqueue.transport import IpcAddress, parse_address, runtime_directory
+
+_numbers: Final = itertools.count(1)
+
+
+class EmbeddedServer:
+    """A running server. It stops with `stop`, when it is collected, or with the interpreter."""
+
+    def __init__(self, server: Server) -> None:
+        self.address: Final = server.address
+        """For other processes."""
+        self.inproc_address: Final = server.inproc_address
+        """For this process."""
+        thread = threading.Thread(target=server.run, name=f"transferqueue server {self.address}", daemon=True)
+        self._end = weakref.finalize(self, _stop, server, thread, os.getpid())
+        thread.start()
+
+    def stop(self) -> None:
+        """Tell all clients, close, remove all files; returns when that is done. Again, or in a forked child: nothing."""
+        self._end()
+
+
+def start(arena_bytes: int | str | None = None, runtime: str | Path | None = None) -> EmbeddedServer:
+    """Start a server in this process and return when it listens.
+
+    arena_bytes: the ceiling of its memory (None: the default, clipped to the machine's). runtime: a private
+    directory for its socket (None: the user's). `UsageError` where that cannot be.
+    """
+    directory = Path(runtime).absolute() if runtime is not None else runtime_directory()
+    place = parse_address(f"ipc://{directory}/{os.getpid()}-{next(_numbers)}.sock")
+    if not isinstance(place, IpcAddress):
+        raise TypeError(f"{place} is no ipc address")
+    return EmbeddedServer(Server(place, private_arena(parse_bytes(arena_bytes) if arena_bytes is not None else None)))
+
+
+def _stop(server: Server, thread: threading.Thread, pid: int) -> None:
+    if os.getpid() == pid:
+        server.stop()
+        if thread is not threading.current_thread():
+            thread.join()

@@ -1,0 +1,145 @@
+"""The one thread of a server: sleeps until something happens, lets the node act, sends what it answers.
+
+It wakes for a frame, for a dead client (pidfd), for `stop`, and at the node's next deadline; never to look
+whether something might have happened. `turns` counts how often it woke: it stands still while nothing does.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import time
+from collections.abc import Callable
+from typing import Final
+
+import zmq
+
+from transferqueue.limits import FAREWELL_S, FRAMES_DRAINED_MAX
+from transferqueue.server.node import Node
+from transferqueue.server.sessions import Peer
+from transferqueue.transport import Wakeup
+from transferqueue.transport.inproc import Hub
+from transferqueue.transport.zeromq import Port, Sent
+
+POLL_MS_MAX: Final = 1 << 30
+"""The longest sleep that poll can be asked for; a later deadline is slept for twice."""
+
+
+class Deaths:
+    """Pidfds of many sessions behind one descriptor, so that a poll costs the same for any number of them."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._sessions: dict[int, int] = {}
+
+    def fileno(self) -> int:
+        """Readable when a watched process is gone."""
+        return self._epoll.fileno()
+
+    def watch(self, session: int, pidfd: int) -> None:
+        """Watch the process of `session`."""
+        self._sessions[pidfd] = session
+        self._epoll.register(pidfd, select.EPOLLIN | select.EPOLLONESHOT)
+
+    def unwatch(self, pidfd: int) -> None:
+        """Watch it no more. Closing alone would not do: a forked child of an embedded server has it open too."""
+        if self._sessions.pop(pidfd, None) is not None:
+            self._epoll.unregister(pidfd)
+
+    def take(self) -> list[int]:
+        """Sessions whose processes are gone."""
+        return [self._sessions[fd] for fd, _ in self._epoll.poll(0)]
+
+    def close(self) -> None:
+        """Watch nobody any more."""
+        self._epoll.close()
+
+
+class Loop:
+    """Runs a node until `stop`. Whoever calls `run` lends it the thread; it owns port, hub and deaths."""
+
+    def __init__(
+        self,
+        node: Node,
+        port: Port,
+        hub: Hub,
+        wakeup: Wakeup,
+        deaths: Deaths,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.turns = 0
+        self._node = node
+        self._port = port
+        self._hub = hub
+        self._wakeup = wakeup
+        self._deaths = deaths
+        self._clock = clock
+        self._stopping = False
+        self._more = False
+
+    def stop(self) -> None:
+        """Have `run` return soon. From any thread, from a signal, and more than once."""
+        self._stopping = True
+        self._wakeup.set()
+
+    def run(self) -> None:
+        """Serve until stopped; then tell all clients, give them a moment to hear it, and close."""
+        poller = zmq.Poller()
+        for source in (self._port.socket, self._wakeup, self._deaths):
+            poller.register(source, zmq.POLLIN)
+        try:
+            while not self._stopping:
+                poller.poll(self._patience_ms())
+                self._turn()
+            self._node.stop()
+            self._send()
+        finally:
+            self._hub.close()
+            self._port.close(FAREWELL_S)
+            self._deaths.close()
+            self._wakeup.close()
+
+    def _patience_ms(self) -> int | None:
+        if self._more:
+            return 0
+        deadline = self._node.next_deadline()
+        if deadline is None:
+            return None
+        return min(max(math.ceil((deadline - self._clock()) * 1000), 0), POLL_MS_MAX)
+
+    def _turn(self) -> None:
+        self.turns += 1
+        self._wakeup.clear()
+        now = self._clock()
+        self._node.tick(now)
+        for session in self._deaths.take():
+            self._node.died(session, now)
+        self._send()
+        drained = self._drain(self._port.recv_nowait, now) + self._drain(self._hub.recv_nowait, now)
+        self._more = drained >= FRAMES_DRAINED_MAX
+
+    def _drain(self, receive: Callable[[], tuple[Peer, bytes | None] | None], now: float) -> int:
+        for drained in range(FRAMES_DRAINED_MAX):
+            arrived = receive()
+            if arrived is None:
+                return drained
+            peer, frame = arrived
+            if frame is None:
+                self._node.lost(peer, now)
+            else:
+                self._node.receive(peer, frame, now)
+            self._send()  # at once: what this frame set free should not wait for the next ones
+        return FRAMES_DRAINED_MAX
+
+    def _send(self) -> None:
+        while self._node.outbox:
+            answers, self._node.outbox = self._node.outbox, []
+            for peer, frame in answers:
+                if not self._sent(peer, frame):
+                    self._node.lost(peer, self._clock())
+
+    def _sent(self, peer: Peer, frame: bytes) -> bool:
+        """False: the peer does not read. One that is gone may come back and ask again."""
+        if isinstance(peer, bytes):
+            return self._port.send(peer, frame) is not Sent.UNREAD
+        return self._hub.send(peer, frame)

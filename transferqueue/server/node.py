@@ -1,0 +1,360 @@
+"""The core of a server: frames in, answers out, around the ledger, the arena and those who wait.
+
+No socket, clock or thread: the loop brings frames and the time (`receive`, `tick`, `died`), and takes the
+answers from `outbox`. The rules:
+
+- Whatever is not a message is answered with `ProtocolError`, counted, and changes nothing.
+- A call of a session that is not open is answered with `Disconnected`.
+- A call that comes again is never carried out twice: while it waits it stays where it is; once answered
+  it gets the same answer, until the client says that it has `seen` it; after that it is ignored.
+- After every change, those whom it may concern are tried (see `parking`), before the next frame is read.
+- A session ends by Goodbye, by death, by silence where only silence can be judged, or because its peer
+  does not read. Its waits end with it, its leases return, and its memory returns once nobody can see it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+from transferqueue.errors import (
+    DeadlineExceeded,
+    Disconnected,
+    Full,
+    InternalError,
+    OutOfMemory,
+    ProtocolError,
+    TransferQueueError,
+    UsageError,
+)
+from transferqueue.ledger.effects import FreeExtent, LeaseEnded, Wait, Wake
+from transferqueue.ledger.ledger import Ledger
+from transferqueue.limits import CALLS_PARKED_MAX
+from transferqueue.server import evidence, observing
+from transferqueue.server.memory import SHARD, Memory
+from transferqueue.server.parking import Parked, Parking, WakeKey, wait_of
+from transferqueue.server.sessions import Peer, Session, Sessions
+from transferqueue.server.withdrawing import withdraw
+from transferqueue.wire import codec
+from transferqueue.wire import messages as m
+
+_log: Final = logging.getLogger("transferqueue.server")
+_MEMORY: Final[WakeKey] = ("memory",)
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Who and where this server is. swept: the directory whose abandoned session locks it removes."""
+
+    epoch: int
+    address: str
+    runtime: str
+    version: str
+    pid: int
+    started_at: float
+    swept: Path | None = None
+
+
+class Watcher(Protocol):
+    """Watches the processes of sessions for the loop."""
+
+    def watch(self, session: int, pidfd: int) -> None:
+        """The process of `session` is gone when `pidfd` is readable."""
+
+    def unwatch(self, pidfd: int) -> None:
+        """`pidfd` is about to be closed."""
+
+
+class Counters:
+    """What happened since the start, for `stats`. Each only grows."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.garbage = 0
+        self.repeated = 0
+        self.leases_ended = 0
+        self.sessions_dropped = 0
+        self.internal_errors = 0
+
+
+class Node:
+    """One coordinator with one shard. Used by one thread; never blocks, but for the pages of a grown arena.
+
+    watcher: told which pidfd belongs to which session, so that `died` is called when it is readable.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        memory: Memory,
+        place: Place,
+        *,
+        watcher: Watcher,
+        gather: Callable[[m.Hello], evidence.Evidence] = evidence.gather,
+    ) -> None:
+        self.ledger: Final = ledger
+        self.memory: Final = memory
+        self.place: Final = place
+        self.sessions: Final = Sessions(place.epoch)
+        self.parking: Final = Parking()
+        self.counters: Final = Counters()
+        self.outbox: list[tuple[Peer, bytes]] = []
+        self._watcher = watcher
+        self._gather = gather
+
+    # ------------------------------------------------------------ what the loop calls
+
+    def receive(self, peer: Peer, frame: bytes, now: float) -> None:
+        """A frame came from `peer`."""
+        try:
+            call = codec.decode_call(frame)
+        except ProtocolError as error:
+            self.counters.garbage += 1
+            self._answer(peer, codec.call_of(frame)[1], _failed(error))
+            return
+        self.counters.calls += 1
+        if isinstance(call.request, m.Hello):
+            self._hello(peer, call.id, call.request, now)
+        else:
+            self._call(peer, call, now)
+        self._settle(now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed: whatever was due at or before `now` happens."""
+        due = self.ledger.next_deadline()
+        if due is not None and due <= now:
+            self.ledger.tick(now)
+        for session in self.sessions.silent(now):
+            self._end(session, now, f"silent for {now - session.heard_at:.0f} s")
+        for session in self.sessions.free_at_last(now):
+            self.ledger.end_pins(session.number)
+            session.evidence.close(self.place.swept)
+        self._settle(now)
+        while (parked := self.parking.next_expired(now)) is not None:
+            self._finish(parked, self._too_late(parked, now))
+            self._settle(now)
+        self.memory.trim(now)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` must be called next; None: nothing will happen by itself."""
+        deadlines = (
+            self.ledger.next_deadline(),
+            self.parking.next_deadline(),
+            self.sessions.next_deadline(),
+            self.memory.next_deadline(),
+        )
+        return min((at for at in deadlines if at is not None), default=None)
+
+    def died(self, number: int, now: float) -> None:
+        """The process of a session is gone."""
+        session = self.sessions.get(number)
+        if session is not None:
+            self._end(session, now, "")
+            self._settle(now)
+
+    def lost(self, peer: Peer, now: float) -> None:
+        """`peer` does not read its answers, or closed its channel without a word: its sessions are dropped."""
+        for session in self.sessions.of_peer(peer):
+            self.counters.sessions_dropped += 1
+            self._end(session, now, "")
+        self._settle(now)
+
+    def stop(self) -> None:
+        """Tell every session that the server stops, and watch nobody any more."""
+        stopped = _failed(Disconnected(f"the server at {self.place.address} was stopped"))
+        for parked in list(self.parking):
+            self._finish(parked, stopped)
+        for session in self.sessions:
+            self._answer(session.peer, 0, stopped)
+            session.evidence.close(self.place.swept)
+        for session in self.sessions.lingering:
+            session.evidence.close(self.place.swept)
+
+    # ------------------------------------------------------------ sessions
+
+    def _hello(self, peer: Peer, call: int, hello: m.Hello, now: float) -> None:
+        try:
+            session = self.sessions.of_client(hello.client) or self._open(peer, hello, now)
+        except TransferQueueError as error:
+            self._answer(peer, call, _failed(error))
+            return
+        session.heard(peer, session.seen, now)
+        self._answer(peer, call, self._welcome(session))
+
+    def _open(self, peer: Peer, hello: m.Hello, now: float) -> Session:
+        if len(hello.client) != 16:
+            raise UsageError(f"session refused: client id has {len(hello.client)} bytes; send 16 random ones")
+        self.sessions.check_room()
+        session = self.sessions.open(hello, self._gather(hello), peer, now)
+        self.ledger.open_session(session.number, hello.client, now)
+        if session.evidence.pidfd >= 0:
+            self._watcher.watch(session.number, session.evidence.pidfd)
+        return session
+
+    def _welcome(self, session: Session) -> m.Welcome:
+        seen_by_kernel = session.evidence.is_local
+        return m.Welcome(
+            session=session.number,
+            epoch=self.place.epoch,
+            server=self.place.version,
+            runtime=self.place.runtime,
+            arenas={SHARD: self.memory.arena.path} if seen_by_kernel else {},
+            arena_bytes=self.memory.arena.capacity,
+        )
+
+    def _end(self, session: Session, now: float, told: str) -> None:
+        """Close a session. told: why, for those who wait in it; "" if nobody is left to hear."""
+        for parked in self.parking.remove_session(session.number):
+            if told:
+                self._answer(session.peer, parked.call, _failed(Disconnected(f"session closed: {told}")))
+        if session.evidence.pidfd >= 0:
+            self._watcher.unwatch(session.evidence.pidfd)
+        lingers = self.sessions.close(session, now)
+        self.ledger.close_session(session.number, now, pins=not lingers)
+        if not lingers:
+            session.evidence.close(self.place.swept)
+
+    # ------------------------------------------------------------ calls
+
+    def _call(self, peer: Peer, call: m.Call, now: float) -> None:
+        try:
+            session = self.sessions.of_call(call.session)
+        except Disconnected as error:
+            self._answer(peer, call.id, _failed(error))
+            return
+        if call.seen > session.seen:
+            self.ledger.seen(session.number, call.seen)
+        session.heard(peer, call.seen, now)
+        if call.id <= session.seen or self.parking.holds(session.number, call.id):
+            self.counters.repeated += 1
+        elif isinstance(call.request, m.Goodbye):
+            self._answer(peer, call.id, m.Done())
+            self._end(session, now, "by Goodbye")
+        elif not isinstance(call.request, m.Heartbeat):
+            self._newcomer(session, call.id, call.request, now)
+
+    def _newcomer(self, session: Session, call: int, request: m.Request, now: float) -> None:
+        ahead = self.parking.queue_before(request)
+        outcome = self._behind(session, request, ahead, now) if ahead else self._try(session, call, request, now)
+        if isinstance(outcome, Wait) and self.parking.count(session.number) >= CALLS_PARKED_MAX:
+            outcome = _failed(Full(f"{CALLS_PARKED_MAX} requests of this session wait already, which is the most"))
+        if isinstance(outcome, Wait):
+            parked = self.parking.join(session.number, call, request, now)
+            self.parking.rest(parked, outcome.keys)
+        elif not isinstance(request, m.Unpin) or isinstance(outcome, m.Failed):
+            self._reply(session, call, request, outcome)
+
+    def _behind(self, session: Session, request: m.Request, ahead: int, now: float) -> Wait | m.Failed:
+        """What becomes of a newcomer that finds `ahead` others in its lane."""
+        if wait_of(request) > 0:
+            return Wait(keys=())
+        why = f"{ahead} earlier requests wait for the same, and this one may not wait: {self._explain(request, now)}"
+        return _failed(DeadlineExceeded(why) if isinstance(request, m.Lease) else Full(why))
+
+    def _try(self, session: Session, call: int, request: m.Request, now: float) -> m.Reply | Wait:
+        """Carry a request out, or learn what it must wait for. A refusal is a reply too."""
+        kept = session.kept.get(call)
+        if kept is not None:
+            return kept
+        try:
+            if isinstance(request, m.Grant):
+                return self._grant(session, call, request, now)
+            if isinstance(request, m.Observe):
+                return m.Observed(codec.encode_plain(observing.observe(self, request, now)))
+            return self.ledger.apply(request, session=session.number, call=call, now=now)
+        except TransferQueueError as error:
+            return _failed(error)
+        except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the caller)
+            self.counters.internal_errors += 1
+            _log.exception("%s of session %d failed", type(request).__name__, session.number)
+            return _failed(InternalError(f"{type(request).__name__} failed: {error!r}; please report it"))
+
+    def _grant(self, session: Session, call: int, request: m.Grant, now: float) -> m.Granted | Wait:
+        try:
+            taken = self.memory.take(request.nbytes)
+        except OutOfMemory:
+            if not (request.wait_s and self.memory.used):
+                raise
+            taken = None
+        if taken is not None:
+            granted = self.ledger.grant(session.number, SHARD, *taken, now)
+            session.keep(call, granted)
+            return granted
+        if request.wait_s:
+            return Wait(keys=(_MEMORY,))
+        raise Full(self._explain(request, now))
+
+    # ------------------------------------------------------------ those who wait
+
+    def _settle(self, now: float) -> None:
+        """Carry out what the ledger asked for and try whoever is due, until nothing is left to do."""
+        while True:
+            self._obey(self.ledger.take_effects(), now)
+            parked = self.parking.next_due()
+            if parked is None:
+                return
+            session = self.sessions.of_call(parked.session)
+            outcome = self._try(session, parked.call, parked.request, now)
+            if isinstance(outcome, Wait):
+                self.parking.rest(parked, outcome.keys)
+            else:
+                self._finish(parked, outcome)
+
+    def _obey(self, effects: Iterable[Wake | FreeExtent | LeaseEnded], now: float) -> None:
+        for effect in effects:
+            match effect:
+                case Wake():
+                    self.parking.wake(effect.key)
+                case FreeExtent():
+                    self.memory.give_back(effect.offset, effect.nbytes, now)
+                    self.parking.wake(_MEMORY)
+                case LeaseEnded():
+                    self.counters.leases_ended += 1
+
+    def _finish(self, parked: Parked, reply: m.Reply) -> None:
+        self.parking.remove(parked)
+        session = self.sessions.get(parked.session)
+        if session is not None:
+            self._reply(session, parked.call, parked.request, reply)
+
+    def explain(self, parked: Parked, now: float) -> str:
+        """Why a parked request still waits: what is missing, who holds it, who is before it."""
+        ahead = self.parking.ahead_of(parked)
+        behind = f"; {ahead} earlier requests wait before it" if ahead else ""
+        return self._explain(parked.request, now) + behind
+
+    def _too_late(self, parked: Parked, now: float) -> m.Failed:
+        waited = f"{type(parked.request).__name__} waited {now - parked.since:.3g} s: "
+        return _failed(DeadlineExceeded(waited + self.explain(parked, now)))
+
+    def _explain(self, request: m.Request, now: float) -> str:
+        if isinstance(request, m.Grant):
+            return self.memory.explain(request.nbytes, observing.holders(self, now))
+        return self.ledger.explain(request, now)
+
+    # ------------------------------------------------------------ answers
+
+    def _reply(self, session: Session, call: int, request: m.Request, reply: m.Reply) -> None:
+        """Answer a call of a session. A reply too large to travel is undone and refused instead."""
+        try:
+            frame = codec.encode_answer(m.Answer(self.place.epoch, call, reply))
+        except UsageError as error:
+            refused = _failed(error)
+            for undo in withdraw(request, reply):
+                with suppress(TransferQueueError):  # what is gone already needs no undoing
+                    self.ledger.apply(undo, session=session.number, call=0, now=session.heard_at)
+            session.keep(call, refused)
+            self._answer(session.peer, call, refused)
+        else:
+            self.outbox.append((session.peer, frame))
+
+    def _answer(self, peer: Peer, call: int, reply: m.Reply) -> None:
+        self.outbox.append((peer, codec.encode_answer(m.Answer(self.place.epoch, call, reply))))
+
+
+def _failed(error: TransferQueueError) -> m.Failed:
+    return m.Failed(error=type(error).__name__, text=str(error))

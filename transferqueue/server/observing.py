@@ -1,0 +1,119 @@
+"""What a node says about itself: the ledger's account, and what only the node knows (docs/OBSERVING.md)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transferqueue.server.parking import Parked, wait_of
+from transferqueue.server.sessions import Session
+from transferqueue.wire import messages as m
+
+if TYPE_CHECKING:
+    from transferqueue.server.node import Node
+
+Plain = dict[str, Any]
+
+
+def observe(node: Node, request: m.Observe, now: float) -> object:
+    """The dictionary that `request` asks for. `UsageError` for one that is not known."""
+    account = node.ledger.observe(request, now)
+    if request.what == "stats":
+        return account | _stats(node, request.table, now)
+    if request.what == "sessions":
+        return _sessions(node, account, now)
+    return account | {"now_s": now} if request.what == "doctor" else account
+
+
+def holders(node: Node, now: float) -> str:
+    """Who has the bytes of the arena, the largest first: for an error message."""
+    stats = node.ledger.observe(m.Observe("stats"), now)
+    tables = _largest({f'table "{name}"': table["bytes"] for name, table in stats["tables"].items()})
+    sessions = _largest_holders(node, now)
+    return "; ".join(part for part in (tables, sessions) if part) or "extents that are granted and not yet written"
+
+
+def _largest(sizes: dict[str, int]) -> str:
+    ranked = sorted(((size, name) for name, size in sizes.items() if size), reverse=True)
+    return ", ".join(f"{name} ({size:,} bytes)" for size, name in ranked[:6])
+
+
+def _largest_holders(node: Node, now: float) -> str:
+    accounts = node.ledger.observe(m.Observe("sessions"), now)
+    return ", ".join(
+        f"{_label(node, account['session'])} ({account['grants']} grants, {account['pins']} views)"
+        for account in sorted(accounts, key=lambda account: -account["grants"] - account["pins"])[:6]
+        if account["grants"] or account["pins"]
+    )
+
+
+def _label(node: Node, number: int) -> str:
+    known = {session.number: session for session in [*node.sessions, *node.sessions.lingering]}
+    return known[number].label if number in known else f"session {number}"
+
+
+def _stats(node: Node, table: str, now: float) -> Plain:
+    return {
+        "now_s": now,
+        "epoch": node.place.epoch,
+        "sessions": len(node.sessions),
+        "waiting": [_waiting(node, parked, now) for parked in node.parking if not table or _about(parked) == table],
+        "server": _server(node, now),
+    }
+
+
+def _server(node: Node, now: float) -> Plain:
+    counters = node.counters
+    return {
+        "address": node.place.address,
+        "version": node.place.version,
+        "pid": node.place.pid,
+        "uptime_s": now - node.place.started_at,
+        "capacity_bytes": node.memory.allocator.capacity,
+        "used_bytes": node.memory.used,
+        "backed_bytes": node.memory.arena.backed,
+        "extents": node.memory.extents,
+        "calls": counters.calls,
+        "garbage": counters.garbage,
+        "repeated": counters.repeated,
+        "leases_ended": counters.leases_ended,
+        "sessions_dropped": counters.sessions_dropped,
+        "internal_errors": counters.internal_errors,
+    }
+
+
+def _waiting(node: Node, parked: Parked, now: float) -> Plain:
+    session = node.sessions.get(parked.session)
+    return {
+        "session": parked.session,
+        "label": session.label if session else "",
+        "request": type(parked.request).__name__,
+        "table": _about(parked),
+        "task": str(getattr(parked.request, "task", "")),
+        "waited_s": now - parked.since,
+        "left_s": max(parked.since + wait_of(parked.request) - now, 0.0),
+        "why": node.explain(parked, now),
+    }
+
+
+def _about(parked: Parked) -> str:
+    request = parked.request
+    return str(getattr(request, "table", getattr(request, "name", "")))
+
+
+def _sessions(node: Node, accounts: list[Plain], now: float) -> list[Plain]:
+    known = {account["session"]: account for account in accounts}
+    described = [_session(session, "open", now) for session in node.sessions]
+    described += [_session(session, "ended", now) for session in node.sessions.lingering]
+    return [known.get(one["session"], {}) | one | {"waits": node.parking.count(one["session"])} for one in described]
+
+
+def _session(session: Session, state: str, now: float) -> Plain:
+    return {
+        "session": session.number,
+        "label": session.hello.label,
+        "pid": session.hello.pid,
+        "host": session.hello.host,
+        "opened_s": now - session.opened_at,
+        "silent_s": now - session.heard_at,
+        "state": state,
+    }

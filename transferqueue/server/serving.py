@@ -1,0 +1,81 @@
+"""A server that is the whole process: started, announced, stopped by a signal."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, Self
+
+from transferqueue.errors import UsageError
+from transferqueue.server.assembly import Server
+from transferqueue.server.runtime import served_arena
+from transferqueue.transport import IpcAddress, TcpAddress, default_address, parse_address, runtime_directory
+
+
+def serve(
+    address: str | None = None,
+    *,
+    tcp: Iterable[str] = (),
+    arena_bytes: int | None = None,
+    on_ready: Callable[[list[str]], object],
+) -> None:
+    """Serve in the calling thread, which must be the main one, until SIGINT or SIGTERM; leaves no file.
+
+    address: ipc or tcp; None: the user's own. A server at a tcp address has a socket file in the user's runtime
+    directory too. tcp: more addresses, ``host:port``. on_ready: called once with all addresses, when it listens.
+    """
+    place, ports = _places(address, tcp)
+    _allow_many_files()
+    with _Signals() as signals:
+        server = Server(place, served_arena(arena_bytes), ports)
+        signals.server = server
+        addresses = [server.address, *server.tcp_addresses]
+        on_ready(addresses if address is None or not address.startswith("tcp:") else addresses[::-1])
+        server.run()
+
+
+def _places(address: str | None, tcp: Iterable[str]) -> tuple[IpcAddress, list[TcpAddress]]:
+    place = parse_address(address or default_address())
+    ports = [_tcp(text) for text in tcp]
+    if isinstance(place, TcpAddress):
+        ports.append(place)
+        place = parse_address(f"ipc://{runtime_directory()}/tcp-{place.port}.sock")
+    if not isinstance(place, IpcAddress):
+        raise UsageError(f"address {address!r} is one inside a process; serve at ipc:///path or tcp://host:port")
+    return place, ports
+
+
+def _tcp(text: str) -> TcpAddress:
+    place = parse_address(text if "://" in text else f"tcp://{text}")
+    if not isinstance(place, TcpAddress):
+        raise UsageError(f"tcp address {text!r} is not one; write host:port")
+    return place
+
+
+class _Signals:
+    """While entered, SIGINT and SIGTERM stop the server; one that is only being made is unmade."""
+
+    def __init__(self) -> None:
+        self.server: Server | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, old in self._before.items():
+            signal.signal(number, old)
+
+    def _stop(self, _signal: int, _frame: FrameType | None) -> None:
+        if self.server is None:
+            raise SystemExit(0)
+        self.server.stop()
+
+
+def _allow_many_files() -> None:
+    """Each local session takes three descriptors; many shells allow 1024 where the system allows more."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

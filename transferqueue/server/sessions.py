@@ -1,0 +1,168 @@
+"""Who is connected, since when, and what the kernel says about them. Decides nothing; closes nothing itself.
+
+The law:
+
+- A session is opened by Hello and named by its number from then on. Numbers carry the life of the server
+  (`epoch`), so that a call meant for an earlier life never reaches a stranger's session.
+- The same client, saying Hello again, has the same session.
+- A session whose process the kernel watches is never closed for silence; one it can only judge by a lock
+  is asked about after `SESSION_SILENCE_S`, and any other is taken for dead then.
+- A closed session whose lock is still held *lingers*: its memory stays until the lock is free.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Final
+
+from transferqueue.errors import Disconnected, Full
+from transferqueue.limits import (
+    LOCK_CHECK_S,
+    REPLIES_KEPT_MAX,
+    SESSION_SILENCE_S,
+    SESSIONS_MAX,
+)
+from transferqueue.server.evidence import Evidence
+from transferqueue.wire import messages as m
+
+Peer = bytes | int
+"""Where answers go: a ZeroMQ routing id, or the number of an in-process channel."""
+
+_NUMBERS_PER_EPOCH: Final = 1 << 20
+
+
+class Session:
+    """One open session. `kept`: replies that the node itself made, for calls that are sent again."""
+
+    __slots__ = ("client", "evidence", "heard_at", "hello", "kept", "number", "opened_at", "peer", "seen")
+
+    def __init__(self, number: int, hello: m.Hello, evidence: Evidence, peer: Peer, now: float) -> None:
+        self.number: Final = number
+        self.hello: Final = hello
+        self.evidence: Final = evidence
+        self.opened_at: Final = now
+        self.peer = peer
+        self.heard_at = now
+        self.seen = 0
+        self.kept: OrderedDict[int, m.Reply] = OrderedDict()
+
+    @property
+    def label(self) -> str:
+        """What people call it: the label it gave, else its process."""
+        return self.hello.label or (f"pid {self.hello.pid}" if self.hello.pid else f"session {self.number}")
+
+    def heard(self, peer: Peer, seen: int, now: float) -> None:
+        """A frame came, from `peer`, which has all replies up to `seen`."""
+        self.peer, self.heard_at = peer, now
+        self.seen = max(self.seen, seen)
+        while self.kept and next(iter(self.kept)) <= self.seen:
+            self.kept.popitem(last=False)
+
+    def keep(self, call: int, reply: m.Reply) -> None:
+        """Answer this call the same way should it come again."""
+        self.kept[call] = reply
+        if len(self.kept) > REPLIES_KEPT_MAX:
+            self.kept.popitem(last=False)
+
+
+class Sessions:
+    """All sessions of one node, open and lingering."""
+
+    def __init__(self, epoch: int) -> None:
+        self._last = epoch * _NUMBERS_PER_EPOCH
+        self._open: dict[int, Session] = {}
+        self._by_client: dict[bytes, Session] = {}
+        self._lingering: dict[int, Session] = {}
+        self._ask_locks_at: float | None = None
+        self._ask_silence_at: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._open.values())
+
+    @property
+    def lingering(self) -> list[Session]:
+        """Closed, but somebody may still see memory through them."""
+        return list(self._lingering.values())
+
+    def of_client(self, client: bytes) -> Session | None:
+        """The open session of a client, if it has one."""
+        return self._by_client.get(client)
+
+    def get(self, number: int) -> Session | None:
+        """The open session of this number, or None."""
+        return self._open.get(number)
+
+    def of_call(self, number: int) -> Session:
+        """The open session that a call names, or `Disconnected`."""
+        session = self._open.get(number)
+        if session is None:
+            raise Disconnected(
+                f"session {number} is not open here: this server was restarted, or the session was closed or silent "
+                f"for over {SESSION_SILENCE_S:g} s; connect again"
+            )
+        return session
+
+    def check_room(self) -> None:
+        """`Full` if there are as many sessions as there may be."""
+        if len(self._open) + len(self._lingering) >= SESSIONS_MAX:
+            raise Full(f"session refused: {SESSIONS_MAX} sessions are open, which is the most; close some")
+
+    def open(self, hello: m.Hello, evidence: Evidence, peer: Peer, now: float) -> Session:
+        """A new session. Check for room first."""
+        self._last += 1
+        session = Session(self._last, hello, evidence, peer, now)
+        self._open[session.number] = session
+        self._by_client[hello.client] = session
+        if evidence.pidfd < 0 and self._ask_silence_at is None:
+            self._ask_silence_at = now + SESSION_SILENCE_S
+        return session
+
+    def close(self, session: Session, now: float) -> bool:
+        """The session is open no more. Returns whether it lingers: its memory must stay."""
+        del self._open[session.number], self._by_client[session.hello.client]
+        session.evidence.forget_process()
+        if not session.evidence.may_see_memory():
+            return False
+        self._lingering[session.number] = session
+        if self._ask_locks_at is None:
+            self._ask_locks_at = now + LOCK_CHECK_S
+        return True
+
+    def of_peer(self, peer: Peer) -> list[Session]:
+        """Open sessions whose answers go to `peer`."""
+        return [session for session in self._open.values() if session.peer == peer]
+
+    def silent(self, now: float) -> list[Session]:
+        """Open sessions that must be taken for dead: silent, and no kernel evidence says otherwise."""
+        if self._ask_silence_at is None or now < self._ask_silence_at:
+            return []
+        judged = [session for session in self._open.values() if session.evidence.pidfd < 0]
+        dead = []
+        for session in judged:
+            if now - session.heard_at < SESSION_SILENCE_S:
+                continue
+            if session.evidence.may_see_memory():
+                session.heard_at = now  # its lock says that it lives: ask again later
+            else:
+                dead.append(session)
+        alive = [session.heard_at for session in judged if session not in dead]
+        self._ask_silence_at = min(alive) + SESSION_SILENCE_S if alive else None
+        return dead
+
+    def free_at_last(self, now: float) -> list[Session]:
+        """Lingering sessions whose lock is free now; they are forgotten here."""
+        if self._ask_locks_at is None or now < self._ask_locks_at:
+            return []
+        free = [session for session in self._lingering.values() if not session.evidence.may_see_memory()]
+        for session in free:
+            del self._lingering[session.number]
+        self._ask_locks_at = now + LOCK_CHECK_S if self._lingering else None
+        return free
+
+    def next_deadline(self) -> float | None:
+        """When `silent` or `free_at_last` may find something; None: not before something else happens."""
+        return min((at for at in (self._ask_silence_at, self._ask_locks_at) if at is not None), default=None)
