@@ -1,1 +1,182 @@
-"""TransferQueue."""
+"""TransferQueue: the queue between the stages of LLM post-training.
+
+Everything public is a name of this module, loaded when it is first used, so that importing it loads neither
+torch nor pyarrow nor ZeroMQ. Start at `connect`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from transferqueue.client.aio import AsyncBatch, AsyncQueue, AsyncReservation, AsyncTable, AsyncWeightChannel
+    from transferqueue.client.batch import Batch
+    from transferqueue.client.queue import Queue
+    from transferqueue.client.reservation import Reservation
+    from transferqueue.client.rows import Rows
+    from transferqueue.client.table import Table
+    from transferqueue.client.weighing import WeightChannel, Weights
+    from transferqueue.embedded import aconnect, connect
+    from transferqueue.errors import (
+        AddressInUse,
+        AlreadyExists,
+        BatchEnded,
+        Corruption,
+        DeadlineExceeded,
+        Disconnected,
+        EndOfTable,
+        FlowSignal,
+        Forked,
+        Full,
+        Impossible,
+        InternalError,
+        LeaseExpired,
+        NotFound,
+        OutOfMemory,
+        PeerError,
+        ProtocolError,
+        SchemaError,
+        Sealed,
+        TransferQueueError,
+        Unreachable,
+        UsageError,
+    )
+    from transferqueue.limits import Limits
+    from transferqueue.policies import (
+        Acked,
+        Compare,
+        Complete,
+        DropGroup,
+        DropStale,
+        Fifo,
+        Freshest,
+        HoldClock,
+        KeepStale,
+        LongestFirst,
+        Manual,
+        OldestVersionFirst,
+        OnStale,
+        Pacing,
+        Plugin,
+        Predicate,
+        Priority,
+        Refill,
+        Release,
+        Requeue,
+        Retention,
+        Selector,
+        TagIs,
+        Task,
+        TokenBalanced,
+        VersionBetween,
+    )
+    from transferqueue.schema import Field
+    from transferqueue.storage.column import Column
+    from transferqueue.storage.prepare import Repeat
+
+__version__ = "0.1.0"
+
+_HOMES: Final[dict[str, str]] = {
+    "client.aio": "AsyncBatch AsyncQueue AsyncReservation AsyncTable AsyncWeightChannel",
+    "client.batch": "Batch",
+    "client.queue": "Queue",
+    "client.reservation": "Reservation",
+    "client.rows": "Rows",
+    "client.table": "Table",
+    "client.weighing": "WeightChannel Weights",
+    "embedded": "aconnect connect",
+    "errors": "AddressInUse AlreadyExists BatchEnded Corruption DeadlineExceeded Disconnected EndOfTable FlowSignal Forked "
+    "Full Impossible InternalError LeaseExpired NotFound OutOfMemory PeerError ProtocolError SchemaError Sealed "
+    "TransferQueueError Unreachable UsageError",
+    "limits": "Limits",
+    "policies": "Acked Compare Complete DropGroup DropStale Fifo Freshest HoldClock KeepStale LongestFirst Manual "
+    "OldestVersionFirst OnStale Pacing Plugin Predicate Priority Refill Release Requeue Retention Selector TagIs Task "
+    "TokenBalanced VersionBetween",
+    "schema": "Field",
+    "storage.column": "Column",
+    "storage.prepare": "Repeat",
+}
+_HOME: Final = {name: f"transferqueue.{module}" for module, names in _HOMES.items() for name in names.split()}
+
+__all__ = [
+    "Acked",
+    "AddressInUse",
+    "AlreadyExists",
+    "AsyncBatch",
+    "AsyncQueue",
+    "AsyncReservation",
+    "AsyncTable",
+    "AsyncWeightChannel",
+    "Batch",
+    "BatchEnded",
+    "Column",
+    "Compare",
+    "Complete",
+    "Corruption",
+    "DeadlineExceeded",
+    "Disconnected",
+    "DropGroup",
+    "DropStale",
+    "EndOfTable",
+    "Field",
+    "Fifo",
+    "FlowSignal",
+    "Forked",
+    "Freshest",
+    "Full",
+    "HoldClock",
+    "Impossible",
+    "InternalError",
+    "KeepStale",
+    "LeaseExpired",
+    "Limits",
+    "LongestFirst",
+    "Manual",
+    "NotFound",
+    "OldestVersionFirst",
+    "OnStale",
+    "OutOfMemory",
+    "Pacing",
+    "PeerError",
+    "Plugin",
+    "Predicate",
+    "Priority",
+    "ProtocolError",
+    "Queue",
+    "Refill",
+    "Release",
+    "Repeat",
+    "Requeue",
+    "Reservation",
+    "Retention",
+    "Rows",
+    "SchemaError",
+    "Sealed",
+    "Selector",
+    "Table",
+    "TagIs",
+    "Task",
+    "TokenBalanced",
+    "TransferQueueError",
+    "Unreachable",
+    "UsageError",
+    "VersionBetween",
+    "WeightChannel",
+    "Weights",
+    "aconnect",
+    "connect",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'transferqueue' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

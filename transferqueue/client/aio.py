@@ -1,0 +1,447 @@
+"""The asynchronous front: the same names as the synchronous one, awaitable. What is not said here is said there.
+
+A cancelled wait is an interrupted one: nothing is stranded, and the connection stays usable. Values over
+`INLINE_WORK_BYTES` are copied in a thread; the caller must not change them before the call returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferqueue.client import leasing, verbs, weighing
+from transferqueue.client.batch import BatchBase
+from transferqueue.client.client import Client
+from transferqueue.client.driving import Operation, T, adrive
+from transferqueue.client.facts import Facts, Floats, Ints, Keys, TagsGiven
+from transferqueue.client.reservation import ReservationBase, reservation_id
+from transferqueue.client.rows import Rows
+from transferqueue.client.table import TableBase
+from transferqueue.errors import EndOfTable, TransferQueueError
+from transferqueue.limits import TIMEOUT_S_DEFAULT, Limits
+from transferqueue.policies import Acked, Pacing, Predicate, Retention, Task
+from transferqueue.schema import Field
+
+A = TypeVar("A", bound=AbstractAsyncContextManager[Any])
+
+
+class Opening(Generic[A]):
+    """Something that is awaited, or entered at once: ``await table.lease(...)``, ``async with table.lease(...) as batch``."""
+
+    __slots__ = ("_made", "_make")
+
+    def __init__(self, make: Callable[[], Awaitable[A]]) -> None:
+        self._make = make
+        self._made: A | None = None
+
+    def __await__(self) -> Generator[Any, Any, A]:
+        return self._make().__await__()
+
+    async def __aenter__(self) -> A:
+        self._made = await self._make()
+        await self._made.__aenter__()
+        return self._made
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._made is not None:
+            await self._made.__aexit__(kind, error, trace)
+
+
+class AsyncBatch(BatchBase):
+    """`Batch` for an event loop: ``async with``, and its verbs are awaited. Columns and facts are the same."""
+
+    async def ack(
+        self,
+        rows: Any = None,
+        *,
+        group_id: Ints = None,
+        group_size: Ints = None,
+        ordinal: Ints = None,
+        policy_version: Ints = None,
+        policy_version_max: Ints = None,
+        tokens: Ints = None,
+        priority: Floats = None,
+        tags: TagsGiven = None,
+        step: int = -1,
+        **columns: Any,
+    ) -> None:
+        """As `Batch.ack`."""
+        facts = Facts(
+            group_id=group_id,
+            group_size=group_size,
+            ordinal=ordinal,
+            policy_version=policy_version,
+            policy_version_max=policy_version_max,
+            tokens=tokens,
+            priority=priority,
+            tags=tags,
+        )
+        await self._drive(leasing.ack(self._lent, rows, facts, columns, step))
+
+    async def drop(self, reason: str, rows: Any = None) -> None:
+        """As `Batch.drop`."""
+        await self._drive(leasing.drop(self._lent, reason, rows))
+
+    async def release(self, rows: Any = None, *, failed: bool = False, reason: str = "") -> None:
+        """As `Batch.release`."""
+        await self._drive(leasing.release(self._lent, rows, failed, reason))
+
+    async def renew(self, lease_s: float | None = None) -> float:
+        """As `Batch.renew`."""
+        self._lease_s = await self._drive(leasing.renew(self._lent, lease_s))
+        return self._lease_s
+
+    async def __aenter__(self) -> Self:
+        self._lent.check()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lent.ended:
+            return
+        if error is None:
+            await self.ack()
+            return
+        failed, reason = leasing.failure(error)
+        try:
+            await self.release(failed=failed, reason=reason)
+        except TransferQueueError as late:  # the first error is the one to see
+            error.add_note(f"and its batch could not be released: {late}")
+        finally:
+            self._lent.end("was released")
+
+    async def _drive(self, operation: Operation[T]) -> T:
+        return await adrive(self._lent.client.connection, operation)
+
+
+class AsyncReservation(ReservationBase):
+    """`Reservation` for an event loop."""
+
+    async def release(self, rows: int | None = None) -> None:
+        """As `Reservation.release`."""
+        await adrive(self._client.connection, verbs.unreserve(self._terms, self.id, rows))
+        self.used(self.left if rows is None else rows)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.give_up()
+        elif self.left:
+            await self.release()
+
+
+class AsyncTable(TableBase):
+    """`Table` for an event loop."""
+
+    async def put(
+        self,
+        *,
+        group_id: Ints = None,
+        group_size: Ints = None,
+        ordinal: Ints = None,
+        policy_version: Ints = None,
+        policy_version_max: Ints = None,
+        tokens: Ints = None,
+        priority: Floats = None,
+        key: Keys = None,
+        tags: TagsGiven = None,
+        reservation: AsyncReservation | None = None,
+        timeout_s: float = TIMEOUT_S_DEFAULT,
+        **columns: Any,
+    ) -> NDArray[np.int64]:
+        """As `Table.put`."""
+        facts = Facts(
+            group_id=group_id,
+            group_size=group_size,
+            ordinal=ordinal,
+            policy_version=policy_version,
+            policy_version_max=policy_version_max,
+            tokens=tokens,
+            priority=priority,
+            key=key,
+            tags=tags,
+        )
+        number = reservation_id(self._terms, reservation)
+        rows = await self._drive(verbs.put(self._client, self._terms, facts, columns, number, timeout_s))
+        if reservation is not None:
+            reservation.used(len(rows))
+        return rows
+
+    async def update(
+        self,
+        rows: Any,
+        *,
+        overwrite: bool = False,
+        group_id: Ints = None,
+        group_size: Ints = None,
+        ordinal: Ints = None,
+        policy_version: Ints = None,
+        policy_version_max: Ints = None,
+        tokens: Ints = None,
+        priority: Floats = None,
+        key: Keys = None,
+        tags: TagsGiven = None,
+        **columns: Any,
+    ) -> None:
+        """As `Table.update`."""
+        facts = Facts(
+            group_id=group_id,
+            group_size=group_size,
+            ordinal=ordinal,
+            policy_version=policy_version,
+            policy_version_max=policy_version_max,
+            tokens=tokens,
+            priority=priority,
+            key=key,
+            tags=tags,
+        )
+        await self._drive(verbs.update(self._client, self._terms, rows, facts, columns, overwrite))
+
+    def lease(
+        self,
+        task: str,
+        *,
+        rows: int | None = None,
+        tokens: int | None = None,
+        groups: int | None = None,
+        at_least: int | None = None,
+        timeout_s: float = TIMEOUT_S_DEFAULT,
+        where: Predicate | Iterable[Predicate] = (),
+        lease_s: float | None = None,
+        fields: Sequence[str] | None = None,
+        rank: int = 0,
+        world: int = 1,
+        replica: tuple[int, int] | None = None,
+    ) -> Opening[AsyncBatch]:
+        """As `Table.lease`: ``batch = await table.lease(...)``, or ``async with table.lease(...) as batch``."""
+        request = leasing.lease_request(
+            self.name,
+            task,
+            rows=rows,
+            tokens=tokens,
+            groups=groups,
+            at_least=at_least,
+            timeout_s=timeout_s,
+            where=where,
+            lease_s=lease_s,
+            fields=fields,
+            rank=rank,
+            world=world,
+            replica=replica,
+        )
+        return Opening(lambda: self._drive(leasing.lease(self._client, self._terms, request, AsyncBatch)))
+
+    async def leases(
+        self,
+        task: str,
+        *,
+        rows: int | None = None,
+        tokens: int | None = None,
+        groups: int | None = None,
+        at_least: int | None = None,
+        timeout_s: float = TIMEOUT_S_DEFAULT,
+        where: Predicate | Iterable[Predicate] = (),
+        lease_s: float | None = None,
+        fields: Sequence[str] | None = None,
+        rank: int = 0,
+        world: int = 1,
+        replica: tuple[int, int] | None = None,
+    ) -> AsyncIterator[AsyncBatch]:
+        """As `Table.leases`: ``async for batch in table.leases(...): async with batch: ...``."""
+        while True:
+            try:
+                batch = await self.lease(
+                    task,
+                    rows=rows,
+                    tokens=tokens,
+                    groups=groups,
+                    at_least=at_least,
+                    timeout_s=timeout_s,
+                    where=where,
+                    lease_s=lease_s,
+                    fields=fields,
+                    rank=rank,
+                    world=world,
+                    replica=replica,
+                )
+            except EndOfTable:
+                return
+            yield batch
+            del batch  # the caller's alone
+
+    def reserve(
+        self, rows: int, *, policy_version: int | None = None, timeout_s: float = TIMEOUT_S_DEFAULT
+    ) -> Opening[AsyncReservation]:
+        """As `Table.reserve`; awaited, or entered at once."""
+
+        async def make() -> AsyncReservation:
+            reserved = await self._drive(verbs.reserve(self._terms, rows, policy_version, timeout_s))
+            return AsyncReservation(self._client, self._terms, reserved)
+
+        return Opening(make)
+
+    async def advance(self, version: int, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> None:
+        """As `Table.advance`."""
+        await self._drive(verbs.advance(self._terms, version, timeout_s))
+
+    async def seal(self) -> None:
+        """As `Table.seal`."""
+        await self._drive(verbs.seal(self._terms))
+
+    async def read(
+        self,
+        rows: Any = None,
+        *,
+        where: Predicate | Iterable[Predicate] = (),
+        fields: Sequence[str] | None = None,
+        limit: int | None = None,
+    ) -> Rows:
+        """As `Table.read`."""
+        return await self._drive(verbs.read(self._client, self._terms, rows, where, fields, limit))
+
+    async def find(self, keys: str | Sequence[str]) -> NDArray[np.int64]:
+        """As `Table.find`."""
+        return await self._drive(verbs.find(self._terms, keys))
+
+    async def drop(self, rows: Any, reason: str) -> int:
+        """As `Table.drop`."""
+        return await self._drive(verbs.drop(self._terms, rows, reason))
+
+    async def delete(self, rows: Any) -> int:
+        """As `Table.delete`."""
+        return await self._drive(verbs.delete(self._terms, rows))
+
+    async def add_task(self, task: Task) -> None:
+        """As `Table.add_task`."""
+        await self._drive(verbs.add_task(self._client, self._terms, task))
+
+    async def add_fields(self, fields: Sequence[Field]) -> None:
+        """As `Table.add_fields`."""
+        await self._drive(verbs.add_fields(self._client, self._terms, fields))
+
+    async def stats(self) -> dict[str, Any]:
+        """As `Table.stats`."""
+        return await self._drive(verbs.observe("stats", self.name))
+
+    async def audit(self) -> dict[str, Any]:
+        """As `Table.audit`."""
+        return await self._drive(verbs.observe("audit", self.name))
+
+    async def _drive(self, operation: Operation[T]) -> T:
+        return await adrive(self._client.connection, operation)
+
+
+class AsyncWeightChannel(weighing.WeightChannelBase):
+    """`WeightChannel` for an event loop."""
+
+    async def publish(self, version: int, tensors: Mapping[str, Any], *, timeout_s: float = TIMEOUT_S_DEFAULT) -> None:
+        """As `WeightChannel.publish`."""
+        await self._drive(weighing.publish(self._client, self._name, self._keep, version, tensors, timeout_s))
+
+    async def pull(
+        self, above: int = -1, *, version: int | None = None, timeout_s: float = TIMEOUT_S_DEFAULT
+    ) -> weighing.Weights:
+        """As `WeightChannel.pull`."""
+        return await self._drive(weighing.pull(self._client, self._name, above, version, timeout_s))
+
+    async def applied(self, version: int) -> None:
+        """As `WeightChannel.applied`."""
+        await self._drive(weighing.applied(self._name, version))
+
+    async def _drive(self, operation: Operation[T]) -> T:
+        return await adrive(self._client.connection, operation)
+
+
+class AsyncQueue:
+    """`Queue` for event loops, any of them and several at once; what `transferqueue.aconnect` gives."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    @property
+    def address(self) -> str:
+        """Where other processes connect to the same tables."""
+        return self._client.address
+
+    async def create_table(
+        self,
+        name: str,
+        *,
+        fields: Sequence[Field] = (),
+        tasks: Sequence[Task] = (),
+        limits: Limits = Limits(),  # noqa: B008  (frozen)
+        pacing: Pacing | None = None,
+        retention: Retention = Acked(),  # noqa: B008  (frozen)
+        exist_ok: bool = False,
+    ) -> AsyncTable:
+        """As `Queue.create_table`."""
+        operation = verbs.create_table(self._client, name, fields, tasks, limits, pacing, retention, exist_ok)
+        return AsyncTable(self._client, await self._drive(operation))
+
+    async def table(self, name: str, timeout_s: float = 0.0) -> AsyncTable:
+        """As `Queue.table`."""
+        return AsyncTable(self._client, await self._drive(verbs.open_table(self._client, name, timeout_s)))
+
+    async def tables(self) -> list[str]:
+        """As `Queue.tables`."""
+        return await self._drive(verbs.tables())
+
+    async def drop_table(self, name: str) -> None:
+        """As `Queue.drop_table`."""
+        await self._drive(verbs.drop_table(self._client, name))
+
+    def weights(self, channel: str, keep: int = 2) -> AsyncWeightChannel:
+        """As `Queue.weights`; not awaited."""
+        return AsyncWeightChannel(self._client, *weighing.channel_name(channel, keep))
+
+    async def stats(self) -> dict[str, Any]:
+        """As `Queue.stats`."""
+        return await self._drive(verbs.observe("stats"))
+
+    async def audit(self) -> dict[str, Any]:
+        """As `Queue.audit`."""
+        return await self._drive(verbs.observe("audit"))
+
+    async def doctor(self, table: str | None = None) -> dict[str, Any]:
+        """As `Queue.doctor`."""
+        return await self._drive(verbs.observe("doctor", table or ""))
+
+    async def inspect(self, table: str, row: int) -> dict[str, Any]:
+        """As `Queue.inspect`."""
+        return await self._drive(verbs.observe("row", table, row))
+
+    async def sessions(self) -> dict[str, Any]:
+        """As `Queue.sessions`."""
+        return await self._drive(verbs.observe("sessions"))
+
+    async def close(self) -> None:
+        """As `Queue.close`."""
+        import asyncio
+
+        await asyncio.to_thread(self._client.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} at {self.address}>"
+
+    async def _drive(self, operation: Operation[T]) -> T:
+        return await adrive(self._client.connection, operation)

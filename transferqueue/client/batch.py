@@ -1,0 +1,144 @@
+"""A batch: rows lent to this worker until it acks or releases them, or the lease expires."""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+from typing import Any, Self
+
+from transferqueue.client import leasing
+from transferqueue.client.driving import drive
+from transferqueue.client.facts import Facts, Floats, Ints, TagsGiven
+from transferqueue.client.lent import Lent
+from transferqueue.client.rows import RowsBase
+from transferqueue.errors import TransferQueueError
+from transferqueue.wire import messages as m
+
+
+class BatchBase(RowsBase):
+    """What the batches of both fronts share: what a batch is, and what happens when it is forgotten."""
+
+    def __init__(self, lent: Lent, leased: m.Leased) -> None:
+        super().__init__(leased.content, lent.source)
+        self._lent = lent
+        self._version = leased.version
+        self._lease_s = leased.lease_s
+        unasked = m.Release(table=lent.table, lease=lent.lease, token=lent.token, reason="the batch was collected")
+        self._forgotten = weakref.finalize(self, _give_up, lent, unasked)
+
+    @property
+    def table(self) -> str:
+        """Name of the table."""
+        return self._lent.table
+
+    @property
+    def task(self) -> str:
+        """The task that these rows were leased for."""
+        return self._lent.task
+
+    @property
+    def version(self) -> int:
+        """The table's clock (the trainer's version) when the rows were handed over; -1: it never advanced."""
+        return self._version
+
+    @property
+    def lease(self) -> int:
+        """Number of the lease, as `transferqueue inspect` shows it."""
+        return self._lent.lease
+
+    @property
+    def lease_s(self) -> float:
+        """Seconds for which the rows were lent, from the hand-over or the last `renew`."""
+        return self._lease_s
+
+    @property
+    def ended(self) -> bool:
+        """Whether no row of the batch is leased here any more."""
+        return bool(self._lent.ended)
+
+
+def _give_up(lent: Lent, unasked: m.Release) -> None:
+    """Runs in a finalizer: the rows of a batch that nobody can ack any more go back now, not at the deadline."""
+    if not lent.ended:
+        lent.ended = "was collected"
+        lent.client.connection.post(unasked)
+
+
+class Batch(BatchBase):
+    """Rows lent to this worker, their facts and lazy columns (see `Rows`), and the verbs that end the lease.
+
+    As a context manager: a clean exit acks the rows that are left; an exception releases them as failed, with
+    its text (an interrupt releases them without counting an attempt), and goes on. A batch that is collected
+    without either is released. After the end its columns are `BatchEnded`; views taken before stay valid.
+
+    Safe from any thread, one verb at a time.
+    """
+
+    def ack(
+        self,
+        rows: Any = None,
+        *,
+        group_id: Ints = None,
+        group_size: Ints = None,
+        ordinal: Ints = None,
+        policy_version: Ints = None,
+        policy_version_max: Ints = None,
+        tokens: Ints = None,
+        priority: Floats = None,
+        tags: TagsGiven = None,
+        step: int = -1,
+        **columns: Any,
+    ) -> None:
+        """The rows are done. Result columns and facts commit together with the ack, or neither does.
+
+        rows: ids of those that are done; None: all that are left. Columns have one row for each, in this
+        order. step: the trainer's step, for the row's history. `LeaseExpired` if the lease is over: nothing
+        was changed, and the rows are somebody else's. `SchemaError` if a column does not fit: still leased.
+        """
+        facts = Facts(
+            group_id=group_id,
+            group_size=group_size,
+            ordinal=ordinal,
+            policy_version=policy_version,
+            policy_version_max=policy_version_max,
+            tokens=tokens,
+            priority=priority,
+            tags=tags,
+        )
+        drive(self._lent.client.connection, leasing.ack(self._lent, rows, facts, columns, step))
+
+    def drop(self, reason: str, rows: Any = None) -> None:
+        """The rows (None: all that are left) end as dropped with this reason, for every task of the table."""
+        drive(self._lent.client.connection, leasing.drop(self._lent, reason, rows))
+
+    def release(self, rows: Any = None, *, failed: bool = False, reason: str = "") -> None:
+        """The rows (None: all that are left) go back to ready. failed: counts as an attempt, with `reason`."""
+        drive(self._lent.client.connection, leasing.release(self._lent, rows, failed, reason))
+
+    def renew(self, lease_s: float | None = None) -> float:
+        """Keep the rows for `lease_s` seconds from now (None: the task's). Returns how long that is.
+
+        `LeaseExpired` if it is too late.
+        """
+        self._lease_s = drive(self._lent.client.connection, leasing.renew(self._lent, lease_s))
+        return self._lease_s
+
+    def __enter__(self) -> Self:
+        self._lent.check()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lent.ended:
+            return
+        if error is None:
+            self.ack()
+            return
+        failed, reason = leasing.failure(error)
+        try:
+            self.release(failed=failed, reason=reason)
+        except TransferQueueError as late:  # the first error is the one to see
+            error.add_note(f"and its batch could not be released: {late}")
+        finally:
+            self._lent.end("was released")

@@ -1,0 +1,180 @@
+"""The calls of one session: ids, what was answered, what is sent again, what has waited too long. Pure.
+
+Rules:
+
+1. Ids ascend from 1 within a session, in the order in which calls are sent. An id is never used twice.
+2. A call that is not answered in time is sent again **with its id**: the server answers a call it has
+   already carried out with the answer it gave then. What is late is sent again at growing intervals.
+3. Every frame says `seen`: all replies up to that id have arrived, so the server may forget them.
+4. A call ends once: by its reply, by an error, or by giving up at its deadline.
+5. **Nobody's reply is lost.** A call whose caller went away (an interrupt, a cancelled task, a deadline
+   passed) stays here until its reply arrives, so that what the reply gives can be handed back.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from transferqueue.errors import Impossible, TransferQueueError, UsageError, from_wire
+from transferqueue.limits import ANSWER_S, MESSAGE_BYTES_MAX, RESEND_S
+from transferqueue.wire import messages as m
+
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
+class Pending:
+    """One request on its way and, once `settled`, its outcome.
+
+    `on_settled` is called once, by whoever drives the calls, after `reply` or `error` was set; None is
+    for a request nobody waits for. `unwanted` is told the reply when nobody took it (rule 5).
+    """
+
+    __slots__ = (
+        "deadline",
+        "error",
+        "gave_up",
+        "id",
+        "next_send",
+        "on_settled",
+        "payload",
+        "reply",
+        "request",
+        "tries",
+    )
+
+    def __init__(self, request: m.Request, on_settled: Callable[[], None] | None = None) -> None:
+        self.request: Final = request
+        self.payload: Final = encode(request)
+        self.on_settled = on_settled
+        self.reply: m.Reply | None = None
+        self.error: TransferQueueError | None = None
+        self.id = 0
+        self.tries = 0
+        self.deadline = self.next_send = 0.0
+        self.gave_up = on_settled is None
+
+    def settle(self, reply: m.Reply | TransferQueueError) -> None:
+        """The outcome is known: keep it and tell the waiter."""
+        if isinstance(reply, TransferQueueError):
+            self.error = reply
+        else:
+            self.reply = reply
+        if self.on_settled is not None:
+            tell, self.on_settled = self.on_settled, None
+            tell()
+
+
+class Calls:
+    """The unanswered calls of a session (see the rules above). Times are seconds of any one clock."""
+
+    def __init__(self) -> None:
+        self.session = 0
+        self._last = 0
+        self._pending: dict[int, Pending] = {}
+        self._agenda: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    @property
+    def seen(self) -> int:
+        """Every reply up to this id has arrived."""
+        return next(iter(self._pending), self._last + 1) - 1
+
+    def send(self, pending: Pending, now: float) -> bytes:
+        """Give a call its id; the frame to send."""
+        self._last += 1
+        pending.id = self._last
+        pending.deadline = now + wait_of(pending.request) + ANSWER_S
+        pending.next_send = now + wait_of(pending.request) + RESEND_S
+        self._pending[pending.id] = pending
+        heapq.heappush(self._agenda, (pending.next_send, pending.id))
+        return self._frame(pending)
+
+    def notice(self, request: m.Request) -> bytes:
+        """The frame of a request that has no answer."""
+        self._last += 1
+        return frame(self.session, self._last, min(self.seen, self._last - 1), encode(request))
+
+    def answered(self, answer: m.Answer) -> Pending | None:
+        """The call that this answers, not settled yet; None if it was answered before."""
+        return self._pending.pop(answer.id, None)
+
+    def late(self, now: float) -> tuple[list[bytes], list[Pending]]:
+        """Frames to send again, and calls whose callers have waited long enough.
+
+        The latter stay here (rule 5); they are named once.
+        """
+        again: list[bytes] = []
+        overdue: list[Pending] = []
+        while self._agenda and self._agenda[0][0] <= now:
+            _, call = heapq.heappop(self._agenda)
+            pending = self._pending.get(call)
+            if pending is None:
+                continue
+            if now >= pending.deadline and not pending.gave_up:
+                pending.gave_up = True
+                overdue.append(pending)
+            pending.tries += 1
+            again.append(self._frame(pending))
+            self._schedule(pending, now)
+        return again, overdue
+
+    def next_late(self) -> float | None:
+        """When `late` may have something; None if no call is unanswered."""
+        while self._agenda and self._agenda[0][1] not in self._pending:
+            heapq.heappop(self._agenda)
+        return self._agenda[0][0] if self._agenda else None
+
+    def everything(self) -> list[bytes]:
+        """All unanswered calls, in order: what is sent after the way to the server was lost and found."""
+        return [self._frame(pending) for pending in self._pending.values()]
+
+    def drain(self) -> list[Pending]:
+        """Take out all unanswered calls: the session is over."""
+        left = list(self._pending.values())
+        self._pending.clear()
+        self._agenda.clear()
+        return left
+
+    def _schedule(self, pending: Pending, now: float) -> None:
+        pending.next_send = now + RESEND_S * 2 ** min(pending.tries, 4)
+        if not pending.gave_up:
+            pending.next_send = min(pending.next_send, max(pending.deadline, now + RESEND_S))
+        heapq.heappush(self._agenda, (pending.next_send, pending.id))
+
+    def _frame(self, pending: Pending) -> bytes:
+        return frame(self.session, pending.id, min(self.seen, pending.id - 1), pending.payload)
+
+
+def encode(request: m.Request) -> bytes:
+    """MessagePack of a request; `UsageError` if it holds what a message cannot."""
+    try:
+        payload = _encoder.encode(request)
+    except (OverflowError, TypeError, UnicodeEncodeError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{type(request).__name__} cannot be sent: {error}; integers have at most 64 bits") from error
+    if len(payload) > MESSAGE_BYTES_MAX:
+        raise Impossible(
+            f"{type(request).__name__} of {len(payload)} bytes is over the limit of {MESSAGE_BYTES_MAX} for one "
+            "message; send fewer rows at a time"
+        )
+    return payload
+
+
+def frame(session: int, call: int, seen: int, payload: bytes) -> bytes:
+    """A `messages.Call` around a request that is encoded already."""
+    return _encoder.encode((session, call, seen, msgspec.Raw(payload)))
+
+
+def outcome(reply: m.Reply) -> m.Reply | TransferQueueError:
+    """A reply as it is, a `Failed` as the error it reports."""
+    return from_wire(reply.error, reply.text) if isinstance(reply, m.Failed) else reply
+
+
+def wait_of(request: m.Request) -> float:
+    """Seconds for which the server may hold a request back."""
+    return float(getattr(request, "wait_s", 0.0))

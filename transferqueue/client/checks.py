@@ -1,0 +1,72 @@
+"""Arguments that would not survive the message decoder, refused before they are sent, by name."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+
+from transferqueue.errors import UsageError
+from transferqueue.limits import ROWS_PER_REQUEST_MAX, check_name
+
+WAIT_S_MAX: Final = 1e9
+_WHOLE_MAX: Final = (1 << 62) - 1
+
+
+def seconds(name: str, value: object) -> float:
+    """A number of seconds that a request may wait or last: 0 to 10^9."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{name}={value!r} is {type(value).__name__}; give a number of seconds (0: do not wait)")
+    if math.isnan(value) or not 0 <= value <= WAIT_S_MAX:
+        raise UsageError(f"{name}={value!r} is out of range; give 0 (do not wait) to {WAIT_S_MAX:g} seconds")
+    return float(value)
+
+
+def whole(name: str, value: object, least: int = 0, most: int = _WHOLE_MAX) -> int:
+    """An integer from `least` to `most`."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"{name}={value!r} is {type(value).__name__}; give an integer") from None
+    if isinstance(value, bool) or not least <= number <= most:
+        raise UsageError(f"{name}={value!r} is out of range; give {least} to {most}")
+    return number
+
+
+def positive(name: str, value: object) -> int:
+    """An integer of at least 1."""
+    return whole(name, value, least=1)
+
+
+def row_ids(rows: object) -> bytes:
+    """Row ids as a message carries them: one id, a sequence, an array or a tensor of ids."""
+    found = np.asarray(rows)
+    if found.size == 0:
+        found = found.astype(np.int64)
+    if found.dtype.kind not in "iu" or found.ndim > 1:
+        raise UsageError(f"rows are {found.dtype}{list(found.shape)}; give row ids: integers, in one dimension")
+    if found.size > ROWS_PER_REQUEST_MAX:
+        raise UsageError(f"{found.size} rows in one request; at most {ROWS_PER_REQUEST_MAX}: send them in pieces")
+    return found.astype("<i8").tobytes()
+
+
+def names(kind: str, values: Iterable[str] | None) -> list[str] | None:
+    """Names of fields wanted, None for the default set."""
+    if values is None:
+        return None
+    if isinstance(values, str):
+        raise UsageError(f"{kind}s are one string, {values!r}; give a list of names")
+    return [check_name(kind, name) for name in values]
+
+
+def peer(replica: object) -> tuple[int, int]:
+    """``replica=(i, n)``: this is peer i of n; None is ``(0, 1)``."""
+    if replica is None:
+        return 0, 1
+    if not isinstance(replica, tuple | list) or len(replica) != 2:
+        raise UsageError(f"replica={replica!r} is not a pair; give (i, n): this is peer i of n, from 0")
+    n = whole("replica's n", replica[1], least=1)
+    return whole("replica's i", replica[0], most=n - 1), n

@@ -1,0 +1,120 @@
+"""What all handles of one connection share, and how a connection comes to be.
+
+A handle (queue, table, batch, reservation, weights) holds a `Client`; when the last handle is collected, or
+the interpreter exits, the connection is closed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Callable
+from importlib import metadata
+from typing import Final, Protocol
+
+from transferqueue.client.connection import Connection
+from transferqueue.client.memory import Memory
+from transferqueue.client.terms import Terms
+from transferqueue.client.writing import Ground
+from transferqueue.errors import OutOfMemory
+from transferqueue.transport import (
+    FileLock,
+    IpcAddress,
+    TcpAddress,
+    dial,
+    parse_address,
+    runtime_directory,
+    this_host,
+)
+from transferqueue.wire import messages as m
+
+
+class Server(Protocol):
+    """A server that lives and ends with a client."""
+
+    @property
+    def address(self) -> str:
+        """Where other processes reach it."""
+
+    @property
+    def inproc_address(self) -> str:
+        """Where this process reaches it."""
+
+    def stop(self) -> None:
+        """End it. Again: nothing."""
+
+
+class Client:
+    """One session, shared by its handles: its connection, memory, places to write, and known tables."""
+
+    def __init__(self, address: str, connection: Connection, memory: Memory, server: Server | None) -> None:
+        self.address: Final = address
+        self.connection: Final = connection
+        self.memory: Final = memory
+        self.ground: Final = Ground(connection.post)
+        self.clock: Final[Callable[[], float]] = time.monotonic
+        self.tables: Final[dict[str, Terms]] = {}
+        self._end: Final = weakref.finalize(self, _close, connection, memory, server)
+
+    def terms(self, found: m.TableTerms) -> Terms:
+        """The terms of a table as just heard, shared by all handles on it."""
+        known = self.tables.setdefault(found.name, Terms(found))
+        known.hear(found)
+        return known
+
+    def close(self) -> None:
+        """Say goodbye, stop the thread, tell whoever waits. Again, or in a forked child: nothing."""
+        self._end()
+
+
+def open_client(address: str, timeout_s: float, label: str, server: Server | None = None) -> Client:
+    """A session with the server at `address`, waiting up to `timeout_s` for it to answer. It takes `server` over."""
+    client = secrets.token_bytes(16)
+    lock = _session_lock(address, client.hex())
+    try:
+        hello = m.Hello(
+            client=client,
+            pid=os.getpid(),
+            host=this_host(),
+            lock=str(lock.path) if lock else "",
+            version=metadata.version("asyncflow-transferqueue"),
+            label=label,
+        )
+        connection = Connection(dial(address), address)
+        welcome = connection.open(hello, timeout_s)
+    except BaseException:
+        if lock:
+            lock.release()
+        raise
+    memory = Memory(welcome.arenas, welcome.arena_bytes, connection.unpin, lock)
+    return Client(server.address if server else address, connection, memory, server)
+
+
+def _session_lock(address: str, name: str) -> FileLock | None:
+    """The lock by which this session's death is seen; None for an embedded server, which dies with us."""
+    match parse_address(address):
+        case IpcAddress(path=path):
+            directory = path.parent
+        case TcpAddress():
+            directory = runtime_directory()
+        case _:
+            return None
+    lock = FileLock(directory / "sessions" / name)
+    try:
+        lock.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock.take()
+    except OSError as error:
+        raise OutOfMemory(
+            f"session file {lock.path} cannot be made: {error.strerror}; a client needs to write in the server's "
+            "runtime directory, so that its death can be seen"
+        ) from error
+    return lock
+
+
+def _close(connection: Connection, memory: Memory, server: Server | None) -> None:
+    memory.close()  # first, so that the lock is free, if no view is left, when the server hears the goodbye
+    connection.close()
+    if server is not None:
+        server.stop()

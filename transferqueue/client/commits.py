@@ -1,0 +1,194 @@
+"""Operations that carry columns: put, update and the results of an ack, from the caller's values to one commit.
+
+1. Columns are checked whole against the fields that the table is known to have, before a byte is written.
+   A name never heard of is asked for first; if the table has none, the field is inferred.
+2. If a column does not fit, the table is asked once more: perhaps the field is new, or the table is another one
+   than it was. If it changed, the columns are checked again; if not, the refusal stands.
+3. Inline columns travel in the message; the others are written into granted memory, one piece for the call.
+4. The commit is one message. Refused, it changed nothing, and the piece is written again by the next put.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from transferqueue.client.client import Client
+from transferqueue.client.deadline import Deadline
+from transferqueue.client.driving import Operation, Work, ask
+from transferqueue.client.facts import Facts
+from transferqueue.client.terms import Terms
+from transferqueue.client.writing import Piece
+from transferqueue.errors import FlowSignal, SchemaError, UsageError
+from transferqueue.limits import check_name
+from transferqueue.schema import Field, align
+from transferqueue.storage.blocks import Draft, drafts
+from transferqueue.storage.prepare import Prepared, Repeat, prepare
+from transferqueue.wire import messages as m
+
+R = TypeVar("R", bound=m.Message)
+
+CERTAIN: Final = (UsageError, FlowSignal)
+"""Refusals after which nothing of a commit can be in the table."""
+
+
+class Outgoing(msgspec.Struct, frozen=True):
+    """Columns of one call, checked, for `rows` rows, and what it says about them."""
+
+    rows: int
+    columns: list[Prepared]
+    facts: m.RowFacts
+
+    @property
+    def fields(self) -> list[Field]:
+        """Definitions of the columns' fields."""
+        return [column.field for column in self.columns]
+
+
+Request = Callable[[int, m.Columns], m.Request]
+"""Makes the request of a commit from its number of rows and its columns."""
+
+
+def commit(
+    client: Client,
+    terms: Terms,
+    facts: Facts,
+    columns: Mapping[str, Any],
+    rows: int | None,
+    deadline: Deadline,
+    request: Request,
+    kind: type[R],
+) -> Operation[R]:
+    """Carry columns and facts for `rows` rows (None: as many as they have) into the table, in one commit."""
+    if any(check_name("field", name) not in terms.fields for name in columns):
+        yield from _refresh(terms)
+    try:
+        return (yield from _commit(client, terms, facts, columns, rows, deadline, request, kind))
+    except SchemaError:
+        if not (yield from _refresh(terms)):
+            raise
+    return (yield from _commit(client, terms, facts, columns, rows, deadline, request, kind))
+
+
+def outgoing(columns: Mapping[str, Any], facts: Facts, fields: Mapping[str, Field], rows: int | None) -> Outgoing:
+    """Check columns and facts against each other and against the fields. `SchemaError` if they do not fit."""
+    count = _rows_of(columns, facts) if rows is None else rows
+    prepared = [prepare(name, value, fields.get(name), count) for name, value in columns.items()]
+    return Outgoing(count, prepared, facts.message(count, _tokens(prepared)))
+
+
+def _commit(
+    client: Client,
+    terms: Terms,
+    facts: Facts,
+    columns: Mapping[str, Any],
+    rows: int | None,
+    deadline: Deadline,
+    request: Request,
+    kind: type[R],
+) -> Operation[R]:
+    out = outgoing(columns, facts, terms.fields, rows)
+    blocks = drafts([column for column in out.columns if not column.field.inline])
+    piece = (yield from write(client, blocks, deadline)) if blocks else None
+    unused = False
+    try:
+        carried = m.Columns(
+            fields=out.fields,
+            blocks=placed(piece, blocks) if piece else [],
+            inline=[m.Inline(column.field.name, column.inline()) for column in out.columns if column.field.inline],
+            facts=out.facts,
+        )
+        reply = yield from ask(request(out.rows, carried), kind)
+    except CERTAIN:
+        unused = True
+        raise
+    finally:
+        if piece:
+            piece.done(unused=unused)
+    terms.learn(out.fields)
+    return reply
+
+
+def write(client: Client, blocks: Sequence[Draft], deadline: Deadline) -> Operation[Piece]:
+    """Memory for the blocks, with them in it."""
+    nbytes = sum(align(block.nbytes) for block in blocks)
+    piece = yield from client.ground.piece(nbytes, deadline)
+    try:
+        yield Work(
+            nbytes, lambda: client.memory.write(piece.shard, piece.offset, nbytes, lambda out: fill(out, blocks))
+        )
+    except BaseException:
+        piece.done(unused=True)
+        raise
+    return piece
+
+
+def fill(memory: memoryview, blocks: Sequence[Draft]) -> None:
+    """Write blocks one after the other."""
+    at = 0
+    for block in blocks:
+        block.write(memory[at : at + block.nbytes])
+        at += align(block.nbytes)
+
+
+def placed(piece: Piece, blocks: Sequence[Draft]) -> list[m.Placed]:
+    """How a commit names blocks that were written one after the other into a piece."""
+    found: list[m.Placed] = []
+    at = piece.offset
+    for block in blocks:
+        found.append(
+            m.Placed(
+                extent=piece.extent,
+                offset=at,
+                nbytes=block.nbytes,
+                rows=block.stored_rows,
+                fields=[field.name for field in block.fields],
+                counts=block.counts,
+                slots=None if block.slots is None else block.slots.astype("<i4").tobytes(),
+            )
+        )
+        at += align(block.nbytes)
+    return found
+
+
+def _refresh(terms: Terms) -> Operation[bool]:
+    """Ask for the table's terms; whether its fields changed."""
+    return terms.hear((yield from ask(m.OpenTable(name=terms.name), m.TableTerms)))
+
+
+def _rows_of(columns: Mapping[str, Any], facts: Facts) -> int:
+    """Rows of a call that does not name them: those of its first column that has rows, or of its facts."""
+    for value in columns.values():
+        if isinstance(value, Repeat):
+            return _repeated(value)
+        if not _single(value):
+            return len(value)
+    rows = facts.rows()
+    if rows is None:
+        raise SchemaError(
+            "a put has no column and no fact with one value per row; give at least one, so that rows can be counted"
+        )
+    return rows
+
+
+def _repeated(value: Repeat) -> int:
+    return int(value.counts.sum()) if value.counts.ndim else int(value.counts) * len(value.values)
+
+
+def _single(value: Any) -> bool:
+    """Whether a value is one for all rows rather than a column."""
+    return isinstance(value, str | bytes | Mapping) or not hasattr(value, "__len__") or getattr(value, "ndim", 1) == 0
+
+
+def _tokens(columns: Sequence[Prepared]) -> NDArray[np.int64] | None:
+    """Tokens of each row if the caller did not say: the length of its `input_ids`, else of its `prompt_ids` and
+    `response_ids`, as far as this call has them."""
+    found = {column.field.name: column for column in columns if column.field.shape}
+    if "input_ids" in found:
+        return found["input_ids"].row_lengths()
+    parts = [found[name].row_lengths() for name in ("prompt_ids", "response_ids") if name in found]
+    return np.sum(parts, axis=0, dtype=np.int64) if parts else None

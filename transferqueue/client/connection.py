@@ -1,0 +1,328 @@
+"""One session with a server: a thread that owns the channel, and calls from any other thread.
+
+Every other thread only appends to a queue and rings the channel's bell, so no lock guards anything here:
+the I/O thread alone touches the channel and the calls. (Finalizers run wherever the garbage collector
+does, also in the middle of this code; a lock here would one day be taken twice.) A caller waits on a bare
+lock that the I/O thread lets go: the cheapest way that Python has to sleep and be woken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from transferqueue.client.calls import Calls, Pending, outcome
+from transferqueue.client.unwanted import give_back, unpin
+from transferqueue.errors import (
+    Disconnected,
+    Forked,
+    InternalError,
+    LeaseExpired,
+    NotFound,
+    PeerError,
+    TransferQueueError,
+    Unreachable,
+)
+from transferqueue.limits import ANSWER_S, HEARTBEAT_S
+from transferqueue.transport import ClientChannel, Wakeup
+from transferqueue.wire import messages as m
+from transferqueue.wire.codec import decode_answer
+
+_log: Final = logging.getLogger("transferqueue.client")
+
+GOODBYE_S: Final = 1.0
+"""How long a closing client waits for the server to have heard it."""
+
+
+class Connection:
+    """Calls to the server at `address` over `channel`, from any thread and any event loop."""
+
+    def __init__(self, channel: ClientChannel, address: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.address: Final = address
+        self._channel: Final = channel
+        self._bell: Final = Wakeup()
+        self._clock: Final = clock
+        self._pid: Final = os.getpid()
+        self._calls = Calls()
+        self._inbox: deque[Pending] = deque()
+        self._left: deque[Pending] = deque()
+        self._unpinned: deque[int] = deque()
+        self._over: TransferQueueError | None = None
+        self._closing = False
+        self._goodbye: Pending | None = None
+        self._goodbye_by = 0.0
+        self._spoke_at = clock()
+        self._thread = threading.Thread(target=self._run, name=f"transferqueue {address}", daemon=True)
+
+    # ------------------------------------------------------------ any thread
+
+    def open(self, hello: m.Hello, timeout_s: float) -> m.Welcome:
+        """Start, and introduce this process. `Unreachable` if nothing answers within `timeout_s`."""
+        self._thread.start()
+        heard = threading.Event()
+        pending = Pending(hello, heard.set)
+        try:
+            self._submit(pending)
+            if not heard.wait(timeout_s):
+                raise Unreachable(
+                    f"nothing answered at {self.address} within {timeout_s:g} s; is a server running there? "
+                    f"Start one: transferqueue serve --address {self.address}"
+                )
+            reply = _result(pending)
+        except BaseException:
+            self.close()
+            raise
+        if not isinstance(reply, m.Welcome):
+            raise InternalError(f"{self.address} answered Hello with {type(reply).__name__}")
+        return reply
+
+    def call(self, request: m.Request) -> m.Reply:
+        """Send a request and wait for its reply; raises what the server refused it with.
+
+        An interrupt ends the wait at once and leaves the connection usable: the reply is handed back when
+        it comes. `Unreachable` if there is none long after the request's own wait has passed.
+        """
+        gate = threading.Lock()
+        gate.acquire()
+        pending = Pending(request, gate.release)
+        self._submit(pending)
+        try:
+            gate.acquire()
+            return _result(pending)
+        except TransferQueueError:
+            raise
+        except BaseException:
+            self._abandon(pending)
+            raise
+
+    async def acall(self, request: m.Request) -> m.Reply:
+        """`call` for an event loop; a cancelled wait is an interrupted one."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        def tell() -> None:
+            try:
+                loop.call_soon_threadsafe(wake)
+            except RuntimeError:  # the loop is closed, so nobody waits there any more
+                self._abandon(pending)
+
+        pending = Pending(request, tell)
+        self._submit(pending)
+        try:
+            await done
+            return _result(pending)
+        except TransferQueueError:
+            raise
+        except BaseException:
+            self._abandon(pending)
+            raise
+
+    def post(self, request: m.Request) -> None:
+        """Send a request that nobody waits for. For finalizers too: takes no lock, raises nothing, and does
+        nothing once the connection is over or in a forked child."""
+        if os.getpid() == self._pid and self._over is None:
+            self._inbox.append(Pending(request))
+            self._bell.set()
+
+    def unpin(self, blocks: list[int]) -> None:
+        """One pin of each block is not needed any more. For finalizers too, like `post`."""
+        if os.getpid() == self._pid and self._over is None:
+            self._unpinned.extend(blocks)
+            self._bell.set()
+
+    @property
+    def over(self) -> TransferQueueError | None:
+        """Why no call can be made any more; None while the session lasts."""
+        return self._over
+
+    def close(self) -> None:
+        """Say goodbye and stop. Whoever waits is told `Disconnected`. Again, or in a forked child: nothing."""
+        if os.getpid() != self._pid or self._thread.ident is None:
+            return
+        self._closing = True
+        if self._over is None:
+            self._bell.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _submit(self, pending: Pending) -> None:
+        if os.getpid() != self._pid:
+            raise Forked(
+                f"the queue at {self.address} was opened by process {self._pid} and is used in its forked child "
+                f"{os.getpid()}; connect again there (or start workers with spawn)"
+            )
+        self._inbox.append(pending)
+        if self._over is not None:  # the thread may have emptied the inbox for the last time before
+            self._fail_inbox(self._over)
+        else:
+            self._bell.set()
+
+    def _abandon(self, pending: Pending) -> None:
+        self._left.append(pending)
+        if self._over is None:
+            self._bell.set()
+
+    def _fail_inbox(self, error: TransferQueueError) -> None:
+        while self._inbox:
+            try:
+                pending = self._inbox.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            pending.settle(_copy(error))
+
+    # ------------------------------------------------------------ the I/O thread
+
+    def _run(self) -> None:
+        try:
+            while self._over is None:
+                self._turn()
+        except BaseException as error:
+            self._end(InternalError(f"the connection to {self.address} failed: {error!r}"))
+            raise
+        finally:
+            self._channel.close()
+            self._bell.close()
+
+    def _turn(self) -> None:
+        try:
+            self._send_what_is_due()
+            self._channel.wait(self._bell, self._patience())
+            while self._over is None and (frame := self._channel.recv_nowait()) is not None:
+                self._receive(decode_answer(frame))
+        except PeerError as error:
+            self._end(error)
+
+    def _send_what_is_due(self) -> None:
+        now = self._clock()
+        if self._closing:
+            self._say_goodbye(now)
+        while self._inbox:
+            self._send(self._calls.send(self._inbox.popleft(), now), now)
+        while self._left:
+            self._leave(self._left.popleft())
+        self._send_unpins(now)
+        again, overdue = self._calls.late(now)
+        for frame in again:
+            self._send(frame, now)
+        for pending in overdue:
+            pending.settle(self._unanswered(pending))
+        if self._calls.session and now >= self._spoke_at + HEARTBEAT_S:
+            self._send(self._calls.notice(m.Heartbeat()), now)
+
+    def _patience(self) -> float:
+        due = self._spoke_at + HEARTBEAT_S
+        late = self._calls.next_late()
+        if late is not None:
+            due = min(due, late)
+        if self._goodbye is not None:
+            due = min(due, self._goodbye_by)
+        return max(0.0, due - self._clock())
+
+    def _send(self, frame: bytes, now: float) -> None:
+        self._channel.send(frame)
+        self._spoke_at = now
+
+    def _send_unpins(self, now: float) -> None:
+        if self._unpinned:
+            blocks = [self._unpinned.popleft() for _ in range(len(self._unpinned))]
+            for notice in unpin(blocks):
+                self._send(self._calls.notice(notice), now)
+
+    def _receive(self, answer: m.Answer) -> None:
+        pending = self._calls.answered(answer)
+        reply = outcome(answer.reply)
+        if isinstance(reply, Disconnected):
+            if pending is not None:
+                pending.settle(reply)
+            self._end(reply)
+        elif isinstance(reply, TransferQueueError):
+            self._refused(pending, reply)
+        elif pending is not None:
+            self._answered(pending, reply)
+
+    def _answered(self, pending: Pending, reply: m.Reply) -> None:
+        if isinstance(reply, m.Welcome):
+            self._calls.session = reply.session
+        if pending is self._goodbye:
+            self._end(Disconnected(f"the queue at {self.address} was closed"))
+        elif pending.on_settled is None:
+            self._give_back(pending.request, reply)
+        else:
+            pending.settle(reply)
+
+    def _refused(self, pending: Pending | None, error: TransferQueueError) -> None:
+        if pending is None:
+            return
+        if pending.on_settled is not None:
+            pending.settle(error)
+        elif not isinstance(error, LeaseExpired | NotFound):  # what is handed back may be gone already
+            _log.error("%s, which nobody waits for, was refused: %s", type(pending.request).__name__, error)
+
+    def _leave(self, pending: Pending) -> None:
+        """The caller of `pending` went away, perhaps after the reply came."""
+        pending.on_settled = None
+        pending.gave_up = True
+        if pending.reply is not None:
+            self._give_back(pending.request, pending.reply)
+
+    def _give_back(self, request: m.Request, reply: m.Reply) -> None:
+        now = self._clock()
+        for undo in give_back(request, reply):
+            if isinstance(undo, m.Unpin):
+                self._send(self._calls.notice(undo), now)
+            else:
+                self._send(self._calls.send(Pending(undo), now), now)
+
+    def _unanswered(self, pending: Pending) -> Unreachable:
+        name = type(pending.request).__name__
+        return Unreachable(
+            f"{self.address} did not answer {name} within {ANSWER_S:g} s past the wait it asked for, after "
+            f"{pending.tries} more tries; the server may be stopped or out of reach"
+        )
+
+    def _say_goodbye(self, now: float) -> None:
+        """Everyone who waits is told at once; the server hears it last, after what was posted before."""
+        if self._goodbye is None:
+            closed = Disconnected(f"the queue at {self.address} was closed")
+            for pending in self._calls.drain():
+                pending.settle(_copy(closed))
+            self._goodbye, self._goodbye_by = Pending(m.Goodbye()), now + GOODBYE_S
+            if not self._calls.session:
+                self._end(closed)
+                return
+            posted = [pending for pending in self._inbox if pending.on_settled is None]
+            for pending in posted:
+                self._send(self._calls.send(pending, now), now)
+            self._fail_inbox(closed)
+            self._send(self._calls.send(self._goodbye, now), now)
+        elif now >= self._goodbye_by:
+            self._end(Disconnected(f"the queue at {self.address} was closed"))
+
+    def _end(self, error: TransferQueueError) -> None:
+        self._over = error
+        for pending in self._calls.drain():
+            pending.settle(_copy(error))
+        self._fail_inbox(error)
+
+
+def _result(pending: Pending) -> m.Reply:
+    if pending.error is not None:
+        raise pending.error
+    if pending.reply is None:
+        raise InternalError(f"{type(pending.request).__name__} was settled without a reply")
+    return pending.reply
+
+
+def _copy(error: TransferQueueError) -> TransferQueueError:
+    """One exception object per waiter: each gets its own traceback."""
+    return type(error)(*error.args)

@@ -1,0 +1,149 @@
+"""Facts of rows as callers give them (one value for all rows, or one per row) and as messages carry them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from transferqueue.errors import SchemaError, UsageError
+from transferqueue.limits import KEY_CHARS_MAX, TAGS_MAX
+from transferqueue.policies import Tags, check_tags
+from transferqueue.wire import messages as m
+
+Ints = int | Sequence[int] | npt.NDArray[Any] | None
+"""One integer for all rows, or one per row: a sequence, an array or a tensor. None: not given."""
+Floats = float | Sequence[float] | npt.NDArray[Any] | None
+"""One number for all rows, or one per row."""
+Keys = str | Sequence[str] | None
+TagsGiven = Mapping[str, str | int | float | bool] | Sequence[Mapping[str, str | int | float | bool]] | None
+
+_INT32_MAX: Final = (1 << 31) - 1
+_LEAST: Final = {"group_size": 1, "ordinal": 0, "policy_version": 0, "policy_version_max": 0, "tokens": 0}
+
+
+class Facts(msgspec.Struct, kw_only=True):
+    """What one call says about its rows. Each fact is None (unsaid), one value, or one value per row."""
+
+    group_id: Any = None
+    group_size: Any = None
+    ordinal: Any = None
+    policy_version: Any = None
+    policy_version_max: Any = None
+    tokens: Any = None
+    priority: Any = None
+    key: Any = None
+    tags: Any = None
+
+    def rows(self) -> int | None:
+        """How many rows the facts speak of; None if each is the same for all rows."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, str | Mapping) or value is None:
+                continue
+            if np.ndim(value) if name not in ("key", "tags") else True:
+                return len(value)
+        return None
+
+    def said(self) -> bool:
+        """Whether any fact was given."""
+        return any(getattr(self, name) is not None for name in self.__struct_fields__)
+
+    def message(self, rows: int, tokens: npt.NDArray[np.int64] | None = None) -> m.RowFacts:
+        """For `rows` rows. tokens: what to say if the caller did not. `SchemaError` for a fact that does
+        not fit its type or the number of rows."""
+        return m.RowFacts(
+            group_id=_ints("group_id", self.group_id, rows),
+            group_size=_ints("group_size", self.group_size, rows, "<i4"),
+            ordinal=_ints("ordinal", self.ordinal, rows),
+            policy_version=_ints("policy_version", self.policy_version, rows),
+            policy_version_max=_ints("policy_version_max", self.policy_version_max, rows),
+            tokens=_ints("tokens", tokens if self.tokens is None else self.tokens, rows),
+            priority=_floats("priority", self.priority, rows),
+            keys=_keys(self.key, rows),
+            tags=_tags(self.tags, rows),
+        )
+
+
+def _ints(name: str, value: object, rows: int, dtype: str = "<i8") -> bytes | None:
+    if value is None:
+        return None
+    given = _array(name, value, "integers")
+    if given.dtype.kind not in "iu":
+        raise SchemaError(f"{name} is {given.dtype}; it is made of integers: one for all rows, or one per row")
+    bound = _INT32_MAX if dtype == "<i4" else (1 << 63) - 1
+    if given.size and (int(given.max()) > bound or int(given.min()) < _LEAST.get(name, -bound - 1)):
+        wrong = int(given.max()) if int(given.max()) > bound else int(given.min())
+        raise SchemaError(f"{name} {wrong} is out of range; it goes from {_LEAST.get(name, -bound - 1)} to {bound}")
+    return _broadcast(name, given, rows).astype(dtype).tobytes()
+
+
+def _floats(name: str, value: object, rows: int) -> bytes | None:
+    if value is None:
+        return None
+    given = _array(name, value, "numbers")
+    if given.dtype.kind not in "iuf":
+        raise SchemaError(f"{name} is {given.dtype}; it is made of numbers: one for all rows, or one per row")
+    numbers = _broadcast(name, given, rows).astype("<f8")
+    if np.isnan(numbers).any():
+        raise SchemaError(f"{name} has a value that is not a number; rows could not be ordered by it")
+    return numbers.tobytes()
+
+
+def _array(name: str, value: object, rule: str) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise SchemaError(f"{name} cannot be read as an array: {error}; give {rule}, one or one per row") from error
+
+
+def _broadcast(name: str, given: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
+    if given.ndim == 0:
+        return np.full(rows, given)
+    if given.shape != (rows,):
+        raise SchemaError(
+            f"{name} has shape {given.shape} for {rows} rows; give one value for all rows, or one per row ({rows},)"
+        )
+    return given
+
+
+def _keys(value: object, rows: int) -> list[str] | None:
+    if value is None:
+        return None
+    keys = [value] * rows if isinstance(value, str) else list(value)  # type: ignore[call-overload]
+    if len(keys) != rows:
+        raise SchemaError(f"key has {len(keys)} values for {rows} rows; give one key per row")
+    for key in keys:
+        check_key(key)
+    return keys
+
+
+def check_key(key: object) -> str:
+    """Return `key` if it may name a row, else raise `UsageError`."""
+    if not isinstance(key, str):
+        raise UsageError(f"key {key!r} is {type(key).__name__}; keys are strings")
+    if len(key) > KEY_CHARS_MAX:
+        raise UsageError(f"key {key[:40]!r}... has {len(key)} characters; at most {KEY_CHARS_MAX} are allowed")
+    return key
+
+
+def _tags(value: object, rows: int) -> list[Tags] | None:
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return [_checked(value)] * rows
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise UsageError(f"tags are {type(value).__name__}; give one dict for all rows, or a list of one per row")
+    if len(value) != rows:
+        raise SchemaError(f"tags has {len(value)} values for {rows} rows; give one dict for all rows, or one per row")
+    return [_checked(tags) for tags in value]
+
+
+def _checked(tags: object) -> Tags:
+    found = check_tags(dict(tags) if isinstance(tags, Mapping) else tags)
+    if len(found) > TAGS_MAX:
+        raise UsageError(f"a row has {len(found)} tags; at most {TAGS_MAX} are allowed: use a column")
+    return found

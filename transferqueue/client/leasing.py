@@ -1,0 +1,169 @@
+"""Operations on leases: ask for rows, and end or prolong what was lent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from transferqueue.client import checks
+from transferqueue.client.client import Client
+from transferqueue.client.commits import commit
+from transferqueue.client.deadline import Deadline
+from transferqueue.client.driving import Operation, ask
+from transferqueue.client.facts import Facts
+from transferqueue.client.lent import Lent
+from transferqueue.client.source import content_source
+from transferqueue.client.terms import Terms
+from transferqueue.errors import LeaseExpired, UsageError
+from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
+from transferqueue.policies import Predicate
+from transferqueue.wire import messages as m
+
+B = TypeVar("B")
+
+REASON_CHARS_MAX = 4096
+
+
+def lease_request(
+    table: str,
+    task: str,
+    *,
+    rows: int | None,
+    tokens: int | None,
+    groups: int | None,
+    at_least: int | None,
+    timeout_s: float,
+    where: Predicate | Iterable[Predicate],
+    lease_s: float | None,
+    fields: Sequence[str] | None,
+    rank: int,
+    world: int,
+    replica: Sequence[int] | None,
+) -> m.Lease:
+    """The request for a lease, its arguments checked one by one."""
+    given = {"rows": rows, "tokens": tokens, "groups": groups}
+    wanted = {name: checks.positive(name, size) for name, size in given.items() if size is not None}
+    if len(wanted) != 1:
+        said = " and ".join(f"{name}={size}" for name, size in wanted.items()) or "none of them"
+        raise UsageError(f"lease of task {task!r}: give exactly one of rows=, tokens=, groups=; {said} was given")
+    peer, peers = checks.peer(replica)
+    return m.Lease(
+        table=table,
+        task=check_name("task", task),
+        **wanted,
+        at_least=0 if at_least is None else checks.positive("at_least", at_least),
+        wait_s=checks.seconds("timeout_s", timeout_s),
+        lease_s=0.0 if lease_s is None else _duration(lease_s),
+        where=predicates(where),
+        fields=checks.names("field", fields),
+        rank=checks.whole("rank", rank),
+        world=checks.positive("world", world),
+        replica=peer,
+        replicas=peers,
+    )
+
+
+def predicates(where: Predicate | Iterable[Predicate]) -> list[Predicate]:
+    """One predicate or several, all of which must hold."""
+    found = [where] if isinstance(where, Predicate) else list(where)
+    for predicate in found:
+        if not isinstance(predicate, Predicate):
+            raise UsageError(
+                f"where={predicate!r} is {type(predicate).__name__}; give TagIs, VersionBetween or Compare, or a list of these"
+            )
+    return found
+
+
+def lease(client: Client, terms: Terms, request: m.Lease, batch: Callable[[Lent, m.Leased], B]) -> Operation[B]:
+    """Rows lent, as what `batch` makes of them. If that fails, the rows go back."""
+    leased = yield from ask(request, m.Leased)
+    try:
+        source = content_source(client, leased.content, terms, f'task "{request.task}" (table "{terms.name}")')
+        return batch(Lent(client, terms, request.task, leased, source), leased)
+    except BaseException:
+        client.connection.post(m.Release(table=terms.name, lease=leased.lease, token=leased.token))
+        raise
+
+
+def ack(lent: Lent, rows: object, facts: Facts, columns: Mapping[str, Any], step: int) -> Operation[None]:
+    """The rows are done; results and facts about them are committed with that."""
+    lent.check()
+    chosen = lent.chosen(rows)
+    count = len(lent.left) if chosen is None else len(chosen) // 8
+    deadline = Deadline(lent.client.clock, TIMEOUT_S_DEFAULT)
+
+    def request(_: int, carried: m.Columns | None) -> m.Request:
+        return m.Ack(
+            table=lent.table,
+            lease=lent.lease,
+            token=lent.token,
+            rows=chosen,
+            columns=carried,
+            step=checks.whole("step", step, -1),
+        )
+
+    if columns or facts.said():
+        verb = commit(lent.client, lent.terms, facts, columns, count, deadline, request, m.Done)
+    else:
+        verb = ask(request(count, None), m.Done)
+    yield from _ending(lent, verb)
+    lent.take(chosen, "was acked")
+
+
+def drop(lent: Lent, reason: str, rows: object) -> Operation[None]:
+    """The rows end as dropped, for every task."""
+    lent.check()
+    chosen = lent.chosen(rows)
+    request = m.Ack(
+        table=lent.table, lease=lent.lease, token=lent.token, rows=chosen, drop=check_name("drop reason", reason)
+    )
+    yield from _ending(lent, ask(request, m.Done))
+    lent.take(chosen, "was dropped")
+
+
+def release(lent: Lent, rows: object, failed: bool, reason: str) -> Operation[None]:
+    """The rows go back to ready."""
+    lent.check()
+    chosen = lent.chosen(rows)
+    request = m.Release(
+        table=lent.table,
+        lease=lent.lease,
+        token=lent.token,
+        rows=chosen,
+        failed=bool(failed),
+        reason=str(reason)[:REASON_CHARS_MAX],
+    )
+    yield from _ending(lent, ask(request, m.Done))
+    lent.take(chosen, "was released")
+
+
+def renew(lent: Lent, lease_s: float | None) -> Operation[float]:
+    """The lease lasts `lease_s` from now; returns for how long it was granted."""
+    lent.check()
+    request = m.Renew(
+        table=lent.table, lease=lent.lease, token=lent.token, lease_s=0.0 if lease_s is None else _duration(lease_s)
+    )
+    renewed = yield from _ending(lent, ask(request, m.Renewed))
+    return renewed.lease_s
+
+
+def failure(error: BaseException) -> tuple[bool, str]:
+    """Whether an exception that left a batch's block counts as an attempt, and its text. An interrupt or a
+    cancelled task is no fault of the rows."""
+    return isinstance(error, Exception), f"{type(error).__name__}: {error}"[:REASON_CHARS_MAX]
+
+
+def _ending(lent: Lent, verb: Operation[B]) -> Operation[B]:
+    """Run a verb; a refusal that says the lease is gone ends the batch."""
+    try:
+        return (yield from verb)
+    except LeaseExpired:
+        lent.end("has expired")
+        raise
+
+
+def _duration(lease_s: float) -> float:
+    found = checks.seconds("lease_s", lease_s)
+    if found == 0:
+        raise UsageError("lease_s=0 would end at once; give a positive number of seconds")
+    return found

@@ -1,0 +1,89 @@
+"""The arenas of a deployment as one session sees them, and what it still holds of them.
+
+The session's lock file stays locked for as long as a view lives in this process, also after the queue was
+closed: the server reuses pinned memory only once it can take that lock (decision 4). So an array that a
+program keeps is never overwritten by strangers, however the session ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+from transferqueue.errors import Unreachable
+from transferqueue.storage.mapping import Mapping as Arena
+from transferqueue.storage.pages import U8
+from transferqueue.transport import FileLock
+from transferqueue.wire import messages as m
+
+
+class Memory:
+    """Writes into granted extents, and pins of blocks that replies named. Safe from any thread.
+
+    arenas: shard -> path. on_release: told blocks whose pins return; runs in finalizers.
+    """
+
+    def __init__(
+        self, arenas: Mapping[int, str], capacity: int, on_release: Callable[[list[int]], object], lock: FileLock | None
+    ) -> None:
+        self._paths = dict(arenas)
+        self._capacity = capacity
+        self._tell = on_release
+        self._lock_file = lock
+        self._arenas: dict[int, Arena] = {}
+        self._guard = threading.RLock()  # reentrant: a finalizer may run inside
+        self._pins = 0
+        self._closed = False
+
+    def write(self, shard: int, offset: int, nbytes: int, fill: Callable[[memoryview], object]) -> None:
+        """Let `fill` write into an extent that was granted to this session. The lock is held until it has."""
+        arena = self._arena(shard)
+        self._count(1)
+        try:
+            fill(arena.writable(offset, nbytes))
+        finally:
+            self._count(-1)
+
+    def pin(self, blocks: Iterable[m.BlockAt]) -> dict[int, U8]:
+        """The bytes of each block that one reply named. The pin returns when the last view is collected."""
+        by_shard: dict[int, dict[int, m.BlockAt]] = {}
+        for block in blocks:
+            by_shard.setdefault(block.shard, {})[block.block] = block
+        found: dict[int, U8] = {}
+        for shard, members in by_shard.items():
+            arena = self._arena(shard)
+            self._count(len(members))
+            try:
+                found |= arena.pin(members.values())
+            except BaseException:
+                self._released(list(members))
+                raise
+        return found
+
+    def close(self) -> None:
+        """Nothing is written or pinned any more. Views stay valid, and the lock is held until the last is gone."""
+        with self._guard:
+            self._closed = True
+            for arena in self._arenas.values():
+                arena.close()
+            self._count(0)
+
+    def _arena(self, shard: int) -> Arena:
+        with self._guard:
+            found = self._arenas.get(shard)
+            if found is None:
+                if shard not in self._paths:
+                    raise Unreachable(f"shard {shard} is not one that the server named ({sorted(self._paths)})")
+                found = Arena.open(self._paths[shard], self._capacity, self._released)
+                self._arenas[shard] = found
+        return found
+
+    def _released(self, blocks: list[int]) -> None:
+        self._tell(blocks)
+        self._count(-len(blocks))
+
+    def _count(self, change: int) -> None:
+        with self._guard:
+            self._pins += change
+            if self._closed and self._pins == 0 and self._lock_file is not None:
+                self._lock_file.release()

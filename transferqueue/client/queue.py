@@ -1,0 +1,106 @@
+"""A queue as a program sees it: a handle on all tables of one deployment, from any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from transferqueue.client import verbs
+from transferqueue.client.client import Client
+from transferqueue.client.driving import Operation, T, drive
+from transferqueue.client.table import Table
+from transferqueue.client.weighing import WeightChannel, channel_name
+from transferqueue.limits import Limits
+from transferqueue.policies import Acked, Pacing, Retention, Task
+from transferqueue.schema import Field
+
+
+class Queue:
+    """All tables of one deployment; what `transferqueue.connect` returns.
+
+    Every method may be called from any thread. After `os.fork` the child gets `Forked`: connect again there.
+    Closing ends all waits of this client with `Disconnected`, gives its leases and reservations back, and, if the
+    server is embedded, ends that too. Use it as a context manager.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    @property
+    def address(self) -> str:
+        """Where other processes connect to the same tables."""
+        return self._client.address
+
+    def create_table(
+        self,
+        name: str,
+        *,
+        fields: Sequence[Field] = (),
+        tasks: Sequence[Task] = (),
+        limits: Limits = Limits(),  # noqa: B008  (frozen)
+        pacing: Pacing | None = None,
+        retention: Retention = Acked(),  # noqa: B008  (frozen)
+        exist_ok: bool = False,
+    ) -> Table:
+        """Make a table. Fields not declared here are added by the first put that brings them.
+
+        `AlreadyExists` unless `exist_ok` and the terms are the same; `Impossible` for terms under which rows would
+        wait for ever, with the arithmetic.
+        """
+        operation = verbs.create_table(self._client, name, fields, tasks, limits, pacing, retention, exist_ok)
+        return Table(self._client, self._drive(operation))
+
+    def table(self, name: str, timeout_s: float = 0.0) -> Table:
+        """A table that exists, or that someone creates within `timeout_s`. `NotFound` lists those that exist."""
+        return Table(self._client, self._drive(verbs.open_table(self._client, name, timeout_s)))
+
+    def tables(self) -> list[str]:
+        """Names of all tables."""
+        return self._drive(verbs.tables())
+
+    def drop_table(self, name: str) -> None:
+        """Remove a table: its rows are dropped, whoever waits for it gets `NotFound`."""
+        self._drive(verbs.drop_table(self._client, name))
+
+    def weights(self, channel: str, keep: int = 2) -> WeightChannel:
+        """The weight channel of this name; it exists once something is published. keep: versions kept."""
+        return WeightChannel(self._client, *channel_name(channel, keep))
+
+    def stats(self) -> dict[str, Any]:
+        """Counts, bytes and rates of the whole deployment now; the keys are in docs/OBSERVING.md."""
+        return self._drive(verbs.observe("stats"))
+
+    def audit(self) -> dict[str, Any]:
+        """For each table ``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own."""
+        return self._drive(verbs.observe("audit"))
+
+    def doctor(self, table: str | None = None) -> dict[str, Any]:
+        """Who waits for what, what is missing and who holds it; for one table or all."""
+        return self._drive(verbs.observe("doctor", table or ""))
+
+    def inspect(self, table: str, row: int) -> dict[str, Any]:
+        """One row: its facts, fields and what happened to it in each task."""
+        return self._drive(verbs.observe("row", table, row))
+
+    def sessions(self) -> dict[str, Any]:
+        """Connected clients: label, process, last heard of, what they hold."""
+        return self._drive(verbs.observe("sessions"))
+
+    def close(self) -> None:
+        """End the session, and an embedded server with it. Waits end with `Disconnected`. Again: nothing."""
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} at {self.address}>"
+
+    def _drive(self, operation: Operation[T]) -> T:
+        return drive(self._client.connection, operation)

@@ -1,0 +1,108 @@
+"""Reservations: permission to start producing rows, before any work is spent on them."""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+from typing import Self
+
+from transferqueue.client import verbs
+from transferqueue.client.client import Client
+from transferqueue.client.driving import drive
+from transferqueue.client.terms import Terms
+from transferqueue.errors import UsageError
+from transferqueue.wire import messages as m
+
+
+class _Left:
+    """Rows of a reservation that were neither put nor returned yet; apart from it, for its finalizer."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+
+class ReservationBase:
+    """What the reservations of both fronts share."""
+
+    def __init__(self, client: Client, terms: Terms, reserved: m.Reserved) -> None:
+        self._client, self._terms, self._reserved = client, terms, reserved
+        self._left = _Left(reserved.rows)
+        self._unasked = m.Unreserve(table=terms.name, reservation=reserved.reservation)
+        weakref.finalize(self, _give_up, client, self._left, self._unasked)
+
+    @property
+    def id(self) -> int:
+        """Its number, as `transferqueue inspect` shows it."""
+        return self._reserved.reservation
+
+    @property
+    def rows(self) -> int:
+        """Rows that may be produced, `refills` included."""
+        return self._reserved.rows
+
+    @property
+    def left(self) -> int:
+        """Rows of these that were neither put nor returned yet."""
+        return self._left.rows
+
+    @property
+    def version(self) -> int:
+        """The table's clock when this was granted; weights of this version or newer are in bound."""
+        return self._reserved.version
+
+    @property
+    def refills(self) -> list[tuple[int, int]]:
+        """Members of groups that are asked for again: (group_id, how many are missing). Part of `rows`."""
+        return list(self._reserved.refills)
+
+    def used(self, rows: int) -> None:
+        """`rows` of it were put or returned."""
+        self._left.rows = max(0, self._left.rows - rows)
+
+    def give_up(self) -> None:
+        """Return what is left without waiting for an answer, as after an error, which is the one to see."""
+        _give_up(self._client, self._left, self._unasked)
+
+
+def _give_up(client: Client, left: _Left, unasked: m.Unreserve) -> None:
+    """Return what is left, in a finalizer too."""
+    if left.rows:
+        left.rows = 0
+        client.connection.post(unasked)
+
+
+def reservation_id(terms: Terms, reservation: ReservationBase | None) -> int:
+    """The number that a put names; 0 for none."""
+    if reservation is None:
+        return 0
+    if not isinstance(reservation, ReservationBase) or reservation._terms is not terms:
+        raise UsageError(
+            f'reservation {reservation!r} is not one of table "{terms.name}"; give what its reserve() returned'
+        )
+    return reservation.id
+
+
+class Reservation(ReservationBase):
+    """Permission to start producing `rows` rows, given by `Table.reserve` and used by ``put(reservation=...)``.
+
+    As a context manager it returns at the end what was not put. So does its collection, and the death of the
+    process. Rows that were put return when the pacing task is done with them, or when they are dropped.
+    """
+
+    def release(self, rows: int | None = None) -> None:
+        """These rows (None: all that are left) will not be produced."""
+        drive(self._client.connection, verbs.unreserve(self._terms, self.id, rows))
+        self.used(self._left.rows if rows is None else rows)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.give_up()
+        elif self._left.rows:
+            self.release()

@@ -1,0 +1,148 @@
+"""Rows that came in a reply: their facts as arrays, their columns as they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferqueue.client.source import Source
+from transferqueue.policies import Tags
+from transferqueue.storage.column import Column
+from transferqueue.wire import messages as m
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from tensordict import TensorDict
+
+
+class RowsBase:
+    """Rows with their facts and lazy columns: what `Rows` and the batches of both fronts are.
+
+    ``len(rows)`` is the number of rows; ``rows["field"]`` is a `Column`, nothing of which is copied before
+    one of its views is asked for. Facts are arrays in the order of `rows`, this process's own.
+    """
+
+    def __init__(self, content: m.Content, source: Source) -> None:
+        self._content = content
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._content.rows) // 8
+
+    def __getitem__(self, field: str) -> Column:
+        """The column of a field. `NotFound` if it is not among `fields`; `BatchEnded` after the end."""
+        return self._source.column(field)
+
+    def __contains__(self, field: object) -> bool:
+        return field in self._source.fields
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of the fields, as of a dict."""
+        return iter(self.fields)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the columns that came."""
+        return tuple(self._source.fields)
+
+    @cached_property
+    def rows(self) -> NDArray[np.int64]:
+        """Row ids ``[rows]``."""
+        return _own(self._content.rows, "<i8")
+
+    @cached_property
+    def policy_version(self) -> NDArray[np.int64]:
+        """Oldest policy version that produced a trainable token of each row ``[rows]``; -1: never stamped."""
+        return _own(self._content.policy_version, "<i8")
+
+    @cached_property
+    def policy_version_max(self) -> NDArray[np.int64]:
+        """Newest policy version that produced a token of each row ``[rows]``; -1: never stamped."""
+        return _own(self._content.policy_version_max, "<i8")
+
+    @cached_property
+    def group_id(self) -> NDArray[np.int64]:
+        """Group of each row ``[rows]``; -1: none."""
+        return _own(self._content.group_id, "<i8")
+
+    @cached_property
+    def group_size(self) -> NDArray[np.int32]:
+        """Rows that the group of each row has when it is whole ``[rows]``."""
+        return _own(self._content.group_size, "<i4")
+
+    @cached_property
+    def ordinal(self) -> NDArray[np.int64]:
+        """Place of each row in its group, or in a data set, as its producer numbered it ``[rows]``; -1: not said."""
+        return _own(self._content.ordinal, "<i8")
+
+    @cached_property
+    def tokens(self) -> NDArray[np.int64]:
+        """Tokens of each row ``[rows]``, as told or taken at the put."""
+        return _own(self._content.tokens, "<i8")
+
+    @cached_property
+    def priority(self) -> NDArray[np.float64]:
+        """Priority of each row ``[rows]``."""
+        return _own(self._content.priority, "<f8")
+
+    @property
+    def keys(self) -> list[str]:
+        """Key of each row; an empty string where there is none."""
+        return self._content.keys if self._content.keys is not None else [""] * len(self)
+
+    @property
+    def tags(self) -> list[Tags]:
+        """Tags of each row; an empty dict where there are none."""
+        return self._content.tags if self._content.tags is not None else [{} for _ in range(len(self))]
+
+    def arrow(self) -> pa.Table:
+        """All columns as an Arrow table, for polars, duckdb or Parquet. Keeps its own hold on the memory."""
+        import pyarrow as pa
+
+        return pa.table({name: self[name].arrow() for name in self.fields})
+
+    def tensordict(self) -> TensorDict:
+        """All columns as a `tensordict.TensorDict` of batch size ``[rows]``: dense columns as tensors, ragged ones as
+        jagged nested tensors, text, bytes and plain values as non-tensor data. Needs torch and tensordict."""
+        from tensordict import NonTensorStack, TensorDict
+
+        found: dict[str, Any] = {}
+        for name, field in self._source.fields.items():
+            column = self[name]
+            if field.dense:
+                found[name] = column.torch()
+            elif field.ragged:
+                found[name] = column.nested()
+            else:
+                found[name] = NonTensorStack(*column.list())
+        return TensorDict(found, batch_size=[len(self)])
+
+
+class Rows(RowsBase):
+    """Rows that were read without a lease.
+
+    The memory of their columns is pinned at the server until `release`, the end of a ``with`` block, or until
+    this object is collected; a view that was taken before stays valid for as long as it is held, and may be
+    changed in place without anyone else seeing it. After the end a column is `BatchEnded`.
+    """
+
+    def release(self) -> None:
+        """Return the memory of the columns; views taken before stay valid. Again: nothing."""
+        self._source.end("was released")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _own(data: bytes, dtype: str) -> NDArray[Any]:
+    return np.frombuffer(data, dtype).copy()

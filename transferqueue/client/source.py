@@ -1,0 +1,65 @@
+"""Where the columns of a reply come from: values inside the reply, or blocks pinned for as long as they are in use."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from transferqueue.client.client import Client
+from transferqueue.client.terms import Terms
+from transferqueue.errors import Corruption, NotFound, listing
+from transferqueue.schema import Field
+from transferqueue.storage.column import Column
+from transferqueue.storage.placement import Blocks, Placement
+from transferqueue.wire import messages as m
+
+
+class Source:
+    """Columns of the rows of one reply. Made at their first use; kept, with what they have gathered."""
+
+    def __init__(self, subject: str, rows: int, columns: dict[str, Column], blocks: list[Blocks]) -> None:
+        self.subject, self.rows = subject, rows
+        self._columns = columns
+        self._blocks = blocks
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """Fields that came, by name."""
+        return {name: column.field for name, column in self._columns.items()}
+
+    def column(self, name: str) -> Column:
+        """The column of a field."""
+        found = self._columns.get(name)
+        if found is None:
+            raise NotFound(
+                f'field "{name}" is not in this batch of {self.subject}; it has {listing(self._columns)}; name others with '
+                "fields="
+            )
+        return found
+
+    def end(self, how: str) -> None:
+        """Return the memory, as soon as no view of it is left. What a column has given stays; the rest is `BatchEnded`."""
+        for blocks in self._blocks:
+            blocks.end(
+                f"the batch of {self.subject} {how}, and its memory was returned; take what is needed while it lasts "
+                "(.numpy(), .torch(), ...): views taken then stay valid"
+            )
+
+
+def content_source(client: Client, content: m.Content, terms: Terms, subject: str) -> Source:
+    """Columns of a reply. Its pins return when the source has ended and no view is left, or at once if it is no good."""
+    rows = len(content.rows) // 8
+    fields = terms.fields | {field.name: field for field in content.fields}
+    columns = {value.field: Column.of_inline(fields[value.field], value.data) for value in content.inline}
+    named = {block.block: block for part in content.parts for block in part.blocks}
+    if not named:
+        return Source(subject, rows, columns, [])
+    memory = client.memory.pin(named.values())
+    held: list[Blocks] = []
+    for part in content.parts:
+        blocks = Blocks(part.blocks, [memory[block.block] for block in part.blocks], fields)
+        placement = Placement(blocks, np.frombuffer(part.block_of_row, "<i4"), np.frombuffer(part.slot_of_row, "<i4"))
+        if len(placement) != rows:
+            raise Corruption(f"{subject}: a reply places {len(placement)} rows of {rows}")
+        held.append(blocks)
+        columns |= {name: Column(fields[name], placement) for name in part.fields}
+    return Source(subject, rows, columns, held)

@@ -1,0 +1,309 @@
+"""A table as a program sees it, from any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferqueue.client import leasing, verbs
+from transferqueue.client.batch import Batch
+from transferqueue.client.client import Client
+from transferqueue.client.driving import Operation, T, drive
+from transferqueue.client.facts import Facts, Floats, Ints, Keys, TagsGiven
+from transferqueue.client.reservation import Reservation, reservation_id
+from transferqueue.client.rows import Rows
+from transferqueue.client.terms import Terms
+from transferqueue.errors import EndOfTable
+from transferqueue.limits import TIMEOUT_S_DEFAULT, Limits
+from transferqueue.policies import Pacing, Predicate, Retention, Task
+from transferqueue.schema import Field
+
+
+class TableBase:
+    """What the tables of both fronts share: the terms, as last heard of."""
+
+    def __init__(self, client: Client, terms: Terms) -> None:
+        self._client, self._terms = client, terms
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        return self._terms.name
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """Fields by name, as this client last heard of them; `Queue.table` asks again."""
+        return dict(self._terms.fields)
+
+    @property
+    def tasks(self) -> dict[str, Task]:
+        """Tasks by name, as this client last heard of them."""
+        return {task.name: task for task in self._terms.last.tasks}
+
+    @property
+    def limits(self) -> Limits:
+        """What the table may hold."""
+        return self._terms.last.limits
+
+    @property
+    def pacing(self) -> Pacing | None:
+        """How far production may run ahead; None: only the limits bound it."""
+        return self._terms.last.pacing
+
+    @property
+    def retention(self) -> Retention:
+        """When rows are freed."""
+        return self._terms.last.retention
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} at {self._client.address}>"
+
+
+class Table(TableBase):
+    """A named set of rows with fields, tasks and limits. Made by `Queue.create_table` or `Queue.table`.
+
+    Every method may be called from any thread. A method that waits says until when; an interrupt ends the wait
+    and leaves everything usable.
+    """
+
+    def put(
+        self,
+        *,
+        group_id: Ints = None,
+        group_size: Ints = None,
+        ordinal: Ints = None,
+        policy_version: Ints = None,
+        policy_version_max: Ints = None,
+        tokens: Ints = None,
+        priority: Floats = None,
+        key: Keys = None,
+        tags: TagsGiven = None,
+        reservation: Reservation | None = None,
+        timeout_s: float = TIMEOUT_S_DEFAULT,
+        **columns: Any,
+    ) -> NDArray[np.int64]:
+        """Add rows, in one commit: all of them with all their columns and facts, or nothing.
+
+        columns: by field name, each with one value per row: torch (dense ``[rows, ...]`` or jagged), numpy, lists of
+        arrays or numbers, Arrow arrays, strings, bytes, plain nested values, or `Repeat` where rows share values. A
+        single value (number, text, dict) is given to all rows. A field that the table lacks is added.
+        facts: one for all rows, or one per row. tokens: if not given, the lengths of `input_ids`, else of
+        `prompt_ids` and `response_ids` together, as far as this put has them; later columns add nothing.
+        reservation: rows come out of it; such a put is never refused for capacity.
+
+        Blocks while the table or the arena is full, up to `timeout_s` (0: not at all, then `Full`). Returns row ids
+        ``[rows]``, ascending. Values are copied once, before it returns. `SchemaError` if a column does not fit,
+        `Sealed`, `Impossible` for rows that could never fit, `DeadlineExceeded` if there was no room.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect() as queue:
+            ...     table = queue.create_table("rollouts", tasks=[tq.Task("reward", needs=["text"])])
+            ...     table.put(text=["2+2=4", "2+2=5"], group_id=0, group_size=2).tolist()
+            [0, 1]
+        """
+        facts = Facts(
+            group_id=group_id,
+            group_size=group_size,
+            ordinal=ordinal,
+            policy_version=policy_version,
+            policy_version_max=policy_version_max,
+            tokens=tokens,
+            priority=priority,
+            key=key,
+            tags=tags,
+        )
+        number = reservation_id(self._terms, reservation)
+        rows = self._drive(verbs.put(self._client, self._terms, facts, columns, number, timeout_s))
+        if reservation is not None:
+            reservation.used(len(rows))
+        return rows
+
+    def update(
+        self,
+        rows: Any,
+        *,
+        overwrite: bool = False,
+        group_id: Ints = None,
+        group_size: Ints = None,
+        ordinal: Ints = None,
+        policy_version: Ints = None,
+        policy_version_max: Ints = None,
+        tokens: Ints = None,
+        priority: Floats = None,
+        key: Keys = None,
+        tags: TagsGiven = None,
+        **columns: Any,
+    ) -> None:
+        """Give existing rows more columns or facts, in one commit; arguments as of `put`.
+
+        rows: ids, in the order of the columns' rows. overwrite: fields that are set already are replaced; otherwise that
+        is `AlreadyExists`. `NotFound` if a row is gone: then nothing was changed.
+        """
+        facts = Facts(
+            group_id=group_id,
+            group_size=group_size,
+            ordinal=ordinal,
+            policy_version=policy_version,
+            policy_version_max=policy_version_max,
+            tokens=tokens,
+            priority=priority,
+            key=key,
+            tags=tags,
+        )
+        self._drive(verbs.update(self._client, self._terms, rows, facts, columns, overwrite))
+
+    def lease(
+        self,
+        task: str,
+        *,
+        rows: int | None = None,
+        tokens: int | None = None,
+        groups: int | None = None,
+        at_least: int | None = None,
+        timeout_s: float = TIMEOUT_S_DEFAULT,
+        where: Predicate | Iterable[Predicate] = (),
+        lease_s: float | None = None,
+        fields: Sequence[str] | None = None,
+        rank: int = 0,
+        world: int = 1,
+        replica: tuple[int, int] | None = None,
+    ) -> Batch:
+        """Borrow ready rows of a task: exactly one of `rows`, `tokens` (a budget) or `groups` says how many.
+
+        Waits at the server until there are that many (or `at_least`, or the table is sealed and only fewer are left),
+        up to `timeout_s`. Use it as a context manager: a clean exit acks, an exception gives the rows back.
+
+        where: predicates that every row must satisfy. lease_s: how long the rows are lent (None: the task's).
+        fields: columns to bring (None: the task's needs). rank, world: this rank's share of one batch agreed for `world`
+        ranks. replica: ``(i, n)``, this is peer i of n that get the identical batch; it is done when all have acked.
+
+        `EndOfTable` when the table is sealed and drained; `DeadlineExceeded` says what is missing and who holds it;
+        `NotFound`, or `UsageError` for a request that makes no sense.
+        """
+        request = leasing.lease_request(
+            self.name,
+            task,
+            rows=rows,
+            tokens=tokens,
+            groups=groups,
+            at_least=at_least,
+            timeout_s=timeout_s,
+            where=where,
+            lease_s=lease_s,
+            fields=fields,
+            rank=rank,
+            world=world,
+            replica=replica,
+        )
+        return self._drive(leasing.lease(self._client, self._terms, request, Batch))
+
+    def leases(
+        self,
+        task: str,
+        *,
+        rows: int | None = None,
+        tokens: int | None = None,
+        groups: int | None = None,
+        at_least: int | None = None,
+        timeout_s: float = TIMEOUT_S_DEFAULT,
+        where: Predicate | Iterable[Predicate] = (),
+        lease_s: float | None = None,
+        fields: Sequence[str] | None = None,
+        rank: int = 0,
+        world: int = 1,
+        replica: tuple[int, int] | None = None,
+    ) -> Iterator[Batch]:
+        """Batches, one `lease` after the other, until the table is sealed and drained.
+
+        Each is the caller's to ack or release: ``for batch in table.leases("train", rows=64): with batch: ...``.
+        `timeout_s` is for each of them.
+        """
+        while True:
+            try:
+                batch = self.lease(
+                    task,
+                    rows=rows,
+                    tokens=tokens,
+                    groups=groups,
+                    at_least=at_least,
+                    timeout_s=timeout_s,
+                    where=where,
+                    lease_s=lease_s,
+                    fields=fields,
+                    rank=rank,
+                    world=world,
+                    replica=replica,
+                )
+            except EndOfTable:
+                return
+            yield batch
+            del batch  # the caller's alone: held here, it could not be collected while the next is waited for
+
+    def reserve(
+        self, rows: int, *, policy_version: int | None = None, timeout_s: float = TIMEOUT_S_DEFAULT
+    ) -> Reservation:
+        """Permission to start producing `rows` rows with weights of `policy_version` (None: the table's clock).
+
+        Waits, up to `timeout_s`, while production is as far ahead of the pacing task as it may be, or while a row started
+        now could not be trained in bound. `Impossible` if it never could.
+        """
+        return Reservation(
+            self._client, self._terms, self._drive(verbs.reserve(self._terms, rows, policy_version, timeout_s))
+        )
+
+    def advance(self, version: int, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> None:
+        """The trainer's version is now `version`; the clock never goes back.
+
+        With ``on_stale=HoldClock()`` it waits, up to `timeout_s`, while a row of the table would become stale.
+        """
+        self._drive(verbs.advance(self._terms, version, timeout_s))
+
+    def seal(self) -> None:
+        """No more rows will enter: consumers drain what is there, then see `EndOfTable`. Twice is `Sealed`."""
+        self._drive(verbs.seal(self._terms))
+
+    def read(
+        self,
+        rows: Any = None,
+        *,
+        where: Predicate | Iterable[Predicate] = (),
+        fields: Sequence[str] | None = None,
+        limit: int | None = None,
+    ) -> Rows:
+        """Rows without a lease: these ids, or all live rows that satisfy `where`, at most `limit`."""
+        return self._drive(verbs.read(self._client, self._terms, rows, where, fields, limit))
+
+    def find(self, keys: str | Sequence[str]) -> NDArray[np.int64]:
+        """Row ids ``[keys]`` of keys; -1 where there is no such row."""
+        return self._drive(verbs.find(self._terms, keys))
+
+    def drop(self, rows: Any, reason: str) -> int:
+        """Rows end as dropped with this reason, for every task, leased ones too. Returns how many."""
+        return self._drive(verbs.drop(self._terms, rows, reason))
+
+    def delete(self, rows: Any) -> int:
+        """Free rows of a table with `Manual` retention. Returns how many."""
+        return self._drive(verbs.delete(self._terms, rows))
+
+    def add_task(self, task: Task) -> None:
+        """Declare one more task; ``from_`` says whether it sees the rows that are there."""
+        self._drive(verbs.add_task(self._client, self._terms, task))
+
+    def add_fields(self, fields: Sequence[Field]) -> None:
+        """Declare more fields."""
+        self._drive(verbs.add_fields(self._client, self._terms, fields))
+
+    def stats(self) -> dict[str, Any]:
+        """Counts, bytes, ages and rates of this table now; the keys are in docs/OBSERVING.md."""
+        return self._drive(verbs.observe("stats", self.name))
+
+    def audit(self) -> dict[str, Any]:
+        """``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own, and how rows were dropped."""
+        return self._drive(verbs.observe("audit", self.name))
+
+    def _drive(self, operation: Operation[T]) -> T:
+        return drive(self._client.connection, operation)

@@ -1,0 +1,208 @@
+"""Operations on queues and tables, one for each verb of the public face (leases: `leasing`, weights: `weighing`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferqueue.client import checks
+from transferqueue.client.client import Client
+from transferqueue.client.commits import commit
+from transferqueue.client.deadline import Deadline
+from transferqueue.client.driving import Operation, ask
+from transferqueue.client.facts import Facts, check_key
+from transferqueue.client.leasing import predicates
+from transferqueue.client.rows import Rows
+from transferqueue.client.source import content_source
+from transferqueue.client.terms import Terms
+from transferqueue.errors import InternalError, UsageError
+from transferqueue.limits import TIMEOUT_S_DEFAULT, Limits, check_name
+from transferqueue.policies import Acked, Manual, Pacing, Predicate, Retention, Task
+from transferqueue.schema import Field
+from transferqueue.wire import messages as m
+from transferqueue.wire.codec import decode_plain
+
+# ---------------------------------------------------------------- queue
+
+
+def create_table(
+    client: Client,
+    name: str,
+    fields: Sequence[Field],
+    tasks: Sequence[Task],
+    limits: Limits,
+    pacing: Pacing | None,
+    retention: Retention | None,
+    exist_ok: bool,
+) -> Operation[Terms]:
+    """A new table, or an existing one with the same terms."""
+    request = m.CreateTable(
+        name=check_name("table", name),
+        fields=_each("fields", fields, Field),
+        tasks=_each("tasks", tasks, Task),
+        limits=_one("limits", limits, Limits),
+        pacing=None if pacing is None else _one("pacing", pacing, Pacing),
+        retention=None if retention is None else _one("retention", retention, Acked | Manual),
+        exist_ok=bool(exist_ok),
+    )
+    return client.terms((yield from ask(request, m.TableTerms)))
+
+
+def open_table(client: Client, name: str, timeout_s: float) -> Operation[Terms]:
+    """A table that exists, or will within `timeout_s`."""
+    request = m.OpenTable(name=check_name("table", name), wait_s=checks.seconds("timeout_s", timeout_s))
+    return client.terms((yield from ask(request, m.TableTerms)))
+
+
+def drop_table(client: Client, name: str) -> Operation[None]:
+    """The table and its rows end."""
+    yield from ask(m.DropTable(name=check_name("table", name)), m.Done)
+    client.tables.pop(name, None)
+
+
+def tables() -> Operation[list[str]]:
+    """Names of all tables."""
+    return (yield from ask(m.ListTables(), m.Tables)).names
+
+
+def observe(what: str, table: str = "", row: int = -1) -> Operation[dict[str, Any]]:
+    """A snapshot of one kind, as plain values."""
+    if table:
+        check_name("table", table)
+    request = m.Observe(what=what, table=table, row=checks.whole("row", row, least=-1))
+    value = decode_plain((yield from ask(request, m.Observed)).value)
+    if not isinstance(value, dict):
+        raise InternalError(f"{what} was observed as {type(value).__name__}, not as a dict")
+    return value
+
+
+# ---------------------------------------------------------------- rows
+
+
+def put(
+    client: Client, terms: Terms, facts: Facts, columns: Mapping[str, Any], reservation: int, timeout_s: float
+) -> Operation[NDArray[np.int64]]:
+    """New rows; their ids."""
+    deadline = Deadline(client.clock, checks.seconds("timeout_s", timeout_s))
+
+    def request(rows: int, carried: m.Columns) -> m.Put:
+        return m.Put(table=terms.name, rows=rows, columns=carried, reservation=reservation, wait_s=deadline.left())
+
+    found = yield from commit(client, terms, facts, columns, None, deadline, request, m.PutRows)
+    return np.arange(found.first, found.first + found.rows, dtype=np.int64)
+
+
+def update(
+    client: Client, terms: Terms, rows: object, facts: Facts, columns: Mapping[str, Any], overwrite: bool
+) -> Operation[None]:
+    """More columns or facts for existing rows."""
+    ids = checks.row_ids(rows)
+    if not ids or not (columns or facts.said()):
+        raise UsageError("an update without rows, or without columns and facts, would change nothing; give both")
+    deadline = Deadline(client.clock, TIMEOUT_S_DEFAULT)
+
+    def request(_: int, carried: m.Columns) -> m.Update:
+        return m.Update(table=terms.name, rows=ids, columns=carried, overwrite=bool(overwrite))
+
+    yield from commit(client, terms, facts, columns, len(ids) // 8, deadline, request, m.Done)
+
+
+def read(
+    client: Client,
+    terms: Terms,
+    rows: object,
+    where: Predicate | Iterable[Predicate],
+    fields: Sequence[str] | None,
+    limit: int | None,
+) -> Operation[Rows]:
+    """Rows without a lease."""
+    request = m.Read(
+        table=terms.name,
+        rows=None if rows is None else checks.row_ids(rows),
+        fields=checks.names("field", fields),
+        where=predicates(where),
+        limit=0 if limit is None else checks.positive("limit", limit),
+    )
+    content = (yield from ask(request, m.ReadRows)).content
+    return Rows(content, content_source(client, content, terms, f'table "{terms.name}"'))
+
+
+def find(terms: Terms, keys: str | Sequence[str]) -> Operation[NDArray[np.int64]]:
+    """Row ids of keys."""
+    wanted = [keys] if isinstance(keys, str) else list(keys)
+    request = m.Find(table=terms.name, keys=[check_key(key) for key in wanted])
+    found = yield from ask(request, m.Found)
+    return np.frombuffer(found.rows, "<i8").astype(np.int64)
+
+
+def drop(terms: Terms, rows: object, reason: str) -> Operation[int]:
+    """Rows end as dropped."""
+    request = m.Drop(table=terms.name, rows=checks.row_ids(rows), reason=check_name("drop reason", reason))
+    return (yield from ask(request, m.Done)).rows
+
+
+def delete(terms: Terms, rows: object) -> Operation[int]:
+    """Rows of a table with manual retention are freed."""
+    return (yield from ask(m.Delete(table=terms.name, rows=checks.row_ids(rows)), m.Done)).rows
+
+
+# ---------------------------------------------------------------- flow and terms
+
+
+def reserve(terms: Terms, rows: int, policy_version: int | None, timeout_s: float) -> Operation[m.Reserved]:
+    """Permission to start producing rows."""
+    request = m.Reserve(
+        table=terms.name,
+        rows=checks.positive("rows", rows),
+        policy_version=-1 if policy_version is None else checks.whole("policy_version", policy_version),
+        wait_s=checks.seconds("timeout_s", timeout_s),
+    )
+    return (yield from ask(request, m.Reserved))
+
+
+def unreserve(terms: Terms, reservation: int, rows: int | None) -> Operation[int]:
+    """Rows that will not be produced."""
+    count = 0 if rows is None else checks.positive("rows", rows)
+    request = m.Unreserve(table=terms.name, reservation=reservation, rows=count)
+    return (yield from ask(request, m.Done)).rows
+
+
+def advance(terms: Terms, version: int, timeout_s: float) -> Operation[None]:
+    """The trainer's version is now this."""
+    request = m.Advance(
+        table=terms.name, version=checks.whole("version", version), wait_s=checks.seconds("timeout_s", timeout_s)
+    )
+    yield from ask(request, m.Done)
+
+
+def seal(terms: Terms) -> Operation[None]:
+    """No more rows will enter."""
+    yield from ask(m.Seal(table=terms.name), m.Done)
+
+
+def add_task(client: Client, terms: Terms, task: Task) -> Operation[None]:
+    """One more task."""
+    request = m.AddTask(table=terms.name, task=_one("task", task, Task))
+    client.terms((yield from ask(request, m.TableTerms)))
+
+
+def add_fields(client: Client, terms: Terms, fields: Sequence[Field]) -> Operation[None]:
+    """More fields."""
+    request = m.AddFields(table=terms.name, fields=_each("fields", fields, Field))
+    client.terms((yield from ask(request, m.TableTerms)))
+
+
+def _one(name: str, value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind):
+        wanted = getattr(kind, "__name__", str(kind).replace("transferqueue.policies.", ""))
+        raise UsageError(f"{name}={value!r} is {type(value).__name__}; give {wanted}")
+    return value
+
+
+def _each(name: str, values: Any, kind: Any) -> list[Any]:
+    if isinstance(values, kind | str | Mapping) or not isinstance(values, Iterable):
+        raise UsageError(f"{name}={values!r} is not a list; give a list of {kind.__name__}")
+    return [_one(name, value, kind) for value in values]

@@ -1,0 +1,115 @@
+"""Where a session writes: extents granted to it, shared by its small puts.
+
+Rules:
+
+1. A put of `SMALL_EXTENT_BYTES` or more asks for an extent of its size and returns it when the put has ended.
+2. Smaller puts take pieces of an open extent, one after the other: one round trip each, and no page
+   wasted. An extent without room for a put is retired; the newest few stay open.
+3. A retired extent is returned when the last put that writes into it has ended, never before.
+4. A piece that was certainly not committed is given to the next put if it was the last one taken. One
+   whose fate is unknown (an interrupt, a lost server) is never written again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from transferqueue.client.deadline import Deadline
+from transferqueue.client.driving import Operation, ask
+from transferqueue.limits import SMALL_EXTENT_BYTES, SMALL_EXTENTS_BYTES
+from transferqueue.schema import align
+from transferqueue.wire import messages as m
+
+OPEN_MAX: Final = 2
+"""Open extents kept: the one in use, and one that another thread asked for at the same moment."""
+
+
+class _Extent:
+    __slots__ = ("granted", "retired", "used", "writers")
+
+    def __init__(self, granted: m.Granted) -> None:
+        self.granted = granted
+        self.used = self.writers = 0
+        self.retired = False
+
+
+class Piece:
+    """Bytes [offset, offset + nbytes) of the arena of `shard`, this put's to write until `done`."""
+
+    __slots__ = ("_extent", "_ground", "nbytes", "offset")
+
+    def __init__(self, ground: Ground, extent: _Extent, offset: int, nbytes: int) -> None:
+        self._ground, self._extent = ground, extent
+        self.offset, self.nbytes = offset, nbytes
+
+    @property
+    def shard(self) -> int:
+        """The shard that owns the bytes."""
+        return self._extent.granted.shard
+
+    @property
+    def extent(self) -> int:
+        """The extent that a commit names."""
+        return self._extent.granted.extent
+
+    def done(self, *, unused: bool = False) -> None:
+        """The put has ended. unused: it was certainly not committed."""
+        self._ground._done(self._extent, self, unused)
+
+
+class Ground:
+    """The extents that a session may write into. Safe from any thread. `give_back` is told extents to return."""
+
+    def __init__(self, give_back: Callable[[m.Request], object]) -> None:
+        self._give_back = give_back
+        self._guard = threading.RLock()
+        self._open: deque[_Extent] = deque()
+
+    def piece(self, nbytes: int, deadline: Deadline) -> Operation[Piece]:
+        """Room for `nbytes`, waiting for memory until the deadline."""
+        if nbytes >= SMALL_EXTENT_BYTES:
+            granted = yield from ask(m.Grant(nbytes=nbytes, wait_s=deadline.left()), m.Granted)
+            return self._whole(granted, nbytes)
+        while (found := self._take(nbytes)) is None:
+            granted = yield from ask(m.Grant(nbytes=SMALL_EXTENTS_BYTES, wait_s=deadline.left()), m.Granted)
+            self._adopt(granted)
+        return found
+
+    def _whole(self, granted: m.Granted, nbytes: int) -> Piece:
+        extent = _Extent(granted)
+        extent.retired, extent.writers = True, 1
+        return Piece(self, extent, granted.offset, nbytes)
+
+    def _take(self, nbytes: int) -> Piece | None:
+        size = align(nbytes)
+        with self._guard:
+            for extent in reversed(self._open):
+                if extent.used + size <= extent.granted.nbytes:
+                    offset = extent.granted.offset + extent.used
+                    extent.used += size
+                    extent.writers += 1
+                    return Piece(self, extent, offset, nbytes)
+        return None
+
+    def _adopt(self, granted: m.Granted) -> None:
+        with self._guard:
+            self._open.append(_Extent(granted))
+            while len(self._open) > OPEN_MAX:
+                retired = self._open.popleft()
+                retired.retired = True
+                self._return_if_left(retired)
+
+    def _done(self, extent: _Extent, piece: Piece, unused: bool) -> None:
+        with self._guard:
+            extent.writers -= 1
+            end = piece.offset - extent.granted.offset + align(piece.nbytes)
+            if unused and end == extent.used:
+                extent.used -= align(piece.nbytes)
+            self._return_if_left(extent)
+
+    def _return_if_left(self, extent: _Extent) -> None:
+        if extent.retired and extent.writers == 0:
+            self._give_back(m.ReturnGrant(extent=extent.granted.extent))

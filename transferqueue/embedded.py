@@ -1,0 +1,83 @@
+"""How a program gets a queue: with a server of its own inside this process, or from one that runs elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Final
+
+from transferqueue.client import checks
+from transferqueue.client.aio import AsyncQueue, Opening
+from transferqueue.client.client import Client, open_client
+from transferqueue.client.queue import Queue
+from transferqueue.errors import UsageError
+from transferqueue.server import embedded
+
+CONNECT_S: Final = 10.0
+"""A server that is being started is up by then; one that is not there is noticed before patience ends."""
+
+
+def connect(
+    address: str | None = None,
+    *,
+    timeout_s: float = CONNECT_S,
+    label: str = "",
+    arena_bytes: int | str | None = None,
+    runtime: str | Path | None = None,
+) -> Queue:
+    """A queue: of a server embedded in this process (no address), or of the one at ``ipc://...`` or ``tcp://...``.
+
+    An embedded server ends with the queue; until then others of the same user connect to `Queue.address`.
+    timeout_s: how long to wait for a server to answer, then `Unreachable`. label: how people see this client in
+    `transferqueue top`. For an embedded server only: arena_bytes, the ceiling of its memory (such as ``"8GiB"``), and
+    runtime, a private directory for its socket (None: the user's).
+
+    The queue may be used from any thread, and is closed by ``with``, by `Queue.close`, by collection of its last
+    handle, or at exit.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> with tq.connect() as queue:
+        ...     table = queue.create_table("samples", tasks=[tq.Task("train", needs=["text"])])
+        ...     rows = table.put(text=["one", "two"])
+        ...     with table.lease("train", rows=2) as batch:
+        ...         batch["text"].list()
+        ['one', 'two']
+    """
+    return Queue(_client(address, timeout_s, label, arena_bytes, runtime))
+
+
+def aconnect(
+    address: str | None = None,
+    *,
+    timeout_s: float = CONNECT_S,
+    label: str = "",
+    arena_bytes: int | str | None = None,
+    runtime: str | Path | None = None,
+) -> Opening[AsyncQueue]:
+    """A queue for event loops: ``queue = await aconnect(...)``, or ``async with aconnect(...) as queue``. See `connect`."""
+
+    async def make() -> AsyncQueue:
+        return AsyncQueue(await asyncio.to_thread(_client, address, timeout_s, label, arena_bytes, runtime))
+
+    return Opening(make)
+
+
+def _client(
+    address: str | None, timeout_s: float, label: str, arena_bytes: int | str | None, runtime: str | Path | None
+) -> Client:
+    patience = checks.seconds("timeout_s", timeout_s)
+    if not isinstance(label, str):
+        raise UsageError(f"label={label!r} is {type(label).__name__}; give text")
+    if address is not None:
+        if arena_bytes is not None or runtime is not None:
+            raise UsageError(
+                f"arena_bytes and runtime are for an embedded server, but the server at {address} runs already; give them there"
+            )
+        return open_client(address, patience, label)
+    server = embedded.start(arena_bytes, runtime)
+    try:
+        return open_client(server.inproc_address, patience, label, server)
+    except BaseException:
+        server.stop()
+        raise
