@@ -85,6 +85,8 @@ RESEND_S: Final = 2.0
 """A request that is not answered this long after it should have been is sent again, with the same id."""
 ANSWER_S: Final = 30.0
 """Past the wait it asked for, a caller gives the server this long to answer; then it is told that nobody does."""
+SERVER_GONE_S: Final = 1.0
+"""A server whose lock has been free this long does not come back under the sessions it had."""
 SMALL_EXTENTS_BYTES: Final = 4 * SMALL_EXTENT_BYTES
 """The extent that small puts share: large enough that the last one which does not fit wastes at most a quarter."""
 
