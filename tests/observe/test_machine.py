@@ -10,6 +10,7 @@ from transferqueue.limits import GIB, MIB
 from transferqueue.observe import kernel, libraries, memory, runtime
 from transferqueue.observe.checks import Check, fail, ok, tried, warn, worst
 from transferqueue.observe.machine import check_machine
+from transferqueue.transport import runtime_directory
 
 
 def test_every_check_has_a_remedy_unless_it_is_ok(tmp_path: Path) -> None:
@@ -50,19 +51,20 @@ def test_what_a_feature_raises_becomes_its_finding() -> None:
     [(10 * GIB, "ok"), (8 * GIB, "ok"), (8 * GIB - 1, "warn"), (64 * MIB, "warn"), (63 * MIB, "fail")],
 )
 def test_room_for_an_arena(free: int, verdict: str) -> None:
-    check = memory.graded_room("m", "", free=free, size=24 * GIB, arena_bytes=8 * GIB, remedy="more")
+    check = memory.graded_room("", free=free, size=24 * GIB, wanted=8 * GIB)
     assert check.verdict == verdict
 
 
 def test_shared_memory_that_is_not_there(tmp_path: Path) -> None:
     check = memory.shared_memory(GIB, tmp_path / "absent")
-    assert (check.verdict, check.found) == ("fail", f"{tmp_path}/absent is not a directory that can be written")
+    assert check.verdict == "warn"
+    assert check.found == f"{tmp_path}/absent is not a directory that can be written; a server will use a memfd"
 
 
 def test_a_remount_remedy_can_be_pasted(tmp_path: Path) -> None:
     check = memory.shared_memory(1 << 60, tmp_path)
     assert check.verdict == "warn"
-    assert check.remedy.startswith(f"mount -o remount,size=2097152T {tmp_path}; ")
+    assert check.remedy.startswith(f"mount -o remount,size=1048576T {tmp_path}; ")
 
 
 def test_kernel_features_work_here(tmp_path: Path) -> None:
@@ -92,6 +94,17 @@ def test_runtime_directory_that_is_a_file_or_yet_to_be_made(tmp_path: Path) -> N
     assert runtime.directory(tmp_path / "file").found == f"{tmp_path}/file is not a directory"
     assert runtime.directory(tmp_path / "a" / "b").found == f"{tmp_path}/a/b will be made with mode 0700"
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("variables", [{}, {"XDG_RUNTIME_DIR": "/run/user/7"}, {"TRANSFERQUEUE_RUNTIME": "/tmp/tq"}])
+def test_the_runtime_directory_is_the_one_that_servers_use(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_RUNTIME_DIR", "TRANSFERQUEUE_RUNTIME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert runtime.default_runtime() == runtime_directory()
 
 
 def test_socket_path_has_a_bound() -> None:

@@ -1,1 +1,24 @@
-"""The command line: `transferqueue demo | serve | top | inspect | doctor`."""
+"""The command line: `transferqueue demo | serve | top | inspect | doctor | version`.
+
+This file must load with the core alone: typer and rich come with the extra ``[cli]``.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code (see `transferqueue.cli.outcome`)."""
+    missing = [name for name in ("typer", "rich") if find_spec(name) is None]
+    if missing:
+        needed = " and ".join(missing)
+        print(
+            f'error: the command line needs {needed}, not installed here; pip install "asyncflow-transferqueue[cli]"',
+            file=sys.stderr,
+        )
+        return 2
+    from transferqueue.cli.app import run
+
+    return run(arguments)

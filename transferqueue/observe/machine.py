@@ -8,7 +8,6 @@ from typing import Final
 
 import msgspec
 
-from transferqueue.limits import ARENA_BYTES_DEFAULT
 from transferqueue.observe.checks import Check
 from transferqueue.observe.kernel import kernel_checks
 from transferqueue.observe.libraries import library_checks
@@ -25,10 +24,9 @@ class Section(msgspec.Struct, frozen=True):
     checks: list[Check]
 
 
-def check_machine(
-    *, runtime: Path, arena_bytes: int = ARENA_BYTES_DEFAULT, memory: Path = SHARED_MEMORY
-) -> list[Section]:
-    """Look at everything; takes about a tenth of a second, leaves nothing behind, raises nothing."""
+def check_machine(*, runtime: Path, arena_bytes: int | None = None, memory: Path = SHARED_MEMORY) -> list[Section]:
+    """Look at everything. arena_bytes: the ceiling that an arena is wanted with, None for the default. Takes
+    about a tenth of a second, leaves nothing behind, raises nothing."""
     if platform.system() != "Linux":
         return [
             Section("kernel", kernel_checks(memory=memory, runtime=runtime)),

@@ -11,7 +11,7 @@ import resource
 from pathlib import Path
 from typing import Final
 
-from transferqueue.limits import ARENA_STEP_BYTES
+from transferqueue.limits import ARENA_BYTES_DEFAULT, ARENA_STEP_BYTES
 from transferqueue.observe import quantities
 from transferqueue.observe.checks import Check, fail, ok, warn
 
@@ -20,49 +20,51 @@ _CGROUP_UNLIMITED: Final = 1 << 60
 _OVERCOMMIT_NEVER: Final = 2
 
 
-def memory_checks(*, arena_bytes: int, memory: Path) -> list[Check]:
-    """Room for an arena of `arena_bytes` in the directory `memory`."""
-    return [
-        shared_memory(arena_bytes, memory),
-        machine_memory(arena_bytes),
-        _address_space(arena_bytes),
-        _overcommit(),
-    ]
+def memory_checks(*, arena_bytes: int | None, memory: Path) -> list[Check]:
+    """Room for an arena of `arena_bytes` (None: the default) in the directory `memory`."""
+    wanted = arena_bytes or ARENA_BYTES_DEFAULT
+    return [shared_memory(wanted, memory), machine_memory(wanted), _address_space(wanted), _overcommit()]
 
 
-def shared_memory(arena_bytes: int, memory: Path) -> Check:
-    """Size and free space of the file system that holds served arenas."""
-    remedy = (
-        f"mount -o remount,size={quantities.size(2 * arena_bytes).replace(' ', '').replace('iB', '')} {memory}; "
-        "in Docker: --shm-size"
-    )
-    if not (memory.is_dir() and os.access(memory, os.W_OK)):
-        return fail("shared memory", f"{memory} is not a directory that can be written", f"mount a tmpfs at {memory}")
+def shared_memory(wanted: int, memory: Path) -> Check:
+    """Size and free space of the file system that holds served arenas. Without it a server uses a memfd, which
+    works, but whose pages no one can see or account for in the file system."""
+    subject = "shared memory"
+    if not (memory.is_dir() and os.access(memory, os.W_OK | os.X_OK)):
+        found = f"{memory} is not a directory that can be written; a server will use a memfd"
+        return warn(subject, found, f"mount a tmpfs at {memory}")
     room = os.statvfs(memory)
     size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    return graded_room("shared memory", f"{memory}: ", free=free, size=size, arena_bytes=arena_bytes, remedy=remedy)
+    found = f"{memory}: {quantities.size(free)} free of {quantities.size(size)}"
+    if free >= wanted:
+        return ok(subject, f"{found}; an arena may ask for {quantities.size(wanted)}")
+    units = quantities.size(wanted).replace(" ", "").removesuffix("iB")
+    return warn(
+        subject,
+        f"{found}; an arena may ask for {quantities.size(wanted)}: it will be smaller, or a memfd",
+        f"mount -o remount,size={units} {memory}; in Docker: --shm-size={units.lower()}",
+    )
 
 
-def graded_room(subject: str, where: str, *, free: int, size: int, arena_bytes: int, remedy: str) -> Check:
-    """Free bytes against an arena's ceiling: ok, less than it, or not even one step of growth."""
-    found = f"{where}{quantities.size(free)} free of {quantities.size(size)}"
-    if free < ARENA_STEP_BYTES:
-        return fail(subject, f"{found}; an arena grows by {quantities.size(ARENA_STEP_BYTES)} at a time", remedy)
-    if free < arena_bytes:
-        return warn(subject, f"{found}; the arena may ask for {quantities.size(arena_bytes)}", remedy)
-    return ok(subject, f"{found}; the arena may ask for {quantities.size(arena_bytes)}")
-
-
-def machine_memory(arena_bytes: int) -> Check:
-    """Memory that is available, or what the cgroup still allows: shared pages count against both."""
+def machine_memory(wanted: int) -> Check:
+    """Memory that is available, or what the cgroup still allows: an arena's pages count against both."""
     size, free = _meminfo("MemTotal"), _meminfo("MemAvailable")
     limit = _cgroup_limit()
-    if limit is not None and limit < size:
-        size, free, where = limit, min(free, limit), "cgroup: "
-    else:
-        where = ""
+    where = "in this cgroup: " if limit is not None and limit < size else ""
+    size, free = (size, free) if limit is None else (min(size, limit), min(free, limit))
+    return graded_room(where, free=free, size=size, wanted=wanted)
+
+
+def graded_room(where: str, *, free: int, size: int, wanted: int) -> Check:
+    """Free bytes against an arena's ceiling: ok, less than it, or not even one step of growth."""
+    subject = "memory"
+    found = f"{where}{quantities.size(free)} free of {quantities.size(size)}"
     remedy = "give the machine or container more memory, or serve with a smaller --arena-bytes"
-    return graded_room("memory", where, free=free, size=size, arena_bytes=arena_bytes, remedy=remedy)
+    if free < ARENA_STEP_BYTES:
+        return fail(subject, f"{found}; an arena grows by {quantities.size(ARENA_STEP_BYTES)} at a time", remedy)
+    if free < wanted:
+        return warn(subject, f"{found}; an arena may ask for {quantities.size(wanted)}", remedy)
+    return ok(subject, found)
 
 
 def _meminfo(name: str) -> int:
@@ -80,12 +82,12 @@ def _cgroup_limit() -> int | None:
     return None
 
 
-def _address_space(arena_bytes: int) -> Check:
+def _address_space(wanted: int) -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     subject = "address space"
     if soft == resource.RLIM_INFINITY:
         return ok(subject, "unlimited")
-    needed = 2 * arena_bytes
+    needed = 2 * wanted
     if soft < needed:
         found = f"{quantities.size(soft)}; each client maps the arena twice, {quantities.size(needed)}"
         return fail(subject, found, "ulimit -v unlimited")

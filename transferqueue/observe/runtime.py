@@ -18,6 +18,19 @@ SOCKET_PATH_MAX: Final = 107
 FILES_PER_SESSION: Final = 3
 """At a server: its socket, its pidfd, its lock."""
 FILES_FEW: Final = 256
+RUNTIME_VARIABLE: Final = "TRANSFERQUEUE_RUNTIME"
+
+
+def default_runtime() -> Path:
+    """The directory of this user's server, by the rule of `transferqueue.transport`.
+
+    Said again here because a doctor must work where a library that transport needs is missing.
+    """
+    if named := os.environ.get(RUNTIME_VARIABLE):
+        return Path(named)
+    if session := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(session, "transferqueue")
+    return Path(f"/tmp/transferqueue-{os.getuid()}")  # noqa: S108  (made 0700, and checked to be ours)
 
 
 def runtime_checks(runtime: Path) -> list[Check]:

@@ -1,0 +1,85 @@
+"""`transferqueue doctor`: is this machine fit for a queue; and why does a running one not move."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from transferqueue.cli.address import AddressArgument, AddressOption, address_of
+from transferqueue.cli.outcome import MEND
+
+EXAMPLES = (
+    ("transferqueue doctor", "check this machine"),
+    ("transferqueue doctor --arena-bytes 64GiB", "check it for an arena of 64 GiB"),
+    ("transferqueue doctor ipc:///tmp/tq/control.sock", "explain what a running queue waits for"),
+    ("transferqueue doctor tcp://trainer:7777 --table rollouts", "the same, of one table"),
+)
+
+
+def doctor(
+    where: AddressArgument = None,
+    address: AddressOption = None,
+    table: Annotated[str, typer.Option("--table", "-t", help="Explain this table only.")] = "",
+    arena_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--arena-bytes",
+            metavar="SIZE",
+            show_default=False,
+            help="Check that an arena of this size has room. Default: 8GiB.",
+        ),
+    ] = None,
+    runtime: Annotated[
+        Path | None, typer.Option("--runtime", help="Check this runtime directory.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+) -> None:
+    """Check this machine; or, with an address, explain what the queue there waits for.
+
+    Without an address: shared memory and memory, kernel features (each really tried), the runtime directory,
+    limits and versions; each ok, to improve or to mend, with what to do. With one: every task that does not
+    move, and why, in sentences. Ends with code 1 if something must be mended or a table is stalled.
+    """
+    if where or address or table:
+        _deployment(address_of(where or address), table, json=json)
+    else:
+        _machine(arena_bytes, runtime, json=json)
+
+
+def _machine(arena_bytes: str | None, runtime: Path | None, *, json: bool) -> None:
+    from transferqueue.cli.machine_screen import machine_lines
+    from transferqueue.cli.terminal import console, show, show_json
+    from transferqueue.limits import parse_bytes
+    from transferqueue.observe.checks import worst
+    from transferqueue.observe.machine import check_machine
+    from transferqueue.observe.runtime import default_runtime
+
+    sections = check_machine(
+        runtime=runtime or default_runtime(), arena_bytes=parse_bytes(arena_bytes) if arena_bytes else None
+    )
+    if json:
+        show_json(sections)
+    else:
+        terminal = console()
+        show(machine_lines(sections, terminal.width), terminal)
+    if worst([check for section in sections for check in section.checks]) == "fail":
+        raise typer.Exit(MEND)
+
+
+def _deployment(address: str, table: str, *, json: bool) -> None:
+    from transferqueue.cli.connecting import connected
+    from transferqueue.cli.stall_screen import stall_lines
+    from transferqueue.cli.terminal import console, show, show_json
+    from transferqueue.observe.stall import diagnose
+
+    with connected(address, label="doctor") as queue:
+        diagnosis = diagnose(queue.doctor(table or None))
+    if json:
+        show_json(diagnosis)
+    else:
+        terminal = console()
+        show(stall_lines(diagnosis, terminal.width), terminal)
+    if diagnosis.stalled:
+        raise typer.Exit(MEND)

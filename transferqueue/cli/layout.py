@@ -1,0 +1,91 @@
+"""Text that fits the terminal: columns dropped by rank when narrow, pieces flowed without breaking one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+GAP: Final = 2
+"""Blank cells between two columns."""
+
+
+class Column(msgspec.Struct, frozen=True, kw_only=True):
+    """One column of a grid: its heading, its cells, and how dearly it is kept (0 stays always)."""
+
+    heading: str
+    cells: list[Text]
+    rank: int = 0
+    left: bool = False
+
+    @property
+    def width(self) -> int:
+        """Cells of the terminal it takes."""
+        return max(len(self.heading), *(cell.cell_len for cell in self.cells), 0)
+
+
+def fit(columns: Sequence[Column], width: int) -> list[Column]:
+    """The columns that fit into `width`: those of highest rank are left out first, whole ranks at a time."""
+    kept = list(columns)
+    while sum(column.width + GAP for column in kept) - GAP > width and (rank := max(c.rank for c in kept)):
+        kept = [column for column in kept if column.rank < rank]
+    return kept
+
+
+def heading(columns: Sequence[Column]) -> Text:
+    """The line of headings."""
+    return _line([_padded(column, Text(column.heading, style="dim")) for column in columns])
+
+
+def grid_line(columns: Sequence[Column], row: int) -> Text:
+    """Line `row` of the grid."""
+    return _line([_padded(column, column.cells[row]) for column in columns])
+
+
+def flow(pieces: Sequence[Text], width: int, *, between: str = " · ", indent: int = 0) -> list[Text]:
+    """`pieces` on as few lines as they need, joined by `between`; lines after the first are indented."""
+    lines = [Text()]
+    for piece in pieces:
+        line = lines[-1]
+        if line.plain.strip() and line.cell_len + len(between) + piece.cell_len > width:
+            lines.append(line := Text(" " * indent))
+        elif line.plain.strip():
+            line.append(between, style="dim")
+        line.append_text(piece)
+    return lines
+
+
+def wrap(text: Text, width: int, *, indent: int) -> list[Text]:
+    """`text` broken at spaces to `width`, every line indented."""
+    lines = text.wrap(Console(), max(width - indent, 20))
+    for line in lines:
+        line.rstrip()
+    return [Text(" " * indent).append_text(line) for line in lines]
+
+
+def spread(left: Text, right: Text, width: int) -> list[Text]:
+    """`left` and `right` at the two ends of one line, or of two where one is too short for both."""
+    gap = width - left.cell_len - right.cell_len
+    if gap < GAP:
+        return [left, right]
+    return [left.append(" " * gap).append_text(right)]
+
+
+def bar(share: float, width: int, *, style: str = "green") -> Text:
+    """A line of `width` cells, `share` of it drawn strong."""
+    strong = min(width, max(round(share * width), int(share > 0)))
+    return Text("━" * strong, style=style).append("─" * (width - strong), style="bright_black")
+
+
+def _padded(column: Column, cell: Text) -> Text:
+    space = " " * (column.width - cell.cell_len)
+    return cell.copy().append(space) if column.left else Text(space).append_text(cell)
+
+
+def _line(cells: list[Text]) -> Text:
+    line = Text(" " * GAP).join(cells)
+    line.rstrip()
+    return line

@@ -1,0 +1,87 @@
+"""`transferqueue serve`: a server, until it is told to stop."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from transferqueue.cli.address import ADDRESS_VARIABLE
+from transferqueue.observe.runtime import RUNTIME_VARIABLE
+
+EXAMPLES = (
+    ("transferqueue serve", "for this user, at the default address"),
+    ("transferqueue serve --arena-bytes 64GiB", "with room for 64 GiB of rows"),
+    ("transferqueue serve --tcp 0.0.0.0:7777", "reachable from other machines too"),
+    ("transferqueue serve --runtime /tmp/tq", "another one, in a directory of its own"),
+    ("transferqueue serve --address ipc:///tmp/tq/control.sock", "the same, by the address that clients give"),
+)
+
+
+def serve(
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            "-a",
+            show_default=False,
+            help=f"Listen here: ipc://path or tcp://host:port. Default: ${ADDRESS_VARIABLE}, else control.sock in --runtime.",
+        ),
+    ] = None,
+    tcp: Annotated[
+        list[str] | None,
+        typer.Option("--tcp", metavar="HOST:PORT", show_default=False, help="Listen here too; repeatable."),
+    ] = None,
+    arena_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--arena-bytes",
+            metavar="SIZE",
+            show_default=False,
+            help="Ceiling of the memory for rows, such as 64GiB. Default: 8GiB, less where shared memory has less.",
+        ),
+    ] = None,
+    runtime: Annotated[
+        Path | None,
+        typer.Option(
+            "--runtime",
+            show_default=False,
+            help=f"Directory of the socket and of locks, made private (0700). Default: ${RUNTIME_VARIABLE}, else this user's.",
+        ),
+    ] = None,
+) -> None:
+    """Start a server and run it until Ctrl-C or SIGTERM; it leaves no file behind.
+
+    Prints one line when it listens: "ready", then its addresses. Clients give the first of them to connect().
+    """
+    from transferqueue.limits import parse_bytes
+    from transferqueue.server.serving import serve as serve_until_stopped
+
+    ceiling = parse_bytes(arena_bytes) if arena_bytes else None
+    place = place_of(address, runtime)
+    serve_until_stopped(place, tcp=tcp or (), arena_bytes=ceiling, on_ready=_announce)
+
+
+def place_of(address: str | None, runtime: Path | None) -> str | None:
+    """Where to listen; a runtime directory that was named becomes that of this process."""
+    from transferqueue.errors import UsageError
+
+    if runtime is None:
+        return address or os.environ.get(ADDRESS_VARIABLE)
+    if address and not address.startswith("tcp://"):
+        raise UsageError(
+            f"runtime {str(runtime)!r} and address {address!r} both name a directory; give one of them "
+            "(the runtime directory of an ipc address is the one its socket is in)"
+        )
+    os.environ[RUNTIME_VARIABLE] = str(runtime.absolute())
+    return address
+
+
+def _announce(addresses: list[str]) -> None:
+    typer.echo(" ".join(["ready", *addresses]))
+    sys.stdout.flush()
+    if sys.stderr.isatty():
+        typer.secho(f'join it with connect("{addresses[0]}"); Ctrl-C stops it', dim=True, err=True)

@@ -1,0 +1,66 @@
+"""The answer to `Observe("row")`, typed: one row's whole life, as docs/OBSERVING.md describes it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Value = int | float | bool | str | None
+
+
+class RowField(msgspec.Struct, frozen=True, kw_only=True):
+    """One field of the row: whether it arrived, and its value or the place of its bytes."""
+
+    set: bool
+    inline: bool
+    value: Value
+    block: int | None
+    slot: int | None
+    shard: int | None
+    bytes: int | None
+
+
+class RowTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the row stands for one task."""
+
+    state: Literal["pending", "ready", "held", "leased", "done", "dropped"]
+    lacks: list[str]
+    attempts: int
+    lease: int | None
+    session: int | None
+    left_s: float | None
+
+
+class RowEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened to the row. session: 0 where none did it; task: "" where none is concerned."""
+
+    ago_s: float
+    what: str
+    task: str
+    session: int
+    detail: str
+
+
+class RowLife(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything known of a row."""
+
+    table: str
+    row: int
+    state: Literal["live", "done", "dropped", "forgotten"]
+    reason: str
+    age_s: float | None
+    put_by: int | None
+    key: str | None
+    tags: dict[str, str | int | float | bool]
+    group_id: int
+    group_size: int
+    ordinal: int
+    policy_version: int
+    policy_version_max: int
+    tokens: int
+    priority: float
+    fields: dict[str, RowField]
+    tasks: dict[str, RowTask]
+    events: list[RowEvent]
+    events_complete: bool

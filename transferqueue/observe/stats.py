@@ -1,0 +1,120 @@
+"""The answer to `Observe("stats")`, typed: the dictionaries of docs/OBSERVING.md as values.
+
+The wire carries plain dictionaries, so that an old tool can read a newer server: keys that are not known
+here are passed over, and one that is missing is a `ProtocolError` that names it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from transferqueue.errors import ProtocolError
+
+_T = TypeVar("_T")
+
+
+class TaskStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of one task by where they stand, and its counters."""
+
+    pending: int
+    ready: int
+    held: int
+    leased: int
+    done: int
+    dropped: int
+    given: int
+    failed: int
+    leases: int
+    age_s: float | None
+
+
+class TableStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One table: what it holds against what it may hold, its clock, its tasks."""
+
+    rows_put: int
+    rows_live: int
+    rows_done: int
+    rows_dropped: int
+    dropped: dict[str, int]
+    bytes: int
+    rows_limit: int
+    bytes_limit: int | None
+    version: int
+    sealed: bool
+    age_s: float | None
+    staleness: dict[str, int]
+    reserved: int
+    outstanding: int
+    outstanding_limit: int | None
+    pacing_task: str | None
+    tasks: dict[str, TaskStats]
+
+
+class ChannelStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One weight channel. applied: session -> the version it generates with."""
+
+    newest: int
+    kept: list[int]
+    bytes: int
+    applied: dict[str, int]
+
+
+class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+    """One request that waits at the server."""
+
+    session: int
+    label: str
+    request: str
+    table: str
+    task: str
+    waited_s: float
+    left_s: float
+    why: str
+
+
+class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The process that answers, its arena, and what befell it."""
+
+    address: str
+    version: str
+    pid: int
+    uptime_s: float
+    capacity_bytes: int
+    used_bytes: int
+    backed_bytes: int
+    extents: int
+    calls: int
+    garbage: int
+    repeated: int
+    leases_ended: int
+    sessions_dropped: int
+    internal_errors: int
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """One moment of a deployment."""
+
+    now_s: float
+    epoch: int
+    sessions: int
+    tables: dict[str, TableStats]
+    channels: dict[str, ChannelStats]
+    waiting: list[Waiting]
+    server: ServerStats
+
+
+def parse(what: str, value: object, into: type[_T]) -> _T:
+    """`value`, which a server answered to Observe(`what`), as `into`. `ProtocolError` if it is not one."""
+    try:
+        return msgspec.convert(value, into)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(
+            f"the server's answer to {what} cannot be read: {error}; install the same version of TransferQueue on both sides"
+        ) from error
+
+
+def plain(value: msgspec.Struct) -> Any:
+    """`value` as dicts, lists and scalars, for JSON."""
+    return msgspec.to_builtins(value)

@@ -1,0 +1,148 @@
+"""The terms of a table as `inspect` shows them: which task needs or gives a field, and policies in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from transferqueue.limits import Limits
+from transferqueue.observe.stats import TableStats
+from transferqueue.policies import (
+    Acked,
+    DropStale,
+    HoldClock,
+    KeepStale,
+    OnStale,
+    Pacing,
+    Requeue,
+    Retention,
+    Task,
+)
+from transferqueue.schema import Field
+
+
+class FieldTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """One field. inline: its values live in the ledger, with the row."""
+
+    name: str
+    type: str
+    inline: bool
+    needed_by: list[str]
+    given_by: list[str]
+
+
+class TaskTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """One task. unknown: needs that no field of the table satisfies yet."""
+
+    name: str
+    needs: list[str]
+    gives: list[str]
+    unknown: list[str]
+    selector: str
+    groups: str
+    lease_s: float
+    attempts_max: int
+    starts: str
+
+
+class TableTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """One table: its terms, and where it stands."""
+
+    name: str
+    fields: list[FieldTerms]
+    tasks: list[TaskTerms]
+    rows_limit: int
+    bytes_limit: int | None
+    pacing: str
+    retention: str
+    stats: TableStats
+
+
+def table_terms(
+    name: str,
+    *,
+    fields: Mapping[str, Field],
+    tasks: Mapping[str, Task],
+    limits: Limits,
+    pacing: Pacing | None,
+    retention: Retention,
+    stats: TableStats,
+) -> TableTerms:
+    """Terms of one table, from what a handle on it knows."""
+    return TableTerms(
+        name=name,
+        fields=[_field(field, tasks.values()) for field in fields.values()],
+        tasks=[_task(task, fields) for task in tasks.values()],
+        rows_limit=limits.rows,
+        bytes_limit=limits.bytes_max,
+        pacing=pacing_sentence(pacing),
+        retention=_retention(retention),
+        stats=stats,
+    )
+
+
+def policy_text(policy: object) -> str:
+    """A policy as it is written in a program, defaults left out: ``Fifo``, ``Complete(deadline_s=30)``."""
+    if not isinstance(policy, msgspec.Struct):
+        return repr(policy)
+    differing = [
+        f"{field.name}={policy_text(value)}"
+        for field in msgspec.structs.fields(policy)
+        if (value := getattr(policy, field.name)) != field.default
+    ]
+    return type(policy).__name__ + (f"({', '.join(differing)})" if differing else "")
+
+
+def pacing_sentence(pacing: Pacing | None) -> str:
+    """What paces production, in words; "" if nothing does."""
+    if pacing is None:
+        return ""
+    words = [f"{pacing.task} takes {pacing.batch_rows:,} rows a step, production runs at most {pacing.depth} ahead"]
+    if pacing.max_staleness is not None:
+        words.append(f"rows over {pacing.max_staleness} versions behind {_stale(pacing.on_stale)}")
+    words.append(f"the clock is weight channel {pacing.channel}" if pacing.channel else "the clock is table.advance")
+    return "; ".join(words)
+
+
+def _stale(policy: OnStale) -> str:
+    match policy:
+        case DropStale():
+            return "are dropped"
+        case KeepStale():
+            return "are kept, and never handed over again"
+        case Requeue(task):
+            return f"go back to {task}"
+        case HoldClock():
+            return "hold the clock"
+
+
+def _retention(policy: Retention) -> str:
+    if isinstance(policy, Acked):
+        return "a row is freed when every task is done with it"
+    return "a row stays, readable, until it is deleted"
+
+
+def _field(field: Field, tasks: Iterable[Task]) -> FieldTerms:
+    tasks = list(tasks)
+    return FieldTerms(
+        name=field.name,
+        type=field.describe(),
+        inline=field.inline,
+        needed_by=[task.name for task in tasks if field.name in task.needs],
+        given_by=[task.name for task in tasks if field.name in task.gives],
+    )
+
+
+def _task(task: Task, fields: Mapping[str, Field]) -> TaskTerms:
+    return TaskTerms(
+        name=task.name,
+        needs=list(task.needs),
+        gives=list(task.gives),
+        unknown=[name for name in task.needs if name not in fields],
+        selector=policy_text(task.selector),
+        groups=policy_text(task.groups) if task.groups else "",
+        lease_s=task.lease_s,
+        attempts_max=task.attempts_max,
+        starts=task.from_,
+    )
