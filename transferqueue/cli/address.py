@@ -20,7 +20,7 @@ AddressOption = Annotated[
     ),
 ]
 AddressArgument = Annotated[
-    str | None, typer.Argument(metavar="[ADDRESS]", show_default=False, help="The same as --address.")
+    str | None, typer.Argument(metavar="ADDRESS", show_default=False, help="The same as --address.")
 ]
 
 

@@ -41,8 +41,7 @@ class Commands(typer.core.TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that was named; the stand-in for `demo` gives way to the real one."""
         if args and args[0] == "demo" and "demo" in self.commands:
-            with reported():
-                self.commands["demo"] = _load_demo()
+            self.commands["demo"] = _load_demo()
         return super().resolve_command(ctx, args)
 
 

@@ -89,19 +89,24 @@ def _tasks(tasks: list[TaskTerms], width: int) -> list[Text]:
     columns = [
         Column(heading="task", cells=[Text(task.name, style="bold") for task in tasks], left=True),
         Column(heading="next rows", cells=[Text(task.selector) for task in tasks], left=True),
-        Column(heading="groups", cells=[Text(task.groups or "–") for task in tasks], rank=2, left=True),
         Column(heading="lease", cells=[Text(q.span(task.lease_s)) for task in tasks]),
         Column(heading="attempts", cells=[Text(str(task.attempts_max or "no limit")) for task in tasks]),
         Column(heading="sees", cells=[Text(_starts(task)) for task in tasks], rank=1, left=True),
     ]
     lines = _grid(columns, len(tasks), width)
     for task in tasks:
-        if task.unknown:
-            lines += wrap(
-                Text(f"{task.name} needs {', '.join(task.unknown)}: no field of the table yet", style="yellow"),
-                width,
-                indent=2,
-            )
+        lines += _remarks(task, width)
+    return lines
+
+
+def _remarks(task: TaskTerms, width: int) -> list[Text]:
+    """What only some tasks have: a rule for groups, needs that no field satisfies yet."""
+    lines: list[Text] = []
+    if task.groups:
+        lines += wrap(Text(f"{task.name} takes groups: {task.groups}", style="dim"), width, indent=2)
+    if task.unknown:
+        missing = f"{task.name} needs {', '.join(task.unknown)}: no field of the table yet"
+        lines += wrap(Text(missing, style="yellow"), width, indent=2)
     return lines
 
 

@@ -51,8 +51,10 @@ def _facts(life: RowLife) -> list[Text]:
     """Facts that were given; those that nobody set are not worth a word."""
     words = [f"key {life.key}"] if life.key else []
     if life.group_id != _UNSET:
-        member = f", member {life.ordinal}" if life.ordinal != _UNSET else ""
-        words.append(f"group {life.group_id} of {life.group_size}{member}")
+        member = (
+            f"member {life.ordinal} of {life.group_size}" if life.ordinal != _UNSET else f"one of {life.group_size}"
+        )
+        words.append(f"group {life.group_id}, {member}")
     if life.policy_version != _UNSET:
         newest = f" to {life.policy_version_max}" if life.policy_version_max > life.policy_version else ""
         words.append(f"policy version {life.policy_version}{newest}")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from transferqueue.limits import Limits
+from transferqueue.observe.quantities import plural
 from transferqueue.observe.stats import TableStats
 from transferqueue.policies import (
     Acked,
@@ -98,9 +99,11 @@ def pacing_sentence(pacing: Pacing | None) -> str:
     """What paces production, in words; "" if nothing does."""
     if pacing is None:
         return ""
-    words = [f"{pacing.task} takes {pacing.batch_rows:,} rows a step, production runs at most {pacing.depth} ahead"]
+    words = [
+        f"{pacing.task} takes {pacing.batch_rows:,} rows a step, production runs at most {plural(pacing.depth, 'batch')} ahead"
+    ]
     if pacing.max_staleness is not None:
-        words.append(f"rows over {pacing.max_staleness} versions behind {_stale(pacing.on_stale)}")
+        words.append(f"rows over {plural(pacing.max_staleness, 'version')} behind {_stale(pacing.on_stale)}")
     words.append(f"the clock is weight channel {pacing.channel}" if pacing.channel else "the clock is table.advance")
     return "; ".join(words)
 

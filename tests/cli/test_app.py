@@ -1,0 +1,104 @@
+"""Help pages: every command has one, with examples that parse, and showing them loads next to nothing."""
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from transferqueue.cli import app as application
+from transferqueue.cli import main
+from transferqueue.observe.libraries import version
+
+GROUP: Any = typer.main.get_command(application.app)
+COMMANDS = ["demo", "serve", "top", "inspect", "doctor", "version"]
+HELP_S_MAX = 0.5
+
+_PROBE = """
+import sys
+from transferqueue.cli import main
+code = main(["--help"])
+print(sorted({name.partition(".")[0] for name in sys.modules}))
+sys.exit(code)
+"""
+
+
+def examples_of(name: str) -> list[str]:
+    context = GROUP.make_context("transferqueue", [name], resilient_parsing=True)
+    _, command, _ = GROUP.resolve_command(context, [name])
+    lines = [line.strip() for line in (command.epilog or "").splitlines()]
+    return [line.removeprefix("[cyan]$ ").removesuffix("[/cyan]") for line in lines if line.startswith("[cyan]$ ")]
+
+
+def parse(line: str) -> None:
+    program, *words = shlex.split(line)
+    assert program == "transferqueue"
+    context = GROUP.make_context("transferqueue", list(words))
+    name, command, rest = GROUP.resolve_command(context, words)
+    command.make_context(name, rest, parent=context)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_parse(name: str) -> None:
+    lines = examples_of(name)
+    assert lines
+    for line in lines:
+        assert shlex.split(line)[1] == name
+        parse(line)
+
+
+def test_an_example_that_does_not_parse_is_seen() -> None:
+    with pytest.raises(Exception, match="No such option"):
+        parse("transferqueue top --colour")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_help_page_fits_and_shows_its_examples(name: str, width: int) -> None:
+    result = CliRunner(env={"COLUMNS": str(width), "TERMINAL_WIDTH": str(width)}).invoke(
+        application.app, [name, "--help"]
+    )
+    assert result.exit_code == 0
+    assert max(len(line) for line in result.stdout.splitlines()) <= width
+    for line in examples_of(name):
+        assert f"$ {line}" in result.stdout
+
+
+def test_the_group_lists_its_commands() -> None:
+    result = CliRunner().invoke(application.app, ["--help"])
+    assert [name for name in COMMANDS if f" {name} " not in result.stdout] == []
+    for _, line in enumerate(application.EXAMPLES):
+        parse(line[0])
+
+
+def test_no_command_shows_the_help() -> None:
+    assert "Usage: transferqueue" in CliRunner().invoke(application.app, []).output
+
+
+def test_an_unknown_command_is_a_usage_error() -> None:
+    result = CliRunner().invoke(application.app, ["tops"])
+    assert result.exit_code == 2
+    assert "tops" in result.stderr
+
+
+@pytest.mark.slow
+def test_help_is_quick_and_light() -> None:
+    """The best of five: a busy machine only ever adds."""
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=60, check=True)
+        seconds.append(time.perf_counter() - started)
+    loaded = set(json.loads(done.stdout.splitlines()[-1].replace("'", '"')))
+    assert loaded.isdisjoint({"numpy", "torch", "zmq", "pyarrow", "matplotlib", "reasoning_gym"})
+    assert min(seconds) < HELP_S_MAX
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out == f"transferqueue {version()}\n"

@@ -1,0 +1,231 @@
+"""Screens at the two widths that terminals have most: nothing runs over, nothing that matters is left out."""
+
+from collections.abc import Callable
+
+import pytest
+from rich.text import Text
+
+from tests.observe.snapshots import stats, table, task
+from transferqueue.cli.inspect_screen import tables_lines, terms_lines
+from transferqueue.cli.machine_screen import machine_lines
+from transferqueue.cli.row_screen import row_lines
+from transferqueue.cli.stall_screen import stall_lines
+from transferqueue.cli.top_screen import top_lines
+from transferqueue.limits import Limits
+from transferqueue.observe.checks import fail, ok, warn
+from transferqueue.observe.frame import frame
+from transferqueue.observe.machine import Section
+from transferqueue.observe.row import RowEvent, RowField, RowLife, RowTask
+from transferqueue.observe.stall import Diagnosis, Finding
+from transferqueue.observe.stats import ChannelStats, Stats, Waiting
+from transferqueue.observe.terms import policy_text, table_terms
+from transferqueue.policies import Acked, Complete, Fifo, Pacing, Release, Task, TokenBalanced
+from transferqueue.schema import Field
+
+ADDRESS = "ipc:///tmp/transferqueue-0/control.sock"
+NEEDS = "needs 3 complete groups: 2 are leased by rollout-5, silent 74 s; 1 lacks rewards"
+
+
+def busy(now_s: float, step: int) -> Stats:
+    reward = task(pending=12, ready=340, leased=64, done=9001 + step * 508, given=9100 + step * 510, age_s=2.1)
+    reference = task(ready=4, leased=9, done=3)
+    train = task(pending=600, ready=64, held=128, leased=512, done=8192 + step * 200, dropped=12, failed=3, age_s=8.2)
+    rollouts = table(
+        rows_put=10_000 + step * 512,
+        rows_live=1024,
+        rows_done=8192 + step * 200,
+        rows_dropped=15,
+        dropped={"stale": 12, "attempts": 3},
+        bytes=1180 << 20,
+        bytes_limit=8 << 30,
+        version=12,
+        age_s=8.2,
+        staleness={"0": 800, "1": 200},
+        outstanding=1024,
+        outstanding_limit=1024,
+        pacing_task="train",
+        tasks={"reward": reward, "reference-logprobs": reference, "train": train},
+    )
+    sealed = table(rows_limit=65_536, rows_live=65_536, sealed=True, tasks={"judge": task(pending=65_536)})
+    waits = [
+        Waiting(
+            session=3,
+            label="train-0",
+            request="Lease",
+            table="rollouts",
+            task="train",
+            waited_s=3.2,
+            left_s=26.1,
+            why=NEEDS,
+        ),
+        Waiting(
+            session=5, label="", request="Grant", table="", task="", waited_s=13.2, left_s=6.1, why="arena is full"
+        ),
+    ]
+    return stats(
+        now_s=now_s,
+        tables={"rollouts": rollouts, "eval": sealed},
+        channels={"policy": ChannelStats(newest=12, kept=[11, 12], bytes=9 << 20, applied={"3": 12, "4": 11, "5": 12})},
+        waiting=waits,
+    )
+
+
+def top_screen(width: int) -> list[Text]:
+    return top_lines(frame(ADDRESS, busy(10.0, 1), busy(12.0, 3)), width)
+
+
+TERMS = table_terms(
+    "rollouts",
+    fields={
+        "prompt_ids": Field("prompt_ids", "int64", (None,)),
+        "images": Field("images", "uint8", (None, None, 3)),
+        "rewards": Field("rewards", "float32"),
+    },
+    tasks={
+        "reward": Task("reward", needs=["prompt_ids"], gives=["rewards"]),
+        "train": Task(
+            "train",
+            needs=["prompt_ids", "rewards", "advantages"],
+            selector=TokenBalanced(equal_counts=False),
+            groups=Complete(deadline_s=30, incomplete=Release()),
+            attempts_max=0,
+        ),
+    },
+    limits=Limits(rows=4096, bytes="8GiB"),
+    pacing=Pacing("train", batch_rows=512, max_staleness=1, channel="policy"),
+    retention=Acked(),
+    stats=table(rows_put=30, rows_live=20, rows_done=8, rows_dropped=2, dropped={"stale": 2}, sealed=True),
+)
+
+LIFE = RowLife(
+    table="rollouts",
+    row=4711,
+    state="live",
+    reason="",
+    age_s=8.2,
+    put_by=5,
+    key="gsm8k/17",
+    tags={"split": "train"},
+    group_id=12,
+    group_size=8,
+    ordinal=3,
+    policy_version=11,
+    policy_version_max=12,
+    tokens=532,
+    priority=0.5,
+    fields={
+        "prompt_ids": RowField(set=True, inline=False, value=None, block=12, slot=3, shard=0, bytes=1 << 20),
+        "rewards": RowField(set=True, inline=True, value=0.5, block=None, slot=None, shard=None, bytes=None),
+        "advantages": RowField(set=False, inline=True, value=None, block=None, slot=None, shard=None, bytes=None),
+    },
+    tasks={
+        "reward": RowTask(state="leased", lacks=[], attempts=2, lease=9, session=5, left_s=13.0),
+        "train": RowTask(state="pending", lacks=["advantages"], attempts=0, lease=None, session=None, left_s=None),
+    },
+    events=[
+        RowEvent(ago_s=8.2, what="put", task="", session=5, detail="prompt_ids"),
+        RowEvent(ago_s=3.0, what="leased", task="reward", session=6, detail=""),
+    ],
+    events_complete=True,
+)
+
+SECTIONS = [
+    Section(
+        "memory",
+        [ok("shared memory", "/dev/shm: 23.5 GiB free of 23.5 GiB"), warn("memory", "little " * 20, "add " * 30)],
+    ),
+    Section("kernel", [fail("pidfd", "OSError: not permitted", "allow it")]),
+]
+
+DIAGNOSIS = Diagnosis(
+    now_s=1.0,
+    tables={
+        "rollouts": [Finding(task="train", stalled=True, text=f"task train {NEEDS}")],
+        "eval": [Finding(task="judge", stalled=False, text="task judge waits for rows; none was put yet")],
+        "quiet": [],
+    },
+)
+
+SCREENS: dict[str, Callable[[int], list[Text]]] = {
+    "top": top_screen,
+    "tables": lambda width: tables_lines(busy(10.0, 1), width),
+    "terms": lambda width: terms_lines(TERMS, width),
+    "row": lambda width: row_lines(LIFE, {5: "rollout-5"}, width),
+    "machine": lambda width: machine_lines(SECTIONS, width),
+    "stall": lambda width: stall_lines(DIAGNOSIS, width),
+}
+
+
+def plain(lines: list[Text]) -> str:
+    return "\n".join(line.plain for line in lines)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("screen", SCREENS)
+def test_no_line_runs_over(screen: str, width: int) -> None:
+    lines = SCREENS[screen](width)
+    assert [line.plain for line in lines if line.cell_len > width] == []
+    assert [line.plain for line in lines if line.plain != line.plain.rstrip()] == []
+
+
+def test_top_keeps_what_matters_at_80_and_shows_more_at_120() -> None:
+    narrow, wide = plain(top_screen(80)), plain(top_screen(120))
+    for text in (narrow, wide):
+        headings = next(line for line in text.splitlines() if line.startswith("  task")).split()
+        assert {"pending", "ready", "leased", "done", "done/s"} <= set(headings)
+        assert "version 12" in text
+        assert "1,024 of 1,024 ahead" in text
+        assert "512 in/s" in text
+        assert "stale 12  attempts 3" in text
+        assert "train-0 · lease rollouts/train · 3.2 s, 26 s left" in text
+        assert "applied 12 by 2, 11 by 1" in text
+        assert ADDRESS in text
+    assert "held" not in narrow
+    assert {"held", "failed", "given/s"} <= set(wide.split())
+
+
+def test_top_marks_the_task_that_sets_the_pace_and_measures_rates() -> None:
+    (train,) = [line for line in plain(top_screen(120)).splitlines() if line.startswith("  train ")]
+    assert train.split() == ["train", "◂", "600", "128", "64", "512", "8,792", "12", "3", "0", "200", "8.2", "s"]
+
+
+def test_top_without_tables_and_without_waits() -> None:
+    assert plain(top_lines(frame(ADDRESS, None, stats()), 80)).endswith("no tables yet")
+    assert plain(top_lines(frame(ADDRESS, None, stats(tables={"t": table()})), 80)).endswith("nobody waits")
+
+
+def test_the_first_frame_has_dashes_for_rates() -> None:
+    text = plain(top_lines(frame(ADDRESS, None, busy(1.0, 1)), 120))
+    (reward,) = [line for line in text.splitlines() if line.startswith("  reward")]
+    assert reward.split()[-4:-2] == ["–", "–"]
+    assert "in/s" not in text
+
+
+def test_terms_say_policies_as_they_are_written() -> None:
+    text = plain(terms_lines(TERMS, 120))
+    assert "TokenBalanced(equal_counts=False)" in text
+    assert "Complete(deadline_s=30, incomplete=Release)" in text
+    assert "train needs advantages: no field of the table yet" in text
+    assert "30 put = 20 live + 8 done + 2 dropped (stale 2)" in text
+    assert "train takes 512 rows a step" in text
+    assert policy_text(Fifo()) == "Fifo"
+
+
+def test_a_rows_whole_life() -> None:
+    text = plain(row_lines(LIFE, {5: "rollout-5"}, 80))
+    assert "row 4711 of rollouts · live · put 8.2 s ago by rollout-5" in text
+    assert "key gsm8k/17 · group 12, member 3 of 8 · policy version 11 to 12" in text
+    assert "leased          2  by rollout-5, 13 s left" in text
+    assert "lacks advantages" in text
+    assert "session 6" in text
+
+
+def test_a_finding_is_followed_by_its_remedy() -> None:
+    text = plain(machine_lines(SECTIONS, 80))
+    assert "  ✗ pidfd          OSError: not permitted\n                   → allow it" in text
+    assert text.endswith("A queue will not run here: 1 thing to mend.")
+
+
+def test_stalled_tables_are_named() -> None:
+    assert DIAGNOSIS.stalled == ["rollouts"]
+    assert plain(stall_lines(DIAGNOSIS, 80)).endswith("1 table stalled: rollouts.")
