@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from importlib import metadata
 
 from transferqueue.ledger.ledger import Ledger
+from transferqueue.limits import FAREWELL_S
 from transferqueue.server.loop import Deaths, Loop
 from transferqueue.server.memory import Memory
 from transferqueue.server.node import Node, Place
@@ -31,15 +32,19 @@ class Server:
             home = Home(place)
             made.callback(home.close)
             port = Port()
-            made.callback(port.close)
+            made.callback(port.close, FAREWELL_S)
             self.address = port.listen(place)
             place.path.chmod(0o600)
             self.tcp_addresses = [port.listen(address) for address in tcp]
             wakeup = Wakeup()
+            made.callback(wakeup.close)
             hub = Hub(wakeup)
+            made.callback(hub.close)
             deaths = Deaths()
+            made.callback(deaths.close)
             self.inproc_address = hub.address
-            self.node = Node(_ledger(epoch := _epoch()), Memory(arena.arena), _place(epoch, home), watcher=deaths)
+            epoch = _epoch()
+            self.node = Node(Ledger(epoch=epoch), Memory(arena.arena), _place(epoch, home), watcher=deaths)
             self.loop = Loop(self.node, port, hub, wakeup, deaths)
             self._files = made.pop_all()
 
@@ -51,10 +56,6 @@ class Server:
     def stop(self) -> None:
         """Have `run` return soon. From any thread and from signals."""
         self.loop.stop()
-
-
-def _ledger(epoch: int) -> Ledger:
-    return Ledger(epoch=epoch)
 
 
 def _epoch() -> int:

@@ -14,7 +14,7 @@ from typing import Final
 
 import zmq
 
-from transferqueue.limits import FAREWELL_S, FRAMES_DRAINED_MAX
+from transferqueue.limits import FRAMES_DRAINED_MAX
 from transferqueue.server.node import Node
 from transferqueue.server.sessions import Peer
 from transferqueue.transport import Wakeup
@@ -56,7 +56,7 @@ class Deaths:
 
 
 class Loop:
-    """Runs a node until `stop`. Whoever calls `run` lends it the thread; it owns port, hub and deaths."""
+    """Runs a node until `stop`. Whoever calls `run` lends it the thread, and closes port, hub and the rest afterwards."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Loop:
         self._wakeup.set()
 
     def run(self) -> None:
-        """Serve until stopped; then tell all clients, give them a moment to hear it, and close."""
+        """Serve until stopped; then, or if the node fails, tell all clients that nobody answers any more."""
         poller = zmq.Poller()
         for source in (self._port.socket, self._wakeup, self._deaths):
             poller.register(source, zmq.POLLIN)
@@ -91,13 +91,9 @@ class Loop:
             while not self._stopping:
                 poller.poll(self._patience_ms())
                 self._turn()
+        finally:
             self._node.stop()
             self._send()
-        finally:
-            self._hub.close()
-            self._port.close(FAREWELL_S)
-            self._deaths.close()
-            self._wakeup.close()
 
     def _patience_ms(self) -> int | None:
         if self._more:

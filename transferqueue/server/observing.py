@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
 
 from transferqueue.server.parking import Parked, wait_of
 from transferqueue.server.sessions import Session
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from transferqueue.server.node import Node
 
 Plain = dict[str, Any]
+
+WAITING_SHOWN_MAX: Final = 100
+"""Requests that wait are explained one by one, the longest first; more than a screen shows helps nobody."""
 
 
 def observe(node: Node, request: m.Observe, now: float) -> object:
@@ -52,11 +56,12 @@ def _label(node: Node, number: int) -> str:
 
 
 def _stats(node: Node, table: str, now: float) -> Plain:
+    waits = (parked for parked in node.parking if not table or _about(parked) == table)
     return {
         "now_s": now,
         "epoch": node.place.epoch,
         "sessions": len(node.sessions),
-        "waiting": [_waiting(node, parked, now) for parked in node.parking if not table or _about(parked) == table],
+        "waiting": [_waiting(node, parked, now) for parked in islice(waits, WAITING_SHOWN_MAX)],
         "server": _server(node, now),
     }
 
