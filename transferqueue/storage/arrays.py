@@ -10,8 +10,8 @@ import numpy as np
 
 from transferqueue.errors import SchemaError
 from transferqueue.schema import TORCH_ONLY_DTYPES
-from transferqueue.storage.dtypes import of_numpy, stored
-from transferqueue.storage.parsed import I64, Dense, Listed, Parsed
+from transferqueue.storage.dtypes import I64, of_numpy, stored
+from transferqueue.storage.parsed import Dense, Listed, Parsed
 from transferqueue.storage.sources import Arrays
 
 Array = np.ndarray[Any, Any]

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from transferqueue.errors import SchemaError
-from transferqueue.storage.dtypes import of_numpy
-from transferqueue.storage.parsed import I64, Blobs, Dense, Listed, Parsed, rectangles
+from transferqueue.storage.dtypes import I64, of_numpy
+from transferqueue.storage.parsed import Blobs, Dense, Listed, Parsed, rectangles
 from transferqueue.storage.sources import Arrays
 
 Array = np.ndarray[Any, Any]

@@ -8,8 +8,8 @@ import numpy as np
 
 from transferqueue.errors import SchemaError, UsageError
 from transferqueue.schema import Span, layout
-from transferqueue.storage.pages import U8
-from transferqueue.storage.prepare import I32, Prepared
+from transferqueue.storage.dtypes import I32, U8
+from transferqueue.storage.prepare import Prepared
 
 
 class Draft:

@@ -12,9 +12,14 @@ from functools import cache
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from transferqueue.errors import SchemaError, UsageError
 from transferqueue.schema import BLOB_DTYPES, ITEM_BYTES, TORCH_ONLY_DTYPES
+
+U8 = NDArray[np.uint8]
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
 
 NUMPY_DTYPES: Final[dict[str, np.dtype[Any]]] = {
     name: np.dtype(name).newbyteorder("<") for name in ITEM_BYTES if name not in BLOB_DTYPES | TORCH_ONLY_DTYPES
@@ -88,6 +93,16 @@ def torch_dtype(dtype: str, torch: Any) -> Any:
     if found is None:
         raise UsageError(f"torch {torch.__version__} has no dtype {dtype}; use .numpy(), or a newer torch")
     return found
+
+
+def as_array(tensor: Any, dtype: str) -> np.ndarray[Any, Any]:
+    """The memory of a CPU tensor as an array of the field's stored dtype; no bytes are copied unless it is a lazy conjugate."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if dtype not in NUMPY_DTYPES:
+        torch = sys.modules["torch"]
+        tensor = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
+    array: np.ndarray[Any, Any] = tensor.numpy()
+    return array.view(stored(dtype))
 
 
 def as_torch(array: np.ndarray[Any, Any], dtype: str) -> Any:

@@ -3,11 +3,9 @@
 Rows that are one run of one block are not brought anywhere: the result is a view of the block. Otherwise each column is gathered
 once, in the order of the rows:
 
-- dense, one block: numpy's ``take``;
-- else, of one block and many rows: Arrow's ``take`` of its rows as large binary values (7-11 GB/s; as Arrow lists
-  0.7-0.9, by index arithmetic in numpy 0.6-0.9);
-- else rows that touch in memory are joined into runs, and the runs are copied one by one, or by Arrow where they are many
-  and lie close enough together.
+- dense rows of one block by numpy's ``take``;
+- many short rows of one block by Arrow's ``take``, as large binary values;
+- else by copying ranges of memory (see `ranges`).
 """
 
 from __future__ import annotations
@@ -17,19 +15,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from transferqueue.errors import Corruption, InternalError
-from transferqueue.limits import KIB, MIB
 from transferqueue.schema import Field
-from transferqueue.storage.dtypes import stored
-from transferqueue.storage.pages import U8, expose
-from transferqueue.storage.parsed import I64
+from transferqueue.storage.dtypes import I64, U8, stored
 from transferqueue.storage.placement import Placement, Spans
+from transferqueue.storage.ranges import FEW_RANGES, LONG_RANGE_BYTES, copy_ranges, take_rows
 
-FEW_RUNS: Final = 128
-"""Up to this many pieces are copied one by one: a slice costs 0.3 µs, a call into Arrow 40 µs and its import 0.2 s."""
-LONG_RUN_BYTES: Final = 16 * KIB
-"""Pieces of this mean length are copied one by one: the copy outweighs the call."""
-SPARSE_BYTES_MAX: Final = 64 * MIB
-"""Arrow reserves room by the mean length of all entries, gaps included: no more than this beyond the need."""
+TAKEN_SHARE: Final = 4
+"""Arrow takes from a whole block if at least one in so many of its rows is wanted: its offsets serve as they are."""
 
 
 class Loaded(NamedTuple):
@@ -137,60 +129,30 @@ def _gather_varying(field: Field, placement: Placement, spans: Spans) -> Loaded:
         _refuse_offsets(field)
     lengths, offsets = last - first, np.zeros(len(slots) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
-    step = field.step_elements * field.item_bytes
-    starts = (bases + spans.values)[blocks] + first * step
-    values = copy_ranges(stretch, starts, starts + lengths * step).view(stored(field.dtype))
+    values = _taken(field, placement, spans, int(offsets[-1]))
+    if values is None:
+        step = field.step_elements * field.item_bytes
+        starts = (bases + spans.values)[blocks] + first * step
+        values = copy_ranges(stretch, starts, starts + lengths * step)
     shapes = None
     if field.varied:
         width = len(field.shape)
         places = ((bases + spans.shapes) // 8)[blocks] + slots * np.int64(width)
         shapes = numbers[places[:, None] + np.arange(width)]
-    return _checked(field, Loaded(len(slots), values, offsets, shapes))
+    return _checked(field, Loaded(len(slots), values.view(stored(field.dtype)), offsets, shapes))
 
 
-def copy_ranges(memory: U8, starts: I64, ends: I64) -> U8:
-    """The bytes ``memory[starts[i]:ends[i]]`` one after the other, in new memory. Ranges may repeat and come in any order."""
-    runs, run_ends = _joined(starts, ends)
-    total = int((run_ends - runs).sum())
-    if total == 0:
-        return np.empty(0, np.uint8)
-    if len(runs) > FEW_RUNS and total < LONG_RUN_BYTES * len(runs):
-        filled = ends > starts
-        taken = _take(memory, runs, run_ends, total)
-        if taken is None:  # joined runs overlap where rows repeat; the rows themselves do not
-            taken = _take(memory, starts[filled], ends[filled], total)
-        if taken is not None:
-            return taken
-    pieces = [memory[start:end] for start, end in zip(runs.tolist(), run_ends.tolist(), strict=True)]
-    return np.concatenate(pieces)
-
-
-def _joined(starts: I64, ends: I64) -> tuple[I64, I64]:
-    """Ranges that touch, in order, as one; empty ones left out."""
-    filled = ends > starts
-    if not filled.all():
-        starts, ends = starts[filled], ends[filled]
-    apart = starts[1:] != ends[:-1]
-    if apart.all():
-        return starts, ends
-    return starts[np.concatenate(([True], apart))], ends[np.concatenate((apart, [True]))]
-
-
-def _take(memory: U8, starts: I64, ends: I64, total: int) -> U8 | None:
-    """By Arrow: ranges and the gaps between them, ascending, are the entries of one large binary array; ranges are taken.
-
-    None where that is no valid array (ranges overlap) or the gaps would make Arrow reserve too much.
-    """
-    lows, first, order = np.unique(starts, return_index=True, return_inverse=True)
-    highs = ends[first]
-    mean = (int(highs[-1]) - int(lows[0])) / (2 * len(lows))
-    if (highs[order] != ends).any() or (lows[1:] < highs[:-1]).any() or mean * len(starts) > total + SPARSE_BYTES_MAX:
+def _taken(field: Field, placement: Placement, spans: Spans, count: int) -> U8 | None:
+    """The rows by Arrow, if they are many short ones and a good part of one block; None otherwise."""
+    step, wanted, block = field.step_elements * field.item_bytes, len(placement), int(placement.block_of_row[0])
+    rows = int(placement.blocks.rows[block])
+    if wanted <= FEW_RANGES or wanted * TAKEN_SHARE < rows or count * step >= LONG_RANGE_BYTES * wanted:
         return None
-    import pyarrow as pa
-
-    edges = np.empty(2 * len(lows), np.int64)
-    edges[0::2], edges[1::2] = lows, highs
-    data = pa.foreign_buffer(memory.__array_interface__["data"][0], len(memory), memory)
-    entries = pa.Array.from_buffers(pa.large_binary(), len(edges) - 1, [None, pa.py_buffer(edges), data], 0)
-    taken = entries.take(pa.array(2 * order.reshape(-1))).buffers()[2]
-    return expose(taken.address, total, owner=taken)
+    if (placement.block_of_row != block).any():
+        return None
+    memory, start = placement.blocks.living()[block], int(spans.values[block])
+    edges = _int64(memory, int(spans.offsets[block]), rows + 1)
+    if edges[0] != 0 or edges[-1] > spans.counts[block] or (edges[1:] < edges[:-1]).any():
+        _refuse_offsets(field)
+    values = memory[start : start + int(spans.counts[block]) * step]
+    return take_rows(values, edges if step == 1 else edges * step, placement.slot_of_row)

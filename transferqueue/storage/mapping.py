@@ -29,7 +29,8 @@ from typing import Protocol
 from transferqueue.errors import Corruption, Disconnected, Forked, OutOfMemory, ProtocolError
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES
 from transferqueue.schema import align
-from transferqueue.storage.pages import U8, expose, forget, map_private, unmap
+from transferqueue.storage.dtypes import U8
+from transferqueue.storage.pages import expose, forget, map_private, unmap
 
 
 class BlockPlace(Protocol):
@@ -172,8 +173,7 @@ def _by_extent(blocks: Iterable[BlockPlace]) -> dict[int, list[BlockPlace]]:
 
 
 def _hold(pages: _Pages, extent: int, members: Sequence[BlockPlace], on_release: Release) -> dict[int, U8]:
-    start = min(block.offset for block in members) // PAGE_BYTES * PAGE_BYTES
-    nbytes = align(max(block.offset + block.nbytes for block in members), PAGE_BYTES) - start
+    start, nbytes = _pages_of(members)
     token = object()
     if pages.viewed.setdefault(extent, token) is token:
         address, own = pages.address + start, False
@@ -183,6 +183,15 @@ def _hold(pages: _Pages, extent: int, members: Sequence[BlockPlace], on_release:
     hold = _Hold(pages, extent, address, start, nbytes, own, ids, on_release)
     memory = expose(address, nbytes, hold.end)
     return {block.block: memory[block.offset - start : block.offset - start + block.nbytes] for block in members}
+
+
+def _pages_of(members: Sequence[BlockPlace]) -> tuple[int, int]:
+    """The whole pages that these blocks touch."""
+    first, end = members[0].offset, members[0].offset + members[0].nbytes
+    for block in members[1:]:
+        first, end = min(first, block.offset), max(end, block.offset + block.nbytes)
+    start = first - first % PAGE_BYTES
+    return start, align(end, PAGE_BYTES) - start
 
 
 class _Hold:

@@ -60,6 +60,18 @@ def store_numbers(
     return target, _cast(_collect(numbers, _kind_of_dtype(target), kind, subject), target, subject)
 
 
+def store_integers(found: Numbers, dtype: str | None, subject: str) -> tuple[str, Numbers]:
+    """The same for Python integers that were collected already, as int64."""
+    target = dtype or "int64"
+    if target in BLOB_DTYPES or _kind_of_dtype(target) == "bool":
+        raise SchemaError(f"{subject}: int values do not fit dtype {target}; convert them, or declare another dtype")
+    if not len(found) or _kind_of_dtype(target) == "int":
+        return target, _cast(found, target, subject)
+    return target, _cast(
+        found.astype(np.float64 if _kind_of_dtype(target) == "float" else np.complex128), target, subject
+    )
+
+
 def _inferred(classes: Collection[type], kind: str, subject: str) -> str:
     scalars = {of_numpy(np.dtype(cls), subject) for cls in classes if issubclass(cls, np.generic)}
     if len(scalars) > 1:
@@ -110,6 +122,8 @@ def _cast(found: Numbers, dtype: str, subject: str) -> Numbers:
 
 
 def _cast_integers(found: Numbers, dtype: str, subject: str) -> Numbers:
+    if not len(found):
+        return found.astype(stored(dtype))
     bounds = np.iinfo(stored(dtype))
     for extreme in (int(found.min()), int(found.max())):
         if not bounds.min <= extreme <= bounds.max:

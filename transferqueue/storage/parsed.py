@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from transferqueue.storage.dtypes import I64
 from transferqueue.storage.sources import Source
-
-I64 = NDArray[np.int64]
 
 UNKNOWN = -1
 """A dimension that an empty row does not tell: the second one of ``[]`` among lists of pairs."""

@@ -17,9 +17,8 @@ import numpy as np
 from transferqueue.errors import BatchEnded, Corruption
 from transferqueue.limits import ALIGNMENT
 from transferqueue.schema import Field, layout
-from transferqueue.storage.pages import U8, expose
-from transferqueue.storage.parsed import I64
-from transferqueue.storage.prepare import I32
+from transferqueue.storage.dtypes import I32, I64, U8
+from transferqueue.storage.pages import expose
 
 VECTORISED_BLOCKS: Final = 4
 """With more blocks than this, layouts are computed for all of them at once."""
@@ -73,12 +72,15 @@ class Blocks:
 
     def __init__(self, shapes: Sequence[BlockShape], memory: Sequence[U8], fields: Mapping[str, Field]) -> None:
         self.shapes, self.fields = shapes, fields
-        self.memory = [_aligned(block) for block in memory]
+        self.addresses: I64 = np.fromiter(map(_address, memory), np.int64, len(shapes))
+        self.memory = memory
+        if (self.addresses % ALIGNMENT).any():
+            self.memory = [_aligned(block) for block in memory]
+            self.addresses = np.fromiter(map(_address, self.memory), np.int64, len(shapes))
         self.ended = ""
         self.columns: WeakSet[Forgets] = WeakSet()
         """Columns that have loaded rows of these blocks."""
         self.rows: I64 = np.fromiter((shape.rows for shape in shapes), np.int64, len(shapes))
-        self.addresses: I64 = np.fromiter(map(_address, self.memory), np.int64, len(shapes))
         self.sizes: I64 = np.fromiter(map(len, self.memory), np.int64, len(shapes))
         self._spans: dict[str, Spans] = {}
 

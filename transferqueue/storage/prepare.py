@@ -26,15 +26,12 @@ from transferqueue.limits import ROWS_PER_REQUEST_MAX
 from transferqueue.schema import Field, Span
 from transferqueue.storage.arrays import parse_array
 from transferqueue.storage.arrow import is_arrow, parse_arrow
-from transferqueue.storage.dtypes import stored
+from transferqueue.storage.dtypes import I32, I64, U8, stored
 from transferqueue.storage.lists import parse_list
 from transferqueue.storage.numbers import kind_of
-from transferqueue.storage.pages import U8
-from transferqueue.storage.parsed import I64, UNKNOWN, Blobs, Dense, Listed, Parsed
+from transferqueue.storage.parsed import UNKNOWN, Blobs, Dense, Listed, Parsed
 from transferqueue.storage.sources import Source
 from transferqueue.storage.tensors import is_tensor, parse_tensor
-
-I32 = NDArray[np.int32]
 
 
 class Repeat:

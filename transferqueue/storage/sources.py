@@ -12,8 +12,9 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from transferqueue.limits import KIB
-from transferqueue.storage.dtypes import as_torch, stored
-from transferqueue.storage.pages import U8
+from transferqueue.storage.dtypes import I64, U8, as_torch, stored
+from transferqueue.storage.pages import expose
+from transferqueue.storage.ranges import copy_ranges
 
 SLICED_BYTES: Final = 2 * KIB
 """Byte strings of this mean size are copied one by one; joining shorter ones first is faster than a call for each."""
@@ -49,41 +50,35 @@ class Arrays:
             at += array.size
 
 
-class Tensors:
-    """Torch tensors one after the other: of any strides and device, attached to a graph or not."""
+class DeviceTensors:
+    """Torch tensors one after the other that are not in this machine's main memory: copied straight from their device."""
 
     def __init__(self, tensors: Sequence[Any], dtype: str) -> None:
         self.tensors, self.dtype = tensors, dtype
 
     def write(self, out: U8) -> None:
-        """Fill `out`. Tensors on a device are copied from there directly."""
-        import torch
-
-        into = as_torch(out.view(stored(self.dtype)), self.dtype)
-        with torch.no_grad():
-            if len(self.tensors) == 1:
-                into.view(self.tensors[0].shape).copy_(self.tensors[0])
-            elif self.tensors[0].dim() == 1:
-                _concatenate(self.tensors, into, torch)
-            else:
-                _copy_each(self.tensors, into)
+        """Fill `out`; waits for the device."""
+        into, at = as_torch(out.view(stored(self.dtype)), self.dtype), 0
+        for tensor in self.tensors:
+            size = tensor.numel()
+            into[at : at + size].view(tensor.shape).copy_(tensor.detach())
+            at += size
 
 
-def _concatenate(tensors: Sequence[Any], into: Any, torch: Any) -> None:
-    if into.dtype.itemsize == 1 and into.dtype.is_floating_point:  # fp8: torch.cat knows it on few versions
-        into, tensors = into.view(torch.uint8), [tensor.view(torch.uint8) for tensor in tensors]
-    if all(tensor.is_cpu for tensor in tensors):
-        torch.cat(tensors, out=into)
-    else:
-        _copy_each(tensors, into)
+class TensorMemory:
+    """One-dimensional contiguous CPU tensors one after the other, by the addresses of their memory.
 
+    A tensor as a numpy array costs 2 µs and ``torch.cat`` of integers 1 µs each; this costs 0.2. The tensors are kept alive.
+    """
 
-def _copy_each(tensors: Sequence[Any], into: Any) -> None:
-    at = 0
-    for tensor in tensors:
-        size = tensor.numel()
-        into[at : at + size].view(tensor.shape).copy_(tensor)
-        at += size
+    def __init__(self, tensors: Sequence[Any], starts: I64, ends: I64) -> None:
+        self.tensors, self.starts, self.ends = tensors, starts, ends
+
+    def write(self, out: U8) -> None:
+        """Fill `out`."""
+        low = int(self.starts.min())
+        memory = expose(low, int(self.ends.max()) - low)
+        copy_ranges(memory, self.starts - low, self.ends - low, out)
 
 
 class ByteStrings:
