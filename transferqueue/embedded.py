@@ -55,7 +55,10 @@ def aconnect(
     arena_bytes: int | str | None = None,
     runtime: str | Path | None = None,
 ) -> Opening[AsyncQueue]:
-    """A queue for event loops: ``queue = await aconnect(...)``, or ``async with aconnect(...) as queue``. See `connect`."""
+    """A queue for event loops; arguments as of `connect`.
+
+    ``queue = await tq.aconnect()``, or ``async with tq.aconnect() as queue``.
+    """
 
     async def make() -> AsyncQueue:
         return AsyncQueue(await asyncio.to_thread(_client, address, timeout_s, label, arena_bytes, runtime))

@@ -29,8 +29,8 @@ from transferqueue.errors import (
     TransferQueueError,
     Unreachable,
 )
-from transferqueue.limits import ANSWER_S, HEARTBEAT_S
-from transferqueue.transport import ClientChannel, Wakeup
+from transferqueue.limits import ANSWER_S, HEARTBEAT_S, SERVER_GONE_S, SESSION_SILENCE_S
+from transferqueue.transport import ClientChannel, Wakeup, is_served
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_answer
 
@@ -57,7 +57,10 @@ class Connection:
         self._closing = False
         self._goodbye: Pending | None = None
         self._goodbye_by = 0.0
-        self._spoke_at = clock()
+        self._backlog: deque[bytes] = deque()
+        self._spoke_at = self._heard_at = clock()
+        self._gone_since: float | None = None
+        self._probed = False
         self._thread = threading.Thread(target=self._run, name=f"transferqueue {address}", daemon=True)
 
     # ------------------------------------------------------------ any thread
@@ -198,12 +201,14 @@ class Connection:
             self._send_what_is_due()
             self._channel.wait(self._bell, self._patience())
             while self._over is None and (frame := self._channel.recv_nowait()) is not None:
+                self._heard_at, self._probed = self._clock(), False
                 self._receive(decode_answer(frame))
         except PeerError as error:
             self._end(error)
 
     def _send_what_is_due(self) -> None:
         now = self._clock()
+        self._flush()
         if self._closing:
             self._say_goodbye(now)
         while self._inbox:
@@ -217,7 +222,10 @@ class Connection:
         for pending in overdue:
             pending.settle(self._unanswered(pending))
         if self._calls.session and now >= self._spoke_at + HEARTBEAT_S:
-            self._send(self._calls.notice(m.Heartbeat()), now)
+            self._spoke_at = now
+            if not self._backlog:
+                self._send(self._calls.notice(m.Heartbeat()), now)
+            self._judge_server(now)
 
     def _patience(self) -> float:
         due = self._spoke_at + HEARTBEAT_S
@@ -229,8 +237,42 @@ class Connection:
         return max(0.0, due - self._clock())
 
     def _send(self, frame: bytes, now: float) -> None:
-        self._channel.send(frame)
+        """In order, always: what the channel does not take now goes first when it next does (an answer came, or
+        the time of a heartbeat)."""
+        self._backlog.append(frame)
         self._spoke_at = now
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._backlog:
+            try:
+                self._channel.send(self._backlog[0])
+            except Unreachable:
+                return
+            self._backlog.popleft()
+
+    def _judge_server(self, now: float) -> None:
+        """Called while nothing else is said. The kernel says at once whether a server of this machine lives; from
+        another machine only an answer can, so one is asked for when somebody waits and nothing was heard."""
+        served = is_served(self._channel.address)
+        if served is None:
+            self._probe(now)
+        elif served:
+            self._gone_since = None
+        elif self._gone_since is None:
+            self._gone_since = now
+        elif now - self._gone_since >= SERVER_GONE_S:
+            self._end(Disconnected(f"the server at {self.address} is gone; start it, and connect again"))
+
+    def _probe(self, now: float) -> None:
+        silent_s = now - self._heard_at
+        if not len(self._calls) or silent_s < SESSION_SILENCE_S:
+            return
+        if not self._probed:
+            self._probed = True
+            self._send(self._calls.send(Pending(m.ListTables()), now), now)
+        elif silent_s >= SESSION_SILENCE_S + ANSWER_S:
+            self._end(Disconnected(f"the server at {self.address} has been silent for {silent_s:.0f} s; connect again"))
 
     def _send_unpins(self, now: float) -> None:
         if self._unpinned:

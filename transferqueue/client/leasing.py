@@ -158,7 +158,7 @@ def _ending(lent: Lent, verb: Operation[B]) -> Operation[B]:
     try:
         return (yield from verb)
     except LeaseExpired:
-        lent.end("has expired")
+        lent.expire()
         raise
 
 

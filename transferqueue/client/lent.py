@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from transferqueue.client.client import Client
 from transferqueue.client.source import Source
 from transferqueue.client.terms import Terms
-from transferqueue.errors import BatchEnded, NotFound, listing
+from transferqueue.errors import BatchEnded, LeaseExpired, NotFound, listing
 from transferqueue.wire import messages as m
 
 
@@ -20,6 +20,7 @@ class Lent:
         self.lease, self.token = leased.lease, leased.token
         self.left: NDArray[np.int64] = np.frombuffer(leased.content.rows, "<i8")
         self.ended = ""
+        self.expired = False
 
     @property
     def table(self) -> str:
@@ -57,8 +58,18 @@ class Lent:
             self.left = self.left[:0]
             self.source.end(how)
 
+    def expire(self) -> None:
+        """The server says that the lease is not ours any more."""
+        self.expired = True
+        self.end("has expired")
+
     def check(self) -> None:
-        """Raise `BatchEnded` if the lease is over."""
+        """Raise `LeaseExpired` if the lease was lost, `BatchEnded` if the holder ended it."""
+        if self.expired:
+            raise LeaseExpired(
+                f'lease {self.lease} of task "{self.task}" (table "{self.table}") has expired, and its rows went back to '
+                "others; lease other rows, and renew in time or ask for a longer lease_s"
+            )
         if self.ended:
             raise BatchEnded(
                 f'the batch of task "{self.task}" (table "{self.table}", lease {self.lease}) {self.ended}; '

@@ -1,0 +1,131 @@
+"""The calls of a session, driven with a clock of our own."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from transferqueue.client.calls import Calls, Pending
+from transferqueue.errors import Impossible, UsageError
+from transferqueue.limits import ANSWER_S, MESSAGE_BYTES_MAX, RESEND_S
+from transferqueue.policies import Compare
+from transferqueue.wire import messages as m
+from transferqueue.wire.codec import decode_call
+
+
+def asked(wait_s: float = 0.0) -> Pending:
+    return Pending(m.OpenTable("t", wait_s), lambda: None)
+
+
+def answer(call: int) -> m.Answer:
+    return m.Answer(epoch=1, id=call, reply=m.Done())
+
+
+def test_ids_ascend_and_frames_are_calls() -> None:
+    calls = Calls()
+    calls.session = 7
+    frames = [decode_call(calls.send(asked(), 0.0)) for _ in range(3)]
+    assert frames == [
+        m.Call(7, 1, 0, m.OpenTable("t")),
+        m.Call(7, 2, 0, m.OpenTable("t")),
+        m.Call(7, 3, 0, m.OpenTable("t")),
+    ]
+
+
+def test_seen_is_below_the_first_call_without_an_answer() -> None:
+    calls = Calls()
+    for _ in range(4):
+        calls.send(asked(), 0.0)
+    calls.answered(answer(2))
+    assert calls.seen == 0
+    calls.answered(answer(1))
+    assert calls.seen == 2
+    calls.answered(answer(3))
+    calls.answered(answer(4))
+    assert calls.seen == 4
+    assert decode_call(calls.send(asked(), 0.0)).seen == 4
+
+
+def test_a_notice_has_an_id_and_is_never_seen_by_itself() -> None:
+    calls = Calls()
+    notice = decode_call(calls.notice(m.Heartbeat()))
+    assert (notice.id, notice.seen) == (1, 0)
+    following = decode_call(calls.send(asked(), 0.0))
+    assert (following.id, following.seen) == (2, 1)
+
+
+def test_an_answer_counts_once() -> None:
+    calls = Calls()
+    pending = asked()
+    calls.send(pending, 0.0)
+    assert calls.answered(answer(1)) is pending
+    assert calls.answered(answer(1)) is None
+    assert calls.answered(answer(9)) is None
+
+
+def test_a_late_call_is_sent_again_with_its_id_at_growing_intervals() -> None:
+    calls = Calls()
+    calls.send(asked(), 0.0)
+    assert calls.next_late() == RESEND_S
+    assert calls.late(RESEND_S - 0.001) == ([], [])
+    intervals, now = [], 0.0
+    for _ in range(3):
+        due = calls.next_late()
+        assert due is not None
+        (frame,), overdue = calls.late(due)
+        assert (decode_call(frame).id, overdue) == (1, [])
+        intervals.append(due - now)
+        now = due
+    assert intervals == sorted(intervals)
+    assert intervals[-1] > intervals[0]
+
+
+def test_a_call_that_waits_at_the_server_is_late_only_after_that_wait() -> None:
+    calls = Calls()
+    calls.send(asked(wait_s=60.0), 0.0)
+    assert calls.next_late() == 60.0 + RESEND_S
+
+
+def test_a_caller_is_told_once_when_nobody_answers_and_the_call_stays_for_its_reply() -> None:
+    calls = Calls()
+    pending = asked()
+    calls.send(pending, 0.0)
+    told = []
+    while (due := calls.next_late()) is not None and due < 4 * ANSWER_S:
+        told += calls.late(due)[1]
+    assert told == [pending]
+    assert calls.answered(answer(1)) is pending
+
+
+def test_an_answered_call_is_not_late() -> None:
+    calls = Calls()
+    calls.send(asked(), 0.0)
+    calls.answered(answer(1))
+    assert calls.next_late() is None
+    assert calls.late(1e9) == ([], [])
+
+
+def test_what_a_message_cannot_hold_is_refused_before_it_has_an_id() -> None:
+    with pytest.raises(UsageError, match="64 bits"):
+        Pending(m.Read("t", where=[Compare("x", "<", 1 << 70)]))
+    with pytest.raises(Impossible, match="fewer rows"):
+        Pending(m.Delete("t", bytes(MESSAGE_BYTES_MAX)))
+
+
+def test_settling_tells_once() -> None:
+    told: list[int] = []
+    pending = Pending(m.ListTables(), lambda: told.append(1))
+    pending.settle(m.Done())
+    pending.settle(m.Done())
+    assert told == [1]
+
+
+def test_payloads_are_encoded_once_and_envelopes_each_time() -> None:
+    calls = Calls()
+    first, second = asked(), asked()
+    calls.send(first, 0.0)
+    calls.send(second, 0.0)
+    calls.answered(answer(1))
+    (again,), _ = calls.late(RESEND_S)
+    assert decode_call(again) == m.Call(0, 2, 1, m.OpenTable("t"))
+    assert msgspec.msgpack.decode(second.payload)[0] == "OpenTable"
