@@ -68,6 +68,7 @@ class AsyncBatch(BatchBase):
         policy_version_max: Ints = None,
         tokens: Ints = None,
         priority: Floats = None,
+        key: Keys = None,
         tags: TagsGiven = None,
         step: int = -1,
         **columns: Any,
@@ -81,6 +82,7 @@ class AsyncBatch(BatchBase):
             policy_version_max=policy_version_max,
             tokens=tokens,
             priority=priority,
+            key=key,
             tags=tags,
         )
         await self._drive(leasing.ack(self._lent, rows, facts, columns, step))

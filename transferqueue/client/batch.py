@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from transferqueue.client import leasing
 from transferqueue.client.driving import drive
-from transferqueue.client.facts import Facts, Floats, Ints, TagsGiven
+from transferqueue.client.facts import Facts, Floats, Ints, Keys, TagsGiven
 from transferqueue.client.lent import Lent
 from transferqueue.client.rows import RowsBase
 from transferqueue.errors import TransferQueueError
@@ -85,6 +85,7 @@ class Batch(BatchBase):
         policy_version_max: Ints = None,
         tokens: Ints = None,
         priority: Floats = None,
+        key: Keys = None,
         tags: TagsGiven = None,
         step: int = -1,
         **columns: Any,
@@ -103,6 +104,7 @@ class Batch(BatchBase):
             policy_version_max=policy_version_max,
             tokens=tokens,
             priority=priority,
+            key=key,
             tags=tags,
         )
         drive(self._lent.client.connection, leasing.ack(self._lent, rows, facts, columns, step))

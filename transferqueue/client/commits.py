@@ -22,7 +22,7 @@ from transferqueue.client.deadline import Deadline
 from transferqueue.client.driving import Operation, Work, ask
 from transferqueue.client.facts import Facts
 from transferqueue.client.terms import Terms
-from transferqueue.client.writing import Piece
+from transferqueue.client.writing import Fate, Piece
 from transferqueue.errors import FlowSignal, SchemaError, UsageError
 from transferqueue.limits import check_name
 from transferqueue.schema import Field, align
@@ -94,7 +94,7 @@ def _commit(
     out = outgoing(columns, facts, terms.fields, rows)
     blocks = drafts([column for column in out.columns if not column.field.inline])
     piece = (yield from write(client, blocks, deadline)) if blocks else None
-    unused = False
+    fate = Fate.UNKNOWN
     try:
         carried = m.Columns(
             fields=out.fields,
@@ -103,12 +103,13 @@ def _commit(
             facts=out.facts,
         )
         reply = yield from ask(request(out.rows, carried), kind)
+        fate = Fate.COMMITTED
     except CERTAIN:
-        unused = True
+        fate = Fate.REFUSED
         raise
     finally:
         if piece:
-            piece.done(unused=unused)
+            piece.done(fate)
     terms.learn(out.fields)
     return reply
 
@@ -122,7 +123,7 @@ def write(client: Client, blocks: Sequence[Draft], deadline: Deadline) -> Operat
             nbytes, lambda: client.memory.write(piece.shard, piece.offset, nbytes, lambda out: fill(out, blocks))
         )
     except BaseException:
-        piece.done(unused=True)
+        piece.done(Fate.REFUSED)
         raise
     return piece
 

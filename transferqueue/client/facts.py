@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,9 +20,6 @@ Floats = float | Sequence[float] | npt.NDArray[Any] | None
 """One number for all rows, or one per row."""
 Keys = str | Sequence[str] | None
 TagsGiven = Mapping[str, str | int | float | bool] | Sequence[Mapping[str, str | int | float | bool]] | None
-
-_INT32_MAX: Final = (1 << 31) - 1
-_LEAST: Final = {"group_size": 1, "ordinal": 0, "policy_version": 0, "policy_version_max": 0, "tokens": 0}
 
 
 class Facts(msgspec.Struct, kw_only=True):
@@ -74,10 +71,9 @@ def _ints(name: str, value: object, rows: int, dtype: str = "<i8") -> bytes | No
     given = _array(name, value, "integers")
     if given.dtype.kind not in "iu":
         raise SchemaError(f"{name} is {given.dtype}; it is made of integers: one for all rows, or one per row")
-    bound = _INT32_MAX if dtype == "<i4" else (1 << 63) - 1
-    if given.size and (int(given.max()) > bound or int(given.min()) < _LEAST.get(name, -bound - 1)):
-        wrong = int(given.max()) if int(given.max()) > bound else int(given.min())
-        raise SchemaError(f"{name} {wrong} is out of range; it goes from {_LEAST.get(name, -bound - 1)} to {bound}")
+    bits = 32 if dtype == "<i4" else 64
+    if given.size and not -(1 << (bits - 1)) <= int(given.min()) <= int(given.max()) < 1 << (bits - 1):
+        raise SchemaError(f"{name} reaches from {given.min()} to {given.max()}; it is made of integers of {bits} bits")
     return _broadcast(name, given, rows).astype(dtype).tobytes()
 
 

@@ -78,7 +78,9 @@ def lease(client: Client, terms: Terms, request: m.Lease, batch: Callable[[Lent,
     """Rows lent, as what `batch` makes of them. If that fails, the rows go back."""
     leased = yield from ask(request, m.Leased)
     try:
-        source = content_source(client, leased.content, terms, f'task "{request.task}" (table "{terms.name}")')
+        source = yield from content_source(
+            client, leased.content, terms, f'task "{request.task}" (table "{terms.name}")'
+        )
         return batch(Lent(client, terms, request.task, leased, source), leased)
     except BaseException:
         client.connection.post(m.Release(table=terms.name, lease=leased.lease, token=leased.token))

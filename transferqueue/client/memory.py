@@ -10,9 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 
+import numpy as np
+from numpy.typing import NDArray
+
 from transferqueue.errors import Unreachable
-from transferqueue.storage.mapping import Mapping as Arena
-from transferqueue.storage.pages import U8
+from transferqueue.storage import Mapping as Arena
 from transferqueue.transport import FileLock
 from transferqueue.wire import messages as m
 
@@ -44,12 +46,12 @@ class Memory:
         finally:
             self._count(-1)
 
-    def pin(self, blocks: Iterable[m.BlockAt]) -> dict[int, U8]:
+    def pin(self, blocks: Iterable[m.BlockAt]) -> dict[int, NDArray[np.uint8]]:
         """The bytes of each block that one reply named. The pin returns when the last view is collected."""
         by_shard: dict[int, dict[int, m.BlockAt]] = {}
         for block in blocks:
             by_shard.setdefault(block.shard, {})[block.block] = block
-        found: dict[int, U8] = {}
+        found: dict[int, NDArray[np.uint8]] = {}
         for shard, members in by_shard.items():
             arena = self._arena(shard)
             self._count(len(members))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from transferqueue.client.client import Client
+from transferqueue.client.driving import Operation, ask
 from transferqueue.client.terms import Terms
 from transferqueue.errors import Corruption, NotFound, listing
 from transferqueue.schema import Field
@@ -45,14 +46,19 @@ class Source:
             )
 
 
-def content_source(client: Client, content: m.Content, terms: Terms, subject: str) -> Source:
-    """Columns of a reply. Its pins return when the source has ended and no view is left, or at once if it is no good."""
+def content_source(client: Client, content: m.Content, terms: Terms, subject: str) -> Operation[Source]:
+    """Columns of a reply. Its pins return when the source has ended and no view is left, or at once if this fails."""
     rows = len(content.rows) // 8
-    fields = terms.fields | {field.name: field for field in content.fields}
-    columns = {value.field: Column.of_inline(fields[value.field], value.data) for value in content.inline}
     named = {block.block: block for part in content.parts for block in part.blocks}
-    if not named:
-        return Source(subject, rows, columns, [])
+    fields = terms.fields | {field.name: field for field in content.fields}
+    if any(name not in fields for block in named.values() for name in block.fields):
+        try:  # a block may hold fields that were not asked for, of which this client never heard
+            terms.hear((yield from ask(m.OpenTable(name=terms.name), m.TableTerms)))
+        except BaseException:
+            client.connection.unpin(list(named))
+            raise
+        fields = terms.fields | fields
+    columns = {value.field: Column.of_inline(fields[value.field], value.data) for value in content.inline}
     memory = client.memory.pin(named.values())
     held: list[Blocks] = []
     for part in content.parts:

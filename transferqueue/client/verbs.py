@@ -127,7 +127,8 @@ def read(
         limit=0 if limit is None else checks.positive("limit", limit),
     )
     content = (yield from ask(request, m.ReadRows)).content
-    return Rows(content, content_source(client, content, terms, f'table "{terms.name}"'))
+    source = yield from content_source(client, content, terms, f'table "{terms.name}"')
+    return Rows(content, source)
 
 
 def find(terms: Terms, keys: str | Sequence[str]) -> Operation[NDArray[np.int64]]:

@@ -18,6 +18,7 @@ from transferqueue.client.client import Client
 from transferqueue.client.commits import CERTAIN, placed, write
 from transferqueue.client.deadline import Deadline
 from transferqueue.client.driving import Operation, ask, drive
+from transferqueue.client.writing import Fate
 from transferqueue.errors import NotFound, SchemaError, UsageError, listing
 from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
 from transferqueue.schema import Field
@@ -141,7 +142,7 @@ def publish(
     number = checks.whole("version", version)
     draft = Draft(prepared(tensors))
     piece = yield from write(client, [draft], deadline)
-    unused = False
+    fate = Fate.UNKNOWN
     try:
         request = m.Publish(
             channel=channel,
@@ -152,11 +153,12 @@ def publish(
             wait_s=deadline.left(),
         )
         yield from ask(request, m.Done)
+        fate = Fate.COMMITTED
     except CERTAIN:
-        unused = True
+        fate = Fate.REFUSED
         raise
     finally:
-        piece.done(unused=unused)
+        piece.done(fate)
 
 
 def prepared(tensors: Mapping[str, Any]) -> list[Prepared]:

@@ -8,10 +8,12 @@ Rules:
 3. A retired extent is returned when the last put that writes into it has ended, never before.
 4. A piece that was certainly not committed is given to the next put if it was the last one taken. One
    whose fate is unknown (an interrupt, a lost server) is never written again.
+5. An extent that a commit filled is closed by that commit, and needs no word.
 """
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +27,14 @@ from transferqueue.wire import messages as m
 
 OPEN_MAX: Final = 2
 """Open extents kept: the one in use, and one that another thread asked for at the same moment."""
+
+
+class Fate(enum.Enum):
+    """What became of the commit of a piece."""
+
+    COMMITTED = enum.auto()
+    REFUSED = enum.auto()
+    UNKNOWN = enum.auto()
 
 
 class _Extent:
@@ -55,9 +65,9 @@ class Piece:
         """The extent that a commit names."""
         return self._extent.granted.extent
 
-    def done(self, *, unused: bool = False) -> None:
-        """The put has ended. unused: it was certainly not committed."""
-        self._ground._done(self._extent, self, unused)
+    def done(self, fate: Fate) -> None:
+        """The put has ended, and this has become of it."""
+        self._ground._done(self._extent, self, fate)
 
 
 class Ground:
@@ -102,13 +112,14 @@ class Ground:
                 retired.retired = True
                 self._return_if_left(retired)
 
-    def _done(self, extent: _Extent, piece: Piece, unused: bool) -> None:
+    def _done(self, extent: _Extent, piece: Piece, fate: Fate) -> None:
         with self._guard:
             extent.writers -= 1
             end = piece.offset - extent.granted.offset + align(piece.nbytes)
-            if unused and end == extent.used:
+            if fate is Fate.REFUSED and end == extent.used:
                 extent.used -= align(piece.nbytes)
-            self._return_if_left(extent)
+            if fate is not Fate.COMMITTED or piece.nbytes != extent.granted.nbytes:
+                self._return_if_left(extent)
 
     def _return_if_left(self, extent: _Extent) -> None:
         if extent.retired and extent.writers == 0:
