@@ -6,14 +6,16 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off --constraint constraints.txt
 ARGS   ?=
+PEERS  := .venv-peers
+PEERED := $(PEERS)/.installed
 
 export PYTHONUTF8 := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test demo lock clean
+.PHONY: help setup check test demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with everything that checks, tests and the demo need
 
@@ -40,11 +42,31 @@ test: check ## the checks, then the tests; ARGS goes to pytest
 demo: $(STAMP) ## asynchronous GRPO of a small transformer, every stage a process; ARGS goes to `transferqueue demo`
 	$(BIN)/transferqueue demo $(ARGS)
 
+# The incumbent's wheel installs top-level packages named tests, scripts and more: an environment of its own. Without
+# Redis or the peers, `make bench` still runs and says what it left out.
+$(PEERED): bench/peers.txt
+	@test -x $(PEERS)/bin/python || { echo 'bench: creating $(PEERS) for what we are compared with'; $(PYTHON) -m venv $(PEERS); }
+	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off 'torch==2.13.0' && \
+		$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement bench/peers.txt && \
+		touch $@ || echo 'bench: the peers could not be installed; the record will say that they were not measured' >&2
+
+bench: $(STAMP) $(PEERED) ## the queue beside its peers and the machine's limits: record, table, pictures (25 minutes)
+	$(BIN)/python -m bench.run $(ARGS)
+	$(BIN)/python -m bench.table
+	$(BIN)/python -m bench.plot
+
+bench-quick: $(STAMP) $(PEERED) ## what the table of required figures needs (4 minutes)
+	$(BIN)/python -m bench.run --quick $(ARGS)
+	$(BIN)/python -m bench.table
+
+bench-micro: $(STAMP) ## ledger, codec, storage, one operation at a time (pytest-benchmark)
+	$(BIN)/python -m pytest bench/micro -p no:cacheprovider --benchmark-columns=median,iqr,min,rounds $(ARGS)
+
 lock: $(STAMP) ## rewrite constraints.txt from what is installed now
 	@{ echo '# What `make setup` installs, pinned; written by `make lock`.'; \
 	   $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.txt
 	@touch $(STAMP)
 
-clean: ## remove .venv, caches, builds (runs/ stays)
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+clean: ## remove .venv, .venv-peers, caches, builds (runs/ stays)
+	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -92,17 +92,17 @@ def _receive(stream: socket.socket, into: memoryview) -> None:
 
 def tcp(size: int) -> list[Result]:
     buffer = memoryview(bytearray(size))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        with child(_send, listener.getsockname()[1], size) as control:
-            stream, _ = listener.accept()
-            with stream:
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, child(_send, listener.getsockname()[1], size) as control:
+        stream, _ = listener.accept()
 
-                def once() -> None:
-                    control.send("send")
-                    _receive(stream, buffer)
+        def once() -> None:
+            control.send("send")
+            _receive(stream, buffer)
 
-                raw = timed(once, repetitions=9)
-            control.send("stop")
+        with stream:
+            raw = timed(once, repetitions=9)
+        control.send("stop")
     checked = bool(np.array_equal(np.frombuffer(buffer, np.uint8), payload(size)))
     if not checked:
         raise ValueError("the TCP stream did not deliver what was sent")

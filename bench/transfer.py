@@ -117,9 +117,7 @@ def _sum(endpoint: Endpoint, got: Any, name: str) -> int:
 # ---------------------------------------------------------------- the producer: this process
 
 
-def measure(
-    endpoint: Endpoint, control: Connection, workload: Workload, repetitions: int, budget_s: float
-) -> Times:
+def measure(endpoint: Endpoint, control: Connection, workload: Workload, repetitions: int, budget_s: float) -> Times:
     """Times of one workload: first put and get one after the other, then both at once."""
     endpoint.begin(workload)
     ask(control, ("begin", workload.name))

@@ -131,7 +131,12 @@ def _prompt(workload: Workload, rng: np.random.Generator) -> Flat:
     groups = workload.rows // workload.repeats
     size = workload.nbytes // groups
     return Flat(
-        _bytes(rng, groups * size), np.full(groups, size, np.int64), "uint8", "prompt", (size,), repeats=workload.repeats
+        _bytes(rng, groups * size),
+        np.full(groups, size, np.int64),
+        "uint8",
+        "prompt",
+        (size,),
+        repeats=workload.repeats,
     )
 
 

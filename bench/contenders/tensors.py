@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ def tensor(flat: Flat) -> Any:
 
 def _rows(flat: Flat) -> list[bytes]:
     at = flat.offsets
-    return [flat.values[start:end].tobytes() for start, end in zip(at[:-1], at[1:], strict=True)]
+    return [flat.values[start:end].tobytes() for start, end in pairwise(at.tolist())]
 
 
 def flat_bytes(got: Any) -> tuple[Bytes, Counts]:

@@ -1,0 +1,180 @@
+"""The figures that the design requires (DESIGN, section 9), computed from a record. Each is a ratio within one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bench.harness import Record, percentile
+from bench.workloads import DENSE, KIB, MIB
+
+OURS, PEER = "transferqueue", "incumbent"
+DENSE_FIELDS = ("dense_1", "dense_8", "dense_32")
+EXTRA_BYTES = 150 * MIB
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One requirement: what, against what, what is required, what was measured.
+
+    value None: not measured, `detail` says why. more: whether a larger value is better. bound: what the value is
+    compared with. required, shown: the bound and the value for people.
+    """
+
+    work: str
+    against: str
+    required: str
+    bound: float
+    more: bool
+    value: float | None
+    shown: str = ""
+    detail: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        if self.value is None:
+            return None
+        return self.value >= self.bound if self.more else self.value <= self.bound
+
+
+def times(value: float) -> str:
+    """A ratio for people: three digits."""
+    return f"{value:,.0f} ×" if value >= 100 else f"{value:.3g} ×"
+
+
+def at_least(work: str, against: str, bound: float, value: float | None, detail: str = "") -> Figure:
+    return Figure(work, against, f"≥ {bound:g} ×", bound, True, value, "" if value is None else times(value), detail)
+
+
+def at_most(work: str, against: str, bound: float, value: float | None, detail: str = "") -> Figure:
+    return Figure(work, against, f"≤ {bound:g} ×", bound, False, value, "" if value is None else times(value), detail)
+
+
+def _ratio(over: float | None, under: float | None) -> float | None:
+    return over / under if over is not None and under else None
+
+
+def _memcpy(record: Record) -> float | None:
+    return record.median("limits", "memcpy", f"{DENSE // KIB}KiB", "copy")
+
+
+def _ms(*seconds: float | None) -> str:
+    return " / ".join("—" if value is None else f"{value * 1e3:.3g} ms" for value in seconds)
+
+
+def put_dense(record: Record) -> Figure:
+    put, copy = record.median("transfer", OURS, "dense_1", "put"), _memcpy(record)
+    return at_least("put, one dense 32 MiB field", "memcpy", 0.6, _ratio(copy, put), _ms(put, copy))
+
+
+def get_dense(record: Record) -> Figure:
+    get, copy = record.median("transfer", OURS, "dense_1", "get"), _memcpy(record)
+    read = record.median("transfer", OURS, "dense_1", "get_read")
+    detail = f"{_ms(get, copy)}; with every byte read once {_ms(read)}"
+    return at_least("get of the same, contiguous", "memcpy", 1.0, _ratio(copy, get), detail)
+
+
+def against_peer(metric: str, workloads: tuple[str, ...], work: str, bound: float) -> Callable[[Record], Figure]:
+    """Least ratio of the peer's time to ours over some workloads."""
+
+    def figure(record: Record) -> Figure:
+        pairs = [
+            (record.median("transfer", OURS, name, metric), record.median("transfer", PEER, name, metric))
+            for name in workloads
+        ]
+        ratios = [_ratio(peer, ours) for ours, peer in pairs]
+        known = [ratio for ratio in ratios if ratio is not None]
+        worst = min(known) if len(known) == len(ratios) else None
+        shown = ", ".join(f"{name} {_ms(ours, peer)}" for name, (ours, peer) in zip(workloads, pairs, strict=True))
+        return at_least(work, "TransferQueue 0.1.11", bound, worst, shown)
+
+    return figure
+
+
+def get_tcp(record: Record) -> Figure:
+    stream = record.median("limits", "tcp", f"{DENSE // KIB}KiB", "stream")
+    got = record.median("transfer", "transferqueue-tcp", "dense_1", "get")
+    why = "" if got else "no data plane over TCP yet: on one machine bytes pass through shared memory"
+    return at_least("get over TCP loopback", "one raw TCP stream", 0.7, _ratio(stream, got), why or _ms(got, stream))
+
+
+def lease_flat(record: Record) -> Figure:
+    few = record.median("lease_cost", OURS, "resident_1000", "lease_64")
+    many = record.median("lease_cost", OURS, "resident_1000000", "lease_64")
+    return at_most("lease of 64 rows at 10⁶ resident rows", "the same at 10³", 1.5, _ratio(many, few), _ms(many, few))
+
+
+def lease_peer(record: Record) -> Figure:
+    ours = record.median("lease_cost", OURS, "resident_200000", "lease_64")
+    peer = record.median("lease_cost", PEER, "resident_200000", "lease_64")
+    work = "lease of 64 rows at 2·10⁵ resident rows"
+    return at_least(work, "TransferQueue 0.1.11 get_meta", 50, _ratio(peer, ours), _ms(ours, peer))
+
+
+def wake(record: Record) -> Figure:
+    trip = record.median("limits", "zmq", "64B", "round_trip")
+    ours = record.median("latency", OURS, "pairs_1", "put_to_delivered")
+    return at_most("put → waiting lease returns, p50", "ZeroMQ round trip", 10, _ratio(ours, trip), _ms(ours, trip))
+
+
+def wake_p99(record: Record) -> Figure:
+    found = record.find("latency", OURS, "pairs_1", "put_to_delivered")
+    slow = percentile(found.raw, 0.99) if found else None
+    shown = _ms(slow) if slow is not None else ""
+    return Figure("put → waiting lease returns, p99", "", "< 5 ms", 5e-3, False, slow, shown)
+
+
+def resident(record: Record) -> Figure:
+    taken = record.median("memory", OURS, "live", "resident")
+    payload = record.median("memory", OURS, "live", "payload")
+    work, required = "resident memory of the server", "≤ 1.3 × + 150 MiB"
+    if taken is None or payload is None:
+        return Figure(work, "live payload", required, 1.0, False, None)
+    allowed = 1.3 * payload + EXTRA_BYTES
+    detail = f"{taken / MIB:.0f} MiB for {payload / MIB:.0f} MiB"
+    return Figure(work, "live payload", required, 1.0, False, taken / allowed, times(taken / payload), detail)
+
+
+def wire(record: Record) -> Figure:
+    found = [record.median("wire", OURS, "ragged_32", f"{way}_per_value_byte") for way in ("put", "get")]
+    known = [value for value in found if value is not None]
+    detail = ", ".join(f"{way} {value:.4f}" for way, value in zip(("put", "get"), known, strict=False))
+    return at_most("wire bytes of ragged rows", "bytes of the values", 1.05, max(known, default=None), detail)
+
+
+def flat_fields(record: Record) -> Figure:
+    found = [record.median("transfer", OURS, f"dense_{count}", "get") for count in (1, 8, 32, 128)]
+    known = [value for value in found if value is not None]
+    value = max(known) / min(known) if len(known) == len(found) else None
+    return at_most("get, 1 → 128 dense fields at equal bytes", "the fastest of them", 2.0, value, _ms(*found))
+
+
+def growth(record: Record) -> Figure:
+    found = record.find("memory", OURS, "churn", "growth")
+    value = found.median if found else None
+    work = "memory after the table's whole traffic"
+    return at_most(work, "after the first 10⁴ rows", 1.1, value, found.note if found else "")
+
+
+FIGURES: tuple[Callable[[Record], Figure], ...] = (
+    put_dense,
+    get_dense,
+    against_peer("put", ("ragged_32",), "put, 1024 rows × 32 ragged fields", 50),
+    against_peer("get", ("ragged_32",), "get of the same", 50),
+    against_peer("put", DENSE_FIELDS, "put, dense, 1–32 fields (worst)", 5),
+    against_peer("get", DENSE_FIELDS, "get, dense, 1–32 fields (worst)", 20),
+    get_tcp,
+    lease_flat,
+    lease_peer,
+    wake,
+    wake_p99,
+    resident,
+    wire,
+    flat_fields,
+    growth,
+)
+
+
+def figures(record: Record) -> list[Figure]:
+    """Every required figure, measured or not."""
+    return [figure(record) for figure in FIGURES]

@@ -1,0 +1,59 @@
+"""Messages to bytes and back: the put and the lease reply of 512 rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from transferqueue.schema import Field
+from transferqueue.wire import messages as m
+from transferqueue.wire.codec import decode_answer, decode_call, encode_answer, encode_call
+
+ROWS = 512
+FIELDS = [Field(f"field_{number:03d}", "float32", (None,)) for number in range(32)]
+NAMES = [field.name for field in FIELDS]
+
+
+def i64() -> bytes:
+    return np.arange(ROWS, dtype="<i8").tobytes()
+
+
+def i32() -> bytes:
+    return np.arange(ROWS, dtype="<i4").tobytes()
+
+
+def put() -> m.Call:
+    placed = m.Placed(extent=7, offset=0, nbytes=1 << 25, rows=ROWS, fields=NAMES, counts=[1 << 18] * 32)
+    facts = m.RowFacts(group_id=i64(), group_size=i32(), policy_version=i64())
+    return m.Call(1, 2, 1, m.Put("rollouts", ROWS, m.Columns(fields=FIELDS, blocks=[placed], facts=facts)))
+
+
+def leased() -> m.Answer:
+    block = m.BlockAt(3, 0, 7, 0, 1 << 25, ROWS, NAMES, [1 << 18] * 32)
+    content = m.Content(
+        rows=i64(),
+        policy_version=i64(),
+        policy_version_max=i64(),
+        group_id=i64(),
+        group_size=i32(),
+        ordinal=i64(),
+        tokens=i64(),
+        priority=i64(),
+        keys=None,
+        tags=None,
+        inline=[],
+        parts=[m.Part(NAMES, [block], i32(), i32())],
+        fields=FIELDS,
+    )
+    return m.Answer(1, 2, m.Leased(lease=1, token=2, lease_s=60.0, version=3, content=content))
+
+
+def test_put_to_bytes_and_back(benchmark: Any) -> None:
+    call = put()
+    assert benchmark(lambda: decode_call(encode_call(call))) == call
+
+
+def test_lease_reply_to_bytes_and_back(benchmark: Any) -> None:
+    answer = leased()
+    assert benchmark(lambda: decode_answer(encode_answer(answer))) == answer

@@ -1,0 +1,193 @@
+"""Everything, in one run on one machine: each scenario of each contender in a process tree of its own, one record.
+
+    python -m bench.run [--quick] [--only transfer latency] [--peers .venv-peers/bin/python] [--out FILE]
+
+`make bench` and `make bench-quick` call this. A peer that cannot run here is kept in the record as skipped, with the
+reason; if one of our own scenarios fails, the run fails, after the rest has been measured and saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bench.harness import RECORDS, ROOT, Record, Result, commit, load_results, machine
+
+OURS = "transferqueue"
+LAST_LINES = 12
+
+_FIELDS = ["dense_1", "dense_8", "dense_32", "ragged_32"]
+_MORE_FIELDS = ["dense_128", "ragged_1", "ragged_8", "ragged_128"]
+_OTHERS = ["ragged_bf16", "tokens", "two_of_32", "random_dense", "random_ragged", "text", "images", "shared_prompt"]
+_SIZES = [f"size_{size}KiB" for size in (256, 1024, 4096, 16384, 65536)]
+_LARGE = ["size_262144KiB", "size_1048576KiB"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One scenario of one contender: `python -m module arguments`, with the peers' interpreter or ours."""
+
+    scenario: str
+    contender: str
+    module: str
+    arguments: tuple[str, ...]
+    peer: bool = False
+    limit_s: float = 240
+
+
+def _transfer(contender: str, workloads: list[str], repetitions: int, budget_s: float, peer: bool = True) -> Job:
+    bounds = ("--repetitions", str(repetitions), "--budget-s", str(budget_s))
+    return Job("transfer", contender, "bench.transfer", (contender, *workloads, *bounds), peer, limit_s=420)
+
+
+def _latency(contender: str, pairs: list[int], rows: int, rate: float, peer: bool = True) -> Job:
+    counts = [str(count) for count in pairs]
+    arguments = (contender, "--pairs", *counts, "--rows", str(rows), "--rate", str(rate))
+    return Job("latency", contender, "bench.latency", arguments, peer)
+
+
+def _lease_cost(contender: str, resident: list[int], peer: bool) -> Job:
+    arguments = (contender, "--resident", *[str(rows) for rows in resident])
+    return Job("lease_cost", contender, "bench.lease_cost", arguments, peer, limit_s=420)
+
+
+def quick() -> list[Job]:
+    """What the table of required figures needs, and little more: minutes."""
+    peers = [_transfer(name, [*_FIELDS, "shared_prompt"], 3, 1.0) for name in ("mp-queue", "redis", "ray")]
+    return [
+        Job("limits", "limits", "bench.limits", ()),
+        _transfer(OURS, [*_FIELDS, *_MORE_FIELDS, *_OTHERS], 9, 1.0, peer=False),
+        _latency(OURS, [1, 8], 500, 250, peer=False),
+        _lease_cost(OURS, [1000, 10_000, 200_000, 1_000_000], peer=False),
+        Job("memory", OURS, "bench.memory", ("--rows", "200000")),
+        Job("wire", OURS, "bench.wire", ()),
+        _transfer("incumbent", _FIELDS, 3, 1.0),
+        _lease_cost("incumbent", [1000, 200_000], peer=True),
+        *peers,
+        _latency("mp-queue", [1], 300, 250),
+        _latency("redis", [1], 300, 250),
+    ]
+
+
+def full() -> list[Job]:
+    """Every scenario, every contender, every workload that it can carry."""
+    peers = ("mp-queue", "redis", "ray")
+    every = [*_FIELDS, *_MORE_FIELDS, *_OTHERS]
+    return [
+        Job("limits", "limits", "bench.limits", ("--largest", str(1 << 30))),
+        _transfer(OURS, [*every, *_SIZES, *_LARGE], 15, 4.0, peer=False),
+        _latency(OURS, [1, 4, 16, 64], 1000, 250, peer=False),
+        _lease_cost(OURS, [1000, 10_000, 50_000, 200_000, 1_000_000, 10_000_000], peer=False),
+        Job("memory", OURS, "bench.memory", ("--rows", "1000000")),
+        Job("wire", OURS, "bench.wire", ()),
+        Job("idle", OURS, "bench.idle", ()),
+        _transfer("incumbent", [*every, *_SIZES], 5, 4.0),
+        _transfer("incumbent-ray-store", _FIELDS, 3, 2.0),
+        _lease_cost("incumbent", [1000, 10_000, 50_000, 200_000], peer=True),
+        _latency("incumbent", [1], 100, 5),
+        *[_transfer(name, [*every, *_SIZES], 7, 2.0) for name in peers],
+        _latency("mp-queue", [1, 4], 500, 250),
+        _latency("redis", [1, 4, 16, 64], 1000, 250),
+        _latency("ray", [1], 300, 50),
+    ]
+
+
+# ---------------------------------------------------------------- running them
+
+
+def unavailable(job: Job, peers: Path) -> str:
+    """Why a job cannot run on this machine, or "" if it can."""
+    if job.peer and not peers.exists():
+        return f"no environment for peers at {peers}; `make bench` creates it"
+    if job.contender == "redis" and not shutil.which("redis-server"):
+        return "no redis-server on this machine"
+    return ""
+
+
+def run_job(job: Job, peers: Path, folder: Path) -> tuple[dict[str, str], list[Result], str]:
+    """Versions, results and what went wrong ("": nothing)."""
+    out = folder / f"{job.scenario}-{job.contender}.json"
+    python = str(peers if job.peer else Path(sys.executable))
+    command = [python, "-W", "ignore", "-m", job.module, *job.arguments, "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    with (folder / f"{job.scenario}-{job.contender}.log").open("w+") as log:
+        try:
+            code = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=job.limit_s, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return {}, [], f"still running after {job.limit_s:.0f} s"
+        log.seek(0)
+        tail = "".join(log.readlines()[-LAST_LINES:])
+    if code or not out.exists():
+        return {}, [], f"exit code {code}: {tail.strip()}"
+    return *load_results(out), ""
+
+
+def _say(job: Job, seconds: float, results: list[Result], why: str) -> None:
+    outcome = f"not measured: {why}" if why else f"{len(results)} results"
+    print(f"  {job.scenario:<12}{job.contender:<22}{seconds:6.1f} s  {outcome}", flush=True)
+
+
+def run_all(jobs: list[Job], peers: Path) -> tuple[list[Result], dict[str, dict[str, str]], list[str]]:
+    """Results, versions by environment, and our own scenarios that failed."""
+    results: list[Result] = []
+    versions: dict[str, dict[str, str]] = {}
+    failed = []
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        for job in jobs:
+            began = time.perf_counter()
+            why, found = unavailable(job, peers), []
+            if not why:
+                used, found, why = run_job(job, peers, Path(folder))
+                versions.setdefault("peers" if job.peer else "ours", {}).update(used)
+            if why:
+                found = [Result(job.scenario, job.contender, "all", "all", "s", [], skipped=why)]
+                failed += [] if job.peer else [f"{job.scenario}: {why}"]
+            broken = [result for result in found if result.skipped.startswith("failed") and not job.peer]
+            failed += [f"{result.scenario} {result.workload}: {result.skipped}" for result in broken]
+            results += found
+            _say(job, time.perf_counter() - began, found, why)
+    return results, versions, failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the benchmarks and write one record.")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", nargs="+", default=[], help="scenarios or contenders")
+    parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers" / "bin" / "python")
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    jobs = quick() if chosen.quick else full()
+    if chosen.only:
+        jobs = [job for job in jobs if {job.scenario, job.contender} & set(chosen.only)]
+    started, began, load = datetime.now(UTC), time.perf_counter(), list(os.getloadavg())
+    results, versions, failed = run_all(jobs, chosen.peers)
+    record = Record(
+        results=results,
+        commit=commit(),
+        machine=machine(),
+        versions=versions,
+        started=started.isoformat(timespec="seconds"),
+        seconds=round(time.perf_counter() - began, 1),
+        load={"before": load, "after": list(os.getloadavg())},
+        quick=chosen.quick,
+    )
+    path = chosen.out or RECORDS / f"{started:%Y%m%d-%H%M%S}-{record.commit['id'][:9]}.json"
+    record.save(path)
+    print(path)
+    for line in failed:
+        print(f"failed: {line}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""A server of the queue in a process of its own, as a deployment has it, in a runtime directory of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bench.harness import ROOT
+
+START_S = 20
+
+
+class Server:
+    """Start it, use `address`, `stop` it. tcp: listen at a loopback port too, `tcp_address`."""
+
+    def __init__(self, arena_bytes: str = "6GiB", tcp: bool = False) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="bench-tq-"))
+        wanted = ["--address", f"ipc://{self.folder}/control.sock", "--arena-bytes", arena_bytes]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "transferqueue.server", *wanted, *(["--tcp", "127.0.0.1:0"] if tcp else [])],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "TRANSFERQUEUE_RUNTIME": str(self.folder)},
+        )
+        self.addresses = self._announced()
+        self.address = self.addresses[0]
+
+    def _announced(self) -> list[str]:
+        line = self.process.stdout.readline().split() if self.process.stdout else []
+        if not line or line[0] != "ready":
+            raise RuntimeError(f"the server did not start: it said {' '.join(line)!r}")
+        return line[1:]
+
+    @property
+    def tcp_address(self) -> str:
+        return next(address for address in self.addresses if address.startswith("tcp:"))
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(START_S)
+        shutil.rmtree(self.folder, ignore_errors=True)
