@@ -50,7 +50,7 @@ def run_stage(
     while not (stop and stop.is_set()):
         waited = time.monotonic()
         try:
-            batch = table.lease(stage.task.name, timeout_s=stage.stall_s, lease_s=stage.task.lease_s, **stage.amount())
+            batch = stage.lease(table)
         except EndOfTable:
             break
         started = time.monotonic()

@@ -61,10 +61,17 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.at_least <= max(self.rows, self.tokens, self.groups):
             raise Impossible(f'stage "{self.task.name}": at_least={self.at_least} is more than one call may get')
 
-    def amount(self) -> dict[str, int]:
-        """The arguments of `Table.lease` that say how much."""
-        given = {"rows": self.rows, "tokens": self.tokens, "groups": self.groups, "at_least": self.at_least}
-        return {name: value for name, value in given.items() if value}
+    def lease(self, table: tq.Table) -> tq.Batch:
+        """Lease the rows of one call; waits for them and raises as `Table.lease` does."""
+        return table.lease(
+            self.task.name,
+            rows=self.rows or None,
+            tokens=self.tokens or None,
+            groups=self.groups or None,
+            at_least=self.at_least or None,
+            timeout_s=self.stall_s,
+            lease_s=self.task.lease_s,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

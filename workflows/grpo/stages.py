@@ -77,7 +77,7 @@ def reward(context: Context) -> Iterator[Work]:
     problems = problem_set(context.settings(JobSettings).learning.dataset)
 
     def score(batch: tq.Batch) -> Mapping[str, Any]:
-        pairs = zip(batch["problem"].list(), batch["response_ids"].list(), strict=True)
+        pairs = zip(batch["problem"].list(), batch["response_ids"], strict=True)
         scores = [problems.score(problem_of(value), decode(ids)) for value, ids in pairs]
         return {"rewards": np.asarray(scores, dtype=np.float32)}
 

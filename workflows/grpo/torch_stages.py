@@ -78,7 +78,7 @@ class Rollout:
     def __call__(self, batch: tq.Batch) -> Iterator[Part]:
         """Yield the rows as they are finished, some at a time."""
         self._policy.refresh()
-        prompts = batch["prompt_ids"].list()
+        prompts = list(batch["prompt_ids"])
         for rows_PS in same_prompt(batch.group_id):
             yield from self._generate([prompts[row] for row in rows_PS[:, 0]], rows_PS)
 
@@ -149,7 +149,7 @@ def reference(context: Context) -> Iterator[Work]:
     policy.refresh(timeout_s=STALL_S)
 
     def judge(batch: tq.Batch) -> Mapping[str, Any]:
-        prompts, responses = batch["prompt_ids"].list(), batch["response_ids"].list()
+        prompts, responses = list(batch["prompt_ids"]), list(batch["response_ids"])
         return {"ref_logprobs": response_logprobs(policy.model, prompts, responses, temperature=settings.temperature)}
 
     yield judge
@@ -191,7 +191,7 @@ class Train:
             "rollout_logprobs",
             *(("ref_logprobs",) * self._settings.with_reference),
         )
-        columns = {name: batch[name].list() for name in ragged}
+        columns = {name: list(batch[name]) for name in ragged}
         return TrainBatch(
             **{name: [column[row] for row in order] for name, column in columns.items()},
             advantages=batch["advantages"].numpy()[order],
