@@ -89,6 +89,7 @@ def full() -> list[Job]:
         Job("memory", OURS, "bench.memory", ("--rows", "1000000")),
         Job("wire", OURS, "bench.wire", ()),
         Job("idle", OURS, "bench.idle", ()),
+        Job("micro", OURS, "bench.micro", ()),
         _transfer("incumbent", [*every, *_SIZES], 5, 4.0),
         _transfer("incumbent-ray-store", _FIELDS, 3, 2.0),
         _lease_cost("incumbent", [1000, 10_000, 50_000, 200_000], peer=True),

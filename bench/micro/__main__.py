@@ -1,6 +1,6 @@
 """Scenario: single operations, timed by pytest-benchmark, kept like all others.
 
-    python -m bench.micro --out FILE
+python -m bench.micro --out FILE
 """
 
 from __future__ import annotations
