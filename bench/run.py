@@ -43,8 +43,10 @@ class Job:
     limit_s: float = 240
 
 
-def _transfer(contender: str, workloads: list[str], repetitions: int, budget_s: float, peer: bool = True) -> Job:
-    bounds = ("--repetitions", str(repetitions), "--budget-s", str(budget_s))
+def _transfer(
+    contender: str, workloads: list[str], repetitions: int, budget_s: float, peer: bool = True, through: bool = True
+) -> Job:
+    bounds = ["--repetitions", str(repetitions), "--budget-s", str(budget_s), *([] if through else ["--no-through"])]
     return Job("transfer", contender, "bench.transfer", (contender, *workloads, *bounds), peer, limit_s=420)
 
 
@@ -54,8 +56,9 @@ def _latency(contender: str, pairs: list[int], rows: int, rate: float, peer: boo
     return Job("latency", contender, "bench.latency", arguments, peer)
 
 
-def _lease_cost(contender: str, resident: list[int], peer: bool) -> Job:
-    arguments = (contender, "--resident", *[str(rows) for rows in resident])
+def _lease_cost(contender: str, resident: list[int], peer: bool, repetitions: int = 40) -> Job:
+    levels = [str(rows) for rows in resident]
+    arguments = (contender, "--resident", *levels, "--repetitions", str(repetitions))
     return Job("lease_cost", contender, "bench.lease_cost", arguments, peer, limit_s=420)
 
 
@@ -69,8 +72,8 @@ def quick() -> list[Job]:
         _lease_cost(OURS, [1000, 10_000, 200_000, 1_000_000], peer=False),
         Job("memory", OURS, "bench.memory", ("--rows", "200000")),
         Job("wire", OURS, "bench.wire", ()),
-        _transfer("incumbent", _FIELDS, 3, 1.0),
-        _lease_cost("incumbent", [1000, 200_000], peer=True),
+        _transfer("incumbent", _FIELDS, 3, 1.0, through=False),
+        _lease_cost("incumbent", [1000, 200_000], peer=True, repetitions=15),
         *peers,
         _latency("mp-queue", [1], 300, 250),
         _latency("redis", [1], 300, 250),

@@ -117,14 +117,17 @@ def _sum(endpoint: Endpoint, got: Any, name: str) -> int:
 # ---------------------------------------------------------------- the producer: this process
 
 
-def measure(endpoint: Endpoint, control: Connection, workload: Workload, repetitions: int, budget_s: float) -> Times:
-    """Times of one workload: first put and get one after the other, then both at once."""
+def measure(
+    endpoint: Endpoint, control: Connection, workload: Workload, repetitions: int, budget_s: float, through: bool
+) -> Times:
+    """Times of one workload: first put and get one after the other, then, for `through`, both at once."""
     endpoint.begin(workload)
     ask(control, ("begin", workload.name))
     batches = [endpoint.prepare(columns(workload, seed)) for seed in (0, 1)]
     times = Times()
     _alternate(endpoint, control, batches, times, repetitions, budget_s)
-    _together(endpoint, control, batches, times, repetitions, budget_s / 2)
+    if through:
+        _together(endpoint, control, batches, times, repetitions, budget_s / 2)
     return times
 
 
@@ -181,6 +184,7 @@ def to_results(name: str, workload: Workload, times: Times) -> list[Result]:
     return [
         Result(SCENARIO, name, workload.name, metric, "s", raw, sizes.get(metric, workload.bytes_got), checked=True)
         for metric, raw in vars(times).items()
+        if raw
     ]
 
 
@@ -188,7 +192,7 @@ def skipped(name: str, workload: Workload, why: str) -> Result:
     return Result(SCENARIO, name, workload.name, "put", "s", [], workload.nbytes, skipped=why)
 
 
-def run(name: str, workloads: list[Workload], repetitions: int, budget_s: float) -> list[Result]:
+def run(name: str, workloads: list[Workload], repetitions: int, budget_s: float, through: bool) -> list[Result]:
     """Start the contender, a consumer beside it, and measure each workload."""
     peer = contender(name)
     address = peer.start()
@@ -206,7 +210,7 @@ def run(name: str, workloads: list[Workload], repetitions: int, budget_s: float)
                 results.append(skipped(name, workload, why))
                 continue
             try:
-                times = measure(endpoint, here, workload, repetitions, budget_s)
+                times = measure(endpoint, here, workload, repetitions, budget_s, through)
             except NotDelivered as error:
                 results.append(skipped(name, workload, f"failed: {error}"))
             else:
@@ -225,10 +229,12 @@ def main() -> None:
     parser.add_argument("workloads", nargs="+", choices=sorted(WORKLOADS))
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--budget-s", type=float, default=4.0)
+    parser.add_argument("--no-through", action="store_true", help="put and get only")
     parser.add_argument("--out", type=Path, required=True)
     chosen = parser.parse_args()
     workloads = [WORKLOADS[name] for name in chosen.workloads]
-    save_results(chosen.out, run(chosen.contender, workloads, chosen.repetitions, chosen.budget_s))
+    through = not chosen.no_through
+    save_results(chosen.out, run(chosen.contender, workloads, chosen.repetitions, chosen.budget_s, through))
 
 
 if __name__ == "__main__":
