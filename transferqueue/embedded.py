@@ -11,7 +11,6 @@ from transferqueue.client.aio import AsyncQueue, Opening
 from transferqueue.client.client import Client, open_client
 from transferqueue.client.queue import Queue
 from transferqueue.errors import UsageError
-from transferqueue.server import embedded
 
 CONNECT_S: Final = 10.0
 """A server that is being started is up by then; one that is not there is noticed before patience ends."""
@@ -78,6 +77,8 @@ def _client(
                 f"arena_bytes and runtime are for an embedded server, but the server at {address} runs already; give them there"
             )
         return open_client(address, patience, label)
+    from transferqueue.server import embedded  # only who has a server of its own loads one
+
     server = embedded.start(arena_bytes, runtime)
     try:
         return open_client(server.inproc_address, patience, label, server)
