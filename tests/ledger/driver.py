@@ -1,0 +1,294 @@
+"""A comfortable way to talk to a ledger in tests: numpy in and out, one method a request, a fake arena.
+
+`Driver` is one client session; `world()` makes a ledger with an arena that reuses freed extents at once, so that
+a bug in extent accounting shows as overlapping grants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from transferqueue.ledger import Effect, FreeExtent, LeaseEnded, Ledger, Wait, Wake
+from transferqueue.limits import PAGE_BYTES, Limits
+from transferqueue.policies import Pacing, Predicate, Retention, Task
+from transferqueue.schema import Field, align, layout
+from transferqueue.wire import messages as m
+
+
+def i64(values: Any) -> bytes:
+    return np.asarray(values, "<i8").tobytes()
+
+
+def ids(data: bytes) -> list[int]:
+    return np.frombuffer(data, "<i8").tolist()
+
+
+@dataclass
+class World:
+    """A ledger, a clock that tests move, and an arena."""
+
+    ledger: Ledger = field(default_factory=Ledger)
+    now: float = 0.0
+    capacity: int = 1 << 40
+    taken: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """extent -> (offset, nbytes)"""
+    freed: list[int] = field(default_factory=list)
+    woken: list[tuple[str, ...]] = field(default_factory=list)
+    ended: list[LeaseEnded] = field(default_factory=list)
+    sessions: int = 0
+
+    def client(self, label: str = "", client: bytes = b"") -> Driver:
+        self.sessions += 1
+        name = client or f"client-{self.sessions:09d}".encode()
+        self.ledger.open_session(self.sessions, name, self.now, label=label)
+        return Driver(self, self.sessions)
+
+    def allocate(self, nbytes: int) -> tuple[int, int]:
+        size, at = align(nbytes, PAGE_BYTES), 0
+        for offset, taken in sorted(self.taken.values()):
+            if offset - at >= size:
+                break
+            at = offset + taken
+        return at, size
+
+    def collect(self) -> list[Effect]:
+        """Act on effects as a node would; a freed extent must be one that is taken, freed once."""
+        effects = self.ledger.take_effects()
+        for effect in effects:
+            if isinstance(effect, FreeExtent):
+                assert self.taken.pop(effect.extent) == (effect.offset, effect.nbytes)
+                self.freed.append(effect.extent)
+            elif isinstance(effect, Wake):
+                self.woken.append(effect.key)
+            else:
+                self.ended.append(effect)
+        return effects
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.ledger.tick(self.now)
+        self.collect()
+
+    def audit(self) -> dict[str, Any]:
+        return self.ledger.observe(m.Observe("audit"), self.now)
+
+    def stats(self, table: str = "t") -> dict[str, Any]:
+        return self.ledger.observe(m.Observe("stats"), self.now)["tables"][table]
+
+
+@dataclass
+class Given:
+    """A lease as a test wants to see it."""
+
+    reply: m.Leased
+
+    @property
+    def rows(self) -> list[int]:
+        return ids(self.reply.content.rows)
+
+    @property
+    def lease(self) -> int:
+        return self.reply.lease
+
+    @property
+    def token(self) -> int:
+        return self.reply.token
+
+    def column(self, name: str, dtype: str = "<f8") -> list[Any]:
+        (data,) = [one.data for one in self.reply.content.inline if one.field == name]
+        return np.frombuffer(data, dtype).tolist()
+
+    def blocks(self) -> list[int]:
+        return [at.block for part in self.reply.content.parts for at in part.blocks]
+
+
+@dataclass
+class Driver:
+    """One session. Every method sends one request with the next call id."""
+
+    world: World
+    session: int
+    call: int = 0
+
+    # ------------------------------------------------------------ raw
+
+    def apply(self, request: m.Request, call: int | None = None) -> Any:
+        if call is None:
+            self.call += 1
+            call = self.call
+        try:
+            return self.world.ledger.apply(request, session=self.session, call=call, now=self.world.now)
+        finally:
+            self.world.collect()
+
+    # ------------------------------------------------------------ tables
+
+    def create(
+        self,
+        name: str = "t",
+        *,
+        tasks: Sequence[Task] = (),
+        fields: Sequence[Field] = (),
+        limits: Limits | None = None,
+        pacing: Pacing | None = None,
+        retention: Retention | None = None,
+        exist_ok: bool = False,
+    ) -> m.TableTerms:
+        return self.apply(
+            m.CreateTable(name, list(fields), list(tasks), limits or Limits(), pacing, retention, exist_ok)
+        )
+
+    # ------------------------------------------------------------ columns
+
+    def grant(self, nbytes: int) -> m.Granted:
+        offset, size = self.world.allocate(nbytes)
+        self.call += 1
+        reply = self.world.ledger.grant(self.session, 0, offset, size, self.world.now, call=self.call)
+        self.world.taken[reply.extent] = (offset, size)
+        return reply
+
+    def block(
+        self, fields: Sequence[Field], rows: int, *, counts: Sequence[int] | None = None, slots: Any = None
+    ) -> m.Placed:
+        """A block in an extent of its own, of exactly its size."""
+        counts = list(counts or [0 if field.dense else rows for field in fields])
+        _, nbytes = layout(fields, rows, counts)
+        given = self.grant(max(nbytes, 1))
+        return m.Placed(
+            given.extent, given.offset, nbytes, rows, [field.name for field in fields], counts,
+            None if slots is None else np.asarray(slots, "<i4").tobytes(),
+        )  # fmt: skip
+
+    def columns(
+        self,
+        rows: int,
+        big: Sequence[str | Field] = (),
+        inline: Mapping[str, Any] | None = None,
+        **facts: Any,
+    ) -> m.Columns:
+        """big: ragged int64 fields, all in one block of their own. inline: float64 scalars."""
+        placed = [one if isinstance(one, Field) else Field(one, "int64", (None,)) for one in big]
+        values = {name: np.broadcast_to(np.asarray(value, "<f8"), (rows,)) for name, value in (inline or {}).items()}
+        return m.Columns(
+            fields=[*placed, *(Field(name, "float64") for name in values)],
+            blocks=[self.block(placed, rows)] if placed else [],
+            inline=[m.Inline(name, value.tobytes()) for name, value in values.items()],
+            facts=row_facts(rows, **facts),
+        )
+
+    # ------------------------------------------------------------ rows
+
+    def put(
+        self,
+        rows: int = 1,
+        big: Sequence[str | Field] = (),
+        inline: Mapping[str, Any] | None = None,
+        *,
+        table: str = "t",
+        reservation: int = 0,
+        wait_s: float = 0.0,
+        **facts: Any,
+    ) -> Any:
+        """Row ids, or Wait."""
+        columns = self.columns(rows, big, inline, **facts)
+        reply = self.apply(m.Put(table, rows, columns, reservation, wait_s))
+        return reply if isinstance(reply, Wait) else list(range(reply.first, reply.first + reply.rows))
+
+    def update(
+        self,
+        rows: Sequence[int],
+        big: Sequence[str | Field] = (),
+        inline: Mapping[str, Any] | None = None,
+        *,
+        table: str = "t",
+        overwrite: bool = False,
+        **facts: Any,
+    ) -> Any:
+        return self.apply(m.Update(table, i64(rows), self.columns(len(rows), big, inline, **facts), overwrite))
+
+    def lease(
+        self,
+        task: str,
+        rows: int = 0,
+        *,
+        table: str = "t",
+        where: Sequence[Predicate] = (),
+        wait_s: float = 0.0,
+        **terms: Any,
+    ) -> Any:
+        """Given, or Wait."""
+        reply = self.apply(m.Lease(table, task, rows=rows, where=list(where), wait_s=wait_s, **terms))
+        return Given(reply) if isinstance(reply, m.Leased) else reply
+
+    def ack(
+        self,
+        lease: Given,
+        rows: Sequence[int] | None = None,
+        *,
+        table: str = "t",
+        columns: m.Columns | None = None,
+        drop: str = "",
+        step: int = -1,
+    ) -> Any:
+        named = None if rows is None else i64(rows)
+        return self.apply(m.Ack(table, lease.lease, lease.token, named, columns, drop, step))
+
+    def release(
+        self,
+        lease: Given,
+        rows: Sequence[int] | None = None,
+        *,
+        table: str = "t",
+        failed: bool = False,
+        reason: str = "",
+    ) -> Any:
+        named = None if rows is None else i64(rows)
+        return self.apply(m.Release(table, lease.lease, lease.token, named, failed, reason))
+
+    def renew(self, lease: Given, lease_s: float = 0.0, *, table: str = "t") -> Any:
+        return self.apply(m.Renew(table, lease.lease, lease.token, lease_s))
+
+    def drop(self, rows: Sequence[int], reason: str = "test", *, table: str = "t") -> Any:
+        return self.apply(m.Drop(table, i64(rows), reason))
+
+    def delete(self, rows: Sequence[int], *, table: str = "t") -> Any:
+        return self.apply(m.Delete(table, i64(rows)))
+
+    def reserve(self, rows: int, version: int = -1, *, table: str = "t", wait_s: float = 0.0) -> Any:
+        return self.apply(m.Reserve(table, rows, version, wait_s))
+
+    def advance(self, version: int, *, table: str = "t", wait_s: float = 0.0) -> Any:
+        return self.apply(m.Advance(table, version, wait_s))
+
+    def seal(self, table: str = "t") -> Any:
+        return self.apply(m.Seal(table))
+
+    def read(self, rows: Sequence[int] | None = None, *, table: str = "t", **terms: Any) -> m.Content:
+        return self.apply(m.Read(table, None if rows is None else i64(rows), **terms)).content
+
+    def unpin(self, blocks: Sequence[int], counts: Sequence[int] | None = None) -> Any:
+        return self.apply(m.Unpin(i64(blocks), i64(counts if counts is not None else [1] * len(blocks))))
+
+    def observe(self, what: str, table: str = "", row: int = -1) -> Any:
+        return msgspec.msgpack.decode(self.apply(m.Observe(what, table, row)).value)
+
+    def close(self, *, pins: bool = True) -> None:
+        self.world.ledger.close_session(self.session, self.world.now, pins=pins)
+        self.world.collect()
+
+
+_DTYPES = {"group_size": "<i4", "priority": "<f8"}
+
+
+def row_facts(rows: int, *, keys: Any = None, tags: Any = None, **numbers: Any) -> m.RowFacts:
+    """Facts from scalars (for every row) or sequences."""
+    arrays = {
+        name: np.broadcast_to(np.asarray(value, _DTYPES.get(name, "<i8")), (rows,)).tobytes()
+        for name, value in numbers.items()
+    }
+    return m.RowFacts(**arrays, keys=keys, tags=tags)

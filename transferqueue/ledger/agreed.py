@@ -1,0 +1,87 @@
+"""Batches that the ranks of one job agree on.
+
+The k-th lease of each rank is its share of the k-th batch. A batch is made when the first rank asks for it;
+every share is a lease from then on, whose rows nobody else gets. The rules that keep ranks in step:
+
+- All ranks ask in the same terms; a rank that asks in others is told so.
+- Each (rank, replica) claims each batch at most once, in order.
+- A share that nobody claims within its lease time goes back to ready. So do the unclaimed shares of a batch of
+  which a claimed share ended by expiry or death: that step of the job has failed. Ranks that had not claimed
+  such a batch go on with the next one that stands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from transferqueue.errors import UsageError
+from transferqueue.wire.messages import Lease as LeaseRequest
+
+
+@dataclass(slots=True)
+class Batch:
+    """Shares that some (rank, replica) has not claimed yet: lease of each rank."""
+
+    terms: tuple[object, ...]
+    shares: list[int]
+    claimed: dict[tuple[int, int], None] = field(default_factory=dict)
+
+
+def terms_of(request: LeaseRequest) -> tuple[object, ...]:
+    """What all ranks of a batch must ask for alike."""
+    return (request.rows, request.tokens, request.groups, request.at_least, tuple(request.where))
+
+
+@dataclass(slots=True)
+class Agreement:
+    """The batches of one task for one (world, replicas)."""
+
+    world: int
+    replicas: int
+    batches: dict[int, Batch] = field(default_factory=dict)
+    made: int = 0
+    next: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(rank, replica) -> number of the batch it claims next."""
+
+    def waiting(self, request: LeaseRequest) -> tuple[int, Batch] | None:
+        """The oldest batch that this rank may still claim; `UsageError` if it was made on other terms."""
+        after = self.next.get((request.rank, request.replica), 0)
+        for number, batch in self.batches.items():
+            if number < after:
+                continue
+            if batch.terms != terms_of(request):
+                raise UsageError(
+                    f"rank {request.rank} asks for {_tell(terms_of(request))}, but batch {number} was agreed with "
+                    f"{_tell(batch.terms)}; all ranks of a world ask alike"
+                )
+            return number, batch
+        return None
+
+    def make(self, request: LeaseRequest, shares: list[int]) -> tuple[int, Batch]:
+        """A new batch."""
+        number, batch = self.made, Batch(terms_of(request), shares)
+        self.batches[number] = batch
+        self.made += 1
+        return number, batch
+
+    def claim(self, number: int, rank: int, replica: int) -> None:
+        """(rank, replica) has its share."""
+        batch = self.batches[number]
+        batch.claimed[rank, replica] = None
+        self.next[rank, replica] = number + 1
+        if len(batch.claimed) == self.world * self.replicas:
+            del self.batches[number]
+
+    def break_up(self, lease: int) -> list[int]:
+        """A share ended early: its batch is given up. Shares of it that nobody has claimed."""
+        for number, batch in list(self.batches.items()):
+            if lease in batch.shares:
+                del self.batches[number]
+                claimed = {rank for rank, _ in batch.claimed}
+                return [share for rank, share in enumerate(batch.shares) if rank not in claimed and share != lease]
+        return []
+
+
+def _tell(terms: tuple[object, ...]) -> str:
+    names = ("rows", "tokens", "groups", "at_least", "where")
+    return ", ".join(f"{name}={value}" for name, value in zip(names, terms, strict=True) if value) or "nothing"

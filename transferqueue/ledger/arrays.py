@@ -1,0 +1,67 @@
+"""Arrays as they come in messages: bytes in, checked numpy arrays out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from transferqueue.errors import ProtocolError, UsageError
+from transferqueue.limits import ROWS_PER_REQUEST_MAX
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+AnyArray = npt.NDArray[Any]
+Index = IntArray | slice
+"""Places in the flat columns of `Pages`: a slice where rows are contiguous (a put), else positions."""
+
+NO_ROWS: IntArray = np.empty(0, np.int64)
+NO_ROWS.flags.writeable = False
+
+
+def decode(what: str, data: bytes, dtype: str, count: int) -> AnyArray:
+    """`count` little-endian values of `dtype`; `UsageError` if `data` holds another number of bytes."""
+    expected = count * np.dtype(dtype).itemsize
+    if len(data) != expected:
+        raise UsageError(f"{what} has {len(data)} bytes; {count} rows of {dtype} take {expected}")
+    return np.frombuffer(data, dtype)
+
+
+def decode_ids(what: str, data: bytes) -> IntArray:
+    """Int64 values of any number that a request may have; `ProtocolError` if they are not whole."""
+    if len(data) % 8:
+        raise ProtocolError(f"{what} has {len(data)} bytes, which is not a whole number of int64 values")
+    if len(data) // 8 > ROWS_PER_REQUEST_MAX:
+        raise UsageError(f"{what} names {len(data) // 8} rows; at most {ROWS_PER_REQUEST_MAX} fit in one request")
+    return np.frombuffer(data, "<i8")
+
+
+def decode_rows(data: bytes) -> IntArray:
+    """Row ids of a request: at least one, none twice."""
+    rows = decode_ids("the list of rows", data)
+    if not rows.size:
+        raise UsageError("the list of rows is empty; name at least one row")
+    if rows.size > 1 and not (rows[1:] > rows[:-1]).all():
+        ids, times = np.unique(rows, return_counts=True)
+        if ids.size != rows.size:
+            twice = int(ids[times > 1][0])
+            raise UsageError(f"row {twice} is named {int(times.max())} times; name each row once in a request")
+    return rows
+
+
+def some(rows: IntArray, limit: int = 5) -> str:
+    """Row ids for a message: ``3, 4, 5 and 9 more``."""
+    shown = ", ".join(str(int(row)) for row in rows[:limit])
+    return shown if rows.size <= limit else f"{shown} and {rows.size - limit} more"
+
+
+def tally(values: IntArray) -> list[tuple[int, int]]:
+    """(value, how often) in ascending order of value; quick when all are equal, as after one put."""
+    if not values.size:
+        return []
+    first = int(values[0])
+    if (values == first).all():
+        return [(first, values.size)]
+    found, times = np.unique(values, return_counts=True)
+    return list(zip(found.tolist(), times.tolist(), strict=True))

@@ -1,0 +1,233 @@
+"""Bytes: who may write them, who still needs them, and when they may be used again.
+
+An *extent* is granted to one session to write into. A *block* is the columns of one commit inside an
+extent. The rules:
+
+- A block is accepted only inside an extent granted to the session that commits it, aligned, and not over
+  bytes that were committed before.
+- A block is *live* while a row of a table (or a kept version of a channel) refers to it. Its bytes count
+  for its owner exactly that long.
+- A reply that names a block *pins* it for the session, once per reply, until the session unpins it.
+- An extent is *open* until its session returns the grant, or commits a block set that begins at its start
+  and ends in its last page (a put that asked for exactly its size: nothing more fits).
+- An extent is freed, once, when it is not open and no block in it is live or pinned.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+from transferqueue.errors import NotFound, ProtocolError, UsageError
+from transferqueue.ledger.effects import Effects, FreeExtent
+from transferqueue.limits import ALIGNMENT, PAGE_BYTES
+from transferqueue.wire.messages import BlockAt, Placed
+
+
+class Usage:
+    """Bytes of live blocks of one owner."""
+
+    __slots__ = ("bytes",)
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+
+class Extent:
+    """A piece of an arena. session: who may commit into it (0: nobody any more)."""
+
+    __slots__ = ("blocks", "id", "nbytes", "offset", "open", "session", "shard", "spans")
+
+    def __init__(self, number: int, shard: int, offset: int, nbytes: int, session: int) -> None:
+        self.id = number
+        self.shard = shard
+        self.offset = offset
+        self.nbytes = nbytes
+        self.session = session
+        self.open = True
+        self.blocks = 0
+        """Blocks that are live or pinned."""
+        self.spans: list[tuple[int, int]] = []
+        """Committed byte ranges, ascending; kept while the session may still commit."""
+
+    def overlaps(self, start: int, end: int) -> bool:
+        """Whether a committed range meets [start, end)."""
+        at = bisect_left(self.spans, (start, end))
+        before = at > 0 and self.spans[at - 1][1] > start
+        return before or (at < len(self.spans) and self.spans[at][0] < end)
+
+    def write(self, start: int, end: int) -> None:
+        """Record [start, end) as committed."""
+        self.spans.insert(bisect_left(self.spans, (start, end)), (start, end))
+
+
+class Block:
+    """Committed columns. refs: rows (per set of fields) that need them. pins: views that may exist."""
+
+    __slots__ = ("at", "extent", "pins", "refs", "usage")
+
+    def __init__(self, at: BlockAt, extent: Extent, usage: Usage) -> None:
+        self.at = at
+        self.extent = extent
+        self.usage = usage
+        self.refs = 0
+        self.pins = 0
+
+
+class Blocks:
+    """All extents, blocks and pins."""
+
+    def __init__(self, effects: Effects) -> None:
+        self.extents: dict[int, Extent] = {}
+        self.blocks: dict[int, Block] = {}
+        self.pins: dict[int, dict[int, int]] = {}
+        """Holder (a session, or minus a lease) -> block -> how many."""
+        self._effects = effects
+        self._next_extent = 1
+        self._next_block = 1
+
+    # ------------------------------------------------------------ grants
+
+    def grant(self, session: int, shard: int, offset: int, nbytes: int) -> Extent:
+        """A new open extent of `session`."""
+        extent = Extent(self._next_extent, shard, offset, nbytes, session)
+        self._next_extent += 1
+        self.extents[extent.id] = extent
+        return extent
+
+    def return_grant(self, session: int, number: int) -> None:
+        """Close an extent. One that is already closed or gone is no error: closing is idempotent."""
+        extent = self.extents.get(number)
+        if extent is None or not extent.session:
+            return
+        if extent.session != session:
+            raise UsageError(f"extent {number} is granted to another session; return only what was granted to you")
+        self._disown(extent)
+
+    def return_grants(self, session: int) -> None:
+        """Close all extents of `session`."""
+        for extent in [extent for extent in self.extents.values() if extent.session == session]:
+            self._disown(extent)
+
+    def _disown(self, extent: Extent) -> None:
+        extent.session = 0
+        extent.open = False
+        extent.spans.clear()
+        self._free_if_unused(extent)
+
+    def _free_if_unused(self, extent: Extent) -> None:
+        if extent.open or extent.blocks or self.extents.pop(extent.id, None) is None:
+            return
+        self._effects.add(FreeExtent(extent.id, extent.shard, extent.offset, extent.nbytes))
+
+    # ------------------------------------------------------------ commits
+
+    def check(self, session: int, placed: Sequence[Placed]) -> None:
+        """Raise unless `session` may commit all of `placed` together."""
+        taken: dict[int, Extent] = {}
+        for block in placed:
+            extent = self.extents.get(block.extent)
+            if extent is None or extent.session != session:
+                raise NotFound(
+                    f"extent {block.extent} is not granted to this session (or was returned); ask for a grant first"
+                )
+            self._check_place(extent, taken, block)
+
+    def _check_place(self, extent: Extent, taken: dict[int, Extent], block: Placed) -> None:
+        start, end = block.offset, block.offset + block.nbytes
+        if start % ALIGNMENT:
+            raise UsageError(f"block at offset {start} is not aligned; blocks begin at multiples of {ALIGNMENT} bytes")
+        if start < extent.offset or end > extent.offset + extent.nbytes:
+            raise UsageError(
+                f"block [{start}, {end}) lies outside extent {extent.id}, which is "
+                f"[{extent.offset}, {extent.offset + extent.nbytes})"
+            )
+        new = taken.setdefault(extent.id, Extent(0, 0, 0, 0, 0))
+        if block.nbytes and (extent.overlaps(start, end) or new.overlaps(start, end)):
+            raise UsageError(
+                f"block [{start}, {end}) overlaps bytes that were committed before; bytes are written once"
+            )
+        new.write(start, end)
+
+    def commit(self, placed: Sequence[Placed], usage: Usage, refs: Sequence[int]) -> list[int]:
+        """Numbers of the new blocks, in order; `refs` rows will refer to each. Checked before."""
+        numbers = [
+            self._commit(block, self.extents[block.extent], usage, count)
+            for block, count in zip(placed, refs, strict=True)
+        ]
+        for number in {block.extent: None for block in placed}:
+            self._close_if_full(self.extents[number], [block for block in placed if block.extent == number])
+        return numbers
+
+    def _commit(self, placed: Placed, extent: Extent, usage: Usage, refs: int) -> int:
+        number = self._next_block
+        self._next_block += 1
+        extent.write(placed.offset, placed.offset + placed.nbytes)
+        if refs:
+            at = BlockAt(
+                number, extent.shard, extent.id, placed.offset, placed.nbytes, placed.rows,
+                list(placed.fields), list(placed.counts), placed.checksum,
+            )  # fmt: skip
+            block = self.blocks[number] = Block(at, extent, usage)
+            block.refs = refs
+            extent.blocks += 1
+            usage.bytes += placed.nbytes
+        return number
+
+    def _close_if_full(self, extent: Extent, placed: Sequence[Placed]) -> None:
+        end = extent.offset + extent.nbytes
+        starts = min(block.offset for block in placed) == extent.offset
+        if starts and max(block.offset + block.nbytes for block in placed) > end - PAGE_BYTES:
+            extent.open = False
+            self._free_if_unused(extent)
+
+    def retire(self, number: int, refs: int) -> None:
+        """`refs` rows need the block no more."""
+        block = self.blocks[number]
+        block.refs -= refs
+        if not block.refs:
+            block.usage.bytes -= block.at.nbytes
+            self._forget_if_unused(block)
+
+    def _forget_if_unused(self, block: Block) -> None:
+        if block.refs or block.pins:
+            return
+        del self.blocks[block.at.block]
+        block.extent.blocks -= 1
+        self._free_if_unused(block.extent)
+
+    # ------------------------------------------------------------ pins
+
+    def pin(self, holder: int, numbers: Iterable[int]) -> None:
+        """One more pin of each block for `holder`."""
+        held = self.pins.setdefault(holder, {})
+        for number in numbers:
+            held[number] = held.get(number, 0) + 1
+            self.blocks[number].pins += 1
+
+    def unpin(self, holder: int, counts: dict[int, int]) -> None:
+        """Return pins; `ProtocolError` (and no change) if `holder` has fewer."""
+        held = self.pins.get(holder, {})
+        for number, count in counts.items():
+            if count < 1 or held.get(number, 0) < count:
+                raise ProtocolError(
+                    f"block {number} is pinned {held.get(number, 0)} times by this session; {count} were returned"
+                )
+        for number, count in counts.items():
+            self._unpin(held, number, count)
+        if not held:
+            self.pins.pop(holder, None)
+
+    def unpin_all(self, holder: int) -> None:
+        """Return every pin of `holder`."""
+        held = self.pins.pop(holder, {})
+        for number in list(held):
+            self._unpin(held, number, held[number])
+
+    def _unpin(self, held: dict[int, int], number: int, count: int) -> None:
+        held[number] -= count
+        if not held[number]:
+            del held[number]
+        block = self.blocks[number]
+        block.pins -= count
+        self._forget_if_unused(block)

@@ -1,0 +1,163 @@
+"""Why a request waits, for people: what is missing, and who holds it.
+
+These walk rows (a bounded sample), so they are for errors and for `doctor`, never on the way of a request
+that proceeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from transferqueue.errors import listing
+from transferqueue.ledger.arrays import IntArray, tally
+from transferqueue.ledger.gathering import FORMING, GroupTaskState
+from transferqueue.ledger.leases import Lease
+from transferqueue.ledger.pages import LIVE
+from transferqueue.ledger.table import Table
+from transferqueue.ledger.tasks import HELD, LEASED, PENDING, TaskState
+from transferqueue.wire.messages import Lease as LeaseRequest
+
+PAGES_SEEN = 16
+"""Pages of rows looked at: the oldest ones, where what is stuck lies."""
+GROUPS_TOLD = 3
+
+
+def session_name(table: Table, session: int) -> str:
+    """What to call a session."""
+    return table.core.labels.get(session) or f"session {session}"
+
+
+def explain_lease(table: Table, task: TaskState, request: LeaseRequest, now: float) -> str:
+    """What a lease that cannot proceed lacks."""
+    unit = "groups" if isinstance(task, GroupTaskState) else "rows"
+    wanted = _wanted(request)
+    matching = " that match where" if request.where else ""
+    text = f'task "{task.task.name}" of table "{table.name}" waits for {wanted}{matching}: {task.ready_units} {unit} are ready'
+    return "; ".join([text, *_lacking(table, task, now)])
+
+
+def _wanted(request: LeaseRequest) -> str:
+    what = "rows" if request.rows else "tokens" if request.tokens else "groups"
+    number = request.rows or request.tokens or request.groups
+    least = f" (at least {request.at_least})" if request.at_least else ""
+    ranks = f" for {request.world} ranks" if request.world > 1 else ""
+    return f"{number} {'complete ' if what == 'groups' else ''}{what}{least}{ranks}"
+
+
+def _lacking(table: Table, task: TaskState, now: float) -> list[str]:
+    found = [*_leased(table, [task], now), *_pending(table, task, now)]
+    if isinstance(task, GroupTaskState):
+        found += _forming(table, task)
+    if not found and not task.open_rows:
+        found.append("the table is sealed" if table.sealed else "no row that it has not done is in the table")
+    return found
+
+
+def _leased(table: Table, tasks: Iterable[TaskState], now: float) -> list[str]:
+    """How many rows are leased, by whom, since when."""
+    told = []
+    for task in tasks:
+        holders: dict[str, tuple[int, float]] = {}
+        for lease in _leases_of(table, task):
+            for session in dict.fromkeys(lease.holders.values()) or (0,):
+                name = session_name(table, session) if session else "a rank that has not asked yet"
+                rows, since = holders.get(name, (0, now))
+                holders[name] = (rows + lease.left, min(since, lease.since))
+        told += [
+            f'{rows} rows are leased for "{task.task.name}" by {name}, for {now - since:.0f} s'
+            for name, (rows, since) in holders.items()
+        ]
+    return told
+
+
+def _leases_of(table: Table, task: TaskState) -> list[Lease]:
+    if not task.counts[LEASED]:
+        return []
+    leases = table.core.leases.by_id.values()
+    return [one for one in leases if one.table == table.name and one.task == task.task.name and one.left]
+
+
+def _pending(table: Table, task: TaskState, now: float) -> list[str]:
+    """Which fields rows lack, and who could give them."""
+    if not task.counts[PENDING]:
+        return []
+    rows = sample(table)
+    at = table.rows.pages.index(rows)
+    pending = task.state.a[at] == PENDING
+    told = []
+    for name in task.task.needs:
+        lacking = int(_without(table, name, at[pending]).sum())
+        if lacking:
+            told.append(f'{lacking} lack "{name}"{_givers(table, name, at[pending], now)}')
+    return told or [f"{task.counts[PENDING]} rows are not complete"]
+
+
+def _without(table: Table, name: str, at: IntArray) -> np.typing.NDArray[np.bool_]:
+    if name not in table.rows.fields:
+        return np.ones(at.size, np.bool_)
+    return ~table.rows.has_all(at, table.rows.mask((name,)))
+
+
+def _givers(table: Table, name: str, at: IntArray, now: float) -> str:
+    givers = [task for task in table.tasks.values() if name in task.task.gives]
+    if not givers:
+        return ""
+    waiting = [
+        f'{int((task.state.a[at] == PENDING).sum())} wait for the needs of "{task.task.name}"'
+        for task in givers
+        if (task.state.a[at] == PENDING).any()
+    ]
+    held = _leased(table, givers, now)
+    names = ", ".join(f'"{task.task.name}"' for task in givers)
+    return f" (given by {names}{'; ' if waiting or held else ''}{'; '.join(waiting + held)})"
+
+
+def _forming(table: Table, task: GroupTaskState) -> list[str]:
+    """Groups of which some members are ready."""
+    forming = [one for one in task.forming.values() if one.state == FORMING and one.ready]
+    told = []
+    for one in forming[:GROUPS_TOLD]:
+        pending, ready = task.missing(one.unit)
+        size = table.groups.size_of(one.unit)
+        group = table.groups.get(one.unit)
+        absent = size - (group.present if group else 1)
+        parts = [f"{ready} of {size} are ready"]
+        parts += [f"{pending} are not complete"] if pending else []
+        parts += [f"{absent} were not put"] if absent else []
+        told.append(f"group {one.unit}: {', '.join(parts)}")
+    if len(forming) > GROUPS_TOLD:
+        told.append(f"{len(forming) - GROUPS_TOLD} more groups are not whole")
+    return told
+
+
+def sample(table: Table) -> IntArray:
+    """Live rows of the oldest pages."""
+    pages = [table.rows.pages.rows_of(page) for page in table.rows.pages.pages()[:PAGES_SEEN]]
+    rows = np.concatenate(pages) if pages else np.empty(0, np.int64)
+    live: IntArray = rows[table.rows.pages.fate.a[table.rows.pages.index(rows)] == LIVE]
+    return live
+
+
+def explain_room(table: Table, why: str) -> str:
+    """What a put that finds no room waits for."""
+    return f'table "{table.name}" has no room: {why}; {who_holds_rows(table)}'
+
+
+def who_holds_rows(table: Table) -> str:
+    """Which tasks are not done with the rows that are there."""
+    told = []
+    for task in table.tasks.values():
+        counts = task.counts
+        if task.open_rows:
+            told.append(
+                f'task "{task.task.name}" has {task.open_rows - counts[LEASED] - counts[PENDING] - counts[HELD]} ready, '
+                f"{counts[LEASED]} leased, {counts[PENDING] + counts[HELD]} not complete"
+            )
+    if table.flow.reserved:
+        holders = tally(np.array([one.session for one in table.flow.reservations.values()], np.int64))
+        told.append(
+            f"{table.flow.reserved} rows are reserved by {listing(session_name(table, one) for one, _ in holders)}"
+        )
+    return "; ".join(told) or "no task takes its rows" if table.rows_live else "; ".join(told) or "it is empty"

@@ -1,0 +1,165 @@
+"""Flow control: how far production may run ahead of consumption.
+
+With pacing, `reserve(n)` is admitted while::
+
+    outstanding + new <= (depth + 1) * batch_rows                      and
+    clock + (outstanding + new - 1) // batch_rows - version <= max_staleness
+
+`outstanding` counts rows that the pacing task is not done with: reserved and not yet put, put and not done,
+and members that a group was promised (refills). A refill is part of what was admitted before, so
+`new = n - refills`. The second line asks whether a row started now, and trained after all that is ahead of
+it, would still be fresh enough.
+
+Room: rows resident and rows reserved together never exceed `limits.rows`. So a put under a reservation
+always finds room, and one without waits for rows that are not promised to anybody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transferqueue.errors import Impossible
+from transferqueue.policies import Pacing
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Rows that a session may still put. refills: members of groups among them, by group."""
+
+    id: int
+    session: int
+    left: int
+    version: int
+    refills: dict[int, int]
+
+
+class Flow:
+    """Reservations of one table, and members promised to its groups."""
+
+    def __init__(self) -> None:
+        self.reservations: dict[int, Reservation] = {}
+        self.reserved = 0
+        self.owed: dict[int, int] = {}
+        """Group -> members that the next `reserve` is asked for."""
+        self.promised: dict[int, int] = {}
+        """Group -> members that reservations have promised."""
+
+    # ------------------------------------------------------------ reservations
+
+    def open(self, number: int, session: int, rows: int, version: int) -> Reservation:
+        """A new reservation; takes as many refills as it has rows."""
+        one = Reservation(number, session, rows, version, self._take_refills(rows))
+        self.reservations[number] = one
+        self.reserved += rows
+        return one
+
+    def _take_refills(self, rows: int) -> dict[int, int]:
+        taken: dict[int, int] = {}
+        for group in list(self.owed):
+            if not rows:
+                break
+            count = min(rows, self.owed[group])
+            rows -= count
+            taken[group] = count
+            _set(self.owed, group, self.owed[group] - count)
+            _set(self.promised, group, self.promised.get(group, 0) + count)
+        return taken
+
+    def use(self, one: Reservation, rows: int, groups: list[tuple[int, int]]) -> None:
+        """`rows` of a reservation were put, or will not be; `groups`: members put, by group."""
+        one.left -= rows
+        self.reserved -= rows
+        for group, count in groups:
+            kept = min(count, one.refills.get(group, 0))
+            if kept:
+                _set(one.refills, group, one.refills[group] - kept)
+                _set(self.promised, group, self.promised[group] - kept)
+        if not one.left:
+            self.close(one)
+
+    def close(self, one: Reservation) -> None:
+        """Return what is left; promised members are asked of the next."""
+        del self.reservations[one.id]
+        self.reserved -= one.left
+        one.left = 0
+        for group, count in one.refills.items():
+            _set(self.promised, group, self.promised[group] - count)
+            _set(self.owed, group, self.owed.get(group, 0) + count)
+        one.refills = {}
+
+    def of(self, session: int) -> list[Reservation]:
+        """Reservations of a session."""
+        return [one for one in self.reservations.values() if one.session == session]
+
+    # ------------------------------------------------------------ refills
+
+    @property
+    def owed_rows(self) -> int:
+        """Members that are asked for and not reserved."""
+        return sum(self.owed.values())
+
+    def ask(self, group: int, more: int, absent: int) -> None:
+        """Ask for `more` members of a group that lacks `absent`, never for more than it lacks."""
+        lacking = absent - self.promised.get(group, 0)
+        _set(self.owed, group, max(0, min(self.owed.get(group, 0) + more, lacking)))
+
+    def bound(self, group: int, absent: int) -> None:
+        """Members of the group came: it lacks only `absent` now."""
+        if group in self.owed:
+            _set(self.owed, group, max(0, min(self.owed[group], absent - self.promised.get(group, 0))))
+
+    def forget(self, group: int) -> None:
+        """The group is gone: nobody is asked for its members."""
+        self.owed.pop(group, None)
+        if self.promised.pop(group, 0):
+            for one in self.reservations.values():
+                one.refills.pop(group, None)
+
+
+def _set(counts: dict[int, int], key: int, count: int) -> None:
+    if count:
+        counts[key] = count
+    else:
+        counts.pop(key, None)
+
+
+# ---------------------------------------------------------------- admission
+
+
+def check_reserve(table: str, pacing: Pacing | None, rows_max: int, rows: int, version: int, clock: int) -> None:
+    """Raise if this reservation could never be admitted."""
+    most = min(rows_max, pacing.rows_ahead_max) if pacing else rows_max
+    if rows > most:
+        rule = f"({pacing.depth} + 1) * {pacing.batch_rows} rows may be ahead and " if pacing else ""
+        raise Impossible(
+            f'{rows} rows can never be reserved in table "{table}": {rule}{rows_max} rows fit; reserve at most {most}'
+        )
+    if pacing is None or pacing.max_staleness is None:
+        return
+    behind = clock + (rows - 1) // pacing.batch_rows - version
+    if behind > pacing.max_staleness:
+        raise Impossible(
+            f'{rows} rows of version {version} can never be trained in table "{table}": with clock {clock} the last of '
+            f"them would be {behind} versions behind, above max_staleness {pacing.max_staleness}; use newer weights"
+        )
+
+
+def why_not(pacing: Pacing | None, outstanding: int, new: int, version: int, clock: int) -> str:
+    """Why `new` rows cannot be admitted now, "" if they can."""
+    if pacing is None or not new:
+        return ""
+    if outstanding + new > pacing.rows_ahead_max:
+        return (
+            f"{outstanding} rows are outstanding, and {outstanding} + {new} > "
+            f"({pacing.depth} + 1) * {pacing.batch_rows} = {pacing.rows_ahead_max}"
+        )
+    if pacing.max_staleness is None:
+        return ""
+    behind = clock + (outstanding + new - 1) // pacing.batch_rows - version
+    if behind > pacing.max_staleness:
+        return (
+            f"behind {outstanding} outstanding rows they would be trained at clock {clock} + "
+            f"{(outstanding + new - 1) // pacing.batch_rows}, {behind} versions after {version}: above max_staleness "
+            f"{pacing.max_staleness}"
+        )
+    return ""

@@ -1,0 +1,203 @@
+"""Lease: ready rows are lent. Whole batches to one worker, or shares of an agreed batch to ranks and replicas."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, UsageError
+from transferqueue.ledger.agreed import Agreement
+from transferqueue.ledger.arrays import NO_ROWS, IntArray
+from transferqueue.ledger.choose import Choice, check_groups_fit, choose
+from transferqueue.ledger.content import describe_rows
+from transferqueue.ledger.effects import Wait
+from transferqueue.ledger.explain import explain_lease
+from transferqueue.ledger.leases import Lease
+from transferqueue.ledger.predicates import check_where
+from transferqueue.ledger.split import shares
+from transferqueue.ledger.table import Table
+from transferqueue.ledger.tasks import LEASED, READY, TaskState
+from transferqueue.limits import REPLICAS_MAX, ROWS_PER_REQUEST_MAX
+from transferqueue.wire.messages import Lease as LeaseRequest
+from transferqueue.wire.messages import Leased
+
+
+def lease(table: Table, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | Wait:
+    """Answer a `Lease`: rows, `Wait`, `EndOfTable`, or `DeadlineExceeded` if it does not want to wait."""
+    _check(table, task, request)
+    if request.world > 1 or request.replicas > 1:
+        given = _claim(table, task, request, session, now)
+    else:
+        given = _lend(table, task, request, session, now)
+    if given is not None:
+        return given
+    if _ended(table, task, request):
+        raise EndOfTable(f'table "{table.name}" is sealed and task "{task.task.name}" has drained it')
+    if request.wait_s > 0:
+        return Wait((("task", table.name, task.task.name), ("table", table.name)))
+    raise DeadlineExceeded(explain_lease(table, task, request, now))
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _check(table: Table, task: TaskState, request: LeaseRequest) -> None:
+    given = [name for name in ("rows", "tokens", "groups") if getattr(request, name)]
+    if len(given) != 1:
+        raise UsageError(
+            f"a lease names exactly one of rows, tokens and groups, above 0; this names {' and '.join(given) or 'none'}"
+        )
+    if request.groups and task.task.groups is None:
+        raise UsageError(
+            f'task "{task.task.name}" does not take groups (declare it with groups=Complete(...)); lease rows or tokens'
+        )
+    budget = request.rows or request.tokens or request.groups
+    if request.at_least > budget:
+        raise UsageError(f"at_least={request.at_least} is above {given[0]}={budget}; it is the least of that number")
+    _check_peers(request)
+    _check_possible(table, task, request)
+    check_where(table.rows, request.where, table.expected_fields())
+    for name in request.fields or ():
+        if name not in table.rows.fields and name not in table.expected_fields():
+            raise table.rows.unknown_field(name)
+
+
+def _check_peers(request: LeaseRequest) -> None:
+    for one, of in (("rank", "world"), ("replica", "replicas")):
+        number, count = getattr(request, one), getattr(request, of)
+        if number >= count:
+            raise UsageError(f"{one}={number} is not below {of}={count}; {one}s are 0 to {count - 1}")
+        if count > REPLICAS_MAX:
+            raise Impossible(f"{of}={count} is above {REPLICAS_MAX}, the most sessions there can be")
+
+
+def _check_possible(table: Table, task: TaskState, request: LeaseRequest) -> None:
+    if request.rows > ROWS_PER_REQUEST_MAX:
+        raise Impossible(f"rows={request.rows} is above {ROWS_PER_REQUEST_MAX}, the most that one lease may have")
+    least = request.at_least or request.rows
+    if request.rows and least > table.limits.rows and not table.sealed:
+        raise Impossible(
+            f'a lease of {least} rows can never be filled: table "{table.name}" holds at most {table.limits.rows} rows; '
+            "ask for fewer, or set at_least"
+        )
+    if task.ranker.equal_counts and task.task.groups is None and request.rows % request.world:
+        raise Impossible(
+            f"rows={request.rows} cannot be split in equal counts over world={request.world}: "
+            f"{request.rows} % {request.world} = {request.rows % request.world}; use a multiple, or "
+            "TokenBalanced(equal_counts=False)"
+        )
+    if request.groups and task.ranker.equal_counts and request.groups % request.world:
+        raise Impossible(
+            f"groups={request.groups} cannot be split in equal counts over world={request.world}; use a multiple, or "
+            "TokenBalanced(equal_counts=False)"
+        )
+    if request.rows and request.rows < request.world:
+        raise Impossible(f"rows={request.rows} cannot give each of world={request.world} ranks a row")
+    check_groups_fit(table, task, request)
+
+
+def _ended(table: Table, task: TaskState, request: LeaseRequest) -> bool:
+    """Whether no row can come any more for this request."""
+    if not table.sealed or not task.final or task.counts[LEASED]:
+        return False
+    return not task.counts[READY] or (bool(request.where) and not task.queue(request.where).first(1).size)
+
+
+# ---------------------------------------------------------------- one worker
+
+
+def _lend(table: Table, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | None:
+    choice = choose(table, task, request)
+    if choice is None:
+        return None
+    one = _open(table, task, choice.rows, request, now)
+    table.core.leases.hold(one, session, 0)
+    return _reply(table, one, request, session, now)
+
+
+def _open(table: Table, task: TaskState, rows: IntArray, request: LeaseRequest, now: float) -> Lease:
+    """The rows leave the queue; nobody holds the lease yet."""
+    length = request.lease_s or task.task.lease_s
+    one = table.core.leases.open(table.name, task.task.name, rows, length, now)
+    one.replicas = request.replicas
+    task.lend(rows, table.rows.pages.index(rows), one.id)
+    table.core.deadlines.add(one, now + length)
+    return one
+
+
+def _reply(table: Table, one: Lease, request: LeaseRequest, session: int, now: float) -> Leased:
+    fields = table.tasks[one.task].task.needs if request.fields is None else request.fields
+    content, blocks = describe_rows(table, one.rows, fields)
+    table.core.blocks.pin(session, blocks)
+    table.history.add(now, "leased", one.rows, one.task, session, f"lease {one.id}")
+    if table.pacing and table.pacing.task == one.task:
+        table.core.effects.wake("clock", table.name)
+    return Leased(one.id, one.token, one.length_s, table.clock, content)
+
+
+# ---------------------------------------------------------------- ranks and replicas
+
+
+def _claim(table: Table, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | None:
+    key = (task.task.name, request.world, request.replicas)
+    agreement = table.agreements.get(key) or Agreement(request.world, request.replicas)
+    found = agreement.waiting(request)
+    if found is None:
+        choice = choose(table, task, request)
+        if choice is None:
+            return None
+        table.agreements[key] = agreement
+        found = agreement.make(request, _make_shares(table, task, choice, request, now))
+        table.wake_task(task.task.name)
+    number, batch = found
+    one = table.core.leases.by_id[batch.shares[request.rank]]
+    reply = _join(table, one, request, session, now)
+    agreement.claim(number, request.rank, request.replica)
+    return reply
+
+
+def _make_shares(table: Table, task: TaskState, choice: Choice, request: LeaseRequest, now: float) -> list[int]:
+    starts = np.cumsum(choice.sizes) - choice.sizes
+    made = []
+    for units in shares(choice.weights, request.world, equal_counts=task.ranker.equal_counts):
+        rows = [choice.rows[starts[unit] : starts[unit] + choice.sizes[unit]] for unit in units]
+        one = _open(table, task, np.concatenate(rows) if rows else NO_ROWS, request, now)
+        one.share = (request.world, request.replicas)
+        made.append(one.id)
+    return made
+
+
+def _join(table: Table, one: Lease, request: LeaseRequest, session: int, now: float) -> Leased:
+    """This peer holds the share too; every peer gets what the first got."""
+    if one.reply is not None and one.fields != request.fields:
+        raise UsageError(
+            f"replica {request.replica} asks for fields {request.fields}, the first replica asked for {one.fields}; "
+            "replicas ask alike"
+        )
+    first = not one.holders
+    table.core.leases.hold(one, session, request.replica)
+    if first:
+        _begin(table, one, now)
+        reply = _reply(table, one, request, session, now)
+        if one.replicas > 1:
+            # Pinned for the lease too: the first replica may let go before the last has asked.
+            one.reply, one.fields = reply, request.fields
+            table.core.blocks.pin(-one.id, _blocks(reply))
+        return reply
+    reply = one.reply or _reply(table, one, request, session, now)
+    table.core.blocks.pin(session, _blocks(reply))
+    left = one.length_s if one.deadline is None else max(0.0, one.deadline - now)
+    return Leased(reply.lease, reply.token, left, reply.version, reply.content)
+
+
+def _begin(table: Table, one: Lease, now: float) -> None:
+    """The lease time of a share begins when it is claimed. Rows dropped before that are not in it."""
+    one.since = now
+    table.core.deadlines.add(one, now + one.length_s)
+    if not one.held.all():
+        one.rows = one.rows[one.held]
+        one.held = np.ones(one.rows.size, np.bool_)
+        one.open = np.ones(one.rows.size, np.bool_)
+
+
+def _blocks(reply: Leased) -> list[int]:
+    return [at.block for part in reply.content.parts for at in part.blocks]

@@ -1,0 +1,163 @@
+"""The ledger: every request in, one reply out, effects on the side. A pure state machine.
+
+It opens no socket, reads no clock, draws no random number and starts no thread. The rules:
+
+- `apply` first lets happen what was due by `now` (`tick`), then carries out the request. A request that raises,
+  or that must wait, changes nothing: everything is checked before anything is written.
+- The same sequence of calls with the same arguments gives the same replies, effects and state.
+- A call that was carried out is never carried out again: its reply is kept until the client has seen it, and a
+  put is recognised by (client, call) as long as its rows' pages live.
+- `now` never goes back; an earlier one counts as the latest seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from transferqueue.errors import Full, InternalError, ProtocolError, UsageError
+from transferqueue.ledger import returns
+from transferqueue.ledger.effects import Effect, Wait
+from transferqueue.ledger.gathering import Forming
+from transferqueue.ledger.leases import Lease
+from transferqueue.ledger.operations import OPERATIONS
+from transferqueue.ledger.selectors import PluginFactory
+from transferqueue.ledger.sessions import Session
+from transferqueue.ledger.settle import conclude
+from transferqueue.ledger.state import State
+from transferqueue.ledger.table import Core
+from transferqueue.ledger.views import explained, observed
+from transferqueue.limits import SESSIONS_MAX
+from transferqueue.wire import messages as m
+
+_ANSWERED_ANEW: Final = (m.Observe, m.Find, m.ListTables, m.OpenTable, m.Heartbeat)
+"""Requests that change nothing: asked again, they need no reply kept."""
+
+
+class Ledger:
+    """The control plane of one coordinator.
+
+    epoch: this life of the coordinator. selectors: factories of `policies.Plugin` selectors by name, which
+    the caller has loaded from entry points.
+    """
+
+    def __init__(self, *, epoch: int = 1, selectors: Mapping[str, PluginFactory] | None = None) -> None:
+        self.epoch = epoch
+        self.state = State(Core(plugins=dict(selectors or {})))
+
+    # ------------------------------------------------------------ sessions
+
+    def open_session(self, session: int, client: bytes, now: float, *, label: str = "") -> None:
+        """A client connected. client: its id (16 bytes), the same after it reconnects. label: for messages."""
+        self.tick(now)
+        sessions = self.state.sessions
+        if session in sessions or session < 1:
+            raise UsageError(f"session {session} is open already, or not a positive number")
+        if len(sessions) >= SESSIONS_MAX:
+            raise Full(f"{SESSIONS_MAX} sessions are open, the most there may be; close some")
+        sessions[session] = Session(session, client, label, self.state.now)
+        self.state.core.labels[session] = label or f"session {session}"
+
+    def close_session(self, session: int, now: float, *, pins: bool = True) -> None:
+        """A client left or died: its leases end as failed attempts, its reservations return.
+
+        pins=False: it may still read its views or write its grants (a paused or forked process), so those
+        stay until `end_pins`. A session that is not open is no error.
+        """
+        self.tick(now)
+        self.state.close_session(session)
+        if pins:
+            self.state.end_pins(session)
+
+    def end_pins(self, session: int) -> None:
+        """No view and no writer of a closed session is left: its pins and grants return."""
+        gone = self.state.sessions.get(session)
+        if gone is not None and gone.open:
+            raise InternalError(f"session {session} is open; close it before its pins end")
+        self.state.end_pins(session)
+
+    def grant(self, session: int, shard: int, offset: int, nbytes: int, now: float, *, call: int = 0) -> m.Granted:
+        """The caller has set this extent aside for `session`. call: as in `apply`, to answer a retry.
+
+        The extent closes by `ReturnGrant`, with its session, or by a commit that begins at its start and ends
+        in its last page. `FreeExtent` gives it back, once.
+        """
+        self.tick(now)
+        holder = self.state.session(session)
+        extent = self.state.core.blocks.grant(session, shard, offset, nbytes)
+        reply = m.Granted(extent.id, shard, offset, nbytes)
+        holder.replies.keep(call, reply)
+        return reply
+
+    def replied(self, session: int, call: int) -> m.Reply | None:
+        """The reply that this call got before, if it did: for requests the caller answers itself (`Grant`)."""
+        return self.state.session(session).replies.get(call)
+
+    def seen(self, session: int, call: int) -> None:
+        """The client has all replies up to `call`: they may be forgotten."""
+        if (one := self.state.sessions.get(session)) is not None:
+            one.replies.seen(call)
+
+    # ------------------------------------------------------------ time
+
+    def tick(self, now: float) -> None:
+        """Let happen what is due by `now`: leases expire, groups are late, unclaimed shares go back."""
+        self.state.now = now = max(now, self.state.now)
+        for subject in self.state.core.deadlines.due(now):
+            if isinstance(subject, Lease):
+                self._expire(subject)
+            elif isinstance(subject, Forming):
+                subject.late = True
+                subject.owner.unsettled[subject.unit] = None
+                conclude(self.state.tables[subject.owner.rows.table], now)
+
+    def _expire(self, lease: Lease) -> None:
+        why = f"it expired after {lease.length_s:g} s without renewal" if lease.holders else "nobody claimed the share"
+        returns.give_up(self.state.tables[lease.table], lease, why, self.state.now)
+
+    def next_deadline(self) -> float | None:
+        """The earliest time at which `tick` would change something."""
+        return self.state.core.deadlines.next()
+
+    def take_effects(self) -> list[Effect]:
+        """What happened since the last call that the caller should act on."""
+        return self.state.core.effects.take()
+
+    # ------------------------------------------------------------ requests
+
+    def apply(self, request: m.Request, *, session: int, call: int, now: float) -> m.Reply | Wait:
+        """Carry out a request of a session. Raises `TransferQueueError` if it is refused.
+
+        call: the client's number for this request, ascending, so that one sent again gets the same reply
+        (0: not to be recognised). `Wait`: apply it again, with the same call, after a `Wake` of one of its keys.
+        """
+        self.tick(now)
+        one = self.state.session(session)
+        one.heard = self.state.now
+        operation = OPERATIONS.get(type(request))
+        if operation is None:
+            raise ProtocolError(f"{type(request).__name__} is not a request for the ledger")
+        if isinstance(request, _ANSWERED_ANEW):
+            return operation(self.state, request, one, call)
+        before = None if self._rows_know(request, one, call) else one.replies.get(call)
+        if before is not None:
+            return before
+        reply = operation(self.state, request, one, call)
+        if not isinstance(reply, Wait):
+            one.replies.keep(call, reply)
+        return reply
+
+    def _rows_know(self, request: m.Request, session: Session, call: int) -> bool:
+        """Whether this is a put that is known from its rows, whatever became of its reply."""
+        table = self.state.tables.get(request.table) if isinstance(request, m.Put) else None
+        return table is not None and (session.client, call) in table.puts
+
+    def explain(self, request: m.Request, now: float) -> str:
+        """Why a request that waits cannot proceed: what is missing and who holds it."""
+        self.tick(now)
+        return explained(self.state, request)
+
+    def observe(self, request: m.Observe, now: float) -> dict[str, Any]:
+        """Plain values about the queue: what `m.Observed` carries."""
+        self.tick(now)
+        return observed(self.state, request)

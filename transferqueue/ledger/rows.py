@@ -1,0 +1,191 @@
+"""State of rows that does not depend on a task: fate, facts, which fields are set, inline values.
+
+Which fields a row has is a mask of one bit a field, in 64-bit words. Keys and tags are Python values of
+the few rows that have them. Everything else is a column of `Pages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from transferqueue.errors import AlreadyExists, NotFound, SchemaError, UsageError, listing
+from transferqueue.ledger.arrays import AnyArray, BoolArray, Index, IntArray, some
+from transferqueue.ledger.facts import DTYPES, UNSET, Facts
+from transferqueue.ledger.pages import DONE, LIVE, Column, Pages
+from transferqueue.limits import FIELDS_MAX
+from transferqueue.policies import Tags
+from transferqueue.schema import Field
+
+WORD = 64
+MASKS_KEPT = 4096
+"""Masks of field sets kept ready; requests use the same few again and again."""
+
+
+class Mask:
+    """A set of fields as bits: (word, bits) pairs."""
+
+    __slots__ = ("words",)
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        words: dict[int, int] = {}
+        for number in numbers:
+            words[number // WORD] = words.get(number // WORD, 0) | 1 << number % WORD
+        self.words = [(word, np.uint64(bits)) for word, bits in sorted(words.items())]
+
+
+class Rows:
+    """Facts, fields and values of the rows of one table."""
+
+    def __init__(self, table: str, rows_expected: int) -> None:
+        self.table = table
+        self.pages = Pages(rows_expected)
+        self.facts = {name: self.pages.column(dtype, UNSET[name]) for name, dtype in DTYPES.items()}
+        self.version = self.facts["policy_version"]
+        self.group_id = self.facts["group_id"]
+        self.put_at = self.pages.column(np.float64)
+        self.tasks_left = self.pages.column(np.uint8)
+        """Tasks that are not done with the row."""
+        self.fields: dict[str, Field] = {}
+        self.number: dict[str, int] = {}
+        self.words: list[Column] = []
+        self._masks: dict[tuple[str, ...], Mask] = {}
+        self.inline: dict[str, Column] = {}
+        self.keys: dict[int, str] = {}
+        self.row_of_key: dict[str, int] = {}
+        self.tags: dict[int, Tags] = {}
+
+    # ------------------------------------------------------------ fields
+
+    def add_field(self, field: Field) -> None:
+        """Declare a field; one that is there already stays. Checked by `check_field`."""
+        if field.name in self.fields:
+            return
+        self.number[field.name] = len(self.fields)
+        self.fields[field.name] = field
+        if len(self.words) * WORD < len(self.fields):
+            self.words.append(self.pages.column(np.uint64))
+        if field.inline:
+            self.inline[field.name] = self.pages.column(field.dtype)
+
+    def check_fields(self, fields: Sequence[Field]) -> dict[str, Field]:
+        """The fields of the table with `fields` added; raises if they contradict it or are too many."""
+        known = self.fields
+        for field in fields:
+            if field.name not in known:
+                known = {**known, field.name: field}
+            there = known[field.name]
+            if there != field:
+                raise SchemaError(
+                    f'field "{field.name}" of table "{self.table}" is {there.describe()}, but {field.describe()} was '
+                    "given; give values of the declared dtype and shape"
+                )
+        if len(known) > FIELDS_MAX:
+            raise UsageError(f'table "{self.table}" would have {len(known)} fields; at most {FIELDS_MAX} are allowed')
+        return known
+
+    def unknown_field(self, name: str) -> NotFound:
+        """The error for a field that the table does not have."""
+        return NotFound(f'field "{name}" is not in table "{self.table}"; it has {listing(self.fields)}')
+
+    def mask(self, names: Iterable[str]) -> Mask:
+        """Bits of fields that the table has."""
+        key = tuple(names)
+        mask = self._masks.get(key)
+        if mask is None:
+            if len(self._masks) > MASKS_KEPT:
+                self._masks.clear()
+            mask = self._masks[key] = Mask(self.number[name] for name in key)
+        return mask
+
+    def has_all(self, at: Index, mask: Mask) -> BoolArray:
+        """Which rows have every field of `mask`."""
+        found = self.pages.fate.a[at] > 0
+        for word, bits in mask.words:
+            found &= (self.words[word].a[at] & bits) == bits
+        return found
+
+    def has_any(self, at: Index, mask: Mask) -> BoolArray:
+        """Which rows have a field of `mask`."""
+        found = np.zeros(self.pages.fate.a[at].size, np.bool_)
+        for word, bits in mask.words:
+            found |= (self.words[word].a[at] & bits) != 0
+        return found
+
+    def set_fields(self, at: Index, mask: Mask) -> None:
+        """The rows have the fields of `mask` now."""
+        for word, bits in mask.words:
+            self.words[word].a[at] |= bits
+
+    def clear_fields(self, at: Index, mask: Mask) -> None:
+        """The rows have none of the fields of `mask` any more."""
+        for word, bits in mask.words:
+            self.words[word].a[at] &= ~bits
+
+    # ------------------------------------------------------------ rows that a request names
+
+    def places(self, rows: IntArray) -> IntArray:
+        """Places of rows that must all be resident; `NotFound` names those that are not."""
+        at, there = self.pages.find(rows)
+        if not there.all():
+            gone = rows[~there]
+            never = gone[(gone < 0) | (gone >= self.pages.next_row)]
+            if never.size:
+                raise NotFound(
+                    f'row {some(never)} was never put into table "{self.table}"; ids so far end at {self.pages.next_row - 1}'
+                )
+            raise NotFound(f'row {some(gone)} of table "{self.table}" is finished and was freed, or was deleted')
+        return at
+
+    def live_places(self, rows: IntArray) -> IntArray:
+        """Places of rows that must all be live: resident and without a fate."""
+        at = self.places(rows)
+        ended = self.pages.fate.a[at] != LIVE
+        if ended.any():
+            fate = "done" if self.pages.fate.a[at[ended][0]] == DONE else "dropped"
+            raise NotFound(
+                f'row {some(rows[ended])} of table "{self.table}" has ended: it was {fate}; it takes no more'
+            )
+        return at
+
+    # ------------------------------------------------------------ facts
+
+    def check_keys(self, keys: Sequence[str], rows: IntArray | None) -> None:
+        """Raise if a key names another row of the table. rows: their owners, None for rows to be put."""
+        for position, key in enumerate(keys):
+            there = self.row_of_key.get(key) if key else None
+            if there is not None and (rows is None or int(rows[position]) != there):
+                raise AlreadyExists(f'key {key!r} of table "{self.table}" names row {there}; a key names one row')
+
+    def set_facts(self, rows: IntArray, at: Index, facts: Facts) -> None:
+        """Write facts of rows at places `at`."""
+        for name, values in facts.numbers.items():
+            self.facts[name].a[at] = values
+        for row, key in zip(rows.tolist(), facts.keys or (), strict=False):
+            self._name(row, key)
+        for row, tags in zip(rows.tolist(), facts.tags or (), strict=False):
+            if tags:
+                self.tags[row] = tags
+            else:
+                self.tags.pop(row, None)
+
+    def _name(self, row: int, key: str) -> None:
+        before = self.keys.pop(row, None)
+        if before is not None:
+            del self.row_of_key[before]
+        if key:
+            self.keys[row] = key
+            self.row_of_key[key] = row
+
+    def set_inline(self, name: str, at: Index, values: AnyArray) -> None:
+        """Write values of an inline field."""
+        self.inline[name].a[at] = values
+
+    def free(self, rows: IntArray) -> list[int]:
+        """Forget rows; pages that are finished with them."""
+        if self.keys or self.tags:
+            for row in rows.tolist():
+                self._name(row, "")
+                self.tags.pop(row, None)
+        return self.pages.free(rows)

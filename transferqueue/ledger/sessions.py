@@ -1,0 +1,96 @@
+"""Connected clients, and the replies kept so that a request sent again changes nothing twice.
+
+A client numbers its calls in ascending order and says up to which one it has seen all replies. Replies
+above that are kept, the newest `REPLIES_KEPT_MAX` of them; of older ones only that they were given. So a call that
+comes again gets its reply, or, if that is gone, an error: it is never carried out a second time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from transferqueue.errors import ProtocolError
+from transferqueue.limits import REPLIES_KEPT_MAX
+from transferqueue.wire.messages import Reply
+
+
+class Spans:
+    """A set of integers that are mostly consecutive, as ascending disjoint spans."""
+
+    def __init__(self) -> None:
+        self._spans: list[list[int]] = []
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_right(self._spans, [number, number]) - 1
+        near = self._spans[max(0, at) : at + 2]
+        return any(first <= number <= last for first, last in near)
+
+    def add(self, number: int) -> None:
+        """Add a number."""
+        if number in self:
+            return
+        at = bisect_right(self._spans, [number, number])
+        self._spans.insert(at, [number, number])
+        self._join(at)
+        self._join(at - 1)
+
+    def _join(self, at: int) -> None:
+        if 0 <= at < len(self._spans) - 1 and self._spans[at][1] + 1 == self._spans[at + 1][0]:
+            self._spans[at : at + 2] = [[self._spans[at][0], self._spans[at + 1][1]]]
+
+    def forget(self, upto: int) -> None:
+        """Remove all numbers up to `upto`, whole spans at a time."""
+        while self._spans and self._spans[0][1] <= upto:
+            self._spans.pop(0)
+
+
+class Replies:
+    """Replies of one session, for its retries."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Reply] = {}
+        self._given = Spans()
+        """Calls that were answered and whose reply is not kept any more."""
+        self._seen = 0
+
+    def get(self, call: int) -> Reply | None:
+        """The reply that `call` got, None if it was not answered yet."""
+        reply = self._kept.get(call)
+        if reply is None and call > 0 and (call <= self._seen or call in self._given):
+            raise ProtocolError(
+                f"call {call} was answered before, and its reply is kept no more; use a new id for a new call"
+            )
+        return reply
+
+    def keep(self, call: int, reply: Reply) -> None:
+        """`call` was carried out with this reply."""
+        if call <= 0:
+            return
+        self._kept[call] = reply
+        if len(self._kept) > REPLIES_KEPT_MAX:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._given.add(oldest)
+
+    def seen(self, call: int) -> None:
+        """All replies up to `call` have arrived."""
+        if call <= self._seen:
+            return
+        self._seen = call
+        for number in [number for number in self._kept if number <= call]:
+            del self._kept[number]
+        self._given.forget(call)
+
+
+class Session:
+    """One connected client."""
+
+    def __init__(self, number: int, client: bytes, label: str, now: float) -> None:
+        self.id = number
+        self.client = client
+        self.label = label
+        self.opened = now
+        self.heard = now
+        self.replies = Replies()
+        self.open = True
+        """False: ended, but its pins and grants stay, since a view or a writer may still live."""

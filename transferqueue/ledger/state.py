@@ -1,0 +1,82 @@
+"""Everything the ledger knows, as one value: tables, channels, sessions, and what they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from transferqueue.errors import Disconnected, NotFound, listing
+from transferqueue.ledger import returns
+from transferqueue.ledger.channels import Channel
+from transferqueue.ledger.sessions import Session
+from transferqueue.ledger.table import Core, Table
+from transferqueue.ledger.tasks import TaskState
+
+
+@dataclass(slots=True)
+class State:
+    """The state of a ledger. now: the latest time it was told."""
+
+    core: Core
+    sessions: dict[int, Session] = field(default_factory=dict)
+    tables: dict[str, Table] = field(default_factory=dict)
+    channels: dict[str, Channel] = field(default_factory=dict)
+    dropped_tables: dict[str, int] = field(default_factory=dict)
+    """Rows put, done and dropped of tables that exist no more."""
+    now: float = float("-inf")
+
+    def session(self, number: int) -> Session:
+        """An open session; `Disconnected` if there is none."""
+        found = self.sessions.get(number)
+        if found is None or not found.open:
+            raise Disconnected(f"session {number} is not open: it was closed, or fell silent; connect again")
+        return found
+
+    def table(self, name: str) -> Table:
+        """A table; `NotFound` lists those that exist."""
+        found = self.tables.get(name)
+        if found is None:
+            raise NotFound(f'table "{name}" does not exist; there are {listing(self.tables)}')
+        return found
+
+    def task(self, table: str, name: str) -> tuple[Table, TaskState]:
+        """A task of a table; `NotFound` lists those it has."""
+        found = self.table(table)
+        task = found.tasks.get(name)
+        if task is None:
+            raise NotFound(f'task "{name}" is not in table "{table}"; it has {listing(found.tasks)}')
+        return found, task
+
+    def followers(self, channel: str) -> list[Table]:
+        """Tables whose clock is the channel."""
+        return [one for one in self.tables.values() if one.pacing and one.pacing.channel == channel]
+
+    # ------------------------------------------------------------ the end of sessions
+
+    def close_session(self, number: int) -> None:
+        """Leases of the session end as failed attempts, its reservations return. Closed already: no error."""
+        gone = self.sessions.get(number)
+        if gone is None or not gone.open:
+            return
+        gone.open = False
+        self._end_leases(number)
+        for table in self.tables.values():
+            for one in table.flow.of(number):
+                table.flow.close(one)
+                table.wake_room()
+        for channel in self.channels.values():
+            channel.applied.pop(number, None)
+
+    def _end_leases(self, session: int) -> None:
+        for lease in self.core.leases.of(session):
+            mine = [replica for replica, holder in lease.holders.items() if holder == session]
+            if all(replica in lease.acked for replica in mine):
+                self.core.leases.leave(lease, session)
+            elif lease.id in self.core.leases.by_id:
+                returns.give_up(self.tables[lease.table], lease, "its holder is gone", self.now)
+
+    def end_pins(self, number: int) -> None:
+        """Pins and grants of a closed session return."""
+        if self.sessions.pop(number, None) is not None:
+            self.core.labels.pop(number, None)
+            self.core.blocks.unpin_all(number)
+            self.core.blocks.return_grants(number)

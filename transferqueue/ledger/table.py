@@ -1,0 +1,147 @@
+"""One table: its terms, its rows, its tasks, and the counters that must always balance.
+
+This is the state; what happens to it is in `fates` (rows end), `settle` (groups and stale rows are judged),
+`intake` (put, update), `handover` and `returns` (lease, ack, release).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from transferqueue.ledger.agreed import Agreement
+from transferqueue.ledger.arrays import IntArray
+from transferqueue.ledger.blocks import Blocks, Usage
+from transferqueue.ledger.deadlines import Deadlines
+from transferqueue.ledger.effects import Effects
+from transferqueue.ledger.flow import Flow
+from transferqueue.ledger.gathering import GroupTaskState
+from transferqueue.ledger.groups import Groups
+from transferqueue.ledger.history import History
+from transferqueue.ledger.leases import Leases
+from transferqueue.ledger.parts import Parts
+from transferqueue.ledger.rows import Rows
+from transferqueue.ledger.selectors import PluginFactory, Ranker
+from transferqueue.ledger.tasks import OPEN, TaskState
+from transferqueue.ledger.versions import VersionIndex
+from transferqueue.limits import Limits
+from transferqueue.policies import Pacing, Retention, Task
+from transferqueue.wire.messages import TableTerms
+
+
+@dataclass(slots=True)
+class Core:
+    """What all tables share."""
+
+    effects: Effects = field(default_factory=Effects)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    leases: Leases = field(default_factory=Leases)
+    blocks: Blocks = field(init=False)
+    plugins: Mapping[str, PluginFactory] = field(default_factory=dict)
+    labels: dict[int, str] = field(default_factory=dict)
+    """What to call each session in messages to people."""
+    last_reservation: int = 0
+
+    def __post_init__(self) -> None:
+        self.blocks = Blocks(self.effects)
+
+
+class Table:
+    """State of one table."""
+
+    def __init__(self, core: Core, name: str, limits: Limits, pacing: Pacing | None, retention: Retention) -> None:
+        self.core = core
+        self.name = name
+        self.limits = limits
+        self.pacing = pacing
+        self.retention = retention
+        self.sealed = False
+        self.clock = 0
+        self.rows = Rows(name, limits.rows)
+        self.parts = Parts(self.rows)
+        self.groups = Groups(self.rows)
+        self.tasks: dict[str, TaskState] = {}
+        self.flow = Flow()
+        self.versions = VersionIndex(self.rows) if pacing and pacing.max_staleness is not None else None
+        self.history = History()
+        self.usage = Usage()
+        self.agreements: dict[tuple[str, int, int], Agreement] = {}
+        """(task, world, replicas) -> the batches that ranks agree on."""
+        self.rows_put = 0
+        self.rows_done = 0
+        self.rows_dropped: dict[str, int] = {}
+        self.puts: dict[tuple[bytes, int], tuple[int, int]] = {}
+        """(client, call) -> first row and number of rows, while their pages live: for late retries."""
+        self.puts_of_page: dict[int, list[tuple[bytes, int]]] = {}
+        self.doomed: list[tuple[IntArray, str]] = []
+        """Rows that will be dropped before the request ends, and why."""
+
+    # ------------------------------------------------------------ terms
+
+    def add_task(self, task: Task) -> TaskState:
+        """Declare a task; its rows are seen to by the caller."""
+        ranker = Ranker(task.selector, self.core.plugins)
+        if task.groups is None:
+            state = TaskState(task, self.rows, ranker)
+        else:
+            state = GroupTaskState(task, self.rows, ranker, task.groups, self.groups, self.core.deadlines)
+        self.tasks[task.name] = state
+        return state
+
+    def terms(self) -> TableTerms:
+        """The terms as a reply."""
+        return TableTerms(
+            self.name, list(self.rows.fields.values()), [one.task for one in self.tasks.values()], self.limits,
+            self.pacing, self.retention, self.sealed, self.clock,
+        )  # fmt: skip
+
+    def expected_fields(self) -> frozenset[str]:
+        """Fields that some task needs or gives, declared or not yet."""
+        return frozenset(name for one in self.tasks.values() for name in (*one.task.needs, *one.task.gives))
+
+    @property
+    def gatherers(self) -> list[GroupTaskState]:
+        """Tasks that take whole groups."""
+        return [one for one in self.tasks.values() if isinstance(one, GroupTaskState)]
+
+    @property
+    def pacer(self) -> TaskState | None:
+        """State of the task that sets the pace."""
+        return self.tasks[self.pacing.task] if self.pacing else None
+
+    # ------------------------------------------------------------ counters
+
+    @property
+    def rows_live(self) -> int:
+        """Rows without a fate."""
+        return self.rows_put - self.rows_done - sum(self.rows_dropped.values())
+
+    @property
+    def outstanding(self) -> int:
+        """Rows that the pacing task is not done with: reserved, promised, put."""
+        pacer = self.pacer
+        put = self.rows_live if pacer is None else sum(pacer.counts[state] for state in OPEN)
+        return put + self.flow.reserved + self.flow.owed_rows
+
+    @property
+    def stale_below(self) -> int:
+        """Rows of versions below this (and stamped at all) are over the staleness bound."""
+        if self.pacing is None or self.pacing.max_staleness is None:
+            return 0
+        return self.clock - self.pacing.max_staleness
+
+    # ------------------------------------------------------------ wakes
+
+    def wake_task(self, task: str) -> None:
+        """Leases of `task` may proceed."""
+        self.core.effects.wake("task", self.name, task)
+
+    def wake_tasks(self) -> None:
+        """Leases of all tasks may proceed, or end."""
+        for task in self.tasks:
+            self.wake_task(task)
+
+    def wake_room(self) -> None:
+        """Puts, reserves and held clocks may proceed."""
+        self.core.effects.wake("room", self.name)
+        self.core.effects.wake("clock", self.name)
