@@ -30,6 +30,7 @@ import msgspec
 
 import transferqueue as tq
 from transferqueue.errors import PeerError
+from transferqueue.workflows.audit import audit
 from transferqueue.workflows.events import Event, Failure, Receiver
 from transferqueue.workflows.stage_main import EXIT_FINAL, Job
 
@@ -220,7 +221,7 @@ class Flow:
         self._start(child.job, child.restarts + 1)
 
     def _check_attempts(self, child: _Child) -> None:
-        dropped = self._queue.table(child.job.table).audit()["dropped"].get("attempts", 0)
+        dropped = audit(self._queue, child.job.table).dropped.get("attempts", 0)
         if dropped:
             raise StageFailed(
                 f'stage "{child.job.label}": {dropped} rows were dropped after as many failed attempts as a row may have; '

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import transferqueue as tq
+from transferqueue.workflows.audit import audit
 from transferqueue.workflows.stage import Context, Produce, Work
 
 
@@ -29,7 +30,7 @@ class Numbers:
     def __init__(self, context: Context) -> None:
         self.table = context.table
         self.total = context.settings(Settings).total
-        self.next = context.table.audit()["rows_put"]
+        self.next = audit(context.queue, context.table.name).put
 
     def wants(self) -> int:
         """Four at a time."""

@@ -101,7 +101,7 @@ def show(outcome: Outcome, console: Console) -> None:
         table.add_row(f"[dim]{name}[/dim]", value)
     console.print()
     console.print(table)
-    for reason, rows in outcome.audit["dropped"].items():
+    for reason, rows in outcome.audit.dropped.items():
         console.print(f"[dim]dropped ({reason}):[/dim] {rows}")
     console.print()
     for path in outcome.files:

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import transferqueue as tq
-from transferqueue.errors import InternalError
+from transferqueue.workflows.audit import Audit, audit
 from transferqueue.workflows.events import Event
 from transferqueue.workflows.flow import Flow
 from transferqueue.workflows.grpo.job import TABLE, JobSettings, create_table, jobs
@@ -22,7 +21,7 @@ class Outcome:
     """A finished run: its summary, its table's audit, and the files it left."""
 
     summary: Summary
-    audit: dict[str, Any]
+    audit: Audit
     files: list[Path]
 
 
@@ -47,24 +46,14 @@ def run_demo(
         observe(label, event)
 
     with tq.connect(label="supervisor") as queue:
-        table = create_table(queue, settings)
+        create_table(queue, settings)
         with Flow(queue, jobs(settings), directory=directory, observe=hear) as flow:
             started(flow)
             flow.run()
-        audit = table.audit()
-    check_balance(audit)
-    summary = summarize(record, settings, audit, seconds=time.monotonic() - began)
-    return Outcome(summary=summary, audit=audit, files=write_files(directory, record, summary))
-
-
-def check_balance(audit: dict[str, Any]) -> None:
-    """Raise `InternalError` unless every row that was put has been trained on or is dropped for a stated reason."""
-    put, live, done, dropped = (audit[name] for name in ("rows_put", "rows_live", "rows_done", "rows_dropped"))
-    if live or put != done + dropped or dropped != sum(audit["dropped"].values()):
-        raise InternalError(
-            f'table "{TABLE}" does not balance: {put} rows put, {live} live, {done} done, {dropped} dropped '
-            f"({audit['dropped']}); all that were put must be done or dropped for a reason"
-        )
+        found = audit(queue, TABLE)
+    found.check_finished(TABLE)
+    summary = summarize(record, settings, found, seconds=time.monotonic() - began)
+    return Outcome(summary=summary, audit=found, files=write_files(directory, record, summary))
 
 
 def run_name(settings: JobSettings, now: datetime | None = None) -> str:

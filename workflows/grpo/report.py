@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from transferqueue.errors import InternalError
+from transferqueue.workflows.audit import Audit
 from transferqueue.workflows.events import WAIT, WORK, Event, Figures, Span
 from transferqueue.workflows.grpo.job import JobSettings
 from transferqueue.workflows.timeline import busy_share, write_chrome_trace
@@ -104,7 +105,7 @@ class Record:
         return {versions: total[versions] for versions in sorted(total, key=int)}
 
 
-def summarize(record: Record, settings: JobSettings, audit: Mapping[str, Any], *, seconds: float) -> Summary:
+def summarize(record: Record, settings: JobSettings, audit: Audit, *, seconds: float) -> Summary:
     """Sum a finished run up; ``audit`` is that of its table. `InternalError` when the run told no evaluation."""
     missing = [when for when in ("before", "after") if when not in record.evaluations]
     if missing:
@@ -127,9 +128,9 @@ def summarize(record: Record, settings: JobSettings, audit: Mapping[str, Any], *
         trainer_busy=round(sum(trainers) / max(1, len(trainers)), 4),
         rollout_busy=round(sum(rollouts) / max(1, len(rollouts)), 4),
         staleness_histogram=record.staleness(),
-        rows_put=audit["rows_put"],
-        rows_done=audit["rows_done"],
-        rows_dropped=audit["rows_dropped"],
+        rows_put=audit.put,
+        rows_done=audit.done,
+        rows_dropped=audit.dropped_rows,
     )
 
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 import transferqueue as tq
+from transferqueue.workflows.audit import audit
 from transferqueue.workflows.grpo.advantages import group_advantages
 from transferqueue.workflows.grpo.job import JobSettings
 from transferqueue.workflows.grpo.problems import Problem, ProblemSet, Split, problem_set
@@ -68,7 +69,9 @@ def problem_of(value: Mapping[str, Any]) -> Problem:
 def prompts(context: Context) -> Iterator[Produce]:
     """Factory of the source."""
     settings = context.settings(JobSettings)
-    yield Prompts(settings, problem_set(settings.learning.dataset), rows_put=context.table.audit()["rows_put"])
+    yield Prompts(
+        settings, problem_set(settings.learning.dataset), rows_put=audit(context.queue, context.table.name).put
+    )
 
 
 @contextmanager

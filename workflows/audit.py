@@ -1,0 +1,39 @@
+"""What became of the rows of a table, as the queue counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import transferqueue as tq
+from transferqueue.errors import InternalError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """Rows of one table by their fate. dropped: rows by reason."""
+
+    put: int
+    live: int
+    done: int
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def dropped_rows(self) -> int:
+        """Rows dropped, for whatever reason."""
+        return sum(self.dropped.values())
+
+    def check_finished(self, table: str) -> None:
+        """Raise `InternalError` unless every row that was put is done, or dropped for a stated reason."""
+        if self.live or self.put != self.done + self.dropped_rows:
+            raise InternalError(
+                f'table "{table}" does not balance: {self.put} rows put, {self.live} live, {self.done} done, '
+                f"{self.dropped_rows} dropped {dict(self.dropped)}; all that were put must be done or dropped for a reason"
+            )
+
+
+def audit(queue: tq.Queue, table: str) -> Audit:
+    """Ask the queue what became of the rows of ``table``."""
+    found = queue.audit()["tables"][table]
+    dropped = found["dropped"] if "dropped" in found else found["rows_dropped"]
+    return Audit(put=found["rows_put"], live=found["rows_live"], done=found["rows_done"], dropped=dropped)
