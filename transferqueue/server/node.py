@@ -45,6 +45,8 @@ from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.server")
 _MEMORY: Final[WakeKey] = ("memory",)
+_NOTICES: Final = (m.Heartbeat, m.Unpin)
+"""Requests that are answered only when they are refused."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,7 +192,7 @@ class Node:
             raise UsageError(f"session refused: client id has {len(hello.client)} bytes; send 16 random ones")
         self.sessions.check_room()
         session = self.sessions.open(hello, self._gather(hello), peer, now)
-        self.ledger.open_session(session.number, hello.client, now)
+        self.ledger.open_session(session.number, hello.client, now, label=session.label)
         if session.evidence.pidfd >= 0:
             self._watcher.watch(session.number, session.evidence.pidfd)
         return session
@@ -234,7 +236,7 @@ class Node:
         elif isinstance(call.request, m.Goodbye):
             self._answer(peer, call.id, m.Done())
             self._end(session, now, "by Goodbye")
-        elif not isinstance(call.request, m.Heartbeat):
+        else:
             self._newcomer(session, call.id, call.request, now)
 
     def _newcomer(self, session: Session, call: int, request: m.Request, now: float) -> None:
@@ -245,7 +247,7 @@ class Node:
         if isinstance(outcome, Wait):
             parked = self.parking.join(session.number, call, request, now)
             self.parking.rest(parked, outcome.keys)
-        elif not isinstance(request, m.Unpin) or isinstance(outcome, m.Failed):
+        elif not isinstance(request, _NOTICES) or isinstance(outcome, m.Failed):
             self._reply(session, call, request, outcome)
 
     def _behind(self, session: Session, request: m.Request, ahead: int, now: float) -> Wait | m.Failed:
@@ -257,9 +259,8 @@ class Node:
 
     def _try(self, session: Session, call: int, request: m.Request, now: float) -> m.Reply | Wait:
         """Carry a request out, or learn what it must wait for. A refusal is a reply too."""
-        kept = session.kept.get(call)
-        if kept is not None:
-            return kept
+        if (refused := session.too_large.get(call)) is not None:
+            return refused
         try:
             if isinstance(request, m.Grant):
                 return self._grant(session, call, request, now)
@@ -273,7 +274,9 @@ class Node:
             _log.exception("%s of session %d failed", type(request).__name__, session.number)
             return _failed(InternalError(f"{type(request).__name__} failed: {error!r}; please report it"))
 
-    def _grant(self, session: Session, call: int, request: m.Grant, now: float) -> m.Granted | Wait:
+    def _grant(self, session: Session, call: int, request: m.Grant, now: float) -> m.Reply | Wait:
+        if (before := self.ledger.replied(session.number, call)) is not None:
+            return before
         try:
             taken = self.memory.take(request.nbytes)
         except OutOfMemory:
@@ -281,9 +284,7 @@ class Node:
                 raise
             taken = None
         if taken is not None:
-            granted = self.ledger.grant(session.number, SHARD, *taken, now)
-            session.keep(call, granted)
-            return granted
+            return self.ledger.grant(session.number, SHARD, *taken, now, call=call)
         if request.wait_s:
             return Wait(keys=(_MEMORY,))
         raise Full(self._explain(request, now))
@@ -347,7 +348,7 @@ class Node:
             for undo in withdraw(request, reply):
                 with suppress(TransferQueueError):  # what is gone already needs no undoing
                     self.ledger.apply(undo, session=session.number, call=0, now=session.heard_at)
-            session.keep(call, refused)
+            session.too_large[call] = refused
             self._answer(session.peer, call, refused)
         else:
             self.outbox.append((session.peer, frame))

@@ -23,9 +23,7 @@ def observe(node: Node, request: m.Observe, now: float) -> object:
     account = node.ledger.observe(request, now)
     if request.what == "stats":
         return account | _stats(node, request.table, now)
-    if request.what == "sessions":
-        return _sessions(node, account, now)
-    return account | {"now_s": now} if request.what == "doctor" else account
+    return _sessions(node, account, now) if request.what == "sessions" else account
 
 
 def holders(node: Node, now: float) -> str:
@@ -42,17 +40,13 @@ def _largest(sizes: dict[str, int]) -> str:
 
 
 def _largest_holders(node: Node, now: float) -> str:
-    accounts = node.ledger.observe(m.Observe("sessions"), now)
+    accounts = node.ledger.observe(m.Observe("sessions"), now).values()
+    ranked = sorted(accounts, key=lambda account: -account["extents_granted"] - account["blocks_pinned"])
     return ", ".join(
-        f"{_label(node, account['session'])} ({account['grants']} grants, {account['pins']} views)"
-        for account in sorted(accounts, key=lambda account: -account["grants"] - account["pins"])[:6]
-        if account["grants"] or account["pins"]
+        f"{account['label']} ({account['extents_granted']} grants, {account['blocks_pinned']} blocks in view)"
+        for account in ranked[:6]
+        if account["extents_granted"] or account["blocks_pinned"]
     )
-
-
-def _label(node: Node, number: int) -> str:
-    known = {session.number: session for session in [*node.sessions, *node.sessions.lingering]}
-    return known[number].label if number in known else f"session {number}"
 
 
 def _stats(node: Node, table: str, now: float) -> Plain:
@@ -105,14 +99,15 @@ def _about(parked: Parked) -> str:
     return str(getattr(request, "table", getattr(request, "name", "")))
 
 
-def _sessions(node: Node, accounts: list[Plain], now: float) -> list[Plain]:
-    known = {account["session"]: account for account in accounts}
-    described = [_session(session, "open", now) for session in node.sessions]
-    described += [_session(session, "ended", now) for session in node.sessions.lingering]
-    return [known.get(one["session"], {}) | one | {"waits": node.parking.count(one["session"])} for one in described]
+def _sessions(node: Node, accounts: Plain, now: float) -> list[Plain]:
+    states = [("open", session) for session in node.sessions] + [("ended", one) for one in node.sessions.lingering]
+    return [
+        _session(session, state, accounts[str(session.number)], now) | {"waits": node.parking.count(session.number)}
+        for state, session in states
+    ]
 
 
-def _session(session: Session, state: str, now: float) -> Plain:
+def _session(session: Session, state: str, account: Plain, now: float) -> Plain:
     return {
         "session": session.number,
         "label": session.hello.label,
@@ -120,5 +115,10 @@ def _session(session: Session, state: str, now: float) -> Plain:
         "host": session.hello.host,
         "opened_s": now - session.opened_at,
         "silent_s": now - session.heard_at,
+        "leases": len(account["leases"]),
+        "rows_leased": account["rows_leased"],
+        "reserved": account["rows_reserved"],
+        "grants": account["extents_granted"],
+        "pins": account["blocks_pinned"],
         "state": state,
     }

@@ -12,17 +12,11 @@ The law:
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Final
 
 from transferqueue.errors import Disconnected, Full
-from transferqueue.limits import (
-    LOCK_CHECK_S,
-    REPLIES_KEPT_MAX,
-    SESSION_SILENCE_S,
-    SESSIONS_MAX,
-)
+from transferqueue.limits import LOCK_CHECK_S, SESSION_SILENCE_S, SESSIONS_MAX
 from transferqueue.server.evidence import Evidence
 from transferqueue.wire import messages as m
 
@@ -33,9 +27,9 @@ _NUMBERS_PER_EPOCH: Final = 1 << 20
 
 
 class Session:
-    """One open session. `kept`: replies that the node itself made, for calls that are sent again."""
+    """One open session. `too_large`: calls refused because their replies were, until the client has seen that."""
 
-    __slots__ = ("client", "evidence", "heard_at", "hello", "kept", "number", "opened_at", "peer", "seen")
+    __slots__ = ("evidence", "heard_at", "hello", "number", "opened_at", "peer", "seen", "too_large")
 
     def __init__(self, number: int, hello: m.Hello, evidence: Evidence, peer: Peer, now: float) -> None:
         self.number: Final = number
@@ -45,7 +39,7 @@ class Session:
         self.peer = peer
         self.heard_at = now
         self.seen = 0
-        self.kept: OrderedDict[int, m.Reply] = OrderedDict()
+        self.too_large: dict[int, m.Failed] = {}
 
     @property
     def label(self) -> str:
@@ -56,14 +50,8 @@ class Session:
         """A frame came, from `peer`, which has all replies up to `seen`."""
         self.peer, self.heard_at = peer, now
         self.seen = max(self.seen, seen)
-        while self.kept and next(iter(self.kept)) <= self.seen:
-            self.kept.popitem(last=False)
-
-    def keep(self, call: int, reply: m.Reply) -> None:
-        """Answer this call the same way should it come again."""
-        self.kept[call] = reply
-        if len(self.kept) > REPLIES_KEPT_MAX:
-            self.kept.popitem(last=False)
+        if self.too_large:
+            self.too_large = {call: refused for call, refused in self.too_large.items() if call > self.seen}
 
 
 class Sessions:

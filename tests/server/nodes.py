@@ -1,0 +1,141 @@
+"""A node with a real ledger and a real arena, driven by hand, in time that the test decides."""
+
+import os
+import struct
+
+import numpy as np
+
+from transferqueue.ledger.ledger import Ledger
+from transferqueue.limits import MIB
+from transferqueue.policies import Task
+from transferqueue.schema import Field
+from transferqueue.server.memory import Memory
+from transferqueue.server.node import Node, Place
+from transferqueue.storage.arena import Arena
+from transferqueue.transport import this_host
+from transferqueue.wire import codec
+from transferqueue.wire import messages as m
+
+EPOCH = 7
+
+
+class Watched:
+    """Remembers which processes a node watches."""
+
+    def __init__(self):
+        self.pidfds = {}
+
+    def watch(self, session, pidfd):
+        self.pidfds[session] = pidfd
+
+    def unwatch(self, pidfd):
+        self.pidfds = {session: fd for session, fd in self.pidfds.items() if fd != pidfd}
+
+
+class Bench:
+    """The node, its clock, and what it answered to whom."""
+
+    def __init__(self, arena_bytes=MIB, swept=None):
+        self.arena = Arena.create(None, arena_bytes)
+        self.watched = Watched()
+        place = Place(
+            epoch=EPOCH, address="ipc:///x", runtime="/r", version="0", pid=os.getpid(), started_at=0.0, swept=swept
+        )
+        self.node = Node(Ledger(epoch=EPOCH), Memory(self.arena), place, watcher=self.watched)
+        self.now = 0.0
+        self.clients = 0
+        self.answered = {}
+
+    def close(self):
+        self.node.stop()
+        self.arena.close()
+
+    def receive(self, peer, frame):
+        self.node.receive(peer, frame, self.now)
+        self.deliver()
+
+    def deliver(self):
+        for peer, frame in self.node.outbox:
+            answer = codec.decode_answer(frame)
+            assert answer.epoch == EPOCH
+            self.answered.setdefault(peer, []).append((answer.id, answer.reply))
+        self.node.outbox = []
+
+    def pass_time(self, seconds):
+        """Every deadline on the way is kept, as the loop would."""
+        until = self.now + seconds
+        while (deadline := self.node.next_deadline()) is not None and deadline <= until:
+            self.now = max(self.now, deadline)
+            self.node.tick(self.now)
+        self.now = until
+        self.node.tick(self.now)
+        self.deliver()
+
+    def client(self, **hello):
+        return Client(self, **hello)
+
+
+class Client:
+    """One client of a bench. Sends calls; knows its answers by call id."""
+
+    def __init__(self, bench, **hello):
+        bench.clients += 1
+        self.bench = bench
+        self.peer = b"peer %d" % bench.clients
+        self.ids = 1
+        self.seen = 0
+        self.hello = m.Hello(**{"client": struct.pack("<qq", 0, bench.clients), "host": "elsewhere", **hello})
+        bench.receive(self.peer, codec.encode_call(m.Call(0, 1, 0, self.hello)))
+        self.welcome = self.take(1)
+        self.session = getattr(self.welcome, "session", 0)
+
+    def post(self, request, call=None):
+        """Send a request; returns its id."""
+        if call is None:
+            self.ids += 1
+            call = self.ids
+        self.bench.receive(self.peer, codec.encode_call(m.Call(self.session, call, self.seen, request)))
+        return call
+
+    def take(self, call):
+        """The answer to a call, taken out; None if there is none yet."""
+        answers = self.bench.answered.get(self.peer, [])
+        for at, (found, reply) in enumerate(answers):
+            if found == call:
+                del answers[at]
+                return reply
+        return None
+
+    def ask(self, request, call=None):
+        """Send a request that is answered at once."""
+        reply = self.take(self.post(request, call))
+        assert reply is not None, f"{request} waits"
+        return reply
+
+    # ------------------------------------------------------------ a table of numbers, all inline
+
+    def create_table(self, **terms):
+        task = Task("train", needs=["x"], lease_s=5.0)
+        terms = {"fields": [Field("x", "int64")], "tasks": [task], **terms}
+        return self.ask(m.CreateTable("t", **terms))
+
+    def put(self, count, **terms):
+        return m.Put("t", count, numbers(count), **terms)
+
+
+def numbers(count):
+    return m.Columns(fields=[Field("x", "int64")], inline=[m.Inline("x", np.arange(count, dtype="<i8").tobytes())])
+
+
+def lease(rows=1, wait_s=0.0, **terms):
+    return m.Lease("t", "train", rows=rows, wait_s=wait_s, **terms)
+
+
+def local(lock=""):
+    """Terms of a Hello from this very process."""
+    return {"host": this_host(), "pid": os.getpid(), "lock": str(lock)}
+
+
+def rows_of(reply):
+    assert isinstance(reply, m.Leased), reply
+    return np.frombuffer(reply.content.rows, "<i8").tolist()
