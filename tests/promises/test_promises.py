@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,10 +57,16 @@ class Worker(AbstractContextManager["Worker"]):
         self.process.communicate()
 
 
+def audited(table: tq.Table) -> dict[str, Any]:
+    """The audit of a table, which must balance."""
+    found: dict[str, Any] = table.audit()
+    assert found["balanced"], found
+    return found
+
+
 def fates(table: tq.Table) -> dict[str, int]:
     """What the audit says of a table: put, live, done, dropped."""
-    found = table.audit()
-    assert found["balanced"], found
+    found = audited(table)
     return {name: found[name] for name in ("rows_put", "rows_live", "rows_done", "rows_dropped")}
 
 
@@ -149,7 +156,7 @@ def test_4_nothing_is_lost_silently(queue: tq.Queue) -> None:
         raise RuntimeError("the worker failed")
     with table.lease("a", rows=2):
         pass
-    found = table.audit()
+    found = audited(table)
     assert (found["rows_put"], found["rows_live"], found["rows_done"], found["rows_dropped"]) == (6, 1, 2, 3)
     assert found["dropped"] == {"attempts": 2, "filtered": 1}
 
@@ -176,7 +183,7 @@ def test_6_staleness_is_a_hard_bound_at_hand_over(queue: tq.Queue) -> None:
     table.advance(3)  # time passes while the rows are in the queue
     with table.lease("train", rows=2, timeout_s=5) as batch:
         assert batch.policy_version.tolist() == [2, 3]
-    assert table.audit()["dropped"] == {"stale": 2}
+    assert audited(table)["dropped"] == {"stale": 2}
 
 
 def test_7_memory_is_bounded_and_full_means_wait(queue: tq.Queue) -> None:
@@ -263,8 +270,8 @@ def test_many_dtypes_travel_unchanged_between_processes(queue: tq.Queue) -> None
         """
         import torch
         with table.lease('a', rows=2) as batch:
-            print(batch['dense'].numpy().sum(), [int(x.sum()) for x in batch['ragged'].list()], batch['bf16'].torch().dtype)
-            print([x.shape for x in batch['image'].list()], batch['text'].list(), batch['plain'].list())
+            print(batch['dense'].numpy().sum(), [int(x.sum()) for x in batch['ragged']], batch['bf16'].torch().dtype)
+            print([x.shape for x in batch['image']], batch['text'].list(), batch['plain'].list())
         """,
     ) as worker:
         table.put(
