@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
-import msgspec
 import numpy as np
 
 import transferqueue as tq
@@ -16,6 +15,8 @@ from transferqueue.workflows.grpo.job import JobSettings
 from transferqueue.workflows.grpo.problems import Problem, ProblemSet, Split, problem_set
 from transferqueue.workflows.grpo.tokenizer import decode, encode_prompt
 from transferqueue.workflows.stage import Context, Produce, Work
+
+_WHOLE_LIMIT: Final = 2**63
 
 
 class Prompts:
@@ -55,9 +56,22 @@ class Prompts:
 
 
 def plain(problem: Problem) -> dict[str, Any]:
-    """Return a problem as a plain value for a column. `problem_of` is the inverse, but for tuples, which become lists."""
-    entry = msgspec.msgpack.decode(msgspec.msgpack.encode(dict(problem.entry)))
-    return {"prompt": problem.prompt, "answer": problem.answer, "entry": entry}
+    """Return a problem as a plain value for a column, for `problem_of` to read.
+
+    What a plain value cannot hold changes its type: tuples become lists, and whole numbers beyond 64 bits text (a
+    problem's index in its data set is one; no scorer reads it).
+    """
+    return {"prompt": problem.prompt, "answer": problem.answer, "entry": _plain(problem.entry)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, int) and not -_WHOLE_LIMIT <= value < _WHOLE_LIMIT:
+        return str(value)
+    return value
 
 
 def problem_of(value: Mapping[str, Any]) -> Problem:
