@@ -126,10 +126,23 @@ def grpo_loss(
     return -gain_B.sum() / (rows or len(gain_B))
 
 
+def learning_rate_share(step: int, *, steps: int, final_share: float) -> float:
+    """Return the share of the learning rate at ``step``: up over a twentieth of ``steps``, then down to ``final_share``.
+
+    The rise is needed: Adam's first steps are as long as the learning rate allows whatever the gradient's noise, and
+    without it they undo a part of the warm-up.
+    """
+    rise = max(1, steps // 20)
+    if step < rise:
+        return (step + 1) / rise
+    return max(final_share, 1 - (1 - final_share) * (step - rise) / max(1, steps - rise))
+
+
 class Learner:
     """Owns the trained weights and their optimizer (AdamW without decay).
 
-    ``learning_rate`` falls linearly to ``final_share`` of itself over ``steps`` and stays there.
+    The learning rate of each step is ``learning_rate`` times ``learning_rate_share``. ``first_step`` is how many steps an
+    earlier learner took from whose weights this one goes on.
     """
 
     def __init__(
@@ -142,17 +155,18 @@ class Learner:
         final_share: float,
         steps: int,
         gradient_norm_max: float,
+        first_step: int = 0,
     ) -> None:
         self._model = model
         self._objective = objective
         self._temperature = temperature
+        self._learning_rate = learning_rate
         self._gradient_norm_max = gradient_norm_max
         self._optimizer = torch.optim.AdamW(
             model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        self._schedule = torch.optim.lr_scheduler.LinearLR(
-            self._optimizer, start_factor=1.0, end_factor=final_share, total_iters=steps
-        )
+        self._steps, self._final_share = steps, final_share
+        self._step = first_step
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights by name, float32; they share memory with the model and change at the next ``step``."""
@@ -174,8 +188,8 @@ class Learner:
         rows = len(batch.advantages)
         if not self._objective.kl_weight:
             batch = batch.select(np.flatnonzero(batch.advantages))
+        self._step += 1
         if not len(batch.advantages):
-            self._schedule_step()
             return _idle_metrics()
         packed = pack(batch.prompt_ids, batch.response_ids)
         mask_BT = packed.mask_BT & _padded_mask(batch)
@@ -195,26 +209,26 @@ class Learner:
         return {"loss": loss.item(), "gradient_norm": gradient_norm, "live_rows": float(len(mask_BT)), **metrics}
 
     def _descend(self, loss: Tensor) -> float:
+        share = learning_rate_share(self._step - 1, steps=self._steps, final_share=self._final_share)
+        for group in self._optimizer.param_groups:
+            group["lr"] = share * self._learning_rate
         self._optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._gradient_norm_max)
         self._optimizer.step()
-        self._schedule_step()
         return float(norm)
-
-    def _schedule_step(self) -> None:
-        self._schedule.step()
 
 
 def _metrics(logprobs_N: Tensor, rollout_logprobs_N: Tensor, objective: Objective) -> dict[str, float]:
     ratio_N = (logprobs_N - rollout_logprobs_N).exp()
     outside_N = (ratio_N < 1 - objective.clip_low) | (ratio_N > 1 + objective.clip_high)
-    return {
-        "rollout_kl": kl_k3(rollout_logprobs_N, logprobs_N).mean().item(),
-        "clip_share": outside_N.float().mean().item(),
-        "entropy": -logprobs_N.mean().item(),
-        "tokens": float(len(logprobs_N)),
+    tokens = len(logprobs_N)
+    sums = {
+        "rollout_kl": kl_k3(rollout_logprobs_N, logprobs_N).sum().item(),
+        "clip_share": outside_N.sum().item(),
+        "entropy": -logprobs_N.sum().item(),
     }
+    return {"tokens": float(tokens), **{name: value / max(tokens, 1) for name, value in sums.items()}}
 
 
 def _idle_metrics() -> dict[str, float]:

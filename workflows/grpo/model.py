@@ -7,32 +7,12 @@ batch can then generate in the same column of one rectangular cache. RMSNorm: ar
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """The sizes of a ``Transformer``; ``context`` bounds prompt and response together, in tokens.
-
-    Raises ``ValueError`` when ``width`` is not a multiple of ``2 * heads`` (rotary turns pairs of channels).
-    """
-
-    vocabulary: int
-    width: int
-    layers: int
-    heads: int
-    hidden: int
-    context: int
-
-    def __post_init__(self) -> None:
-        if self.width % (2 * self.heads):
-            raise ValueError(
-                f"width {self.width} is not a multiple of 2 x {self.heads} heads; rotary turns channel pairs"
-            )
+from transferqueue.workflows.grpo.settings import ModelShape
 
 
 class Cache:
@@ -166,6 +146,8 @@ class Transformer(nn.Module):
 
     def _turns(self, tokens_BT: Tensor, cache: Cache | None, positions_BT: Tensor | None) -> Tensor:
         if positions_BT is not None:
+            if (last := int(positions_BT.max())) >= self.shape.context:
+                raise ValueError(f"position {last} is beyond the context of {self.shape.context} tokens")
             return self.turns_TC[positions_BT][:, None]
         first = 0 if cache is None else cache.columns
         end = first + tokens_BT.shape[1]

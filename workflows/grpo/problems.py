@@ -9,6 +9,9 @@ of the index, which Python's ``Random`` hashes at any size.
 
 The train and warm-up splits step past every problem whose question is held out (the attempt counts up), so no trained
 prompt has the text of a held-out one. This module loads no torch: reward processes use it.
+
+Scorers are used as they are. Not every data set is fit to be added: the scorer of ``string_insertion``, for one, evaluates
+the answer as Python code, and whatever a policy writes must never be executed.
 """
 
 import itertools
@@ -84,7 +87,13 @@ class ProblemSet:
         return _heldout(self.name)
 
     def score(self, problem: Problem, answer: str) -> float:
-        """Return the data set's own score of ``answer``, in [0, 1]; an empty answer scores 0."""
+        """Return the data set's own score of ``answer``, in [0, 1]; an empty answer scores 0.
+
+        ``chain_sum``: 1 for a number equal to the sum, however written; else, if the sum's digits occur in the answer,
+        their share of its length (``72`` for ``7``: 0.5); else 0. ``spell_backward``: 1 for the word; else the share of the
+        word's letters that stand in their place. Letters too many cost at most 0.2 there and often nothing, which a
+        policy that doubts its answer's length finds out.
+        """
         if not answer:
             return 0.0
         return float(_dataset(self.name).score_answer(answer, problem.entry))

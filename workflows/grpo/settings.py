@@ -1,36 +1,92 @@
-"""All numbers of the demo job in one place, each with its reason."""
+"""All numbers of the job's learning in one place, each with its reason. No torch here: every process reads them.
 
-from dataclasses import dataclass
+They were found by experiment, under one bound: the whole job in well under 180 s on two cores, where the trainer is the
+slower side. A step of the default costs 0.15 s of the trainer's core and 0.08 s of the generator's.
+"""
 
-from transferqueue.workflows.grpo.model import ModelShape
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final
+
 from transferqueue.workflows.grpo.tokenizer import VOCABULARY_SIZE
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes of a ``Transformer``; ``context`` bounds prompt and response together, in tokens.
+
+    Raises ``ValueError`` when ``width`` is not a multiple of ``2 * heads`` (rotary turns pairs of channels).
+    """
+
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    context: int
+
+    def __post_init__(self) -> None:
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"width {self.width} is not a multiple of 2 x {self.heads} heads; rotary turns channel pairs"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    dataset: str = "spell_backward"
+    """How the job learns. The defaults are those of ``chain_sum``; ``settings_for`` knows all data sets."""
+
+    dataset: str = "chain_sum"
+    """Its reward is all or nothing but for a corner case, so reward and greedy accuracy rise together."""
     seed: int = 0
+    """Of weights, warm-up, prompts and draws. The held-out problems do not depend on it."""
+
     group_size: int = 8
+    """Responses to a prompt."""
     prompts_per_step: int = 128
-    steps: int = 150
-    warmup_steps: int = 120
-    warmup_rows: int = 64
-    warmup_learning_rate: float = 3e-3
-    learning_rate: float = 1e-3
+    """128 groups: of 32 or 64 with as many responses in all, the policy gained a little less in the same time."""
+    steps: int = 350
+    """The gain is near 0.3 after 300 steps; the rest is margin."""
+    learning_rate: float = 4e-4
+    """At 1e-3 the first steps undo the warm-up and the policy collapses; 2e-4 gains half as much in the same time."""
     final_share: float = 0.1
-    temperature: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    kl_weight: float = 0.0
+    """Share of the learning rate at the last step."""
     gradient_norm_max: float = 1.0
+    """Typical norms are 1 to 4. Adam ignores the scale, so this only evens out the weight of single batches."""
+    temperature: float = 1.0
+    """The held-out reward is measured at 1, so that is the policy to improve."""
+
+    clip_low: float = 0.2
+    """PPO's 0.2."""
+    clip_high: float = 0.28
+    """DAPO's 0.28: leaves room to raise the probability of rare right answers."""
+    kl_weight: float = 0.0
+    """Without: a verifiable reward on a model trained for one task needs no tether, and no reference stage."""
+
+    warmup_steps: int = 300
+    """About 13 s, and 2 of 5 sampled answers right: enough to reinforce, with room above."""
+    warmup_rows: int = 64
+    """Half or twice as many rows, with as many in all, learned less in the same time."""
+    warmup_learning_rate: float = 1.5e-3
+    """3e-3 is past the best for arithmetic: a third of the accuracy after as many steps."""
+
     width: int = 128
+    """Fills the processor's vector units; 96 learned more slowly per second."""
     layers: int = 2
-    heads: int = 4
+    """3 learn no more per second, and decoding pays for each."""
+    heads: int = 8
+    """Learns sums far faster than 4 heads (66 against 27 % right after 300 warm-up steps); 2 hardly learn."""
     hidden: int = 256
+    """512 cost more than they gained."""
     context: int = 32
+    """Holds the longest prompt and response of every problem set."""
+
     evaluation_samples: int = 4
+    """For each of 512 held-out problems: a standard error of at most 0.022, in half a second."""
 
     def model_shape(self) -> ModelShape:
+        """Return the sizes of the model."""
         return ModelShape(
             vocabulary=VOCABULARY_SIZE,
             width=self.width,
@@ -39,3 +95,23 @@ class Settings:
             hidden=self.hidden,
             context=self.context,
         )
+
+
+SETTINGS: Final[Mapping[str, Settings]] = MappingProxyType(
+    {
+        "chain_sum": Settings(),
+        # Its scorer pays for each letter in place and hardly minds letters too many: a policy that is not yet sure of
+        # the length of its answers learns to run on. So the warm-up goes on until it is.
+        "spell_backward": Settings(
+            dataset="spell_backward", warmup_steps=150, warmup_learning_rate=3e-3, steps=200, learning_rate=5e-4
+        ),
+    }
+)
+"""Settings that learn, by data set."""
+
+
+def settings_for(dataset: str = "chain_sum", *, seed: int = 0) -> Settings:
+    """Return the settings of ``dataset`` with ``seed``; raises ``ValueError`` naming the data sets there are."""
+    if dataset not in SETTINGS:
+        raise ValueError(f"no settings for the data set {dataset!r}; there are {', '.join(SETTINGS)}")
+    return replace(SETTINGS[dataset], seed=seed)
