@@ -87,7 +87,7 @@ class Column:
             if not 0 <= at < self._rows:
                 raise IndexError(f'row {rows} of column "{self.field.name}", which has {self._rows}')
             return row_value(self.field, self._load(), at)
-        chosen = rows if isinstance(rows, slice) else np.asarray(rows)
+        chosen = rows if isinstance(rows, slice) else np.asarray(rows) if len(rows) else slice(0)
         if self._placement is None:
             return Column.of_inline(self.field, self._load().values[chosen])
         return Column(self.field, self._placement.select(chosen))
@@ -199,6 +199,8 @@ class Column:
         return np.column_stack([self.lengths, *(np.full(self._rows, size, np.int64) for size in trailing)])
 
     def _filling(self, value: float) -> NDArray[Any]:
+        if self.field.dtype == "bool" and value in (0, 1):
+            value = bool(value)
         _, stored_value = store_numbers(
             [value], {type(value)}, self.field.dtype, f'padding of field "{self.field.name}"'
         )

@@ -30,7 +30,7 @@ class Intervals:
     def remove(self, start: int, end: int) -> None:
         """Uncover ``[start, end)``."""
         first, last = bisect_right(self._ends, start), bisect_left(self._starts, end)
-        if first >= last:
+        if start >= end or first >= last:
             return
         rest = [(self._starts[first], start), (end, self._ends[last - 1])]
         self._replace(first, last, [(low, high) for low, high in rest if low < high])

@@ -15,6 +15,7 @@ dimensions vary if they differ in this put; lists that are not rectangles of num
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -136,7 +137,11 @@ def prepare(name: str, value: Any, field: Field | None = None, rows: int | None 
 def _broadcast(value: Any, field: Field | None, rows: int | None, subject: str) -> Repeat | None:
     """A single value for all rows, as a value stored once."""
     array = isinstance(value, np.ndarray) or is_tensor(value)
-    single = value.ndim == 0 if array else isinstance(value, str | bytes | Mapping) or kind_of(type(value)) is not None
+    single = (
+        value.ndim == 0
+        if array
+        else isinstance(value, str | bytes | bytearray | Mapping) or kind_of(type(value)) is not None
+    )
     if not single and not (value is None and field is not None and field.dtype == "value"):
         return None
     if rows is None:
@@ -164,11 +169,11 @@ def _parse(value: Any, field: Field | None, subject: str) -> Parsed:
     return found
 
 
-_REFUSED: Final = (set, frozenset, Mapping, str, bytes)
+_REFUSED: Final = (Mapping, str, bytes, bytearray)
 
 
 def _parse_other(value: Any, subject: str) -> Parsed | list[Any]:
-    if isinstance(value, memoryview) or hasattr(value, "__array__"):
+    if isinstance(value, memoryview | array) or hasattr(value, "__array__"):
         return parse_array(np.asarray(value), subject)
     if isinstance(value, Sequence) and not isinstance(value, _REFUSED):
         return list(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -48,11 +49,17 @@ def arrow_array(field: Field, loaded: Loaded) -> Any:
         return pa.Array.from_buffers(kind, loaded.rows, [None, pa.py_buffer(offsets_of(loaded)), pa.py_buffer(values)])
     leaves = _leaves(field, values, pa)
     if field.varied:
-        shapes = pa.FixedSizeListArray.from_arrays(pa.array(shapes_of(loaded).reshape(-1)), len(field.shape))
+        shapes = _fixed_lists(pa.array(shapes_of(loaded).reshape(-1)), len(field.shape), loaded.rows, pa)
         return pa.StructArray.from_arrays([shapes, _large_list(offsets_of(loaded), leaves, pa)], ["shape", "values"])
-    for size in reversed(field.shape if field.dense else field.shape[1:]):
-        leaves = pa.FixedSizeListArray.from_arrays(leaves, size)
+    sizes, outer = _fixed(field), loaded.rows if field.dense else int(offsets_of(loaded)[-1])
+    for depth in range(len(sizes) - 1, -1, -1):
+        leaves = _fixed_lists(leaves, sizes[depth], outer * math.prod(sizes[:depth]), pa)
     return leaves if field.dense else _large_list(offsets_of(loaded), leaves, pa)
+
+
+def _fixed_lists(values: Any, size: int, count: int, pa: Any) -> Any:
+    """By type and count, not by dividing: lists of none are lists, too."""
+    return pa.Array.from_buffers(pa.list_(values.type, size), count, [None], children=[values])
 
 
 def _large_list(offsets: Any, values: Any, pa: Any) -> Any:
@@ -61,7 +68,7 @@ def _large_list(offsets: Any, values: Any, pa: Any) -> Any:
 
 def _leaves(field: Field, values: Array, pa: Any) -> Any:
     if values.dtype.kind == "c":
-        return pa.FixedSizeListArray.from_arrays(pa.array(values.view(f"<f{values.itemsize // 2}")), 2)
+        return _fixed_lists(pa.array(values.view(f"<f{values.itemsize // 2}")), 2, len(values), pa)
     return pa.array(values)
 
 

@@ -1,0 +1,276 @@
+"""Every input that is not a column of its field: a typed error that names the subject, the rule and the remedy."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from transferqueue.errors import SchemaError, UsageError
+from transferqueue.limits import ROWS_PER_REQUEST_MAX, VALUE_DEPTH_MAX, VALUE_NODES_MAX
+from transferqueue.schema import Field
+from transferqueue.storage import Repeat, drafts, prepare
+from transferqueue.storage import values as plain
+
+
+def deep(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return {"v": value}
+
+
+def cyclic() -> Any:
+    value: dict[str, Any] = {}
+    value["self"] = [value]
+    return value
+
+
+def quietly(make: Callable[[], Any]) -> Any:
+    """Of these kinds of tensor torch says that they are experimental."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make()
+
+
+QUANTISED = quietly(lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8))
+SPARSE_ROWS = quietly(lambda: torch.eye(3).to_sparse_csr())
+HALF_COMPLEX = quietly(lambda: torch.zeros(2, dtype=torch.complex32))
+NESTED = quietly(lambda: torch.nested.nested_tensor([torch.ones(2)]))
+
+UNDECLARED: dict[str, tuple[Any, str]] = {
+    "nothing": (None, "NoneType is not a column; give a list, a numpy array"),
+    "a set": ({1, 2}, "set is not a column"),
+    "a generator": ((i for i in range(3)), "generator is not a column"),
+    "an empty list": ([], "has no rows; a column has at least one"),
+    "an empty array": (np.empty((0, 3)), "has no rows"),
+    "an empty Arrow array": (pa.array([], pa.int64()), "has no rows"),
+    "an empty tensor": (torch.empty(0), "has no rows"),
+    "too many rows": (
+        np.zeros(ROWS_PER_REQUEST_MAX + 1, np.int8),
+        f"one call carries at most {ROWS_PER_REQUEST_MAX}: split it",
+    ),
+    "object array": (np.array([{}, None]), "numpy dtype object cannot be stored; give a list of arrays"),
+    "list of object arrays": ([np.array([{}, None])], "numpy dtype object cannot be stored; give a list of arrays"),
+    "masked array": (np.ma.array([1, 2], mask=[0, 1]), "a masked array has no values where it is masked; give .filled"),
+    "list of masked arrays": ([np.zeros(2), np.ma.array([1.0, 2.0], mask=[0, 1])], "a masked array has no values"),
+    "dates": (
+        np.array(["2026-01-01"], "datetime64[D]"),
+        "numpy dtype datetime64.D. cannot be stored; convert it to int64",
+    ),
+    "durations": (np.array([3], "timedelta64[s]"), "cannot be stored; convert it to int64"),
+    "list of numpy durations": ([np.timedelta64(3, "s")], "rows of type numpy.timedelta64 are not a column"),
+    "long doubles": (np.zeros(2, np.longdouble), "cannot be stored; convert it to one of bool, int8"),
+    "structures": (np.zeros(2, [("a", "i4"), ("b", "f4")]), "cannot be stored; give one column per member"),
+    "sparse": (torch.eye(3).to_sparse(), "layout torch.sparse_coo is not stored; give .to_dense"),
+    "sparse rows": (SPARSE_ROWS, "layout torch.sparse_csr is not stored"),
+    "list of sparse": ([torch.ones(3).to_sparse()], "layout torch.sparse_coo is not stored"),
+    "quantised": (QUANTISED, "a quantised tensor has scales beside its values; give .dequantize"),
+    "list of quantised": ([QUANTISED], "torch.quint8 cannot be stored"),
+    "meta tensor": (torch.empty(3, device="meta"), "a meta tensor has no values"),
+    "list of meta tensors": ([torch.empty(3, device="meta")], "a meta tensor has no values"),
+    "complex32": (HALF_COMPLEX, "torch.complex32 cannot be stored"),
+    "list of nested tensors": ([NESTED], "a row is a nested tensor; give one nested tensor"),
+    "rows of two dtypes": (
+        [np.zeros(2, np.int32), np.zeros(2, np.int64)],
+        "rows of dtypes int32, int64; convert them to one",
+    ),
+    "tensors of two dtypes": (
+        [torch.zeros(2), torch.zeros(2).int()],
+        "rows of dtypes float32, int32; convert them to one",
+    ),
+    "rows of two ranks": ([np.zeros(2), np.zeros((2, 2))], "rows of 1, 2 dimensions; all must have the same"),
+    "tensors of two ranks": ([torch.zeros(2), torch.zeros(2, 2)], "rows of 1, 2 dimensions; all must have the same"),
+    "numbers and text": ([1, "a"], "rows of type int, str are not a column"),
+    "numbers and None": ([1.0, None], "rows of type NoneType, float are not a column"),
+    "arrays and lists": ([np.zeros(2), [1, 2]], "not a plain value|plain values are None, bool"),
+    "lists of arrays": (
+        [[np.zeros(2)], [np.zeros(3)]],
+        "a row is a list of arrays; stack them into one array for each row",
+    ),
+    "lists of tensors": ([[torch.zeros(2)], [torch.zeros(3)]], "a row is a list of arrays; stack them"),
+    "empty lists": ([[], []], "all rows are empty lists, which tell no dtype; declare the field"),
+    "numpy scalars of two dtypes": ([np.int8(1), np.int16(1)], "numpy scalars of int16, int8 in one column"),
+    "an integer beyond 64 bits": ([1 << 64], "is beyond 64 bits"),
+    "negative and huge": ([-1, 1 << 63], "is beyond 64 bits"),
+    "integers beyond int64": (
+        [1 << 63],
+        "9223372036854775808 is out of the range of -9223372036854775808 to .* of dtype int64",
+    ),
+    "integers beyond float": ([1.0, 10**400], "is beyond 64 bits"),
+    "text that is not Unicode": (["\ud800"], "text that is not Unicode .*; store such data as bytes"),
+    "dates in a list": ([dt.date(2026, 1, 1)], "rows of type datetime.date are not a column"),
+    "decimals": ([decimal.Decimal(1)], "rows of type decimal.Decimal are not a column"),
+    "a date in a value": (
+        [{"when": dt.date(2026, 1, 1)}],
+        "row 0: a value holds datetime.date; plain values are None",
+    ),
+    "an array in a value": ([{"a": 1}, {"a": np.zeros(2)}], "row 1: a value holds numpy.ndarray"),
+    "a numpy scalar in a value": ([{"a": np.float32(1)}], "a value holds numpy.float32"),
+    "a set in a value": ([{"a": {1}}], "a value holds builtins.set"),
+    "a key that is no text": ([{(1, 2): 1}], "a dict has the key .1, 2.; keys are str or int"),
+    "a key that is None": ([{None: 1}], "a dict has the key None; keys are str or int"),
+    "a huge integer in a value": ([{"a": 1 << 64}], "a value cannot be stored .*; integers have 64 bits"),
+    "a cyclic value": ([cyclic()], "a value contains itself; store a tree"),
+    "a deep value": ([deep(VALUE_DEPTH_MAX)], f"a value is nested deeper than {VALUE_DEPTH_MAX}; flatten it"),
+    "nulls": (pa.array([1, None]), "1 nulls; a column has none: fill them"),
+    "nulls in text": (pa.array(["a", None]), "1 nulls"),
+    "null lists": (pa.array([[1], None]), "1 nulls"),
+    "nulls in lists": (pa.array([[1, None]]), "1 nulls"),
+    "Arrow dates": (pa.array([dt.date(2026, 1, 1)]), "Arrow type date32.day. cannot be stored; cast it"),
+    "Arrow decimals": (pa.array([decimal.Decimal("1.5")]), "Arrow type decimal128.* cannot be stored"),
+    "Arrow lists of text": (pa.array([["a"]]), "Arrow type string cannot be stored"),
+    "an Arrow table": (pa.table({"a": [1]}), "a Table is many columns; give one of them"),
+    "ragged lists of lists in Arrow": (pa.array([[[1], [2, 3]]]), "a row is a list of lists of different lengths"),
+    "one number": (3, "int is a single value; give a list or array with one value for each row"),
+    "one text": ("abc", "str is a single value"),
+    "an array of no dimensions": (np.array(3.0), "ndarray is a single value"),
+    "a tensor of no dimensions": (torch.tensor(1.0), "Tensor is a single value"),
+    "repeat with too many counts": (Repeat([1, 2], [1, 2, 3]), "Repeat of 2 values with 3 counts; give one for each"),
+    "repeat of nothing": (Repeat([], 3), "has no rows"),
+    "repeat too often": (Repeat([1], ROWS_PER_REQUEST_MAX + 1), "one call carries at most"),
+}
+
+
+@pytest.mark.parametrize(("value", "message"), UNDECLARED.values(), ids=UNDECLARED)
+def test_what_is_no_column_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(SchemaError, match=f'^field "x".*({message})'):
+        prepare("x", value)
+
+
+DENSE, RAGGED = Field("x", "float32", (3,)), Field("x", "float32", (None,))
+DECLARED: dict[str, tuple[Field, Any, str]] = {
+    "another dtype": (
+        DENSE,
+        np.zeros((2, 3)),
+        r"is float32\[3\], but the values are float64; convert them, the store never",
+    ),
+    "another dtype of tensors": (DENSE, torch.zeros(2, 3).half(), "but the values are float16"),
+    "another dtype in Arrow": (RAGGED, pa.array([[1.0]]), "but the values are float64"),
+    "bf16 for fp16": (Field("x", "float16"), torch.zeros(2).bfloat16(), "is float16, but the values are bfloat16"),
+    "another shape": (DENSE, np.zeros((2, 4), np.float32), r"is float32\[3\], but rows of the values have shape \[4\]"),
+    "scalars for rows": (DENSE, np.zeros(2, np.float32), r"but rows of the values have shape \[\]"),
+    "rows for scalars": (
+        Field("x", "float32"),
+        [[1.0], [2.0]],
+        r"is float32, but rows of the values have 1 dimensions",
+    ),
+    "dense where ragged": (
+        RAGGED,
+        np.zeros((2, 3), np.float32),
+        r"with rows of different sizes, but the values are one dense",
+    ),
+    "dense where varied": (Field("x", "float32", (None, None)), torch.zeros(2, 3, 4), "the values are one dense array"),
+    "fixed lists where ragged": (
+        RAGGED,
+        pa.array([[1.0]], pa.list_(pa.float32(), 1)),
+        "the values are one dense array",
+    ),
+    "ragged where dense": (
+        DENSE,
+        [[1.0, 2.0, 3.0], [1.0]],
+        r"row 1 has shape \[1\]; rows of different sizes need a field",
+    ),
+    "nested where dense": (
+        DENSE,
+        torch.nested.nested_tensor([torch.ones(3), torch.ones(3)], layout=torch.jagged),
+        "but the values are a nested tensor; give a dense one",
+    ),
+    "another trailing shape": (Field("x", "float32", (None, 2)), [torch.ones(4, 3)], r"but row 0 has shape \[4, 3\]"),
+    "another rank": (Field("x", "float32", (None, 2)), [torch.ones(4)], "have 1 dimensions; give rows of 2"),
+    "floats for int": (
+        Field("x", "int64"),
+        [1.5],
+        "float values do not fit dtype int64; convert them, or declare another",
+    ),
+    "floats for int in lists": (Field("x", "int64", (None,)), [[1, 2.0]], "float values do not fit dtype int64"),
+    "ints for bool": (Field("x", "bool"), [1, 0], "int values do not fit dtype bool"),
+    "ints for bool in lists": (Field("x", "bool", (None,)), [[1, 0]], "int values do not fit dtype bool"),
+    "complex for float": (Field("x", "float64"), [1j], "complex values do not fit dtype float64"),
+    "out of range": (
+        Field("x", "int8"),
+        [1, 128],
+        "128 is out of the range of -128 to 127 of dtype int8; declare a wider",
+    ),
+    "out of range in lists": (
+        Field("x", "uint16", (None,)),
+        [[1], [-1]],
+        "-1 is out of the range of 0 to 65535 of dtype uint16",
+    ),
+    "negative for unsigned": (Field("x", "uint64"), [-1], "-1 is out of the range of 0 to 18446744073709551615"),
+    "float overflow": (Field("x", "float32"), [1e39], "1e.39 is out of the range of dtype float32"),
+    "int overflow of float": (Field("x", "float16"), [70000], "70000.0 is out of the range of dtype float16"),
+    "fp8 overflow": (Field("x", "float8_e5m2"), [1e9], "out of the range of dtype float8_e5m2"),
+    "bf16 overflow": (Field("x", "bfloat16"), [1e39], "out of the range of dtype bfloat16"),
+    "text for numbers": (Field("x", "int64"), ["a"], "but the values are str"),
+    "numbers for text": (Field("x", "str"), [1], "int values do not fit dtype str"),
+    "lists for text": (Field("x", "str"), [[1]], 'declare dtype "value" to store plain values'),
+    "bytes for text": (Field("x", "str"), [b"a"], "is str, but the values are bytes"),
+    "binary Arrow for text": (Field("x", "str"), pa.array([b"a"]), "is str, but the values are bytes"),
+    "dicts for numbers": (Field("x", "int64"), [{"a": 1}], "rows of type dict are not a column"),
+    "no rectangle": (
+        Field("x", "int64", (None, None)),
+        [[[1], [2, 3]]],
+        "a row is a list that is not a rectangle of numbers",
+    ),
+    "arrays for values": (Field("x", "value"), [np.zeros(2)], "a value holds numpy.ndarray"),
+}
+
+
+@pytest.mark.parametrize(("field", "value", "message"), DECLARED.values(), ids=DECLARED)
+def test_what_does_not_fit_its_field_is_refused(field: Field, value: Any, message: str) -> None:
+    with pytest.raises(SchemaError, match=f'^field "x".*({message})'):
+        prepare("x", value, field)
+
+
+def test_a_value_shared_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    value: Any = [1]
+    for _ in range(VALUE_DEPTH_MAX - 2):
+        value = [value, value]
+    assert VALUE_NODES_MAX == 1 << 22
+    monkeypatch.setattr(plain, "VALUE_NODES_MAX", 1000)
+    with pytest.raises(SchemaError, match="a value has more than 1000 parts; store arrays as columns"):
+        prepare("x", [{"v": value}])
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (0, "count 0 is not positive; leave out values that no row has"),
+        ([1, -2], "count -2 is not positive"),
+        ([1.5], r"counts \[1.5\] are not whole numbers"),
+        ([[1]], "are not whole numbers"),
+        (True, "are not whole numbers"),
+    ],
+)
+def test_counts_that_are_none_are_refused(counts: Any, message: str) -> None:
+    with pytest.raises(SchemaError, match=message):
+        Repeat([1, 2], counts)
+
+
+def test_a_repeat_of_a_repeat_is_refused() -> None:
+    with pytest.raises(SchemaError, match="multiply the counts instead"):
+        Repeat(Repeat([1], 2), 3)
+
+
+def test_columns_of_different_rows_are_refused() -> None:
+    with pytest.raises(
+        SchemaError, match='field "b" has 3 rows, but field "a" has 2; all columns of one call have the same rows'
+    ):
+        drafts([prepare("a", [1, 2]), prepare("b", [1, 2, 3])])
+    with pytest.raises(SchemaError, match='field "b" has 4 rows, but field "a" has 2'):
+        drafts([prepare("a", [1, 2]), prepare("b", Repeat(["x"], 4))])
+    with pytest.raises(SchemaError, match='field "a" has 2 rows, but this call has 3; give one value for each row'):
+        prepare("a", [1, 2], rows=3)
+
+
+def test_only_small_scalars_are_inline() -> None:
+    with pytest.raises(UsageError, match=r'field "x" is float32.2.; only small scalars are inline'):
+        prepare("x", np.zeros((1, 2), np.float32)).inline()
