@@ -56,6 +56,18 @@ def some(rows: IntArray, limit: int = 5) -> str:
     return shown if rows.size <= limit else f"{shown} and {rows.size - limit} more"
 
 
+def tally_in_order(values: IntArray) -> list[tuple[int, int]]:
+    """(value, how often) in the order in which values first appear."""
+    if not values.size:
+        return []
+    first = int(values[0])
+    if (values == first).all():
+        return [(first, values.size)]
+    found, at, times = np.unique(values, return_index=True, return_counts=True)
+    order = np.argsort(at)
+    return list(zip(found[order].tolist(), times[order].tolist(), strict=True))
+
+
 def tally(values: IntArray) -> list[tuple[int, int]]:
     """(value, how often) in ascending order of value; quick when all are equal, as after one put."""
     if not values.size:

@@ -31,11 +31,12 @@ BATCH_FIRST = 64
 
 @dataclass(slots=True)
 class Choice:
-    """Rows of the chosen units, unit by unit. sizes and weights: rows and tokens of each unit."""
+    """Rows of the chosen units, unit by unit. sizes: rows of each unit."""
 
     rows: IntArray
     sizes: IntArray
-    weights: IntArray
+    queue: Ready
+    """Where the units came from: whoever lends them tells it how many."""
 
 
 def choose(table: Table, task: TaskState, request: LeaseRequest) -> Choice | None:
@@ -45,7 +46,8 @@ def choose(table: Table, task: TaskState, request: LeaseRequest) -> Choice | Non
     least = min(request.at_least or budget, budget)
     if not _may_suffice(task, request, least, final=final):
         return None
-    units = _fitting(table, task, request, task.queue(request.where), budget)
+    queue = task.queue(request.where)
+    units = _fitting(table, task, request, queue, budget)
     count, amount, full = units.count, units.amount, units.full
     if request.world > 1 and task.ranker.equal_counts and not final:
         count -= count % request.world
@@ -54,7 +56,7 @@ def choose(table: Table, task: TaskState, request: LeaseRequest) -> Choice | Non
     enough = count > 0 and (final or full or (request.at_least > 0 and amount >= request.at_least))
     if not enough or (request.world > count and not final):
         return None
-    return _choice(table, task, units.ids[:count])
+    return _choice(task, units.ids[:count], queue)
 
 
 def _may_suffice(task: TaskState, request: LeaseRequest, least: int, *, final: bool) -> bool:
@@ -137,6 +139,6 @@ def tokens_of(table: Table, rows: IntArray, sizes: IntArray) -> IntArray:
     return summed
 
 
-def _choice(table: Table, task: TaskState, ids: IntArray) -> Choice:
+def _choice(task: TaskState, ids: IntArray, queue: Ready) -> Choice:
     rows, sizes = task.members(ids)
-    return Choice(rows, sizes, tokens_of(table, rows, sizes))
+    return Choice(rows, sizes, queue)

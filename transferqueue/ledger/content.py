@@ -21,10 +21,8 @@ from transferqueue.wire.messages import Content, Inline, Part
 Value = TypeVar("Value")
 
 
-def describe_rows(table: Table, rows: IntArray, fields: Sequence[str]) -> tuple[Content, list[int]]:
-    """Content of `rows` (resident) with those of `fields` that all of them have, and the blocks it names."""
-    at = table.rows.pages.index(rows)
-    there = complete_fields(table, at, fields)
+def describe_rows(table: Table, rows: IntArray, at: IntArray, there: Sequence[str]) -> tuple[Content, list[int]]:
+    """Content of `rows` with fields that all of them have (`complete_fields`), and the blocks it names."""
     inline = [name for name in there if name in table.rows.inline]
     placed = [name for name in there if name not in table.rows.inline]
     blocks: dict[int, None] = {}

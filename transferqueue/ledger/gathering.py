@@ -170,7 +170,7 @@ class GroupTaskState(TaskState):
                 continue
             self._unqueue(one)
             one.ready -= ready.get(unit, 0)
-            one.state = FORMING
+            one.state, one.order = FORMING, 0
         super().recede(rows, at)
 
     def forget(self, unit: int) -> None:

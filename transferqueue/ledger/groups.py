@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from transferqueue.errors import Impossible, UsageError
-from transferqueue.ledger.arrays import AnyArray, IntArray, tally
+from transferqueue.ledger.arrays import AnyArray, IntArray, tally_in_order
 from transferqueue.ledger.rows import Rows
 
 
@@ -135,5 +135,5 @@ class Groups:
             del self._sizes[group.size]
 
     def counts(self, units: IntArray) -> list[tuple[int, int]]:
-        """(unit, rows of it) for the units of some rows."""
-        return tally(units)
+        """(unit, rows of it) for the units of some rows, in the order in which they first appear."""
+        return tally_in_order(units)

@@ -6,9 +6,9 @@ import numpy as np
 
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, UsageError
 from transferqueue.ledger.agreed import Agreement
-from transferqueue.ledger.arrays import NO_ROWS, IntArray
-from transferqueue.ledger.choose import Choice, check_groups_fit, choose
-from transferqueue.ledger.content import describe_rows
+from transferqueue.ledger.arrays import NO_ROWS, IntArray, tally
+from transferqueue.ledger.choose import Choice, check_groups_fit, choose, tokens_of
+from transferqueue.ledger.content import complete_fields, describe_rows
 from transferqueue.ledger.effects import Wait
 from transferqueue.ledger.explain import explain_lease
 from transferqueue.ledger.leases import Lease
@@ -109,6 +109,7 @@ def _lend(table: Table, task: TaskState, request: LeaseRequest, session: int, no
     choice = choose(table, task, request)
     if choice is None:
         return None
+    choice.queue.taken(choice.sizes.size)
     one = _open(table, task, choice.rows, request, now)
     table.core.leases.hold(one, session, 0)
     return _reply(table, one, request, session, now)
@@ -125,13 +126,24 @@ def _open(table: Table, task: TaskState, rows: IntArray, request: LeaseRequest, 
 
 
 def _reply(table: Table, one: Lease, request: LeaseRequest, session: int, now: float) -> Leased:
-    fields = table.tasks[one.task].task.needs if request.fields is None else request.fields
-    content, blocks = describe_rows(table, one.rows, fields)
+    at = table.rows.pages.index(one.rows)
+    needs = table.tasks[one.task].task.needs
+    fields = needs if request.fields is None else complete_fields(table, at, request.fields)
+    content, blocks = describe_rows(table, one.rows, at, fields)
     table.core.blocks.pin(session, blocks)
     table.history.add(now, "leased", one.rows, one.task, session, f"lease {one.id}")
     if table.pacing and table.pacing.task == one.task:
         table.core.effects.wake("clock", table.name)
+        _count_staleness(table, one.rows)
     return Leased(one.id, one.token, one.length_s, table.clock, content)
+
+
+def _count_staleness(table: Table, rows: IntArray) -> None:
+    """How many versions behind the clock rows are that go to the pacing task; rows without a version are not."""
+    versions = table.rows.version.a[table.rows.pages.index(rows)]
+    for version, count in tally(versions[versions >= 0]):
+        lag = max(0, table.clock - version)
+        table.staleness[lag] = table.staleness.get(lag, 0) + count
 
 
 # ---------------------------------------------------------------- ranks and replicas
@@ -156,9 +168,11 @@ def _claim(table: Table, task: TaskState, request: LeaseRequest, session: int, n
 
 
 def _make_shares(table: Table, task: TaskState, choice: Choice, request: LeaseRequest, now: float) -> list[int]:
+    choice.queue.taken(choice.sizes.size)
     starts = np.cumsum(choice.sizes) - choice.sizes
     made = []
-    for units in shares(choice.weights, request.world, equal_counts=task.ranker.equal_counts):
+    weights = tokens_of(table, choice.rows, choice.sizes)
+    for units in shares(weights, request.world, equal_counts=task.ranker.equal_counts):
         rows = [choice.rows[starts[unit] : starts[unit] + choice.sizes[unit]] for unit in units]
         one = _open(table, task, np.concatenate(rows) if rows else NO_ROWS, request, now)
         one.share = (request.world, request.replicas)

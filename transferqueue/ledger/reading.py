@@ -30,10 +30,13 @@ def read(table: Table, request: Read, session: int) -> ReadRows:
         if name not in table.rows.fields:
             raise table.rows.unknown_field(name)
     rows = _named(table, request) if request.rows is not None else _scan(table, request.where, request.limit)
-    fields = list(table.rows.fields) if request.fields is None else request.fields
-    if request.fields is not None:
-        _check_complete(table, rows, request.fields)
-    content, blocks = describe_rows(table, rows, fields)
+    at = table.rows.pages.index(rows)
+    if request.fields is None:
+        fields = complete_fields(table, at, list(table.rows.fields))
+    else:
+        fields = list(dict.fromkeys(request.fields))
+        _check_complete(table, rows, at, fields)
+    content, blocks = describe_rows(table, rows, at, fields)
     table.core.blocks.pin(session, blocks)
     return ReadRows(content)
 
@@ -60,8 +63,7 @@ def _scan(table: Table, where: Sequence[Predicate], limit: int) -> IntArray:
     return np.concatenate(found)[:most] if found else np.empty(0, np.int64)
 
 
-def _check_complete(table: Table, rows: IntArray, fields: Sequence[str]) -> None:
-    at = table.rows.pages.index(rows)
+def _check_complete(table: Table, rows: IntArray, at: IntArray, fields: Sequence[str]) -> None:
     complete = complete_fields(table, at, fields)
     for name in fields:
         if name not in complete:

@@ -8,7 +8,7 @@ The rules:
 - Entries lie in sorted *runs*. A push that sorts after (or before) a whole run extends it; else it becomes
   a run, and runs are merged so that each is at least four times the next. So a row is moved O(log n) times
   in its life, always by a vectorised merge, and there are O(log n) runs. Fifo needs one run and no merge.
-- `first(k)` takes the first k alive entries of each run and merges those: O(k log n).
+- `first(k)` merges the heads of the runs and skips what is dead: O(k log n). `taken` moves the heads on.
 
 This is a log-structured merge tree (O'Neil et al. 1996) in memory.
 """
@@ -17,17 +17,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
 import numpy as np
 
-from transferqueue.ledger.arrays import BoolArray, IntArray
+from transferqueue.ledger.arrays import NO_ROWS, BoolArray, IntArray
 
 KEY, ORDER, STAMP, UNIT = 0, 1, 2, 3
 """Rows of an entries array ``[4, n]``, int64."""
 CHUNK = 4096
-SLACK = 8192
+SLACK = 1024
 """Dead entries that are not worth a compaction."""
-WINDOW = 64
 TIER = 4
 PREPEND_MIN = 64
 """Shorter pushes are merged instead: a run of tiny chunks is slow to read."""
@@ -58,14 +58,14 @@ class Run:
     def __init__(self, entries: Entries) -> None:
         self.chunks: deque[Entries] = deque([entries])
         self.head = 0
-        """Entries of the first chunk that are known to be dead."""
+        """Entries of the first chunk that were handed out."""
         self.size = entries.shape[1]
         self.tail: Entries | None = None
         self.tail_used = 0
 
     def extend(self, entries: Entries) -> bool:
         """Take `entries` if they sort after or before all that is here."""
-        if not self.chunks or _before(self.chunks[-1], entries):
+        if _before(self.chunks[-1], entries):
             self._append(entries)
         elif entries.shape[1] >= PREPEND_MIN and _before(entries, self.chunks[0][:, self.head :]):
             self._prepend(entries)
@@ -93,46 +93,31 @@ class Run:
         self.head = 0
         self.chunks.appendleft(entries)
 
-    def first(self, count: int, alive: Alive) -> Entries:
-        """The first `count` alive entries, fewer if there are fewer. Forgets dead ones at the front."""
-        found: list[Entries] = []
-        have, chunk, at = 0, 0, self.head
-        while chunk < len(self.chunks) and have < count:
-            entries = self.chunks[chunk]
-            window = entries[:, at : at + max(count - have, WINDOW)]
-            good = alive(window[UNIT], window[STAMP])
-            at += window.shape[1]
-            if not have:
-                self._skip(window.shape[1], good)
-            if good.any():
-                found.append(window if good.all() else window[:, good])
-                have += found[-1].shape[1]
-            if at < entries.shape[1]:
-                continue
-            at = 0
-            if have:
-                chunk += 1
-            else:
-                self._drop_first_chunk()
-        return np.concatenate(found, axis=1)[:, :count] if found else _NONE
+    def peek(self, count: int) -> Entries:
+        """The first `count` entries, dead or alive, fewer if there are fewer."""
+        first = self.chunks[0][:, self.head : self.head + count]
+        if first.shape[1] == count or len(self.chunks) == 1:
+            return first
+        found, have = [first], first.shape[1]
+        for chunk in islice(self.chunks, 1, None):
+            found.append(chunk[:, : count - have])
+            have += found[-1].shape[1]
+            if have == count:
+                break
+        return np.concatenate(found, axis=1)
 
-    def _skip(self, width: int, good: BoolArray) -> None:
-        dead = int(good.argmax()) if good.any() else width
-        self.head += dead
-        self.size -= dead
-
-    def _drop_first_chunk(self) -> None:
-        self.chunks.popleft()
-        self.head = 0
+    def skip(self, count: int) -> None:
+        """Forget the first `count` entries."""
+        self.head += count
+        self.size -= count
+        while self.chunks and self.head >= self.chunks[0].shape[1]:
+            self.head -= self.chunks.popleft().shape[1]
         if not self.chunks:
             self.tail = None
 
     def entries(self) -> Entries:
         """All entries, dead ones too."""
-        if not self.chunks:
-            return _NONE
-        first, *others = self.chunks
-        return np.concatenate([first[:, self.head :], *others], axis=1)
+        return self.peek(self.size)
 
 
 class Ready:
@@ -141,6 +126,8 @@ class Ready:
     def __init__(self, alive: Alive) -> None:
         self._alive = alive
         self._runs: list[Run] = []
+        self._places: IntArray = NO_ROWS
+        self._sources: IntArray = NO_ROWS
 
     def push(self, entries: Entries, alive_at_most: int) -> None:
         """Add sorted entries. alive_at_most: a bound of how many can be alive now, for compaction."""
@@ -154,17 +141,47 @@ class Ready:
 
     def first(self, count: int) -> Entries:
         """The first `count` alive entries in order, fewer if there are fewer."""
-        heads = [head for run in self._runs if (head := run.first(count, self._alive)).shape[1]]
-        if len(heads) != len(self._runs):
-            self._runs = [run for run in self._runs if run.chunks]
-        if len(heads) < 2:
-            return heads[0] if heads else _NONE
-        return in_order(np.concatenate(heads, axis=1))[:, :count]
+        look = count + count // 8 + 8
+        while self._runs:
+            entries, sources = self._merged(look)
+            alive = self._alive(entries[UNIT], entries[STAMP])
+            places = np.flatnonzero(alive)[:count]
+            if not places.size:
+                self._skip(sources)
+                continue
+            if places.size == count or entries.shape[1] < look:
+                self._places, self._sources = places, sources
+                return entries[:, : places[-1] + 1][:, alive[: places[-1] + 1]]
+            look *= 2
+        return _NONE
+
+    def taken(self, count: int) -> None:
+        """The first `count` entries that `first` just gave are handed out: do not look at them again."""
+        if count:
+            self._skip(self._sources[: self._places[count - 1] + 1])
+
+    def _merged(self, count: int) -> tuple[Entries, IntArray]:
+        """The first `count` entries of all runs in order, dead or alive, and the run of each."""
+        heads = [run.peek(count) for run in self._runs]
+        if len(heads) == 1:
+            return heads[0], np.zeros(heads[0].shape[1], np.int64)
+        sources = np.repeat(np.arange(len(heads)), [head.shape[1] for head in heads])
+        entries = np.concatenate(heads, axis=1)
+        if entries.shape[1] > count:
+            # Only keys up to the count-th smallest can be among the first: sort those alone.
+            few = entries[KEY] <= np.partition(entries[KEY], count - 1)[count - 1]
+            entries, sources = entries[:, few], sources[few]
+        order = np.lexsort((entries[ORDER], entries[KEY]))[:count]
+        return entries[:, order], sources[order]
+
+    def _skip(self, sources: IntArray) -> None:
+        for run, count in zip(self._runs, np.bincount(sources, minlength=len(self._runs)).tolist(), strict=True):
+            run.skip(count)
+        self._runs = [run for run in self._runs if run.chunks]
 
     def all(self) -> Entries:
         """Every alive entry, in order."""
-        parts = [run.entries() for run in self._runs]
-        entries = in_order(np.concatenate(parts, axis=1)) if parts else _NONE
+        entries = self._merged(sum(run.size for run in self._runs))[0] if self._runs else _NONE
         return entries[:, self._alive(entries[UNIT], entries[STAMP])]
 
     def _merge(self) -> None:

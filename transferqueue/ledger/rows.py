@@ -101,7 +101,11 @@ class Rows:
 
     def has_all(self, at: Index, mask: Mask) -> BoolArray:
         """Which rows have every field of `mask`."""
-        found = self.pages.fate.a[at] > 0
+        if len(mask.words) == 1:
+            ((word, bits),) = mask.words
+            one: BoolArray = (self.words[word].a[at] & bits) == bits
+            return one
+        found = np.ones(self.pages.fate.a[at].size, np.bool_)
         for word, bits in mask.words:
             found &= (self.words[word].a[at] & bits) == bits
         return found

@@ -40,10 +40,16 @@ class Core:
     plugins: Mapping[str, PluginFactory] = field(default_factory=dict)
     labels: dict[int, str] = field(default_factory=dict)
     """What to call each session in messages to people."""
+    heard: dict[int, float] = field(default_factory=dict)
+    """When each session last said something."""
     last_reservation: int = 0
 
     def __post_init__(self) -> None:
         self.blocks = Blocks(self.effects)
+
+    def silent_s(self, session: int, now: float) -> float:
+        """How long a session has said nothing."""
+        return now - self.heard.get(session, now)
 
 
 class Table:
@@ -61,6 +67,8 @@ class Table:
         self.parts = Parts(self.rows)
         self.groups = Groups(self.rows)
         self.tasks: dict[str, TaskState] = {}
+        self.gatherers: list[GroupTaskState] = []
+        """Tasks that take whole groups."""
         self.flow = Flow()
         self.versions = VersionIndex(self.rows) if pacing and pacing.max_staleness is not None else None
         self.history = History()
@@ -70,6 +78,8 @@ class Table:
         self.rows_put = 0
         self.rows_done = 0
         self.rows_dropped: dict[str, int] = {}
+        self.staleness: dict[int, int] = {}
+        """Versions behind -> rows handed over to the pacing task."""
         self.puts: dict[tuple[bytes, int], tuple[int, int]] = {}
         """(client, call) -> first row and number of rows, while their pages live: for late retries."""
         self.puts_of_page: dict[int, list[tuple[bytes, int]]] = {}
@@ -86,6 +96,7 @@ class Table:
         else:
             state = GroupTaskState(task, self.rows, ranker, task.groups, self.groups, self.core.deadlines)
         self.tasks[task.name] = state
+        self.gatherers = [one for one in self.tasks.values() if isinstance(one, GroupTaskState)]
         return state
 
     def terms(self) -> TableTerms:
@@ -98,11 +109,6 @@ class Table:
     def expected_fields(self) -> frozenset[str]:
         """Fields that some task needs or gives, declared or not yet."""
         return frozenset(name for one in self.tasks.values() for name in (*one.task.needs, *one.task.gives))
-
-    @property
-    def gatherers(self) -> list[GroupTaskState]:
-        """Tasks that take whole groups."""
-        return [one for one in self.tasks.values() if isinstance(one, GroupTaskState)]
 
     @property
     def pacer(self) -> TaskState | None:

@@ -36,6 +36,19 @@ OPEN: Final = (PENDING, HELD, READY, LEASED)
 """States in which the task still has work with the row."""
 
 
+class Tally:
+    """What happened to rows in one task, ever. Each number only grows, so that a rate is a difference.
+
+    given: handed over, or set aside for a rank (twice is two). done: finished by it. failed: came back from a
+    lease that failed, expired or lost its holder. dropped: ended before the task was done with them.
+    """
+
+    __slots__ = ("done", "dropped", "failed", "given")
+
+    def __init__(self) -> None:
+        self.given = self.done = self.failed = self.dropped = 0
+
+
 class TaskState:
     """Columns, counts and ready queue of one task whose units are rows."""
 
@@ -49,6 +62,7 @@ class TaskState:
         self.attempts = rows.pages.column(np.uint16)
         self.needs = frozenset(task.needs)
         self.counts = [0] * len(STATES)
+        self.tally = Tally()
         self.ready = Ready(self.alive)
         self.views: dict[tuple[Predicate, ...], Ready] = {}
         self._stamp = 0
@@ -104,10 +118,13 @@ class TaskState:
 
     def finish(self, rows: IntArray, at: IntArray) -> None:
         """Leased rows are done."""
+        self.tally.done += rows.size
         self.move(at, rows.size, LEASED, DONE)
 
     def withdraw(self, rows: IntArray, at: IntArray, to: int = GONE) -> None:
         """Rows end, or become what the task has no work with. Leases lose them elsewhere."""
+        if to == GONE:
+            self.tally.dropped += int((self.state.a[at] <= LEASED).sum())
         self._set_state(at, to)
 
     def recede(self, rows: IntArray, at: IntArray) -> None:
@@ -189,6 +206,7 @@ class TaskState:
 
     def lend(self, rows: IntArray, at: IntArray, lease: int) -> None:
         """Ready rows, of whole units, are leased."""
+        self.tally.given += rows.size
         self.move(at, rows.size, READY, LEASED)
         self.hold.a[at] = lease
 
