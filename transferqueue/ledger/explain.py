@@ -17,11 +17,14 @@ from transferqueue.ledger.leases import Lease
 from transferqueue.ledger.pages import LIVE
 from transferqueue.ledger.table import Table
 from transferqueue.ledger.tasks import HELD, LEASED, PENDING, TaskState
+from transferqueue.limits import HEARTBEAT_S
 from transferqueue.wire.messages import Lease as LeaseRequest
 
 PAGES_SEEN = 16
 """Pages of rows looked at: the oldest ones, where what is stuck lies."""
 GROUPS_TOLD = 3
+SILENT_TOLD_S = 3 * HEARTBEAT_S
+"""A live client says something every `HEARTBEAT_S`; one late word is no news."""
 
 
 def session_name(table: Table, session: int) -> str:
@@ -43,7 +46,7 @@ def _wanted(request: LeaseRequest) -> str:
     number = request.rows or request.tokens or request.groups
     least = f" (at least {request.at_least})" if request.at_least else ""
     ranks = f" for {request.world} ranks" if request.world > 1 else ""
-    return f"{number} {'complete ' if what == 'groups' else ''}{what}{least}{ranks}"
+    return f"{number} {'complete ' if what == 'groups' else ''}{what[:-1] if number == 1 else what}{least}{ranks}"
 
 
 def _lacking(table: Table, task: TaskState, now: float) -> list[str]:
@@ -56,20 +59,40 @@ def _lacking(table: Table, task: TaskState, now: float) -> list[str]:
 
 
 def _leased(table: Table, tasks: Iterable[TaskState], now: float) -> list[str]:
-    """How many rows are leased, by whom, since when."""
+    """How many rows (or groups) are leased, by whom, since when, and whether they still say something."""
     told = []
     for task in tasks:
-        holders: dict[str, tuple[int, float]] = {}
+        held: dict[str, tuple[int, float]] = {}
         for lease in _leases_of(table, task):
+            units = _units_left(table, task, lease)
             for session in dict.fromkeys(lease.holders.values()) or (0,):
-                name = session_name(table, session) if session else "a rank that has not asked yet"
-                rows, since = holders.get(name, (0, now))
-                holders[name] = (rows + lease.left, min(since, lease.since))
+                who = _holder(table, session, now)
+                count, since = held.get(who, (0, now))
+                held[who] = (count + units, min(since, lease.since))
+        noun = "group" if isinstance(task, GroupTaskState) else "row"
         told += [
-            f'{rows} rows are leased for "{task.task.name}" by {name}, for {now - since:.0f} s'
-            for name, (rows, since) in holders.items()
+            f'{_count(count, noun)} leased for "{task.task.name}" by {who}, for {now - since:.0f} s'
+            for who, (count, since) in held.items()
         ]
     return told
+
+
+def _holder(table: Table, session: int, now: float) -> str:
+    if not session:
+        return "a rank that has not asked yet"
+    silent = table.core.silent_s(session, now)
+    return session_name(table, session) + (f" (silent {silent:.0f} s)" if silent >= SILENT_TOLD_S else "")
+
+
+def _units_left(table: Table, task: TaskState, lease: Lease) -> int:
+    if not isinstance(task, GroupTaskState):
+        return lease.left
+    rows = lease.rows[lease.held]
+    return int(np.unique(table.groups.units(rows, table.rows.pages.index(rows))).size)
+
+
+def _count(count: int, noun: str) -> str:
+    return f"1 {noun} is" if count == 1 else f"{count} {noun}s are"
 
 
 def _leases_of(table: Table, task: TaskState) -> list[Lease]:
@@ -90,7 +113,7 @@ def _pending(table: Table, task: TaskState, now: float) -> list[str]:
     for name in task.task.needs:
         lacking = int(_without(table, name, at[pending]).sum())
         if lacking:
-            told.append(f'{lacking} lack "{name}"{_givers(table, name, at[pending], now)}')
+            told.append(f'{lacking} {"row lacks" if lacking == 1 else "rows lack"} "{name}"{_givers(table, name, at[pending], now)}')
     return told or [f"{task.counts[PENDING]} rows are not complete"]
 
 

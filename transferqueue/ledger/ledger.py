@@ -57,6 +57,12 @@ class Ledger:
             raise Full(f"{SESSIONS_MAX} sessions are open, the most there may be; close some")
         sessions[session] = Session(session, client, label, self.state.now)
         self.state.core.labels[session] = label or f"session {session}"
+        self.state.core.heard[session] = self.state.now
+
+    def heard(self, session: int, now: float) -> None:
+        """A session said something that is no request (a heartbeat): it is not silent. For messages to people only."""
+        if session in self.state.sessions:
+            self.state.core.heard[session] = now
 
     def close_session(self, session: int, now: float, *, pins: bool = True) -> None:
         """A client left or died: its leases end as failed attempts, its reservations return.
@@ -133,7 +139,7 @@ class Ledger:
         """
         self.tick(now)
         one = self.state.session(session)
-        one.heard = self.state.now
+        self.state.core.heard[session] = self.state.now
         operation = OPERATIONS.get(type(request))
         if operation is None:
             raise ProtocolError(f"{type(request).__name__} is not a request for the ledger")

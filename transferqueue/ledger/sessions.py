@@ -90,7 +90,6 @@ class Session:
         self.client = client
         self.label = label
         self.opened = now
-        self.heard = now
         self.replies = Replies()
         self.open = True
         """False: ended, but its pins and grants stay, since a view or a writer may still live."""

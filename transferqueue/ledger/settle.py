@@ -137,6 +137,7 @@ def return_rows(table: Table, task: TaskState, rows: IntArray, *, failed: bool, 
     at = table.rows.pages.index(rows)
     task.give_back(rows, at, now)
     if failed:
+        task.tally.failed += rows.size
         task.attempts.a[at] += 1
         if task.task.attempts_max:
             spent = task.attempts.a[at] >= task.task.attempts_max

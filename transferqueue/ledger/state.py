@@ -78,5 +78,6 @@ class State:
         """Pins and grants of a closed session return."""
         if self.sessions.pop(number, None) is not None:
             self.core.labels.pop(number, None)
+            self.core.heard.pop(number, None)
             self.core.blocks.unpin_all(number)
             self.core.blocks.return_grants(number)

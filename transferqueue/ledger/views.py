@@ -27,7 +27,7 @@ def observed(state: State, request: m.Observe) -> dict[str, Any]:
 
 def _stats(state: State, request: m.Observe, tables: Mapping[str, Table]) -> dict[str, Any]:
     return {
-        "now": state.now,
+        "now_s": state.now,
         "tables": {name: observe.table_stats(one, state.now) for name, one in tables.items()},
         "channels": {name: observe.channel_stats(one, state.now) for name, one in state.channels.items()},
         "bytes": observe.bytes_stats(state.core.blocks),
@@ -48,7 +48,7 @@ def _row(state: State, request: m.Observe, tables: Mapping[str, Table]) -> dict[
 
 
 def _doctor(state: State, request: m.Observe, tables: Mapping[str, Table]) -> dict[str, Any]:
-    return observe.doctor(tables, state.now)
+    return {"now_s": state.now, **observe.doctor(tables, state.now)}
 
 
 def _sessions(state: State, request: m.Observe, tables: Mapping[str, Table]) -> dict[str, Any]:

@@ -231,6 +231,7 @@ class Node:
         if call.seen > session.seen:
             self.ledger.seen(session.number, call.seen)
         session.heard(peer, call.seen, now)
+        self.ledger.heard(session.number, now)
         if call.id <= session.seen or self.parking.holds(session.number, call.id):
             self.counters.repeated += 1
         elif isinstance(call.request, m.Goodbye):

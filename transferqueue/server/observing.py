@@ -23,6 +23,9 @@ def observe(node: Node, request: m.Observe, now: float) -> object:
     account = node.ledger.observe(request, now)
     if request.what == "stats":
         return account | _stats(node, request.table, now)
+    if request.what == "doctor":
+        sessions = _sessions(node, node.ledger.observe(m.Observe("sessions"), now), now)
+        return account | {"waiting": _all_waiting(node, request.table, now), "sessions": sessions}
     return _sessions(node, account, now) if request.what == "sessions" else account
 
 
@@ -41,23 +44,27 @@ def _largest(sizes: dict[str, int]) -> str:
 
 def _largest_holders(node: Node, now: float) -> str:
     accounts = node.ledger.observe(m.Observe("sessions"), now).values()
-    ranked = sorted(accounts, key=lambda account: -account["extents_granted"] - account["blocks_pinned"])
+    ranked = sorted(accounts, key=lambda account: -account["grants"] - account["pins"])
     return ", ".join(
-        f"{account['label']} ({account['extents_granted']} grants, {account['blocks_pinned']} blocks in view)"
+        f"{account['label']} ({account['grants']} grants, {account['pins']} blocks in view)"
         for account in ranked[:6]
-        if account["extents_granted"] or account["blocks_pinned"]
+        if account["grants"] or account["pins"]
     )
 
 
 def _stats(node: Node, table: str, now: float) -> Plain:
-    waits = (parked for parked in node.parking if not table or _about(parked) == table)
     return {
         "now_s": now,
         "epoch": node.place.epoch,
         "sessions": len(node.sessions),
-        "waiting": [_waiting(node, parked, now) for parked in islice(waits, WAITING_SHOWN_MAX)],
+        "waiting": _all_waiting(node, table, now),
         "server": _server(node, now),
     }
+
+
+def _all_waiting(node: Node, table: str, now: float) -> list[Plain]:
+    waits = (parked for parked in node.parking if not table or _about(parked) == table)
+    return [_waiting(node, parked, now) for parked in islice(waits, WAITING_SHOWN_MAX)]
 
 
 def _server(node: Node, now: float) -> Plain:
@@ -99,15 +106,18 @@ def _about(parked: Parked) -> str:
     return str(getattr(request, "table", getattr(request, "name", "")))
 
 
-def _sessions(node: Node, accounts: Plain, now: float) -> list[Plain]:
+def _sessions(node: Node, accounts: Plain, now: float) -> Plain:
+    """What the ledger says each session holds, with who it is."""
     states = [("open", session) for session in node.sessions] + [("ended", one) for one in node.sessions.lingering]
-    return [
-        _session(session, state, accounts[str(session.number)], now) | {"waits": node.parking.count(session.number)}
+    return {
+        str(session.number): accounts[str(session.number)]
+        | _session(session, state, now)
+        | {"waits": node.parking.count(session.number)}
         for state, session in states
-    ]
+    }
 
 
-def _session(session: Session, state: str, account: Plain, now: float) -> Plain:
+def _session(session: Session, state: str, now: float) -> Plain:
     return {
         "session": session.number,
         "label": session.hello.label,
@@ -115,10 +125,5 @@ def _session(session: Session, state: str, account: Plain, now: float) -> Plain:
         "host": session.hello.host,
         "opened_s": now - session.opened_at,
         "silent_s": now - session.heard_at,
-        "leases": len(account["leases"]),
-        "rows_leased": account["rows_leased"],
-        "reserved": account["rows_reserved"],
-        "grants": account["extents_granted"],
-        "pins": account["blocks_pinned"],
         "state": state,
     }
