@@ -146,14 +146,6 @@ def _count_staleness(table: Table, rows: IntArray) -> None:
         table.staleness[lag] = table.staleness.get(lag, 0) + count
 
 
-def _count_staleness(table: Table, rows: IntArray) -> None:
-    """How many versions behind the clock rows are that go to the pacing task; rows without a version are not."""
-    versions = table.rows.version.a[table.rows.pages.index(rows)]
-    for version, count in tally(versions[versions >= 0]):
-        lag = max(0, table.clock - version)
-        table.staleness[lag] = table.staleness.get(lag, 0) + count
-
-
 # ---------------------------------------------------------------- ranks and replicas
 
 

@@ -51,10 +51,6 @@ class Core:
         """How long a session has said nothing."""
         return now - self.heard.get(session, now)
 
-    def silent_s(self, session: int, now: float) -> float:
-        """How long a session has said nothing."""
-        return now - self.heard.get(session, now)
-
 
 class Table:
     """State of one table."""
@@ -82,8 +78,6 @@ class Table:
         self.rows_put = 0
         self.rows_done = 0
         self.rows_dropped: dict[str, int] = {}
-        self.staleness: dict[int, int] = {}
-        """Versions behind -> rows handed over to the pacing task."""
         self.staleness: dict[int, int] = {}
         """Versions behind -> rows handed over to the pacing task."""
         self.puts: dict[tuple[bytes, int], tuple[int, int]] = {}
