@@ -158,7 +158,9 @@ def test_shapes_that_do_not_match_are_corruption(shard: Shard, order: list[int],
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rows": 1 << 40}, "a block with x is smaller than its layout"),
+        ({"rows": 1 << 40}, "a block says that it has 1099511627776 to 1099511627776 rows"),
+        ({"rows": 100}, "a block with x is smaller than its layout"),
+        ({"counts": [1 << 61]}, "a block with x is smaller than its layout"),
         ({"counts": [1 << 40]}, "a block with x is smaller than its layout"),
         ({"counts": [-1]}, "counts down to -1"),
         ({"fields": ["y"]}, 'a block that should hold field "x" does not'),

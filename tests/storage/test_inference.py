@@ -14,6 +14,7 @@ import torch
 from tests.storage.shards import Shard
 from transferqueue.schema import Field
 from transferqueue.storage import Repeat, drafts, prepare
+from transferqueue.storage.sources import DeviceTensors
 
 JAGGED = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
 
@@ -188,6 +189,16 @@ def test_neighbouring_views_of_one_tensor_are_one_copy(shard: Shard) -> None:
     assert shard.round_trip(list(whole.split(10))).list() == [list(range(at, at + 10)) for at in range(0, 1000, 10)]
     many = [torch.arange(at % 7) for at in range(1000)]
     assert shard.round_trip(many).list() == [list(range(at % 7)) for at in range(1000)]
+
+
+def test_device_tensors_are_written_from_where_they_are() -> None:
+    rows = [torch.arange(3.0), torch.ones(2, 2, requires_grad=True)]  # the CPU serves as the device here
+    out = np.zeros(28, np.uint8)
+    DeviceTensors(rows, "float32").write(out)
+    assert out.view("<f4").tolist() == [0.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0]
+    bits = np.zeros(4, np.uint8)
+    DeviceTensors([torch.ones(2).bfloat16()], "bfloat16").write(bits)
+    assert bits.view("<u2").tolist() == [0x3F80, 0x3F80]
 
 
 def test_nested_tensors_of_any_layout(shard: Shard) -> None:

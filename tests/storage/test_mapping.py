@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from tests.storage.shards import Block, Shard
-from transferqueue.errors import BatchEnded, Corruption, Disconnected, Forked, ProtocolError
+from transferqueue.errors import BatchEnded, Corruption, Disconnected, Forked, OutOfMemory, ProtocolError
 from transferqueue.schema import Field
-from transferqueue.storage import Mapping
+from transferqueue.storage import Mapping, mapping
 from transferqueue.storage.pages import forget, map_private, unmap
 
 NUMBERS = np.arange(4096, dtype=np.int64)
@@ -112,11 +112,23 @@ def test_bytes_outside_the_arena_are_corruption_and_leave_no_pin(shard: Shard) -
         replace(block, block=9, offset=block.offset + 1),
         replace(block, block=9, nbytes=shard.arena.capacity + 64),
     ):
-        shard.released.clear()
         with pytest.raises(Corruption, match=r"block 9 at .* is not an aligned piece of the arena"):
             shard.mapping.pin([block, wrong])
-        gc.collect()
-        assert sorted(shard.released) == [block.block, 9]
+    gc.collect()
+    assert shard.released == []
+    assert not shard.mapping._living().viewed
+
+
+def test_if_not_all_can_be_mapped_nothing_is_held(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = one_block(shard), one_block(shard)
+    held = shard.mapping.pin([second])  # so that another look at the second needs a mapping of its own
+    monkeypatch.setattr(mapping, "map_private", lambda *_: map_private(0, 1, 1))  # which the kernel refuses
+    with pytest.raises(OutOfMemory, match=r"1 bytes of the arena cannot be mapped .*; raise vm.max_map_count"):
+        shard.mapping.pin([first, second])
+    gc.collect()
+    assert shard.released == []
+    assert list(shard.mapping._living().viewed) == [second.extent]
+    assert list(held) == [second.block]
 
 
 def test_views_outlive_the_mapping_and_their_pins_are_still_told(shard: Shard) -> None:
@@ -315,7 +327,7 @@ def test_an_arena_beyond_the_address_space_is_refused(tmp_path: Path) -> None:
 LIMITED = """
 import resource, sys
 from transferqueue.errors import OutOfMemory
-from transferqueue.storage import Mapping
+from transferqueue.storage import Mapping, mapping
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 try:
     Mapping.open(sys.argv[1], 1 << 42, print)

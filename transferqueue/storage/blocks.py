@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from transferqueue.errors import SchemaError, UsageError
+from transferqueue.errors import InternalError, SchemaError, UsageError
 from transferqueue.schema import Span, layout
 from transferqueue.storage.dtypes import I32, U8
 from transferqueue.storage.prepare import Prepared
@@ -37,6 +37,8 @@ class Draft:
     def write(self, out: memoryview | U8) -> None:
         """Write all columns, one pass each, into `nbytes` bytes on a 64-byte boundary. Padding becomes zeros."""
         block = np.frombuffer(out, np.uint8) if isinstance(out, memoryview) else out
+        if len(block) != self.nbytes:
+            raise InternalError(f"a block of {self.nbytes} bytes is written into {len(block)}; give it exactly its own")
         at = 0
         for column, span in zip(self.columns, self.spans, strict=True):
             column.write(block, span)

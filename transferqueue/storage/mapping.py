@@ -63,8 +63,8 @@ class _Pages:
     def __init__(self, fd: int, capacity: int) -> None:
         self.fd, self.pid = fd, os.getpid()
         self.address = map_private(fd, 0, capacity)
-        self.viewed: dict[int, object] = {}
-        """Extents that a hold looks at through this mapping, each with a token of that hold."""
+        self.viewed: dict[int, _Hold] = {}
+        """The hold that looks at an extent through this mapping, by extent."""
         weakref.finalize(self, _discard, fd, self.address, capacity, self.pid).atexit = False
 
 
@@ -123,22 +123,22 @@ class Mapping:
         Each id is told to `on_release` exactly once, after the last view of its extent's blocks of this call is
         collected: keep the arrays (or anything made of them) for as long as the bytes are needed. No bytes are copied or
         read. Raises `Corruption` if a block is not inside the arena, `OutOfMemory` if nothing more can be mapped; then
-        nothing is held and each id is told, too.
+        nothing is held and nobody is told: the pins are still the caller's to return.
         """
         pages = self._living()
-        waiting = {block.block: block for block in blocks}
-        found: dict[int, U8] = {}
+        members: dict[int, dict[int, BlockPlace]] = {}
+        for block in blocks:
+            self._check(block.offset, block.nbytes, f"block {block.block}")
+            members.setdefault(block.extent, {})[block.block] = block
+        holds: list[_Hold] = []
         try:
-            for block in waiting.values():
-                self._check(block.offset, block.nbytes, f"block {block.block}")
-            for extent, members in _by_extent(waiting.values()).items():
-                found |= _hold(pages, extent, members, self._on_release)
-                for block in members:
-                    del waiting[block.block]
-        except BaseException:
-            self._on_release(list(waiting))
+            for extent, found in members.items():
+                holds.append(_Hold(pages, extent, list(found.values())))
+        except OutOfMemory:
+            for hold in holds:
+                hold.end()
             raise
-        return found
+        return {block: memory for hold in holds for block, memory in hold.lend(self._on_release).items()}
 
     def close(self) -> None:
         """Let go of the arena. Nothing can be written or pinned through this object any more; views stay valid."""
@@ -165,26 +165,6 @@ def _check_size(fd: int, path: str, capacity: int) -> None:
         raise ProtocolError(f"the arena {path} has {size} bytes, but its server says {capacity}; it is another file")
 
 
-def _by_extent(blocks: Iterable[BlockPlace]) -> dict[int, list[BlockPlace]]:
-    found: dict[int, list[BlockPlace]] = {}
-    for block in blocks:
-        found.setdefault(block.extent, []).append(block)
-    return found
-
-
-def _hold(pages: _Pages, extent: int, members: Sequence[BlockPlace], on_release: Release) -> dict[int, U8]:
-    start, nbytes = _pages_of(members)
-    token = object()
-    if pages.viewed.setdefault(extent, token) is token:
-        address, own = pages.address + start, False
-    else:
-        address, own = map_private(pages.fd, start, nbytes), True
-    ids = [block.block for block in members]
-    hold = _Hold(pages, extent, address, start, nbytes, own, ids, on_release)
-    memory = expose(address, nbytes, hold.end)
-    return {block.block: memory[block.offset - start : block.offset - start + block.nbytes] for block in members}
-
-
 def _pages_of(members: Sequence[BlockPlace]) -> tuple[int, int]:
     """The whole pages that these blocks touch."""
     first, end = members[0].offset, members[0].offset + members[0].nbytes
@@ -195,32 +175,33 @@ def _pages_of(members: Sequence[BlockPlace]) -> tuple[int, int]:
 
 
 class _Hold:
-    """What one reply lends of one extent, until its memory is collected."""
+    """What one reply lends of one extent: pages of the arena-wide mapping if nobody else looks at the extent, else its own."""
 
-    __slots__ = ("address", "blocks", "extent", "nbytes", "on_release", "own", "pages", "start")
+    __slots__ = ("_address", "_extent", "_members", "_nbytes", "_on_release", "_own", "_pages", "_start")
 
-    def __init__(
-        self,
-        pages: _Pages,
-        extent: int,
-        address: int,
-        start: int,
-        nbytes: int,
-        own: bool,
-        blocks: list[int],
-        on_release: Release,
-    ) -> None:
-        self.pages, self.extent, self.own = pages, extent, own
-        self.address, self.start, self.nbytes = address, start, nbytes
-        self.blocks, self.on_release = blocks, on_release
+    def __init__(self, pages: _Pages, extent: int, members: Sequence[BlockPlace]) -> None:
+        self._pages, self._extent, self._members = pages, extent, members
+        self._start, self._nbytes = _pages_of(members)
+        self._on_release: Release | None = None
+        self._own = pages.viewed.setdefault(extent, self) is not self
+        self._address = map_private(pages.fd, self._start, self._nbytes) if self._own else pages.address + self._start
+
+    def lend(self, on_release: Release) -> dict[int, U8]:
+        """The bytes of each block; when no view of them is left, the hold ends and their ids are told."""
+        self._on_release = on_release
+        memory, start = expose(self._address, self._nbytes, self.end), self._start
+        return {
+            block.block: memory[block.offset - start : block.offset - start + block.nbytes] for block in self._members
+        }
 
     def end(self) -> None:
         """Drop the private copies, then tell that the blocks are no longer viewed here."""
-        if os.getpid() != self.pages.pid:
+        if os.getpid() != self._pages.pid:
             return
-        if self.own:
-            unmap(self.address, self.nbytes)
+        if self._own:
+            unmap(self._address, self._nbytes)
         else:
-            forget(self.address, self.nbytes, self.pages.fd, self.start)
-            self.pages.viewed.pop(self.extent, None)
-        self.on_release(self.blocks)
+            forget(self._address, self._nbytes, self._pages.fd, self._start)
+            self._pages.viewed.pop(self._extent, None)
+        if self._on_release is not None:
+            self._on_release([block.block for block in self._members])

@@ -15,7 +15,7 @@ from weakref import WeakSet
 import numpy as np
 
 from transferqueue.errors import BatchEnded, Corruption
-from transferqueue.limits import ALIGNMENT
+from transferqueue.limits import ALIGNMENT, ROWS_PER_REQUEST_MAX
 from transferqueue.schema import Field, layout
 from transferqueue.storage.dtypes import I32, I64, U8
 from transferqueue.storage.pages import expose
@@ -123,8 +123,14 @@ class Blocks:
         fields = [self.fields[name] for name in names]
         rows = self.rows[members]
         counts = np.array([self.shapes[at].counts for at in members], np.int64).reshape(len(members), len(names))
-        if (counts < 0).any() or (rows < 1).any():
-            raise Corruption(f"a block says that it has {rows.min()} rows and counts down to {counts.min(initial=0)}")
+        if (counts < 0).any() or (rows < 1).any() or (rows > ROWS_PER_REQUEST_MAX).any():
+            raise Corruption(
+                f"a block says that it has {rows.min()} to {rows.max()} rows and counts down to {counts.min(initial=0)}"
+            )
+        for field, count in zip(fields, counts.T, strict=True):
+            steps = int(rows.max() if field.dense else count.max())
+            if steps * field.step_elements * field.item_bytes > int(self.sizes.max()):  # and so it may overflow below
+                raise Corruption(f"a block with {', '.join(names)} is smaller than its layout")
         spans, sizes = layouts(fields, rows, counts)
         if (sizes > self.sizes[members]).any():
             raise Corruption(f"a block with {', '.join(names)} is smaller than its layout")

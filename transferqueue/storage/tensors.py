@@ -34,7 +34,7 @@ def parse_tensor(tensor: Any, subject: str) -> Parsed:
         return _parse_nested(tensor, subject)
     _refuse_unstorable(tensor, subject)
     dtype = of_torch(tensor.dtype, subject)
-    return Dense(dtype, tensor.shape[0], tuple(tensor.shape[1:]), _source([tensor], dtype))
+    return Dense(dtype, tensor.shape[0], tuple(tensor.shape[1:]), _source([tensor], dtype, subject))
 
 
 def parse_tensors(rows: Sequence[Any], subject: str) -> Parsed:
@@ -54,8 +54,10 @@ def parse_tensors(rows: Sequence[Any], subject: str) -> Parsed:
             raise SchemaError(f"{subject}: a row is a nested tensor; give one nested tensor, or a list of plain ones")
     ndim = only_rank(set(map(torch.Tensor.dim, rows)), subject)
     if ndim == 0:
-        return Dense(dtype, len(rows), (), _source([row.reshape(1) for row in rows], dtype))
-    return Listed(dtype, np.array([tuple(row.shape) for row in rows], np.int64).reshape(-1, ndim), _source(rows, dtype))
+        return Dense(dtype, len(rows), (), _source([row.reshape(1) for row in rows], dtype, subject))
+    return Listed(
+        dtype, np.array([tuple(row.shape) for row in rows], np.int64).reshape(-1, ndim), _source(rows, dtype, subject)
+    )
 
 
 def _parse_flat(rows: Sequence[Any], dtype: str, torch: Any) -> Listed | None:
@@ -75,10 +77,13 @@ def _parse_flat(rows: Sequence[Any], dtype: str, torch: Any) -> Listed | None:
     return Listed(dtype, lengths.reshape(-1, 1), TensorMemory(rows, starts[filled], ends[filled]))
 
 
-def _source(tensors: Sequence[Any], dtype: str) -> Source:
-    if all(map(attrgetter("is_cpu"), tensors)):
+def _source(tensors: Sequence[Any], dtype: str, subject: str) -> Source:
+    if not all(map(attrgetter("is_cpu"), tensors)):
+        return DeviceTensors(tensors, dtype)
+    try:
         return Arrays([as_array(tensor, dtype) for tensor in tensors], dtype)
-    return DeviceTensors(tensors, dtype)
+    except (RuntimeError, TypeError) as error:
+        raise SchemaError(f"{subject}: a tensor without memory of its own ({error}); give an ordinary one") from error
 
 
 def _parse_nested(tensor: Any, subject: str) -> Parsed:
@@ -92,7 +97,7 @@ def _parse_nested(tensor: Any, subject: str) -> Parsed:
     offsets = tensor.offsets().cpu().numpy().astype(np.int64, copy=False)
     shapes = np.empty((len(offsets) - 1, values.dim()), np.int64)
     shapes[:, 0], shapes[:, 1:] = np.diff(offsets), values.shape[1:]
-    return Listed(dtype, shapes, _source([values[int(offsets[0]) : int(offsets[-1])]], dtype), jagged=True)
+    return Listed(dtype, shapes, _source([values[int(offsets[0]) : int(offsets[-1])]], dtype, subject), jagged=True)
 
 
 def _refuse_unstorable(tensor: Any, subject: str) -> None:
