@@ -34,7 +34,7 @@ check: $(STAMP) ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo
+	$(BIN)/lint-imports --no-logo --no-cache
 
 test: check ## the checks, then the tests; ARGS goes to pytest
 	$(BIN)/python -m pytest $(ARGS)
