@@ -24,11 +24,12 @@ import numpy as np
 from bench.contenders import contender
 from bench.contenders.base import Endpoint
 from bench.harness import Result, save_results
+from bench.limits import PACE
 from bench.workloads import Flat, Workload
 
 SCENARIO = "latency"
 ONE_ROW = Workload("one_row", "dense", 1, 1, 64, "uint8")
-RATE = 250.0
+RATE = PACE
 """Rows a second over all producers, unless asked otherwise: the incumbent cannot carry so many."""
 WARM = 50
 PATTERN = np.arange(56, dtype=np.uint8)

@@ -4,7 +4,9 @@
 
 - `memcpy/copy`: one thread copies warm memory to warm memory; `memcpy/read`: one thread reads warm memory once.
 - `tcp/stream`: one process sends, another receives into a buffer it reuses, over loopback.
-- `zmq/round_trip`: a 64-byte message to another process and back, over ipc, blocking on both sides.
+- `zmq/round_trip`: a 64-byte message to another process and back, over ipc, blocking on both sides, back to back.
+- `zmq/round_trip_paced`: the same, 250 a second, as `latency.py` offers rows: between two of them processes sleep and caches
+  cool, which makes the very same exchange several times slower.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ SCENARIO = "limits"
 SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB, DENSE, 64 * MIB, 256 * MIB, 1024 * MIB)
 ROUND_TRIPS = 2000
 MESSAGE_BYTES = 64
+PACE = 250.0
+"""Exchanges a second, when they are paced: as many as rows in `latency.py`."""
 
 
 def size_name(size: int) -> str:
@@ -134,11 +138,16 @@ def zmq_round_trip(count: int) -> list[Result]:
             message = os.urandom(MESSAGE_BYTES)
             for _ in range(200):
                 _round_trip(client, message)
-            raw = [_round_trip(client, message) for _ in range(count)]
-    return [Result(SCENARIO, "zmq", "64B", "round_trip", "s", raw, MESSAGE_BYTES, checked=True)]
+            hot = [_round_trip(client, message) for _ in range(count)]
+            paced = [_round_trip(client, message, 1 / PACE) for _ in range(count // 4)]
+    return [
+        Result(SCENARIO, "zmq", "64B", "round_trip", "s", hot, MESSAGE_BYTES, checked=True),
+        Result(SCENARIO, "zmq", "64B", "round_trip_paced", "s", paced, MESSAGE_BYTES, checked=True),
+    ]
 
 
-def _round_trip(client: Any, message: bytes) -> float:
+def _round_trip(client: Any, message: bytes, pause_s: float = 0.0) -> float:
+    time.sleep(pause_s)
     began = time.perf_counter()
     client.send(message)
     if client.recv() != message:
