@@ -88,3 +88,16 @@ def test_a_path_that_is_no_file_of_ours_is_refused(tmp_path, make):
     make(path)
     with pytest.raises(UsageError, match=r"lock file .* (is not a regular file|cannot be opened)"):
         is_locked(path)
+
+
+def test_a_forked_child_that_lets_go_leaves_the_file_to_its_parent(tmp_path):
+    lock = FileLock(tmp_path / "x.lock")
+    assert lock.take()
+    child = os.fork()
+    if child == 0:
+        lock.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert is_locked(lock.path)
+    lock.release()
+    assert not lock.path.exists()

@@ -30,6 +30,7 @@ class FileLock:
     def __init__(self, path: Path | str, *, inherited: bool = True) -> None:
         self.path = Path(path)
         self._fd = -1
+        self._taker = 0
         if not inherited:
             _not_inherited.add(self)
 
@@ -46,16 +47,19 @@ class FileLock:
                 os.close(fd)
                 return False
             if _leads_to(self.path, fd):
-                self._fd = fd
+                self._fd, self._taker = fd, os.getpid()
             else:
                 os.close(fd)
         return True
 
     def release(self, *, unlink: bool = True) -> None:
-        """Give the lock up and, unless told not to, remove the file. Releasing twice is allowed."""
+        """Give the lock up and, unless told not to, remove the file. Releasing twice is allowed.
+
+        In a forked child it only lets go of the child's hold: the file is its parent's.
+        """
         if not self.held:
             return
-        if unlink and _leads_to(self.path, self._fd):
+        if unlink and self._taker == os.getpid() and _leads_to(self.path, self._fd):
             self.path.unlink()
         self._abandon()
 
