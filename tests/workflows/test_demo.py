@@ -20,6 +20,7 @@ from transferqueue.workflows.grpo.job import JobSettings, stages
 from transferqueue.workflows.grpo.settings import Settings
 
 SMALL = Settings(
+    dataset="spell_backward",
     steps=4,
     prompts_per_step=8,
     warmup_steps=4,

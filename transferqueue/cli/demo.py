@@ -41,7 +41,10 @@ def demo(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Trainer steps.", show_default=False)] = None,
     dataset: Annotated[
-        str | None, typer.Option(help="Problem set of reasoning-gym: spell_backward or chain_sum.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Problem set of reasoning-gym: chain_sum (the default) or spell_backward.", show_default=False
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, problems and sampling.")] = 0,
     rollouts: Annotated[int, typer.Option(min=1, help="Generating processes.")] = 1,
@@ -80,15 +83,13 @@ def job_settings(
     """The options as settings; `UsageError` or `Impossible` when they do not go together."""
     from transferqueue.errors import UsageError
     from transferqueue.workflows.grpo.job import JobSettings
-    from transferqueue.workflows.grpo.problems import problem_set
-    from transferqueue.workflows.grpo.settings import Settings
+    from transferqueue.workflows.grpo.settings import settings_for
 
-    learning = Settings(seed=seed, kl_weight=kl)
-    learning = replace(learning, steps=steps or learning.steps, dataset=dataset or learning.dataset)
     try:
-        problem_set(learning.dataset)
+        learning = settings_for(seed=seed) if dataset is None else settings_for(dataset, seed=seed)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    learning = replace(learning, steps=steps or learning.steps, kl_weight=kl)
     staleness = max_staleness if max_staleness is not None else int(mode == "async")
     depth = 0 if mode == "sync" else max(1, staleness)
     return JobSettings(learning=learning, mode=mode, max_staleness=staleness, depth=depth, rollouts=rollouts)

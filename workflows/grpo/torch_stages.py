@@ -242,8 +242,7 @@ class Evaluator:
 def train(context: Context) -> Iterator[Work]:
     """Factory of ``train``: warm-up, version 0, evaluation; after the last step, evaluation again.
 
-    Started again, it goes on from the newest published weights (the optimizer's moments are lost, and its
-    learning rate falls anew).
+    Started again, it goes on from the newest published weights (the optimizer's moments are lost).
     """
     torch.set_num_threads(1)
     settings = context.settings(JobSettings)
@@ -251,7 +250,7 @@ def train(context: Context) -> Iterator[Work]:
     evaluator = Evaluator(settings.learning, context, policy.model)
     if not policy.refresh():
         _begin(settings, context, policy, evaluator)
-    yield Train(settings, context, _learner(settings.learning, policy.model), version=policy.version)
+    yield Train(settings, context, _learner(settings.learning, policy.model, policy.version), version=policy.version)
     evaluator("after")
 
 
@@ -267,7 +266,7 @@ def _begin(settings: JobSettings, context: Context, policy: Policy, evaluator: E
     context.queue.weights(POLICY).publish(0, weights)
 
 
-def _learner(learning: Settings, model: Transformer) -> Learner:
+def _learner(learning: Settings, model: Transformer, first_step: int) -> Learner:
     return Learner(
         model,
         objective=Objective(clip_low=learning.clip_low, clip_high=learning.clip_high, kl_weight=learning.kl_weight),
@@ -276,4 +275,5 @@ def _learner(learning: Settings, model: Transformer) -> Learner:
         final_share=learning.final_share,
         steps=learning.steps,
         gradient_norm_max=learning.gradient_norm_max,
+        first_step=first_step,
     )
