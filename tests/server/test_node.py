@@ -171,7 +171,10 @@ def test_memory_of_a_dead_session_stays_while_its_lock_is_held(bench, tmp_path):
     bench.node.died(client.session, bench.now)
     bench.pass_time(3 * LOCK_CHECK_S)
     assert other.take(waiting) is None
-    assert [one["state"] for one in codec.decode_plain(other.ask(m.Observe("sessions")).value).values()] == ["open", "ended"]
+    assert [one["state"] for one in codec.decode_plain(other.ask(m.Observe("sessions")).value).values()] == [
+        "open",
+        "ended",
+    ]
     lock.release(unlink=False)
     other.post(m.Heartbeat())
     bench.pass_time(LOCK_CHECK_S)
