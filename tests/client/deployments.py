@@ -90,6 +90,12 @@ class Fronted:
     def __len__(self) -> int:
         return len(self.inner)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.inner)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.inner
+
     def __enter__(self) -> Self:
         self._run(self.inner.__aenter__())
         return self
@@ -122,6 +128,12 @@ class LoopThread(AbstractContextManager["LoopThread"]):
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+
+def until_someone_waits(queue: tq.Queue, table: str, requests: int = 1) -> None:
+    """Return once that many requests wait at the server for this table."""
+    while sum(one["table"] == table for one in queue.stats()["waiting"]) < requests:
+        pass
 
 
 class Worker(AbstractContextManager["Worker"]):

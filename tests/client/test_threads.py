@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
-from tests.client.deployments import Served, served
+from tests.client.deployments import Served, served, until_someone_waits
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def sync_queue(address: str | None) -> Iterator[tq.Queue]:
 
 
 def test_eight_threads_share_a_queue(sync_queue: tq.Queue, name: str) -> None:
-    table = sync_queue.create_table(name, tasks=[tq.Task("train", needs=["x"])], limits=tq.Limits(rows=200))
+    table = sync_queue.create_table(name, tasks=[tq.Task("train", needs=["x", "who"])], limits=tq.Limits(rows=200))
     done: list[int] = []
 
     def produce(thread: int) -> list[int]:
@@ -37,11 +37,11 @@ def test_eight_threads_share_a_queue(sync_queue: tq.Queue, name: str) -> None:
         for put in range(25):
             size = 1 + (put * 7 + thread) % 5
             body = np.full((size, 100 if put % 5 else 200_000), thread, np.int16)
-            rows += table.put(x=body, who=thread).tolist()
+            rows += table.put(x=list(body), who=thread).tolist()
         return rows
 
     def consume(_: int) -> None:
-        for batch in table.leases("train", rows=3, at_least=1, fields=["x", "who"], timeout_s=30):
+        for batch in table.leases("train", rows=3, at_least=1, timeout_s=30):
             with batch:
                 for row, who in zip(batch["x"], batch["who"], strict=True):
                     assert set(np.unique(row)) == {who}
@@ -87,8 +87,7 @@ def test_an_embedded_server_that_ends_tells_those_who_joined(name: str) -> None:
     queue.create_table(name, tasks=[tq.Task("train", needs=["x"])])
     with tq.connect(queue.address) as joined, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(joined.table(name).lease, "train", rows=1, timeout_s=60)
-        while "train" not in str(queue.doctor(name)):
-            pass
+        until_someone_waits(queue, name)
         started = time.monotonic()
         queue.close()
         assert isinstance(waiting.exception(timeout=20), tq.Disconnected)
@@ -243,8 +242,7 @@ def test_a_killed_server_ends_waits(tmp_path: Path, name: str) -> None:
         queue = tq.connect(server.ipc)
         table = queue.create_table(name, tasks=[tq.Task("train", needs=["x"])])
         waiting = pool.submit(table.lease, "train", rows=1, timeout_s=60)
-        while "train" not in str(queue.doctor(name)):
-            pass
+        until_someone_waits(queue, name)
         server.process.kill()
         server.process.communicate()
         assert isinstance(waiting.exception(timeout=20), tq.Disconnected)

@@ -83,7 +83,7 @@ def test_released_weights_are_ended(queue: tq.Queue) -> None:
     kept = weights["w"]
     weights.release()
     weights.release()
-    with pytest.raises(tq.BatchEnded, match="was released.*pull it again"):
+    with pytest.raises(tq.BatchEnded, match=r"was released.*pull it again"):
         weights["w"]
     with pytest.raises(tq.NotFound, match=r'tensor "v" is not in version 0 of channel "policy"; it has w'):
         channel.pull()["v"]

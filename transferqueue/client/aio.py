@@ -335,11 +335,11 @@ class AsyncTable(TableBase):
 
     async def stats(self) -> dict[str, Any]:
         """As `Table.stats`."""
-        return await self._drive(verbs.observe("stats", self.name))
+        return await self._drive(verbs.observe_table("stats", self.name))
 
     async def audit(self) -> dict[str, Any]:
         """As `Table.audit`."""
-        return await self._drive(verbs.observe("audit", self.name))
+        return await self._drive(verbs.observe_table("audit", self.name))
 
     async def _drive(self, operation: Operation[T]) -> T:
         return await adrive(self._client.connection, operation)

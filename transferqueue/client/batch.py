@@ -60,8 +60,8 @@ class BatchBase(RowsBase):
 def _give_up(lent: Lent, unasked: m.Release) -> None:
     """Runs in a finalizer: the rows of a batch that nobody can ack any more go back now, not at the deadline."""
     if not lent.ended:
-        lent.ended = "was collected"
         lent.client.connection.post(unasked)
+        lent.end("was collected")
 
 
 class Batch(BatchBase):

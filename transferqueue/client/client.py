@@ -56,7 +56,7 @@ class Client:
         self.ground: Final = Ground(connection.post)
         self.clock: Final[Callable[[], float]] = time.monotonic
         self.tables: Final[dict[str, Terms]] = {}
-        self._end: Final = weakref.finalize(self, _close, connection, memory, server)
+        self._end: Final = weakref.finalize(self, _close, os.getpid(), connection, memory, server)
 
     def terms(self, found: m.TableTerms) -> Terms:
         """The terms of a table as just heard, shared by all handles on it."""
@@ -113,7 +113,9 @@ def _session_lock(address: str, name: str) -> FileLock | None:
     return lock
 
 
-def _close(connection: Connection, memory: Memory, server: Server | None) -> None:
+def _close(pid: int, connection: Connection, memory: Memory, server: Server | None) -> None:
+    if os.getpid() != pid:  # a forked child: all of this is its parent's
+        return
     memory.close()  # first, so that the lock is free, if no view is left, when the server hears the goodbye
     connection.close()
     if server is not None:

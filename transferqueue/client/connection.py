@@ -94,8 +94,8 @@ class Connection:
         gate = threading.Lock()
         gate.acquire()
         pending = Pending(request, gate.release)
-        self._submit(pending)
-        try:
+        try:  # from here on: an interrupt that comes after the request was queued must not lose its reply
+            self._submit(pending)
             gate.acquire()
             return _result(pending)
         except TransferQueueError:
@@ -120,8 +120,8 @@ class Connection:
                 self._abandon(pending)
 
         pending = Pending(request, tell)
-        self._submit(pending)
         try:
+            self._submit(pending)
             await done
             return _result(pending)
         except TransferQueueError:

@@ -299,11 +299,11 @@ class Table(TableBase):
 
     def stats(self) -> dict[str, Any]:
         """Counts, bytes, ages and rates of this table now; the keys are in docs/OBSERVING.md."""
-        return self._drive(verbs.observe("stats", self.name))
+        return self._drive(verbs.observe_table("stats", self.name))
 
     def audit(self) -> dict[str, Any]:
         """``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own, and how rows were dropped."""
-        return self._drive(verbs.observe("audit", self.name))
+        return self._drive(verbs.observe_table("audit", self.name))
 
     def _drive(self, operation: Operation[T]) -> T:
         return drive(self._client.connection, operation)

@@ -79,6 +79,12 @@ def observe(what: str, table: str = "", row: int = -1) -> Operation[dict[str, An
     return value
 
 
+def observe_table(what: str, table: str) -> Operation[dict[str, Any]]:
+    """What a snapshot says of one table."""
+    found = yield from observe(what, table)
+    return dict(found["tables"][table])
+
+
 # ---------------------------------------------------------------- rows
 
 
