@@ -65,7 +65,11 @@ def busy(now_s: float, step: int) -> Stats:
     return stats(
         now_s=now_s,
         tables={"rollouts": rollouts, "eval": sealed},
-        channels={"policy": ChannelStats(newest=12, kept=[11, 12], bytes=9 << 20, applied={"3": 12, "4": 11, "5": 12})},
+        channels={
+            "policy": ChannelStats(
+                newest=12, kept=[11, 12], bytes=9 << 20, age_s=1.0, applied={"3": 12, "4": 11, "5": 12}
+            )
+        },
         waiting=waits,
     )
 
@@ -103,6 +107,7 @@ LIFE = RowLife(
     state="live",
     reason="",
     age_s=8.2,
+    resident=True,
     put_by=5,
     key="gsm8k/17",
     tags={"split": "train"},
@@ -119,8 +124,10 @@ LIFE = RowLife(
         "advantages": RowField(set=False, inline=True, value=None, block=None, slot=None, shard=None, bytes=None),
     },
     tasks={
-        "reward": RowTask(state="leased", lacks=[], attempts=2, lease=9, session=5, left_s=13.0),
-        "train": RowTask(state="pending", lacks=["advantages"], attempts=0, lease=None, session=None, left_s=None),
+        "reward": RowTask(state="leased", lacks=[], attempts=2, lease=9, session=5, held_s=3.0, left_s=13.0),
+        "train": RowTask(
+            state="pending", lacks=["advantages"], attempts=0, lease=None, session=None, held_s=None, left_s=None
+        ),
     },
     events=[
         RowEvent(ago_s=8.2, what="put", task="", session=5, detail="prompt_ids"),
@@ -138,7 +145,7 @@ SECTIONS = [
 ]
 
 DIAGNOSIS = Diagnosis(
-    now_s=1.0,
+    elsewhere=[],
     tables={
         "rollouts": [Finding(task="train", stalled=True, text=f"task train {NEEDS}")],
         "eval": [Finding(task="judge", stalled=False, text="task judge waits for rows; none was put yet")],
@@ -228,4 +235,4 @@ def test_a_finding_is_followed_by_its_remedy() -> None:
 
 def test_stalled_tables_are_named() -> None:
     assert DIAGNOSIS.stalled == ["rollouts"]
-    assert plain(stall_lines(DIAGNOSIS, 80)).endswith("1 table stalled: rollouts.")
+    assert plain(stall_lines(DIAGNOSIS, 80)).endswith("Stalled: rollouts.")

@@ -6,14 +6,25 @@ from transferqueue.observe.stats import ServerStats, Stats, TableStats, TaskStat
 
 
 def task(**changed: Any) -> TaskStats:
-    quiet = dict.fromkeys(("pending", "ready", "held", "leased", "done", "dropped", "given", "failed", "leases"), 0)
-    return TaskStats(**{**quiet, "age_s": None, **changed})
+    quiet = dict.fromkeys(
+        ("pending", "ready", "held", "leased", "done", "dropped", "given", "failed", "kept", "leases"), 0
+    )
+    unknown = dict.fromkeys(("age_s", "oldest_lease_s", "groups_ready", "groups_forming"))
+    return TaskStats(**{**quiet, **unknown, "holders": [], **changed})
 
 
 def table(**changed: Any) -> TableStats:
     quiet = dict.fromkeys(("rows_put", "rows_live", "rows_done", "rows_dropped", "bytes", "reserved", "outstanding"), 0)
-    terms = {"rows_limit": 4096, "bytes_limit": None, "outstanding_limit": None, "pacing_task": None, "age_s": None}
-    rest = {"dropped": {}, "version": -1, "sealed": False, "staleness": {}, "tasks": {}}
+    quiet |= dict.fromkeys(("rows_resident", "groups", "refills"), 0)
+    terms = {
+        "rows_limit": 4096,
+        "bytes_limit": None,
+        "outstanding_limit": None,
+        "pacing_task": None,
+        "age_s": None,
+        "max_staleness": None,
+    }
+    rest = {"dropped": {}, "version": -1, "sealed": False, "staleness": {}, "tasks": {}, "fields": {}}
     return TableStats(**{**quiet, **terms, **rest, **changed})
 
 

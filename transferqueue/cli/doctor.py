@@ -34,16 +34,20 @@ def doctor(
     runtime: Annotated[
         Path | None, typer.Option("--runtime", help="Check this runtime directory.", show_default=False)
     ] = None,
+    patience: Annotated[
+        float, typer.Option("--patience", min=0.0, metavar="SECONDS", help="Stalled is what has waited this long.")
+    ] = 10.0,
     json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Check this machine; or, with an address, explain what the queue there waits for.
 
     Without an address: shared memory and memory, kernel features (each really tried), the runtime directory,
-    limits and versions; each ok, to improve or to mend, with what to do. With one: every task that does not
-    move, and why, in sentences. Ends with code 1 if something must be mended or a table is stalled.
+    limits and versions; each ok, to improve or to mend, with what to do. With one: who waits, for what, what is
+    missing and who holds it, in sentences. Ends with code 1 if something must be mended or a table is stalled:
+    somebody has waited there for --patience seconds, or a session that holds its rows was silent for as long.
     """
     if where or address or table:
-        _deployment(address_of(where or address), table, json=json)
+        _deployment(address_of(where or address), table, patience, json=json)
     else:
         _machine(arena_bytes, runtime, json=json)
 
@@ -68,14 +72,14 @@ def _machine(arena_bytes: str | None, runtime: Path | None, *, json: bool) -> No
         raise typer.Exit(MEND)
 
 
-def _deployment(address: str, table: str, *, json: bool) -> None:
+def _deployment(address: str, table: str, patience_s: float, *, json: bool) -> None:
     from transferqueue.cli.connecting import connected
     from transferqueue.cli.stall_screen import stall_lines
     from transferqueue.cli.terminal import console, show, show_json
     from transferqueue.observe.stall import diagnose
 
     with connected(address, label="doctor") as queue:
-        diagnosis = diagnose(queue.doctor(table or None))
+        diagnosis = diagnose(queue.doctor(table or None), patience_s=patience_s)
     if json:
         show_json(diagnosis)
     else:

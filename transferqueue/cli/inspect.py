@@ -103,8 +103,8 @@ def _row_of(queue: Queue, table: str, key: str) -> int:
 def _row(queue: Queue, table: str, row: int, width: int) -> tuple[object, list[Text]]:
     from transferqueue.cli.row_screen import row_lines
     from transferqueue.observe.row import RowLife
-    from transferqueue.observe.sessions import labels
+    from transferqueue.observe.sessions import labels, parse_sessions
     from transferqueue.observe.stats import parse
 
     life = parse("row", queue.inspect(table, row), RowLife)
-    return life, row_lines(life, labels(queue.sessions()), width)
+    return life, row_lines(life, labels(parse_sessions(queue.sessions())), width)

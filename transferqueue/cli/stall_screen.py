@@ -5,7 +5,6 @@ from __future__ import annotations
 from rich.text import Text
 
 from transferqueue.cli.layout import wrap
-from transferqueue.observe import quantities
 from transferqueue.observe.stall import Diagnosis, Finding
 
 _INDENT = 4
@@ -13,17 +12,20 @@ _INDENT = 4
 
 def stall_lines(diagnosis: Diagnosis, width: int) -> list[Text]:
     """Lines of the whole report."""
-    if not diagnosis.tables:
+    if not diagnosis.tables and not diagnosis.elsewhere:
         return [Text("no tables yet", style="dim")]
     lines: list[Text] = []
     for name, findings in diagnosis.tables.items():
-        lines.append(Text(name, style="bold"))
-        for finding in findings:
-            lines += _finding(finding, width)
-        if not findings:
-            lines.append(Text("  ✓ ", style="green").append("nobody waits", style="default"))
-        lines.append(Text())
+        lines += [Text(name, style="bold"), *_findings(findings, width), Text()]
+    if diagnosis.elsewhere:
+        lines += [Text("elsewhere", style="bold"), *_findings(diagnosis.elsewhere, width), Text()]
     return [*lines, _verdict(diagnosis)]
+
+
+def _findings(findings: list[Finding], width: int) -> list[Text]:
+    if not findings:
+        return [Text("  ✓ ", style="green").append("nothing waits", style="default")]
+    return [line for finding in findings for line in _finding(finding, width)]
 
 
 def _finding(finding: Finding, width: int) -> list[Text]:
@@ -36,5 +38,5 @@ def _finding(finding: Finding, width: int) -> list[Text]:
 def _verdict(diagnosis: Diagnosis) -> Text:
     stalled = diagnosis.stalled
     if stalled:
-        return Text(f"{quantities.plural(len(stalled), 'table')} stalled: {', '.join(stalled)}.", style="red")
+        return Text(f"Stalled: {', '.join(stalled)}.", style="red")
     return Text("Nothing is stalled.", style="green")

@@ -16,7 +16,7 @@ from transferqueue.ledger.gathering import FORMING, GroupTaskState
 from transferqueue.ledger.leases import Lease
 from transferqueue.ledger.pages import LIVE
 from transferqueue.ledger.table import Table
-from transferqueue.ledger.tasks import HELD, LEASED, PENDING, TaskState
+from transferqueue.ledger.tasks import HELD, LEASED, PENDING, READY, TaskState
 from transferqueue.limits import HEARTBEAT_S
 from transferqueue.wire.messages import Lease as LeaseRequest
 
@@ -113,7 +113,9 @@ def _pending(table: Table, task: TaskState, now: float) -> list[str]:
     for name in task.task.needs:
         lacking = int(_without(table, name, at[pending]).sum())
         if lacking:
-            told.append(f'{lacking} {"row lacks" if lacking == 1 else "rows lack"} "{name}"{_givers(table, name, at[pending], now)}')
+            told.append(
+                f'{lacking} {"row lacks" if lacking == 1 else "rows lack"} "{name}"{_givers(table, name, at[pending], now)}'
+            )
     return told or [f"{task.counts[PENDING]} rows are not complete"]
 
 
@@ -127,14 +129,21 @@ def _givers(table: Table, name: str, at: IntArray, now: float) -> str:
     givers = [task for task in table.tasks.values() if name in task.task.gives]
     if not givers:
         return ""
-    waiting = [
-        f'{int((task.state.a[at] == PENDING).sum())} wait for the needs of "{task.task.name}"'
-        for task in givers
-        if (task.state.a[at] == PENDING).any()
-    ]
-    held = _leased(table, givers, now)
+    told = [*_for_givers(givers, at), *_leased(table, givers, now)]
     names = ", ".join(f'"{task.task.name}"' for task in givers)
-    return f" (given by {names}{'; ' if waiting or held else ''}{'; '.join(waiting + held)})"
+    return f" (given by {names}{': ' if told else ''}{', '.join(told)})"
+
+
+def _for_givers(givers: Iterable[TaskState], at: IntArray) -> list[str]:
+    """Where the rows at `at` are for those who could give what they lack."""
+    told = []
+    for task in givers:
+        states = task.state.a[at]
+        if ready := int((states == READY).sum()):
+            told.append(f"{ready} ready and not leased")
+        if pending := int((states == PENDING).sum()):
+            told.append(f'{pending} without what "{task.task.name}" needs')
+    return told
 
 
 def _forming(table: Table, task: GroupTaskState) -> list[str]:
@@ -146,9 +155,9 @@ def _forming(table: Table, task: GroupTaskState) -> list[str]:
         size = table.groups.size_of(one.unit)
         group = table.groups.get(one.unit)
         absent = size - (group.present if group else 1)
-        parts = [f"{ready} of {size} are ready"]
-        parts += [f"{pending} are not complete"] if pending else []
-        parts += [f"{absent} were not put"] if absent else []
+        parts = [f"{ready} of {size} ready"]
+        parts += [f"{pending} not complete"] if pending else []
+        parts += [f"{absent} not put"] if absent else []
         told.append(f"group {one.unit}: {', '.join(parts)}")
     if len(forming) > GROUPS_TOLD:
         told.append(f"{len(forming) - GROUPS_TOLD} more groups are not whole")

@@ -22,13 +22,14 @@ class RowField(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the row stands for one task."""
+    """Where the row stands for one task. state: as `stats` counts them, or absent (not for this task) or gone."""
 
-    state: Literal["pending", "ready", "held", "leased", "done", "dropped"]
+    state: str
     lacks: list[str]
     attempts: int
     lease: int | None
     session: int | None
+    held_s: float | None
     left_s: float | None
 
 
@@ -50,6 +51,7 @@ class RowLife(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["live", "done", "dropped", "forgotten"]
     reason: str
     age_s: float | None
+    resident: bool
     put_by: int | None
     key: str | None
     tags: dict[str, str | int | float | bool]

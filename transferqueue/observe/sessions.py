@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from transferqueue.observe.stats import parse
+
+
+class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
+    """One lease of a session, and the rows still in it."""
+
+    lease: int
+    table: str
+    task: str
+    rows: int
 
 
 class SessionStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,7 +27,7 @@ class SessionStats(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     opened_s: float
     silent_s: float
-    leases: int
+    leases: list[HeldLease]
     rows_leased: int
     reserved: int
     grants: int
@@ -24,12 +35,17 @@ class SessionStats(msgspec.Struct, frozen=True, kw_only=True):
     waits: int
     state: str
 
+    @property
+    def name(self) -> str:
+        """Its label, else its process, else its number."""
+        return self.label or (f"pid {self.pid}" if self.pid else f"session {self.session}")
 
-def labels(answer: object) -> dict[int, str]:
-    """What to call each session in `answer`: its label, else its process. Sessions long gone are not in it."""
-    return {one.session: name_of(one) for one in parse("sessions", answer, list[SessionStats])}
+
+def parse_sessions(answer: object) -> dict[int, SessionStats]:
+    """What a server answered to `sessions`, typed; `ProtocolError` if it cannot be read."""
+    return {one.session: one for one in parse("sessions", answer, dict[str, SessionStats]).values()}
 
 
-def name_of(one: SessionStats) -> str:
-    """Its label, else its process, else its number."""
-    return one.label or (f"pid {one.pid}" if one.pid else f"session {one.session}")
+def labels(sessions: Mapping[int, SessionStats]) -> dict[int, str]:
+    """What to call each session. Sessions long gone are not in it."""
+    return {number: one.name for number, one in sessions.items()}

@@ -1,15 +1,43 @@
-"""Why a running queue does not move: the answer to `Observe("doctor")`, typed."""
+"""Why a running queue does not move: sentences, from what the server answered to `Observe("doctor")`.
+
+A table is *stalled* when somebody has waited in it for `patience_s`, or when a session that holds rows of it
+has said nothing for as long. Anything else it says is how things stand. A request that waits is explained by
+the server in its own words; a task for which nobody waits is told of in the ledger's.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
-from transferqueue.observe.stats import parse
+from transferqueue.observe.quantities import plural, rows, span
+from transferqueue.observe.sessions import SessionStats
+from transferqueue.observe.stats import Waiting, parse
+
+PATIENCE_S = 10.0
+"""A pipeline whose stages keep pace waits for seconds at most; a person who asks has waited longer."""
+NAMES_TOLD = 4
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ledger says of a task, or (task "") of its table."""
+
+    task: str
+    text: str
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to `doctor`, as it came."""
+
+    now_s: float
+    tables: dict[str, list[Told]]
+    waiting: list[Waiting]
+    sessions: dict[str, SessionStats]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One sentence about a task (or, with task "", about its table). stalled: someone waits, and nothing that
-    is under way here will end it."""
+    """One sentence about a task, or (task "") about its table."""
 
     task: str
     stalled: bool
@@ -17,17 +45,60 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """What every table has to say. A table without findings flows."""
+    """What every table has to say, the stalled parts first. elsewhere: requests that concern no table."""
 
-    now_s: float
     tables: dict[str, list[Finding]]
+    elsewhere: list[Finding]
 
     @property
     def stalled(self) -> list[str]:
-        """Tables of which some part waits for what will not come by itself."""
-        return [name for name, findings in self.tables.items() if any(finding.stalled for finding in findings)]
+        """Tables that are stalled, and "memory" or a channel's wait as "elsewhere"."""
+        names = [name for name, findings in self.tables.items() if any(finding.stalled for finding in findings)]
+        return names + (["elsewhere"] if any(finding.stalled for finding in self.elsewhere) else [])
 
 
-def diagnose(answer: object) -> Diagnosis:
-    """What a server answered to `doctor`, typed; `ProtocolError` if it cannot be read."""
-    return parse("doctor", answer, Diagnosis)
+def diagnose(answer: object, *, patience_s: float = PATIENCE_S) -> Diagnosis:
+    """Say of each table what waits in it and why; `ProtocolError` if `answer` is not one."""
+    found = parse("doctor", answer, Answer)
+    known = {name: _table(name, told, found, patience_s) for name, told in found.tables.items()}
+    others = [wait for wait in found.waiting if wait.table not in found.tables]
+    return Diagnosis(tables=known, elsewhere=_waits(others, patience_s))
+
+
+def _table(name: str, told: list[Told], found: Answer, patience_s: float) -> list[Finding]:
+    waits = _waits([wait for wait in found.waiting if wait.table == name], patience_s)
+    silent = _silent(name, found.sessions.values(), patience_s)
+    explained = {finding.task for finding in waits if finding.task}
+    rest = [Finding(task=one.task, stalled=False, text=one.text) for one in told if one.task not in explained]
+    return sorted([*waits, *silent, *rest], key=lambda finding: not finding.stalled)
+
+
+def _waits(waiting: list[Waiting], patience_s: float) -> list[Finding]:
+    """One finding for all that wait for the same with the same reason, by who has waited longest."""
+    alike: dict[tuple[str, str, str], list[Waiting]] = {}
+    for wait in sorted(waiting, key=lambda one: -one.waited_s):
+        alike.setdefault((wait.request, wait.task, wait.why), []).append(wait)
+    return [
+        Finding(task=task, stalled=same[0].waited_s >= patience_s, text=f"{why} ({_who_waits(same)})")
+        for (_, task, why), same in alike.items()
+    ]
+
+
+def _who_waits(same: list[Waiting]) -> str:
+    names = list(dict.fromkeys(wait.label or f"session {wait.session}" for wait in same))
+    more = f" and {len(names) - NAMES_TOLD} more" if len(names) > NAMES_TOLD else ""
+    verb = "has" if len(names) == 1 else "have"
+    return f"{', '.join(names[:NAMES_TOLD])}{more} {verb} waited {span(same[0].waited_s)}"
+
+
+def _silent(table: str, sessions: Iterable[SessionStats], patience_s: float) -> list[Finding]:
+    """Sessions that hold rows of the table and say nothing."""
+    found = []
+    for one in sessions:
+        leases = [lease for lease in one.leases if lease.table == table]
+        if leases and one.silent_s >= patience_s:
+            held = rows(sum(lease.rows for lease in leases))
+            tasks = ", ".join(dict.fromkeys(lease.task for lease in leases))
+            text = f"{one.name} holds {held} for {tasks} in {plural(len(leases), 'lease')} and has been silent for {span(one.silent_s)}"
+            found.append(Finding(task="", stalled=True, text=text))
+    return found

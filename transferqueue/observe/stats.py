@@ -26,8 +26,13 @@ class TaskStats(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int
     given: int
     failed: int
+    kept: int
     leases: int
     age_s: float | None
+    oldest_lease_s: float | None
+    holders: list[str]
+    groups_ready: int | None
+    groups_forming: int | None
 
 
 class TableStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,13 +44,18 @@ class TableStats(msgspec.Struct, frozen=True, kw_only=True):
     rows_dropped: int
     dropped: dict[str, int]
     bytes: int
+    rows_resident: int
     rows_limit: int
     bytes_limit: int | None
+    fields: dict[str, str]
+    groups: int
     version: int
     sealed: bool
     age_s: float | None
     staleness: dict[str, int]
+    max_staleness: int | None
     reserved: int
+    refills: int
     outstanding: int
     outstanding_limit: int | None
     pacing_task: str | None
@@ -58,6 +68,7 @@ class ChannelStats(msgspec.Struct, frozen=True, kw_only=True):
     newest: int
     kept: list[int]
     bytes: int
+    age_s: float | None
     applied: dict[str, int]
 
 

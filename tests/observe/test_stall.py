@@ -1,0 +1,75 @@
+"""A table is stalled when somebody has waited in it too long, or when who holds its rows has fallen silent."""
+
+from typing import Any
+
+import pytest
+
+from transferqueue.errors import ProtocolError
+from transferqueue.observe.stall import diagnose
+
+WHY = 'task "train" waits for 3 complete groups'
+
+
+def wait(label: str, waited_s: float, **changed: Any) -> dict[str, Any]:
+    about = {"session": 7, "label": label, "request": "Lease", "table": "t", "task": "train"}
+    return about | {"waited_s": waited_s, "left_s": 5.0, "why": WHY} | changed
+
+
+def session(label: str, silent_s: float, *leases: tuple[str, str, int]) -> dict[str, Any]:
+    held = [{"lease": n, "table": table, "task": task, "rows": rows} for n, (table, task, rows) in enumerate(leases)]
+    who = {"session": 7, "label": label, "pid": 1, "host": "h", "opened_s": 99.0, "silent_s": silent_s, "state": "open"}
+    counts = {"rows_leased": 0, "reserved": 0, "grants": 0, "pins": 0, "waits": 0}
+    return who | counts | {"leases": held}
+
+
+def answer(**changed: Any) -> dict[str, Any]:
+    told = [
+        {"task": "reward", "text": "reward has nothing to do"},
+        {"task": "train", "text": "train waits for 1 group"},
+    ]
+    return {"now_s": 1.0, "tables": {"t": told}, "waiting": [], "sessions": {}} | changed
+
+
+def test_a_table_in_which_nobody_waits_is_told_as_it_stands() -> None:
+    found = diagnose(answer())
+    assert found.stalled == []
+    assert [finding.text for finding in found.tables["t"]] == ["reward has nothing to do", "train waits for 1 group"]
+
+
+def test_a_wait_is_told_in_place_of_the_ledgers_line_and_first() -> None:
+    found = diagnose(answer(waiting=[wait("trainer", 12.0)]))
+    assert [(finding.task, finding.stalled, finding.text) for finding in found.tables["t"]] == [
+        ("train", True, f"{WHY} (trainer has waited 12 s)"),
+        ("reward", False, "reward has nothing to do"),
+    ]
+    assert found.stalled == ["t"]
+
+
+def test_a_short_wait_is_no_stall() -> None:
+    assert diagnose(answer(waiting=[wait("trainer", 9.9)])).stalled == []
+    assert diagnose(answer(waiting=[wait("trainer", 0.1)]), patience_s=0.0).stalled == ["t"]
+
+
+def test_those_who_wait_alike_are_told_together() -> None:
+    waits = [wait(f"trainer-{n}", float(n)) for n in range(6)]
+    (finding,) = [one for one in diagnose(answer(waiting=waits)).tables["t"] if one.task == "train"]
+    assert finding.text.endswith("(trainer-5, trainer-4, trainer-3, trainer-2 and 2 more have waited 5.0 s)")
+
+
+def test_a_silent_holder_stalls_the_tables_whose_rows_it_holds() -> None:
+    sessions = {"7": session("rollout-5", 74.0, ("t", "train", 8), ("u", "x", 1))}
+    found = diagnose(answer(sessions=sessions))
+    assert found.stalled == ["t"]
+    assert found.tables["t"][0].text == "rollout-5 holds 8 rows for train in 1 lease and has been silent for 74 s"
+    assert diagnose(answer(sessions={"7": session("idle", 74.0)})).stalled == []
+
+
+def test_a_wait_for_memory_is_told_elsewhere() -> None:
+    found = diagnose(answer(waiting=[wait("maker", 30.0, request="Grant", table="", task="", why="the arena is full")]))
+    assert found.stalled == ["elsewhere"]
+    assert found.elsewhere[0].text == "the arena is full (maker has waited 30 s)"
+
+
+def test_an_answer_that_is_not_one() -> None:
+    with pytest.raises(ProtocolError, match=r"the server's answer to doctor cannot be read: .*tables"):
+        diagnose({"now_s": 1.0, "waiting": [], "sessions": {}})
