@@ -106,3 +106,18 @@ def test_every_field_that_a_stage_needs_is_given_before_it() -> None:
         for stage in order:
             assert set(stage.task.needs) <= given, stage.task.name
             given |= set(stage.task.gives)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("problem_stages", {"torch"}),
+        ("advantage_stage", {"torch", "reasoning_gym"}),
+        ("job", {"torch", "reasoning_gym"}),
+    ],
+)
+def test_a_process_loads_no_more_than_its_stage_needs(module: str, unwanted: set[str]) -> None:
+    code = f"import sys, transferqueue.workflows.grpo.{module}, transferqueue.workflows.stage_main; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert unwanted & set(loaded.stdout.split()) == set()

@@ -31,6 +31,17 @@ REFERENCE: Final = "reference"
 
 Mode = Literal["sync", "async"]
 
+_HERE: Final = "transferqueue.workflows.grpo"
+_FACTORIES: Final = {
+    "prompts": f"{_HERE}.problem_stages:prompts",
+    "rollout": f"{_HERE}.torch_stages:rollout",
+    "reward": f"{_HERE}.problem_stages:reward",
+    "advantage": f"{_HERE}.advantage_stage:advantage",
+    "reference": f"{_HERE}.torch_stages:reference",
+    "train": f"{_HERE}.torch_stages:train",
+}
+"""Where each stage is. A process loads that module only: torch, or the problems, where it needs them."""
+
 _LEASE_S: Final = 30.0
 _ROLLOUT_ROWS: Final = 128
 """Rows of one request: decoding gains little from larger batches, and fewer rows wait for old weights."""
@@ -157,16 +168,13 @@ def create_table(queue: tq.Queue, settings: JobSettings) -> tq.Table:
 
 def jobs(settings: JobSettings) -> list[Job]:
     """The processes of the job."""
-    torch_free, with_torch = (f"transferqueue.workflows.grpo.{name}" for name in ("stages", "torch_stages"))
-    where = {"reward": torch_free, "advantage": torch_free}
     plain = asdict(settings)
-    found = [Job(name="prompts", table=TABLE, factory=f"{torch_free}:prompts", settings=plain)]
+    found = [Job(name="prompts", table=TABLE, factory=_FACTORIES["prompts"], settings=plain)]
     for stage in stages(settings):
         name = stage.task.name
-        factory = f"{where.get(name, with_torch)}:{name}"
         processes = settings.rollouts if name == "rollout" else 1
         found += [
-            Job(name=name, table=TABLE, factory=factory, stage=stage, settings=plain, instance=instance)
+            Job(name=name, table=TABLE, factory=_FACTORIES[name], stage=stage, settings=plain, instance=instance)
             for instance in range(processes)
         ]
     return found

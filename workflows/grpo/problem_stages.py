@@ -1,4 +1,4 @@
-"""The stages of the GRPO job that need no tensor library: prompts in, rewards, advantages."""
+"""The stages of the GRPO job that know the problems and need no tensor library: prompts in, rewards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 
 import transferqueue as tq
 from transferqueue.workflows.audit import audit
-from transferqueue.workflows.grpo.advantages import group_advantages
 from transferqueue.workflows.grpo.job import JobSettings
 from transferqueue.workflows.grpo.problems import Problem, ProblemSet, Split, problem_set
 from transferqueue.workflows.grpo.tokenizer import decode, encode_prompt
@@ -99,13 +98,3 @@ def reward(context: Context) -> Iterator[Work]:
         return {"rewards": np.asarray(scores, dtype=np.float32)}
 
     yield score
-
-
-@contextmanager
-def advantage(context: Context) -> Iterator[Work]:
-    """Factory of ``advantage``: how much better than its group each row did. Its task must ask for complete groups."""
-
-    def compare(batch: tq.Batch) -> Mapping[str, Any]:
-        return {"advantages": group_advantages(batch["rewards"].numpy(), batch.group_id)}
-
-    yield compare
