@@ -97,8 +97,10 @@ FRAMES_QUEUED_MAX: Final = 2 * CALLS_PARKED_MAX
 what was read in halves of its mark; a peer over it is dropped."""
 FRAMES_DRAINED_MAX: Final = 1024
 """Frames the server reads before it looks at the time and at its other sources again."""
+LOCK_CHECK_FIRST_S: Final = 0.02
+"""A client lets go of its lock a moment after its Goodbye: that soon its memory should be free again."""
 LOCK_CHECK_S: Final = 1.0
-"""How often the lock of an ended session is tried while a forked child or a late view still holds it."""
+"""How often, in the end, the lock of an ended session is tried while a forked child or a late view holds it."""
 FAREWELL_S: Final = 0.2
 """A server that stops gives its last answers this long to leave."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from transferqueue.errors import Impossible, OutOfMemory
+from transferqueue.errors import Impossible
 from transferqueue.limits import PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.storage.allocator import Allocator
@@ -58,7 +58,7 @@ class Memory:
             return None
         try:
             self.arena.ensure(offset, nbytes)
-        except OutOfMemory:
+        except BaseException:
             self.allocator.free(offset, nbytes)
             raise
         self.extents += 1

@@ -349,7 +349,7 @@ class Node:
             for undo in withdraw(request, reply):
                 with suppress(TransferQueueError):  # what is gone already needs no undoing
                     self.ledger.apply(undo, session=session.number, call=0, now=session.heard_at)
-            session.too_large[call] = refused
+            session.refuse(call, refused)
             self._answer(session.peer, call, refused)
         else:
             self.outbox.append((session.peer, frame))

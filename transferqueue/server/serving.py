@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import signal
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from transferqueue.errors import UsageError
 from transferqueue.server.assembly import Server
 from transferqueue.server.runtime import served_arena
 from transferqueue.transport import IpcAddress, TcpAddress, default_address, parse_address, runtime_directory
+
+_log: Final = logging.getLogger("transferqueue.server")
 
 
 def serve(
@@ -31,6 +34,7 @@ def serve(
     with _Signals() as signals:
         server = Server(place, served_arena(arena_bytes), ports)
         signals.server = server
+        _warn_of_strangers(server.tcp_addresses)
         addresses = [server.address, *server.tcp_addresses]
         on_ready(addresses if address is None or not address.startswith("tcp:") else addresses[::-1])
         server.run()
@@ -52,6 +56,12 @@ def _tcp(text: str) -> TcpAddress:
     if not isinstance(place, TcpAddress):
         raise UsageError(f"tcp address {text!r} is not one; write host:port")
     return place
+
+
+def _warn_of_strangers(addresses: Iterable[str]) -> None:
+    for address in addresses:
+        if not address.startswith(("tcp://127.", "tcp://[::1]:")):
+            _log.warning("whoever reaches %s can read and change this queue: it asks nobody who they are", address)
 
 
 class _Signals:

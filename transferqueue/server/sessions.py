@@ -7,7 +7,9 @@ The law:
 - The same client, saying Hello again, has the same session.
 - A session whose process the kernel watches is never closed for silence; one it can only judge by a lock
   is asked about after `SESSION_SILENCE_S`, and any other is taken for dead then.
-- A closed session whose lock is still held *lingers*: its memory stays until the lock is free.
+- A closed session whose lock is still held *lingers*: its memory stays until the lock is free. Nothing in the
+  kernel tells when that is, so the lock is tried, soon at first and then every `LOCK_CHECK_S`, while there is such
+  a session and only then.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from transferqueue.errors import Disconnected, Full
-from transferqueue.limits import LOCK_CHECK_S, SESSION_SILENCE_S, SESSIONS_MAX
+from transferqueue.limits import CALLS_PARKED_MAX, LOCK_CHECK_FIRST_S, LOCK_CHECK_S, SESSION_SILENCE_S, SESSIONS_MAX
 from transferqueue.server.evidence import Evidence
 from transferqueue.wire import messages as m
 
@@ -53,6 +55,12 @@ class Session:
         if self.too_large:
             self.too_large = {call: refused for call, refused in self.too_large.items() if call > self.seen}
 
+    def refuse(self, call: int, refused: m.Failed) -> None:
+        """The reply to `call` was too large to send: refuse it again should it come again."""
+        self.too_large[call] = refused
+        if len(self.too_large) > CALLS_PARKED_MAX:
+            del self.too_large[next(iter(self.too_large))]
+
 
 class Sessions:
     """All sessions of one node, open and lingering."""
@@ -63,6 +71,7 @@ class Sessions:
         self._by_client: dict[bytes, Session] = {}
         self._lingering: dict[int, Session] = {}
         self._ask_locks_at: float | None = None
+        self._lock_pause_s = LOCK_CHECK_FIRST_S
         self._ask_silence_at: float | None = None
 
     def __len__(self) -> int:
@@ -116,8 +125,8 @@ class Sessions:
         if not session.evidence.may_see_memory():
             return False
         self._lingering[session.number] = session
-        if self._ask_locks_at is None:
-            self._ask_locks_at = now + LOCK_CHECK_S
+        self._lock_pause_s = LOCK_CHECK_FIRST_S
+        self._ask_locks_at = now + self._lock_pause_s
         return True
 
     def of_peer(self, peer: Peer) -> list[Session]:
@@ -148,7 +157,8 @@ class Sessions:
         free = [session for session in self._lingering.values() if not session.evidence.may_see_memory()]
         for session in free:
             del self._lingering[session.number]
-        self._ask_locks_at = now + LOCK_CHECK_S if self._lingering else None
+        self._lock_pause_s = min(2 * self._lock_pause_s, LOCK_CHECK_S)
+        self._ask_locks_at = now + self._lock_pause_s if self._lingering else None
         return free
 
     def next_deadline(self) -> float | None:
