@@ -15,6 +15,8 @@ pytest.importorskip("torch", exc_type=ImportError)
 from tests.workflows.test_flow import ROOT, wait_gone
 from tests.workflows.test_report import KEYS
 from transferqueue.errors import Impossible, UsageError
+from transferqueue.workflows.events import Event, Figures
+from transferqueue.workflows.flow import Flow
 from transferqueue.workflows.grpo.demo import Outcome, run_demo
 from transferqueue.workflows.grpo.job import JobSettings, stages
 from transferqueue.workflows.grpo.settings import Settings
@@ -63,7 +65,26 @@ def test_kl_brings_a_reference_stage(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_everything_within_three_seconds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ["rollout", "train"])
+def test_the_job_survives_the_death_of_a_process(stage: str, tmp_path: Path) -> None:
+    """Killed at the second step: the trainer between publishing weights and acknowledging the rows they come from."""
+    flows: list[Flow] = []
+
+    def kill(label: str, event: Event) -> None:
+        if isinstance(event, Figures) and event.values.get("step") == 2 and len(flows) == 1:
+            flows.append(flows[0])
+            os.kill(flows[0].pids()[f"{stage}-0"], signal.SIGKILL)
+
+    settings = JobSettings(learning=SMALL)
+    outcome = run_demo(settings, directory=tmp_path, observe=kill, started=flows.append)
+    assert len(flows) == 2
+    assert (outcome.audit.put, outcome.audit.done) == (256, 256)
+    assert set(outcome.summary.staleness_histogram) <= {"0", "1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_everything_within_three_seconds(number: signal.Signals, tmp_path: Path) -> None:
     runtime = tmp_path / "runtime"
     demo = subprocess.Popen(
         [sys.executable, "-m", "transferqueue.cli", "demo", "--steps", "5", "--out", str(tmp_path / "run")],
@@ -77,7 +98,7 @@ def test_ctrl_c_ends_everything_within_three_seconds(tmp_path: Path) -> None:
     assert demo.stdout.readline().startswith("5 processes: prompts-0, ")
     children = children_of(demo.pid)
     assert len(children) == 5
-    demo.send_signal(signal.SIGINT)
+    demo.send_signal(number)
     assert wait_gone([*children, demo.pid], 3.0) == []
     assert demo.wait() == 130
     demo.communicate()

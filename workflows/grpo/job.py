@@ -84,6 +84,11 @@ class JobSettings:
         return self.learning.steps * self.learning.prompts_per_step
 
     @property
+    def rows_total(self) -> int:
+        """Rows of the whole run."""
+        return self.groups_total * self.learning.group_size
+
+    @property
     def groups_per_put(self) -> int:
         """Groups of one put: those of one request to a rollout process, such that all processes get some of a step."""
         share = math.ceil(self.learning.prompts_per_step / self.rollouts)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import transferqueue as tq
 from transferqueue.errors import DeadlineExceeded, Sealed
+from transferqueue.workflows.audit import audit
 from transferqueue.workflows.grpo.evaluate import Evaluation, evaluate
 from transferqueue.workflows.grpo.grpo import Learner, Objective, TrainBatch
 from transferqueue.workflows.grpo.job import POLICY, REFERENCE, JobSettings
@@ -171,16 +172,30 @@ class Train:
         self._channel = context.queue.weights(POLICY)
         self.version = version
 
-    def __call__(self, batch: tq.Batch) -> Mapping[str, Any]:
-        """Step, publish, report. No columns: the weights are the result."""
+    def __call__(self, batch: tq.Batch) -> Iterator[Part]:
+        """Step, publish, report; and once the batch is acknowledged, seal the table if it was the last."""
         metrics = self._learner.step(self._train_batch(batch))
         self.version += 1
         with self._context.span("publish"):
             self._channel.publish(self.version, self._learner.weights())
         self._report(batch, metrics)
-        if self.version >= self._settings.learning.steps:
-            self._seal()
-        return {}
+        yield Part(columns={})
+        self.seal_if_done()
+
+    def seal_if_done(self) -> None:
+        """Seal the table when all rows are done, not before: until then, a stale row may have to be generated again.
+
+        The rows decide, not the version: a trainer that died between publishing and acknowledging trains a batch twice.
+        """
+        if self.version < self._settings.learning.steps:
+            return
+        found = audit(self._context.queue, self._context.table.name)
+        if found.done + found.dropped_rows < self._settings.rows_total:
+            return
+        try:
+            self._context.table.seal()
+        except Sealed:
+            return  # an earlier life of this process did
 
     def _train_batch(self, batch: tq.Batch) -> TrainBatch:
         # Neighbours with one prompt are computed together.
@@ -207,13 +222,6 @@ class Train:
             staleness={str(versions): int(count) for versions, count in zip(stale, counts, strict=True)},
             **metrics,
         )
-
-    def _seal(self) -> None:
-        """The last batch is in hand: no row is wanted any more. Only now, since a stale row would be generated again."""
-        try:
-            self._context.table.seal()
-        except Sealed:
-            return  # an earlier life of this process did
 
 
 class Evaluator:
@@ -250,7 +258,10 @@ def train(context: Context) -> Iterator[Work]:
     evaluator = Evaluator(settings.learning, context, policy.model)
     if not policy.refresh():
         _begin(settings, context, policy, evaluator)
-    yield Train(settings, context, _learner(settings.learning, policy.model, policy.version), version=policy.version)
+    learner = _learner(settings.learning, policy.model, policy.version)
+    step = Train(settings, context, learner, version=policy.version)
+    step.seal_if_done()
+    yield step
     evaluator("after")
 
 
