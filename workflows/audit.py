@@ -32,8 +32,9 @@ class Audit:
             )
 
 
-def audit(queue: tq.Queue, table: str) -> Audit:
+def audit(table: tq.Table) -> Audit:
     """Ask the queue what became of the rows of ``table``."""
-    found = queue.audit()["tables"][table]
-    dropped = found["dropped"] if "dropped" in found else found["rows_dropped"]
-    return Audit(put=found["rows_put"], live=found["rows_live"], done=found["rows_done"], dropped=dropped)
+    found = table.audit()
+    return Audit(
+        put=found["rows_put"], live=found["rows_live"], done=found["rows_done"], dropped=dict(found["dropped"])
+    )

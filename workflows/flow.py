@@ -221,7 +221,7 @@ class Flow:
         self._start(child.job, child.restarts + 1)
 
     def _check_attempts(self, child: _Child) -> None:
-        dropped = audit(self._queue, child.job.table).dropped.get("attempts", 0)
+        dropped = audit(self._queue.table(child.job.table)).dropped.get("attempts", 0)
         if dropped:
             raise StageFailed(
                 f'stage "{child.job.label}": {dropped} rows were dropped after as many failed attempts as a row may have; '

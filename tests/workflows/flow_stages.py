@@ -30,7 +30,7 @@ class Numbers:
     def __init__(self, context: Context) -> None:
         self.table = context.table
         self.total = context.settings(Settings).total
-        self.next = audit(context.queue, context.table.name).put
+        self.next = audit(context.table).put
 
     def wants(self) -> int:
         """Four at a time."""

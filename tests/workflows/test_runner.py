@@ -54,7 +54,7 @@ def test_rows_are_done_together_with_the_columns_the_stage_gave(queue: tq.Queue)
     done, events = serve(table, doubled)
     assert done == 10
     assert checked(table) == {x: 2 * x for x in range(10)}
-    assert audit(queue, "t").done == 10
+    assert audit(table).done == 10
     spans = [event for event in events if isinstance(event, Span)]
     assert [span.rows for span in spans if span.name == "work"] == [4, 4, 2]
     assert all(span.start <= span.end for span in spans)
@@ -68,7 +68,7 @@ def test_parts_are_acknowledged_as_they_come_and_land_on_their_rows(queue: tq.Qu
         x = batch["x"].numpy()
         for at in (np.array([5, 0]), np.array([1])):
             yield Part(at=at, columns={"y": 2 * x[at]}, facts={"policy_version": 7})
-            seen.append(table.stats()["tables"]["t"]["tasks"]["double"]["done"])
+            seen.append(table.stats()["tasks"]["double"]["done"])
         yield Part(columns={"y": 2 * x[2:5]})
 
     serve(table, in_parts, rows=6)
@@ -117,7 +117,7 @@ def test_a_stage_that_always_fails_is_broken_after_as_many_attempts_as_a_row_has
     with pytest.raises(StageBroken, match=r'stage "double" failed 3 times in a row.*RuntimeError: no luck') as broken:
         serve(table, fails)
     assert isinstance(broken.value.__cause__, RuntimeError)
-    assert audit(queue, "t").dropped == {"attempts": 4}
+    assert audit(table).dropped == {"attempts": 4}
 
 
 def test_columns_that_do_not_fit_are_a_failure_and_change_nothing(queue: tq.Queue) -> None:
@@ -213,7 +213,7 @@ def test_a_source_waits_for_room_and_says_so_when_there_is_none(queue: tq.Queue)
     table = queue.create_table("t", fields=FIELDS, tasks=[DOUBLE, CHECK], pacing=pacing)
     with pytest.raises(tq.DeadlineExceeded):
         run_source(table, Numbers(12), emit=lambda event: None, stall_s=0.05)
-    assert audit(queue, "t").put == 8
+    assert audit(table).put == 8
     table.put(x=[8], timeout_s=0)
 
 

@@ -46,11 +46,11 @@ def run_demo(
         observe(label, event)
 
     with tq.connect(label="supervisor") as queue:
-        create_table(queue, settings)
+        table = create_table(queue, settings)
         with Flow(queue, jobs(settings), directory=directory, observe=hear) as flow:
             started(flow)
             flow.run()
-        found = audit(queue, TABLE)
+        found = audit(table)
     found.check_finished(TABLE)
     summary = summarize(record, settings, found, seconds=time.monotonic() - began)
     return Outcome(summary=summary, audit=found, files=write_files(directory, record, summary))

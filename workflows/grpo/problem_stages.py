@@ -82,9 +82,7 @@ def problem_of(value: Mapping[str, Any]) -> Problem:
 def prompts(context: Context) -> Iterator[Produce]:
     """Factory of the source."""
     settings = context.settings(JobSettings)
-    yield Prompts(
-        settings, problem_set(settings.learning.dataset), rows_put=audit(context.queue, context.table.name).put
-    )
+    yield Prompts(settings, problem_set(settings.learning.dataset), rows_put=audit(context.table).put)
 
 
 @contextmanager

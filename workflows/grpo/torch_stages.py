@@ -189,7 +189,7 @@ class Train:
         """
         if self.version < self._settings.learning.steps:
             return
-        found = audit(self._context.queue, self._context.table.name)
+        found = audit(self._context.table)
         if found.done + found.dropped_rows < self._settings.rows_total:
             return
         try:
