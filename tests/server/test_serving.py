@@ -241,7 +241,7 @@ def test_a_deadline_is_kept_without_any_frame(running, clients):
     start = time.monotonic()
     client.post(lease(wait_s=0.1))
     assert client.take().reply.error == "DeadlineExceeded"
-    assert 0.1 <= time.monotonic() - start < 1
+    assert 0.1 <= time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])

@@ -109,6 +109,12 @@ def test_size_is_judged_before_content():
         codec.encode_answer(m.Answer(1, 1, m.Found(bytes(MESSAGE_BYTES_MAX))))
 
 
+def test_what_no_message_can_hold_is_refused_at_the_sender():
+    for value in (1 << 64, "\ud800"):
+        with pytest.raises(UsageError, match=r"request Lease cannot be sent: .* integers have at most 64 bits"):
+            codec.encode_call(m.Call(1, 1, 0, m.Lease("t", "k", where=[TagIs("a", value)])))
+
+
 def test_a_bad_request_still_names_its_call():
     frame = msgspec.msgpack.encode([5, 77, 3, ["Lease", "t"]])
     with pytest.raises(ProtocolError):

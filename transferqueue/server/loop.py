@@ -111,15 +111,16 @@ class Loop:
         for session in self._deaths.take():
             self._node.died(session, now)
         self._send()
-        drained = self._drain(self._port.recv_nowait, now) + self._drain(self._hub.recv_nowait, now)
+        drained = self._drain(self._port.recv_nowait) + self._drain(self._hub.recv_nowait)
         self._more = drained >= FRAMES_DRAINED_MAX
 
-    def _drain(self, receive: Callable[[], tuple[Peer, bytes | None] | None], now: float) -> int:
+    def _drain(self, receive: Callable[[], tuple[Peer, bytes | None] | None]) -> int:
         for drained in range(FRAMES_DRAINED_MAX):
             arrived = receive()
             if arrived is None:
                 return drained
             peer, frame = arrived
+            now = self._clock()  # each frame has its own: a wait must not be cut short by those before it
             if frame is None:
                 self._node.lost(peer, now)
             else:

@@ -38,12 +38,12 @@ _plain: Final = msgspec.msgpack.Decoder()
 
 
 def encode_call(call: m.Call) -> bytes:
-    """The frame of a call. `UsageError` if it is larger than a message may be."""
+    """The frame of a call. `UsageError` if it is larger than a message may be, or holds what none can."""
     return _bounded(call, f"request {type(call.request).__name__}")
 
 
 def encode_answer(answer: m.Answer) -> bytes:
-    """The frame of an answer. `UsageError` if it is larger than a message may be."""
+    """The frame of an answer. `UsageError` as `encode_call`."""
     return _bounded(answer, f"reply {type(answer.reply).__name__}")
 
 
@@ -78,7 +78,10 @@ def decode_plain(raw: msgspec.Raw) -> object:
 
 
 def _bounded(message: object, name: str) -> bytes:
-    frame = _encoder.encode(message)
+    try:
+        frame = _encoder.encode(message)
+    except (OverflowError, TypeError, UnicodeEncodeError) as error:
+        raise UsageError(f"{name} cannot be sent: {error}; integers have at most 64 bits") from error
     if len(frame) > MESSAGE_BYTES_MAX:
         raise UsageError(
             f"{name} takes {len(frame):,} bytes as a message; at most {MESSAGE_BYTES_MAX:,} are allowed: "
