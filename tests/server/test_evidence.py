@@ -17,7 +17,8 @@ import os, sys
 from transferqueue.transport import FileLock
 assert FileLock(sys.argv[1]).take()
 child = os.fork() if len(sys.argv) > 2 else 0
-print(child, flush=True)
+sys.stdout.write(f'{child}\\n')  # in one piece: both processes write into one pipe
+sys.stdout.flush()
 sys.stdin.read(1)
 """
 
