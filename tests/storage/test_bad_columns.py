@@ -20,6 +20,15 @@ from transferqueue.storage import Repeat, drafts, prepare
 from transferqueue.storage import values as plain
 
 
+class Foreign:
+    """An array of another library."""
+
+    ndim = 0
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return np.array(3.0)
+
+
 def deep(levels: int) -> Any:
     value: Any = 1
     for _ in range(levels):
@@ -132,6 +141,7 @@ UNDECLARED: dict[str, tuple[Any, str]] = {
     "one number": (3, "int is a single value; give a list or array with one value for each row"),
     "one text": ("abc", "str is a single value"),
     "an array of no dimensions": (np.array(3.0), "ndarray is a single value"),
+    "a foreign array of no dimensions": (Foreign(), "Foreign is a single value"),
     "a tensor of no dimensions": (torch.tensor(1.0), "Tensor is a single value"),
     "repeat with too many counts": (Repeat([1, 2], [1, 2, 3]), "Repeat of 2 values with 3 counts; give one for each"),
     "repeat of nothing": (Repeat([], 3), "has no rows"),

@@ -44,13 +44,13 @@ class Column:
     taken before raises `BatchEnded`. Safe from several threads.
     """
 
-    __slots__ = ("__weakref__", "_loaded", "_placement", "_rows", "field")
+    __slots__ = ("__weakref__", "_cell", "_placement", "_rows", "field")
 
     def __init__(self, field: Field, placement: Placement) -> None:
         self.field = field
         self._placement: Placement | None = placement
         self._rows = len(placement)
-        self._loaded: Loaded | None = None
+        self._cell: dict[str, Loaded] = {}
 
     @classmethod
     def of_inline(cls, field: Field, data: bytes | NDArray[Any]) -> Column:
@@ -58,7 +58,7 @@ class Column:
         values = np.frombuffer(data, stored(field.dtype)).copy() if isinstance(data, bytes) else data
         column = cls.__new__(cls)
         column.field, column._placement, column._rows = field, None, len(values)
-        column._loaded = Loaded(len(values), values, None, None)
+        column._cell = {"rows": Loaded(len(values), values, None, None)}
         return column
 
     def __len__(self) -> int:
@@ -166,21 +166,21 @@ class Column:
         return plain_rows(self.field, self._load())
 
     def _load(self) -> Loaded:
-        placement, loaded = self._placement, self._loaded
-        if placement is not None and placement.blocks.ended:
-            self._loaded = None
-            placement.blocks.living()
-        if loaded is None:
-            if placement is None:
+        placement, loaded = self._placement, self._cell.get("rows")
+        if placement is None:
+            if loaded is None:
                 raise InternalError(f"{self!r} has neither rows nor a place")
-            self._loaded = loaded = load(self.field, placement)
+            return loaded
+        placement.blocks.living()
+        if loaded is None:  # of two threads that come here at once, both show what the first one kept
+            loaded = self._cell.setdefault("rows", load(self.field, placement))
             placement.blocks.columns.add(self)
         return loaded
 
     def forget(self) -> None:
         """Drop what was loaded, so that its memory can go when no view of it is left. Called when the batch ends."""
         if self._placement is not None:
-            self._loaded = None
+            self._cell.clear()
 
     def _dense(self) -> NDArray[Any]:
         shape = [size for size in self.field.shape if size is not None]

@@ -43,7 +43,8 @@ def viewed(dtype: str) -> np.dtype[Any]:
     found = ml_dtype(dtype)
     if found is None:
         raise UsageError(
-            f"dtype {dtype} does not exist in numpy; use .torch(), .nested() or .list(), or install ml_dtypes"
+            f"dtype {dtype} does not exist in numpy; use .torch(), .nested() (which .to_padded_tensor(value) pads) or "
+            ".list(), or install ml_dtypes"
         )
     return found
 

@@ -171,7 +171,7 @@ def _pages_of(members: Sequence[BlockPlace]) -> tuple[int, int]:
     for block in members[1:]:
         first, end = min(first, block.offset), max(end, block.offset + block.nbytes)
     start = first - first % PAGE_BYTES
-    return start, align(end, PAGE_BYTES) - start
+    return start, align(max(end, start + 1), PAGE_BYTES) - start
 
 
 class _Hold:

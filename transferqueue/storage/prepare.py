@@ -136,12 +136,11 @@ def prepare(name: str, value: Any, field: Field | None = None, rows: int | None 
 
 def _broadcast(value: Any, field: Field | None, rows: int | None, subject: str) -> Repeat | None:
     """A single value for all rows, as a value stored once."""
-    array = isinstance(value, np.ndarray) or is_tensor(value)
-    single = (
-        value.ndim == 0
-        if array
-        else isinstance(value, str | bytes | bytearray | Mapping) or kind_of(type(value)) is not None
-    )
+    array = hasattr(value, "__array__") and kind_of(type(value)) is None
+    if array:
+        single = getattr(value, "ndim", 1) == 0
+    else:
+        single = isinstance(value, str | bytes | bytearray | Mapping) or kind_of(type(value)) is not None
     if not single and not (value is None and field is not None and field.dtype == "value"):
         return None
     if rows is None:
