@@ -1,6 +1,7 @@
 """A node under requests that no good client would send: it answers each, and the books balance."""
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,6 +87,7 @@ def check(bench, witness):
     assert audit["balanced"], audit
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 1), requests), max_size=30))
 def test_any_request_is_answered_and_the_books_balance(calls):

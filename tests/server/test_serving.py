@@ -305,6 +305,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_leases_of_a_killed_process_return_at_once(server, clients, tmp_path):
     client = clients(server.inproc_address)
     create(client)
@@ -327,6 +328,7 @@ def test_leases_of_a_killed_process_return_at_once(server, clients, tmp_path):
 # ---------------------------------------------------------------- a process of its own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_served_process_stops_on_a_signal_and_leaves_no_file(tmp_path, clients, number):
     address = f"ipc://{tmp_path}/run/control.sock"
@@ -387,6 +389,7 @@ def test_a_wrong_call_says_so():
             assert said in server.process.stderr.read()
 
 
+@pytest.mark.slow
 def test_a_tcp_address_alone_will_do(tmp_path, clients, monkeypatch):
     monkeypatch.setenv("TRANSFERQUEUE_RUNTIME", str(tmp_path))
     with Process("--address", "tcp://127.0.0.1:0", "--arena-bytes", "1MiB") as server:
