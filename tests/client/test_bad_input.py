@@ -14,6 +14,9 @@ import torch
 
 import transferqueue as tq
 from tests.client.deployments import Served, served
+from transferqueue.transport import Wakeup, dial
+from transferqueue.wire import messages as m
+from transferqueue.wire.codec import decode_answer
 
 CYCLE: list[Any] = []
 CYCLE.append(CYCLE)
@@ -290,6 +293,35 @@ def test_ack_of_a_foreign_lease(opened: tq.Queue, server: Served, table: tq.Tabl
     batch.ack()
 
 
+def test_update_of_a_row_that_is_gone(opened: tq.Queue, name: str) -> None:
+    table = opened.create_table(name, tasks=[tq.Task("train", needs=["text"])])
+    rows = table.put(text=["a", "b"])
+    with table.lease("train", rows=1):
+        pass
+    table.drop(rows[1:], "filtered")
+    for row in rows:
+        with pytest.raises(tq.NotFound, match=f"row {row}"):
+            table.update([row], score=[1.0])
+    assert "score" not in opened.table(name).fields
+
+
+def test_a_message_that_is_none(server: Served) -> None:
+    channel, bell = dial(server.ipc), Wakeup()
+    channel.send(b"\xc1 not a message")
+    frame = None
+    while frame is None:
+        channel.wait(bell, 20)
+        frame = channel.recv_nowait()
+    channel.close()
+    bell.close()
+    reply = decode_answer(frame).reply
+    assert isinstance(reply, m.Failed)
+    assert reply.error == "ProtocolError"
+    assert "not a message" in reply.text
+    with tq.connect(server.ipc) as queue:
+        assert isinstance(queue.tables(), list)
+
+
 def test_sealing_twice_and_putting_after(opened: tq.Queue, name: str) -> None:
     table = opened.create_table(name, tasks=[tq.Task("train", needs=["text"])])
     table.seal()
@@ -317,6 +349,17 @@ def test_a_second_server_on_one_address(server: Served) -> None:
 def test_an_address_where_nothing_listens(tmp_path: Path, place: str) -> None:
     with pytest.raises(tq.Unreachable, match=r"nothing answered at .* within 0.3 s"):
         tq.connect(place.format(tmp_path), timeout_s=0.3)
+
+
+def test_looking_for_a_server_leaves_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(tq.Unreachable):
+        tq.connect(f"ipc://{tmp_path}/a/b/nobody.sock", timeout_s=0.1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_where_a_client_may_not_write() -> None:
+    with pytest.raises(tq.UsageError, match=r"session file /proc/nowhere/sessions/\w+ cannot be made"):
+        tq.connect("ipc:///proc/nowhere/q.sock", timeout_s=0.1)
 
 
 @pytest.mark.parametrize("address", ["nowhere", "http://a:1", "ipc://relative", "tcp://host", 7, ""])

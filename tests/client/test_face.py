@@ -81,7 +81,8 @@ def test_facts_that_were_not_given(table: Any) -> None:
 def test_tokens_are_taken_from_the_ids_of_the_put(queue: Queue, name: str, columns: Any, tokens: list[int]) -> None:
     table = queue.create_table(name, tasks=[tq.Task("train")])
     rows = table.put(**columns)
-    table.update(rows, extra=[[1, 2, 3], [4, 5, 6]])
+    table.update(rows, teacher_ids=[[1, 2, 3], [4, 5, 6]])
+    table.update(rows, input_ids=[[1] * 9] * 2, overwrite=True)
     with table.read(rows) as found:
         assert found.tokens.tolist() == tokens
 

@@ -16,18 +16,10 @@ from typing import Final, Protocol
 
 from transferqueue.client.connection import Connection
 from transferqueue.client.memory import Memory
+from transferqueue.client.sessionlock import session_lock
 from transferqueue.client.terms import Terms
 from transferqueue.client.writing import Ground
-from transferqueue.errors import OutOfMemory
-from transferqueue.transport import (
-    FileLock,
-    IpcAddress,
-    TcpAddress,
-    dial,
-    parse_address,
-    runtime_directory,
-    this_host,
-)
+from transferqueue.transport import dial, this_host
 from transferqueue.wire import messages as m
 
 
@@ -72,7 +64,7 @@ class Client:
 def open_client(address: str, timeout_s: float, label: str, server: Server | None = None) -> Client:
     """A session with the server at `address`, waiting up to `timeout_s` for it to answer. It takes `server` over."""
     client = secrets.token_bytes(16)
-    lock = _session_lock(address, client.hex())
+    lock = session_lock(address, client.hex())
     try:
         hello = m.Hello(
             client=client,
@@ -86,31 +78,10 @@ def open_client(address: str, timeout_s: float, label: str, server: Server | Non
         welcome = connection.open(hello, timeout_s)
     except BaseException:
         if lock:
-            lock.release()
+            lock.give_up()
         raise
     memory = Memory(welcome.arenas, welcome.arena_bytes, connection.unpin, lock)
     return Client(server.address if server else address, connection, memory, server)
-
-
-def _session_lock(address: str, name: str) -> FileLock | None:
-    """The lock by which this session's death is seen; None for an embedded server, which dies with us."""
-    match parse_address(address):
-        case IpcAddress(path=path):
-            directory = path.parent
-        case TcpAddress():
-            directory = runtime_directory()
-        case _:
-            return None
-    lock = FileLock(directory / "sessions" / name)
-    try:
-        lock.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock.take()
-    except OSError as error:
-        raise OutOfMemory(
-            f"session file {lock.path} cannot be made: {error.strerror}; a client needs to write in the server's "
-            "runtime directory, so that its death can be seen"
-        ) from error
-    return lock
 
 
 def _close(pid: int, connection: Connection, memory: Memory, server: Server | None) -> None:

@@ -78,7 +78,8 @@ def outgoing(columns: Mapping[str, Any], facts: Facts, fields: Mapping[str, Fiel
     """Check columns and facts against each other and against the fields. `SchemaError` if they do not fit."""
     count = _rows_of(columns, facts) if rows is None else rows
     prepared = [prepare(name, value, fields.get(name), count) for name, value in columns.items()]
-    return Outgoing(count, prepared, facts.message(count, _tokens(prepared)))
+    tokens = _tokens(prepared) if rows is None else None  # what is added to existing rows does not recount them
+    return Outgoing(count, prepared, facts.message(count, tokens))
 
 
 def _commit(

@@ -199,7 +199,8 @@ class Connection:
     def _turn(self) -> None:
         try:
             self._send_what_is_due()
-            self._channel.wait(self._bell, self._patience())
+            if self._over is None:
+                self._channel.wait(self._bell, self._patience())
             while self._over is None and (frame := self._channel.recv_nowait()) is not None:
                 self._heard_at, self._probed = self._clock(), False
                 self._receive(decode_answer(frame))

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from transferqueue.client.sessionlock import SessionLock
 from transferqueue.errors import Unreachable
 from transferqueue.storage import Mapping as Arena
-from transferqueue.transport import FileLock
 from transferqueue.wire import messages as m
 
 
@@ -26,7 +26,11 @@ class Memory:
     """
 
     def __init__(
-        self, arenas: Mapping[int, str], capacity: int, on_release: Callable[[list[int]], object], lock: FileLock | None
+        self,
+        arenas: Mapping[int, str],
+        capacity: int,
+        on_release: Callable[[list[int]], object],
+        lock: SessionLock | None,
     ) -> None:
         self._paths = dict(arenas)
         self._capacity = capacity

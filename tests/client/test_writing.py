@@ -1,0 +1,100 @@
+"""Extents that a session writes into: shared by small puts, returned when nobody writes there any more."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from transferqueue.client.deadline import Deadline
+from transferqueue.client.writing import OPEN_MAX, Fate, Ground, Piece
+from transferqueue.limits import ALIGNMENT, MIB, SMALL_EXTENT_BYTES, SMALL_EXTENTS_BYTES
+from transferqueue.wire import messages as m
+
+
+class Node:
+    """Grants extents one after the other and notes which come back."""
+
+    def __init__(self) -> None:
+        self.granted: list[m.Grant] = []
+        self.returned: list[int] = []
+        self.ground = Ground(self.take_back)
+
+    def take_back(self, request: m.Request) -> None:
+        assert isinstance(request, m.ReturnGrant)
+        self.returned.append(request.extent)
+
+    def piece(self, nbytes: int) -> Piece:
+        operation: Generator[Any, Any, Piece] = self.ground.piece(nbytes, Deadline(lambda: 0.0, 1.0))
+        reply: Any = None
+        while True:
+            try:
+                request = operation.send(reply)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            assert isinstance(request, m.Grant)
+            self.granted.append(request)
+            number = len(self.granted)
+            reply = m.Granted(extent=number, shard=0, offset=number * 64 * MIB, nbytes=request.nbytes)
+
+
+def test_small_pieces_follow_each_other_in_one_extent() -> None:
+    node = Node()
+    pieces = [node.piece(100) for _ in range(3)]
+    assert len(node.granted) == 1
+    assert node.granted[0].nbytes == SMALL_EXTENTS_BYTES
+    assert [piece.offset - pieces[0].offset for piece in pieces] == [0, 128, 256]
+    assert all(piece.offset % ALIGNMENT == 0 and piece.nbytes == 100 for piece in pieces)
+
+
+def test_a_large_piece_has_an_extent_of_its_size_which_its_commit_closes() -> None:
+    node = Node()
+    node.piece(SMALL_EXTENT_BYTES).done(Fate.COMMITTED)
+    assert (node.granted[0].nbytes, node.returned) == (SMALL_EXTENT_BYTES, [])
+
+
+@pytest.mark.parametrize("fate", [Fate.REFUSED, Fate.UNKNOWN])
+def test_a_large_piece_that_was_not_committed_is_returned(fate: Fate) -> None:
+    node = Node()
+    node.piece(5 * MIB).done(fate)
+    assert node.returned == [1]
+
+
+def test_a_refused_piece_is_written_again_if_it_was_the_last() -> None:
+    node = Node()
+    first = node.piece(100)
+    first.done(Fate.REFUSED)
+    second, third = node.piece(100), node.piece(100)
+    assert second.offset == first.offset
+    second.done(Fate.REFUSED)
+    assert node.piece(100).offset > third.offset
+
+
+def test_a_piece_of_unknown_fate_is_never_written_again() -> None:
+    node = Node()
+    first = node.piece(100)
+    first.done(Fate.UNKNOWN)
+    assert node.piece(100).offset > first.offset
+
+
+def test_full_extents_are_returned_when_their_last_writer_is_done() -> None:
+    node = Node()
+    writing = node.piece(SMALL_EXTENT_BYTES - 1)
+    while len(node.granted) <= OPEN_MAX:
+        node.piece(SMALL_EXTENT_BYTES - 1).done(Fate.COMMITTED)
+    assert node.returned == []
+    writing.done(Fate.COMMITTED)
+    assert node.returned == [1]
+
+
+def test_pieces_of_one_extent_never_overlap() -> None:
+    node = Node()
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for nbytes in (1, 63, 64, 65, 100_000, 7, 200_000, 250_000, 3, SMALL_EXTENT_BYTES - 1, 64, SMALL_EXTENT_BYTES, 1):
+        piece = node.piece(nbytes)
+        taken.setdefault(piece.extent, []).append((piece.offset, piece.offset + nbytes))
+    for spans in taken.values():
+        spans.sort()
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))

@@ -1,0 +1,76 @@
+"""The file by which the kernel vouches that a session may still see shared memory (decision 4).
+
+A client holds an flock on a file of its own for as long as it, or an array of its session, lives. The file lies in
+``sessions/`` beside the server's socket, or, for a server reached over tcp, in this user's own runtime directory.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from transferqueue.errors import UsageError
+from transferqueue.transport import FileLock, IpcAddress, TcpAddress, parse_address, runtime_directory
+
+TRIES_MAX: Final = 100
+"""A server that stops removes an empty ``sessions/`` under our hands; it does so once."""
+
+
+class SessionLock:
+    """A lock that is held from construction until `release`, or the end of this process and its forked children."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self._made = _missing(directory / "sessions")
+        self._lock = FileLock(directory / "sessions" / name)
+        try:
+            self._take()
+        except OSError as error:
+            self._remove_directories()
+            raise UsageError(
+                f"session file {self.path} cannot be made: {error.strerror}; a client needs to write in its server's "
+                "runtime directory, so that its death can be seen (TRANSFERQUEUE_RUNTIME names another for tcp)"
+            ) from error
+
+    @property
+    def path(self) -> Path:
+        """The locked file."""
+        return self._lock.path
+
+    def release(self) -> None:
+        """Let go, and remove the file. Again: nothing."""
+        self._lock.release()
+
+    def give_up(self) -> None:
+        """`release`, where there turned out to be no server: directories made for it are removed too."""
+        self.release()
+        self._remove_directories()
+
+    def _take(self) -> None:
+        for _ in range(TRIES_MAX):
+            for directory in (*_missing(self.path.parent.parent), self.path.parent):
+                directory.mkdir(mode=0o700, exist_ok=True)
+            with suppress(FileNotFoundError):
+                self._lock.take()
+                return
+        raise FileNotFoundError(2, "its directory is removed again and again")
+
+    def _remove_directories(self) -> None:
+        for directory in reversed(self._made):
+            with suppress(OSError):  # others have put something in
+                directory.rmdir()
+
+
+def session_lock(address: str, name: str) -> SessionLock | None:
+    """The lock of a session with the server at `address`; None for an embedded one, which dies with us."""
+    match parse_address(address):
+        case IpcAddress(path=path):
+            return SessionLock(path.parent, name)
+        case TcpAddress():
+            return SessionLock(runtime_directory(), name)
+    return None
+
+
+def _missing(directory: Path) -> list[Path]:
+    """Directories to be made for `directory` to exist, the outermost first."""
+    return [found for found in (*reversed(directory.parents), directory) if not found.exists()]
