@@ -217,6 +217,7 @@ def test_closing_ends_all_waits_at_once(server: ScriptedServer, connection: Conn
     connection.close()
 
 
+@pytest.mark.slow
 def test_closing_does_not_wait_for_a_server_that_is_stuck(tmp_path: Path) -> None:
     stuck, go_on = threading.Event(), threading.Event()
 

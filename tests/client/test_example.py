@@ -9,6 +9,7 @@ import torch
 import transferqueue as tq
 
 
+@pytest.mark.slow
 def test_the_example_of_the_design() -> None:
     prompts = torch.nested.nested_tensor([torch.arange(3), torch.arange(5)] * 32, layout=torch.jagged)
     responses = torch.nested.nested_tensor([torch.arange(7), torch.arange(2)] * 32, layout=torch.jagged)

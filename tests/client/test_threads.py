@@ -167,6 +167,7 @@ async def _opened(address: str | None) -> tq.AsyncQueue:
     return await tq.aconnect(address)
 
 
+@pytest.mark.slow
 def test_a_large_put_does_not_hold_up_the_loop(server: Served, name: str) -> None:
     async def run() -> int:
         async with tq.aconnect(server.ipc) as queue:
@@ -197,6 +198,7 @@ def _descriptors() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind(address: str | None, name: str, tmp_path: Path) -> None:
     """Threads, descriptors, mappings and files are as before, whatever was open at the close."""
 

@@ -30,7 +30,7 @@ class Pending:
     """One request on its way and, once `settled`, its outcome.
 
     `on_settled` is called once, by whoever drives the calls, after `reply` or `error` was set; None is
-    for a request nobody waits for. `unwanted` is told the reply when nobody took it (rule 5).
+    for a request that is posted: nobody ever waits for it. gave_up: nobody does any more (rule 5).
     """
 
     __slots__ = (
@@ -38,6 +38,7 @@ class Pending:
         "error",
         "gave_up",
         "id",
+        "is_post",
         "next_send",
         "on_settled",
         "payload",
@@ -55,7 +56,7 @@ class Pending:
         self.id = 0
         self.tries = 0
         self.deadline = self.next_send = 0.0
-        self.gave_up = on_settled is None
+        self.gave_up = self.is_post = on_settled is None
 
     def settle(self, reply: m.Reply | TransferQueueError) -> None:
         """The outcome is known: keep it and tell the waiter."""

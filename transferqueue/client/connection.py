@@ -59,6 +59,7 @@ class Connection:
         self._goodbye_by = 0.0
         self._backlog: deque[bytes] = deque()
         self._spoke_at = self._heard_at = clock()
+        self._check_at = self._spoke_at
         self._gone_since: float | None = None
         self._probed = False
         self._thread = threading.Thread(target=self._run, name=f"transferqueue {address}", daemon=True)
@@ -198,17 +199,23 @@ class Connection:
 
     def _turn(self) -> None:
         try:
-            self._send_what_is_due()
+            now = self._clock()
+            if self._has_work() or now >= self._check_at:
+                self._send_what_is_due(now)
+                self._check_at = self._next_check()
             if self._over is None:
-                self._channel.wait(self._bell, self._patience())
+                self._channel.wait(self._bell, max(0.0, self._check_at - now))
             while self._over is None and (frame := self._channel.recv_nowait()) is not None:
                 self._heard_at, self._probed = self._clock(), False
                 self._receive(decode_answer(frame))
         except PeerError as error:
             self._end(error)
 
-    def _send_what_is_due(self) -> None:
-        now = self._clock()
+    def _has_work(self) -> bool:
+        """Cheap: between an answer and the caller whom it woke lies what this thread still does before it sleeps."""
+        return bool(self._inbox or self._left or self._unpinned or self._backlog or self._closing)
+
+    def _send_what_is_due(self, now: float) -> None:
         self._flush()
         if self._closing:
             self._say_goodbye(now)
@@ -228,14 +235,13 @@ class Connection:
                 self._send(self._calls.notice(m.Heartbeat()), now)
             self._judge_server(now)
 
-    def _patience(self) -> float:
+    def _next_check(self) -> float:
+        """When something is due though nobody asks for anything."""
         due = self._spoke_at + HEARTBEAT_S
         late = self._calls.next_late()
         if late is not None:
             due = min(due, late)
-        if self._goodbye is not None:
-            due = min(due, self._goodbye_by)
-        return max(0.0, due - self._clock())
+        return min(due, self._goodbye_by) if self._goodbye is not None else due
 
     def _send(self, frame: bytes, now: float) -> None:
         """In order, always: what the channel does not take now goes first when it next does (an answer came, or
@@ -308,7 +314,7 @@ class Connection:
             return
         if pending.on_settled is not None:
             pending.settle(error)
-        elif not isinstance(error, LeaseExpired | NotFound):  # what is handed back may be gone already
+        elif pending.is_post and not isinstance(error, LeaseExpired | NotFound):  # what is handed back may be gone
             _log.error("%s, which nobody waits for, was refused: %s", type(pending.request).__name__, error)
 
     def _leave(self, pending: Pending) -> None:
