@@ -6,6 +6,7 @@ A cancelled wait is an interrupted one: nothing is stranded, and the connection 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
@@ -430,8 +431,6 @@ class AsyncQueue:
 
     async def close(self) -> None:
         """As `Queue.close`."""
-        import asyncio
-
         await asyncio.to_thread(self._client.close)
 
     async def __aenter__(self) -> Self:
