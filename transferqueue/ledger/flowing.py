@@ -106,7 +106,7 @@ def seal(table: Table, now: float) -> Done:
     table.sealed = True
     for task in table.gatherers:
         task.unsettled.update(dict.fromkeys(task.forming))
-    for number in list(table.flow.owed):
+    for number in [*table.flow.owed, *table.flow.promised]:
         table.flow.forget(number)
     conclude(table, now)
     table.wake_tasks()

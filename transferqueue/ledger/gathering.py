@@ -130,6 +130,7 @@ class GroupTaskState(TaskState):
             one = self.forming[unit] = Forming(self, unit)
         self._leave_queue(one)
         one.state, one.ready, one.deadline = OVER, 0, None
+        one.lost, one.late = 0, False
 
     def withdraw(self, rows: IntArray, at: IntArray, to: int = GONE) -> None:
         """Members end; what that does to their groups shows when those are settled."""

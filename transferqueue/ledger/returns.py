@@ -58,12 +58,12 @@ def ack(table: Table, request: Ack, session: int, now: float) -> Done:
 def _check_results(table: Table, one: Lease, request: Ack, session: int, named: IntArray) -> Staged | None:
     if request.columns is None:
         return None
-    if request.drop:
-        raise UsageError(f"an ack that drops its rows ({request.drop!r}) carries no columns; nobody would read them")
     staged = check_columns(table.rows, table.core.blocks, session, request.columns, named.size)
     check_later(staged)
     if staged.empty:
         return None
+    if request.drop:
+        raise UsageError(f"an ack that drops its rows ({request.drop!r}) carries no columns; nobody would read them")
     if not named.size:
         raise UsageError(f"lease {one.id} has no rows left; its ack carries no columns")
     held = one.rows[named[one.held[named]]]

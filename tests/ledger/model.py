@@ -1,0 +1,741 @@
+"""The ledger as plain dicts and loops: one table, slow and obvious. The reference of the state machine test.
+
+It walks all rows wherever the ledger keeps an index, and recomputes what the ledger maintains. A refused request
+raises `Refused` with the name of the error class, before anything is changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transferqueue.policies import (
+    Acked,
+    DropGroup,
+    Freshest,
+    HoldClock,
+    KeepStale,
+    LongestFirst,
+    OldestVersionFirst,
+    Pacing,
+    Priority,
+    Refill,
+    Release,
+    Requeue,
+    Retention,
+    Task,
+)
+
+INLINE = frozenset({"score"})
+
+
+class Refused(Exception):
+    """The request is refused; args[0] names the error class."""
+
+
+@dataclass
+class Row:
+    id: int
+    group: int = -1
+    size: int = 1
+    version: int = -1
+    tokens: int = 0
+    priority: float = 0.0
+    fields: dict[str, int] = field(default_factory=dict)
+    """field -> the commit that wrote it last"""
+    fate: str = "live"
+    state: dict[str, str] = field(default_factory=dict)
+    attempts: dict[str, int] = field(default_factory=dict)
+    order: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def unit(self) -> int:
+        return self.group if self.group >= 0 else -2 - self.id
+
+
+@dataclass
+class Unit:
+    task: str
+    id: int
+    state: str = "forming"
+    lost: int = 0
+    late: bool = False
+    order: int = 0
+    deadline: float | None = None
+
+
+@dataclass
+class Lease:
+    id: int
+    task: str
+    rows: list[int]
+    session: int
+    length: float
+    deadline: float | None
+    open: set[int] = field(default_factory=set)
+    held: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Reservation:
+    id: int
+    session: int
+    left: int
+    refills: dict[int, int]
+
+
+class Model:
+    def __init__(self, tasks: list[Task], rows_max: int, pacing: Pacing | None, retention: Retention) -> None:
+        self.tasks = {task.name: task for task in tasks}
+        self.rows_max = rows_max
+        self.pacing = pacing
+        self.acked = isinstance(retention, Acked)
+        self.rows: dict[int, Row] = {}
+        """Resident rows."""
+        self.next_row = 0
+        self.present: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}
+        self.units: dict[str, dict[int, Unit]] = {task.name: {} for task in tasks}
+        self.changed: dict[str, dict[int, None]] = {task.name: {} for task in tasks}
+        self.doomed: list[tuple[list[int], str]] = []
+        self.counter = 0
+        self.leases: dict[int, Lease] = {}
+        self.next_lease = 1
+        self.reservations: dict[int, Reservation] = {}
+        self.next_reservation = 1
+        self.owed: dict[int, int] = {}
+        self.clock = 0
+        self.now = 0.0
+        self.sealed = False
+        self.put_count = 0
+        self.done_count = 0
+        self.dropped: dict[str, int] = {}
+        self.commits: dict[int, set[str]] = {}
+        """commit -> its fields in blocks"""
+        self.commit = 0
+        self.due: list[tuple[float, int, Any]] = []
+
+    # ------------------------------------------------------------ views of the state
+
+    def live(self) -> list[Row]:
+        return [row for row in self.rows.values() if row.fate == "live"]
+
+    def members(self, unit: int) -> list[Row]:
+        return [row for row in self.live() if row.unit == unit]
+
+    def count(self, task: str, *states: str) -> int:
+        return sum(row.state.get(task) in states for row in self.live())
+
+    def outstanding(self) -> int:
+        put = self.count(self.pacing.task, "pending", "held", "ready", "leased") if self.pacing else len(self.live())
+        return put + sum(one.left for one in self.reservations.values()) + sum(self.owed.values())
+
+    def reserved(self) -> int:
+        return sum(one.left for one in self.reservations.values())
+
+    def commits_alive(self) -> set[int]:
+        """Commits with a field that some resident row reads there."""
+        return {commit for row in self.rows.values() for name, commit in row.fields.items() if name not in INLINE}
+
+    def stale(self, row: Row) -> bool:
+        bound = self.pacing.max_staleness if self.pacing else None
+        return bound is not None and row.version >= 0 and self.clock - row.version > bound
+
+    # ------------------------------------------------------------ time
+
+    def at(self, when: float, subject: Any) -> None:
+        subject.deadline = when
+        self.due.append((when, len(self.due), subject))
+
+    def tick(self, now: float) -> None:
+        self.now = now
+        while ready := sorted(one[:2] for one in self.due if one[2].deadline == one[0] and one[0] <= now):
+            when, number = ready[0]
+            subject = self.due[number][2]
+            subject.deadline = None
+            if isinstance(subject, Lease):
+                self.give_up(subject)
+            else:
+                subject.late = True
+                self.changed[subject.task][subject.id] = None
+                self.conclude()
+            assert when <= now
+
+    def give_up(self, lease: Lease) -> None:
+        rows = [row for row in lease.rows if row in lease.held]
+        lease.held.clear()
+        self.give_back(lease.task, rows, failed=True)
+        self.end(lease)
+        self.conclude()
+
+    def end(self, lease: Lease) -> None:
+        lease.deadline = None
+        self.leases.pop(lease.id, None)
+
+    # ------------------------------------------------------------ rows in
+
+    def put(self, session: int, rows: list[Row], fields: set[str], reservation: int, commit: int) -> list[int]:
+        if self.sealed:
+            raise Refused("Sealed")
+        if len(rows) > self.rows_max:
+            raise Refused("Impossible")
+        self._check_groups(rows)
+        promise = self._reservation(session, reservation, len(rows)) if reservation else None
+        if promise is None and len(self.rows) + self.reserved() + len(rows) > self.rows_max:
+            raise Refused("Full")
+        for row in rows:
+            row.id = self.next_row
+            self.next_row += 1
+            self.rows[row.id] = row
+            row.fields = dict.fromkeys(fields, commit)
+            row.state = dict.fromkeys(self.tasks, "pending")
+            if row.group >= 0:
+                self.sizes[row.group] = row.size
+                self.present[row.group] = self.present.get(row.group, 0) + 1
+        self.put_count += len(rows)
+        for name, task in self.tasks.items():
+            self._arrive(name, task, rows)
+        unwanted = [row.id for row in rows if all(state == "absent" for state in row.state.values())]
+        if unwanted and self.tasks:
+            self.doomed.append((unwanted, "group_incomplete"))
+        self.judge_stale([row.id for row in rows])
+        if promise is not None:
+            self._use(promise, len(rows), rows)
+        for group in list(self.owed):
+            if group in self.sizes:
+                self._owe(group, min(self.owed[group], self.sizes[group] - self.present[group] - self._promised(group)))
+        self.conclude()
+        return [row.id for row in rows]
+
+    def _arrive(self, name: str, task: Task, rows: list[Row]) -> None:
+        for row in rows:
+            unit = self.units[name].get(row.unit)
+            if task.groups and unit is not None and unit.state == "over":
+                row.state[name] = "absent"
+        self.complete(name, [row for row in rows if row.state[name] == "pending"])
+
+    def _check_groups(self, rows: list[Row]) -> None:
+        most = self.rows_max
+        if self.pacing and self.tasks[self.pacing.task].groups:
+            most = min(most, self.pacing.rows_ahead_max)
+        for group in sorted({row.group for row in rows if row.group >= 0}):
+            mine = [row for row in rows if row.group == group]
+            if any(row.size != self.sizes.get(group, mine[0].size) for row in mine):
+                raise Refused("UsageError")
+            if self.present.get(group, 0) + len(mine) > mine[0].size:
+                raise Refused("UsageError")
+            if mine[0].size > most:
+                raise Refused("Impossible")
+
+    def complete(self, name: str, rows: list[Row]) -> None:
+        """Pending rows that have all the task needs become ready, or wait for their group."""
+        task = self.tasks[name]
+        for row in [row for row in rows if set(task.needs) <= set(row.fields)]:
+            if task.groups is None:
+                self.counter += 1
+                row.order[name] = self.counter
+                row.state[name] = "ready"
+                continue
+            unit = self.units[name].setdefault(row.unit, Unit(name, row.unit))
+            before = [one for one in self.members(row.unit) if one.state[name] in ("held", "ready")]
+            row.state[name] = "held"
+            if not before and not unit.late and task.groups.deadline_s is not None:
+                self.at(self.now + task.groups.deadline_s, unit)
+            self.changed[name][row.unit] = None
+
+    def update(self, rows: list[int], fields: set[str], overwrite: bool, version: int | None, commit: int) -> None:
+        if any(row not in self.rows or self.rows[row].fate != "live" for row in rows):
+            raise Refused("NotFound")
+        if not overwrite and any(fields & set(self.rows[row].fields) for row in rows):
+            raise Refused("AlreadyExists")
+        self.write(rows, fields, version, commit)
+        self.conclude()
+
+    def write(self, rows: list[int], fields: set[str], version: int | None, commit: int) -> None:
+        for row in rows:
+            self.rows[row].fields.update(dict.fromkeys(fields, commit))
+            if version is not None:
+                self.rows[row].version = version
+        for name, task in self.tasks.items():
+            if set(task.needs) & fields:
+                self.complete(name, [self.rows[row] for row in rows if self.rows[row].state[name] == "pending"])
+        if version is not None:
+            self.judge_stale(rows)
+
+    # ------------------------------------------------------------ leases
+
+    def key(self, name: str, rows: list[Row]) -> tuple[float, float]:
+        selector = self.tasks[name].selector
+        last = max(row.id for row in rows)
+        order = self.units[name][rows[0].unit].order if self.tasks[name].groups else rows[0].order[name]
+        if isinstance(selector, OldestVersionFirst):
+            return min(row.version for row in rows), order
+        if isinstance(selector, Freshest):
+            return -min(row.version for row in rows), -last
+        if isinstance(selector, LongestFirst):
+            return -sum(row.tokens for row in rows), order
+        if isinstance(selector, Priority):
+            return -max(row.priority for row in rows), order
+        return 0, order
+
+    def ready_units(self, name: str, low: int | None = None) -> list[list[Row]]:
+        """Units in the order of the selector; low: only those whose every row is of that version or later."""
+        if self.tasks[name].groups:
+            queued = [unit for unit in self.units[name].values() if unit.state == "queued"]
+            units = [[row for row in self.members(unit.id) if row.state[name] == "ready"] for unit in queued]
+        else:
+            units = [[row] for row in self.live() if row.state[name] == "ready"]
+        if low is not None:
+            units = [unit for unit in units if all(row.version >= low for row in unit)]
+        return sorted(units, key=lambda rows: self.key(name, rows))
+
+    def lease(self, session: int, name: str, *, rows: int, groups: int, at_least: int, low: int | None) -> Lease:
+        task = self.tasks[name]
+        if groups and not task.groups:
+            raise Refused("UsageError")
+        if task.groups and rows and max(self.sizes.values(), default=1) > rows:
+            raise Refused("Impossible")
+        if at_least > (rows or groups):
+            raise Refused("UsageError")
+        units = self.ready_units(name, low)
+        final = self.sealed and not self.count(name, "pending", "held")
+        taken: list[list[Row]] = []
+        cost = 0
+        for unit in units:
+            more = 1 if groups else len(unit)
+            if cost + more > (rows or groups):
+                break
+            taken.append(unit)
+            cost += more
+        spare = (rows or groups) - cost
+        full = len(taken) < len(units) or spare == 0
+        if task.groups and rows:
+            full = full or spare < min(self.sizes.values(), default=1)
+        if not taken or not (final or full or (at_least and cost >= at_least)):
+            ended = self.sealed and final and not self.count(name, "leased")
+            raise Refused("EndOfTable" if ended and not units else "DeadlineExceeded")
+        chosen = [row for unit in taken for row in unit]
+        for row in chosen:
+            row.state[name] = "leased"
+            if task.groups:
+                self.units[name][row.unit].state = "out"
+                self.units[name][row.unit].deadline = None
+        ids = [row.id for row in chosen]
+        lease = Lease(self.next_lease, name, ids, session, task.lease_s, None, set(ids), set(ids))
+        self.next_lease += 1
+        self.leases[lease.id] = lease
+        self.at(self.now + lease.length, lease)
+        return lease
+
+    def _named(self, session: int, number: int, rows: list[int] | None) -> tuple[Lease, list[int], list[int]]:
+        lease = self.leases.get(number)
+        if lease is None or lease.session != session:
+            raise Refused("LeaseExpired")
+        named = [row for row in lease.rows if row in lease.open] if rows is None else rows
+        if any(row not in lease.rows for row in named):
+            raise Refused("UsageError")
+        if any(row not in lease.open for row in named):
+            raise Refused("LeaseExpired")
+        held = [row for row in named if row in lease.held]
+        if self.tasks[lease.task].groups and len(named) != len(lease.rows):
+            left = lease.held - set(named)
+            if {self.rows[row].unit for row in held} & {self.rows[row].unit for row in left}:
+                raise Refused("UsageError")
+        return lease, named, held
+
+    def ack(
+        self, session: int, number: int, rows: list[int] | None, fields: set[str], version: int | None, drop: str,
+        commit: int,
+    ) -> int:  # fmt: skip
+        lease, named, held = self._named(session, number, rows)
+        if named and not held:
+            raise Refused("LeaseExpired")
+        if drop and (fields or version is not None):
+            raise Refused("UsageError")
+        if any(fields & set(self.rows[row].fields) for row in held):
+            raise Refused("AlreadyExists")
+        if fields or version is not None:
+            self.write(held, fields, version, commit)
+        lease.held -= set(named)
+        lease.open -= set(named)
+        if drop:
+            self.give_back(lease.task, held, failed=False)
+            self.doomed.append((held, drop))
+        else:
+            self.finish(lease.task, held)
+        if not lease.open or not lease.held:
+            self.end(lease)
+        self.conclude()
+        return len(held)
+
+    def finish(self, name: str, rows: list[int]) -> None:
+        ended = []
+        for number in rows:
+            row = self.rows[number]
+            row.state[name] = "done"
+            if self.tasks[name].groups:
+                unit = self.units[name][row.unit]
+                unit.state, unit.deadline = "over", None
+            if all(state in ("done", "absent") for state in row.state.values()):
+                ended.append(number)
+        self.done_count += len(ended)
+        self.leave(ended, "done")
+
+    def release(self, session: int, number: int, rows: list[int] | None, failed: bool) -> int:
+        lease, named, held = self._named(session, number, rows)
+        lease.held -= set(named)
+        lease.open -= set(named)
+        self.give_back(lease.task, held, failed=failed)
+        if not lease.open or not lease.held:
+            self.end(lease)
+        self.conclude()
+        return len(held)
+
+    def give_back(self, name: str, rows: list[int], *, failed: bool) -> None:
+        task = self.tasks[name]
+        for number in rows:
+            row = self.rows[number]
+            row.state[name] = "held" if task.groups else "ready"
+            if task.groups:
+                self.units[name][row.unit].state = "forming"
+                self.changed[name][row.unit] = None
+        if failed:
+            for number in rows:
+                self.rows[number].attempts[name] = self.rows[number].attempts.get(name, 0) + 1
+            if task.attempts_max:
+                spent = [row for row in rows if self.rows[row].attempts[name] >= task.attempts_max]
+                if spent:
+                    self.doomed.append((spent, "attempts"))
+        if self.pacing and self.pacing.task == name:
+            self.judge_stale(rows)
+
+    def close_session(self, session: int) -> None:
+        for lease in [one for one in self.leases.values() if one.session == session]:
+            if lease.id in self.leases:
+                self.give_up(lease)
+        for one in [one for one in self.reservations.values() if one.session == session]:
+            self._return(one)
+
+    # ------------------------------------------------------------ fates
+
+    def conclude(self) -> None:
+        while True:
+            if self.doomed:
+                rows, reason = self.doomed.pop(0)
+                self.drop(rows, reason)
+                continue
+            unsettled = [name for name in self.tasks if self.changed[name]]
+            if not unsettled:
+                return
+            self._settle(unsettled[0])
+
+    def drop(self, rows: list[int], reason: str) -> None:
+        rows = [row for row in rows if row in self.rows and self.rows[row].fate == "live"]
+        if not rows:
+            return
+        for name, task in self.tasks.items():
+            for number in rows:
+                self._lose(name, task, self.rows[number])
+        self.dropped[reason] = self.dropped.get(reason, 0) + len(rows)
+        for number in rows:
+            if (group := self.rows[number].group) >= 0:
+                self.present[group] -= 1
+        self.leave(rows, "dropped")
+
+    def _lose(self, name: str, task: Task, row: Row) -> None:
+        self._unlease(name, row)
+        before, row.state[name] = row.state[name], "gone"
+        if task.groups is None or before not in ("pending", "held", "ready", "leased"):
+            return
+        unit = self.units[name].setdefault(row.unit, Unit(name, row.unit))
+        unit.lost += 1
+        self._unqueue(name, unit)
+        self.changed[name][row.unit] = None
+
+    def _unlease(self, name: str, row: Row) -> None:
+        for lease in list(self.leases.values()):
+            if lease.task == name and row.id in lease.held:
+                lease.held.discard(row.id)
+                if not lease.held:
+                    self.end(lease)
+
+    def _unqueue(self, name: str, unit: Unit) -> None:
+        if unit.state != "queued":
+            return
+        unit.state = "forming"
+        for row in self.members(unit.id):
+            if row.state[name] == "ready":
+                row.state[name] = "held"
+
+    def leave(self, rows: list[int], fate: str) -> None:
+        for number in rows:
+            self.rows[number].fate = fate
+        for number in rows:
+            row = self.rows[number]
+            if not self.members(row.unit):
+                self.sizes.pop(row.group, None)
+                self.present.pop(row.group, None)
+                self.owed.pop(row.group, None)
+                for one in self.reservations.values():
+                    one.refills.pop(row.group, None)
+                for name in self.tasks:
+                    unit = self.units[name].pop(row.unit, None)
+                    self.changed[name].pop(row.unit, None)
+                    if unit is not None:
+                        unit.deadline = None
+        if self.acked:
+            for number in rows:
+                del self.rows[number]
+
+    def user_drop(self, rows: list[int]) -> None:
+        if any(row not in self.rows or self.rows[row].fate != "live" for row in rows):
+            raise Refused("NotFound")
+        self.drop(rows, "test")
+        self.conclude()
+
+    def delete(self, rows: list[int]) -> None:
+        if any(row not in self.rows for row in rows):
+            raise Refused("NotFound")
+        if any("leased" in self.rows[row].state.values() for row in rows):
+            raise Refused("UsageError")
+        self.drop(rows, "deleted")
+        self.conclude()
+        for row in rows:
+            self.rows.pop(row, None)
+
+    # ------------------------------------------------------------ groups
+
+    def _settle(self, name: str) -> None:
+        changed = [self.units[name][unit] for unit in self.changed[name] if unit in self.units[name]]
+        self.changed[name].clear()
+        whole = []
+        for unit in [unit for unit in changed if unit.state == "forming"]:
+            rows = self.members(unit.id)
+            ready = [row for row in rows if row.state[name] in ("held", "ready")]
+            if len(ready) == self.sizes.get(unit.id, 1):
+                unit.lost, unit.late = 0, False
+                whole.append(unit)
+            elif unit.lost or unit.late or self.sealed:
+                self._judge(name, unit)
+        for unit in whole:
+            self._enqueue(name, unit)
+
+    def _enqueue(self, name: str, unit: Unit) -> None:
+        self.counter += 1
+        unit.state, unit.order, unit.deadline = "queued", unit.order or self.counter, None
+        for row in self.members(unit.id):
+            if row.state[name] == "held":
+                row.state[name] = "ready"
+
+    def _judge(self, name: str, unit: Unit) -> None:
+        rule = self.tasks[name].groups
+        assert rule is not None
+        rows = self.members(unit.id)
+        pending = [row.id for row in rows if row.state[name] == "pending"]
+        ready = [row.id for row in rows if row.state[name] in ("held", "ready")]
+        everybody = [row.id for row in rows]
+        size, there = self.sizes.get(unit.id, 1), self.present.get(unit.id, 1)
+        match rule.incomplete:
+            case DropGroup():
+                if unit.lost or unit.late or not pending:
+                    self.doomed.append((everybody, "group_incomplete"))
+            case Release():
+                to_come = 0 if unit.late or self.sealed else max(0, size - there - unit.lost)
+                reach = len(ready) + (0 if unit.late else len(pending) + to_come)
+                if reach < (rule.min_size or size):
+                    self.doomed.append((everybody, "group_incomplete"))
+                elif unit.late or not (pending or to_come):
+                    self._enqueue(name, unit)
+                    for number in pending:
+                        self.rows[number].state[name] = "absent"
+                    if pending:
+                        self.doomed.append((pending, "group_incomplete"))
+            case Refill():
+                if not self.sealed:
+                    self._refill(name, unit, pending, size - there)
+                elif not pending:
+                    self.doomed.append((everybody, "group_incomplete"))
+
+    def _refill(self, name: str, unit: Unit, pending: list[int], absent: int) -> None:
+        more = absent if unit.late else unit.lost
+        self._owe(unit.id, min(self.owed.get(unit.id, 0) + more, absent - self._promised(unit.id)))
+        if unit.late:
+            for other in self.tasks:
+                if other == name:
+                    continue
+                taken = [row for row in pending if self.rows[row].state[other] == "leased"]
+                for row in taken:
+                    self._unlease(other, self.rows[row])
+                self.give_back(other, taken, failed=True)
+            deadline = self.tasks[name].groups.deadline_s
+            if deadline is not None:
+                self.at(self.now + deadline, unit)
+        unit.lost, unit.late = 0, False
+
+    # ------------------------------------------------------------ staleness
+
+    def judge_stale(self, rows: list[int]) -> None:
+        if self.pacing is None or self.pacing.max_staleness is None:
+            return
+        pace = self.pacing.task
+        waiting = ("pending", "held", "ready")
+        stale = [row for row in rows if self.stale(self.rows[row]) and self.rows[row].state[pace] in waiting]
+        if not stale:
+            return
+        match self.pacing.on_stale:
+            case KeepStale():
+                self._keep(pace, stale)
+            case Requeue(task=target):
+                self._requeue(pace, target, stale)
+            case _:
+                self.doomed.append((stale, "stale"))
+
+    def _with_groups(self, pace: str, rows: list[int]) -> list[int]:
+        found: dict[int, None] = {}
+        for number in rows:
+            for row in self.members(self.rows[number].unit):
+                if row.state[pace] in ("pending", "held", "ready"):
+                    found[row.id] = None
+        return list(found)
+
+    def _keep(self, pace: str, rows: list[int]) -> None:
+        grouped = self.tasks[pace].groups is not None
+        for number in self._with_groups(pace, rows) if grouped else rows:
+            row = self.rows[number]
+            row.state[pace] = "kept"
+            if grouped:
+                unit = self.units[pace].setdefault(row.unit, Unit(pace, row.unit))
+                unit.state, unit.deadline = "over", None
+
+    def _requeue(self, pace: str, target: str, rows: list[int]) -> None:
+        fields, after = set(self.tasks[target].gives), []
+        for _ in self.tasks:
+            for name, task in self.tasks.items():
+                if name not in after and fields & set(task.needs):
+                    after.append(name)
+                    fields |= set(task.gives)
+        if any(self.tasks[name].groups for name in (target, pace, *after)):
+            rows = self._with_groups(pace, rows)
+        for number in rows:
+            row = self.rows[number]
+            row.version = -1
+            for name in fields:
+                row.fields.pop(name, None)
+        for name in after:
+            self._recede(name, [row for row in rows if self.rows[row].state[name] not in ("absent", "kept")])
+        again = [row for row in rows if self.rows[row].state[target] == "done"]
+        self._recede(target, again)
+        self.complete(target, [self.rows[row] for row in again])
+
+    def _recede(self, name: str, rows: list[int]) -> None:
+        for number in rows:
+            self._unlease(name, self.rows[number])
+        for number in rows:
+            row = self.rows[number]
+            unit = self.units[name].get(row.unit)
+            if unit is not None:
+                self._unqueue(name, unit)
+                unit.state, unit.order = "forming", 0
+            row.state[name] = "pending"
+
+    # ------------------------------------------------------------ flow
+
+    def advance(self, version: int) -> None:
+        if version < self.clock:
+            raise Refused("UsageError")
+        if self.pacing and self.pacing.max_staleness is not None and isinstance(self.pacing.on_stale, HoldClock):
+            waiting = ("pending", "held", "ready")
+            bound = version - self.pacing.max_staleness
+            if any(0 <= row.version < bound and row.state[self.pacing.task] in waiting for row in self.live()):
+                raise Refused("DeadlineExceeded")
+        if version == self.clock:
+            return
+        self.clock = version
+        stale = [row for row in self.live() if self.stale(row)]
+        self.judge_stale([row.id for row in sorted(stale, key=lambda row: (row.version, row.id))])
+        self.conclude()
+
+    def reserve(self, session: int, rows: int, version: int) -> Reservation:
+        version = self.clock if version < 0 else version
+        if self.sealed:
+            raise Refused("Sealed")
+        if rows > self.rows_max:
+            raise Refused("Impossible")
+        new = rows - min(rows, sum(self.owed.values()))
+        if self.pacing:
+            self._check_pace(rows, new, version)
+        if new and len(self.rows) + self.reserved() + rows > self.rows_max:
+            raise Refused("Full")
+        taken: dict[int, int] = {}
+        left = rows
+        for group in list(self.owed):
+            count = min(left, self.owed[group])
+            if count:
+                taken[group] = count
+                self._owe(group, self.owed[group] - count)
+                left -= count
+        one = Reservation(self.next_reservation, session, rows, taken)
+        self.next_reservation += 1
+        self.reservations[one.id] = one
+        return one
+
+    def _check_pace(self, rows: int, new: int, version: int) -> None:
+        pacing = self.pacing
+        assert pacing is not None
+        if rows > pacing.rows_ahead_max:
+            raise Refused("Impossible")
+        bound = pacing.max_staleness
+        if bound is not None and self.clock + (rows - 1) // pacing.batch_rows - version > bound:
+            raise Refused("Impossible")
+        ahead = self.outstanding() + new
+        if new and ahead > pacing.rows_ahead_max:
+            raise Refused("Full")
+        if new and bound is not None and self.clock + (ahead - 1) // pacing.batch_rows - version > bound:
+            raise Refused("Full")
+
+    def unreserve(self, session: int, number: int, rows: int) -> None:
+        one = self._reservation(session, number, rows)
+        if rows == one.left or rows == 0:
+            self._return(one)
+        else:
+            self._use(one, rows, [])
+
+    def _reservation(self, session: int, number: int, rows: int) -> Reservation:
+        one = self.reservations.get(number)
+        if one is None or one.session != session:
+            raise Refused("NotFound")
+        if rows > one.left:
+            raise Refused("UsageError")
+        return one
+
+    def _use(self, one: Reservation, count: int, rows: list[Row]) -> None:
+        one.left -= count
+        for row in rows:
+            if one.refills.get(row.group):
+                one.refills[row.group] -= 1
+        if not one.left:
+            self._return(one)
+
+    def _return(self, one: Reservation) -> None:
+        del self.reservations[one.id]
+        for group, count in one.refills.items():
+            self._owe(group, self.owed.get(group, 0) + count)
+
+    def _promised(self, group: int) -> int:
+        return sum(one.refills.get(group, 0) for one in self.reservations.values())
+
+    def _owe(self, group: int, count: int) -> None:
+        self.owed.pop(group, None) if count <= 0 else self.owed.__setitem__(group, count)
+
+    def seal(self) -> None:
+        if self.sealed:
+            raise Refused("Sealed")
+        self.sealed = True
+        for name, task in self.tasks.items():
+            if task.groups:
+                self.changed[name].update(dict.fromkeys(self.units[name]))
+        for group in list(self.owed):
+            self.owed.pop(group)
+        for one in self.reservations.values():
+            one.refills.clear()
+        self.conclude()
