@@ -1,7 +1,8 @@
 """All numbers of the job's learning in one place, each with its reason. No torch here: every process reads them.
 
 They were found by experiment, under one bound: the whole job in well under 180 s on two cores, where the trainer is the
-slower side. A step of the default costs 0.15 s of the trainer's core and 0.08 s of the generator's.
+slower side. A step of the default costs 0.15 s of the trainer's core and 0.08 s of the generator's. Shares of right
+answers below are of chain_sum's held-out problems, sampled at temperature 1 unless called greedy, after the warm-up.
 """
 
 from collections.abc import Mapping
@@ -45,11 +46,11 @@ class Settings:
     group_size: int = 8
     """Responses to a prompt."""
     prompts_per_step: int = 128
-    """128 groups: of 32 or 64 with as many responses in all, the policy gained a little less in the same time."""
+    """32 and 64, with as many responses in all, gained as much; 128 publishes weights and crosses the queue less often."""
     steps: int = 350
     """200 gain 0.2 to 0.3, 350 gain 0.35 to 0.43: the rest is margin over the 0.15 that the job promises."""
     learning_rate: float = 4e-4
-    """At 1e-3 the first steps undo the warm-up and the policy collapses; 2e-4 gains half as much in the same time."""
+    """1e-3 without a rise undoes the warm-up and the policy collapses; 8e-4 and 2e-4 gained a tenth and a third less."""
     final_share: float = 0.1
     """Share of the learning rate at the last step."""
     gradient_norm_max: float = 1.0
@@ -67,18 +68,18 @@ class Settings:
     warmup_steps: int = 300
     """About 13 s, and 2 of 5 sampled answers right: enough to reinforce, with room above."""
     warmup_rows: int = 64
-    """Half or twice as many rows, with as many in all, learned less in the same time."""
+    """32 with as many in all learn more (51 against 38 % right) and leave less room; 128 learn half as much."""
     warmup_learning_rate: float = 1.5e-3
-    """3e-3 is past the best for arithmetic: a third of the accuracy after as many steps."""
+    """3e-3 is past the best for arithmetic: 66 against 72 % greedy accuracy, and 27 against 67 with 4 heads."""
 
     width: int = 128
-    """Fills the processor's vector units; 96 learned more slowly per second."""
+    """96 costs a third less and leaves the warm-up at 29 % of sampled answers right, against 38."""
     layers: int = 2
-    """3 learn no more per second, and decoding pays for each."""
+    """3 learn more from as many steps, for a third more time in each: a demo must take little of it."""
     heads: int = 8
-    """Learns sums far faster than 4 heads (66 against 27 % right after 300 warm-up steps); 2 hardly learn."""
+    """After the warm-up 72 % of greedy answers are right; 67 with 4 heads; 2 hardly learn."""
     hidden: int = 256
-    """512 cost more than they gained."""
+    """512 learn more from as many steps too, for a fifth more time in each."""
     context: int = 32
     """Holds the longest prompt and response of every problem set."""
 
