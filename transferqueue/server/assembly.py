@@ -10,7 +10,7 @@ from importlib import metadata
 
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import FAREWELL_S
-from transferqueue.server.loop import Deaths, Loop
+from transferqueue.server.loop import Deaths, Descriptor, Loop
 from transferqueue.server.memory import Memory
 from transferqueue.server.node import Node, Place
 from transferqueue.server.runtime import ArenaHome, Home
@@ -48,10 +48,10 @@ class Server:
             self.loop = Loop(self.node, port, hub, wakeup, deaths)
             self._files = made.pop_all()
 
-    def run(self) -> None:
-        """Serve until `stop`; then close and remove everything. To be called once."""
+    def run(self, woken_by: Descriptor | None = None) -> None:
+        """Serve until `stop`; then close and remove everything. To be called once. woken_by: see `Loop.run`."""
         with self._files:
-            self.loop.run()
+            self.loop.run(woken_by)
 
     def stop(self) -> None:
         """Have `run` return soon. From any thread and from signals."""

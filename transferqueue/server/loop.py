@@ -10,7 +10,7 @@ import math
 import select
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 import zmq
 
@@ -23,6 +23,13 @@ from transferqueue.transport.zeromq import Port, Sent
 
 POLL_MS_MAX: Final = 1 << 30
 """The longest sleep that poll can be asked for; a later deadline is slept for twice."""
+
+
+class Descriptor(Protocol):
+    """Anything that poll can wait for."""
+
+    def fileno(self) -> int:
+        """Its number."""
 
 
 class Deaths:
@@ -82,10 +89,13 @@ class Loop:
         self._stopping = True
         self._wakeup.set()
 
-    def run(self) -> None:
-        """Serve until stopped; then, or if the node fails, tell all clients that nobody answers any more."""
+    def run(self, woken_by: Descriptor | None = None) -> None:
+        """Serve until stopped; then, or if the node fails, tell all clients that nobody answers any more.
+
+        woken_by: becomes readable when a signal came whose handler calls `stop`; nobody reads it.
+        """
         poller = zmq.Poller()
-        for source in (self._port.socket, self._wakeup, self._deaths):
+        for source in (self._port.socket, self._wakeup, self._deaths, *([woken_by] if woken_by else [])):
             poller.register(source, zmq.POLLIN)
         try:
             while not self._stopping:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import signal
+import socket
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Final, Self
@@ -37,7 +38,7 @@ def serve(
         _warn_of_strangers(server.tcp_addresses)
         addresses = [server.address, *server.tcp_addresses]
         on_ready(addresses if address is None or not address.startswith("tcp:") else addresses[::-1])
-        server.run()
+        server.run(woken_by=signals)
 
 
 def _places(address: str | None, tcp: Iterable[str]) -> tuple[IpcAddress, list[TcpAddress]]:
@@ -70,14 +71,25 @@ class _Signals:
     def __init__(self) -> None:
         self.server: Server | None = None
         self._before: dict[int, Any] = {}
+        self._here, self._there = socket.socketpair()
+
+    def fileno(self) -> int:
+        """Readable once a signal came. The handler alone would be too late for a loop that was just about to sleep:
+        the interpreter runs handlers between two of its steps, and a system call is one step."""
+        return self._here.fileno()
 
     def __enter__(self) -> Self:
+        self._there.setblocking(False)
+        signal.set_wakeup_fd(self._there.fileno(), warn_on_full_buffer=False)
         self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, old in self._before.items():
             signal.signal(number, old)
+        signal.set_wakeup_fd(-1)
+        self._here.close()
+        self._there.close()
 
     def _stop(self, _signal: int, _frame: FrameType | None) -> None:
         if self.server is None:
