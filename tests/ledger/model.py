@@ -98,6 +98,7 @@ class Model:
         self.units: dict[str, dict[int, Unit]] = {task.name: {} for task in tasks}
         self.changed: dict[str, dict[int, None]] = {task.name: {} for task in tasks}
         self.doomed: list[tuple[list[int], str]] = []
+        self.unwanted: list[int] = []
         self.counter = 0
         self.leases: dict[int, Lease] = {}
         self.next_lease = 1
@@ -195,9 +196,6 @@ class Model:
         self.put_count += len(rows)
         for name, task in self.tasks.items():
             self._arrive(name, task, rows)
-        unwanted = [row.id for row in rows if all(state == "absent" for state in row.state.values())]
-        if unwanted and self.tasks:
-            self.doomed.append((unwanted, "group_incomplete"))
         self.judge_stale([row.id for row in rows])
         if promise is not None:
             self._use(promise, len(rows), rows)
@@ -212,6 +210,7 @@ class Model:
             unit = self.units[name].get(row.unit)
             if task.groups and unit is not None and unit.state == "over":
                 row.state[name] = "absent"
+                self.unwanted.append(row.id)
         self.complete(name, [row for row in rows if row.state[name] == "pending"])
 
     def _check_groups(self, rows: list[Row]) -> None:
@@ -237,11 +236,16 @@ class Model:
                 row.state[name] = "ready"
                 continue
             unit = self.units[name].setdefault(row.unit, Unit(name, row.unit))
-            before = [one for one in self.members(row.unit) if one.state[name] in ("held", "ready")]
             row.state[name] = "held"
-            if not before and not unit.late and task.groups.deadline_s is not None:
-                self.at(self.now + task.groups.deadline_s, unit)
+            self.await_rest(unit)
             self.changed[name][row.unit] = None
+
+    def await_rest(self, unit: Unit) -> None:
+        rule = self.tasks[unit.task].groups
+        ready = [row for row in self.members(unit.id) if row.state[unit.task] in ("held", "ready")]
+        waits = unit.state == "forming" and unit.deadline is None and not unit.late
+        if waits and ready and rule is not None and rule.deadline_s is not None:
+            self.at(self.now + rule.deadline_s, unit)
 
     def update(self, rows: list[int], fields: set[str], overwrite: bool, version: int | None, commit: int) -> None:
         if any(row not in self.rows or self.rows[row].fate != "live" for row in rows):
@@ -293,10 +297,13 @@ class Model:
         task = self.tasks[name]
         if groups and not task.groups:
             raise Refused("UsageError")
-        if task.groups and rows and max(self.sizes.values(), default=1) > rows:
-            raise Refused("Impossible")
         if at_least > (rows or groups):
             raise Refused("UsageError")
+        if task.groups and rows and max(self.sizes.values(), default=1) > rows:
+            raise Refused("Impossible")
+        smallest = min((row.size for row in self.live()), default=1)
+        if task.groups and self.sizes and groups * smallest > self.rows_max and not self.sealed and not at_least:
+            raise Refused("Impossible")
         units = self.ready_units(name, low)
         final = self.sealed and not self.count(name, "pending", "held")
         taken: list[list[Row]] = []
@@ -310,7 +317,7 @@ class Model:
         spare = (rows or groups) - cost
         full = len(taken) < len(units) or spare == 0
         if task.groups and rows:
-            full = full or spare < min(self.sizes.values(), default=1)
+            full = full or spare < smallest
         if not taken or not (final or full or (at_least and cost >= at_least)):
             ended = self.sealed and final and not self.count(name, "leased")
             raise Refused("EndOfTable" if ended and not units else "DeadlineExceeded")
@@ -376,6 +383,9 @@ class Model:
             if self.tasks[name].groups:
                 unit = self.units[name][row.unit]
                 unit.state, unit.deadline = "over", None
+                for late in [one for one in self.members(row.unit) if one.state[name] in ("pending", "held")]:
+                    late.state[name] = "absent"
+                    self.unwanted.append(late.id)
             if all(state in ("done", "absent") for state in row.state.values()):
                 ended.append(number)
         self.done_count += len(ended)
@@ -420,6 +430,11 @@ class Model:
 
     def conclude(self) -> None:
         while True:
+            late = [self.rows[row] for row in self.unwanted if row in self.rows]
+            gone = [row.id for row in late if all(state in ("absent", "done") for state in row.state.values())]
+            self.unwanted.clear()
+            if gone:
+                self.doomed.append((gone, "group_incomplete"))
             if self.doomed:
                 rows, reason = self.doomed.pop(0)
                 self.drop(rows, reason)
@@ -548,8 +563,10 @@ class Model:
                     self._enqueue(name, unit)
                     for number in pending:
                         self.rows[number].state[name] = "absent"
+                        self.unwanted.append(number)
                     if pending:
                         self.doomed.append((pending, "group_incomplete"))
+                self.await_rest(unit)
             case Refill():
                 if not self.sealed:
                     self._refill(name, unit, pending, size - there)
@@ -567,10 +584,8 @@ class Model:
                 for row in taken:
                     self._unlease(other, self.rows[row])
                 self.give_back(other, taken, failed=True)
-            deadline = self.tasks[name].groups.deadline_s
-            if deadline is not None:
-                self.at(self.now + deadline, unit)
         unit.lost, unit.late = 0, False
+        self.await_rest(unit)
 
     # ------------------------------------------------------------ staleness
 

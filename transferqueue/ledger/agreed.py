@@ -47,7 +47,7 @@ class Agreement:
         """The oldest batch that this rank may still claim; `UsageError` if it was made on other terms."""
         after = self.next.get((request.rank, request.replica), 0)
         for number, batch in self.batches.items():
-            if number < after:
+            if number < after or (request.rank, request.replica) in batch.claimed:
                 continue
             if batch.terms != terms_of(request):
                 raise UsageError(
@@ -71,6 +71,16 @@ class Agreement:
         self.next[rank, replica] = number + 1
         if len(batch.claimed) == self.world * self.replicas:
             del self.batches[number]
+
+    def over(self, lease: int) -> None:
+        """A share has ended: no replica can claim it any more."""
+        for number, batch in list(self.batches.items()):
+            if lease not in batch.shares:
+                continue
+            rank = batch.shares.index(lease)
+            batch.claimed.update({(rank, replica): None for replica in range(self.replicas)})
+            if len(batch.claimed) == self.world * self.replicas:
+                del self.batches[number]
 
     def break_up(self, lease: int) -> list[int]:
         """A share ended early: its batch is given up. Shares of it that nobody has claimed."""

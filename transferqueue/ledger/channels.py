@@ -13,6 +13,7 @@ from transferqueue.errors import AlreadyExists, DeadlineExceeded, NotFound, Sche
 from transferqueue.ledger.blocks import Blocks, Usage
 from transferqueue.ledger.commits import check_layout
 from transferqueue.ledger.effects import Wait
+from transferqueue.ledger.flowing import VERSION_MAX
 from transferqueue.schema import Field
 from transferqueue.wire.messages import Applied, Publish, Pull, Weights
 
@@ -41,6 +42,8 @@ class Channel:
 
 def check_publish(channel: Channel, blocks: Blocks, session: int, request: Publish) -> None:
     """Raise unless this version may be published."""
+    if request.version > VERSION_MAX:
+        raise UsageError(f"version {request.version} is above {VERSION_MAX}; versions count trainer steps")
     if request.version == channel.latest:
         raise AlreadyExists(
             f'version {request.version} of channel "{channel.name}" is published; versions are published once'

@@ -102,7 +102,7 @@ def _fit(table: Table, task: TaskState, request: LeaseRequest, ids: IntArray, bu
         raise _too_large(table, int(sizes[0]), request)
     amount = int(total[count - 1]) if count else 0
     spare = budget - amount
-    full = count < ids.size or spare <= 0 or (bool(request.rows) and spare < table.groups.smallest)
+    full = count < ids.size or spare <= 0 or (bool(request.rows) and spare < _smallest(table))
     return _Fit(ids, costs, count, amount, full)
 
 
@@ -112,13 +112,18 @@ def check_groups_fit(table: Table, task: TaskState, request: LeaseRequest) -> No
         return
     if request.rows and table.groups.largest * request.world > request.rows:
         raise _too_large(table, table.groups.largest, request)
-    least, most = request.groups * table.groups.smallest, request.groups * table.groups.largest
+    least, most = request.groups * _smallest(table), request.groups * table.groups.largest
     if most > ROWS_PER_REQUEST_MAX or (least > table.limits.rows and not table.sealed and not request.at_least):
         bound = min(table.limits.rows, ROWS_PER_REQUEST_MAX)
         raise Impossible(
             f'{request.groups} complete groups of table "{table.name}" are at least {least} rows; at most {bound} can '
             "be there at once: ask for fewer groups"
         )
+
+
+def _smallest(table: Table) -> int:
+    """Rows of the smallest unit that is there; a row without a group is a unit of one."""
+    return table.groups.smallest if table.groups.members_live == table.rows_live else 1
 
 
 def _too_large(table: Table, size: int, request: LeaseRequest) -> Impossible:

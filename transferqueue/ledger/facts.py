@@ -38,6 +38,8 @@ UNSET: Final = {
 _LOWEST: Final = {"group_id": -1, "group_size": 1, "policy_version": -1, "policy_version_max": -1, "tokens": 0}
 _HIGHEST: Final = 1 << 53
 """Selectors negate and compare these as int64 and users read them as float64: both are exact up to here."""
+_TOKENS_MAX: Final = 1 << 40
+"""Tokens are added up over a lease of up to 2**20 rows, in int64."""
 
 
 @dataclass(slots=True)
@@ -84,10 +86,11 @@ def _numbers(name: str, data: bytes, rows: int) -> AnyArray:
     if name == "priority":
         if np.isnan(values).any():
             raise UsageError("priority has a NaN, which has no place in an order; give numbers")
-    elif name in _LOWEST and (values < _LOWEST[name]).any():
-        raise UsageError(f"{name} {int(values.min())} is too small; the least is {_LOWEST[name]}")
-    elif (abs(values) > _HIGHEST).any():
-        raise UsageError(f"{name} {int(values[abs(values) > _HIGHEST][0])} is beyond 2**53")
+        return values
+    lowest, highest = _LOWEST.get(name, -_HIGHEST), _TOKENS_MAX if name == "tokens" else _HIGHEST
+    if rows and (int(values.min()) < lowest or int(values.max()) > highest):
+        wrong = int(values.min()) if int(values.min()) < lowest else int(values.max())
+        raise UsageError(f"{name} {wrong} is out of range; {name} is {lowest} to {highest}")
     return values
 
 
@@ -98,7 +101,7 @@ def _check_groups(numbers: dict[str, AnyArray]) -> None:
     if ids is None or sizes is None:
         given, missing = ("group_size", "group_id") if ids is None else ("group_id", "group_size")
         raise UsageError(f"{given} is given without {missing}; a group is known by both")
-    if int(sizes.max()) > ROWS_PER_REQUEST_MAX:
+    if sizes.size and int(sizes.max()) > ROWS_PER_REQUEST_MAX:
         raise UsageError(
             f"group_size {int(sizes.max())} is above {ROWS_PER_REQUEST_MAX}, the most rows one lease may have"
         )
@@ -108,10 +111,11 @@ def _check_groups(numbers: dict[str, AnyArray]) -> None:
 
 
 def _check_keys(keys: list[str]) -> None:
-    named = [key for key in keys if key]
-    if len(set(named)) != len(named):
-        twice = next(key for key in named if named.count(key) > 1)
-        raise UsageError(f"key {twice!r} is given twice in one request; a key names one row")
+    seen: set[str] = set()
+    for key in keys:
+        if key and key in seen:
+            raise UsageError(f"key {key!r} is given twice in one request; a key names one row")
+        seen.add(key)
 
 
 def _check_tags(tags: list[Tags]) -> None:

@@ -108,6 +108,9 @@ def end_lease(table: Table, lease: Lease, why: str, *, told: bool) -> None:
             table.core.effects.add(LeaseEnded(session, lease.id, why))
     if lease.staged is not None:
         drop_staged(table, lease)
+        table.wake_room()
+    if lease.share is not None:
+        table.agreements[lease.task, *lease.share].over(lease.id)
     table.core.blocks.unpin_all(-lease.id)
     table.core.leases.end(lease, why)
 

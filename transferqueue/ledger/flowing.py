@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from transferqueue.errors import DeadlineExceeded, Full, NotFound, Sealed, UsageError
-from transferqueue.ledger.arrays import IntArray
+from transferqueue.ledger.arrays import IntArray, tally
 from transferqueue.ledger.effects import Wait
 from transferqueue.ledger.flow import check_reserve, why_not
 from transferqueue.ledger.settle import conclude, judge_stale
 from transferqueue.ledger.table import Table
-from transferqueue.ledger.tasks import READY
+from transferqueue.ledger.tasks import LEASED, READY, TaskState
 from transferqueue.policies import HoldClock
 from transferqueue.wire.messages import Advance, Done, Reserve, Reserved, Unreserve
+
+VERSION_MAX = 1 << 53
+"""As for the versions of rows: exact as int64 and as float64."""
 
 
 def reserve(table: Table, request: Reserve, session: int) -> Reserved | Wait:
@@ -60,6 +63,8 @@ def unreserve(table: Table, request: Unreserve, session: int) -> Done:
 
 def advance(table: Table, request: Advance, now: float) -> Done | Wait:
     """The clock moves to `version`."""
+    if request.version > VERSION_MAX:
+        raise UsageError(f"version {request.version} is above {VERSION_MAX}; versions count trainer steps")
     if request.version < table.clock:
         raise UsageError(f'the clock of table "{table.name}" is {table.clock}; it never goes back to {request.version}')
     if why := clock_held(table, request.version):
@@ -78,13 +83,23 @@ def clock_held(table: Table, version: int) -> str:
     bound = version - (pacing.max_staleness or 0)
     held = 0
     for rows in table.versions.below(bound):
-        held += int((pacer.state.a[table.rows.pages.index(rows)] <= READY).sum())
+        at = table.rows.pages.index(rows)
+        held += int((pacer.state.a[at] <= READY).sum()) + _set_aside(table, pacer, at)
     if not held:
         return ""
     return (
         f'the clock of table "{table.name}" is held at {table.clock}: {held} rows of versions below {bound} would be '
         f'stale at {version} (max_staleness {pacing.max_staleness}) and task "{pacing.task}" has not had them'
     )
+
+
+def _set_aside(table: Table, pacer: TaskState, at: IntArray) -> int:
+    """Rows in shares that no rank has claimed: not handed over yet."""
+    if not table.agreements:
+        return 0
+    leases = table.core.leases.by_id
+    holds = pacer.hold.a[at[pacer.state.a[at] == LEASED]]
+    return sum(count for number, count in tally(holds) if not leases[number].holders)
 
 
 def set_clock(table: Table, version: int, now: float) -> None:

@@ -61,6 +61,8 @@ class GroupTaskState(TaskState):
         self.forming: dict[int, Forming] = {}
         self.unsettled: dict[int, None] = {}
         """Groups that changed and have to be looked at before the request ends."""
+        self.unwanted: list[IntArray] = []
+        """Members that came too late; those that no other task wants either are dropped before the request ends."""
         self._deadlines = deadlines
         self._queued = 0
 
@@ -83,9 +85,10 @@ class GroupTaskState(TaskState):
         return np.isin(units, list(over)) if over else np.zeros(rows.size, np.bool_)
 
     def withdraw_late(self, rows: IntArray, at: IntArray) -> None:
-        """Members came after their group was over."""
-        self.move(at, rows.size, PENDING, ABSENT)
+        """Members came after their group was handed over without them: they are not for this task."""
+        self._set_state(at, ABSENT)
         self.rows.tasks_left.a[at] -= 1
+        self.unwanted.append(rows)
 
     def complete(self, rows: IntArray, at: Index, now: float) -> None:
         """Pending members have all the task needs."""
@@ -97,10 +100,14 @@ class GroupTaskState(TaskState):
         one = self.forming.get(unit)
         if one is None:
             one = self.forming[unit] = Forming(self, unit)
-        if not one.ready and not one.late and self.rule.deadline_s is not None:
-            self._deadlines.add(one, now + self.rule.deadline_s)
         one.ready += count
+        self.await_rest(one, now)
         self.unsettled[unit] = None
+
+    def await_rest(self, one: Forming, now: float) -> None:
+        """A group of which members are ready has until its deadline to be whole."""
+        if one.state == FORMING and one.ready and not one.late and one.deadline is None and self.rule.deadline_s:
+            self._deadlines.add(one, now + self.rule.deadline_s)
 
     def give_back(self, rows: IntArray, at: IntArray, now: float) -> None:
         """Leased members are complete again; whether their group is whole shows when it is settled."""
@@ -122,6 +129,15 @@ class GroupTaskState(TaskState):
         super().finish(rows, at)
         for unit, _ in self.groups.counts(self.groups.units(rows, at)):
             self.close(unit)
+            self._leave_out(unit)
+
+    def _leave_out(self, unit: int) -> None:
+        """Members that came while the others were handed over have missed their group."""
+        rows = np.array(self.groups.members(unit), np.int64)
+        at = self.rows.pages.index(rows)
+        late = self.state.a[at] <= HELD
+        if late.any():
+            self.withdraw_late(rows[late], at[late])
 
     def close(self, unit: int) -> None:
         """The task is done with the group."""
@@ -190,14 +206,15 @@ class GroupTaskState(TaskState):
             one = self.forming[unit]
             one.state, one.deadline = QUEUED, None
             self._queued += 1
+        at = self.rows.pages.index(np.array([row for unit in units for row in self.groups.members(unit)], np.int64))
+        at = at[self.state.a[at] == HELD]
+        self.move(at, at.size, HELD, READY)
         self._enqueue_units(units)
 
     def _enqueue_units(self, units: list[int]) -> None:
-        rows, sizes = self._complete_members(units)
+        rows, sizes = self._queued_members(units)
         at = self.rows.pages.index(rows)
         starts = np.cumsum(sizes) - sizes
-        fresh = self.state.a[at] == HELD
-        self.move(at[fresh], int(fresh.sum()), HELD, READY)
         seen = Units(self.rows, rows, at, starts)
         entries = np.empty((4, len(units)), np.int64)
         entries[0] = self.ranker.keys(seen)
@@ -209,12 +226,11 @@ class GroupTaskState(TaskState):
         entries[ORDER] = -seen.last_row if self.ranker.newest_first else [self.forming[unit].order for unit in units]
         self.push(in_order(entries))
 
-    def _complete_members(self, units: list[int]) -> tuple[IntArray, IntArray]:
+    def _queued_members(self, units: list[int]) -> tuple[IntArray, IntArray]:
         members = [self.groups.members(unit) for unit in units]
         rows = np.array([row for one in members for row in one], np.int64)
         sizes = np.array([len(one) for one in members], np.int64)
-        states = self.state.a[self.rows.pages.index(rows)]
-        good = (states == HELD) | (states == READY)
+        good: BoolArray = self.state.a[self.rows.pages.index(rows)] == READY
         if good.all():
             return rows, sizes
         return rows[good], np.add.reduceat(good.astype(np.int64), np.cumsum(sizes) - sizes)
@@ -249,21 +265,22 @@ class GroupTaskState(TaskState):
         """Which groups satisfy all predicates with every member."""
         if not units.size:
             return np.empty(0, np.bool_)
-        rows, sizes = self._complete_members(units.tolist())
+        rows, sizes = self._queued_members(units.tolist())
         good = matches(self.rows, where, rows, self.rows.pages.index(rows))
         return np.logical_and.reduceat(good, np.cumsum(sizes) - sizes)
 
     def members(self, units: IntArray) -> tuple[IntArray, IntArray]:
         """Rows of queued groups, group by group, and how many each has."""
-        return self._complete_members(units.tolist())
+        return self._queued_members(units.tolist())
 
     def lend(self, rows: IntArray, at: IntArray, lease: int) -> None:
         """Queued groups are leased, whole."""
         super().lend(rows, at, lease)
-        for unit, _ in self.groups.counts(self.groups.units(rows, at)):
+        for unit, count in self.groups.counts(self.groups.units(rows, at)):
             one = self.forming[unit]
             self._leave_queue(one)
-            one.state, one.ready = OUT, 0
+            one.state = OUT
+            one.ready -= count
 
     # ------------------------------------------------------------ incomplete groups
 

@@ -38,6 +38,8 @@ class Groups:
         self._by_id: dict[int, Group] = {}
         self._sizes: dict[int, int] = {}
         """Group size -> known groups of it."""
+        self.members_live = 0
+        """Rows without a fate that have a group."""
 
     # ------------------------------------------------------------ sizes
 
@@ -110,6 +112,7 @@ class Groups:
                 self._sizes[size] = self._sizes.get(size, 0) + 1
             group.rows[row] = None
             group.present += 1
+            self.members_live += 1
 
     # ------------------------------------------------------------ rows out
 
@@ -122,6 +125,7 @@ class Groups:
                 continue
             group = self._by_id[number]
             del group.rows[row]
+            self.members_live -= 1
             group.present -= dropped
             if not group.rows:
                 self._forget(group)

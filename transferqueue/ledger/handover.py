@@ -11,8 +11,10 @@ from transferqueue.ledger.choose import Choice, check_groups_fit, choose, tokens
 from transferqueue.ledger.content import complete_fields, describe_rows
 from transferqueue.ledger.effects import Wait
 from transferqueue.ledger.explain import explain_lease
+from transferqueue.ledger.gathering import GroupTaskState
 from transferqueue.ledger.leases import Lease
 from transferqueue.ledger.predicates import check_where
+from transferqueue.ledger.settle import conclude, return_rows
 from transferqueue.ledger.split import shares
 from transferqueue.ledger.table import Table
 from transferqueue.ledger.tasks import LEASED, READY, TaskState
@@ -204,13 +206,30 @@ def _join(table: Table, one: Lease, request: LeaseRequest, session: int, now: fl
 
 
 def _begin(table: Table, one: Lease, now: float) -> None:
-    """The lease time of a share begins when it is claimed. Rows dropped before that are not in it."""
-    one.since = now
+    """The lease time of a share begins when it is claimed. Rows that were dropped, or became stale, are not in it."""
     table.core.deadlines.add(one, now + one.length_s)
-    if not one.held.all():
-        one.rows = one.rows[one.held]
-        one.held = np.ones(one.rows.size, np.bool_)
-        one.open = np.ones(one.rows.size, np.bool_)
+    stale = _stale_since(table, one)
+    if stale.size:
+        one.lose(stale)
+        return_rows(table, table.tasks[one.task], stale, failed=False, now=now)
+    one.begin(now)
+    conclude(table, now)
+
+
+def _stale_since(table: Table, one: Lease) -> IntArray:
+    """Rows of an unclaimed share that are over the staleness bound by now, with the rest of their groups."""
+    task = table.tasks[one.task]
+    rows = one.rows[one.held]
+    if task is not table.pacer or table.stale_below <= 0:
+        return NO_ROWS
+    at = table.rows.pages.index(rows)
+    version = table.rows.version.a[at]
+    stale = (version >= 0) & (version < table.stale_below)
+    if isinstance(task, GroupTaskState):
+        units = table.groups.units(rows, at)
+        stale = np.isin(units, units[stale])
+    chosen: IntArray = rows[stale]
+    return chosen
 
 
 def _blocks(reply: Leased) -> list[int]:

@@ -140,19 +140,9 @@ def _enter(table: Table, staged: Staged, ids: IntArray, where: Index, now: float
         task.arrive(ids, where, complete=complete, now=now)
         if complete:
             table.wake_task(task.task.name)
-    _drop_unwanted(table, ids, where)
     if "policy_version" in numbers and table.versions is not None:
         table.versions.file(ids, numbers["policy_version"])
         judge_stale(table, ids, now)
-
-
-def _drop_unwanted(table: Table, ids: IntArray, where: Index) -> None:
-    """Members of groups that are over for every task have come too late."""
-    if not table.gatherers:
-        return
-    unwanted = table.rows.tasks_left.a[where] == 0
-    if unwanted.any():
-        table.doomed.append((ids[unwanted], "group_incomplete"))
 
 
 def _use(table: Table, reservation: Reservation, staged: Staged) -> None:
@@ -192,6 +182,7 @@ def update(table: Table, request: Update, session: int, now: float) -> Done:
     retire(table, write_columns(staged, table.rows, table.parts, rows, at))
     if request.overwrite:
         retire(table, table.parts.prune(at, staged.names))
+        table.wake_room()
     table.history.add(now, "updated", rows, session=session, detail=", ".join(staged.names))
     rows_changed(table, staged, rows, at, now)
     conclude(table, now)
@@ -204,11 +195,13 @@ def rows_changed(table: Table, staged: Staged, rows: IntArray, at: IntArray, now
     for task in table.tasks.values():
         if task.ranker.ranked_by & facts or (task.views and (staged.facts or staged.inline)):
             task.rerank(rows, at)
+            table.wake_task(task.task.name)
         if task.needs & names:
             _complete(table, task.task.name, rows, at, now)
     if "policy_version" in facts and table.versions is not None:
         table.versions.file(rows, table.rows.version.a[at])
         judge_stale(table, rows, now)
+        table.wake_room()
 
 
 def _complete(table: Table, name: str, rows: IntArray, at: IntArray, now: float) -> None:

@@ -106,6 +106,14 @@ class Lease:
             raise UsageError(f"row {some(rows[strange])} is not in lease {self.id}; name rows of that lease")
         return at
 
+    def begin(self, now: float) -> None:
+        """The first holder has come: rows that were lost before that are not in the lease."""
+        self.since = now
+        self.rows = self.rows[self.held]
+        self.held = np.ones(self.rows.size, np.bool_)
+        self.open = np.ones(self.rows.size, np.bool_)
+        self._sorter = None
+
     def lose(self, rows: IntArray) -> None:
         """Rows are lent no more, through no doing of the holder."""
         self.held[self._find(rows)] = False

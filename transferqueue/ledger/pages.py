@@ -52,7 +52,11 @@ class Pages:
 
     def column(self, dtype: npt.DTypeLike, fill: float = 0) -> Column:
         """A new column, `fill` everywhere."""
-        a: AnyArray = np.zeros(self._capacity, dtype) if fill == 0 else np.full(self._capacity, fill, dtype)
+        a: AnyArray
+        if not self._left:
+            a = np.empty(self._capacity, dtype)  # each page is filled as it comes into use
+        else:
+            a = np.zeros(self._capacity, dtype) if fill == 0 else np.full(self._capacity, fill, dtype)
         column = Column(a, fill)
         self._columns.append(column)
         return column

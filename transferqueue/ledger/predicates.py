@@ -93,8 +93,9 @@ def _compare(rows: Rows, predicate: Compare, at: IntArray) -> BoolArray:
     compare = _OPERATORS[predicate.op]
     column = rows.inline.get(predicate.field)
     if column is not None:
-        there: BoolArray = compare(column.a[at], predicate.value) & rows.has_all(at, rows.mask((predicate.field,)))
-        return there
+        with np.errstate(over="ignore"):  # a value beyond the column's dtype is its infinity
+            there: BoolArray = compare(column.a[at], predicate.value)
+        return there & rows.has_all(at, rows.mask((predicate.field,)))
     if predicate.field in _FACTS:
         found: BoolArray = compare(rows.facts[predicate.field].a[at], predicate.value)
         return found

@@ -33,6 +33,9 @@ class Spans:
         self._spans.insert(at, [number, number])
         self._join(at)
         self._join(at - 1)
+        if len(self._spans) > REPLIES_KEPT_MAX:
+            # A client that leaves gaps for ever: calls in the oldest gap count as answered.
+            self._spans[:2] = [[self._spans[0][0], self._spans[1][1]]]
 
     def _join(self, at: int) -> None:
         if 0 <= at < len(self._spans) - 1 and self._spans[at][1] + 1 == self._spans[at + 1][0]:

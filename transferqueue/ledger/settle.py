@@ -25,6 +25,7 @@ import numpy as np
 from transferqueue.ledger.arrays import BoolArray, IntArray
 from transferqueue.ledger.fates import drop_rows, lose_leases, retire
 from transferqueue.ledger.gathering import FORMING, Forming, GroupTaskState
+from transferqueue.ledger.pages import LIVE
 from transferqueue.ledger.table import Table
 from transferqueue.ledger.tasks import DONE, KEPT, PENDING, READY, TaskState
 from transferqueue.policies import KeepStale, Refill, Release, Requeue, Task
@@ -36,6 +37,8 @@ def conclude(table: Table, now: float) -> None:
     """Work off what the request set in motion, until every group is settled and nothing is doomed."""
     gatherers = table.gatherers
     while True:
+        for task in gatherers:
+            _drop_unwanted(table, task)
         if table.doomed:
             rows, reason = table.doomed.pop(0)
             drop_rows(table, rows, reason, now)
@@ -47,6 +50,16 @@ def conclude(table: Table, now: float) -> None:
 
 
 # ---------------------------------------------------------------- groups
+
+
+def _drop_unwanted(table: Table, task: GroupTaskState) -> None:
+    """Members that came too late for `task`, and that no other task wants, will be dropped."""
+    for rows in task.unwanted:
+        at, there = table.rows.pages.find(rows)
+        there &= (table.rows.tasks_left.a[at] == 0) & (table.rows.pages.fate.a[at] == LIVE)
+        if there.any():
+            table.doomed.append((rows[there], INCOMPLETE))
+    task.unwanted.clear()
 
 
 def _settle(table: Table, task: GroupTaskState, now: float) -> None:
@@ -69,6 +82,7 @@ def _judge(table: Table, task: GroupTaskState, one: Forming, now: float) -> None
     pending, ready = task.missing(one.unit)
     if isinstance(rule, Release):
         _release(table, task, one, pending, ready)
+        task.await_rest(one, now)
     elif isinstance(rule, Refill) and not table.sealed:
         _refill(table, task, one, now)
     elif (table.sealed and not pending) or (not isinstance(rule, Refill) and (one.lost or one.late)):
@@ -94,7 +108,7 @@ def _hand_over(table: Table, task: GroupTaskState, one: Forming) -> None:
     task.enqueue([one.unit])
     table.wake_task(task.task.name)
     if waiting.any():
-        # They are dropped for lack of time: that must not make the group, which is settled, incomplete again.
+        # Withdrawn first: that they are dropped must not make the group, which is settled, incomplete again.
         rows = rows[waiting]
         task.withdraw_late(rows, table.rows.pages.index(rows))
         table.doomed.append((rows, INCOMPLETE))
@@ -111,9 +125,8 @@ def _refill(table: Table, task: GroupTaskState, one: Forming, now: float) -> Non
         rows = np.array(list(group.rows), np.int64)
         waiting = rows[task.state.a[table.rows.pages.index(rows)] == PENDING]
         _take_back(table, task, waiting, now)
-        if task.rule.deadline_s is not None:
-            table.core.deadlines.add(one, now + task.rule.deadline_s)
     one.lost, one.late = 0, False
+    task.await_rest(one, now)
 
 
 def _take_back(table: Table, but: TaskState, rows: IntArray, now: float) -> None:
@@ -193,6 +206,7 @@ def _keep(table: Table, pacer: TaskState, rows: IntArray, now: float) -> None:
             pacer.close(unit)
     table.history.add(now, "kept though stale", rows, pacer.task.name)
     table.wake_room()
+    table.wake_task(pacer.task.name)
 
 
 def downstream(tasks: Sequence[Task], first: Task) -> tuple[frozenset[str], list[str]]:
@@ -221,9 +235,9 @@ def requeue(table: Table, pacer: TaskState, target: str, rows: IntArray, now: fl
     if any(isinstance(task, GroupTaskState) for task in (first, pacer, *after)):
         rows = _whole_groups(table, pacer, rows)
     at = table.rows.pages.index(rows)
-    known = [name for name in fields if name in table.rows.fields]
+    known = sorted(name for name in fields if name in table.rows.fields)
     table.rows.clear_fields(at, table.rows.mask(known))
-    retire(table, table.parts.prune(at, sorted(known)))
+    retire(table, table.parts.prune(at, known))
     for name in ("policy_version", "policy_version_max"):
         table.rows.facts[name].a[at] = -1
     for task in after:

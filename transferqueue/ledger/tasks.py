@@ -18,8 +18,9 @@ it first became ready, and decides among equals; a row that returns keeps it, so
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from transferqueue.ledger.arrays import BoolArray, Index, IntArray
@@ -49,6 +50,13 @@ class Tally:
         self.given = self.done = self.failed = self.dropped = 0
 
 
+class View(NamedTuple):
+    """The ready units that satisfy all of `where`."""
+
+    where: list[Predicate]
+    queue: Ready
+
+
 class TaskState:
     """Columns, counts and ready queue of one task whose units are rows."""
 
@@ -59,12 +67,13 @@ class TaskState:
         self.state = rows.pages.column(np.uint8, PENDING)
         self.hold = rows.pages.column(np.int64)
         self.order = rows.pages.column(np.int64)
-        self.attempts = rows.pages.column(np.uint16)
+        self.attempts = rows.pages.column(np.int32)
         self.needs = frozenset(task.needs)
         self.counts = [0] * len(STATES)
         self.tally = Tally()
         self.ready = Ready(self.alive)
-        self.views: dict[tuple[Predicate, ...], Ready] = {}
+        self.views: dict[bytes, View] = {}
+        """The queues of those units that satisfy a `where`, by its encoding (in which 1 and True differ)."""
         self._stamp = 0
         self._mask: Mask | None = None
 
@@ -161,8 +170,8 @@ class TaskState:
     def push(self, entries: Entries) -> None:
         """Sorted entries enter the queue, and each view whose predicates they satisfy."""
         self.ready.push(entries, self.ready_units)
-        for where, view in self.views.items():
-            view.push(entries[:, self.matching(entries[UNIT], where)], self.ready_units)
+        for view in self.views.values():
+            view.queue.push(entries[:, self.matching(entries[UNIT], view.where)], self.ready_units)
 
     @property
     def ready_units(self) -> int:
@@ -187,15 +196,17 @@ class TaskState:
         """The ready queue of those units that satisfy `where`: built once, then kept up to date."""
         if not where:
             return self.ready
-        key = tuple(where)
-        view = self.views.pop(key, None)
-        if view is None:
-            view = Ready(self.alive)
-            entries = self.ready.all()
-            view.push(entries[:, self.matching(entries[UNIT], where)], self.ready_units)
+        key = msgspec.msgpack.encode(where)
+        view = self.views.pop(key, None) or self._view(list(where))
         self.views[key] = view
         while len(self.views) > VIEWS_MAX:
             del self.views[next(iter(self.views))]
+        return view.queue
+
+    def _view(self, where: list[Predicate]) -> View:
+        view = View(where, Ready(self.alive))
+        entries = self.ready.all()
+        view.queue.push(entries[:, self.matching(entries[UNIT], where)], self.ready_units)
         return view
 
     # ------------------------------------------------------------ units and their rows

@@ -17,6 +17,9 @@ from transferqueue.limits import FIELDS_MAX, TASKS_MAX, check_name
 from transferqueue.policies import Acked, Pacing, Requeue, Task
 from transferqueue.wire.messages import CreateTable, TableTerms
 
+SECONDS_MAX = 1e9
+"""As in messages: thirty years."""
+
 
 def check_create(core: Core, request: CreateTable) -> None:
     """Raise unless a table can be made of these terms."""
@@ -25,9 +28,21 @@ def check_create(core: Core, request: CreateTable) -> None:
     _check_once("task", names, TASKS_MAX)
     _check_once("field", [field.name for field in request.fields], FIELDS_MAX)
     for task in request.tasks:
-        Ranker(task.selector, core.plugins)
+        _check_task(core, task)
     if request.pacing is not None:
         _check_pacing(request.name, request.pacing, request.tasks, request.limits.rows)
+
+
+def _check_task(core: Core, task: Task) -> None:
+    Ranker(task.selector, core.plugins)
+    if len(task.needs) > FIELDS_MAX or len(task.gives) > FIELDS_MAX:
+        raise Impossible(
+            f'task "{task.name}" needs {len(task.needs)} and gives {len(task.gives)} fields; a table has at most {FIELDS_MAX}'
+        )
+    deadline_s = task.groups.deadline_s if task.groups else None
+    for what, seconds in (("lease_s", task.lease_s), ("deadline_s of groups", deadline_s)):
+        if seconds is not None and seconds > SECONDS_MAX:
+            raise UsageError(f'task "{task.name}": {what} is {seconds}; at most {SECONDS_MAX:g} s')
 
 
 def _check_once(kind: str, names: Sequence[str], most: int) -> None:
@@ -102,7 +117,7 @@ def add_task(table: Table, task: Task, now: float) -> TableTerms:
         raise AlreadyExists(f'task "{task.name}" of table "{table.name}" exists with other terms: {there.task}')
     if len(table.tasks) >= TASKS_MAX:
         raise UsageError(f'table "{table.name}" has {TASKS_MAX} tasks, the most there may be')
-    Ranker(task.selector, table.core.plugins)
+    _check_task(table.core, task)
     _introduce(table, task, now)
     conclude(table, now)
     return table.terms()
