@@ -6,7 +6,7 @@ never carries code. Whatever can be seen to be impossible is refused when the va
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, dataclass_transform
 
 import msgspec
@@ -18,6 +18,14 @@ from transferqueue.limits import ATTEMPTS_MAX_DEFAULT, LEASE_S_DEFAULT, TAG_CHAR
 @dataclass_transform(frozen_default=True)
 class _Policy(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
     """Base of all policy values: compared by value, sent as a tagged array."""
+
+
+def _numbers(subject: str, **values: object) -> None:
+    """They are compared next, so they must be numbers; None only where it is the default."""
+    for name, value in values.items():
+        allowed = value is None and name in ("min_size", "deadline_s", "max_staleness")
+        if not allowed and not isinstance(value, int | float):
+            raise UsageError(f"{subject}: {name}={value!r} is {type(value).__name__}; give a number")
 
 
 # ---------------------------------------------------------------- selectors: which ready rows next
@@ -94,6 +102,7 @@ class Complete(_Policy, kw_only=True):
     incomplete: Refill | Release | DropGroup = DropGroup()
 
     def __post_init__(self) -> None:
+        _numbers("complete groups", min_size=self.min_size, deadline_s=self.deadline_s)
         if self.min_size is not None and self.min_size < 1:
             raise UsageError(f"min_size={self.min_size} is not a positive number of rows")
         if self.deadline_s is not None and not self.deadline_s > 0:
@@ -189,10 +198,15 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         check_name("task", self.name)
         if isinstance(self.needs, str) or isinstance(self.gives, str):
             raise UsageError(f'task "{self.name}": needs and gives are lists of field names, not one string')
+        if not isinstance(self.needs, Iterable) or not isinstance(self.gives, Iterable):
+            raise UsageError(
+                f'task "{self.name}": needs={self.needs!r} and gives={self.gives!r} are lists of field names'
+            )
         msgspec.structs.force_setattr(self, "needs", tuple(self.needs))
         msgspec.structs.force_setattr(self, "gives", tuple(self.gives))
         for field in (*self.needs, *self.gives):
             check_name("field", field)
+        _numbers(f'task "{self.name}"', lease_s=self.lease_s, attempts_max=self.attempts_max)
         if not self.lease_s > 0:
             raise UsageError(f'task "{self.name}": lease_s={self.lease_s} is not a positive number of seconds')
         if self.attempts_max < 0:
@@ -222,6 +236,7 @@ class Pacing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         check_name("task", self.task)
+        _numbers("pacing", batch_rows=self.batch_rows, depth=self.depth, max_staleness=self.max_staleness)
         if self.batch_rows < 1:
             raise UsageError(f"batch_rows={self.batch_rows} is not a positive number of rows")
         if self.depth < 0:

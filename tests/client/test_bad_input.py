@@ -127,6 +127,12 @@ PUTS: dict[str, tuple[Call, type[Exception], str]] = {
     "priority that is none": (lambda t: t.put(text=["a"], priority=float("nan")), tq.SchemaError, r"not a number"),
     "tag of another type": (lambda t: t.put(text=["a"], tags={"a": [1]}), tq.UsageError, r'tag "a" is list'),
     "key too long": (lambda t: t.put(text=["a"], key="k" * 513), tq.UsageError, r"has 513 characters; at most 512"),
+    "counts whose sum wraps around to the rows": (
+        lambda t: t.put(text=["a", "b"], extra=tq.Repeat([[1, 2]] * 5, [1 << 62] * 4 + [2])),
+        tq.SchemaError,
+        r"Repeat: count 4611686018427387904 is above",
+    ),
+    "key that is none": (lambda t: t.put(text=["a"], key=3), tq.UsageError, r"key 3 is int; keys are strings"),
     "key that exists": (lambda t: t.put(text=["a"], key="k0"), tq.AlreadyExists, r"k0"),
     "waiting for ever": (lambda t: t.put(text=["a"], timeout_s=float("inf")), tq.UsageError, r"timeout_s=inf"),
     "a reservation that is none": (
@@ -170,6 +176,27 @@ OTHERS: dict[str, tuple[Call, type[Exception], str]] = {
         tq.UsageError,
         r"where=.*give TagIs, VersionBetween or Compare",
     ),
+    "where of another type": (
+        lambda t: t.lease("train", rows=1, where=tq.Compare("score", "~", 3)),  # type: ignore[arg-type]
+        tq.UsageError,
+        r"where=Compare\(.*'~'",
+    ),
+    "terms of another type": (
+        lambda t: t.add_task(tq.Task("b", groups=True)),  # type: ignore[arg-type]
+        tq.UsageError,
+        r"task=Task\(.*array",
+    ),
+    "a selector that is a class": (
+        lambda t: t.add_task(tq.Task("b", selector=tq.Fifo)),  # type: ignore[arg-type]
+        tq.UsageError,
+        r"task=Task\(",
+    ),
+    "a group size that is text": (
+        lambda t: t.add_task(tq.Task("b", groups=tq.Complete(min_size="a"))),  # type: ignore[arg-type]
+        tq.UsageError,
+        r"min_size='a' is str; give a number",
+    ),
+    "needs that are none": (lambda t: t.add_task(tq.Task("b", needs=None)), tq.UsageError, r"needs=None"),  # type: ignore[arg-type]
     "groups of a task without": (lambda t: t.lease("train", groups=1, timeout_s=0), tq.UsageError, r"group"),
     "read of a missing row": (lambda t: t.read([10**6]), tq.NotFound, r"1000000"),
     "drop of a missing row": (lambda t: t.drop([10**6], "x"), tq.NotFound, r"1000000"),

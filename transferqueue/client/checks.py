@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from transferqueue.errors import UsageError
@@ -70,3 +71,14 @@ def peer(replica: object) -> tuple[int, int]:
         raise UsageError(f"replica={replica!r} is not a pair; give (i, n): this is peer i of n, from 0")
     n = whole("replica's n", replica[1], least=1)
     return whole("replica's i", replica[0], most=n - 1), n
+
+
+def policy(name: str, value: Any, kind: Any) -> Any:
+    """A value of `kind` whose parts are of their declared types; a struct made by hand does not check that."""
+    try:
+        msgspec.convert(msgspec.to_builtins(value), kind)
+    except (msgspec.ValidationError, TypeError, OverflowError) as error:
+        raise UsageError(
+            f"{name}={value!r} cannot be used: {error}; give each part the type it is declared with"
+        ) from None
+    return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -109,7 +109,9 @@ def _broadcast(name: str, given: npt.NDArray[Any], rows: int) -> npt.NDArray[Any
 def _keys(value: object, rows: int) -> list[str] | None:
     if value is None:
         return None
-    keys = [value] * rows if isinstance(value, str) else list(value)  # type: ignore[call-overload]
+    if not isinstance(value, Iterable):
+        raise UsageError(f"key {value!r} is {type(value).__name__}; keys are strings, one per row")
+    keys = [value] * rows if isinstance(value, str) else list(value)
     if len(keys) != rows:
         raise SchemaError(f"key has {len(keys)} values for {rows} rows; give one key per row")
     for key in keys:

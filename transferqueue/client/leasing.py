@@ -71,7 +71,7 @@ def predicates(where: Predicate | Iterable[Predicate]) -> list[Predicate]:
             raise UsageError(
                 f"where={predicate!r} is {type(predicate).__name__}; give TagIs, VersionBetween or Compare, or a list of these"
             )
-    return found
+    return [checks.policy("where", predicate, Predicate) for predicate in found]
 
 
 def lease(client: Client, terms: Terms, request: m.Lease, batch: Callable[[Lent, m.Leased], B]) -> Operation[B]:

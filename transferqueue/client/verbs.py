@@ -206,7 +206,7 @@ def _one(name: str, value: Any, kind: Any) -> Any:
     if not isinstance(value, kind):
         wanted = getattr(kind, "__name__", str(kind).replace("transferqueue.policies.", ""))
         raise UsageError(f"{name}={value!r} is {type(value).__name__}; give {wanted}")
-    return value
+    return checks.policy(name, value, kind)
 
 
 def _each(name: str, values: Any, kind: Any) -> list[Any]:

@@ -54,6 +54,10 @@ class Repeat:
         self.counts: I64 = np.asarray(counts)
         if self.counts.dtype.kind not in "iu" or self.counts.ndim > 1:
             raise SchemaError(f"Repeat: counts {counts!r} are not whole numbers; give one, or one for each value")
+        if self.counts.size and self.counts.max() > ROWS_PER_REQUEST_MAX:  # before the sum, which would wrap around
+            raise SchemaError(
+                f"Repeat: count {self.counts.max()} is above {ROWS_PER_REQUEST_MAX}, the most rows of one request"
+            )
         self.counts = self.counts.astype(np.int64)
         if self.counts.size and self.counts.min() < 1:
             raise SchemaError(f"Repeat: count {self.counts.min()} is not positive; leave out values that no row has")
