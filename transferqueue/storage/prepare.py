@@ -54,10 +54,6 @@ class Repeat:
         self.counts: I64 = np.asarray(counts)
         if self.counts.dtype.kind not in "iu" or self.counts.ndim > 1:
             raise SchemaError(f"Repeat: counts {counts!r} are not whole numbers; give one, or one for each value")
-        if self.counts.size and self.counts.max() > ROWS_PER_REQUEST_MAX:  # before the sum, which would wrap around
-            raise SchemaError(
-                f"Repeat: count {self.counts.max()} is above {ROWS_PER_REQUEST_MAX}, the most rows of one request"
-            )
         self.counts = self.counts.astype(np.int64)
         if self.counts.size and self.counts.min() < 1:
             raise SchemaError(f"Repeat: count {self.counts.min()} is not positive; leave out values that no row has")
@@ -71,7 +67,8 @@ class Repeat:
             raise SchemaError(
                 f"{subject}: Repeat of {stored_rows} values with {len(self.counts)} counts; give one for each"
             )
-        total = int(self.counts.sum()) if self.counts.ndim else int(self.counts) * stored_rows
+        # in Python's integers: a sum of int64 wraps around
+        total = sum(self.counts.tolist()) if self.counts.ndim else int(self.counts) * stored_rows
         _check_rows(total, subject)
         return np.repeat(np.arange(stored_rows, dtype=np.int32), self.counts)
 
