@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from transferqueue.ledger import Effect, FreeExtent, LeaseEnded, Ledger, Wait, Wake
+from transferqueue.ledger.table import Table
 from transferqueue.limits import PAGE_BYTES, Limits
 from transferqueue.policies import Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field, align, layout
@@ -73,6 +74,10 @@ class World:
         self.now += seconds
         self.ledger.tick(self.now)
         self.collect()
+
+    def table(self, name: str = "t") -> Table:
+        """The state itself, for what no request shows."""
+        return self.ledger.state.tables[name]
 
     def audit(self) -> dict[str, Any]:
         return self.ledger.observe(m.Observe("audit"), self.now)

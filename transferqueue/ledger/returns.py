@@ -142,6 +142,9 @@ def _ack_replica(table: Table, one: Lease, request: Ack, session: int, staged: S
     one.dropped_as = one.dropped_as or request.drop
     if staged is not None and one.staged is None:
         one.staged = _in_lease_order(table, one, request, staged)
+    elif staged is not None:
+        # Written, accepted, and needed by nobody: the extent closes as after any commit.
+        table.core.blocks.commit(staged.placed, table.usage, [0] * len(staged.placed))
     if len(one.acked) == one.replicas:
         _ack_last(table, one, request, session, now)
     conclude(table, now)

@@ -1,0 +1,294 @@
+"""Every selector: its order, no row twice, no row lost, no group cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from tests.ledger.driver import Driver, World
+from transferqueue.errors import DeadlineExceeded, EndOfTable, InternalError
+from transferqueue.ledger import Ledger, Units
+from transferqueue.ledger.arrays import IntArray
+from transferqueue.ledger.ready import Ready, in_order
+from transferqueue.ledger.selectors import sortable
+from transferqueue.limits import Limits
+from transferqueue.policies import (
+    Compare,
+    Complete,
+    Fifo,
+    Freshest,
+    LongestFirst,
+    OldestVersionFirst,
+    Plugin,
+    Priority,
+    Selector,
+    TagIs,
+    Task,
+    TokenBalanced,
+)
+
+SELECTORS: list[Selector] = [Fifo(), OldestVersionFirst(), Freshest(), LongestFirst(), Priority(), TokenBalanced()]
+rows = st.lists(
+    st.tuples(st.integers(0, 5), st.integers(0, 9), st.sampled_from([-2.5, 0.0, 0.5, 7.0])), min_size=1, max_size=40
+)
+
+
+def rank(selector: Selector, number: int, version: int, tokens: int, priority: float) -> tuple[float, float]:
+    """The sort key of a row by the words of the policy."""
+    match selector:
+        case OldestVersionFirst():
+            return version, number
+        case Freshest():
+            return -version, -number
+        case LongestFirst():
+            return -tokens, number
+        case Priority():
+            return -priority, number
+    return 0, number
+
+
+def drain(client: Driver, number: int, **terms: Any) -> list[list[int]]:
+    """Leases of a sealed table until its end."""
+    batches = []
+    while True:
+        try:
+            batch = client.lease("x", **{"rows": number, **terms})
+        except EndOfTable:
+            return batches
+        batches.append(batch.rows)
+        client.ack(batch)
+
+
+@pytest.mark.parametrize("selector", SELECTORS, ids=lambda one: type(one).__name__)
+@given(facts=rows, cuts=st.lists(st.integers(1, 7), min_size=1), number=st.integers(1, 9))
+@settings(max_examples=25)
+def test_order_is_that_of_the_policy_and_each_row_comes_once(
+    selector: Selector, facts: list[tuple[int, int, float]], cuts: list[int], number: int
+) -> None:
+    client = World().client()
+    client.create(tasks=[Task("x", selector=selector)])
+    at = 0
+    for cut in cuts * len(facts):
+        part = facts[at : at + cut]
+        if part:
+            version, tokens, priority = zip(*part, strict=True)
+            client.put(len(part), policy_version=version, tokens=tokens, priority=priority)
+        at += cut
+    client.seal()
+    wanted = sorted(range(len(facts)), key=lambda row: rank(selector, row, *facts[row]))
+    batches = drain(client, number)
+    assert [row for batch in batches for row in batch] == wanted
+    assert all(len(batch) == number for batch in batches[:-1])
+
+
+@pytest.mark.parametrize("selector", SELECTORS, ids=lambda one: type(one).__name__)
+@given(data=st.data())
+@settings(max_examples=25)
+def test_whole_groups_only_under_every_selector(selector: Selector, data: st.DataObject) -> None:
+    world = World()
+    client = world.client()
+    client.create(tasks=[Task("x", ["r"], selector=selector, groups=Complete())])
+    sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=8), "sizes")
+    waiting = dict(enumerate(sizes))
+    seen: list[int] = []
+    members: dict[int, list[int]] = {}
+    while waiting:
+        group = data.draw(st.sampled_from(sorted(waiting)))
+        count = data.draw(st.integers(1, waiting[group]))
+        waiting[group] -= count
+        if not waiting[group]:
+            del waiting[group]
+        tokens = data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
+        put = client.put(
+            count, inline={"r": 0.0}, group_id=group, group_size=sizes[group], tokens=tokens, policy_version=group % 3
+        )
+        members.setdefault(group, []).extend(put)
+        try:
+            batch = client.lease("x", groups=1)
+        except DeadlineExceeded:
+            continue
+        whole = [group for group, rows in members.items() if sorted(batch.rows) == sorted(rows)]
+        assert len(whole) == 1
+        assert whole[0] not in waiting
+        seen += batch.rows
+        if data.draw(st.booleans()):
+            client.ack(batch)
+        else:
+            client.release(batch)
+            seen = [row for row in seen if row not in batch.rows]
+    client.seal()
+    rest = [row for batch in drain(client, 0, groups=2) for row in batch]
+    assert sorted(seen + rest) == sorted(row for rows in members.values() for row in rows)
+
+
+def test_a_group_ranks_by_its_oldest_member_its_sum_of_tokens_and_its_highest_priority() -> None:
+    client = World().client()
+    selectors = {"old": OldestVersionFirst(), "new": Freshest(), "long": LongestFirst(), "first": Priority()}
+    client.create(tasks=[Task(name, selector=one, groups=Complete()) for name, one in selectors.items()])
+    facts = {"policy_version": [5, 5, 1, 9], "tokens": [3, 3, 5, 0], "priority": [1.0, 1.0, 0.0, 2.0]}
+    client.put(4, group_id=[0, 0, 1, 1], group_size=2, **facts)
+    assert [client.lease(name, groups=1).rows for name in selectors] == [[2, 3], [0, 1], [0, 1], [2, 3]]
+
+
+def test_a_row_that_comes_back_keeps_its_place() -> None:
+    client = World().client()
+    client.create(tasks=[Task("x", attempts_max=0)])
+    client.put(6)
+    first = client.lease("x", 2)
+    second = client.lease("x", 2)
+    client.release(first, failed=True)
+    client.release(second, [3])
+    assert client.lease("x", 4).rows == [0, 1, 3, 4]
+
+
+def test_facts_that_change_move_a_ready_row() -> None:
+    client = World().client()
+    client.create(tasks=[Task("long", selector=LongestFirst()), Task("first", selector=Priority())])
+    client.put(3, tokens=[1, 2, 3], priority=[0.0, 1.0, 2.0])
+    client.update([0], tokens=9)
+    client.update([1], priority=5.0)
+    assert client.lease("long", 3).rows == [0, 2, 1]
+    assert client.lease("first", 3).rows == [1, 2, 0]
+
+
+def test_token_budget_takes_what_fits_and_hands_out_alone_what_never_would() -> None:
+    client = World().client()
+    client.create(tasks=[Task("x", attempts_max=0)])
+    client.put(6, tokens=[4, 4, 3, 50, 0, 2])
+    assert client.lease("x", tokens=11).rows == [0, 1, 2]
+    assert client.lease("x", tokens=11).rows == [3]
+    with pytest.raises(DeadlineExceeded, match="waits for 11 tokens"):
+        client.lease("x", tokens=11)
+    assert client.lease("x", tokens=11, at_least=3).rows == [4, 5]  # a row never told its tokens counts as one
+
+
+def test_at_least_is_enough() -> None:
+    client = World().client()
+    client.create(tasks=[Task("x")])
+    client.put(3)
+    with pytest.raises(DeadlineExceeded, match="waits for 8 rows"):
+        client.lease("x", 8, at_least=4)
+    assert client.lease("x", 8, at_least=3).rows == [0, 1, 2]
+
+
+def test_where_takes_from_the_middle_and_stays_up_to_date() -> None:
+    client = World().client()
+    client.create(tasks=[Task("x", attempts_max=0)])
+    tags = [{"kind": "math"}, {"kind": "code"}, {}, {"kind": "math"}, {"n": 1}, {"n": True}]
+    client.put(6, tags=tags, inline={"reward": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]})
+    math = [TagIs("kind", "math")]
+    first = client.lease("x", 2, where=math)
+    assert first.rows == [0, 3]
+    client.put(2, tags=[{"kind": "code"}, {"kind": "math"}])
+    assert client.lease("x", 1, where=math).rows == [7]
+    client.release(first)
+    client.update([0], tags=[{}])
+    assert client.lease("x", 2, where=math, at_least=1).rows == [3]
+    client.update([2], tags=[{"kind": "math"}])
+    assert client.lease("x", 1, where=math).rows == [2]
+    assert client.lease("x", 2, where=[TagIs("n", 1)], at_least=1).rows == [4]
+    assert client.lease("x", 2, where=[TagIs("n", True)], at_least=1).rows == [5]
+    assert client.lease("x", 9, where=[Compare("reward", ">=", 1)], at_least=1).rows == [1]
+    assert client.lease("x", 9, at_least=1).rows == [0, 6]
+
+
+def test_many_different_wheres_are_all_right() -> None:
+    client = World().client()
+    client.create(tasks=[Task("x")])
+    for number in range(40):
+        client.put(1, tokens=number)
+    for number in reversed(range(0, 40, 2)):
+        assert client.lease("x", 1, where=[Compare("tokens", "==", number)]).rows == [number]
+    assert client.lease("x", 20).rows == list(range(1, 40, 2))
+
+
+def test_a_where_waiter_is_woken_by_a_tag() -> None:
+    world = World()
+    client = world.client()
+    client.create(tasks=[Task("x")])
+    client.put(1)
+    where = [TagIs("ok", True)]
+    waits = client.lease("x", 1, where=where, wait_s=9)
+    world.woken.clear()
+    client.update([0], tags=[{"ok": True}])
+    assert set(waits.keys) & set(world.woken)
+    assert client.lease("x", 1, where=where).rows == [0]
+
+
+class Shortest:
+    """A plugin: fewest tokens first."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.bad = bool(options.get("bad"))
+
+    def keys(self, units: Units) -> Any:
+        return np.zeros(units.count + 1) if self.bad else units.tokens.astype(np.float32)
+
+
+def test_a_plugin_ranks() -> None:
+    world = World(Ledger(selectors={"shortest": Shortest}))
+    client = world.client()
+    client.create(
+        tasks=[Task("x", selector=Plugin("shortest")), Task("y", selector=TokenBalanced(inner=LongestFirst()))]
+    )
+    client.put(3, tokens=[5, 1, 3])
+    assert client.lease("x", 3).rows == [1, 2, 0]
+    assert client.lease("y", 3).rows == [0, 2, 1]
+    client.create("bad", tasks=[Task("x", selector=Plugin("shortest", {"bad": True}))])
+    with pytest.raises(InternalError, match="gave float64"):
+        client.put(1, table="bad")
+
+
+# ---------------------------------------------------------------- the ready queue by itself
+
+
+@given(st.lists(st.floats(allow_nan=False), min_size=2, max_size=30))
+def test_floats_sort_as_their_integers(values: list[float]) -> None:
+    found = sortable(np.array(values))
+    assert np.array(values)[np.argsort(found, kind="stable")].tolist() == sorted(values)
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_ready_gives_the_alive_in_order_whatever_was_pushed_taken_and_killed(data: st.DataObject) -> None:
+    alive: dict[int, tuple[int, int]] = {}
+
+    def stands(units: IntArray, stamps: IntArray) -> Any:
+        return np.array([unit in alive and unit == stamp for unit, stamp in zip(units, stamps, strict=True)], np.bool_)
+
+    ready, made = Ready(stands), 0
+    for _ in range(data.draw(st.integers(1, 12))):
+        count = data.draw(st.sampled_from([1, 2, 70, 300, 2000]))
+        keys = np.array(data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4)))[np.arange(count) % 1]
+        keys = keys + data.draw(st.sampled_from([0, 1])) * (np.arange(count) % 5)
+        order = np.arange(made, made + count) * data.draw(st.sampled_from([1, -1]))
+        entries = in_order(np.stack([keys, order, np.arange(made, made + count), np.arange(made, made + count)]))
+        alive |= {int(unit): (int(key), int(place)) for key, place, _, unit in entries.T}
+        made += count
+        ready.push(entries, len(alive))
+        for victim in list(alive)[:: data.draw(st.sampled_from([2, 3, 1000]))]:
+            del alive[victim]
+        want = data.draw(st.integers(1, 400))
+        expected = sorted(alive, key=lambda unit: alive[unit])[:want]
+        assert ready.first(want)[3].tolist() == expected
+        taken = data.draw(st.integers(0, len(expected)))
+        ready.taken(taken)
+        for unit in expected[:taken]:
+            del alive[unit]
+    assert ready.all()[3].tolist() == sorted(alive, key=lambda unit: alive[unit])
+
+
+def test_rows_that_die_in_the_queue_do_not_stay_there() -> None:
+    client = World().client()
+    client.create(tasks=[Task("x")], limits=Limits(rows=1 << 16))
+    for _ in range(60):
+        rows = client.put(100)
+        client.drop(rows[1:])
+    queue = client.world.table().tasks["x"].ready
+    assert sum(run.size for run in queue._runs) < 2 * 60 + 1200
+    assert client.lease("x", 60).rows == list(range(0, 6000, 100))
