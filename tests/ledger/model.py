@@ -253,6 +253,7 @@ class Model:
         if not overwrite and any(fields & set(self.rows[row].fields) for row in rows):
             raise Refused("AlreadyExists")
         self.write(rows, fields, version, commit)
+        self.judge_stale(rows)
         self.conclude()
 
     def write(self, rows: list[int], fields: set[str], version: int | None, commit: int) -> None:
@@ -263,8 +264,6 @@ class Model:
         for name, task in self.tasks.items():
             if set(task.needs) & fields:
                 self.complete(name, [self.rows[row] for row in rows if self.rows[row].state[name] == "pending"])
-        if version is not None:
-            self.judge_stale(rows)
 
     # ------------------------------------------------------------ leases
 
@@ -372,6 +371,7 @@ class Model:
             self.finish(lease.task, held)
         if not lease.open or not lease.held:
             self.end(lease)
+        self.judge_stale([row for row in held if row in self.rows and self.rows[row].fate == "live"])
         self.conclude()
         return len(held)
 

@@ -25,7 +25,6 @@ from transferqueue.policies import (
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
 
-
 DROP = DropStale()
 
 

@@ -185,12 +185,16 @@ def update(table: Table, request: Update, session: int, now: float) -> Done:
         table.wake_room()
     table.history.add(now, "updated", rows, session=session, detail=", ".join(staged.names))
     rows_changed(table, staged, rows, at, now)
+    judge_stale(table, rows, now)
     conclude(table, now)
     return Done(rows.size)
 
 
 def rows_changed(table: Table, staged: Staged, rows: IntArray, at: IntArray, now: float) -> None:
-    """Columns or facts of live rows were written: some become ready, some rank anew, some are stale."""
+    """Columns or facts of live rows were written: some become ready, some rank anew.
+
+    Whether a new version makes them stale is for the caller to have judged, once the rows are where they belong.
+    """
     names, facts = frozenset(staged.names), frozenset(staged.facts.numbers)
     for task in table.tasks.values():
         if task.ranker.ranked_by & facts or (task.views and (staged.facts or staged.inline)):
@@ -200,7 +204,6 @@ def rows_changed(table: Table, staged: Staged, rows: IntArray, at: IntArray, now
             _complete(table, task.task.name, rows, at, now)
     if "policy_version" in facts and table.versions is not None:
         table.versions.file(rows, table.rows.version.a[at])
-        judge_stale(table, rows, now)
         table.wake_room()
 
 

@@ -20,7 +20,7 @@ from transferqueue.ledger.fates import drop_staged, end_lease, finish_rows, reti
 from transferqueue.ledger.gathering import GroupTaskState
 from transferqueue.ledger.intake import check_reason, rows_changed
 from transferqueue.ledger.leases import Lease
-from transferqueue.ledger.settle import conclude, return_rows
+from transferqueue.ledger.settle import conclude, judge_stale, return_rows
 from transferqueue.ledger.table import Table
 from transferqueue.ledger.tasks import TaskState
 from transferqueue.wire.messages import Ack, Done, Release, Renew, Renewed
@@ -51,6 +51,7 @@ def ack(table: Table, request: Ack, session: int, now: float) -> Done:
     one.held[held] = one.open[named] = False
     _finish(table, task, rows, request, session, now)
     _end_if_empty(table, one, "it was acked")
+    judge_stale(table, rows, now)
     conclude(table, now)
     return Done(rows.size)
 
@@ -174,6 +175,7 @@ def _ack_last(table: Table, one: Lease, request: Ack, session: int, now: float) 
     final = Ack(request.table, request.lease, request.token, drop=one.dropped_as, step=request.step)
     _finish(table, task, held, final, session, now)
     end_lease(table, one, "it was acked by all replicas", told=True)
+    judge_stale(table, held, now)
 
 
 # ---------------------------------------------------------------- release, renew

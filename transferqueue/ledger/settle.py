@@ -166,13 +166,13 @@ def return_rows(table: Table, task: TaskState, rows: IntArray, *, failed: bool, 
 
 
 def judge_stale(table: Table, rows: IntArray, now: float) -> None:
-    """Do what `on_stale` says with those of `rows` (live) that are over the bound and not handed over."""
+    """Do what `on_stale` says with those of `rows` that are live, over the bound and not handed over."""
     pacer = table.pacer
     if table.versions is None or pacer is None or table.pacing is None or table.stale_below <= 0:
         return
-    at = table.rows.pages.index(rows)
+    at, there = table.rows.pages.find(rows)
     version = table.rows.version.a[at]
-    stale: BoolArray = (version >= 0) & (version < table.stale_below) & (pacer.state.a[at] <= READY)
+    stale: BoolArray = there & (version >= 0) & (version < table.stale_below) & (pacer.state.a[at] <= READY)
     if not stale.any():
         return
     rows = rows[stale]

@@ -1,0 +1,110 @@
+"""What a request costs does not depend on how many rows are there. Ratios of medians, in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.ledger.driver import Driver, World
+from transferqueue.limits import Limits
+from transferqueue.policies import Compare, Fifo, Freshest, LongestFirst, OldestVersionFirst, Priority, Selector, Task
+from transferqueue.wire import messages as m
+
+pytestmark = pytest.mark.slow
+MANY, FEW = 1_000_000, 1000
+
+
+def filled(rows: int, selector: Selector) -> Driver:
+    client = World().client()
+    client.create(tasks=[Task("x", ["r"], selector=selector, attempts_max=0)], limits=Limits(rows=2 * MANY))
+    dice = np.random.default_rng(0)
+    step = min(250, rows) if rows <= FEW else 2500
+    for at in range(0, rows, step):
+        client.put(
+            step,
+            inline={"r": 1.0},
+            tokens=dice.integers(1, 30000, step),
+            policy_version=at // 100_000,
+            priority=dice.random(step),
+        )
+        client.world.ledger.seen(client.session, client.call)
+    return client
+
+
+def timed(act: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
+def lease_and_release(client: Driver, **terms: Any) -> float:
+    """Seconds of one lease of 64 rows; they are given back, so that the number of rows stays."""
+    client.call += 1
+    ledger, request = client.world.ledger, m.Lease("t", "x", rows=64, **terms)
+    start = time.perf_counter()
+    leased = ledger.apply(request, session=1, call=client.call, now=0.0)
+    took = time.perf_counter() - start
+    client.apply(m.Release("t", leased.lease, leased.token))
+    ledger.seen(1, client.call)
+    return took
+
+
+@pytest.mark.parametrize(
+    "selector",
+    [Fifo(), OldestVersionFirst(), Freshest(), LongestFirst(), Priority()],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_lease_of_64_rows_costs_the_same_at_a_thousand_and_a_million(selector: Selector) -> None:
+    few, many = filled(FEW, selector), filled(MANY, selector)
+    where = [Compare("tokens", ">", 15000)]
+    for terms in ({}, {"where": where}):
+        pairs = [(lease_and_release(few, **terms), lease_and_release(many, **terms)) for _ in range(150)]
+        small, large = (median(one[side] for one in pairs[20:]) for side in (0, 1))
+        assert large <= 1.5 * small, f"{small * 1e6:.0f} us at {FEW}, {large * 1e6:.0f} us at {MANY} rows, {terms}"
+
+
+def test_puts_and_acks_cost_the_same_in_a_full_table() -> None:
+    clients = [filled(rows, Fifo()) for rows in (FEW, MANY)]
+
+    def put_lease_ack(client: Driver) -> float:
+        columns = client.columns(512, inline={"r": 1.0}, tokens=5)
+        ledger = client.world.ledger
+        client.call += 3
+        start = time.perf_counter()
+        ledger.apply(m.Put("t", 512, columns), session=1, call=client.call - 2, now=0.0)
+        leased = ledger.apply(m.Lease("t", "x", rows=512), session=1, call=client.call - 1, now=0.0)
+        ledger.apply(m.Ack("t", leased.lease, leased.token), session=1, call=client.call, now=0.0)
+        took = time.perf_counter() - start
+        ledger.seen(1, client.call)
+        return took
+
+    pairs = [tuple(put_lease_ack(client) for client in clients) for _ in range(120)]
+    small, large = (median(one[side] for one in pairs[20:]) for side in (0, 1))
+    assert large <= 1.5 * small
+
+
+def test_figures_of_the_design() -> None:
+    """A put of 512 rows seen by six tasks, a lease and ack of 512 rows: estimates 200 and 100 us, four times that here."""
+    client = World().client()
+    client.create(tasks=[Task(f"x{number}", ["a"]) for number in range(6)], limits=Limits(rows=1 << 17))
+    ledger = client.world.ledger
+    puts, acks = [], []
+    for _ in range(60):
+        columns = client.columns(512, ["a"], policy_version=1, tokens=9)
+        client.call += 3
+        put = m.Put("t", 512, columns)
+        puts.append(timed(lambda put=put: ledger.apply(put, session=1, call=client.call - 2, now=0.0)))  # type: ignore[misc]
+
+        def lease_and_ack() -> None:
+            leased = ledger.apply(m.Lease("t", "x0", rows=512), session=1, call=client.call - 1, now=0.0)
+            ledger.apply(m.Ack("t", leased.lease, leased.token), session=1, call=client.call, now=0.0)
+
+        acks.append(timed(lease_and_ack))
+        ledger.seen(1, client.call)
+    assert median(puts) < 800e-6
+    assert median(acks) < 400e-6
