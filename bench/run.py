@@ -64,17 +64,17 @@ def _lease_cost(contender: str, resident: list[int], peer: bool, repetitions: in
 
 def quick() -> list[Job]:
     """What the table of required figures needs, and little more: minutes."""
-    peers = [_transfer(name, [*_FIELDS, "shared_prompt"], 3, 1.0) for name in ("mp-queue", "redis", "ray")]
+    peers = [_transfer(name, _FIELDS, 3, 1.0, through=name == "mp-queue") for name in ("mp-queue", "redis", "ray")]
     return [
         Job("limits", "limits", "bench.limits", ()),
-        _transfer(OURS, [*_FIELDS, *_MORE_FIELDS, *_OTHERS], 9, 1.0, peer=False),
+        _transfer(OURS, [*_FIELDS, *_MORE_FIELDS, *_OTHERS], 9, 0.8, peer=False),
         _latency(OURS, [1, 8], 500, 250, peer=False),
         Job("ping_pong", OURS, "bench.ping_pong", ()),
         _lease_cost(OURS, [1000, 10_000, 200_000, 1_000_000], peer=False),
         Job("memory", OURS, "bench.memory", ("--rows", "200000")),
         Job("wire", OURS, "bench.wire", ()),
         _transfer("incumbent", _FIELDS, 3, 1.0, through=False),
-        _lease_cost("incumbent", [1000, 200_000], peer=True, repetitions=15),
+        _lease_cost("incumbent", [1000, 200_000], peer=True, repetitions=10),
         *peers,
         _latency("mp-queue", [1], 300, 250),
         _latency("redis", [1], 300, 250),

@@ -36,6 +36,8 @@ class NotDelivered(Exception):
 
 
 ANSWER_S = 120.0
+WARM = 2
+"""Unmeasured repetitions: one for each of the two batches."""
 
 
 @dataclass
@@ -135,14 +137,14 @@ def _alternate(
     endpoint: Endpoint, control: Connection, batches: list[Any], times: Times, repetitions: int, budget_s: float
 ) -> None:
     until = time.perf_counter() + budget_s
-    for turn in range(2 + repetitions):
+    for turn in range(WARM + repetitions):
         began = time.perf_counter()
         ticket = endpoint.put(batches[turn % 2])
         took = time.perf_counter() - began
         control.send(("get", ticket, turn % 2))
         answer(control)
         got = answer(control)
-        if turn >= 2:
+        if turn >= WARM:
             times.put.append(took)
             times.get.append(got["get"])
             times.get_read.append(got["get_read"])
