@@ -51,7 +51,9 @@ class Fuzz:
         self.calls = dict.fromkeys((1, 2, 3), 0)
         self.extents: list[m.Granted] = []
         self.leases: list[m.Leased] = []
+        self.holder: dict[int, int] = {}
         self.room = 0
+        self.writer = 1
         self.reservation = 0
         self.log = hashlib.sha256()
         self.refused: dict[str, int] = {}
@@ -203,7 +205,7 @@ class Fuzz:
     # ------------------------------------------------------------ steps
 
     def apply(self, request: m.Request) -> None:
-        session = self.dice.choice([1, 1, 1, 2, 3])
+        session = self.session_for(request)
         self.calls[session] += 1
         kind = type(request).__name__
         try:
@@ -215,24 +217,39 @@ class Fuzz:
         self.done[kind] = self.done.get(kind, 0) + 1
         if isinstance(reply, m.Leased):
             self.leases.append(reply)
+            self.holder[reply.lease] = session
         if isinstance(reply, m.Reserved):
             self.reservation = reply.reservation
         self.note(msgspec.msgpack.encode(reply) if not isinstance(reply, Wait) else repr(reply).encode())
         if isinstance(reply, Wait):
             self.note(self.ledger.explain(request, self.now).encode())
 
+    def session_for(self, request: m.Request) -> int:
+        """Whoever holds the lease or the extent; now and then somebody else."""
+        if self.dice.random() < 0.1:
+            return self.dice.choice([1, 2, 3])
+        if isinstance(request, m.Ack | m.Release | m.Renew):
+            return self.holder.get(request.lease, 1)
+        return (
+            self.writer
+            if isinstance(request, m.Put | m.Update | m.Publish | m.ReturnGrant)
+            else self.dice.choice([1, 2, 3])
+        )
+
     def step(self) -> None:
         dice = self.dice
         self.now += dice.choice([0.0, 0.0, 0.1, 1.0])
         if not self.extents or self.room > 50_000 or dice.random() < 0.02:
-            session = dice.choice([1, 1, 2])
-            self.extents.append(self.ledger.grant(session, 0, len(self.extents) << 20, 1 << 16, self.now))
+            self.writer = dice.choice([1, 1, 2])
+            self.extents.append(self.ledger.grant(self.writer, 0, len(self.extents) << 20, 1 << 16, self.now))
             self.room = 0
         if dice.random() < 0.003:
             session = dice.choice(list(self.calls))
             self.ledger.close_session(session, self.now)
             self.ledger.open_session(session, bytes([session] * 16), self.now)
             self.calls[session] += 1
+            self.extents.clear()
+            return
         self.apply(self.make())
         effects = self.ledger.take_effects()
         self.note(repr(effects).encode())
