@@ -286,7 +286,7 @@ class Table(TableBase):
         return self._drive(verbs.drop(self._terms, rows, reason))
 
     def delete(self, rows: Any) -> int:
-        """Free rows of a table with `Manual` retention. Returns how many."""
+        """Free rows that nobody needs any more; live ones end as dropped first. Returns how many."""
         return self._drive(verbs.delete(self._terms, rows))
 
     def add_task(self, task: Task) -> None:

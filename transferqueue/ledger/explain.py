@@ -6,7 +6,8 @@ that proceeds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from transferqueue.wire.messages import Lease as LeaseRequest
 
 PAGES_SEEN = 16
 """Pages of rows looked at: the oldest ones, where what is stuck lies."""
+LEASES_SEEN = 256
+"""Leases looked at, the oldest first: a thousand waits that end together must not walk thousands of leases each."""
 GROUPS_TOLD = 3
 SILENT_TOLD_S = 3 * HEARTBEAT_S
 """A live client says something every `HEARTBEAT_S`; one late word is no news."""
@@ -63,7 +66,9 @@ def _leased(table: Table, tasks: Iterable[TaskState], now: float) -> list[str]:
     told = []
     for task in tasks:
         held: dict[str, tuple[int, float]] = {}
-        for lease in _leases_of(table, task):
+        unseen = task.counts[LEASED]
+        for lease in islice(_leases_of(table, task), LEASES_SEEN):
+            unseen -= lease.left
             units = _units_left(table, task, lease)
             for session in dict.fromkeys(lease.holders.values()) or (0,):
                 who = _holder(table, session, now)
@@ -74,6 +79,8 @@ def _leased(table: Table, tasks: Iterable[TaskState], now: float) -> list[str]:
             f'{_count(count, noun)} leased for "{task.task.name}" by {who}, for {now - since:.0f} s'
             for who, (count, since) in held.items()
         ]
+        if unseen:
+            told.append(f'{_count(unseen, "more row")} leased for "{task.task.name}"')
     return told
 
 
@@ -95,11 +102,11 @@ def _count(count: int, noun: str) -> str:
     return f"1 {noun} is" if count == 1 else f"{count} {noun}s are"
 
 
-def _leases_of(table: Table, task: TaskState) -> list[Lease]:
-    if not task.counts[LEASED]:
-        return []
-    leases = table.core.leases.by_id.values()
-    return [one for one in leases if one.table == table.name and one.task == task.task.name and one.left]
+def _leases_of(table: Table, task: TaskState) -> Iterator[Lease]:
+    if task.counts[LEASED]:
+        for one in table.core.leases.by_id.values():
+            if one.table == table.name and one.task == task.task.name and one.left:
+                yield one
 
 
 def _pending(table: Table, task: TaskState, now: float) -> list[str]:
