@@ -54,6 +54,16 @@ def lease_and_release(client: Driver, **terms: Any) -> float:
     return took
 
 
+def assert_flat(measure: Callable[[], tuple[float, ...]]) -> None:
+    """The second of a pair of times is within 1.5 of the first, in medians; a busy machine gets three tries."""
+    for attempt in range(3):
+        pairs = [measure() for _ in range(150)]
+        small, large = (median(one[side] for one in pairs[20:]) for side in (0, 1))
+        if large <= 1.5 * small:
+            return
+        assert attempt < 2, f"{small * 1e6:.0f} us at {FEW} rows, {large * 1e6:.0f} us at {MANY}"
+
+
 @pytest.mark.parametrize(
     "selector",
     [Fifo(), OldestVersionFirst(), Freshest(), LongestFirst(), Priority()],
@@ -63,9 +73,7 @@ def test_a_lease_of_64_rows_costs_the_same_at_a_thousand_and_a_million(selector:
     few, many = filled(FEW, selector), filled(MANY, selector)
     where = [Compare("tokens", ">", 15000)]
     for terms in ({}, {"where": where}):
-        pairs = [(lease_and_release(few, **terms), lease_and_release(many, **terms)) for _ in range(150)]
-        small, large = (median(one[side] for one in pairs[20:]) for side in (0, 1))
-        assert large <= 1.5 * small, f"{small * 1e6:.0f} us at {FEW}, {large * 1e6:.0f} us at {MANY} rows, {terms}"
+        assert_flat(lambda terms=terms: (lease_and_release(few, **terms), lease_and_release(many, **terms)))  # type: ignore[misc]
 
 
 def test_puts_and_acks_cost_the_same_in_a_full_table() -> None:
@@ -83,9 +91,7 @@ def test_puts_and_acks_cost_the_same_in_a_full_table() -> None:
         ledger.seen(1, client.call)
         return took
 
-    pairs = [tuple(put_lease_ack(client) for client in clients) for _ in range(120)]
-    small, large = (median(one[side] for one in pairs[20:]) for side in (0, 1))
-    assert large <= 1.5 * small
+    assert_flat(lambda: tuple(put_lease_ack(client) for client in clients))
 
 
 def test_figures_of_the_design() -> None:

@@ -136,13 +136,13 @@ def _reply(table: Table, one: Lease, request: LeaseRequest, session: int, now: f
     table.history.add(now, "leased", one.rows, one.task, session, f"lease {one.id}")
     if table.pacing and table.pacing.task == one.task:
         table.core.effects.wake("clock", table.name)
-        _count_staleness(table, one.rows)
+        _count_staleness(table, at)
     return Leased(one.id, one.token, one.length_s, table.clock, content)
 
 
-def _count_staleness(table: Table, rows: IntArray) -> None:
+def _count_staleness(table: Table, at: IntArray) -> None:
     """How many versions behind the clock rows are that go to the pacing task; rows without a version are not."""
-    versions = table.rows.version.a[table.rows.pages.index(rows)]
+    versions = table.rows.version.a[at]
     for version, count in tally(versions[versions >= 0]):
         lag = max(0, table.clock - version)
         table.staleness[lag] = table.staleness.get(lag, 0) + count

@@ -8,7 +8,9 @@ The rules:
 - Entries lie in sorted *runs*. A push that sorts after (or before) a whole run extends it; else it becomes
   a run, and runs are merged so that each is at least four times the next. So a row is moved O(log n) times
   in its life, always by a vectorised merge, and there are O(log n) runs. Fifo needs one run and no merge.
-- `first(k)` merges the heads of the runs and skips what is dead: O(k log n). `taken` moves the heads on.
+- With several runs, a *front* is cut from all their heads, as much as a few leases take: `first(k)` then reads
+  one run and skips what is dead. What is pushed and sorts into the front joins it. So a lease costs
+  O(k), and its part of a cut O(k log n). `taken` moves past what was handed out.
 
 This is a log-structured merge tree (O'Neil et al. 1996) in memory.
 """
@@ -21,7 +23,7 @@ from itertools import islice
 
 import numpy as np
 
-from transferqueue.ledger.arrays import NO_ROWS, BoolArray, IntArray
+from transferqueue.ledger.arrays import BoolArray, IntArray
 
 KEY, ORDER, STAMP, UNIT = 0, 1, 2, 3
 """Rows of an entries array ``[4, n]``, int64."""
@@ -29,6 +31,10 @@ CHUNK = 4096
 SLACK = 1024
 """Dead entries that are not worth a compaction."""
 TIER = 4
+CUT = 8
+"""Leases' worth of entries cut from all runs at once: a cut is paid by that many leases."""
+FRONT_MAX = 8192
+"""Pushes that sort into the front are merged with it; a front beyond this becomes a run."""
 PREPEND_MIN = 64
 """Shorter pushes are merged instead: a run of tiny chunks is slow to read."""
 
@@ -126,65 +132,38 @@ class Ready:
     def __init__(self, alive: Alive) -> None:
         self._alive = alive
         self._runs: list[Run] = []
-        self._places: IntArray = NO_ROWS
-        self._sources: IntArray = NO_ROWS
+        self._front: Run | None = None
+        """Entries that sort before all of `_runs`."""
+        self._looked: tuple[Run, IntArray | None] | None = None
+        """What `first` gave last: from which run, and which of its entries (None: all from the start)."""
+
+    # ------------------------------------------------------------ in
 
     def push(self, entries: Entries, alive_at_most: int) -> None:
         """Add sorted entries. alive_at_most: a bound of how many can be alive now, for compaction."""
+        if self._front is not None and entries.shape[1]:
+            entries = self._join_front(self._front, entries)
         if not entries.shape[1]:
             return
         if not any(run.extend(entries) for run in self._runs):
-            self._runs.append(Run(entries))
-            self._merge()
-        if sum(run.size for run in self._runs) > 2 * alive_at_most + SLACK:
+            self._add(Run(entries))
+        if self.size > 2 * alive_at_most + SLACK:
             self._compact()
 
-    def first(self, count: int) -> Entries:
-        """The first `count` alive entries in order, fewer if there are fewer."""
-        look = count + count // 8 + 8
-        while self._runs:
-            entries, sources = self._merged(look)
-            alive = self._alive(entries[UNIT], entries[STAMP])
-            places = np.flatnonzero(alive)[:count]
-            if not places.size:
-                self._skip(sources)
-                continue
-            if places.size == count or entries.shape[1] < look:
-                self._places, self._sources = places, sources
-                return entries[:, : places[-1] + 1][:, alive[: places[-1] + 1]]
-            look *= 2
-        return _NONE
-
-    def taken(self, count: int) -> None:
-        """The first `count` entries that `first` just gave are handed out: do not look at them again."""
+    def _join_front(self, front: Run, entries: Entries) -> Entries:
+        """Merge those entries that sort into the front; the others are returned."""
+        end, last = front.chunks[-1][KEY, -1], front.chunks[-1][ORDER, -1]
+        count = int(((entries[KEY] < end) | ((entries[KEY] == end) & (entries[ORDER] < last))).sum())
         if count:
-            self._skip(self._sources[: self._places[count - 1] + 1])
+            self._front = Run(in_order(np.concatenate([front.entries(), entries[:, :count]], axis=1)))
+        if self._front is not None and self._front.size > FRONT_MAX:
+            front, self._front = self._front, None
+            self._add(front)
+        return entries[:, count:]
 
-    def _merged(self, count: int) -> tuple[Entries, IntArray]:
-        """The first `count` entries of all runs in order, dead or alive, and the run of each."""
-        heads = [run.peek(count) for run in self._runs]
-        if len(heads) == 1:
-            return heads[0], np.zeros(heads[0].shape[1], np.int64)
-        sources = np.repeat(np.arange(len(heads)), [head.shape[1] for head in heads])
-        entries = np.concatenate(heads, axis=1)
-        if entries.shape[1] > count:
-            # Only keys up to the count-th smallest can be among the first: sort those alone.
-            few = entries[KEY] <= np.partition(entries[KEY], count - 1)[count - 1]
-            entries, sources = entries[:, few], sources[few]
-        order = np.lexsort((entries[ORDER], entries[KEY]))[:count]
-        return entries[:, order], sources[order]
-
-    def _skip(self, sources: IntArray) -> None:
-        for run, count in zip(self._runs, np.bincount(sources, minlength=len(self._runs)).tolist(), strict=True):
-            run.skip(count)
-        self._runs = [run for run in self._runs if run.chunks]
-
-    def all(self) -> Entries:
-        """Every alive entry, in order."""
-        entries = self._merged(sum(run.size for run in self._runs))[0] if self._runs else _NONE
-        return entries[:, self._alive(entries[UNIT], entries[STAMP])]
-
-    def _merge(self) -> None:
+    def _add(self, run: Run) -> None:
+        """One more run; runs of like size are merged."""
+        self._runs.append(run)
         self._runs.sort(key=lambda run: run.size, reverse=True)
         while len(self._runs) > 1 and self._runs[-2].size < TIER * self._runs[-1].size:
             small = self._runs.pop().entries()
@@ -193,4 +172,78 @@ class Ready:
 
     def _compact(self) -> None:
         entries = self.all()
+        self._front = None
         self._runs = [Run(entries)] if entries.shape[1] else []
+
+    # ------------------------------------------------------------ out
+
+    def first(self, count: int) -> Entries:
+        """The first `count` alive entries in order, fewer if there are fewer."""
+        look = count
+        while (run := self._leading(look)) is not None:
+            entries = run.peek(look)
+            alive = self._alive(entries[UNIT], entries[STAMP])
+            if alive.all():
+                self._looked = run, None
+                return entries[:, :count]
+            places = np.flatnonzero(alive)[:count]
+            if not places.size:
+                self._skip(run, entries.shape[1])
+            elif places.size == count or entries.shape[1] < look:
+                self._looked = run, places
+                return entries[:, places]
+            else:
+                look *= 2
+        return _NONE
+
+    def taken(self, count: int) -> None:
+        """The first `count` entries that `first` just gave are handed out: do not look at them again."""
+        if count and self._looked is not None:
+            run, places = self._looked
+            self._looked = None
+            self._skip(run, count if places is None else int(places[count - 1]) + 1)
+
+    def all(self) -> Entries:
+        """Every alive entry, in order."""
+        if not self.size:
+            return _NONE
+        entries = in_order(np.concatenate([run.entries() for run in self._all_runs()], axis=1))
+        return entries[:, self._alive(entries[UNIT], entries[STAMP])]
+
+    @property
+    def size(self) -> int:
+        """Entries, dead ones too."""
+        return sum(run.size for run in self._all_runs())
+
+    def _all_runs(self) -> list[Run]:
+        return self._runs if self._front is None else [self._front, *self._runs]
+
+    def _leading(self, look: int) -> Run | None:
+        """A run whose first `look` entries are the first of all; if it has fewer, there are no more."""
+        if self._front is not None and (self._front.size >= look or not self._runs):
+            return self._front
+        if self._front is None and len(self._runs) < 2:
+            return self._runs[0] if self._runs else None
+        return self._cut(CUT * look)
+
+    def _cut(self, count: int) -> Run:
+        """The first `count` entries of all runs become the front."""
+        runs = self._all_runs()
+        heads = [run.peek(count) for run in runs]
+        entries = np.concatenate(heads, axis=1)
+        order = np.lexsort((entries[ORDER], entries[KEY]))[:count]
+        sources = np.repeat(np.arange(len(heads)), [head.shape[1] for head in heads])
+        for run, mine in zip(runs, np.bincount(sources[order], minlength=len(runs)).tolist(), strict=True):
+            run.skip(mine)
+        self._runs = [run for run in self._runs if run.size]
+        self._front = Run(entries[:, order])
+        return self._front
+
+    def _skip(self, run: Run, count: int) -> None:
+        run.skip(count)
+        if run.size:
+            return
+        if run is self._front:
+            self._front = None
+        else:
+            self._runs.remove(run)
