@@ -1,0 +1,87 @@
+"""Weights on the way from a learner to a generator, a tensor at a time: what engines read, whatever they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import transferqueue as tq
+from transferqueue.adapters.protocols import TensorSpec, WeightSource
+from transferqueue.errors import SchemaError, listing
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class TensorWeights:
+    """Tensors by name as a weight source: a state dict, or a version pulled from a channel (`transferqueue.Weights`)."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def metadata(self) -> Mapping[str, TensorSpec]:
+        """Names, shapes and dtypes."""
+        return {name: spec(tensor) for name, tensor in self._tensors.items()}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._tensors.items()
+
+
+class ModuleWeights(TensorWeights):
+    """Parameters and buffers of a module, as its state dict names them; not copied, so valid until the next step.
+
+    Tensors that are tied to one before them (an embedding used as the output layer) are left out, as engines expect.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        seen: set[int] = set()
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in module.state_dict().items():
+            if tensor.data_ptr() not in seen or not tensor.numel():
+                seen.add(tensor.data_ptr())
+                tensors[name] = tensor
+        super().__init__(tensors)
+
+
+def spec(tensor: torch.Tensor) -> TensorSpec:
+    """Shape and dtype of a tensor."""
+    return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def check_fits(source: WeightSource, wanted: Mapping[str, TensorSpec]) -> None:
+    """`SchemaError` unless each tensor of `source` is wanted, in that shape. A wanted one may be missing: it is tied,
+    or did not change. The dtype may differ: engines convert."""
+    for name, given in source.metadata().items():
+        if name not in wanted:
+            raise SchemaError(f'tensor "{name}" is not one of the model; it has {listing(wanted)}')
+        if given.shape != wanted[name].shape:
+            raise SchemaError(f'tensor "{name}" has shape {given.shape}; the model has {wanted[name].shape}')
+
+
+class Follower:
+    """Keeps an engine at the newest version of a channel.
+
+    `follow` waits at the server for a newer version (nobody polls), gives it to `update`, and reports it as applied.
+    Where it runs decides what an update costs: called between two batches, nothing changes under a completion;
+    called from a thread beside the engine, weights change in flight and generation never stops.
+    """
+
+    def __init__(
+        self, channel: tq.WeightChannel, update: Callable[[WeightSource, int], None], version: int = -1
+    ) -> None:
+        self.version = version
+        self._channel = channel
+        self._update = update
+
+    def follow(self, timeout_s: float = 0.0) -> bool:
+        """Apply the newest version above the current one; wait at most `timeout_s` for it. Whether there was one."""
+        try:
+            weights = self._channel.pull(above=self.version, timeout_s=timeout_s)
+        except tq.DeadlineExceeded:
+            return False
+        with weights:
+            self._update(TensorWeights(weights.torch()), weights.version)
+        self.version = weights.version
+        self._channel.applied(self.version)
+        return True

@@ -1,0 +1,1 @@
+"""Conformance kits: what generators, learners and stages must do, for adapters of any engine."""

@@ -1,0 +1,355 @@
+"""What every generator must do: the checks, and what they need to know of an engine.
+
+Use it in the tests of an adapter::
+
+    @pytest.mark.parametrize("check", GENERATOR_CHECKS, ids=lambda check: check.__name__)
+    def test_my_engine(check, subject):  # a fixture that yields a `GeneratorSubject`
+        check(subject)
+
+A check raises `Broken` with the rule that does not hold. It raises `Unsupported` if the engine did, which a test may
+turn into a skip: the capability matrix then says no.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import Final, Protocol
+
+import numpy as np
+
+from transferqueue.adapters.protocols import (
+    ABORT,
+    LENGTH,
+    STOP,
+    Completion,
+    Generator,
+    Ids,
+    Logprobs,
+    Pause,
+    Prompt,
+    Sampling,
+    WeightSource,
+)
+from transferqueue.errors import DeadlineExceeded, TransferQueueError, UsageError
+from transferqueue.testing.conformance.report import require
+
+_TOLERANCE: Final = 1e-3
+"""Log-probabilities of two implementations of one model in float32 differ by less."""
+
+
+class GeneratorSubject(Protocol):
+    """An engine under test, and the truth about its model."""
+
+    stop_ids: tuple[int, ...]
+    """Tokens that end a completion, likely enough that one in about ten to forty draws is one of them."""
+
+    def open(self) -> Generator:
+        """Return the engine with weights 0, stamped version 0. It may be the same engine every time, put back."""
+
+    def prompts(self) -> Sequence[Ids]:
+        """Return eight prompts or more, of different lengths."""
+
+    def weights(self, which: int) -> WeightSource:
+        """Return weights 0 or 1: so different that the same prompt gives other tokens."""
+
+    def misfit(self) -> WeightSource:
+        """Return weights with a tensor of a wrong shape."""
+
+    def logprobs(self, which: int, context: Ids, ids: Ids, sampling: Sampling) -> Logprobs:
+        """Return log-probabilities of `ids` after `context` under weights `which`, computed by a reference."""
+
+
+@contextmanager
+def opened(subject: GeneratorSubject) -> Iterator[Generator]:
+    """The engine, ready; resumed at the end, whatever happened."""
+    engine = subject.open()
+    try:
+        yield engine
+    finally:
+        engine.resume()
+
+
+def _prompts(subject: GeneratorSubject, count: int = 8, samples: int = 1) -> list[Prompt]:
+    return [Prompt(ids=ids, samples=samples) for ids in subject.prompts()[:count]]
+
+
+def _short(subject: GeneratorSubject) -> Sampling:
+    return Sampling(tokens_max=12, stop_ids=subject.stop_ids)
+
+
+def _long(subject: GeneratorSubject) -> Sampling:
+    return Sampling(tokens_max=96, stop_ids=subject.stop_ids)
+
+
+def _all(engine: Generator, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
+    found = list(engine.generate(prompts, sampling))
+    return sorted(found, key=lambda completion: (completion.prompt, completion.sample))
+
+
+def _check_logprobs(subject: GeneratorSubject, prompts: Sequence[Prompt], found: Sequence[Completion]) -> None:
+    """Every token has the log-probability that the weights of its version give it after all tokens before it."""
+    sampling = _short(subject)
+    for completion in found:
+        context = prompts[completion.prompt].ids
+        start = 0
+        for version, tokens in completion.spans:
+            truth = subject.logprobs(version, context, completion.ids, sampling)[start : start + tokens]
+            given = completion.logprobs[start : start + tokens]
+            require(
+                bool(np.allclose(given, truth, atol=_TOLERANCE)),
+                f"log-probs are those of the weights of version {version}, within {_TOLERANCE}",
+                float(np.abs(given - truth).max(initial=0.0)),
+            )
+            start += tokens
+
+
+# ---------------------------------------------------------------- the checks
+
+
+def completes_every_sample_once(subject: GeneratorSubject) -> None:
+    """Each sample of each prompt comes once, ended for the reason it gives."""
+    with opened(subject) as engine:
+        prompts, sampling = _prompts(subject, samples=2), _short(subject)
+        found = _all(engine, prompts, sampling)
+    require(
+        [(each.prompt, each.sample) for each in found] == [(p, s) for p in range(len(prompts)) for s in range(2)],
+        "each sample of each prompt comes once",
+        [(each.prompt, each.sample) for each in found],
+    )
+    for each in found:
+        require(each.ids.dtype == np.int32 and each.logprobs.dtype == np.float32, "int32 ids, float32 log-probs")
+        require(len(each.ids) == len(each.logprobs) == sum(tokens for _, tokens in each.spans), "one of each a token")
+        stopped = int(each.ids[-1]) in sampling.stop_ids
+        require(each.finish_reason == (STOP if stopped else LENGTH), "the reason is true", each)
+        require(stopped or len(each.ids) == sampling.tokens_max, "it ends by a stop token or at the limit", each)
+        require(not set(each.ids[:-1].tolist()) & set(sampling.stop_ids), "nothing comes after a stop token", each)
+
+
+def logprobs_equal_a_reference(subject: GeneratorSubject) -> None:
+    """Log-probabilities are the model's."""
+    with opened(subject) as engine:
+        prompts = _prompts(subject)
+        _check_logprobs(subject, prompts, _all(engine, prompts, _short(subject)))
+
+
+def greedy_is_one_answer(subject: GeneratorSubject) -> None:
+    """Temperature 0 gives the same tokens every time."""
+    with opened(subject) as engine:
+        sampling = replace(_short(subject), temperature=0.0)
+        first, second = (_all(engine, _prompts(subject), sampling) for _ in range(2))
+    require([e.ids.tolist() for e in first] == [e.ids.tolist() for e in second], "greedy repeats itself")
+
+
+def a_seed_gives_the_same_again(subject: GeneratorSubject) -> None:
+    """The same seed gives the same completions, another seed others."""
+    with opened(subject) as engine:
+        drawn = [
+            [each.ids.tolist() for each in _all(engine, _prompts(subject), replace(_short(subject), seed=seed))]
+            for seed in (1, 1, 2)
+        ]
+    require(drawn[0] == drawn[1], "a seed gives the same again")
+    require(drawn[0] != drawn[2], "another seed gives others")
+
+
+def new_weights_are_stamped_and_used(subject: GeneratorSubject) -> None:
+    """After an update, versions and log-probabilities are those of the new weights."""
+    with opened(subject) as engine:
+        prompts = _prompts(subject)
+        before = _all(engine, prompts, _short(subject))
+        engine.update_weights(subject.weights(1), 1)
+        require(engine.version == 1, "the engine names its version", engine.version)
+        after = _all(engine, prompts, _short(subject))
+    require(all(each.policy_version == each.policy_version_max == 0 for each in before), "stamped 0 before", before)
+    require(all(each.policy_version == each.policy_version_max == 1 for each in after), "stamped 1 after", after)
+    _check_logprobs(subject, prompts, before + after)
+
+
+def weights_change_in_flight(subject: GeneratorSubject) -> None:
+    """Completions begun under the old weights go on under the new, each token stamped with its own."""
+    with opened(subject) as engine:
+        prompts = _prompts(subject, samples=2)
+        with closing(engine.generate(prompts, _long(subject))) as completions:
+            found = [next(completions)]
+            engine.update_weights(subject.weights(1), 1)
+            found += completions
+    require(len(found) == 2 * len(prompts), "none is lost by an update", len(found))
+    require(any(len(each.spans) == 2 for each in found), "some were begun before and ended after")
+    _check_logprobs(subject, prompts, found)
+
+
+def misfitting_weights_change_nothing(subject: GeneratorSubject) -> None:
+    """Weights that do not fit are refused, and the old ones stay."""
+    with opened(subject) as engine:
+        try:
+            engine.update_weights(subject.misfit(), 7)
+        except UsageError:
+            pass
+        else:
+            require(False, "weights of a wrong shape are refused with UsageError")
+        require(engine.version == 0, "the version stays", engine.version)
+        prompts = _prompts(subject, 2)
+        _check_logprobs(subject, prompts, _all(engine, prompts, _short(subject)))
+
+
+def pause_keeps(subject: GeneratorSubject) -> None:
+    """`KEEP`: what runs stands still, weights may change, and it goes on after resume."""
+    with opened(subject) as engine:
+        prompts = _prompts(subject, samples=2)
+        with closing(engine.generate(prompts, _long(subject))) as completions:
+            found = [next(completions)]
+            engine.pause(Pause.KEEP)
+            engine.pause(Pause.KEEP)
+            engine.update_weights(subject.weights(1), 1)
+            engine.resume()
+            engine.resume()
+            found += completions
+    require(len(found) == 2 * len(prompts), "none is lost by a pause", len(found))
+    require(all(each.finish_reason in (STOP, LENGTH) for each in found), "each is finished")
+    _check_logprobs(subject, prompts, found)
+
+
+def requests_wait_while_paused(subject: GeneratorSubject) -> None:
+    """A request that comes during a pause waits for the end of it, or for its own deadline."""
+    with opened(subject) as engine:
+        engine.pause(Pause.KEEP)
+        try:
+            list(engine.generate(_prompts(subject, 1), _short(subject), timeout_s=0.2))
+        except DeadlineExceeded:
+            pass
+        else:
+            require(False, "a request during a pause raises DeadlineExceeded when its time is up")
+        engine.resume()
+        require(len(_all(engine, _prompts(subject, 1), _short(subject))) == 1, "and the engine works afterwards")
+
+
+def pause_aborts_and_another_goes_on(subject: GeneratorSubject) -> None:
+    """`ABORT`: what runs is handed out as it is; gone on with, it is one completion under two versions."""
+    with opened(subject) as engine:
+        prompts = _prompts(subject, samples=2)
+        with closing(engine.generate(prompts, _long(subject))) as completions:
+            found = [next(completions)]
+            engine.pause(Pause.ABORT)
+            found += completions
+        engine.resume()
+        cut = [each for each in found if each.finish_reason == ABORT]
+        require(len(found) == 2 * len(prompts), "each is handed out, finished or not", len(found))
+        require(bool(cut), "some were cut short")
+        engine.update_weights(subject.weights(1), 1)
+        again = [replace(prompts[each.prompt], samples=1, begun=each) for each in cut]
+        ended = _all(engine, again, _long(subject))
+    for each in ended:
+        before = cut[each.prompt]
+        require(each.ids[: len(before.ids)].tolist() == before.ids.tolist(), "what was begun is its beginning")
+        require(each.sample == before.sample, "it is the same sample")
+        require(each.spans[0][0] == 0 or not len(before.ids), "older tokens keep their version", each.spans)
+    _check_logprobs(subject, again, ended)
+
+
+def pause_waits(subject: GeneratorSubject) -> None:
+    """`WAIT`: what runs is finished first."""
+    with opened(subject) as engine:
+        prompts = _prompts(subject, samples=2)
+        with closing(engine.generate(prompts, _long(subject))) as completions:
+            found = [next(completions)]
+            with _pausing(engine, Pause.WAIT):
+                found += completions
+        engine.resume()
+    require(len(found) == 2 * len(prompts), "none is lost", len(found))
+    require(all(each.finish_reason in (STOP, LENGTH) for each in found), "each is finished")
+
+
+def a_deadline_ends_a_request(subject: GeneratorSubject) -> None:
+    """A request that takes too long raises, and the engine goes on."""
+    with opened(subject) as engine:
+        try:
+            list(engine.generate(_prompts(subject), replace(_long(subject), stop_ids=()), timeout_s=0.0))
+        except DeadlineExceeded:
+            pass
+        else:
+            require(False, "a request of no time raises DeadlineExceeded")
+        require(len(_all(engine, _prompts(subject), _short(subject))) == 8, "the engine works afterwards")
+
+
+def closing_aborts_the_rest(subject: GeneratorSubject) -> None:
+    """Closing the iterator early ends the request, not the engine."""
+    with opened(subject) as engine:
+        with closing(engine.generate(_prompts(subject), _long(subject))) as completions:
+            next(completions)
+        engine.pause(Pause.WAIT)
+        engine.resume()
+        require(len(_all(engine, _prompts(subject), _short(subject))) == 8, "the engine works afterwards")
+
+
+def threads_share_the_engine(subject: GeneratorSubject) -> None:
+    """Two threads iterate at once, and each gets its own."""
+    results: dict[int, list[Completion]] = {}
+
+    def work(number: int) -> None:
+        results[number] = _all(engine, [Prompt(ids=subject.prompts()[number], samples=4)], _short(subject))
+
+    with opened(subject) as engine:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        for number in range(2):
+            require(len(results.get(number, ())) == 4, "each thread gets its completions", results)
+            _check_logprobs(subject, [Prompt(ids=subject.prompts()[number])], results[number])
+
+
+def what_cannot_be_done_is_refused(subject: GeneratorSubject) -> None:
+    """No prompts, or a length beyond the context: `UsageError`, and the engine goes on."""
+    with opened(subject) as engine:
+        for prompts, sampling in (([], _short(subject)), (_prompts(subject), Sampling(tokens_max=10_000_000))):
+            try:
+                list(engine.generate(prompts, sampling))
+            except UsageError:
+                continue
+            require(False, "a request that cannot be done raises UsageError", (len(prompts), sampling))
+        require(len(_all(engine, _prompts(subject), _short(subject))) == 8, "the engine works afterwards")
+
+
+GENERATOR_CHECKS: Final[tuple[Callable[[GeneratorSubject], None], ...]] = (
+    completes_every_sample_once,
+    logprobs_equal_a_reference,
+    greedy_is_one_answer,
+    a_seed_gives_the_same_again,
+    new_weights_are_stamped_and_used,
+    weights_change_in_flight,
+    misfitting_weights_change_nothing,
+    pause_keeps,
+    requests_wait_while_paused,
+    pause_aborts_and_another_goes_on,
+    pause_waits,
+    a_deadline_ends_a_request,
+    closing_aborts_the_rest,
+    threads_share_the_engine,
+    what_cannot_be_done_is_refused,
+)
+
+
+# ---------------------------------------------------------------- a pause beside
+
+
+@contextmanager
+def _pausing(engine: Generator, mode: Pause) -> Iterator[None]:
+    """Pause from another thread: one that waits for completions only comes into force while they are taken."""
+    failures: list[TransferQueueError] = []
+
+    def pause() -> None:
+        try:
+            engine.pause(mode)
+        except TransferQueueError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    yield
+    thread.join(120)
+    if failures:
+        raise failures[0]
+    require(not thread.is_alive(), f"pause ({mode.value}) comes into force")

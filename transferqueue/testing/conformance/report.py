@@ -1,0 +1,56 @@
+"""What a conformance kit found: one outcome a check, and how a check says that an engine cannot."""
+
+from __future__ import annotations
+
+import enum
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from transferqueue.adapters.protocols import Unsupported
+
+S = TypeVar("S")
+
+
+class Verdict(enum.Enum):
+    """Outcome of one check."""
+
+    PASSED = "yes"
+    UNSUPPORTED = "no"
+    """The engine said so (`Unsupported`), as it must."""
+    FAILED = "FAILED"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One check of one subject. text: what the engine said, or the traceback."""
+
+    check: str
+    verdict: Verdict
+    text: str = ""
+
+
+class Broken(AssertionError):
+    """A rule of the kit was broken; the text says which, and what was seen."""
+
+
+def require(holds: bool, rule: str, seen: object = "") -> None:
+    """Raise `Broken` unless `holds`. Not an assert statement: the kit checks under ``python -O`` too."""
+    if not holds:
+        raise Broken(f"{rule}; seen: {seen}" if seen != "" else rule)
+
+
+def run(checks: Iterable[Callable[[S], None]], subject: S) -> list[Outcome]:
+    """Run all checks on a subject; none stops another."""
+    return [_run(check, subject) for check in checks]
+
+
+def _run(check: Callable[[S], None], subject: S) -> Outcome:
+    try:
+        check(subject)
+    except Unsupported as error:
+        return Outcome(check.__name__, Verdict.UNSUPPORTED, str(error))
+    except Exception:  # noqa: BLE001  (it is the outcome)
+        return Outcome(check.__name__, Verdict.FAILED, traceback.format_exc())
+    return Outcome(check.__name__, Verdict.PASSED)
