@@ -68,6 +68,21 @@ ARENA_STEP_BYTES: Final = 64 * MIB
 """An arena grows by this much at a time, so that growth is rare and its cost bounded."""
 FRAME_BYTES: Final = MIB
 """Bulk frames over TCP: one ZeroMQ stream is fastest near 1 MiB."""
+BULK_WINDOW_FRAMES: Final = 8
+"""Bulk frames on their way before the receiver must have said that it took some: what a reader that stalls holds at
+the server. At 2 GB/s eight frames last 4 ms, longer than a round trip."""
+BULK_TRANSFERS_MAX: Final = 4
+"""Transfers of one session that are under way at once over the bulk endpoint; a further one waits in its process."""
+BULK_SILENCE_S: Final = 10.0
+"""A bulk transfer of which nothing was heard this long is tried again, over a new connection."""
+BULK_STALL_S: Final = 30.0
+"""The server forgets a bulk transfer whose peer has not said a word for this long."""
+BULK_TRIES: Final = 3
+"""A bulk transfer is begun this often before its caller is told that it failed."""
+TICKET_BYTES: Final = 16
+"""Of a keyed hash: nobody guesses 128 bits."""
+RECEIVED_KEPT_BYTES: Final = 256 * MIB
+"""Buffers of received columns kept for the next ones: writing into fresh pages costs several times a copy."""
 HEARTBEAT_S: Final = 1.0
 """A client says that it lives this often when it has nothing else to say."""
 SESSION_SILENCE_S: Final = 10.0

@@ -88,7 +88,10 @@ class Columns(Message):
 
 
 class BlockAt(Message):
-    """Where a committed block lies: shard, extent, bytes [offset, offset + nbytes) of the arena, layout."""
+    """Where a committed block lies: shard, extent, bytes [offset, offset + nbytes) of the arena, layout.
+
+    ticket: for a session that reads over the bulk endpoint, what it shows there; else empty.
+    """
 
     block: int
     shard: int
@@ -99,6 +102,7 @@ class BlockAt(Message):
     fields: list[Name]
     counts: list[int]
     checksum: int = 0
+    ticket: bytes = b""
 
 
 class Part(Message):
@@ -136,7 +140,10 @@ class Content(Message):
 
 
 class Hello(Message):
-    """Opens a session. client: 16 random bytes. lock: path of a file the client holds an flock on, or ""."""
+    """Opens a session. client: 16 random bytes. lock: path of a file the client holds an flock on, or "".
+
+    remote: the client cannot map the arena, or was told not to: its bytes go over the bulk endpoint.
+    """
 
     client: bytes
     pid: int = 0
@@ -144,10 +151,14 @@ class Hello(Message):
     lock: str = ""
     version: str = ""
     label: str = ""
+    remote: bool = False
 
 
 class Welcome(Message):
-    """A session is open. epoch: this life of the coordinator. arenas: shard -> path of its memory."""
+    """A session is open. epoch: this life of the coordinator. arenas: shard -> path of its memory.
+
+    bulk_port: of the bulk endpoint, on the host that the client dialled; 0: the server has none.
+    """
 
     session: int
     epoch: int
@@ -155,6 +166,7 @@ class Welcome(Message):
     runtime: str
     arenas: dict[int, str]
     arena_bytes: int
+    bulk_port: int = 0
 
 
 class Heartbeat(Message):
@@ -262,12 +274,13 @@ class Grant(Message):
 
 
 class Granted(Message):
-    """Bytes [offset, offset + nbytes) of the shard's arena are this session's to write."""
+    """Bytes [offset, offset + nbytes) of the shard's arena are this session's to write. ticket: as of `BlockAt`."""
 
     extent: int
     shard: int
     offset: int
     nbytes: int
+    ticket: bytes = b""
 
 
 class ReturnGrant(Message):
