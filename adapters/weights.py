@@ -28,6 +28,14 @@ class TensorWeights:
         yield from self._tensors.items()
 
 
+class ChannelWeights(TensorWeights):
+    """A version pulled from a channel, and where it came from: an engine in another process reads it there itself."""
+
+    def __init__(self, address: str, weights: tq.Weights) -> None:
+        super().__init__(weights.torch())
+        self.address, self.channel, self.version = address, weights.channel, weights.version
+
+
 class ModuleWeights(TensorWeights):
     """Parameters and buffers of a module, as its state dict names them; not copied, so valid until the next step.
 
@@ -68,10 +76,11 @@ class Follower:
     """
 
     def __init__(
-        self, channel: tq.WeightChannel, update: Callable[[WeightSource, int], None], version: int = -1
+        self, queue: tq.Queue, channel: str, update: Callable[[WeightSource, int], object], version: int = -1
     ) -> None:
         self.version = version
-        self._channel = channel
+        self._address = queue.address
+        self._channel = queue.weights(channel)
         self._update = update
 
     def follow(self, timeout_s: float = 0.0) -> bool:
@@ -81,7 +90,7 @@ class Follower:
         except tq.DeadlineExceeded:
             return False
         with weights:
-            self._update(TensorWeights(weights.torch()), weights.version)
+            self._update(ChannelWeights(self._address, weights), weights.version)
         self.version = weights.version
         self._channel.applied(self.version)
         return True

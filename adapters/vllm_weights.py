@@ -1,0 +1,81 @@
+"""Weights for vLLM from a weight channel, by vLLM's own weight-transfer interface (back end ``transferqueue``).
+
+Each worker of the engine opens its own session with the queue and reads a version where it lies, in shared memory; what
+travels through vLLM is the version's number (`vllm_plugin` makes the back end known). Loading goes through vLLM's layer-wise reload, since on some devices linear weights are re-packed
+and may not be written in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+import transferqueue as tq
+
+@dataclass
+class ChannelAt(WeightTransferInitInfo):  # type: ignore[misc]
+    """Where the weights come from: address of a queue, name of a channel."""
+
+    address: str
+    channel: str
+
+
+@dataclass
+class VersionOf(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Which version to load, and how long to wait for it."""
+
+    version: int
+    timeout_s: float
+
+
+class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore[misc]
+    """One worker's end of the channel."""
+
+    init_info_cls = ChannelAt
+    update_info_cls = VersionOf
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._queue: tq.Queue | None = None
+        self._channel: tq.WeightChannel | None = None
+
+    def init_transfer_engine(self, init_info: ChannelAt) -> None:
+        """Connect; to another queue than before, if called again."""
+        self.shutdown()
+        self._queue = tq.connect(init_info.address, label="vllm weights")
+        self._channel = self._queue.weights(init_info.channel)
+
+    def start_weight_update(self) -> None:
+        """Begin a reload."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load a version; on return it is on the device."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: VersionOf) -> None:
+        """Load each tensor from shared memory into the model."""
+        if self._channel is None:
+            raise RuntimeError("weights arrived before init_weight_transfer_engine named their channel")
+        with self._channel.pull(version=update_info.version, timeout_s=update_info.timeout_s) as weights:
+            self.model.load_weights(weights.torch().items())
+
+    def finish_weight_update(self) -> None:
+        """End the reload: what the engine computes from here on is computed with the new weights."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Close the session."""
+        if self._queue is not None:
+            self._queue.close()
+            self._queue = self._channel = None
