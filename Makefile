@@ -8,11 +8,13 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --pro
 ARGS   ?=
 PEERS  := .venv-peers
 PEERED := $(PEERS)/.installed
+ENGINES  := .venv-engines
+ENGINED  := $(ENGINES)/.installed
 
 export PYTHONUTF8 := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test test-engines demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +52,19 @@ $(PEERED): bench/peers.txt
 		$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement bench/peers.txt && \
 		touch $@ || echo 'bench: the peers could not be installed; the record will say that they were not measured' >&2
 
+# vLLM's CPU build and what it pins: an environment of its own. Its torchvision is a build for CUDA, which would break
+# the import of transformers.
+$(ENGINED): tests/engines/engines.txt pyproject.toml
+	@test -x $(ENGINES)/bin/python || { echo 'engines: creating $(ENGINES) with vLLM (CPU), transformers and TRL'; $(PYTHON) -m venv $(ENGINES); }
+	@$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off 'torch==2.13.0'
+	@$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/engines/engines.txt
+	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@touch $@
+
+test-engines: $(ENGINED) ## the adapters against real engines: vLLM (CPU), transformers, TRL (minutes; ARGS goes to pytest)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(ENGINES)/bin/python -m pytest tests/engines $(ARGS)
+
 bench: $(STAMP) $(PEERED) ## the queue beside its peers and the machine's limits: record, table, pictures (25 minutes)
 	$(BIN)/python -m bench.run $(ARGS)
 	$(BIN)/python -m bench.table
@@ -68,5 +83,5 @@ lock: $(STAMP) ## rewrite constraints.txt from what is installed now
 	@touch $(STAMP)
 
 clean: ## remove .venv, .venv-peers, caches, builds (runs/ stays)
-	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PEERS) $(ENGINES) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -74,6 +74,7 @@ class VllmGenerator:
         self._wanted = checkpoint_specs(Path(model))
         self._channel: tuple[str, str] | None = None
         self._relay: tq.Queue | None = None
+        self._relayed = -1
         self._paused = False
         self._closed = False
         try:
@@ -95,9 +96,7 @@ class VllmGenerator:
 
     # ------------------------------------------------------------ completions
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, timeout_s: float = GENERATE_S
-    ) -> Completions:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, timeout_s: float = GENERATE_S) -> Completions:
         """Yield each completion when it is finished (`protocols.Generator.generate`)."""
         self._check(prompts, sampling)
         return self._generate(prompts, sampling, timeout_s)
@@ -130,7 +129,7 @@ class VllmGenerator:
                     group.create_task(one(*each))
         except* EngineDeadError as dead:
             finished.put(Disconnected(f"the engine died: {dead.exceptions[0]}"))
-        except* Exception as failures:
+        except* Exception as failures:  # noqa: BLE001  (raised where the completions are awaited)
             finished.put(failures.exceptions[0])
 
     async def _complete(self, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Completion:
@@ -164,7 +163,9 @@ class VllmGenerator:
             )
         for prompt in prompts:
             if prompt.begun is not None and len(prompt.begun.ids) >= sampling.tokens_max:
-                raise UsageError(f"a prompt was begun with {len(prompt.begun.ids)} tokens; tokens_max={sampling.tokens_max}")
+                raise UsageError(
+                    f"a prompt was begun with {len(prompt.begun.ids)} tokens; tokens_max={sampling.tokens_max}"
+                )
 
     # ------------------------------------------------------------ control
 
@@ -200,7 +201,9 @@ class VllmGenerator:
         """
         check_fits(source, self._wanted)
         place, held = self._place(source, version)
-        self._wait(self._update(place, held, version, timeout_s), timeout_s, f"weights of version {version} were not loaded")
+        self._wait(
+            self._update(place, held, version, timeout_s), timeout_s, f"weights of version {version} were not loaded"
+        )
         self._version = version
 
     async def _update(self, place: tuple[str, str], held: int, version: int, timeout_s: float) -> None:
@@ -229,7 +232,7 @@ class VllmGenerator:
             return (source.address, source.channel), source.version
         if self._relay is None:
             self._relay = tq.connect(label="vllm relay")
-        self._relayed = getattr(self, "_relayed", -1) + 1
+        self._relayed += 1
         self._relay.weights(_RELAY, keep=1).publish(self._relayed, dict(source))
         return (self._relay.address, _RELAY), self._relayed
 
@@ -266,9 +269,7 @@ class VllmGenerator:
             raise Disconnected(f"the engine died: {error}") from error
 
 
-def _next(
-    finished: queues.SimpleQueue[Completion | BaseException], deadline: float, timeout_s: float
-) -> Completion:
+def _next(finished: queues.SimpleQueue[Completion | BaseException], deadline: float, timeout_s: float) -> Completion:
     try:
         found = finished.get(timeout=max(0.0, deadline - time.monotonic()))
     except queues.Empty as error:
@@ -280,8 +281,12 @@ def _next(
 
 def _completion(index: int, sample: int, begun: Completion | None, output: Any) -> Completion:
     ids = np.fromiter(output.token_ids, np.int32)
-    logprobs = [position[token].logprob for position, token in zip(output.logprobs or (), output.token_ids, strict=True)]
-    spans = [(int(span.version), span.end - span.start) for span in output.weight_versions or () if span.end > span.start]
+    logprobs = [
+        position[token].logprob for position, token in zip(output.logprobs or (), output.token_ids, strict=True)
+    ]
+    spans = [
+        (int(span.version), span.end - span.start) for span in output.weight_versions or () if span.end > span.start
+    ]
     if begun is not None:
         ids, logprobs = np.concatenate([begun.ids, ids]), [*begun.logprobs, *logprobs]
         spans = _joined(begun.spans, spans)

@@ -16,9 +16,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 import transferqueue as tq
+
 
 @dataclass
 class ChannelAt(WeightTransferInitInfo):  # type: ignore[misc]
@@ -73,6 +75,11 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
     def finish_weight_update(self) -> None:
         """End the reload: what the engine computes from here on is computed with the new weights."""
         finalize_layerwise_reload(self.model, self.model_config)
+        for layer in self.model.modules():
+            if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
+                # An output layer tied to the embedding gets no weights of its own, so the reload passes it over; where it
+                # keeps a packed copy of them (on CPU), that would stay the old one.
+                layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
         """Close the session."""

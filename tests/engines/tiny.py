@@ -29,7 +29,7 @@ def config() -> Any:
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=256,
-        tie_word_embeddings=False,
+        tie_word_embeddings=True,
         initializer_range=0.25,
         eos_token_id=None,
         bos_token_id=None,
