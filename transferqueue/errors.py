@@ -22,6 +22,7 @@
     │   ├── Disconnected              the server or this session is gone, or the queue was closed
     │   ├── ProtocolError             a message that is not one
     │   ├── OutOfMemory               the arena or its disk cannot grow
+    │   ├── JournalFailed             the server's journal cannot be written
     │   └── Corruption                bytes do not match their checksum or bounds
     └── InternalError             us: please report it
 
@@ -112,6 +113,10 @@ class ProtocolError(PeerError):
 
 class OutOfMemory(PeerError):
     """The arena, or the file system that holds it, cannot grow."""
+
+
+class JournalFailed(PeerError):
+    """The journal of a server cannot be opened or written. The server ends; nothing it did since was told to anybody."""
 
 
 class Corruption(PeerError):
