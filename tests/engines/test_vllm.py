@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -40,6 +42,10 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     found = Subject(tmp_path_factory.mktemp("model"))
     yield found
     found.engine.close()
+    with warnings.catch_warnings():  # vLLM leaves a context of ZeroMQ to the garbage collector
+        warnings.simplefilter("ignore", ResourceWarning)
+        del found.engine
+        gc.collect()
 
 
 @pytest.mark.slow
