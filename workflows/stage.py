@@ -21,14 +21,12 @@ import importlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 import transferqueue as tq
+from transferqueue.adapters.protocols import Part, Producer
 from transferqueue.errors import Impossible, NotFound, UsageError
 from transferqueue.workflows.events import Event, Figures, Span
 
@@ -74,31 +72,12 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """Some rows of a batch that are finished, for a function that yields results as they come.
-
-    at: their positions in the batch (None: all that are left). columns: results in that order. facts: `policy_version`,
-    `policy_version_max`, `tokens` and the like, as `Batch.ack` takes them.
-    """
-
-    columns: Mapping[str, Any]
-    at: npt.NDArray[np.intp] | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-
 Work = Callable[[tq.Batch], Mapping[str, Any] | Iterable[Part]]
 """The function of a stage: columns for all rows of the batch, or parts of it as they are finished."""
 
 
-class Produce(Protocol):
-    """The function of a source. Both methods are called in turn, by one thread."""
-
-    def wants(self) -> int:
-        """Return how many rows to reserve for the next put; 0: there are no more."""
-
-    def __call__(self, rows: int) -> Mapping[str, Any]:
-        """Return the arguments of `Table.put` for exactly ``rows`` new rows."""
+Produce = Producer
+"""The function of a source."""
 
 
 class Context:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from tests.engines.tiny import TinySubject, save
 
 pytest.importorskip("vllm", reason="make test-engines installs it")

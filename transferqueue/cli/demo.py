@@ -25,6 +25,10 @@ EXAMPLES = (
     ("transferqueue demo", "the default run: asynchronous, staleness at most 1, at most three minutes"),
     ("transferqueue demo --mode sync", "the same job, on-policy: generate, train, generate, ..."),
     ("transferqueue demo --max-staleness 4 --rollouts 2", "further ahead, by two generating processes"),
+    (
+        "transferqueue demo --engine vllm",
+        "generation by vLLM, its weights updated in place (make test-engines installs it)",
+    ),
     ("transferqueue demo --kl 0.02 --steps 50", "with a reference stage and a KL term"),
 )
 
@@ -49,6 +53,10 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, problems and sampling.")] = 0,
     rollouts: Annotated[int, typer.Option(min=1, help="Generating processes.")] = 1,
     kl: Annotated[float, typer.Option(min=0.0, help="Weight of the KL term; above 0 adds a reference stage.")] = 0.0,
+    engine: Annotated[
+        Literal["builtin", "transformers", "vllm"],
+        typer.Option(help="What generates: the demo's own sampler, or a real engine with the same model as a Llama."),
+    ] = "builtin",
     out: Annotated[
         Path | None, typer.Option(help="Folder of the results. Default: a new one in runs/.", show_default=False)
     ] = None,
@@ -60,7 +68,9 @@ def demo(
     """
     from transferqueue.workflows.grpo.demo import run_demo, run_name
 
-    settings = job_settings(mode, max_staleness, steps=steps, dataset=dataset, seed=seed, rollouts=rollouts, kl=kl)
+    settings = job_settings(
+        mode, max_staleness, steps=steps, dataset=dataset, seed=seed, rollouts=rollouts, kl=kl, engine=engine
+    )
     directory = out or Path("runs") / run_name(settings)
     console = Console(highlight=False)
     with _ended_like_ctrl_c(signal.SIGTERM), _watched(console, settings) as watch, _last_words_shown():
@@ -79,20 +89,25 @@ def job_settings(
     seed: int,
     rollouts: int,
     kl: float,
+    engine: Literal["builtin", "transformers", "vllm"] = "builtin",
 ) -> JobSettings:
     """The options as settings; `UsageError` or `Impossible` when they do not go together."""
     from transferqueue.errors import UsageError
     from transferqueue.workflows.grpo.job import JobSettings
-    from transferqueue.workflows.grpo.settings import settings_for
+    from transferqueue.workflows.grpo.settings import for_engine, settings_for
 
     try:
-        learning = settings_for(seed=seed) if dataset is None else settings_for(dataset, seed=seed)
+        learning = settings_for(dataset or "chain_sum", seed=seed)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if engine != "builtin":
+        learning = for_engine(learning)
     learning = replace(learning, steps=steps or learning.steps, kl_weight=kl)
     staleness = max_staleness if max_staleness is not None else int(mode == "async")
     depth = 0 if mode == "sync" else max(1, staleness)
-    return JobSettings(learning=learning, mode=mode, max_staleness=staleness, depth=depth, rollouts=rollouts)
+    return JobSettings(
+        learning=learning, mode=mode, max_staleness=staleness, depth=depth, rollouts=rollouts, engine=engine
+    )
 
 
 def show(outcome: Outcome, console: Console) -> None:

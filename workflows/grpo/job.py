@@ -30,6 +30,8 @@ REFERENCE: Final = "reference"
 """Weight channel of the policy that KL is measured against; one version, kept for ever."""
 
 Mode = Literal["sync", "async"]
+Engine = Literal["builtin", "transformers", "vllm"]
+"""What generates: the job's own sampler, or a real engine with the same model as a Llama."""
 
 _HERE: Final = "transferqueue.workflows.grpo"
 _FACTORIES: Final = {
@@ -51,7 +53,7 @@ _ROLLOUT_ROWS: Final = 128
 class JobSettings:
     """How the job runs, besides how it learns.
 
-    ``mode`` sync: a batch is generated, trained on, and then the next one, with the new weights. async: up to ``depth``
+    ``engine`` generates. ``mode`` sync: a batch is generated, trained on, and then the next one, with the new weights. async: up to ``depth``
     batches are generated ahead, by weights at most ``max_staleness`` versions old. ``rollouts``: generating processes.
 
     Raises `Impossible` for a sync job with staleness or depth, or an async one without depth.
@@ -62,6 +64,7 @@ class JobSettings:
     max_staleness: int = 1
     depth: int = 1
     rollouts: int = 1
+    engine: Engine = "builtin"
 
     def __post_init__(self) -> None:
         if self.rollouts < 1:
@@ -179,10 +182,17 @@ def jobs(settings: JobSettings) -> list[Job]:
         name = stage.task.name
         processes = settings.rollouts if name == "rollout" else 1
         found += [
-            Job(name=name, table=TABLE, factory=_FACTORIES[name], stage=stage, settings=plain, instance=instance)
+            Job(
+                name=name, table=TABLE, factory=_factory(name, settings), stage=stage, settings=plain, instance=instance
+            )
             for instance in range(processes)
         ]
     return found
+
+
+def _factory(stage: str, settings: JobSettings) -> str:
+    with_engine = stage == "rollout" and settings.engine != "builtin"
+    return f"{_HERE}.engine_stages:rollout" if with_engine else _FACTORIES[stage]
 
 
 def _task(

@@ -112,6 +112,12 @@ SETTINGS: Final[Mapping[str, Settings]] = MappingProxyType(
 """Settings that learn, by data set."""
 
 
+def for_engine(settings: Settings) -> Settings:
+    """Return ``settings`` for a real engine on a CPU: heads wide enough for its attention, and smaller steps, since it
+    takes a request a row where the job's own sampler takes a batch."""
+    return replace(settings, heads=4, prompts_per_step=32, steps=60)
+
+
 def settings_for(dataset: str = "chain_sum", *, seed: int = 0) -> Settings:
     """Return the settings of ``dataset`` with ``seed``; raises ``ValueError`` naming the data sets there are."""
     if dataset not in SETTINGS:

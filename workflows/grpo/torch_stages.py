@@ -17,6 +17,7 @@ from transferqueue.workflows.audit import audit
 from transferqueue.workflows.grpo.evaluate import Evaluation, evaluate
 from transferqueue.workflows.grpo.grpo import Learner, Objective, TrainBatch
 from transferqueue.workflows.grpo.job import POLICY, REFERENCE, JobSettings
+from transferqueue.workflows.grpo.llama import from_llama, is_llama, to_llama
 from transferqueue.workflows.grpo.model import Transformer
 from transferqueue.workflows.grpo.packing import response_logprobs
 from transferqueue.workflows.grpo.problems import problem_set
@@ -55,8 +56,14 @@ class Policy:
 
 
 def load_weights(model: Transformer, weights: tq.Weights) -> None:
-    """Copy published weights into ``model``."""
-    model.load_state_dict({name: torch.as_tensor(value) for name, value in weights.items()})
+    """Copy published weights into ``model``, whichever names they have."""
+    tensors = {name: torch.as_tensor(value) for name, value in weights.items()}
+    model.load_state_dict(from_llama(tensors, model.shape) if is_llama(tensors) else tensors)
+
+
+def published(settings: JobSettings, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Weights of the policy under the names that whoever generates knows."""
+    return weights if settings.engine == "builtin" else to_llama(weights, settings.learning.model_shape())
 
 
 def tokens_max(settings: Settings) -> int:
@@ -177,7 +184,7 @@ class Train:
         metrics = self._learner.step(self._train_batch(batch))
         self.version += 1
         with self._context.span("publish"):
-            self._channel.publish(self.version, self._learner.weights())
+            self._channel.publish(self.version, published(self._settings, self._learner.weights()))
         self._report(batch, metrics)
         yield Part(columns={})
         self.seal_if_done()
@@ -274,7 +281,7 @@ def _begin(settings: JobSettings, context: Context, policy: Policy, evaluator: E
     evaluator("before")
     if settings.with_reference:
         context.queue.weights(REFERENCE, keep=1).publish(0, weights)
-    context.queue.weights(POLICY).publish(0, weights)
+    context.queue.weights(POLICY).publish(0, published(settings, weights))
 
 
 def _learner(learning: Settings, model: Transformer, first_step: int) -> Learner:
