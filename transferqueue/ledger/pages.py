@@ -169,3 +169,21 @@ class Pages:
         """All resident rows, ascending. Walks every page: for people, and for tasks declared late."""
         pages = [self.rows_of(page) for page in self._left]
         return np.concatenate(pages) if pages else np.empty(0, np.int64)
+
+    # ------------------------------------------------------------ images
+
+    @property
+    def packed(self) -> list[AnyArray]:
+        """The frames of the pages in use, of each column, ``[pages * PAGE_ROWS]``. Set it to have them back."""
+        return [column.a.reshape(-1, PAGE_ROWS)[self._frames_in_use()].ravel() for column in self._columns]
+
+    @packed.setter
+    def packed(self, packed: list[AnyArray]) -> None:
+        frames = self._frames_in_use()
+        for column, data in zip(self._columns, packed, strict=True):
+            column.a = np.zeros(self._capacity, data.dtype)
+            column.a.reshape(-1, PAGE_ROWS)[frames] = data.reshape(-1, PAGE_ROWS)
+
+    def _frames_in_use(self) -> IntArray:
+        found: IntArray = self._frames[np.array(list(self._left), np.int64) - self._base]
+        return found

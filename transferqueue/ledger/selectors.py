@@ -110,7 +110,16 @@ RANKED_BY: Final = {
 class Ranker:
     """One task's selector at work."""
 
+    DERIVED: Final = ("equal_counts", "ranked_by", "newest_first", "by_arrival", "_ranking")
+    """What follows from the selector and is not in an image."""
+
     def __init__(self, selector: Selector, plugins: Mapping[str, PluginFactory]) -> None:
+        self.selector: Final = selector
+        self.rank_by(plugins)
+
+    def rank_by(self, plugins: Mapping[str, PluginFactory]) -> None:
+        """Rank as the selector says, with the plugins that are installed; `NotFound` if its own is not."""
+        selector = self.selector
         inner = selector.inner if isinstance(selector, TokenBalanced) else selector
         self.equal_counts = selector.equal_counts if isinstance(selector, TokenBalanced) else True
         self.ranked_by = RANKED_BY[type(inner)]

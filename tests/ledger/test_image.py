@@ -1,0 +1,134 @@
+"""A ledger made from an image goes on as the other would have; what is no image is refused."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.ledger.driver import World
+from tests.ledger.test_determinism import Fuzz, run
+from transferqueue.errors import Corruption, InternalError, NotFound, UsageError
+from transferqueue.ledger import Ledger
+from transferqueue.ledger.image import _Header
+from transferqueue.limits import PAGE_ROWS, Limits
+from transferqueue.policies import Plugin, Task
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_images_at_random_moments_change_nothing(seed: int) -> None:
+    wanted, _ = run(seed, 400)
+    fuzz, dice = Fuzz(seed), random.Random(seed)
+    for step in range(400):
+        if dice.random() < 0.1:
+            fuzz.ledger = Ledger.from_image(fuzz.ledger.image())
+        fuzz.step()
+        if step % 20 == 0:
+            fuzz.check()
+    assert fuzz.log.hexdigest() == wanted
+
+
+def test_the_image_of_a_copy_is_the_same_image() -> None:
+    image = run(3, 300)[1].ledger.image()
+    assert Ledger.from_image(image).image() == image
+
+
+def test_an_image_is_as_large_as_what_is_resident() -> None:
+    world = World()
+    client = world.client()
+    client.create(tasks=[Task("t")], limits=Limits(rows=1 << 20))
+    empty = len(world.ledger.image())
+    assert empty < 20_000
+    for _ in range(20):
+        client.put(PAGE_ROWS)
+        client.ack(client.lease("t", PAGE_ROWS))
+    world.ledger.seen(client.session, client.call)
+    world.table().history.__init__()  # type: ignore[misc]
+    assert len(world.ledger.image()) < empty + PAGE_ROWS * 150
+
+
+class Shortest:
+    def __init__(self, options: object) -> None:
+        self.options = options
+
+    def keys(self, units: object) -> object:
+        return units.tokens  # type: ignore[attr-defined]
+
+
+def test_selectors_are_given_anew() -> None:
+    world = World(Ledger(epoch=7, selectors={"shortest": Shortest}))
+    client = world.client()
+    client.create(tasks=[Task("t", selector=Plugin("shortest"))])
+    client.put(3, tokens=[9, 1, 5])
+    image = world.ledger.image()
+    with pytest.raises(NotFound, match='selector plugin "shortest" is not installed on the server; it has nothing'):
+        Ledger.from_image(image)
+    world.ledger = Ledger.from_image(image, selectors={"shortest": Shortest})
+    assert world.ledger.epoch == 7
+    assert client.lease("t", 3).rows == [1, 2, 0]
+    client.put(2, tokens=[2, 1])
+    assert client.lease("t", 2).rows == [4, 3]
+
+
+def test_a_damaged_image_is_reported() -> None:
+    image = run(1, 100)[1].ledger.image()
+    dice = random.Random(1)
+    for cut in (0, 1, 40, len(image) // 2, len(image) - 1):
+        with pytest.raises(Corruption, match="no image of a ledger"):
+            Ledger.from_image(image[:cut])
+    for _ in range(50):
+        damaged = bytearray(image)
+        damaged[dice.randrange(100, len(image))] ^= 1 << dice.randrange(8)
+        with pytest.raises(Corruption, match="is damaged: its digest differs; restore a snapshot"):
+            Ledger.from_image(bytes(damaged))
+
+
+def reheaded(image: bytes, **changes: object) -> bytes:
+    header = msgspec.msgpack.decode(image, type=_Header)
+    return msgspec.msgpack.encode(msgspec.structs.replace(header, **changes))
+
+
+def test_the_image_of_another_version_is_refused() -> None:
+    image = Ledger().image()
+    for changes in ({"fingerprint": bytes(16)}, {"magic": "transferqueue ledger image 99"}):
+        with pytest.raises(UsageError, match="has the state of another version of this package; start that version"):
+            Ledger.from_image(reheaded(image, **changes))
+
+
+def test_a_heap_that_makes_no_sense_is_corruption_whatever_it_says() -> None:
+    """With a right digest too: each byte of the heap is spoiled in turn, and nothing but `Corruption` comes out."""
+    from transferqueue.ledger.image import _digest
+
+    image = Ledger().image()
+    state = msgspec.msgpack.decode(image, type=_Header).state
+    for at in range(len(state)):
+        spoiled = bytearray(state)
+        spoiled[at] ^= 0x15
+        try:
+            Ledger.from_image(reheaded(image, state=bytes(spoiled), digest=_digest(bytes(spoiled))))
+        except (Corruption, UsageError):
+            continue
+
+
+def test_what_has_no_form_is_said_so() -> None:
+    ledger = Ledger()
+    ledger.state.dropped_tables["t"] = object()  # type: ignore[assignment]
+    with pytest.raises(InternalError, match=r"builtins.object has no form in an image of the state"):
+        ledger.image()
+    ledger.state.dropped_tables["t"] = 1 << 70
+    with pytest.raises(InternalError, match="cannot be written"):
+        ledger.image()
+
+
+def test_arrays_of_a_copy_are_its_own_and_can_be_written() -> None:
+    world = World()
+    client = world.client()
+    client.create(tasks=[Task("t")])
+    client.put(5)
+    copy = Ledger.from_image(world.ledger.image())
+    copied = copy.state.tables["t"].rows.version.a
+    assert not np.shares_memory(copied, world.table().rows.version.a)
+    copied[:5] = 3
+    assert world.table().rows.version.a[:5].tolist() == [-1] * 5

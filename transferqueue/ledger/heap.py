@@ -1,0 +1,298 @@
+"""Any graph of known objects as plain values, column by column, and back.
+
+A heap is written class by class: all objects of one class together, one column an attribute. A column of numbers or
+text is written as it is, one of lists as their lengths and the column of all their items, one of objects as
+their numbers. So the cost of a hundred thousand like objects is that of a few long columns. The rules:
+
+- Only classes that were named (`Form`, and message structs) are written, and only those are made again: by
+  setting attributes. No constructor runs, and nothing that a heap names is called.
+- An object that is referred to twice is one object again. Containers and arrays are values: each reference has its own.
+- The same graph gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from operator import attrgetter
+from types import GenericAlias, MethodType, NoneType
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from transferqueue.errors import Corruption, InternalError
+
+_PLAIN: Final = frozenset({int, float, str, bytes, bool, NoneType})
+_SEQUENCES: Final[dict[str, Callable[[Iterable[Any]], Any]]] = {
+    "list": list,
+    "tuple": tuple,
+    "deque": deque,
+    "frozenset": frozenset,
+}
+
+Column = list[Any]
+"""A kind, and what that kind needs: see `Writer.column`."""
+Values = Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How objects of one class are written: all their attributes, without `omitted`, and with `derived` ones.
+
+    A derived attribute is a property that is set last, when all objects have the others.
+    """
+
+    cls: type
+    omitted: frozenset[str] = frozenset()
+    derived: tuple[str, ...] = ()
+
+    def names(self, like: object) -> list[str]:
+        """The attributes of an object of this class."""
+        slots = [name for cls in self.cls.__mro__ for name in getattr(cls, "__slots__", ())]
+        return [name for name in (slots or vars(like)) if name not in self.omitted] + list(self.derived)
+
+    def fingerprint(self) -> str:
+        """Differs once the class has other attributes: its slots, or the names that its constructor uses."""
+        code = getattr(self.cls.__init__, "__code__", None)  # type: ignore[misc]
+        used = [] if code is None else [*code.co_varnames, *code.co_names]
+        return f"{self.cls.__qualname__} {getattr(self.cls, '__slots__', '')} {getattr(self.cls, '_fields', '')} {used}"
+
+
+class Known:
+    """The classes of a heap. tuples: named tuples. methods: names of bound methods that attributes may be."""
+
+    def __init__(
+        self, forms: Sequence[Form], structs: Sequence[type], tuples: Sequence[type], methods: Sequence[str]
+    ) -> None:
+        self.forms: Final = list(forms)
+        self.structs: Final = list(structs)
+        self.tuples: Final = list(tuples)
+        self.methods: Final = list(methods)
+        self.form_of: Final = {form.cls: number for number, form in enumerate(forms)}
+        self.struct_of: Final = {cls: number for number, cls in enumerate(structs)}
+        self.tuple_of: Final = {cls: number for number, cls in enumerate(tuples)}
+
+    def fingerprint(self) -> str:
+        """The same exactly for heaps that can be read."""
+        structs = [f"{cls.__module__}.{cls.__qualname__} {cls.__struct_fields__}" for cls in self.structs]  # type: ignore[attr-defined]
+        tuples = [f"{cls.__qualname__} {cls._fields}" for cls in self.tuples]  # type: ignore[attr-defined]
+        return "\n".join([*(form.fingerprint() for form in self.forms), *structs, *tuples, *self.methods])
+
+
+class Writer:
+    """Writes one heap."""
+
+    def __init__(self, known: Known) -> None:
+        self._known = known
+        self._numbers: dict[int, int] = {}
+        self._found: list[list[object]] = [[] for _ in known.forms]
+
+    def heap(self, root: object) -> list[Any]:
+        """Everything that `root` leads to: its column, then (class, names, columns) of each batch of objects."""
+        first, batches = self.column([root]), []
+        written = [0] * len(self._found)
+        while any(len(found) > done for found, done in zip(self._found, written, strict=True)):
+            for number, found in enumerate(self._found):
+                batch = found[written[number] :]
+                written[number] = len(found)
+                if batch:
+                    batches.append(self._batch(number, batch))
+        return [[len(found) for found in self._found], first, batches]
+
+    def _batch(self, number: int, batch: Values) -> list[Any]:
+        names = self._known.forms[number].names(batch[0])
+        return [number, names, [self.column(list(map(attrgetter(name), batch))) for name in names]]
+
+    def column(self, values: Values) -> Column:
+        """Values of any known kinds."""
+        kinds = dict.fromkeys(map(type, values))
+        if kinds.keys() <= _PLAIN:
+            return ["plain", values]
+        if len(kinds) == 1:
+            return self._alike(next(iter(kinds)), values)
+        return self._mixed(list(kinds), values)
+
+    def _mixed(self, kinds: list[type], values: Values) -> Column:
+        others = [kind for kind in kinds if kind not in _PLAIN]
+        group_of = {kind: others.index(kind) + 1 if kind in others else 0 for kind in kinds}
+        groups = [group_of[type(value)] for value in values]
+        columns = [
+            self.column([value for value, its in zip(values, groups, strict=True) if its == group])
+            for group in range(len(others) + 1)
+        ]
+        return ["mixed", groups, columns]
+
+    def _alike(self, kind: type, values: Values) -> Column:
+        known = self._known
+        if kind in known.form_of:
+            return ["object", known.form_of[kind], self._refer(known.form_of[kind], values)]
+        if kind in known.struct_of:
+            return ["struct", known.struct_of[kind], msgspec.msgpack.encode(values)]
+        if kind in known.tuple_of:
+            return ["named", known.tuple_of[kind], self.column(list(chain.from_iterable(values)))]
+        if kind is dict:
+            items = self.column([key for one in values for key in one])
+            return [
+                "dict",
+                [len(one) for one in values],
+                items,
+                self.column([of for one in values for of in one.values()]),
+            ]
+        if kind.__name__ in _SEQUENCES:
+            parts = map(sorted, values) if kind is frozenset else values
+            return [kind.__name__, [len(one) for one in values], self.column(list(chain.from_iterable(parts)))]
+        if issubclass(kind, np.ndarray):
+            return [
+                "array",
+                [one.dtype.str for one in values],
+                [one.shape for one in values],
+                [one.tobytes() for one in values],
+            ]
+        if issubclass(kind, np.generic):
+            return ["scalar", np.dtype(kind).str, np.array(values).tobytes()]
+        if kind is MethodType:
+            return self._methods(values)
+        raise InternalError(
+            f"{kind.__module__}.{kind.__qualname__} has no form in an image of the state: {values[0]!r}"
+        )
+
+    def _refer(self, number: int, values: Values) -> list[int]:
+        numbers, found = self._numbers, self._found[number]
+        referred = []
+        for value in values:
+            at = numbers.get(id(value))
+            if at is None:
+                at = numbers[id(value)] = len(found)
+                found.append(value)  # which also keeps it, so that its id stays its own
+            referred.append(at)
+        return referred
+
+    def _methods(self, values: Values) -> Column:
+        names = [one.__func__.__name__ for one in values]
+        if not set(names) <= set(self._known.methods):
+            raise InternalError(f"methods {sorted(set(names))} have no form in an image of the state")
+        return [
+            "method",
+            [self._known.methods.index(name) for name in names],
+            self.column([one.__self__ for one in values]),
+        ]
+
+
+class Reader:
+    """Reads one heap. Whatever does not fit is a `LookupError`, `TypeError` or `ValueError` here: see `read`."""
+
+    def __init__(self, known: Known) -> None:
+        self._known = known
+        self._made: list[list[Any]] = []
+        self._last: list[tuple[object, str, object]] = []
+
+    def heap(self, data: list[Any]) -> Any:
+        """The root of the heap."""
+        counts, first, batches = data
+        self._made = [
+            [object.__new__(form.cls) for _ in range(count)]
+            for form, count in zip(self._known.forms, counts, strict=True)
+        ]
+        fillers = [iter(made) for made in self._made]
+        (root,) = self.column(first)
+        for number, names, columns in batches:
+            self._fill(self._known.forms[number], fillers[number], names, columns)
+        for one, name, value in self._last:
+            setattr(one, name, value)
+        return root
+
+    def _fill(self, form: Form, objects: Iterator[Any], names: list[str], columns: list[Column]) -> None:
+        values = [self.column(column) for column in columns]
+        batch = list(islice(objects, len(values[0])))
+        for name, column in zip(names, values, strict=True):
+            if name in form.derived:
+                self._last += [(one, name, value) for one, value in zip(batch, column, strict=True)]
+            else:
+                for one, value in zip(batch, column, strict=True):
+                    setattr(one, name, value)
+
+    def column(self, data: Column) -> list[Any]:
+        """What `Writer.column` was given."""
+        kind, *rest = data
+        made: list[Any] = _READERS[kind](self, *rest)
+        return made
+
+    def _plain(self, values: list[Any]) -> list[Any]:
+        return values
+
+    def _mixed(self, groups: list[int], columns: list[Column]) -> list[Any]:
+        parts = [iter(self.column(column)) for column in columns]
+        return [next(parts[group]) for group in groups]
+
+    def _object(self, number: int, at: list[int]) -> list[Any]:
+        made = self._made[number]
+        return [made[one] for one in at]
+
+    def _struct(self, number: int, values: bytes) -> list[Any]:
+        kind: Any = GenericAlias(list, (self._known.structs[number],))
+        found: list[Any] = msgspec.msgpack.decode(values, type=kind)
+        return found
+
+    def _named(self, number: int, items: Column) -> list[Any]:
+        made: Any = self._known.tuples[number]
+        flat = iter(self.column(items))
+        return [made(*one) for one in zip(*[flat] * len(made._fields), strict=True)]
+
+    def _dict(self, lengths: list[int], keys: Column, values: Column) -> list[Any]:
+        items = iter(zip(self.column(keys), self.column(values), strict=True))
+        return [dict(islice(items, length)) for length in lengths]
+
+    def _array(self, dtypes: list[str], shapes: list[list[int]], data: list[bytes]) -> list[Any]:
+        # Copied: arrays of the state are written to.
+        return [
+            np.frombuffer(one, dtype).reshape(shape).copy()
+            for dtype, shape, one in zip(dtypes, shapes, data, strict=True)
+        ]
+
+    def _scalar(self, dtype: str, data: bytes) -> list[Any]:
+        return list(np.frombuffer(data, dtype))
+
+    def _method(self, names: list[int], owners: Column) -> list[Any]:
+        methods = self._known.methods
+        return [getattr(owner, methods[name]) for name, owner in zip(names, self.column(owners), strict=True)]
+
+
+def _sequence(make: Callable[[Iterable[Any]], Any]) -> Callable[[Reader, list[int], Column], list[Any]]:
+    def read_sequence(reader: Reader, lengths: list[int], items: Column) -> list[Any]:
+        flat = iter(reader.column(items))
+        return [make(islice(flat, length)) for length in lengths]
+
+    return read_sequence
+
+
+_READERS: Final[Mapping[str, Callable[..., list[Any]]]] = {
+    "plain": Reader._plain,
+    "mixed": Reader._mixed,
+    "object": Reader._object,
+    "struct": Reader._struct,
+    "named": Reader._named,
+    "dict": Reader._dict,
+    "array": Reader._array,
+    "scalar": Reader._scalar,
+    "method": Reader._method,
+    **{name: _sequence(make) for name, make in _SEQUENCES.items()},
+}
+
+
+def write(root: object, known: Known) -> bytes:
+    """The heap of `root` as bytes. `InternalError` for what has no form."""
+    try:
+        return msgspec.msgpack.encode(Writer(known).heap(root))
+    except (OverflowError, TypeError) as error:
+        raise InternalError(f"the state cannot be written: {error}") from error
+
+
+def read(data: bytes, known: Known) -> Any:
+    """The root of a heap. `Corruption` if it is none."""
+    try:
+        return Reader(known).heap(msgspec.msgpack.decode(data))
+    except (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError, StopIteration) as error:
+        raise Corruption(f"{len(data)} bytes are no image of a state: {error!r}") from error
