@@ -21,9 +21,10 @@ from types import TracebackType
 from typing import Any, Final
 
 import transferqueue as tq
+from transferqueue.adapters.protocols import Part
 from transferqueue.errors import EndOfTable, FlowSignal, LeaseExpired, PeerError, TransferQueueError, UsageError
 from transferqueue.workflows.events import WAIT, WORK, Event, Failure, Span
-from transferqueue.workflows.stage import STALL_S, Part, Produce, Stage, Work
+from transferqueue.workflows.stage import STALL_S, Produce, Stage, Work
 
 _RENEWALS: Final = 3
 """A lease is renewed when a third of it has passed: two renewals may be lost before it is."""

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
+from transferqueue.adapters.protocols import Part
 from transferqueue.workflows.audit import audit
 from transferqueue.workflows.events import Event, Failure, Span
 from transferqueue.workflows.runner import StageBroken, run_source, run_stage
-from transferqueue.workflows.stage import Context, Part, Stage, load
+from transferqueue.workflows.stage import Context, Stage, load
 
 FIELDS = [tq.Field("x", "int64"), tq.Field("y", "int64"), tq.Field("z", "int64")]
 DOUBLE = tq.Task("double", needs=["x"], gives=["y"], attempts_max=3)

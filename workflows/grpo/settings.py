@@ -114,8 +114,8 @@ SETTINGS: Final[Mapping[str, Settings]] = MappingProxyType(
 
 def for_engine(settings: Settings) -> Settings:
     """Return ``settings`` for a real engine on a CPU: heads wide enough for its attention, and smaller steps, since it
-    takes a request a row where the job's own sampler takes a batch."""
-    return replace(settings, heads=4, prompts_per_step=32, steps=60)
+    takes a request a row where the job's own sampler takes a batch. Fewer rows want a lower rate."""
+    return replace(settings, heads=4, prompts_per_step=32, steps=240, learning_rate=settings.learning_rate / 2)
 
 
 def settings_for(dataset: str = "chain_sum", *, seed: int = 0) -> Settings:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import transferqueue as tq
+from transferqueue.adapters.protocols import Part
 from transferqueue.errors import DeadlineExceeded, Sealed
 from transferqueue.workflows.audit import audit
 from transferqueue.workflows.grpo.evaluate import Evaluation, evaluate
@@ -24,7 +25,7 @@ from transferqueue.workflows.grpo.problems import problem_set
 from transferqueue.workflows.grpo.sampling import Generation, Response
 from transferqueue.workflows.grpo.settings import Settings
 from transferqueue.workflows.grpo.warmup import warm_up
-from transferqueue.workflows.stage import STALL_S, Context, Part, Work
+from transferqueue.workflows.stage import STALL_S, Context, Work
 
 _PART_ROWS: Final = 32
 """Responses are handed on when so many are finished: the reward stage works while the rest is generated."""
