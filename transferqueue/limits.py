@@ -116,6 +116,10 @@ LOCK_CHECK_FIRST_S: Final = 0.02
 """A client lets go of its lock a moment after its Goodbye: that soon its memory should be free again."""
 LOCK_CHECK_S: Final = 1.0
 """How often, in the end, the lock of an ended session is tried while a forked child or a late view holds it."""
+TAIL_RECORDS_MAX: Final = 20_000
+"""Changes that a restarted server carries out again at most, in about half a second; past that it makes a new image."""
+TAIL_BYTES_MIN: Final = 32 * MIB
+"""A tail of fewer bytes is not worth an image; past that, one of more than twice the last image."""
 FAREWELL_S: Final = 0.2
 """A server that stops gives its last answers this long to leave."""
 

@@ -30,7 +30,7 @@ from transferqueue.ledger.views import explained, observed
 from transferqueue.limits import SESSIONS_MAX
 from transferqueue.wire import messages as m
 
-_ANSWERED_ANEW: Final = (m.Observe, m.Find, m.ListTables, m.OpenTable, m.Heartbeat)
+ANSWERED_ANEW: Final = (m.Observe, m.Find, m.ListTables, m.OpenTable, m.Heartbeat)
 """Requests that change nothing: asked again, they need no reply kept."""
 
 
@@ -64,15 +64,18 @@ class Ledger:
 
     # ------------------------------------------------------------ sessions
 
-    def open_session(self, session: int, client: bytes, now: float, *, label: str = "") -> None:
-        """A client connected. client: its id (16 bytes), the same after it reconnects. label: for messages."""
+    def open_session(self, session: int, client: bytes, now: float, *, label: str = "", origin: bytes = b"") -> None:
+        """A client connected. client: its id (16 bytes), the same after it reconnects. label: for messages.
+
+        origin: kept as `Session.origin`.
+        """
         self.tick(now)
         sessions = self.state.sessions
         if session in sessions or session < 1:
             raise UsageError(f"session {session} is open already, or not a positive number")
         if len(sessions) >= SESSIONS_MAX:
             raise Full(f"{SESSIONS_MAX} sessions are open, the most there may be; close some")
-        sessions[session] = Session(session, client, label, self.state.now)
+        sessions[session] = Session(session, client, label, self.state.now, origin)
         self.state.core.labels[session] = label or f"session {session}"
         self.state.core.heard[session] = self.state.now
 
@@ -160,7 +163,7 @@ class Ledger:
         operation = OPERATIONS.get(type(request))
         if operation is None:
             raise ProtocolError(f"{type(request).__name__} is not a request for the ledger")
-        if isinstance(request, _ANSWERED_ANEW):
+        if isinstance(request, ANSWERED_ANEW):
             return operation(self.state, request, one, call)
         before = None if self._rows_know(request, one, call) else one.replies.get(call)
         if before is not None:

@@ -88,11 +88,13 @@ class Replies:
 class Session:
     """One connected client."""
 
-    def __init__(self, number: int, client: bytes, label: str, now: float) -> None:
+    def __init__(self, number: int, client: bytes, label: str, now: float, origin: bytes = b"") -> None:
         self.id = number
         self.client = client
         self.label = label
         self.opened = now
+        self.origin = origin
+        """What the caller needs to find the client again after a restart; it means nothing here."""
         self.replies = Replies()
         self.open = True
         """False: ended, but its pins and grants stay, since a view or a writer may still live."""

@@ -1,0 +1,245 @@
+"""What the next life finds is what this life had told, whenever it ended."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import msgspec
+import pytest
+
+from tests.ledger.driver import World
+from tests.ledger.test_determinism import Fuzz
+from transferqueue.errors import Corruption, InternalError, UsageError
+from transferqueue.ledger import Ledger, Wait
+from transferqueue.ledger.operations import OPERATIONS
+from transferqueue.policies import Task
+from transferqueue.server import recording
+from transferqueue.server.recording import RecordedLedger, Tail, recover
+from transferqueue.wire import messages as m
+
+
+class Paper:
+    """A journal in memory that forgets what was not committed, as a crash does."""
+
+    def __init__(self):
+        self.image, self.records, self.pending = None, [], []
+        self.checkpoints = 0
+
+    def append(self, record):
+        self.pending.append(record)
+
+    def commit(self):
+        self.records += self.pending
+        self.pending = []
+
+    def checkpoint(self, image):
+        self.image, self.records, self.pending = image, [], []
+        self.checkpoints += 1
+
+    def load(self):
+        return self.image, list(self.records)
+
+    def close(self):
+        self.pending = []
+
+
+def reborn(paper):
+    paper.close()
+    ledger, tail = recover(paper)
+    return RecordedLedger(ledger, paper, tail, epoch=ledger.epoch + 1)
+
+
+class Told(Fuzz):
+    """Notes all but wakes: a view that a refused or waiting lease has built is no part of the history, and as long as
+    it is there, more than is needed are woken."""
+
+    def note(self, data):
+        super().note(re.sub(rb"Wake\(key=\([^)]*\)\)(, )?", b"", data).replace(b", ]", b"]"))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_ledger_that_dies_again_and_again_does_what_one_that_lives_does(seed):
+    alive = Told(seed)
+    for _ in range(400):
+        alive.step()
+    fuzz, dice, paper = Told(seed), random.Random(seed), Paper()
+    fuzz.ledger = RecordedLedger(fuzz.ledger, paper, epoch=1)
+    fuzz.ledger.checkpoint()
+    for step in range(400):
+        fuzz.step()
+        fuzz.ledger.commit()
+        if dice.random() < 0.05:
+            fuzz.ledger = reborn(paper)
+        if dice.random() < 0.02:
+            fuzz.ledger.checkpoint()
+        if step % 20 == 0:
+            fuzz.check()
+    fuzz.check()
+    assert fuzz.log.hexdigest() == alive.log.hexdigest()
+    assert fuzz.ledger.epoch > 5
+
+
+@pytest.fixture
+def paper():
+    return Paper()
+
+
+@pytest.fixture
+def world(paper):
+    ledger, tail = recover(paper)
+    assert (ledger.epoch, tail) == (0, Tail())
+    return World(RecordedLedger(ledger, paper, tail, epoch=1))
+
+
+def test_what_was_not_committed_never_happened(world, paper):
+    client = world.client()
+    client.create(tasks=[Task("t")])
+    client.put(2)
+    world.ledger.commit()
+    client.put(3)
+    world.ledger = reborn(paper)
+    assert world.table().rows_put == 2
+    assert client.put(1) == [2]
+
+
+def test_what_changes_nothing_is_not_written(world, paper):
+    client = world.client()
+    client.create(tasks=[Task("t")])
+    world.ledger.commit()
+    with pytest.raises(UsageError):
+        client.drop([3, 3])
+    assert isinstance(client.lease("t", 1, wait_s=9), Wait)
+    client.observe("stats")
+    client.apply(m.Find("t", ["k"]))
+    client.apply(m.OpenTable("t"))
+    client.apply(m.ListTables())
+    world.pass_time(5)
+    assert paper.pending == []
+
+
+def test_time_stands_still_between_two_lives(world, paper):
+    client = world.client()
+    client.create(tasks=[Task("t", lease_s=10.0)])
+    client.put(1)
+    world.now = 100.0
+    held = client.lease("t", 1)
+    world.ledger.commit()
+    world.ledger = reborn(paper)
+    assert world.ledger.state.now == 100.0
+    assert world.ledger.next_deadline() == 110.0
+    client.ack(held)
+    assert world.audit()["tables"]["t"]["rows_done"] == 1
+
+
+def test_what_expired_had_expired_at_that_very_time(world, paper):
+    client = world.client()
+    client.create(tasks=[Task("t", lease_s=10.0)])
+    client.put(1)
+    lost = client.lease("t", 1)
+    world.pass_time(11)
+    held = client.lease("t", 1)
+    world.ledger.commit()
+    world.ledger = reborn(paper)
+    with pytest.raises(Exception, match="it expired after 10 s"):
+        client.ack(lost)
+    assert world.ledger.next_deadline() == 21.0
+    client.ack(held)
+
+
+def test_a_call_sent_again_to_the_next_life_gets_its_reply(world, paper):
+    client = world.client()
+    client.create(tasks=[Task("t")])
+    client.put(2)
+    request = m.Lease("t", "t", rows=2)
+    reply = client.apply(request, call=50)
+    world.ledger.commit()
+    world.ledger = reborn(paper)
+    assert client.apply(request, call=50) == reply
+    assert world.audit()["tables"]["t"]["rows_live"] == 2
+
+
+def test_sessions_keep_what_the_server_knew_of_them(world, paper):
+    world.ledger.open_session(9, b"c" * 16, 0.0, label="me", origin=b"from here")
+    world.ledger.commit()
+    world.ledger.checkpoint()
+    session = reborn(paper).state.sessions[9]
+    assert (session.client, session.label, session.origin, session.open) == (b"c" * 16, "me", b"from here", True)
+
+
+def test_a_defect_that_changed_something_is_carried_out_again(world, paper, monkeypatch):
+    """What a request did before it failed by our fault is part of the history."""
+    client = world.client()
+    client.create(tasks=[Task("t")])
+
+    def half(state, request, session, call):
+        state.dropped_tables["half"] = 1
+        raise ZeroDivisionError
+
+    monkeypatch.setitem(OPERATIONS, m.Seal, half)
+    with pytest.raises(ZeroDivisionError):
+        client.apply(m.Seal("t"))
+    world.ledger.commit()
+    assert reborn(paper).state.dropped_tables == {"half": 1}
+
+
+def test_a_new_image_is_made_when_the_tail_outgrows_it(world, paper, monkeypatch):
+    monkeypatch.setattr(recording, "TAIL_RECORDS_MAX", 20)
+    client = world.client()
+    client.create(tasks=[Task("t")])
+    for _ in range(100):
+        client.put(1)
+        world.ledger.commit()
+    assert paper.checkpoints == 4
+    assert len(paper.records) <= 21
+    world.ledger = reborn(paper)  # what is in the journal already counts
+    for _ in range(21 - len(paper.records)):
+        client.put(1)
+        world.ledger.commit()
+    assert paper.checkpoints == 5
+
+
+def test_a_record_that_is_none_is_reported(paper):
+    paper.records = [b"\x93\x01\x02\x03"]
+    with pytest.raises(Corruption, match=r"record 0 of the journal is none: .*; restore a snapshot"):
+        recover(paper)
+
+
+def test_a_record_that_is_refused_now_is_reported(world, paper):
+    client = world.client()
+    client.create(tasks=[Task("t")])
+    client.put(1)
+    world.ledger.commit()
+    del paper.records[1]
+    with pytest.raises(Corruption, match="record 1 of the journal was accepted once and is refused now: session 1"):
+        recover(paper)
+
+
+def test_a_record_that_would_wait_now_is_reported(world, paper):
+    client = world.client()
+    client.create(tasks=[Task("t")])
+    client.put(1)
+    client.lease("t", 1, wait_s=5)
+    world.ledger.commit()
+    del paper.records[3]
+    with pytest.raises(Corruption, match="Lease waits, but was carried out once"):
+        recover(paper)
+
+
+def test_the_ledger_keeps_its_face(paper):
+    ledger = RecordedLedger(Ledger(), paper, epoch=3)
+    with pytest.raises(UsageError, match="session 0 is open already"):
+        ledger.open_session(0, b"x" * 16, 0.0)
+    ledger.open_session(1, b"x" * 16, 0.0)
+    with pytest.raises(InternalError, match="session 1 is open; close it"):
+        ledger.end_pins(1)
+    ledger.close_session(1, 1.0, pins=False)
+    ledger.end_pins(1)
+    ledger.commit()
+    assert reborn(paper).image() != b""
+    assert [msgspec.msgpack.decode(record)[0] for record in paper.records] == [
+        "_Begun",
+        "_Opened",
+        "_Closed",
+        "_PinsEnded",
+    ]

@@ -1,0 +1,258 @@
+"""A ledger that is written down, and the ledger that comes of what was written.
+
+The law: the ledger is deterministic, so its history is the sequence of the calls that changed it, each with its
+arguments and the time. A call that was refused, that must wait or that only asks changed nothing and is not written;
+a call that failed by a defect of ours may have changed something, and is. What was due by the time of any call
+happened before it, and is written before it. Nothing of a turn may be told to anybody before `commit`.
+
+A restart is then: the image, and the tail carried out on it (`recover`). To bound how long that takes, `commit` makes
+a new image when the tail has outgrown the last one.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from transferqueue.errors import Corruption, FlowSignal, InternalError, PeerError, TransferQueueError, UsageError
+from transferqueue.ledger.effects import Wait
+from transferqueue.ledger.ledger import ANSWERED_ANEW, Ledger
+from transferqueue.ledger.selectors import PluginFactory
+from transferqueue.limits import TAIL_BYTES_MIN, TAIL_RECORDS_MAX
+from transferqueue.server.journal import Journal
+from transferqueue.wire import messages as m
+
+
+class _Record(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
+    """One change, as it was asked for."""
+
+
+class _Begun(_Record):
+    epoch: int
+
+
+class _Opened(_Record):
+    session: int
+    client: bytes
+    now: float
+    label: str
+    origin: bytes
+
+
+class _Closed(_Record):
+    session: int
+    now: float
+    pins: bool
+
+
+class _PinsEnded(_Record):
+    session: int
+
+
+class _Granted(_Record):
+    session: int
+    shard: int
+    offset: int
+    nbytes: int
+    now: float
+    call: int
+
+
+class _Seen(_Record):
+    session: int
+    call: int
+
+
+class _Ticked(_Record):
+    now: float
+
+
+class _Applied(_Record):
+    session: int
+    call: int
+    now: float
+    request: m.Request
+    failed: bool
+
+
+_Any = _Begun | _Opened | _Closed | _PinsEnded | _Granted | _Seen | _Ticked | _Applied
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(_Any).decode
+
+
+@dataclass(slots=True)
+class Tail:
+    """How much a next life would have to carry out again, and how large the image before it is."""
+
+    records: int = 0
+    nbytes: int = 0
+    image_nbytes: int = 0
+
+    def add(self, record: bytes) -> None:
+        """One more record."""
+        self.records += 1
+        self.nbytes += len(record)
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether a new image is due."""
+        return self.records > TAIL_RECORDS_MAX or self.nbytes > max(TAIL_BYTES_MIN, 2 * self.image_nbytes)
+
+
+class RecordedLedger(Ledger):
+    """`ledger` from here on, each change appended to `journal`. Nobody else may change either.
+
+    tail: what the journal holds already, as `recover` found it. epoch: of the life that begins here.
+    """
+
+    def __init__(self, ledger: Ledger, journal: Journal, tail: Tail | None = None, *, epoch: int) -> None:
+        self.epoch = epoch
+        self.state = ledger.state
+        self._journal = journal
+        self._tail = tail or Tail()
+        self._append(_Begun(epoch))
+
+    # ------------------------------------------------------------ what is written
+
+    def open_session(self, session: int, client: bytes, now: float, *, label: str = "", origin: bytes = b"") -> None:
+        """See `Ledger.open_session`."""
+        super().open_session(session, client, now, label=label, origin=origin)
+        self._append(_Opened(session, client, self.state.now, label, origin))
+
+    def close_session(self, session: int, now: float, *, pins: bool = True) -> None:
+        """See `Ledger.close_session`."""
+        super().close_session(session, now, pins=pins)
+        self._append(_Closed(session, self.state.now, pins))
+
+    def end_pins(self, session: int) -> None:
+        """See `Ledger.end_pins`."""
+        super().end_pins(session)
+        self._append(_PinsEnded(session))
+
+    def grant(self, session: int, shard: int, offset: int, nbytes: int, now: float, *, call: int = 0) -> m.Granted:
+        """See `Ledger.grant`."""
+        reply = super().grant(session, shard, offset, nbytes, now, call=call)
+        self._append(_Granted(session, shard, offset, nbytes, self.state.now, call))
+        return reply
+
+    def seen(self, session: int, call: int) -> None:
+        """See `Ledger.seen`."""
+        super().seen(session, call)
+        self._append(_Seen(session, call))
+
+    def tick(self, now: float) -> None:
+        """See `Ledger.tick`. Every entry point calls it first; written only if something happens."""
+        due = self.next_deadline()
+        if due is not None and due <= now:
+            self._append(_Ticked(now))
+        super().tick(now)
+
+    def apply(self, request: m.Request, *, session: int, call: int, now: float) -> m.Reply | Wait:
+        """See `Ledger.apply`."""
+        try:
+            reply = super().apply(request, session=session, call=call, now=now)
+        except (UsageError, FlowSignal, PeerError):
+            raise
+        except Exception:
+            self._append(_Applied(session, call, self.state.now, request, True))
+            raise
+        if not isinstance(reply, Wait) and not isinstance(request, ANSWERED_ANEW):
+            self._append(_Applied(session, call, self.state.now, request, False))
+        return reply
+
+    def _append(self, record: _Any) -> None:
+        data = _encode(record)
+        self._tail.add(data)
+        self._journal.append(data)
+
+    # ------------------------------------------------------------ when it counts
+
+    def commit(self) -> None:
+        """All changes so far are durable when this returns. `JournalFailed` if they cannot be: end, and tell nobody."""
+        if self._tail.outgrown:
+            self.checkpoint()
+        else:
+            self._journal.commit()
+
+    def checkpoint(self) -> None:
+        """`commit`, leaving an image and no tail: the next start is quick. Takes as long as `image`."""
+        with _no_collector():
+            image = self.image()
+        self._journal.checkpoint(image)
+        self._tail = Tail(image_nbytes=len(image))
+
+
+def recover(journal: Journal, selectors: Mapping[str, PluginFactory] | None = None) -> tuple[Ledger, Tail]:
+    """The ledger as it was at the last commit, and the tail it was made with. Epoch 0: there was nothing.
+
+    `Corruption` if image or tail cannot be carried out, or as `Ledger.from_image`.
+    """
+    image, records = journal.load()
+    with _no_collector():
+        ledger = (
+            Ledger(epoch=0, selectors=selectors) if image is None else Ledger.from_image(image, selectors=selectors)
+        )
+        tail = Tail(image_nbytes=len(image or b""))
+        for record in records:
+            _carry_out(ledger, tail.records, record)
+            tail.add(record)
+    ledger.take_effects()  # who they concerned is gone; what is free follows from the state
+    return ledger, tail
+
+
+def _carry_out(ledger: Ledger, number: int, data: bytes) -> None:
+    try:
+        record = _decode(data)
+        with suppress(Exception) if isinstance(record, _Applied) and record.failed else _nothing_refused(number):
+            _again(ledger, record)
+    except msgspec.MsgspecError as error:
+        raise Corruption(f"record {number} of the journal is none: {error}; restore a snapshot") from error
+
+
+@contextmanager
+def _nothing_refused(number: int) -> Iterator[None]:
+    try:
+        yield
+    except TransferQueueError as error:
+        raise Corruption(
+            f"record {number} of the journal was accepted once and is refused now: {error}; another version wrote it, or "
+            "it is damaged: start the version that wrote it, or restore a snapshot"
+        ) from error
+
+
+def _again(ledger: Ledger, record: _Any) -> None:
+    match record:
+        case _Begun(epoch=epoch):
+            ledger.epoch = epoch
+        case _Opened(session=session, client=client, now=now, label=label, origin=origin):
+            ledger.open_session(session, client, now, label=label, origin=origin)
+        case _Closed(session=session, now=now, pins=pins):
+            ledger.close_session(session, now, pins=pins)
+        case _PinsEnded(session=session):
+            ledger.end_pins(session)
+        case _Granted():
+            ledger.grant(record.session, record.shard, record.offset, record.nbytes, record.now, call=record.call)
+        case _Seen(session=session, call=call):
+            ledger.seen(session, call)
+        case _Ticked(now=now):
+            ledger.tick(now)
+        case _Applied():
+            if isinstance(ledger.apply(record.request, session=record.session, call=record.call, now=record.now), Wait):
+                raise InternalError(f"{type(record.request).__name__} waits, but was carried out once")
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Making a million objects that all stay would have the collector look at them again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
