@@ -17,9 +17,9 @@ The law:
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from transferqueue.errors import InternalError, UsageError
+from transferqueue.errors import Corruption, InternalError, UsageError
 from transferqueue.limits import PAGE_BYTES
 from transferqueue.schema import align
 
@@ -97,6 +97,33 @@ class Allocator:
         self._lent: dict[int, int] = {}
         self._clock = 0
         self._cold.add(0, self.capacity, 0)
+
+    @classmethod
+    def holding(cls, capacity: int, lent: Iterable[tuple[int, int]]) -> Allocator:
+        """An allocator that has lent these extents ``(offset, nbytes)`` already; all else is cold.
+
+        `Corruption` if they overlap, or are not extents of an arena of `capacity` bytes.
+        """
+        made = cls(capacity)
+        made._cold = _Ranges()
+        end = 0
+        for offset, nbytes in sorted(lent):
+            if offset < end or offset % PAGE_BYTES or nbytes < 1 or offset + nbytes > made.capacity:
+                raise Corruption(
+                    f"extent at {offset} of {nbytes} bytes is none of an arena of {made.capacity}: extents begin on a page "
+                    f"and do not overlap, and one ends at {end}; restore a snapshot"
+                )
+            if offset > end:
+                made._cold.add(end, offset - end, 0)
+            end = offset + align(nbytes, PAGE_BYTES)
+            made._lent[offset] = end - offset
+        if end < made.capacity:
+            made._cold.add(end, made.capacity - end, 0)
+        return made
+
+    def free_ranges(self) -> list[tuple[int, int]]:
+        """Every maximal free range ``(offset, nbytes)``, ascending."""
+        return list(self._joined())
 
     @property
     def used(self) -> int:

@@ -22,7 +22,7 @@ import secrets
 from pathlib import Path
 from typing import Final
 
-from transferqueue.errors import OutOfMemory, UsageError
+from transferqueue.errors import Corruption, InternalError, OutOfMemory, UsageError
 from transferqueue.limits import ARENA_STEP_BYTES, MIB, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.storage.allocator import Allocator
@@ -82,6 +82,51 @@ class Arena:
             if file is not None:
                 file.unlink(missing_ok=True)
             raise OutOfMemory(f"an arena of {capacity} bytes cannot be made: {error}; ask for less") from error
+
+    @classmethod
+    def attach(cls, file: Path, allocator: Allocator) -> Arena:
+        """The arena that another process left at `file`. What the allocator has lent is kept, all else is given back.
+
+        `Corruption` if there is no such file, or none of the allocator's capacity.
+        """
+        try:
+            fd = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise Corruption(f"arena {file} cannot be opened: {error.strerror}; its rows are lost with it") from error
+        try:
+            if (size := os.fstat(fd).st_size) != allocator.capacity:
+                raise Corruption(f"arena {file} has {size} bytes, not {allocator.capacity}; it is not the one it was")
+            made = cls(fd, str(file), allocator.capacity, file)
+        except BaseException:
+            os.close(fd)
+            raise
+        made._keep_lent(allocator)
+        return made
+
+    def _keep_lent(self, allocator: Allocator) -> None:
+        end = 0
+        for offset, nbytes in [*allocator.free_ranges(), (self.capacity, 0)]:
+            if offset > end:
+                self._backed.add(end, offset)
+            end = offset + nbytes
+            if nbytes and self._can_punch:
+                self._remove(offset, nbytes)
+
+    def sync(self) -> None:
+        """All bytes written so far, by whatever process, are on the device when this returns. `OutOfMemory` if it fails.
+
+        For an arena in a file on a disk; on shared memory there is no device.
+        """
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise OutOfMemory(f"the arena at {self.path} cannot be written to its disk: {error.strerror}") from error
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """These bytes, read-only. Release it before `close`."""
+        if self._map is None or offset < 0 or nbytes < 0 or offset + nbytes > self.capacity:
+            raise InternalError(f"bytes {offset} to {offset + nbytes} are not in an open arena of {self.capacity}")
+        return memoryview(self._map)[offset : offset + nbytes].toreadonly()
 
     @property
     def backed(self) -> int:
@@ -153,18 +198,22 @@ class Arena:
         return None
 
     def _punch(self, allocator: Allocator, offset: int, nbytes: int) -> int:
-        if self._map is None:
+        if not self._remove(offset, nbytes):
             return 0
+        self._backed.remove(offset, offset + nbytes)
+        allocator.chill(offset, nbytes)
+        return nbytes
+
+    def _remove(self, offset: int, nbytes: int) -> bool:
+        if self._map is None:
+            return False
         try:
             self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
         except OSError as error:
             if error.errno not in _CANNOT_PUNCH:
                 raise
             self._can_punch = False  # a file system without holes: pages stay until the arena closes
-            return 0
-        self._backed.remove(offset, offset + nbytes)
-        allocator.chill(offset, nbytes)
-        return nbytes
+        return self._can_punch
 
 
 def _memfd() -> tuple[int, str, None]:
