@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         NotFound,
         OutOfMemory,
         PeerError,
+        PermissionDenied,
         ProtocolError,
         SchemaError,
         Sealed,
@@ -87,7 +88,7 @@ _HOMES: Final[dict[str, str]] = {
     "client.weighing": "WeightChannel Weights",
     "embedded": "aconnect connect",
     "errors": "AddressInUse AlreadyExists BatchEnded Corruption DeadlineExceeded Disconnected EndOfTable FlowSignal Forked "
-    "Full Impossible InternalError LeaseExpired NotFound OutOfMemory PeerError ProtocolError SchemaError Sealed "
+    "Full Impossible InternalError LeaseExpired NotFound OutOfMemory PeerError PermissionDenied ProtocolError SchemaError Sealed "
     "TransferQueueError Unreachable UsageError",
     "limits": "Limits",
     "policies": "Acked Compare Complete DropGroup DropStale Fifo Freshest HoldClock KeepStale LongestFirst Manual "
@@ -139,6 +140,7 @@ __all__ = [
     "OutOfMemory",
     "Pacing",
     "PeerError",
+    "PermissionDenied",
     "Plugin",
     "Predicate",
     "Priority",

@@ -11,6 +11,7 @@
     │   ├── Sealed                    put into, or seal of, a sealed table
     │   ├── BatchEnded                memory of a batch used after its lease ended
     │   ├── Forked                    a handle used in a forked child
+    │   ├── PermissionDenied          this client's role may not do that
     │   └── AddressInUse              a second server on one address
     ├── FlowSignal                nobody: wait, drop or finish
     │   ├── EndOfTable                sealed and drained: no row will come any more
@@ -69,6 +70,10 @@ class BatchEnded(UsageError):
 
 class Forked(UsageError):
     """A queue opened before ``os.fork`` was used in the child; connect again there."""
+
+
+class PermissionDenied(UsageError):
+    """The role of this client's key does not allow the request; the message names the role and those that do."""
 
 
 class AddressInUse(UsageError):

@@ -27,6 +27,8 @@ TASKS_MAX: Final = 64
 """Each task costs a byte of state and 18 of lease, order and attempts per resident row."""
 TABLES_MAX: Final = 4096
 SESSIONS_MAX: Final = 4096
+KEYS_MAX: Final = 4096
+"""Clients that a server's key file may name: no more than may be connected at once."""
 PARTS_MAX: Final = 256
 """Distinct sets of fields written together, per table: each costs 12 bytes per resident row of a page."""
 TAGS_MAX: Final = 64

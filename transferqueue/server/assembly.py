@@ -13,9 +13,11 @@ from transferqueue.limits import FAREWELL_S
 from transferqueue.server.loop import Deaths, Descriptor, Loop
 from transferqueue.server.memory import Memory
 from transferqueue.server.node import Node, Place
+from transferqueue.server.roles import Door
 from transferqueue.server.runtime import ArenaHome, Home
 from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
 from transferqueue.transport.inproc import Hub
+from transferqueue.transport.keyring import Keyring
 from transferqueue.transport.zeromq import Port
 
 
@@ -23,15 +25,23 @@ class Server:
     """Listens from the moment it is made, answers while `run` does. Leaves no file once `run` has returned.
 
     place: the socket, in a private directory. arena: its memory, closed with it, also if this fails. tcp: more
-    addresses to listen at. `AddressInUse` and `UsageError` as they say; then nothing is left behind.
+    addresses to listen at; any but loopback needs a keyring, and with one every tcp address asks for keys.
+    `AddressInUse` and `UsageError` as they say; then nothing is left behind.
     """
 
-    def __init__(self, place: IpcAddress, arena: ArenaHome, tcp: Iterable[TcpAddress] = ()) -> None:
+    def __init__(
+        self,
+        place: IpcAddress,
+        arena: ArenaHome,
+        tcp: Iterable[TcpAddress] = (),
+        *,
+        keyring: Keyring | None = None,
+    ) -> None:
         with ExitStack() as made:
             made.callback(arena.close)
             home = Home(place)
             made.callback(home.close)
-            port = Port()
+            port = Port(keyring)
             made.callback(port.close, FAREWELL_S)
             self.address = port.listen(place)
             place.path.chmod(0o600)
@@ -44,7 +54,9 @@ class Server:
             made.callback(deaths.close)
             self.inproc_address = hub.address
             epoch = _epoch()
-            self.node = Node(Ledger(epoch=epoch), Memory(arena.arena), _place(epoch, home), watcher=deaths)
+            self.node = Node(
+                Ledger(epoch=epoch), Memory(arena.arena), _place(epoch, home), watcher=deaths, door=Door(keyring)
+            )
             self.loop = Loop(self.node, port, hub, wakeup, deaths)
             self._files = made.pop_all()
 

@@ -95,7 +95,7 @@ class Loop:
         woken_by: becomes readable when a signal came whose handler calls `stop`; nobody reads it.
         """
         poller = zmq.Poller()
-        for source in (self._port.socket, self._wakeup, self._deaths, *([woken_by] if woken_by else [])):
+        for source in (*self._port.sources, self._wakeup, self._deaths, *([woken_by] if woken_by else [])):
             poller.register(source, zmq.POLLIN)
         try:
             while not self._stopping:
@@ -117,6 +117,8 @@ class Loop:
         self.turns += 1
         self._wakeup.clear()
         now = self._clock()
+        if self._port.decide():
+            self._node.keys_changed(now)
         self._node.tick(now)
         for session in self._deaths.take():
             self._node.died(session, now)
@@ -147,6 +149,6 @@ class Loop:
 
     def _sent(self, peer: Peer, frame: bytes) -> bool:
         """False: the peer does not read. One that is gone may come back and ask again."""
-        if isinstance(peer, bytes):
-            return self._port.send(peer, frame) is not Sent.UNREAD
-        return self._hub.send(peer, frame)
+        if isinstance(peer, int):
+            return self._hub.send(peer, frame)
+        return self._port.send(peer, frame) is not Sent.UNREAD

@@ -3,6 +3,8 @@
 No socket, clock or thread: the loop brings frames and the time (`receive`, `tick`, `died`), and takes the
 answers from `outbox`. The rules:
 
+- A peer whose key is not, or no longer, known gets no answer; a request that is not for its role is refused before
+  anything else looks at it (see `roles`).
 - Whatever is not a message is answered with `ProtocolError`, counted, and changes nothing.
 - A call of a session that is not open is answered with `Disconnected`.
 - A call that comes again is never carried out twice: while it waits it stays where it is; once answered
@@ -35,11 +37,12 @@ from transferqueue.errors import (
 from transferqueue.ledger.effects import FreeExtent, LeaseEnded, Wait, Wake
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import CALLS_PARKED_MAX
-from transferqueue.server import evidence, observing
+from transferqueue.server import evidence, observing, roles
 from transferqueue.server.memory import SHARD, Memory
 from transferqueue.server.parking import Parked, Parking, WakeKey, wait_of
 from transferqueue.server.sessions import Peer, Session, Sessions
 from transferqueue.server.withdrawing import withdraw
+from transferqueue.transport.keys import Role
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
@@ -77,6 +80,7 @@ class Counters:
     def __init__(self) -> None:
         self.calls = 0
         self.garbage = 0
+        self.strangers = 0
         self.repeated = 0
         self.leases_ended = 0
         self.sessions_dropped = 0
@@ -97,6 +101,7 @@ class Node:
         *,
         watcher: Watcher,
         gather: Callable[[m.Hello], evidence.Evidence] = evidence.gather,
+        door: roles.Door | None = None,
     ) -> None:
         self.ledger: Final = ledger
         self.memory: Final = memory
@@ -107,11 +112,16 @@ class Node:
         self.outbox: list[tuple[Peer, bytes]] = []
         self._watcher = watcher
         self._gather = gather
+        self._door = door or roles.Door()
 
     # ------------------------------------------------------------ what the loop calls
 
     def receive(self, peer: Peer, frame: bytes, now: float) -> None:
         """A frame came from `peer`."""
+        role = self._door.role(peer)
+        if role is None:
+            self.counters.strangers += 1
+            return
         try:
             call = codec.decode_call(frame)
         except ProtocolError as error:
@@ -122,7 +132,7 @@ class Node:
         if isinstance(call.request, m.Hello):
             self._hello(peer, call.id, call.request, now)
         else:
-            self._call(peer, call, now)
+            self._call(peer, role, call, now)
         self._settle(now)
 
     def tick(self, now: float) -> None:
@@ -165,6 +175,13 @@ class Node:
             self._end(session, now, "")
         self._settle(now)
 
+    def keys_changed(self, now: float) -> None:
+        """The sessions of keys that are not known any more end; nobody is told."""
+        for session in [one for one in self.sessions if self._door.role(one.peer) is None]:
+            self.counters.sessions_dropped += 1
+            self._end(session, now, "")
+        self._settle(now)
+
     def stop(self) -> None:
         """Tell every session that the server stops, and watch nobody any more."""
         stopped = _failed(Disconnected(f"the server at {self.place.address} was stopped"))
@@ -181,6 +198,7 @@ class Node:
     def _hello(self, peer: Peer, call: int, hello: m.Hello, now: float) -> None:
         try:
             session = self.sessions.of_client(hello.client) or self._open(peer, hello, now)
+            roles.check_owner(session, peer, by_client=True)
         except TransferQueueError as error:
             self._answer(peer, call, _failed(error))
             return
@@ -222,9 +240,10 @@ class Node:
 
     # ------------------------------------------------------------ calls
 
-    def _call(self, peer: Peer, call: m.Call, now: float) -> None:
+    def _call(self, peer: Peer, role: Role, call: m.Call, now: float) -> None:
         try:
             session = self.sessions.of_call(call.session)
+            roles.check_owner(session, peer)
         except Disconnected as error:
             self._answer(peer, call.id, _failed(error))
             return
@@ -234,6 +253,8 @@ class Node:
         self.ledger.heard(session.number, now)
         if call.id <= session.seen or self.parking.holds(session.number, call.id):
             self.counters.repeated += 1
+        elif (denied := roles.denied(role, call.request)) is not None:
+            self._answer(peer, call.id, _failed(denied))
         elif isinstance(call.request, m.Goodbye):
             self._answer(peer, call.id, m.Done())
             self._end(session, now, "by Goodbye")

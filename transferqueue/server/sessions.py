@@ -20,10 +20,14 @@ from typing import Final
 from transferqueue.errors import Disconnected, Full
 from transferqueue.limits import CALLS_PARKED_MAX, LOCK_CHECK_FIRST_S, LOCK_CHECK_S, SESSION_SILENCE_S, SESSIONS_MAX
 from transferqueue.server.evidence import Evidence
+from transferqueue.transport.zeromq import Keyed
 from transferqueue.wire import messages as m
 
-Peer = bytes | int
-"""Where answers go: a ZeroMQ routing id, or the number of an in-process channel."""
+Peer = bytes | Keyed | int
+"""Where answers go: a ZeroMQ routing id, with or without a key, or the number of an in-process channel."""
+
+NOWHERE: Final = b""
+"""The peer of a session that has not called yet since the server was restarted."""
 
 _NUMBERS_PER_EPOCH: Final = 1 << 20
 
@@ -111,8 +115,13 @@ class Sessions:
     def open(self, hello: m.Hello, evidence: Evidence, peer: Peer, now: float) -> Session:
         """A new session. Check for room first."""
         self._last += 1
-        session = Session(self._last, hello, evidence, peer, now)
-        self._open[session.number] = session
+        return self.restore(self._last, hello, evidence, now, peer)
+
+    def restore(self, number: int, hello: m.Hello, evidence: Evidence, now: float, peer: Peer = NOWHERE) -> Session:
+        """A session that has this number, as if it had just been heard. Of an earlier life of the server: where its
+        answers go shows when it calls."""
+        session = Session(number, hello, evidence, peer, now)
+        self._open[number] = session
         self._by_client[hello.client] = session
         if evidence.pidfd < 0 and self._ask_silence_at is None:
             self._ask_silence_at = now + SESSION_SILENCE_S

@@ -7,6 +7,7 @@ from typing import Protocol
 from transferqueue.errors import UsageError
 from transferqueue.transport import inproc, zeromq
 from transferqueue.transport.address import InprocAddress, IpcAddress, TcpAddress, parse_address
+from transferqueue.transport.keys import ClientKeys
 from transferqueue.transport.lock import is_locked
 from transferqueue.transport.wakeup import Wakeup
 
@@ -17,6 +18,10 @@ class ClientChannel(Protocol):
     @property
     def address(self) -> str:
         """Where the server listens."""
+
+    @property
+    def doubt(self) -> str:
+        """What may be the cause when nothing answers, and what to do: a clause for an error message."""
 
     def send(self, frame: bytes) -> None:
         """Hand a frame over; it leaves in order. While nothing listens, frames are kept for the connection
@@ -36,18 +41,20 @@ class ClientChannel(Protocol):
         """Give everything back at once; frames not yet sent are lost. Closing twice is allowed."""
 
 
-def dial(address: str) -> ClientChannel:
+def dial(address: str, keys: ClientKeys | None = None) -> ClientChannel:
     """A channel to the server at `address`: ``ipc://``, ``tcp://`` or ``inproc:``.
 
-    Does not wait: an ipc or tcp server may start later. `UsageError` for an address that is none,
+    keys: for tcp, whom to trust there and who this client is; None: anybody, and nobody. Does not wait: an ipc or tcp server may start later. `UsageError` for an address that is none,
     `Unreachable` for an embedded server that does not run in this process.
     """
     place = parse_address(address)
+    if keys is not None and not isinstance(place, TcpAddress):
+        raise UsageError(f"address {address!r} asks for no key: only tcp does; leave the key out")
     if isinstance(place, InprocAddress):
         return inproc.connect(place)
     if isinstance(place, TcpAddress) and (place.port == 0 or place.host == "*"):
         raise UsageError(f"address {address!r} is one to listen at; to connect, name the host and its port")
-    return zeromq.ZmqChannel(place)
+    return zeromq.ZmqChannel(place, keys)
 
 
 def is_served(address: str) -> bool | None:

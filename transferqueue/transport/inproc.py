@@ -37,6 +37,11 @@ class InprocChannel:
         """``inproc:`` and the server's id."""
         return self._hub.address
 
+    @property
+    def doubt(self) -> str:
+        """See `transferqueue.transport.ClientChannel`."""
+        return "the embedded server is busy, or its process was stopped"
+
     def send(self, frame: bytes) -> None:
         """Queue a frame for the server's thread and wake it."""
         if not self._open:

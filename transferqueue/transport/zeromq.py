@@ -3,19 +3,26 @@
 Every socket has marks that bound what it keeps, closes at once (LINGER 0) and drops a frame over
 `MESSAGE_BYTES_MAX` together with the connection that sent it. Each channel owns its context, so that
 closing it gives back its descriptors and its thread and nobody else's.
+
+Over tcp a server with keys (`keyring`) hears only those it knows, each named by its public key (`Keyed`); one without
+keys listens at loopback only. A socket file belongs to its user, and asks for nothing.
 """
 
 from __future__ import annotations
 
 import enum
+import ipaddress
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
 import zmq
 
 from transferqueue.errors import AddressInUse, Disconnected, Unreachable, UsageError
 from transferqueue.limits import FRAMES_QUEUED_MAX, MESSAGE_BYTES_MAX
 from transferqueue.transport.address import IpcAddress, TcpAddress
+from transferqueue.transport.gate import KEY_PROPERTY, Gate
+from transferqueue.transport.keyring import Keyring
+from transferqueue.transport.keys import ClientKeys, secure
 from transferqueue.transport.wakeup import Wakeup
 
 RECONNECT_MS: Final = 10
@@ -28,9 +35,11 @@ PING_MS: Final = 5_000
 class ZmqChannel:
     """The client's end. See `transferqueue.transport.ClientChannel`."""
 
-    def __init__(self, place: IpcAddress | TcpAddress) -> None:
+    def __init__(self, place: IpcAddress | TcpAddress, keys: ClientKeys | None = None) -> None:
         self.address = str(place)
+        self.doubt = _doubt(place, keys)
         self._context, self._socket = _open(zmq.DEALER, place)
+        secure(self._socket, keys)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
         self._poller = zmq.Poller()
@@ -84,19 +93,39 @@ class Sent(enum.Enum):
     UNREAD = enum.auto()
 
 
-class Port:
-    """The server's end of all connections, of every address it listens at. Used by one thread."""
+class Keyed(NamedTuple):
+    """A peer that showed a key: where answers to it go, and its public key."""
 
-    def __init__(self) -> None:
+    route: bytes
+    key: str
+
+
+class Port:
+    """The server's end of all connections, of every address it listens at. Used by one thread.
+
+    keyring: who is let in over tcp; None: whoever can reach a loopback address, and no other is listened at.
+    """
+
+    def __init__(self, keyring: Keyring | None = None) -> None:
         self._context, self.socket = _open(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else a frame to a full or lost peer vanishes unseen
+        self._gate = Gate(self._context, keyring) if keyring is not None else None
+        self.sources: Final = [self.socket, self._gate.socket] if self._gate else [self.socket]
+        """What becomes readable when there is something to receive or to decide."""
+
+    def decide(self) -> bool:
+        """Let those in who knock and may enter. Returns whether the keys changed: then some inside may no longer."""
+        return self._gate is not None and self._gate.decide()
 
     def listen(self, place: IpcAddress | TcpAddress) -> str:
         """Listen at `place` too; returns the address with the port in it. `AddressInUse`, or `UsageError`.
 
         A socket file that exists is replaced: whoever calls holds the lock of the address.
         """
+        check_open(place, keyed=self._gate is not None)
         _adapt(self.socket, place)
+        if self._gate is not None:
+            (self._gate.guard if isinstance(place, TcpAddress) else self._gate.unguard)(self.socket)
         try:
             self.socket.bind(str(place))
         except zmq.ZMQError as error:
@@ -105,18 +134,31 @@ class Port:
             raise UsageError(f"address {place} cannot be listened at: {error.strerror}") from error
         return self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def recv_nowait(self) -> tuple[bytes, bytes] | None:
+    def recv_nowait(self) -> tuple[bytes | Keyed, bytes] | None:
         """The next frame and who sent it, or None. A message of several parts, which no client of ours
         sends, comes as the empty frame, which is no message."""
+        if self._gate is not None:
+            return self._recv_keyed()
         parts = _receive(self.socket, parts_max=2)
         if parts is None:
             return None
         return (parts[0], parts[1]) if len(parts) == 2 else (parts[0], b"")
 
-    def send(self, peer: bytes, frame: bytes) -> Sent:
+    def _recv_keyed(self) -> tuple[bytes | Keyed, bytes] | None:
+        try:
+            first = self.socket.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        body, parts = first, 1
+        while self.socket.getsockopt(zmq.RCVMORE):
+            part, parts = self.socket.recv(zmq.NOBLOCK, copy=False), parts + 1
+            body = part if parts == 2 else body
+        return _named(first.bytes, body), body.bytes if parts == 2 else b""
+
+    def send(self, peer: bytes | Keyed, frame: bytes) -> Sent:
         """Queue a frame for `peer` without waiting."""
         try:
-            self.socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
+            self.socket.send(peer.route if isinstance(peer, Keyed) else peer, zmq.SNDMORE | zmq.NOBLOCK)
             self.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return Sent.UNREAD
@@ -129,6 +171,40 @@ class Port:
     def close(self, farewell_s: float = 0.0) -> None:
         """Stop listening; frames already queued get up to `farewell_s` to leave. Removes socket files."""
         self._context.destroy(linger=int(farewell_s * 1000))
+
+
+def check_open(place: IpcAddress | TcpAddress, *, keyed: bool) -> None:
+    """`UsageError` for an address that others could reach, of a server without keys."""
+    if keyed or isinstance(place, IpcAddress) or _is_loopback(place.host):
+        return
+    raise UsageError(
+        f"address {place} can be reached from other machines, and this server has no keys: whoever reaches it could read "
+        "and change everything. Make keys (transferqueue keys new NAME --role ROLE) and serve with --keys, or listen "
+        "at 127.0.0.1"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _doubt(place: IpcAddress | TcpAddress, keys: ClientKeys | None) -> str:
+    start = f"is a server running there? Start one: transferqueue serve --address {place}"
+    if isinstance(place, IpcAddress):
+        return start
+    if keys is None:
+        return f"{start}. One that has keys does not answer those without: connect with a join token (transferqueue keys token)"
+    return f"{start} --keys. One that runs does not answer a key that it does not know, or that was revoked"
+
+
+def _named(route: bytes, frame: zmq.Frame) -> bytes | Keyed:
+    try:
+        return Keyed(route, str(frame.get(KEY_PROPERTY)))
+    except zmq.ZMQError:  # it came by the socket file
+        return route
 
 
 def _open(

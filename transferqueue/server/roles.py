@@ -1,0 +1,112 @@
+"""Which role may send which request. This table is the whole rule; the node asks it before anything else sees a request.
+
+The law:
+
+- A client that came by the socket file, from inside the process, or over loopback tcp of a server without keys is of the
+  same user and machine: `admin`.
+- Any other showed a key, and has the role that the key file gives it, at every message anew: once it is revoked, it has
+  none, its sessions end, and it gets no answer.
+- A session belongs to the key that opened it. To any other it does not exist.
+- A request that is not in the table is the admin's.
+
+In a job: rollout workers are producers; reward and reference workers and the trainer are consumers, which bring results
+back with their acks and, as trainers, publish weights and move the clock; a dashboard is an observer; whoever makes tables
+is admin.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from transferqueue.errors import Disconnected, PermissionDenied
+from transferqueue.server.sessions import NOWHERE, Peer, Session
+from transferqueue.transport.keyring import Keyring
+from transferqueue.transport.keys import ROLES, Role
+from transferqueue.transport.zeromq import Keyed
+from transferqueue.wire import messages as m
+
+_EVERYONE: Final = frozenset(ROLES)
+_WORKERS: Final = frozenset[Role]({"admin", "producer", "consumer"})
+_PRODUCERS: Final = frozenset[Role]({"admin", "producer"})
+_CONSUMERS: Final = frozenset[Role]({"admin", "consumer"})
+_ADMINS: Final = frozenset[Role]({"admin"})
+
+MAY: Final[dict[type[m.Request], frozenset[Role]]] = {
+    # the session itself, and what there is
+    m.Hello: _EVERYONE,
+    m.Heartbeat: _EVERYONE,
+    m.Goodbye: _EVERYONE,
+    m.Unpin: _EVERYONE,
+    m.OpenTable: _EVERYONE,
+    m.ListTables: _EVERYONE,
+    m.Observe: _EVERYONE,
+    # new rows
+    m.Put: _PRODUCERS,
+    m.Reserve: _PRODUCERS,
+    m.Unreserve: _PRODUCERS,
+    # rows that are there
+    m.Lease: _CONSUMERS,
+    m.Ack: _CONSUMERS,
+    m.Release: _CONSUMERS,
+    m.Renew: _CONSUMERS,
+    m.Read: _CONSUMERS,
+    m.Delete: _CONSUMERS,
+    # either side: bytes to write, late columns, the end, the weights that both work with
+    m.Grant: _WORKERS,
+    m.ReturnGrant: _WORKERS,
+    m.Update: _WORKERS,
+    m.Drop: _WORKERS,
+    m.Find: _WORKERS,
+    m.Seal: _WORKERS,
+    m.Pull: _WORKERS,
+    m.Applied: _WORKERS,
+    # the trainer's
+    m.Publish: _CONSUMERS,
+    m.Advance: _CONSUMERS,
+    # the terms that all others work under
+    m.CreateTable: _ADMINS,
+    m.AddTask: _ADMINS,
+    m.AddFields: _ADMINS,
+    m.DropTable: _ADMINS,
+}
+
+
+class Door:
+    """Who may do what, by the keys as they are now. keyring: None for a server without keys."""
+
+    def __init__(self, keyring: Keyring | None = None) -> None:
+        self._keyring = keyring
+
+    def role(self, peer: Peer) -> Role | None:
+        """The role of whoever sent a frame; None: nobody, not to be answered."""
+        if not isinstance(peer, Keyed):
+            return "admin"
+        owner = self._keyring.owner(peer.key) if self._keyring is not None else None
+        return owner.role if owner is not None else None
+
+
+def key_of(peer: Peer) -> str:
+    """The public key that a peer showed; "" for one of the same user, who needs none."""
+    return peer.key if isinstance(peer, Keyed) else ""
+
+
+def denied(role: Role, request: m.Request) -> PermissionDenied | None:
+    """Why `role` may not send this, naming those that may; None: it may."""
+    may = MAY.get(type(request), _ADMINS)
+    if role in may:
+        return None
+    allowed = " and ".join(one for one in ROLES if one in may)
+    return PermissionDenied(
+        f"{type(request).__name__} is not for a client whose key has role {role}; {allowed} may send it: join with a token "
+        "of such a role (transferqueue keys new NAME --role ROLE)"
+    )
+
+
+def check_owner(session: Session, peer: Peer, *, by_client: bool = False) -> None:
+    """`Disconnected` if `peer` showed another key than the client of `session` did.
+
+    by_client: it named the session by its client id, which nobody else knows: that is enough where the server was
+    restarted and has not heard of the session since.
+    """
+    if key_of(peer) != key_of(session.peer) and not (by_client and session.peer == NOWHERE):
+        raise Disconnected(f"session {session.number} is not open to this key; connect again")

@@ -1,0 +1,159 @@
+"""Keys of CURVE, and the join token that carries them: whom a client trusts, and who it is.
+
+The law (docs/decisions/0012):
+
+- A server has one key pair; each client has one too, with a name and a role that the server's key file knows (`keyring`).
+- A client must know the server's public key before it says a word, and the server lets in only public keys that it knows.
+  Everything between them is encrypted; whoever has no key gets no answer.
+- A *join token* is all of that as one text: address, server's public key, client's secret key. Whoever has it is that
+  client: treat it as a password. Nothing here prints a secret; `repr` leaves it out.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from typing import Final, Literal, get_args
+
+import msgspec
+import zmq
+
+from transferqueue.errors import UsageError
+from transferqueue.limits import check_name
+from transferqueue.transport.address import TcpAddress, parse_address
+
+Role = Literal["admin", "producer", "consumer", "observer"]
+"""What a key may do; which requests, says `transferqueue.server.roles`."""
+ROLES: Final[tuple[Role, ...]] = get_args(Role)
+
+TOKEN_PREFIX: Final = "tqjoin_"  # noqa: S105  (a mark, no secret)
+TOKEN_CHARS_MAX: Final = 1024
+_KEY_BYTES: Final = 32
+_CHECK_BYTES: Final = 4
+
+
+class KeyPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A public key and its secret one, as Z85 text of 40 characters."""
+
+    public: str
+    secret: str
+
+    def __post_init__(self) -> None:
+        if public_of(self.secret) != self.public:
+            raise UsageError(f"key {self.public!r} does not belong to the secret key beside it; make a new pair")
+
+    def __repr__(self) -> str:
+        return f"KeyPair({self.public!r})"
+
+    @classmethod
+    def new(cls) -> KeyPair:
+        """A pair that nobody else has."""
+        public, secret = zmq.curve_keypair()
+        return cls(public.decode(), secret.decode())
+
+
+class ClientKeys(msgspec.Struct, frozen=True):
+    """What a client shows (`own`), and the public key of the only server that it talks to."""
+
+    server: str
+    own: KeyPair
+
+
+class JoinToken(msgspec.Struct, frozen=True):
+    """A way in: where the server is, its public key, and the client that the holder of this becomes."""
+
+    address: str
+    keys: ClientKeys
+    name: str
+    role: Role
+
+
+def secure(socket: zmq.Socket[bytes], keys: ClientKeys | None) -> None:
+    """Have `socket`, before it connects, talk to nobody but the server of `keys`. None: nothing changes."""
+    if keys is not None:
+        socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server)
+        socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.own.public)
+        socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.own.secret)
+
+
+def public_of(secret: str) -> str:
+    """The public key of a secret one; `UsageError` if it is none."""
+    try:
+        return zmq.curve_public(secret.encode()).decode()
+    except (zmq.ZMQError, ValueError) as error:
+        raise UsageError(f"a secret key of {len(secret)} characters is none; keys are 40 characters of Z85") from error
+
+
+def is_token(text: object) -> bool:
+    """Whether this is meant as a join token."""
+    return isinstance(text, str) and text.strip().startswith(TOKEN_PREFIX)
+
+
+class _Packed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    address: str
+    server: bytes
+    secret: bytes
+    name: str
+    role: Role
+
+
+_decoder: Final = msgspec.msgpack.Decoder(_Packed)
+
+
+def write_token(token: JoinToken) -> str:
+    """The token as text without spaces, to be pasted whole."""
+    keys = token.keys
+    packed = _Packed(token.address, _raw(keys.server), _raw(keys.own.secret), token.name, token.role)
+    body = msgspec.msgpack.encode(packed)
+    return TOKEN_PREFIX + base64.urlsafe_b64encode(_check(body) + body).rstrip(b"=").decode()
+
+
+def read_token(text: object) -> JoinToken:
+    """The token in a text. `UsageError` for what is none, was cut short, or leads to no tcp server."""
+    if not isinstance(text, str) or not is_token(text):
+        raise UsageError(f"join token {_shown(text)} is none: it begins with {TOKEN_PREFIX}; see transferqueue keys")
+    if len(text) > TOKEN_CHARS_MAX:
+        raise UsageError(f"join token {_shown(text)} has {len(text)} characters; at most {TOKEN_CHARS_MAX} are read")
+    packed = _unpack(text.strip())
+    if not isinstance(parse_address(packed.address), TcpAddress):
+        raise UsageError(f"join token {_shown(text)} leads to {packed.address!r}; only tcp needs one")
+    if len(packed.server) != _KEY_BYTES or len(packed.secret) != _KEY_BYTES:
+        raise UsageError(f"join token {_shown(text)} holds no keys of {_KEY_BYTES} bytes; make a new one")
+    secret = _z85(packed.secret)
+    keys = ClientKeys(_z85(packed.server), KeyPair(public_of(secret), secret))
+    return JoinToken(packed.address, keys, check_name("key", packed.name), packed.role)
+
+
+def _unpack(text: str) -> _Packed:
+    body = text.removeprefix(TOKEN_PREFIX)
+    try:
+        data = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
+        check, packed = data[:_CHECK_BYTES], data[_CHECK_BYTES:]
+        if check != _check(packed):
+            raise UsageError(f"join token {_shown(text)} was changed or cut short; paste all of it")
+        return _decoder.decode(packed)
+    except (binascii.Error, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"join token {_shown(text)} cannot be read: {error}; paste all of it") from error
+
+
+def _check(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_CHECK_BYTES).digest()
+
+
+def _shown(text: object) -> str:
+    return f"{text[:12]!r}..." if isinstance(text, str) else repr(text)[:40]
+
+
+def _raw(key: str) -> bytes:
+    from zmq.utils import z85
+
+    return z85.decode(key)
+
+
+def _z85(key: bytes) -> str:
+    from zmq.utils import z85
+
+    return z85.encode(key).decode()
