@@ -86,6 +86,11 @@ class Blocks:
         self._next_extent = 1
         self._next_block = 1
 
+    @property
+    def committed(self) -> int:
+        """Blocks ever committed."""
+        return self._next_block - 1
+
     # ------------------------------------------------------------ grants
 
     def grant(self, session: int, shard: int, offset: int, nbytes: int) -> Extent:

@@ -12,11 +12,11 @@ It opens no socket, reads no clock, draws no random number and starts no thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from transferqueue.errors import Full, InternalError, ProtocolError, UsageError
-from transferqueue.ledger import image, returns
+from transferqueue.ledger import image, losses, returns
 from transferqueue.ledger.effects import Effect, Wait
 from transferqueue.ledger.gathering import Forming
 from transferqueue.ledger.leases import Lease
@@ -148,6 +148,13 @@ class Ledger:
     def take_effects(self) -> list[Effect]:
         """What happened since the last call that the caller should act on."""
         return self.state.core.effects.take()
+
+    # ------------------------------------------------------------ losses
+
+    def lose(self, blocks: Collection[int], now: float) -> dict[str, list[int]]:
+        """The bytes of these blocks are gone: see `losses`. Returns the rows that ended for it, by table."""
+        self.tick(now)
+        return losses.lose(self.state, [number for number in blocks if number in self.state.core.blocks.blocks])
 
     # ------------------------------------------------------------ requests
 

@@ -130,6 +130,14 @@ class Parts:
 
     # ------------------------------------------------------------ reading
 
+    def lies_in(self, at: IntArray, blocks: IntArray) -> BoolArray:
+        """Which rows have anything in one of `blocks`."""
+        found = np.zeros(at.size, np.bool_)
+        for part in self._by_fields.values():
+            if part.entries:
+                found |= np.isin(part.block.a[at], blocks)
+        return found
+
     def locate(self, fields: Iterable[str], at: IntArray) -> list[Places]:
         """Places of fields (that are set) for rows, fields that lie together in one entry."""
         together: dict[tuple[int, ...], list[str]] = {}

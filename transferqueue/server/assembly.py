@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from importlib import metadata
+from typing import Final
 
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import FAREWELL_S
+from transferqueue.server.durable import Durable
 from transferqueue.server.loop import Deaths, Descriptor, Loop
 from transferqueue.server.memory import Memory
 from transferqueue.server.node import Node, Place
+from transferqueue.server.resuming import resume
 from transferqueue.server.roles import Door
 from transferqueue.server.runtime import ArenaHome, Home
 from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
@@ -20,11 +24,14 @@ from transferqueue.transport.inproc import Hub
 from transferqueue.transport.keyring import Keyring
 from transferqueue.transport.zeromq import Port
 
+_log: Final = logging.getLogger("transferqueue.server")
+
 
 class Server:
     """Listens from the moment it is made, answers while `run` does. Leaves no file once `run` has returned.
 
-    place: the socket, in a private directory. arena: its memory, closed with it, also if this fails. tcp: more
+    place: the socket, in a private directory. foundation: its memory, or what an earlier server left, closed with it,
+    also if this fails. tcp: more
     addresses to listen at; any but loopback needs a keyring, and with one every tcp address asks for keys.
     `AddressInUse` and `UsageError` as they say; then nothing is left behind.
     """
@@ -32,13 +39,13 @@ class Server:
     def __init__(
         self,
         place: IpcAddress,
-        arena: ArenaHome,
+        foundation: ArenaHome | Durable,
         tcp: Iterable[TcpAddress] = (),
         *,
         keyring: Keyring | None = None,
     ) -> None:
         with ExitStack() as made:
-            made.callback(arena.close)
+            made.callback(foundation.close)
             home = Home(place)
             made.callback(home.close)
             port = Port(keyring)
@@ -53,11 +60,12 @@ class Server:
             deaths = Deaths()
             made.callback(deaths.close)
             self.inproc_address = hub.address
-            epoch = _epoch()
-            self.node = Node(
-                Ledger(epoch=epoch), Memory(arena.arena), _place(epoch, home), watcher=deaths, door=Door(keyring)
-            )
-            self.loop = Loop(self.node, port, hub, wakeup, deaths)
+            if isinstance(foundation, Durable):
+                self.node = _resumed(foundation, home, deaths, Door(keyring))
+                self.loop = Loop(self.node, port, hub, wakeup, deaths, foundation.clock, together=True)
+            else:
+                self.node = _new(foundation, home, deaths, Door(keyring))
+                self.loop = Loop(self.node, port, hub, wakeup, deaths)
             self._files = made.pop_all()
 
     def run(self, woken_by: Descriptor | None = None) -> None:
@@ -70,18 +78,36 @@ class Server:
         self.loop.stop()
 
 
-def _epoch() -> int:
-    """Names this life of the server: larger than that of any earlier one."""
+def _new(arena: ArenaHome, home: Home, deaths: Deaths, door: Door) -> Node:
+    epoch = first_epoch()
+    return Node(Ledger(epoch=epoch), Memory(arena.arena), _place(epoch, home), watcher=deaths, door=door)
+
+
+def _resumed(state: Durable, home: Home, deaths: Deaths, door: Door) -> Node:
+    """A node that goes on from what an earlier server left."""
+    memory = Memory(state.arena.arena, state.allocator, len(state.ledger.state.core.blocks.extents))
+    place = _place(state.ledger.epoch, home, state.clock())
+    node = Node(state.ledger, memory, place, watcher=deaths, door=door, durability=state)
+    resume(node, state.clock(), rebooted=state.rebooted)
+    if damaged := state.damaged():
+        lost = state.ledger.lose(damaged, state.clock())
+        _log.error("%d blocks are damaged on disk; rows that were dropped for it, by table: %s", len(damaged), lost)
+    node.tick(state.clock())
+    return node
+
+
+def first_epoch() -> int:
+    """Names the first life of a server: larger than that of any earlier one at the same place."""
     return time.time_ns() // 1_000_000
 
 
-def _place(epoch: int, home: Home) -> Place:
+def _place(epoch: int, home: Home, started_at: float | None = None) -> Place:
     return Place(
         epoch=epoch,
         address=str(home.place),
         runtime=str(home.directory),
         version=metadata.version("asyncflow-transferqueue"),
         pid=os.getpid(),
-        started_at=time.monotonic(),
+        started_at=time.monotonic() if started_at is None else started_at,
         swept=home.sessions,
     )

@@ -67,6 +67,22 @@ def gather(hello: m.Hello) -> Evidence:
     return Evidence(pidfd, lock)
 
 
+def find_again(hello: m.Hello) -> tuple[Evidence | None, bool]:
+    """The evidence of a client that an earlier life of this server knew, and whether the client lives, as far as is known.
+
+    None: it is dead, and nobody sees memory through it. Evidence of the dead: a forked child has the lock, or views have.
+    """
+    lock = _lock_of(hello, must=False)
+    if hello.host != this_host():
+        return Evidence(-1, lock), True
+    if hello.lock and lock is None:
+        return None, False
+    try:
+        return Evidence(_pidfd_of(hello.pid) if hello.pid > 0 else -1, lock), True
+    except UsageError:  # no such process
+        return (Evidence(-1, lock) if lock is not None else None), False
+
+
 def _lock_of(hello: m.Hello, *, must: bool) -> LockProbe | None:
     """The lock, if it is held; None if there is none, or it is of another machine."""
     if not hello.lock:

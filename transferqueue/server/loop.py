@@ -63,7 +63,10 @@ class Deaths:
 
 
 class Loop:
-    """Runs a node until `stop`. Whoever calls `run` lends it the thread, and closes port, hub and the rest afterwards."""
+    """Runs a node until `stop`. Whoever calls `run` lends it the thread, and closes port, hub and the rest afterwards.
+
+    together: one commit, and then the answers, for all frames of a turn: where a commit costs more than a short wait.
+    """
 
     def __init__(
         self,
@@ -73,6 +76,8 @@ class Loop:
         wakeup: Wakeup,
         deaths: Deaths,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        together: bool = False,
     ) -> None:
         self.turns = 0
         self._node = node
@@ -81,6 +86,7 @@ class Loop:
         self._wakeup = wakeup
         self._deaths = deaths
         self._clock = clock
+        self._together = together
         self._stopping = False
         self._more = False
 
@@ -124,6 +130,7 @@ class Loop:
             self._node.died(session, now)
         self._send()
         drained = self._drain(self._port.recv_nowait) + self._drain(self._hub.recv_nowait)
+        self._send()
         self._more = drained >= FRAMES_DRAINED_MAX
 
     def _drain(self, receive: Callable[[], tuple[Peer, bytes | None] | None]) -> int:
@@ -137,15 +144,18 @@ class Loop:
                 self._node.lost(peer, now)
             else:
                 self._node.receive(peer, frame, now)
-            self._send()  # at once: what this frame set free should not wait for the next ones
+            if not self._together:
+                self._send()  # at once: what this frame set free should not wait for the next ones
         return FRAMES_DRAINED_MAX
 
     def _send(self) -> None:
+        self._node.commit()
         while self._node.outbox:
             answers, self._node.outbox = self._node.outbox, []
             for peer, frame in answers:
                 if not self._sent(peer, frame):
                     self._node.lost(peer, self._clock())
+            self._node.commit()  # before what the loss of a peer has others told
 
     def _sent(self, peer: Peer, frame: bytes) -> bool:
         """False: the peer does not read. One that is gone may come back and ask again."""

@@ -18,12 +18,12 @@ TRIM_AFTER_S: Final = 1.0
 
 class Memory:
     """An arena, lent in extents (of which there are `extents` now). An extent is lent only after the file system has promised its
-    pages, and is taken back exactly as it was lent."""
+    pages, and is taken back exactly as it was lent. allocator, extents: of what a server before this one has lent."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, allocator: Allocator | None = None, extents: int = 0) -> None:
         self.arena = arena
-        self.allocator = Allocator(arena.capacity)
-        self.extents = 0
+        self.allocator = allocator or Allocator(arena.capacity)
+        self.extents = extents
         self._trim_at: float | None = None
 
     @property

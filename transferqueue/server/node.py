@@ -38,8 +38,10 @@ from transferqueue.ledger.effects import FreeExtent, LeaseEnded, Wait, Wake
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import CALLS_PARKED_MAX
 from transferqueue.server import evidence, observing, roles
+from transferqueue.server.durable import Durability, Volatile
 from transferqueue.server.memory import SHARD, Memory
 from transferqueue.server.parking import Parked, Parking, WakeKey, wait_of
+from transferqueue.server.resuming import origin_of
 from transferqueue.server.sessions import Peer, Session, Sessions
 from transferqueue.server.withdrawing import withdraw
 from transferqueue.transport.keys import Role
@@ -102,6 +104,7 @@ class Node:
         watcher: Watcher,
         gather: Callable[[m.Hello], evidence.Evidence] = evidence.gather,
         door: roles.Door | None = None,
+        durability: Durability | None = None,
     ) -> None:
         self.ledger: Final = ledger
         self.memory: Final = memory
@@ -113,6 +116,7 @@ class Node:
         self._watcher = watcher
         self._gather = gather
         self._door = door or roles.Door()
+        self._durability = durability or Volatile()
 
     # ------------------------------------------------------------ what the loop calls
 
@@ -137,6 +141,7 @@ class Node:
 
     def tick(self, now: float) -> None:
         """Time has passed: whatever was due at or before `now` happens."""
+        self.memory.trim(now)  # first: what was freed in this turn is not committed yet
         due = self.ledger.next_deadline()
         if due is not None and due <= now:
             self.ledger.tick(now)
@@ -149,7 +154,6 @@ class Node:
         while (parked := self.parking.next_expired(now)) is not None:
             self._finish(parked, self._too_late(parked, now))
             self._settle(now)
-        self.memory.trim(now)
 
     def next_deadline(self) -> float | None:
         """When `tick` must be called next; None: nothing will happen by itself."""
@@ -165,8 +169,7 @@ class Node:
         """The process of a session is gone."""
         session = self.sessions.get(number)
         if session is not None:
-            self._end(session, now, "")
-            self._settle(now)
+            self.end(session, now)
 
     def lost(self, peer: Peer, now: float) -> None:
         """`peer` does not read its answers, or closed its channel without a word: its sessions are dropped."""
@@ -182,18 +185,36 @@ class Node:
             self._end(session, now, "")
         self._settle(now)
 
+    def commit(self) -> None:
+        """Blocks until what happened so far outlives the server as its level says. Call it before the outbox is sent."""
+        self._durability.commit()
+
     def stop(self) -> None:
-        """Tell every session that the server stops, and watch nobody any more."""
-        stopped = _failed(Disconnected(f"the server at {self.place.address} was stopped"))
-        for parked in list(self.parking):
-            self._finish(parked, stopped)
+        """Watch nobody any more, and tell every session that the server stops, unless sessions outlive it."""
+        if not self._durability.sessions_stay:
+            self._tell_all(_failed(Disconnected(f"the server at {self.place.address} was stopped")))
         for session in self.sessions:
-            self._answer(session.peer, 0, stopped)
             session.evidence.close(self.place.swept)
         for session in self.sessions.lingering:
             session.evidence.close(self.place.swept)
 
+    def _tell_all(self, stopped: m.Failed) -> None:
+        for parked in list(self.parking):
+            self._finish(parked, stopped)
+        for session in self.sessions:
+            self._answer(session.peer, 0, stopped)
+
     # ------------------------------------------------------------ sessions
+
+    def watch(self, session: Session) -> None:
+        """The end of the session's process ends the session."""
+        if session.evidence.pidfd >= 0:
+            self._watcher.watch(session.number, session.evidence.pidfd)
+
+    def end(self, session: Session, now: float) -> None:
+        """Close a session whose process is gone."""
+        self._end(session, now, "")
+        self._settle(now)
 
     def _hello(self, peer: Peer, call: int, hello: m.Hello, now: float) -> None:
         try:
@@ -210,9 +231,8 @@ class Node:
             raise UsageError(f"session refused: client id has {len(hello.client)} bytes; send 16 random ones")
         self.sessions.check_room()
         session = self.sessions.open(hello, self._gather(hello), peer, now)
-        self.ledger.open_session(session.number, hello.client, now, label=session.label)
-        if session.evidence.pidfd >= 0:
-            self._watcher.watch(session.number, session.evidence.pidfd)
+        self.ledger.open_session(session.number, hello.client, now, label=session.label, origin=origin_of(hello))
+        self.watch(session)
         return session
 
     def _welcome(self, session: Session) -> m.Welcome:
@@ -224,6 +244,7 @@ class Node:
             runtime=self.place.runtime,
             arenas={SHARD: self.memory.arena.path} if seen_by_kernel else {},
             arena_bytes=self.memory.arena.capacity,
+            durable=self._durability.sessions_stay,
         )
 
     def _end(self, session: Session, now: float, told: str) -> None:
@@ -259,7 +280,7 @@ class Node:
             self._answer(peer, call.id, m.Done())
             self._end(session, now, "by Goodbye")
         else:
-            self._newcomer(session, call.id, call.request, now)
+            self._newcomer(session, call.id, self._durability.stamp(call.request), now)
 
     def _newcomer(self, session: Session, call: int, request: m.Request, now: float) -> None:
         ahead = self.parking.queue_before(request)

@@ -12,7 +12,7 @@ a new image when the tail has outgrown the last one.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
@@ -68,6 +68,11 @@ class _Seen(_Record):
     call: int
 
 
+class _Lost(_Record):
+    blocks: list[int]
+    now: float
+
+
 class _Ticked(_Record):
     now: float
 
@@ -80,7 +85,7 @@ class _Applied(_Record):
     failed: bool
 
 
-_Any = _Begun | _Opened | _Closed | _PinsEnded | _Granted | _Seen | _Ticked | _Applied
+_Any = _Begun | _Opened | _Closed | _PinsEnded | _Granted | _Seen | _Lost | _Ticked | _Applied
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(_Any).decode
 
@@ -144,6 +149,12 @@ class RecordedLedger(Ledger):
         """See `Ledger.seen`."""
         super().seen(session, call)
         self._append(_Seen(session, call))
+
+    def lose(self, blocks: Collection[int], now: float) -> dict[str, list[int]]:
+        """See `Ledger.lose`."""
+        lost = super().lose(blocks, now)
+        self._append(_Lost(list(blocks), self.state.now))
+        return lost
 
     def tick(self, now: float) -> None:
         """See `Ledger.tick`. Every entry point calls it first; written only if something happens."""
@@ -239,6 +250,8 @@ def _again(ledger: Ledger, record: _Any) -> None:
             ledger.grant(record.session, record.shard, record.offset, record.nbytes, record.now, call=record.call)
         case _Seen(session=session, call=call):
             ledger.seen(session, call)
+        case _Lost(blocks=blocks, now=now):
+            ledger.lose(blocks, now)
         case _Ticked(now=now):
             ledger.tick(now)
         case _Applied():

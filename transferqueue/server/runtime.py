@@ -6,6 +6,7 @@ The law:
   the server locks while it lives, and ``sessions/`` with a locked file for each client.
 - Whoever holds the lock of an address may replace its socket. A lock that is free belongs to a dead server,
   whatever files it left: they are removed by the next one that starts.
+- What a state directory names (see `durable`) is removed by no sweep, as long as that directory is there.
 - An arena of a server is a file in a directory of its own on shared memory, with a lock of the same kind;
   where shared memory is too small it is a memfd, which leaves nothing behind.
 - A server that stops removes all it made, except the locked files of clients that still live: those are
@@ -31,21 +32,21 @@ SHARED_ENOUGH: Final = GIB
 """With the default ceiling, shared memory that has this much free is used, clipped; with less, a memfd is."""
 
 
-def private_directory(path: Path) -> Path:
-    """Make `path` (0700) if it is missing. `UsageError` if it is, or was, open to other users."""
+def private_directory(path: Path, kind: str = "runtime directory") -> Path:
+    """Make `path` (0700) if it is missing. `UsageError` if it is, or was, open to other users. kind: for the message."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.stat(follow_symlinks=False)
     except OSError as error:
-        raise UsageError(f"runtime directory {path} cannot be made: {error.strerror}; name another") from error
+        raise UsageError(f"{kind} {path} cannot be made: {error.strerror}; name another") from error
     if found.st_uid != os.geteuid():
         raise UsageError(
-            f"runtime directory {path} belongs to user {found.st_uid}, not to {os.geteuid()}; name a directory of "
+            f"{kind} {path} belongs to user {found.st_uid}, not to {os.geteuid()}; name a directory of "
             "your own with TRANSFERQUEUE_RUNTIME or in the address"
         )
     if found.st_mode & 0o077:
         raise UsageError(
-            f"runtime directory {path} has mode {found.st_mode & 0o777:o}: other users could open the queue; "
+            f"{kind} {path} has mode {found.st_mode & 0o777:o}: other users could open the queue; "
             f"chmod 700 {path}, or name a directory of your own"
         )
     return path
@@ -95,17 +96,22 @@ def _remove(path: Path) -> None:
 
 
 class ArenaHome:
-    """An arena and, if it is a file, the directory made for it."""
+    """An arena and, if it is a file, the directory made for it. stays: it outlives the server."""
 
-    def __init__(self, arena: Arena, directory: Path | None = None, lock: FileLock | None = None) -> None:
+    def __init__(
+        self, arena: Arena, directory: Path | None = None, lock: FileLock | None = None, *, stays: bool = False
+    ) -> None:
         self.arena: Final = arena
         self._directory = directory
         self._lock = lock
+        self._stays = stays
 
     def close(self) -> None:
-        """Unmap the arena and remove its file: its pages go with the last process that maps it."""
-        self.arena.close(unlink=True)
-        if self._directory is not None and self._lock is not None:
+        """Unmap the arena and, unless it stays, remove its file: its pages go with the last process that maps it."""
+        self.arena.close(unlink=not self._stays)
+        if self._stays and self._lock is not None:
+            self._lock.release(unlink=False)
+        elif self._directory is not None and self._lock is not None:
             self._lock.release()
             for directory in (self._directory, self._directory.parent):
                 with suppress(OSError):  # other servers' arenas
@@ -123,7 +129,7 @@ def served_arena(arena_bytes: int | None, shared: Path = SHARED_MEMORY) -> Arena
 
     arena_bytes: its ceiling; None: the default, clipped to what there is.
     """
-    root = _arena_root(shared)
+    root = arena_root(shared)
     if root is None:
         return private_arena(arena_bytes)
     sweep_arenas(root)
@@ -133,18 +139,27 @@ def served_arena(arena_bytes: int | None, shared: Path = SHARED_MEMORY) -> Arena
         with suppress(OSError):
             root.rmdir()
         return private_arena(arena_bytes)
-    directory, lock = _claim(root)
+    directory, lock = claim(root)
     try:
         return ArenaHome(Arena.create(directory, wanted), directory, lock)
     except BaseException:
-        lock.release()
-        directory.rmdir()
+        remove_arena(directory, lock)
         raise
 
 
+def remove_arena(directory: Path, lock: FileLock) -> None:
+    """Remove the directory of an arena whose lock is held here."""
+    shutil.rmtree(directory)
+    lock.release()
+    with suppress(OSError):  # other servers' arenas
+        directory.parent.rmdir()
+
+
 def sweep_arenas(root: Path) -> None:
-    """Remove the arenas of servers that have died."""
+    """Remove the arenas of servers that have died, except those that a state directory names."""
     for directory in root.iterdir():
+        if is_named(directory):
+            continue
         lock = FileLock(directory / "lock", inherited=False)
         with suppress(OSError):  # gone meanwhile, or no directory of ours
             if lock.take():
@@ -152,7 +167,16 @@ def sweep_arenas(root: Path) -> None:
                 lock.release()
 
 
-def _arena_root(shared: Path) -> Path | None:
+def is_named(directory: Path) -> bool:
+    """Whether the arena in this directory belongs to a state directory that says so too: that one will attach it."""
+    try:
+        state = Path((directory / "state").read_text(encoding="utf-8"))
+        return (state / "arena").readlink().parent == directory
+    except (OSError, ValueError):
+        return False
+
+
+def arena_root(shared: Path) -> Path | None:
     """A directory of this user on shared memory; None where there is none to be had."""
     if not os.access(shared, os.W_OK | os.X_OK):
         return None
@@ -162,7 +186,7 @@ def _arena_root(shared: Path) -> Path | None:
         return None
 
 
-def _claim(root: Path) -> tuple[Path, FileLock]:
+def claim(root: Path) -> tuple[Path, FileLock]:
     """A new directory, locked. One that a sweeping server took for abandoned before it was locked is left."""
     while True:
         directory = private_directory(root) / secrets.token_hex(8)

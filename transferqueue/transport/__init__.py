@@ -15,7 +15,7 @@ from transferqueue.transport.address import (
     runtime_directory,
 )
 from transferqueue.transport.channel import ClientChannel, dial, is_served
-from transferqueue.transport.host import this_host
+from transferqueue.transport.host import this_boot, this_host
 from transferqueue.transport.lock import FileLock, LockProbe, is_locked, remove_unlocked
 from transferqueue.transport.wakeup import Wakeup
 
@@ -35,5 +35,6 @@ __all__ = [
     "parse_address",
     "remove_unlocked",
     "runtime_directory",
+    "this_boot",
     "this_host",
 ]

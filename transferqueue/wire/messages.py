@@ -158,6 +158,7 @@ class Welcome(Message):
     """A session is open. epoch: this life of the coordinator. arenas: shard -> path of its memory.
 
     bulk_port: of the bulk endpoint, on the host that the client dialled; 0: the server has none.
+    durable: the session outlives the server: when it is gone, wait for the next one at the same address.
     """
 
     session: int
@@ -167,6 +168,7 @@ class Welcome(Message):
     arenas: dict[int, str]
     arena_bytes: int
     bulk_port: int = 0
+    durable: bool = False
 
 
 class Heartbeat(Message):

@@ -1,0 +1,55 @@
+"""How a server finds the clients of the life before it.
+
+A client that lives goes on under the session it had, with its leases, grants and pins: nobody else gets them meanwhile.
+Who died while no server ran is told by the kernel, as ever: its leases return now, its memory once its lock is free.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from transferqueue.errors import Corruption
+from transferqueue.ledger.sessions import Session as Known
+from transferqueue.server import evidence
+from transferqueue.wire import messages as m
+
+if TYPE_CHECKING:
+    from transferqueue.server.node import Node
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(m.Hello).decode
+
+
+def origin_of(hello: m.Hello) -> bytes:
+    """What the ledger keeps of a client, to find it by."""
+    return _encode(hello)
+
+
+def resume(node: Node, now: float, *, rebooted: bool) -> None:
+    """Find every client again that the ledger knows. rebooted: no process of then can live."""
+    for known in list(node.ledger.state.sessions.values()):
+        hello = _hello_of(known)
+        found, alive = (None, False) if rebooted else evidence.find_again(hello)
+        if found is None:
+            _bury(node, known, now)
+        else:
+            session = node.sessions.restore(known.id, hello, found, now)
+            if alive and known.open:
+                node.watch(session)
+            else:
+                node.end(session, now)
+
+
+def _bury(node: Node, known: Known, now: float) -> None:
+    node.ledger.close_session(known.id, now)
+    if known.id in node.ledger.state.sessions:  # it was closed before, and lingered
+        node.ledger.end_pins(known.id)
+
+
+def _hello_of(known: Known) -> m.Hello:
+    try:
+        return _decode(known.origin)
+    except msgspec.MsgspecError as error:
+        raise Corruption(f"session {known.id} of the journal says nothing of its process: {error}") from error
