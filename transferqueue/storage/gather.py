@@ -119,27 +119,61 @@ def _gather_dense(field: Field, placement: Placement, spans: Spans) -> Loaded:
 
 
 def _gather_varying(field: Field, placement: Placement, spans: Spans) -> Loaded:
-    low, stretch = placement.blocks.stretch()
+    first, last = _edges(field, placement, spans)
+    offsets = _summed(last - first)
+    values = _taken(field, placement, spans, int(offsets[-1]))
+    if values is None:
+        low, stretch = placement.blocks.stretch()
+        step = field.step_elements * field.item_bytes
+        starts = (placement.blocks.addresses - low + spans.values)[placement.block_of_row] + first * step
+        values = copy_ranges(stretch, starts, starts + (last - first) * step)
+    shapes = _gather_shapes(field, placement, spans) if field.varied else None
+    return _checked(field, Loaded(len(first), values.view(stored(field.dtype)), offsets, shapes))
+
+
+def lengths(field: Field, placement: Placement) -> I64:
+    """Offset steps of each row of a column that is not dense, without its values. Errors as of `load`."""
+    placement.blocks.living()
+    if not len(placement):
+        return np.empty(0, np.int64)
+    first, last = _edges(field, placement, placement.blocks.spans(field))
+    return last - first
+
+
+def row_shapes(field: Field, placement: Placement) -> I64:
+    """Shapes int64 ``[rows, dimensions]`` of a column that has them, gathered. Errors as of `load`."""
+    placement.blocks.living()
+    return _gather_shapes(field, placement, placement.blocks.spans(field))
+
+
+def _edges(field: Field, placement: Placement, spans: Spans) -> tuple[I64, I64]:
+    """Where the values of each row begin and end in its block, in offset steps; checked against the block."""
     blocks, slots = placement.block_of_row, placement.slot_of_row
-    bases = placement.blocks.addresses - low
-    numbers = stretch[: len(stretch) // 8 * 8].view(np.int64)
-    at = ((bases + spans.offsets) // 8)[blocks] + slots
+    low, stretch = placement.blocks.stretch()
+    numbers = _numbers(stretch)
+    at = ((placement.blocks.addresses - low + spans.offsets) // 8)[blocks] + slots
     first, last = numbers[at], numbers[at + 1]
     if (first < 0).any() or (last < first).any() or (last > spans.counts[blocks]).any():
         _refuse_offsets(field)
-    lengths, offsets = last - first, np.zeros(len(slots) + 1, np.int64)
+    return first, last
+
+
+def _gather_shapes(field: Field, placement: Placement, spans: Spans) -> I64:
+    low, stretch = placement.blocks.stretch()
+    width = len(field.shape)
+    starts = (placement.blocks.addresses - low + spans.shapes) // 8
+    places = starts[placement.block_of_row] + placement.slot_of_row * np.int64(width)
+    return _numbers(stretch)[places[:, None] + np.arange(width)]
+
+
+def _numbers(stretch: U8) -> I64:
+    return stretch[: len(stretch) // 8 * 8].view(np.int64)
+
+
+def _summed(lengths: I64) -> I64:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
-    values = _taken(field, placement, spans, int(offsets[-1]))
-    if values is None:
-        step = field.step_elements * field.item_bytes
-        starts = (bases + spans.values)[blocks] + first * step
-        values = copy_ranges(stretch, starts, starts + lengths * step)
-    shapes = None
-    if field.varied:
-        width = len(field.shape)
-        places = ((bases + spans.shapes) // 8)[blocks] + slots * np.int64(width)
-        shapes = numbers[places[:, None] + np.arange(width)]
-    return _checked(field, Loaded(len(slots), values.view(stored(field.dtype)), offsets, shapes))
+    return offsets
 
 
 def _taken(field: Field, placement: Placement, spans: Spans, count: int) -> U8 | None:
@@ -151,7 +185,7 @@ def _taken(field: Field, placement: Placement, spans: Spans, count: int) -> U8 |
     if (placement.block_of_row != block).any():
         return None
     memory, start = placement.blocks.living()[block], int(spans.values[block])
-    edges = _int64(memory, int(spans.offsets[block]), rows + 1)
+    edges = _int64(memory, int(spans.offsets[block]), rows + 1).copy()  # what was checked is what Arrow follows
     if edges[0] != 0 or edges[-1] > spans.counts[block] or (edges[1:] < edges[:-1]).any():
         _refuse_offsets(field)
     values = memory[start : start + int(spans.counts[block]) * step]

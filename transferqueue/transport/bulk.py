@@ -1,0 +1,230 @@
+"""The bulk protocol: bytes of columns between a client and a shard that it cannot map. No I/O.
+
+The law (docs/decisions/0013):
+
+1. A *transfer* reads columns or writes into a granted extent. A connection carries one at a time; a client opens as
+   many connections as it has transfers under way. Its number tells the frames of one from what is left of an earlier one.
+2. A message is a head and pieces of bytes. The head begins with the xxh3-64 of all that follows it in the message; what
+   does not match is `Corruption`, and nothing in it is believed.
+3. Bytes travel in frames of about `FRAME_BYTES`, numbered from 0; a gap is `Corruption`.
+4. No more than `BULK_WINDOW_FRAMES` are on their way beyond those that the receiver said it took (`Taken`). So a reader
+   that stalls holds that much at the shard, and a shard that stalls that much at a writer.
+5. Only the client tries again: when something did not match, was missing or stayed away for `BULK_SILENCE_S`, it closes
+   the connection and begins the transfer anew over another, `BULK_TRIES` times in all. That is safe: blocks never change,
+   and a write that comes twice writes the same bytes.
+6. Who may touch which bytes is told by tickets, which the control plane gave (`server.tickets`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Final, TypeVar, dataclass_transform
+
+import msgspec
+import xxhash
+from msgspec import Meta
+
+from transferqueue.errors import Corruption, ProtocolError
+from transferqueue.limits import BULK_WINDOW_FRAMES, TICKET_BYTES
+from transferqueue.schema import Field
+from transferqueue.wire.messages import I32, Count, Name
+
+Piece = bytes | memoryview
+"""Contiguous bytes, as whoever has them holds them (of an array: its ``data``)."""
+Message = tuple[bytes, Sequence[Piece]]
+"""A head and the pieces that follow it."""
+Ticket = Annotated[bytes, Meta(max_length=TICKET_BYTES)]
+
+PIECES_MAX: Final = 256
+"""Pieces of one message: a frame of many small columns has several for each."""
+COLUMNS_MAX: Final = 1024
+"""Columns that begin in one frame, so that a head stays small."""
+TAKEN_EVERY: Final = BULK_WINDOW_FRAMES // 2
+"""A receiver says what it took after so many frames: before the window closes, and not after each."""
+_DIGEST_BYTES: Final = 8
+
+
+@dataclass_transform(frozen_default=True)
+class Bulk(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all heads. transfer: its number, ascending in its connection."""
+
+    transfer: Count
+
+
+# ---------------------------------------------------------------- to the shard
+
+
+class Located(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A block as a reply named it (`BlockAt`), its fields as an index into the layouts of its part."""
+
+    block: Count
+    extent: Count
+    offset: Count
+    nbytes: Count
+    rows: Count
+    layout: Count
+    counts: list[Count]
+    ticket: Ticket
+
+
+class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Columns `fields` of some rows: for each its block (index into `blocks`; empty: the first) and its row in there."""
+
+    fields: list[Name]
+    layouts: list[list[Name]]
+    blocks: list[Located]
+    block_of_row: I32
+    slot_of_row: I32
+
+
+class Read(Bulk):
+    """Send these columns. fields: definitions of all fields in the blocks. Answer: frames."""
+
+    session: int
+    shard: int
+    fields: list[Field]
+    parts: list[Wanted]
+
+
+class Write(Bulk):
+    """`total` bytes follow, from byte `at` of the arena, inside this granted extent; its pieces are frame 0."""
+
+    session: int
+    shard: int
+    extent: Count
+    offset: Count
+    nbytes: Count
+    ticket: Ticket
+    at: Count
+    total: Count
+
+
+class Data(Bulk):
+    """A further frame of a write."""
+
+    number: Count
+
+
+class Taken(Bulk):
+    """The receiver has taken `frames` frames of the transfer. Sent again, it asks whether the transfer still lives.
+
+    Of a write, `done` says that all of it lies in the arena.
+    """
+
+    frames: Count
+    done: bool = False
+
+
+# ---------------------------------------------------------------- to the client
+
+
+class Begun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A column begins: which field of which part, and its count (`schema.layout`). Its bytes are a block of that column."""
+
+    part: Count
+    field: Count
+    count: Count
+
+
+class Frame(Bulk):
+    """The next bytes of a read: they continue the columns that began before, then those that begin here."""
+
+    number: Count
+    begun: list[Begun]
+    last: bool
+
+
+class Refused(Bulk):
+    """The transfer (0: the one under way) is over. error: a class name of transferqueue.errors."""
+
+    error: str
+    text: str
+
+
+ToShard = Read | Write | Data | Taken
+ToClient = Frame | Taken | Refused
+
+_Head = TypeVar("_Head")
+_encoder: Final = msgspec.msgpack.Encoder()
+_to_shard: Final[msgspec.msgpack.Decoder[ToShard]] = msgspec.msgpack.Decoder(ToShard)
+_to_client: Final[msgspec.msgpack.Decoder[ToClient]] = msgspec.msgpack.Decoder(ToClient)
+
+
+def message(head: ToShard | ToClient, pieces: Sequence[Piece] = ()) -> Message:
+    """A message with its checksum. The pieces must not change before they have left."""
+    encoded = _encoder.encode(head)
+    return _digest(encoded, pieces) + encoded, pieces
+
+
+def to_shard(head: Piece, pieces: Sequence[Piece]) -> ToShard:
+    """What a client sent. `Corruption` if the checksum does not match, `ProtocolError` for what is no message."""
+    return _decode(_to_shard, head, pieces)
+
+
+def to_client(head: Piece, pieces: Sequence[Piece]) -> ToClient:
+    """What a shard sent; errors as `to_shard`."""
+    return _decode(_to_client, head, pieces)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Head], head: Piece, pieces: Sequence[Piece]) -> _Head:
+    told, encoded = bytes(memoryview(head)[:_DIGEST_BYTES]), memoryview(head)[_DIGEST_BYTES:]
+    if _digest(encoded, pieces) != told:
+        raise Corruption("a bulk message does not match its checksum: its bytes changed on the way")
+    try:
+        return decoder.decode(encoded)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a bulk message of {len(encoded)} bytes is not one: {error}") from error
+
+
+def _digest(encoded: Piece, pieces: Sequence[Piece]) -> bytes:
+    digest = xxhash.xxh3_64(encoded)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.digest()
+
+
+class Window:
+    """The sender's side of rule 4: how many frames of one transfer may leave now."""
+
+    __slots__ = ("sent", "taken")
+
+    def __init__(self) -> None:
+        self.sent = self.taken = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether one more may leave."""
+        return self.sent - self.taken < BULK_WINDOW_FRAMES
+
+    def send(self) -> int:
+        """One leaves; its number."""
+        self.sent += 1
+        return self.sent - 1
+
+    def took(self, frames: int) -> None:
+        """The receiver has taken `frames` in all. `ProtocolError` if that is more than were sent."""
+        if frames > self.sent:
+            raise ProtocolError(f"{frames} bulk frames were taken of {self.sent} that were sent")
+        self.taken = max(self.taken, frames)
+
+
+class Intake:
+    """The receiver's side of rules 3 and 4: frames in order, and when to say how many there were."""
+
+    __slots__ = ("_told", "taken")
+
+    def __init__(self) -> None:
+        self.taken = self._told = 0
+
+    def take(self, number: int) -> None:
+        """A frame came. `Corruption` if it is not the next one."""
+        if number != self.taken:
+            raise Corruption(f"bulk frame {number} came where {self.taken} was due: frames were lost on the way")
+        self.taken += 1
+
+    def due(self, *, last: bool) -> bool:
+        """Whether the sender should be told now; then it counts as told."""
+        due = last or self.taken - self._told >= TAKEN_EVERY
+        if due:
+            self._told = self.taken
+        return due
