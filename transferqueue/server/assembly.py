@@ -46,6 +46,7 @@ class Server:
     ) -> None:
         with ExitStack() as made:
             made.callback(foundation.close)
+            self._foundation = foundation
             home = Home(place)
             made.callback(home.close)
             port = Port(keyring)
@@ -69,9 +70,11 @@ class Server:
             self._files = made.pop_all()
 
     def run(self, woken_by: Descriptor | None = None) -> None:
-        """Serve until `stop`; then close and remove everything. To be called once. woken_by: see `Loop.run`."""
+        """Serve until `stop`; then close, and remove what does not outlive it. To be called once. woken_by: see `Loop.run`."""
         with self._files:
             self.loop.run(woken_by)
+            if isinstance(self._foundation, Durable):
+                self._foundation.checkpoint()
 
     def stop(self) -> None:
         """Have `run` return soon. From any thread and from signals."""

@@ -1,0 +1,105 @@
+"""A server that comes back: a process that does nothing but start it again when it crashes.
+
+The law:
+
+- The server is a forked child: what takes time to load is loaded once, here, so a life begins in milliseconds.
+- A crash is the death by a signal, an error that nobody expected, or `EXIT_AGAIN`. A server that was stopped, or that
+  ended for a reason which it told, is not started again.
+- More than `RESTARTS_MAX` crashes within `RESTARTS_WITHIN_S` are no accident: it is given up.
+- SIGTERM and SIGINT stop the server, and this process with it. SIGHUP is passed on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from transferqueue.errors import JournalFailed, TransferQueueError, UsageError
+from transferqueue.limits import RESTARTS_MAX, RESTARTS_WITHIN_S
+
+EXIT_TOLD: Final = 1
+EXIT_WRONG_CALL: Final = 2
+EXIT_AGAIN: Final = 75
+"""What is wrong may be over soon: EX_TEMPFAIL of sysexits.h."""
+EXIT_DEFECT: Final = 70
+"""EX_SOFTWARE of sysexits.h."""
+
+_SIGNALS: Final = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+
+
+def exit_code(run: Callable[[], object]) -> int:
+    """Run a server to its end; what ended it, as an exit code. What went wrong is told on stderr."""
+    try:
+        run()
+    except TransferQueueError as error:
+        sys.stderr.write(f"transferqueue: {error}\n")
+        if isinstance(error, JournalFailed):
+            return EXIT_AGAIN
+        return EXIT_WRONG_CALL if isinstance(error, UsageError) else EXIT_TOLD
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 0
+    return 0
+
+
+def supervise(run: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> int:
+    """Run a server in a forked child, again after each crash; the exit code of the last.
+
+    To be called in the main thread of a process that has no other thread and no server in it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    crashes: deque[float] = deque(maxlen=RESTARTS_MAX)
+    try:
+        while True:
+            code, stopped = _one_life(run, before)
+            if stopped or code in (0, EXIT_TOLD, EXIT_WRONG_CALL):
+                return code
+            now = clock()
+            if len(crashes) == RESTARTS_MAX and now - crashes[0] < RESTARTS_WITHIN_S:
+                sys.stderr.write(
+                    f"transferqueue: the server crashed {RESTARTS_MAX + 1} times within {RESTARTS_WITHIN_S:g} s, which is no "
+                    "accident; not started again. See what it told above, then start it anew\n"
+                )
+                return code
+            crashes.append(now)
+            sys.stderr.write(f"transferqueue: the server crashed (exit code {code}); starting it again\n")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _one_life(run: Callable[[], object], mask: set[int | signal.Signals]) -> tuple[int, bool]:
+    """Exit code of a child (minus the signal that killed it), and whether it was told to stop."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        _live(run, mask)
+    stopped = False
+    while True:
+        number = signal.sigwait(_SIGNALS)
+        if number is not signal.SIGCHLD:
+            stopped = stopped or number is not signal.SIGHUP
+            os.kill(child, signal.SIGTERM if number is signal.SIGINT else number)
+            continue
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid and (os.WIFEXITED(status) or os.WIFSIGNALED(status)):
+            return os.waitstatus_to_exitcode(status), stopped
+
+
+def _live(run: Callable[[], object], mask: set[int | signal.Signals]) -> None:
+    """The child: never returns, and runs nothing that its parent had registered for the end."""
+    code = EXIT_DEFECT
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        code = exit_code(run)
+    except BaseException:  # noqa: BLE001  (told, and an exit code)
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
