@@ -9,6 +9,7 @@ from typing import Final
 from transferqueue.client import checks
 from transferqueue.client.aio import AsyncQueue, Opening
 from transferqueue.client.client import Client, open_client
+from transferqueue.client.joining import way_in
 from transferqueue.client.queue import Queue
 from transferqueue.errors import UsageError
 
@@ -19,12 +20,17 @@ CONNECT_S: Final = 10.0
 def connect(
     address: str | None = None,
     *,
+    key: str | None = None,
     timeout_s: float = CONNECT_S,
     label: str = "",
     arena_bytes: int | str | None = None,
     runtime: str | Path | None = None,
 ) -> Queue:
     """A queue: of a server embedded in this process (no address), or of the one at ``ipc://...`` or ``tcp://...``.
+
+    A server that asks for keys is joined with a token (``tqjoin_...``, from `transferqueue keys token`) in place of the
+    address, or as `key` beside a tcp address; where neither is given, with that of ``$TRANSFERQUEUE_TOKEN``: at a tcp
+    address as its key, and with no address at all as the server to join instead of an embedded one.
 
     An embedded server ends with the queue; until then others of the same user connect to `Queue.address`.
     timeout_s: how long to wait for a server to answer, then `Unreachable`. label: how people see this client in
@@ -43,12 +49,13 @@ def connect(
         ...         batch["text"].list()
         ['one', 'two']
     """
-    return Queue(_client(address, timeout_s, label, arena_bytes, runtime))
+    return Queue(_client(address, key, timeout_s, label, arena_bytes, runtime))
 
 
 def aconnect(
     address: str | None = None,
     *,
+    key: str | None = None,
     timeout_s: float = CONNECT_S,
     label: str = "",
     arena_bytes: int | str | None = None,
@@ -60,23 +67,34 @@ def aconnect(
     """
 
     async def make() -> AsyncQueue:
-        return AsyncQueue(await asyncio.to_thread(_client, address, timeout_s, label, arena_bytes, runtime))
+        return AsyncQueue(await asyncio.to_thread(_client, address, key, timeout_s, label, arena_bytes, runtime))
 
     return Opening(make)
 
 
 def _client(
-    address: str | None, timeout_s: float, label: str, arena_bytes: int | str | None, runtime: str | Path | None
+    address: str | None,
+    key: str | None,
+    timeout_s: float,
+    label: str,
+    arena_bytes: int | str | None,
+    runtime: str | Path | None,
 ) -> Client:
     patience = checks.seconds("timeout_s", timeout_s)
     if not isinstance(label, str):
         raise UsageError(f"label={label!r} is {type(label).__name__}; give text")
+    if address is not None or (arena_bytes is None and runtime is None):
+        address, keys = way_in(address, key)
+    else:
+        keys = None
     if address is not None:
         if arena_bytes is not None or runtime is not None:
             raise UsageError(
                 f"arena_bytes and runtime are for an embedded server, but the server at {address} runs already; give them there"
             )
-        return open_client(address, patience, label)
+        return open_client(address, patience, label, keys=keys)
+    if key:
+        raise UsageError("a key is for a server that runs, arena_bytes and runtime for an embedded one; give either")
     from transferqueue.server import embedded  # only who has a server of its own loads one
 
     server = embedded.start(arena_bytes, runtime)

@@ -15,7 +15,7 @@ from transferqueue.observe.runtime import RUNTIME_VARIABLE
 EXAMPLES = (
     ("transferqueue serve", "for this user, at the default address"),
     ("transferqueue serve --arena-bytes 64GiB", "with room for 64 GiB of rows"),
-    ("transferqueue serve --tcp 0.0.0.0:7777", "reachable from other machines too"),
+    ("transferqueue serve --tcp 0.0.0.0:7777", "reachable from other machines too, with keys: transferqueue keys"),
     ("transferqueue serve --runtime /tmp/tq", "another one, in a directory of its own"),
     ("transferqueue serve --address ipc:///tmp/tq/control.sock", "the same, by the address that clients give"),
 )
@@ -52,6 +52,16 @@ def serve(
             help=f"Directory of the socket and of locks, made private (0700). Default: ${RUNTIME_VARIABLE}, else this user's.",
         ),
     ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            "--keys",
+            metavar="DIR",
+            show_default=False,
+            help="Directory of the keys that every tcp address asks for. Default: none at loopback addresses, "
+            "else those of `transferqueue keys`, without which no other address is listened at.",
+        ),
+    ] = None,
 ) -> None:
     """Start a server and run it until Ctrl-C or SIGTERM; it leaves no file behind.
 
@@ -62,7 +72,7 @@ def serve(
 
     ceiling = parse_bytes(arena_bytes) if arena_bytes else None
     place = place_of(address, runtime)
-    serve_until_stopped(place, tcp=tcp or (), arena_bytes=ceiling, on_ready=_announce)
+    serve_until_stopped(place, tcp=tcp or (), arena_bytes=ceiling, keys=keys, on_ready=_announce)
 
 
 def place_of(address: str | None, runtime: Path | None) -> str | None:

@@ -20,6 +20,7 @@ from transferqueue.client.sessionlock import session_lock
 from transferqueue.client.terms import Terms
 from transferqueue.client.writing import Ground
 from transferqueue.transport import dial, this_host
+from transferqueue.transport.keys import ClientKeys
 from transferqueue.wire import messages as m
 
 
@@ -61,8 +62,13 @@ class Client:
         self._end()
 
 
-def open_client(address: str, timeout_s: float, label: str, server: Server | None = None) -> Client:
-    """A session with the server at `address`, waiting up to `timeout_s` for it to answer. It takes `server` over."""
+def open_client(
+    address: str, timeout_s: float, label: str, server: Server | None = None, keys: ClientKeys | None = None
+) -> Client:
+    """A session with the server at `address`, waiting up to `timeout_s` for it to answer. It takes `server` over.
+
+    keys: what to show there; None: nothing.
+    """
     client = secrets.token_bytes(16)
     lock = session_lock(address, client.hex())
     try:
@@ -74,7 +80,7 @@ def open_client(address: str, timeout_s: float, label: str, server: Server | Non
             version=metadata.version("asyncflow-transferqueue"),
             label=label,
         )
-        connection = Connection(dial(address), address)
+        connection = Connection(dial(address, keys), address)
         welcome = connection.open(hello, timeout_s)
     except BaseException:
         if lock:

@@ -75,8 +75,7 @@ class Connection:
             self._submit(pending)
             if not heard.wait(timeout_s):
                 raise Unreachable(
-                    f"nothing answered at {self.address} within {timeout_s:g} s; is a server running there? "
-                    f"Start one: transferqueue serve --address {self.address}"
+                    f"nothing answered at {self.address} within {timeout_s:g} s; {self._channel.doubt}"
                 )
             reply = _result(pending)
         except BaseException:

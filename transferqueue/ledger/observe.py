@@ -146,7 +146,7 @@ def session_stats(session: Session, tables: Iterable[Table], core: Core, now: fl
     return {
         "session": session.id,
         "label": session.label,
-        "client": session.client.hex(),
+        "client": session.client[:4].hex(),
         "state": "open" if session.open else "ended",
         "opened_s": now - session.opened,
         "silent_s": core.silent_s(session.id, now),

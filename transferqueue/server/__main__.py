@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from transferqueue.errors import TransferQueueError, UsageError
 from transferqueue.limits import parse_bytes
+from transferqueue.server.journal import Level
 from transferqueue.server.serving import serve
+from transferqueue.server.supervising import exit_code, supervise
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse `arguments`, serve, and return the exit code: 0 when told to stop, 2 for a wrong call, else 1."""
+    """Parse `arguments`, serve, and return the exit code: 0 when told to stop, 2 for a wrong call, else see `supervising`."""
     options = _parser().parse_args(arguments)
-    try:
+
+    def run() -> None:
         serve(
             options.address,
             tcp=options.tcp,
             arena_bytes=parse_bytes(options.arena_bytes) if options.arena_bytes else None,
+            keys=options.keys,
+            durability=options.durability,
+            state=options.state,
             on_ready=lambda addresses: print("ready", *addresses, flush=True),  # noqa: T201
         )
-    except TransferQueueError as error:
-        sys.stderr.write(f"transferqueue.server: {error}\n")
-        return 2 if isinstance(error, UsageError) else 1
-    return 0
+
+    return supervise(run) if options.supervise else exit_code(run)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -31,6 +35,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--address", help="ipc:///directory/name.sock or tcp://host:port; default: the user's own")
     parser.add_argument("--tcp", action="append", default=[], metavar="HOST:PORT", help="listen here too")
     parser.add_argument("--arena-bytes", metavar="SIZE", help="ceiling of the memory for rows, such as 8GiB")
+    parser.add_argument(
+        "--keys", type=Path, metavar="DIR", help="keys that tcp asks for; default: the user's, where needed"
+    )
+    parser.add_argument("--durability", choices=list(Level), default=Level.MEMORY, help="what outlives this process")
+    parser.add_argument("--state", type=Path, metavar="DIR", help="directory that keeps it, for process and disk")
+    parser.add_argument("--supervise", action="store_true", help="start the server again when it crashes")
     return parser
 
 

@@ -7,13 +7,19 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Self
 
 from transferqueue.errors import UsageError
-from transferqueue.server.assembly import Server
-from transferqueue.server.runtime import served_arena
+from transferqueue.server.assembly import Server, first_epoch
+from transferqueue.server.durable import Durable
+from transferqueue.server.journal import Level
+from transferqueue.server.runtime import ArenaHome, served_arena
 from transferqueue.transport import IpcAddress, TcpAddress, default_address, parse_address, runtime_directory
+from transferqueue.transport.keyring import Keyring, default_directory, key_file
+from transferqueue.transport.zeromq import is_loopback
 
 _log: Final = logging.getLogger("transferqueue.server")
 
@@ -23,19 +29,25 @@ def serve(
     *,
     tcp: Iterable[str] = (),
     arena_bytes: int | None = None,
+    keys: Path | None = None,
+    durability: Level | str = Level.MEMORY,
+    state: Path | None = None,
     on_ready: Callable[[list[str]], object],
 ) -> None:
-    """Serve in the calling thread, which must be the main one, until SIGINT or SIGTERM; leaves no file.
+    """Serve in the calling thread, which must be the main one, until SIGINT or SIGTERM; leaves no file, except in `state`.
 
     address: ipc or tcp; None: the user's own. A server at a tcp address has a socket file in the user's runtime
-    directory too. tcp: more addresses, ``host:port``. on_ready: called once with all addresses, when it listens.
+    directory too. tcp: more addresses, ``host:port``. keys: directory of the keys that every tcp address then asks for;
+    None: the user's, where an address is not loopback, which is refused without keys. durability, state: what outlives this
+    process, and the directory that keeps it (see `durable`). on_ready: called once with all addresses, when it listens.
     """
     place, ports = _places(address, tcp)
+    level = _level(durability, state, ports)
     _allow_many_files()
     with _Signals() as signals:
-        server = Server(place, served_arena(arena_bytes), ports)
+        keyring = _keyring(keys, ports)
+        server = Server(place, _foundation(level, state, arena_bytes), ports, keyring=keyring)
         signals.server = server
-        _warn_of_strangers(server.tcp_addresses)
         addresses = [server.address, *server.tcp_addresses]
         on_ready(addresses if address is None or not address.startswith("tcp:") else addresses[::-1])
         server.run(woken_by=signals)
@@ -59,14 +71,39 @@ def _tcp(text: str) -> TcpAddress:
     return place
 
 
-def _warn_of_strangers(addresses: Iterable[str]) -> None:
-    for address in addresses:
-        if not address.startswith(("tcp://127.", "tcp://[::1]:")):
-            _log.warning("whoever reaches %s can read and change this queue: it asks nobody who they are", address)
+def _level(durability: Level | str, state: Path | None, ports: Iterable[TcpAddress]) -> Level:
+    if durability not in list(Level):
+        raise UsageError(f"durability {str(durability)!r} is none; there are {', '.join(Level)}")
+    level = Level(durability)
+    if (state is None) != (level is Level.MEMORY):
+        raise UsageError(
+            f"durability {level} and state {state and str(state)!r} do not go together: memory keeps nothing, and process and "
+            "disk need a directory to keep it in; give both --durability and --state, or neither"
+        )
+    if level is not Level.MEMORY and any(port.port == 0 for port in ports):
+        raise UsageError(
+            f"a server of durability {level} cannot listen at port 0: its clients come back to it; name a port"
+        )
+    return level
+
+
+def _foundation(level: Level, state: Path | None, arena_bytes: int | None) -> ArenaHome | Durable:
+    if state is None:
+        return served_arena(arena_bytes)
+    return Durable(state, level, first_epoch=first_epoch(), arena_bytes=arena_bytes)
+
+
+def _keyring(directory: Path | None, ports: Iterable[TcpAddress]) -> Keyring | None:
+    if directory is None and not all(is_loopback(port.host) for port in ports):
+        directory = default_directory()
+        if not key_file(directory).exists():
+            return None  # and the port says what to do
+    return Keyring(directory) if directory is not None else None
 
 
 class _Signals:
-    """While entered, SIGINT and SIGTERM stop the server; one that is only being made is unmade."""
+    """While entered, SIGINT and SIGTERM stop the server (one that is only being made is unmade), and SIGHUP has it look
+    at its keys at once."""
 
     def __init__(self) -> None:
         self.server: Server | None = None
@@ -82,6 +119,7 @@ class _Signals:
         self._there.setblocking(False)
         signal.set_wakeup_fd(self._there.fileno(), warn_on_full_buffer=False)
         self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._look)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -90,6 +128,11 @@ class _Signals:
         signal.set_wakeup_fd(-1)
         self._here.close()
         self._there.close()
+
+    def _look(self, _signal: int, _frame: FrameType | None) -> None:
+        """The signal has ended the loop's sleep; with nothing left to read here, it may sleep again."""
+        with suppress(BlockingIOError):
+            self._here.recv(4096, socket.MSG_DONTWAIT)
 
     def _stop(self, _signal: int, _frame: FrameType | None) -> None:
         if self.server is None:

@@ -17,7 +17,6 @@ from transferqueue.transport.keyring import Keyring
 
 KEY_PROPERTY: Final = "User-Id"
 _QUESTIONS: Final = "inproc://zeromq.zap.01"
-_DOMAIN: Final = "transferqueue"
 _QUESTION_PARTS: Final = 7
 
 
@@ -39,12 +38,10 @@ class Gate:
         """Have addresses that `socket` is bound to from now on ask for keys. Those before stay as they are."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt_string(zmq.CURVE_SECRETKEY, self.keyring.server.secret)
-        socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
 
     def unguard(self, socket: zmq.Socket[bytes]) -> None:
         """Have addresses that `socket` is bound to from now on ask for nothing."""
         socket.setsockopt(zmq.CURVE_SERVER, 0)
-        socket.setsockopt_string(zmq.ZAP_DOMAIN, "")
 
     def decide(self) -> bool:
         """Answer everyone who knocks, by the keys as they are now. Returns whether these changed."""

@@ -61,9 +61,14 @@ def default_directory() -> Path:
     return (Path(config) if config else Path.home() / ".config") / "transferqueue"
 
 
+def key_file(directory: Path) -> Path:
+    """The key file in a directory of keys."""
+    return directory / _NAME
+
+
 def load(directory: Path) -> KeyFile:
     """The keys in a directory. `UsageError` if there are none, or others could read them."""
-    path = private_directory(directory, "key directory") / _NAME
+    path = key_file(private_directory(directory, "key directory"))
     try:
         return _decoder.decode(read_private(path, FILE_BYTES_MAX))
     except FileNotFoundError:
@@ -141,7 +146,7 @@ class Keyring:
 
     def _stamp_now(self) -> Stamp:
         try:
-            found = os.stat(self.directory / _NAME)
+            found = os.stat(key_file(self.directory))
         except OSError:
             return None
         return found.st_ino, found.st_size, found.st_mtime_ns, found.st_mode
@@ -164,12 +169,12 @@ def _changing(directory: Path) -> Iterator[KeyFile | None]:
     private_directory(directory, "key directory")
     lock = FileLock(directory / f"{_NAME}.lock", inherited=False)
     if not lock.take():
-        raise UsageError(f"key file {directory / _NAME} is being changed by another process; try again")
+        raise UsageError(f"key file {key_file(directory)} is being changed by another process; try again")
     try:
-        yield load(directory) if (directory / _NAME).exists() else None
+        yield load(directory) if (key_file(directory)).exists() else None
     finally:
         lock.release()
 
 
 def _write(directory: Path, keys: KeyFile) -> None:
-    write_private(directory / _NAME, msgspec.json.format(msgspec.json.encode(keys), indent=2) + b"\n")
+    write_private(key_file(directory), msgspec.json.format(msgspec.json.encode(keys), indent=2) + b"\n")

@@ -175,7 +175,7 @@ class Port:
 
 def check_open(place: IpcAddress | TcpAddress, *, keyed: bool) -> None:
     """`UsageError` for an address that others could reach, of a server without keys."""
-    if keyed or isinstance(place, IpcAddress) or _is_loopback(place.host):
+    if keyed or isinstance(place, IpcAddress) or is_loopback(place.host):
         return
     raise UsageError(
         f"address {place} can be reached from other machines, and this server has no keys: whoever reaches it could read "
@@ -184,7 +184,8 @@ def check_open(place: IpcAddress | TcpAddress, *, keyed: bool) -> None:
     )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address with this host."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

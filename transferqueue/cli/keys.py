@@ -1,0 +1,82 @@
+"""`transferqueue keys`: who may reach a server over tcp, and the tokens they join with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXAMPLES = (
+    ("transferqueue keys new rollout --role producer", "a key for rollout workers"),
+    ("transferqueue keys token rollout tcp://10.0.0.7:7777", "what they paste into connect()"),
+    ("transferqueue keys list", "who may come in"),
+    ("transferqueue keys revoke rollout", "and who no longer, also at a server that runs"),
+)
+
+commands = typer.Typer(
+    help="Keys for servers that other machines reach: make, list and revoke them, and print join tokens.",
+    no_args_is_help=True,
+)
+
+KeysOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--keys",
+        metavar="DIR",
+        show_default=False,
+        help="Directory of the keys (0700). Default: $TRANSFERQUEUE_KEYS, else ~/.config/transferqueue.",
+    ),
+]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="What the key is called.")]
+
+
+@commands.command("new")
+def new(
+    name: NameArgument,
+    role: Annotated[
+        str, typer.Option("--role", help="admin, producer, consumer or observer; what each may do: SECURITY.md.")
+    ] = "producer",
+    keys: KeysOption = None,
+) -> None:
+    """Make a key. The first one also makes the server's own; a server that runs lets it in at once."""
+    from transferqueue.transport import keyring
+
+    made = keyring.add(keys or keyring.default_directory(), name, role)
+    typer.echo(f"made key {made.name}, role {made.role}")
+
+
+@commands.command("list")
+def show(keys: KeysOption = None) -> None:
+    """List names, roles, public keys and when each was made. Prints no secret."""
+    from transferqueue.transport import keyring
+
+    for owner in keyring.load(keys or keyring.default_directory()).clients:
+        typer.echo(f"{owner.name}\t{owner.role}\t{owner.pair.public}\t{owner.made}")
+
+
+@commands.command("revoke")
+def revoke(name: NameArgument, keys: KeysOption = None) -> None:
+    """Revoke a key. A server that runs ends its sessions when it next wakes; SIGHUP wakes it now."""
+    from transferqueue.transport import keyring
+
+    gone = keyring.revoke(keys or keyring.default_directory(), name)
+    typer.echo(f"revoked key {gone.name}, role {gone.role}")
+
+
+@commands.command("token")
+def token(
+    name: NameArgument,
+    address: Annotated[
+        str,
+        typer.Argument(
+            metavar="ADDRESS", show_default=False, help="The server as its clients see it: tcp://host:port."
+        ),
+    ],
+    keys: KeysOption = None,
+) -> None:
+    """Print the join token of a key: a password for connect() or $TRANSFERQUEUE_TOKEN."""
+    from transferqueue.transport import keyring
+    from transferqueue.transport.keys import write_token
+
+    typer.echo(write_token(keyring.token_of(keys or keyring.default_directory(), name, address)))
