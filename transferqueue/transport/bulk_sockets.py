@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 import zmq
@@ -16,6 +17,9 @@ import zmq
 from transferqueue.errors import AddressInUse, UsageError
 from transferqueue.limits import BULK_TRANSFERS_MAX, BULK_WINDOW_FRAMES, FRAME_BYTES, KIB, MESSAGE_BYTES_MAX
 from transferqueue.transport.bulk import PIECES_MAX, Message, Piece
+from transferqueue.transport.gate import Gate
+from transferqueue.transport.keyring import Keyring
+from transferqueue.transport.keys import ClientKeys, secure
 from transferqueue.transport.wakeup import Wakeup
 from transferqueue.transport.zeromq import PING_MS, RECONNECT_MS, RECONNECT_MS_MAX
 
@@ -31,8 +35,9 @@ Received = tuple[memoryview, list[memoryview]]
 class BulkLine:
     """The client's end of one connection. Used by one thread at a time."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, keys: ClientKeys | None = None) -> None:
         self._context, self._socket = _open(zmq.DEALER, FRAME_BYTES + 64 * KIB)
+        secure(self._socket, keys)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
         self._socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
@@ -66,35 +71,66 @@ class BulkLine:
 class BulkPort:
     """The shard's end of all connections. Used by one thread."""
 
-    def __init__(self) -> None:
-        self._context, self.socket = _open(zmq.ROUTER, MESSAGE_BYTES_MAX)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    def __init__(self, keyring: Keyring | None = None) -> None:
+        self._context, self._socket = _open(zmq.ROUTER, MESSAGE_BYTES_MAX)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._gate = None if keyring is None else Gate(self._context, keyring)
+        if self._gate is not None:
+            self._gate.guard(self._socket)
 
-    def listen(self, host: str, port: int = 0) -> int:
-        """Listen at `host` too; returns the port (0: any free one). `AddressInUse`, or `UsageError`."""
-        self.socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
+    @property
+    def sources(self) -> list[zmq.Socket[bytes]]:
+        """What to poll for reading."""
+        return [self._socket] if self._gate is None else [self._socket, self._gate.socket]
+
+    def decide(self) -> None:
+        """Answer those who want to connect, if keys are asked for."""
+        if self._gate is not None:
+            self._gate.decide()
+
+    def listen_at_all(self, hosts: Sequence[str], port: int, tries: int) -> int:
+        """Listen at one port of all hosts; returns it (0: one that is free on all). `AddressInUse`, or `UsageError`."""
+        self._socket.setsockopt(zmq.IPV6, int(any(host.startswith("[") for host in hosts)))
+        for _ in range(1 if port else tries - 1):
+            with suppress(AddressInUse):
+                return self._bind_all(hosts, port)
+        return self._bind_all(hosts, port)
+
+    def _bind_all(self, hosts: Sequence[str], port: int) -> int:
+        bound: list[str] = []
         try:
-            self.socket.bind(f"tcp://{host}:{port or '*'}")
+            for host in hosts:
+                port = self._bind(host, port)
+                bound.append(f"tcp://{host}:{port}")
+        except AddressInUse:
+            for endpoint in bound:
+                self._socket.unbind(endpoint)
+            raise
+        return port
+
+    def _bind(self, host: str, port: int) -> int:
+        try:
+            self._socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
             if error.errno == zmq.EADDRINUSE:
                 raise AddressInUse(f"bulk port {port} of {host} is in use; take another, or 0 for any") from error
             raise UsageError(f"bulk port {port} of {host} cannot be listened at: {error.strerror}") from error
-        return int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def receive(self) -> tuple[bytes, Received] | None:
         """Who sent the next message, and it; None if there is none."""
         try:
-            peer = self.socket.recv(zmq.NOBLOCK)
+            peer = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        found = _receive(self.socket)
+        found = _receive(self._socket)
         return (peer, found) if found is not None else (peer, (memoryview(b""), []))
 
     def send(self, peer: bytes, message: Message) -> bool:
         """Hand a message over. False: the peer is gone, or reads nothing."""
         try:
-            self.socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
-            _send(self.socket, message)
+            self._socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
+            _send(self._socket, message)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:

@@ -1,0 +1,174 @@
+"""The two kinds of transfer of the bulk protocol, at the shard: rows gathered into frames, and frames into an extent. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from transferqueue.errors import Corruption, NotFound, ProtocolError
+from transferqueue.limits import FIELDS_MAX, FRAME_BYTES, PARTS_MAX
+from transferqueue.schema import Field
+from transferqueue.server.tickets import Tickets
+from transferqueue.storage.dtypes import U8
+from transferqueue.storage.pieces import count_of, pieces
+from transferqueue.storage.placement import Blocks, Placement
+from transferqueue.transport import bulk as b
+from transferqueue.wire.messages import BlockAt
+
+Content = tuple[list[b.Begun], list[memoryview]]
+
+
+class Transfer:
+    """What both kinds share. heard_at: when its peer last said a word of it."""
+
+    def __init__(self, number: int, session: int, extents: frozenset[int], tickets: Tickets, now: float) -> None:
+        self.number: Final = number
+        self.session: Final = session
+        self.heard_at = now
+        self._extents = extents
+        self._tickets = tickets
+        self._looked_at = -1
+
+    def check(self) -> None:
+        """`Disconnected` if the session is over, or what the transfer touches was freed."""
+        revoked = self._tickets.revoked
+        if revoked != self._looked_at:
+            self._tickets.check_standing(self.session, self._extents)
+            self._looked_at = revoked
+
+
+class Reading(Transfer):
+    """Frames of the columns that a client asked for. Gathers no more than the next frame."""
+
+    def __init__(self, read: b.Read, arena: U8, tickets: Tickets, now: float) -> None:
+        named = [at for part in read.parts for at in part.blocks]
+        tickets.check_read(read.session, read.shard, named)
+        super().__init__(read.transfer, read.session, frozenset(at.extent for at in named), tickets, now)
+        self.check()
+        self.window: Final = b.Window()
+        self._frames = _frames(_columns(read, arena))
+        self._next: Content | None = next(self._frames, ([], []))
+
+    @property
+    def ready(self) -> bool:
+        """Whether a frame may leave now."""
+        return self._next is not None and self.window.open
+
+    @property
+    def done(self) -> bool:
+        """Whether the receiver has taken all."""
+        return self._next is None and self.window.taken == self.window.sent
+
+    def frame(self) -> b.Message:
+        """The next frame. Errors as of `check`, and `Corruption` for blocks that are not what they should be."""
+        if self._next is None:
+            raise ProtocolError("a bulk read has no frame after its last one")
+        begun, content = self._next
+        following = next(self._frames, None)
+        head = b.Frame(self.number, self.window.send(), begun, last=following is None)
+        message = b.message(head, content)
+        self.check()  # after the checksum: what it was made of has not been lent to others
+        self._next = following
+        return message
+
+
+class Writing(Transfer):
+    """Frames that arrive for an extent."""
+
+    def __init__(self, write: b.Write, arena: U8, tickets: Tickets, now: float) -> None:
+        tickets.check_write(write)
+        if write.offset + write.nbytes > len(arena):
+            raise Corruption(f"extent {write.extent} ends beyond the arena's {len(arena)} bytes")
+        super().__init__(write.transfer, write.session, frozenset((write.extent,)), tickets, now)
+        self._intake = b.Intake()
+        self._into = arena[write.at : write.at + write.total]
+        self._written = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether every byte is in the arena."""
+        return self._written == len(self._into)
+
+    def take(self, number: int, content: list[memoryview]) -> b.Taken | None:
+        """Write a frame; what to answer, if anything now. `Corruption` if it is not the next, or more than was told."""
+        self._intake.take(number)
+        for piece in content:
+            end = self._written + len(piece)
+            if end > len(self._into):
+                raise Corruption(
+                    f"a bulk write of {len(self._into)} bytes has {end - len(self._into)} more than it said"
+                )
+            self._tickets.write(self.session, self._extents, self._into[self._written : end], piece)
+            self._written = end
+        return self.told() if self._intake.due(last=self.done) else None
+
+    def told(self) -> b.Taken:
+        """How far it is."""
+        return b.Taken(self.number, self._intake.taken, self.done)
+
+
+# ---------------------------------------------------------------- columns as frames
+
+
+def _columns(read: b.Read, arena: U8) -> Iterator[b.Begun | U8]:
+    """The columns of all parts, one after the other: where each begins, then its bytes."""
+    if len(read.parts) > PARTS_MAX or len(read.fields) > FIELDS_MAX:
+        raise ProtocolError(f"a bulk read of {len(read.parts)} parts with {len(read.fields)} fields; that is too many")
+    fields = {field.name: field for field in read.fields}
+    for number, part in enumerate(read.parts):
+        placement = _placement(read.shard, part, fields, arena)
+        for at, name in enumerate(part.fields):
+            field = _known(fields, name)
+            yield b.Begun(number, at, count_of(field, placement))
+            yield from pieces(field, placement, FRAME_BYTES)
+
+
+def _placement(shard: int, part: b.Wanted, fields: dict[str, Field], arena: U8) -> Placement:
+    for names in part.layouts:
+        for name in names:
+            _known(fields, name)
+    shapes, memory = [], []
+    for at in part.blocks:
+        if at.layout >= len(part.layouts) or at.offset + at.nbytes > len(arena):
+            raise ProtocolError(f"block {at.block} of a bulk read has no layout, or lies beyond the arena")
+        names = part.layouts[at.layout]
+        if len(names) != len(at.counts):
+            raise ProtocolError(f"block {at.block} of a bulk read has {len(at.counts)} counts for {len(names)} fields")
+        shapes.append(BlockAt(at.block, shard, at.extent, at.offset, at.nbytes, at.rows, names, at.counts))
+        memory.append(arena[at.offset : at.offset + at.nbytes])
+    slots = _numbers(part.slot_of_row)
+    blocks = _numbers(part.block_of_row) if part.block_of_row else np.zeros(len(slots), np.int32)
+    return Placement(Blocks(shapes, memory, fields), blocks, slots)
+
+
+def _numbers(packed: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    if len(packed) % 4:
+        raise ProtocolError(f"{len(packed)} bytes are no list of int32")
+    return np.frombuffer(packed, "<i4")
+
+
+def _known(fields: dict[str, Field], name: str) -> Field:
+    if name not in fields:
+        raise NotFound(f'field "{name}" of a bulk read is not among those it defines; define every field of its blocks')
+    return fields[name]
+
+
+def _frames(stream: Iterator[b.Begun | U8]) -> Iterator[Content]:
+    """Cut the stream into frames: full ones, but that a large piece is never copied to fill one up."""
+    begun: list[b.Begun] = []
+    content: list[memoryview] = []
+    nbytes = 0
+    for item in stream:
+        size = 0 if isinstance(item, b.Begun) else len(item)
+        if nbytes + size > FRAME_BYTES or len(content) == b.PIECES_MAX or len(begun) == b.COLUMNS_MAX:
+            yield begun, content
+            begun, content, nbytes = [], [], 0
+        if isinstance(item, b.Begun):
+            begun.append(item)
+        else:
+            content.append(item.data)
+            nbytes += size
+    if begun or content:
+        yield begun, content
