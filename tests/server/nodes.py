@@ -35,13 +35,13 @@ class Watched:
 class Bench:
     """The node, its clock, and what it answered to whom."""
 
-    def __init__(self, arena_bytes=MIB, swept=None):
+    def __init__(self, arena_bytes=MIB, swept=None, door=None):
         self.arena = Arena.create(None, arena_bytes)
         self.watched = Watched()
         place = Place(
             epoch=EPOCH, address="ipc:///x", runtime="/r", version="0", pid=os.getpid(), started_at=0.0, swept=swept
         )
-        self.node = Node(Ledger(epoch=EPOCH), Memory(self.arena), place, watcher=self.watched)
+        self.node = Node(Ledger(epoch=EPOCH), Memory(self.arena), place, watcher=self.watched, door=door)
         self.now = 0.0
         self.clients = 0
         self.answered = {}
@@ -78,10 +78,10 @@ class Bench:
 class Client:
     """One client of a bench. Sends calls; knows its answers by call id."""
 
-    def __init__(self, bench, **hello):
+    def __init__(self, bench, peer=None, **hello):
         bench.clients += 1
         self.bench = bench
-        self.peer = b"peer %d" % bench.clients
+        self.peer = peer or b"peer %d" % bench.clients
         self.ids = 1
         self.seen = 0
         self.hello = m.Hello(**{"client": struct.pack("<qq", 0, bench.clients), "host": "elsewhere", **hello})

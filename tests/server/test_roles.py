@@ -1,0 +1,137 @@
+"""Who may do what: the table is complete, and a node asks it before anything else sees a request."""
+
+import typing
+
+import pytest
+
+from tests.server.nodes import Bench, Client, lease
+from transferqueue.server.roles import MAY, Door, denied
+from transferqueue.transport import keyring
+from transferqueue.transport.keyring import Keyring
+from transferqueue.transport.keys import ROLES
+from transferqueue.transport.zeromq import Keyed
+from transferqueue.wire import codec
+from transferqueue.wire import messages as m
+
+REQUESTS = typing.get_args(m.Request)
+
+
+def test_every_request_is_in_the_table():
+    assert set(MAY) == set(REQUESTS), "a new request needs its row in transferqueue/server/roles.py"
+    assert all("admin" in may for may in MAY.values())
+
+
+def test_an_observer_only_looks():
+    may = {kind.__name__ for kind in REQUESTS if "observer" in MAY[kind]}
+    assert may == {"Hello", "Heartbeat", "Goodbye", "Unpin", "OpenTable", "ListTables", "Observe"}
+
+
+def test_the_refusal_names_the_role_and_who_may():
+    refused = denied("producer", m.Lease("t", "train", rows=1))
+    assert str(refused).startswith(
+        "Lease is not for a client whose key has role producer; admin and consumer may send it"
+    )
+
+
+class Ring:
+    """A key file with one key for each role."""
+
+    def __init__(self, directory):
+        self.directory = directory / "keys"
+        self.keys = {role: keyring.add(self.directory, role, role).pair.public for role in ROLES}
+        self.ring = Keyring(self.directory)
+
+    def bench(self):
+        return Bench(door=Door(self.ring))
+
+    def client(self, bench, role, number=0):
+        return Client(bench, peer=Keyed(f"{role}{number}".encode(), self.keys[role]))
+
+
+@pytest.fixture
+def ring(tmp_path):
+    return Ring(tmp_path)
+
+
+def books(bench, client):
+    return codec.decode_plain(client.ask(m.Observe("audit")).value)
+
+
+@pytest.mark.parametrize("role", [role for role in ROLES if role != "admin"])
+def test_a_refused_request_changes_nothing(ring, role):
+    bench = ring.bench()
+    admin, client = ring.client(bench, "admin"), ring.client(bench, role)
+    admin.create_table()
+    admin.ask(admin.put(2))
+    before = books(bench, admin)
+    refused = 0
+    for request in [
+        admin.put(1),
+        lease(1, 5.0),
+        m.CreateTable("u"),
+        m.DropTable("t"),
+        m.Advance("t", 3),
+        m.Reserve("t", 1, wait_s=5.0),
+        m.Read("t"),
+    ]:
+        if role not in MAY[type(request)]:
+            reply = client.ask(request)
+            assert reply.error == "PermissionDenied", (request, reply)
+            refused += 1
+    assert refused >= 4
+    assert books(bench, admin) == before
+    assert len(bench.node.parking) == 0
+    bench.close()
+
+
+def test_each_role_does_its_work(ring):
+    bench = ring.bench()
+    admin, producer, consumer = (ring.client(bench, role) for role in ("admin", "producer", "consumer"))
+    admin.create_table()
+    assert isinstance(producer.ask(producer.put(2)), m.PutRows)
+    leased = consumer.ask(lease(2, 1.0))
+    assert isinstance(consumer.ask(m.Ack("t", leased.lease, leased.token)), m.Done)
+    assert isinstance(ring.client(bench, "observer").ask(m.Observe("audit")), m.Observed)
+    bench.close()
+
+
+def test_a_session_is_not_open_to_another_key(ring):
+    bench = ring.bench()
+    admin, producer = ring.client(bench, "admin"), ring.client(bench, "producer")
+    for session in (admin.session, producer.session + 99):
+        bench.receive(producer.peer, codec.encode_call(m.Call(session, 9, 0, m.ListTables())))
+        assert bench.answered[producer.peer][-1][1].error == "Disconnected"
+    bench.receive(b"same user", codec.encode_call(m.Call(producer.session, 9, 0, m.ListTables())))
+    assert bench.answered[b"same user"][-1][1].error == "Disconnected"
+    bench.receive(producer.peer, codec.encode_call(m.Call(0, 1, 0, admin.hello)))
+    assert bench.answered[producer.peer][-1][1].error == "Disconnected"
+    assert isinstance(admin.ask(m.ListTables()), m.Tables)
+    bench.close()
+
+
+def test_a_revoked_key_has_no_session_and_no_answer(ring):
+    bench = ring.bench()
+    admin, consumer = ring.client(bench, "admin"), ring.client(bench, "consumer")
+    admin.create_table()
+    call = consumer.post(lease(1, 60.0))
+    assert len(bench.node.parking) == 1
+    keyring.revoke(ring.directory, "consumer")
+    assert ring.ring.refresh()
+    bench.node.keys_changed(bench.now)
+    assert len(bench.node.parking) == 0
+    assert len(bench.node.sessions) == 1
+    answers = len(bench.answered[consumer.peer])
+    admin.ask(admin.put(1))
+    consumer.post(m.ListTables())
+    bench.receive(consumer.peer, b"\x00")
+    assert len(bench.answered[consumer.peer]) == answers
+    assert consumer.take(call) is None
+    assert bench.node.counters.strangers == 2
+    bench.close()
+
+
+def test_a_key_without_a_key_file_is_nobodys():
+    bench = Bench()
+    bench.receive(Keyed(b"x", "k" * 40), codec.encode_call(m.Call(0, 1, 0, m.Hello(b"c" * 16))))
+    assert not bench.answered
+    bench.close()
