@@ -12,6 +12,7 @@ from typing import Final
 
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import FAREWELL_S
+from transferqueue.server.bulk import Shard
 from transferqueue.server.durable import Durable
 from transferqueue.server.loop import Deaths, Descriptor, Loop
 from transferqueue.server.memory import Memory
@@ -67,7 +68,17 @@ class Server:
             else:
                 self.node = _new(foundation, home, deaths, Door(keyring))
                 self.loop = Loop(self.node, port, hub, wakeup, deaths)
+            if self.tcp_addresses:
+                self._serve_bytes(made, keyring)
             self._files = made.pop_all()
+
+    def _serve_bytes(self, made: ExitStack, keyring: Keyring | None) -> None:
+        """The bulk endpoint, on the hosts of the tcp addresses."""
+        arena = self.node.memory.arena
+        shard = Shard(arena.path, arena.capacity, self.node.tickets, keyring)
+        made.callback(shard.stop)
+        self.node.bulk_port = shard.listen(self.tcp_addresses)
+        shard.start()
 
     def run(self, woken_by: Descriptor | None = None) -> None:
         """Serve until `stop`; then close, and remove what does not outlive it. To be called once. woken_by: see `Loop.run`."""

@@ -20,22 +20,24 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
 import zmq
 
-from transferqueue.errors import Disconnected, InternalError, TransferQueueError, Unreachable
+from transferqueue.errors import Disconnected, InternalError, TransferQueueError, Unreachable, UsageError
 from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, FAREWELL_S, FRAMES_DRAINED_MAX
 from transferqueue.server.tickets import Tickets
 from transferqueue.server.transfers import Reading, Writing
 from transferqueue.storage.dtypes import U8
-from transferqueue.transport import TcpAddress, Wakeup
+from transferqueue.transport import TcpAddress, Wakeup, parse_address
 from transferqueue.transport import bulk as b
 from transferqueue.transport.bulk_sockets import BulkPort
 from transferqueue.transport.keyring import Keyring
 
 _log: Final = logging.getLogger("transferqueue.server")
+_EVERYWHERE: Final = ("*", "0.0.0.0", "[::]")  # noqa: S104  (asked for so by who serves)
 _TRIES: Final = 16
 """Ports tried for one that is free on every host."""
 
@@ -177,10 +179,10 @@ class Shard:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="transferqueue bulk", daemon=True)
 
-    def listen(self, places: list[TcpAddress], port: int = 0) -> int:
-        """Listen on the hosts of all `places` (at least one), at one port; returns it. port: 0: any that is free."""
-        hosts = list(dict.fromkeys(place.host for place in places))
-        hosts = ["*"] if "*" in hosts else hosts
+    def listen(self, addresses: Iterable[str], port: int = 0) -> int:
+        """Listen on the hosts of all tcp `addresses` (at least one), at one port; returns it. port: 0: any that is free."""
+        hosts = list(dict.fromkeys(_host(address) for address in addresses))
+        hosts = [host for host in hosts if host in _EVERYWHERE][:1] or hosts
         return self._port.listen_at_all(hosts, port, _TRIES)
 
     def start(self) -> None:
@@ -231,6 +233,13 @@ class Shard:
             peer, message = self._exchange.outbox.popleft()
             if not self._port.send(peer, message):
                 self._exchange.lost(peer)
+
+
+def _host(address: str) -> str:
+    place = parse_address(address)
+    if not isinstance(place, TcpAddress):
+        raise UsageError(f"address {address!r} is none of tcp, so no bulk endpoint can listen there")
+    return place.host
 
 
 def _view(path: str, capacity: int) -> U8:

@@ -43,6 +43,7 @@ from transferqueue.server.memory import SHARD, Memory
 from transferqueue.server.parking import Parked, Parking, WakeKey, wait_of
 from transferqueue.server.resuming import origin_of
 from transferqueue.server.sessions import Peer, Session, Sessions
+from transferqueue.server.tickets import Tickets
 from transferqueue.server.withdrawing import withdraw
 from transferqueue.transport.keys import Role
 from transferqueue.wire import codec
@@ -92,7 +93,8 @@ class Counters:
 class Node:
     """One coordinator with one shard. Used by one thread; never blocks, but for the pages of a grown arena.
 
-    watcher: told which pidfd belongs to which session, so that `died` is called when it is readable.
+    watcher: told which pidfd belongs to which session, so that `died` is called when it is readable. bulk_port: where the
+    shard listens that honours `tickets`; 0: nowhere.
     """
 
     def __init__(
@@ -112,6 +114,8 @@ class Node:
         self.sessions: Final = Sessions(place.epoch)
         self.parking: Final = Parking()
         self.counters: Final = Counters()
+        self.tickets: Final = Tickets()
+        self.bulk_port = 0
         self.outbox: list[tuple[Peer, bytes]] = []
         self._watcher = watcher
         self._gather = gather
@@ -224,6 +228,7 @@ class Node:
             self._answer(peer, call, _failed(error))
             return
         session.heard(peer, session.seen, now)
+        session.remote |= hello.remote
         self._answer(peer, call, self._welcome(session))
 
     def _open(self, peer: Peer, hello: m.Hello, now: float) -> Session:
@@ -236,14 +241,14 @@ class Node:
         return session
 
     def _welcome(self, session: Session) -> m.Welcome:
-        seen_by_kernel = session.evidence.is_local
         return m.Welcome(
             session=session.number,
             epoch=self.place.epoch,
             server=self.place.version,
             runtime=self.place.runtime,
-            arenas={SHARD: self.memory.arena.path} if seen_by_kernel else {},
+            arenas={} if session.remote else {SHARD: self.memory.arena.path},
             arena_bytes=self.memory.arena.capacity,
+            bulk_port=self.bulk_port,
             durable=self._durability.sessions_stay,
         )
 
@@ -254,6 +259,7 @@ class Node:
                 self._answer(session.peer, parked.call, _failed(Disconnected(f"session closed: {told}")))
         if session.evidence.pidfd >= 0:
             self._watcher.unwatch(session.evidence.pidfd)
+        self.tickets.close(session.number)
         lingers = self.sessions.close(session, now)
         self.ledger.close_session(session.number, now, pins=not lingers)
         if not lingers:
@@ -354,6 +360,7 @@ class Node:
                 case Wake():
                     self.parking.wake(effect.key)
                 case FreeExtent():
+                    self.tickets.revoke(effect.extent)
                     self.memory.give_back(effect.offset, effect.nbytes, now)
                     self.parking.wake(_MEMORY)
                 case LeaseEnded():
@@ -384,6 +391,8 @@ class Node:
 
     def _reply(self, session: Session, call: int, request: m.Request, reply: m.Reply) -> None:
         """Answer a call of a session. A reply too large to travel is undone and refused instead."""
+        if session.remote:
+            reply = self.tickets.issue(session.number, reply)
         try:
             frame = codec.encode_answer(m.Answer(self.place.epoch, call, reply))
         except UsageError as error:

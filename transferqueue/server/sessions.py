@@ -33,9 +33,10 @@ _NUMBERS_PER_EPOCH: Final = 1 << 20
 
 
 class Session:
-    """One open session. `too_large`: calls refused because their replies were, until the client has seen that."""
+    """One open session. `too_large`: calls refused because their replies were, until the client has seen that. `remote`:
+    its bytes go over the bulk endpoint."""
 
-    __slots__ = ("evidence", "heard_at", "hello", "number", "opened_at", "peer", "seen", "too_large")
+    __slots__ = ("evidence", "heard_at", "hello", "number", "opened_at", "peer", "remote", "seen", "too_large")
 
     def __init__(self, number: int, hello: m.Hello, evidence: Evidence, peer: Peer, now: float) -> None:
         self.number: Final = number
@@ -45,6 +46,7 @@ class Session:
         self.peer = peer
         self.heard_at = now
         self.seen = 0
+        self.remote = hello.remote or not evidence.is_local
         self.too_large: dict[int, m.Failed] = {}
 
     @property
