@@ -14,7 +14,7 @@ ENGINED  := $(ENGINES)/.installed
 export PYTHONUTF8 := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test test-engines demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test test-engines fuzz demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ $(ENGINED): tests/engines/engines.txt pyproject.toml
 
 test-engines: $(ENGINED) ## the adapters against real engines: vLLM (CPU), transformers, TRL (minutes; ARGS goes to pytest)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(ENGINES)/bin/python -m pytest tests/engines $(ARGS)
+
+fuzz: $(STAMP) ## a million mutated frames against the decoders, garbage against a server (half a minute; ARGS: --seed N, ...)
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 bench: $(STAMP) $(PEERED) ## the queue beside its peers and the machine's limits: record, table, pictures (25 minutes)
 	$(BIN)/python -m bench.run $(ARGS)

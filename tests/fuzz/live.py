@@ -1,0 +1,171 @@
+"""Garbage against a server that runs: mutated frames through ZeroMQ, and bytes below it, over ipc and tcp.
+
+What is sent is never a request that the server should carry out: calls of the open session only if no decoder takes them
+for a message, calls of other sessions in any shape. So the tables, the sessions and the books must be the same afterwards.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import time
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+import transferqueue as tq
+from tests.fuzz.frames import Fuzzer
+from tests.fuzz.memory import resident_bytes
+from transferqueue.errors import ProtocolError
+from transferqueue.transport.address import IpcAddress, TcpAddress, parse_address
+from transferqueue.wire import codec
+from transferqueue.wire import messages as m
+
+BURST: Final = 500
+"""Frames on their way at once: no more than the server would keep for a peer that reads late."""
+PATIENCE_MS: Final = 30_000
+_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL" + bytes(16) + b"\x00" + bytes(31)
+_CURVE: Final = _GREETING.replace(b"NULL" + bytes(16), b"CURVE" + bytes(15))
+_READY_BODY: Final = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+_READY: Final = b"\x04" + bytes([len(_READY_BODY)]) + _READY_BODY
+
+
+class LiveReport(msgspec.Struct):
+    """frames: through ZeroMQ; connections: raw ones. before, after: what the server says of itself."""
+
+    frames: int
+    connections: int
+    seconds: float
+    grown_bytes: int
+    before: Any
+    after: Any
+
+
+def run(queue: tq.Queue, addresses: list[str], pid: int, *, frames: int, connections: int, seed: int) -> LiveReport:
+    """So many frames and raw connections, shared by the addresses. queue: an honest client, whose session is abused."""
+    started = time.perf_counter()
+    session = queue._client.connection._calls.session
+    streams = [Stream(address, Fuzzer(seed + at, session), session) for at, address in enumerate(addresses)]
+    noise = random.Random(seed)
+    for stream in streams:  # the server takes the memory it needs once
+        stream.send(frames // 10 // len(streams))
+        below(stream.address, noise, connections // 10 // len(streams))
+    before, resident = state(queue), resident_bytes(pid)
+    for stream in streams:
+        stream.send(frames // len(streams))
+        below(stream.address, noise, connections // len(streams))
+    after = state(queue)
+    for stream in streams:
+        stream.close()
+    return LiveReport(frames, connections, time.perf_counter() - started, resident_bytes(pid) - resident, before, after)
+
+
+def state(queue: tq.Queue) -> Any:
+    """Everything that a request could have changed; no times, no counts of messages."""
+    told = queue.stats()
+    sessions = {
+        name: {key: one[key] for key in ("label", "state", "leases", "reserved", "pins", "grants", "waits")}
+        for name, one in queue.sessions().items()
+    }
+    counted = [told[name] for name in ("tables", "channels", "bytes", "waiting")]
+    return [queue.audit(), queue.tables(), queue.doctor()["tables"], sessions, counted]
+
+
+class Stream:
+    """A well-behaved DEALER with ill-behaved frames. It reads all its answers."""
+
+    def __init__(self, address: str, fuzzer: Fuzzer, session: int) -> None:
+        self.address = address
+        self._fuzzer = fuzzer
+        self._session = session
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(address)
+
+    def send(self, frames: int) -> None:
+        """So many, and wait until the server has answered what came after each burst of them."""
+        for at in range(frames):
+            self._socket.send(self._next())
+            if at % BURST == BURST - 1:
+                self._catch_up()
+        self._catch_up()
+
+    def close(self) -> None:
+        """Hang up."""
+        self._context.destroy(linger=0)
+
+    def _next(self) -> bytes:
+        while True:
+            frame = self._fuzzer.frame()
+            if self._is_harmless(frame):
+                return frame
+
+    def _is_harmless(self, frame: bytes) -> bool:
+        try:
+            call = codec.decode_call(frame)
+        except ProtocolError:
+            return True
+        return not isinstance(call.request, m.Hello) and call.session != self._session
+
+    def _catch_up(self) -> None:
+        """Send what is certainly answered, and read until that answer."""
+        mark = random.getrandbits(40)
+        self._socket.send(codec.encode_call(m.Call(1, mark, 0, m.ListTables())))
+        while self._socket.poll(PATIENCE_MS):
+            if codec.decode_answer(self._socket.recv()).id == mark:
+                return
+        raise TimeoutError(f"{self.address} does not answer any more")
+
+
+def below(address: str, rng: random.Random, connections: int) -> None:
+    """Raw connections that speak ZMTP badly or not at all, each closed without a word."""
+    for _ in range(connections):
+        with _open(address) as raw:
+            try:
+                raw.sendall(_bad_bytes(rng))
+                if rng.random() < 0.3:
+                    raw.recv(4096)
+            except (BrokenPipeError, ConnectionResetError, TimeoutError):
+                continue  # the server hung up first
+
+
+def _open(address: str) -> socket.socket:
+    place = parse_address(address)
+    if isinstance(place, IpcAddress):
+        raw = socket.socket(socket.AF_UNIX)
+        raw.connect(str(place.path))
+    else:
+        assert isinstance(place, TcpAddress)
+        raw = socket.create_connection((place.host, place.port))
+    raw.settimeout(0.5)
+    return raw
+
+
+def _bad_bytes(rng: random.Random) -> bytes:
+    """Noise; a greeting and noise; a handshake and frames that lie about their lengths; a message of many parts."""
+    noise = rng.randbytes(rng.choice([0, 1, 10, 64, 500, 20_000]))
+    lie = struct.pack(
+        ">BQ", rng.choice([0, 1, 2, 3, 4, 6, 7, 255]), rng.choice([0, 1 << 20, 1 << 31, 1 << 62, (1 << 64) - 1])
+    )
+    match rng.randrange(8):
+        case 0:
+            return noise
+        case 7:
+            return _CURVE + rng.choice([b"\x04\xc8\x05HELLO\x01\x00" + rng.randbytes(192), lie, _READY]) + noise
+        case 1:
+            return _GREETING[: rng.randrange(len(_GREETING))]
+        case 2:
+            return _GREETING + noise
+        case 3:
+            return _GREETING + _READY + noise
+        case 4:
+            return _GREETING + _READY + lie + noise
+        case 5:
+            return _GREETING + _READY + b"\x01\x01x" * 2000 + b"\x00\x01x"
+        case _:
+            changed = bytearray(_GREETING + _READY + b"\x00\x05hello")
+            changed[rng.randrange(len(changed))] = rng.randrange(256)
+            return bytes(changed)

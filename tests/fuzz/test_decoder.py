@@ -1,0 +1,24 @@
+"""The decoder under mutated frames. `make fuzz` runs a million and more."""
+
+import random
+import typing
+
+import pytest
+
+from tests.fuzz import decoder
+from tests.fuzz.frames import seeds
+from transferqueue.limits import MIB
+from transferqueue.wire import messages as m
+
+
+def test_there_is_a_valid_seed_of_every_message():
+    found = [tree[-1][0] for tree in seeds(random.Random(1), each=1)]
+    assert found == [kind.__name__ for kind in typing.get_args(m.Request) + typing.get_args(m.Reply)]
+
+
+@pytest.mark.slow
+def test_no_frame_breaks_the_decoder():
+    report = decoder.run(50_000, seed=20261121)
+    assert report.refused > 10_000
+    assert len(report.messages) > 40, "most messages survive some mutations: the mutations are too crude"
+    assert report.grown_bytes < 10 * MIB
