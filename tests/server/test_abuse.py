@@ -132,6 +132,6 @@ def test_numbers_of_any_size_are_answered():
         (1 << 63, 0, 0),
     ]:
         frame = msgspec.msgpack.encode([session, call, seen, ["ListTables"]])
-        bench.receive(b"stranger", frame)
-    assert [type(reply).__name__ for _, reply in bench.answered[b"stranger"]] == ["Tables", "Failed", "Failed"]
+        bench.receive(client.peer, frame)
+    assert [type(reply).__name__ for _, reply in bench.answered[client.peer]] == ["Tables", "Failed", "Failed"]
     bench.close()

@@ -229,12 +229,24 @@ def test_a_call_sent_again_while_it_waits_is_answered_once(bench):
     assert stats(other)["tables"]["t"]["tasks"]["train"]["leased"] == 1
 
 
-def test_an_answer_goes_where_the_call_came_from_last(bench):
+def test_what_overtakes_the_greeting_on_a_new_way_is_not_heard(bench):
+    client = bench.client()
+    client.create_table()
+    client.peer = b"reconnected"
+    early = client.post(client.put(1))
+    assert client.take(early) is None
+    client.ask(client.hello)
+    assert client.take(early) is None
+    client.post(client.put(1), early)
+    assert client.take(early) == m.PutRows(0, 1)
+
+
+def test_an_answer_goes_where_the_last_hello_came_from(bench):
     client, other = bench.client(), bench.client()
     client.create_table()
     waiting = client.post(lease(1, wait_s=60.0))
     client.peer = b"reconnected"
-    client.post(m.Heartbeat())
+    assert client.ask(client.hello) == client.welcome
     other.ask(other.put(1))
     assert rows_of(client.take(waiting)) == [0]
 

@@ -7,7 +7,11 @@ Rules:
    already carried out with the answer it gave then. What is late is sent again at growing intervals.
 3. Every frame says `seen`: all replies up to that id have arrived, so the server may forget them.
 4. A call ends once: by its reply, by an error, or by giving up at its deadline.
-5. **Nobody's reply is lost.** A call whose caller went away (an interrupt, a cancelled task, a deadline
+5. A notice has no answer. It is kept until a call that was sent after it is answered: frames arrive in order, so that
+   answer proves that the notice was heard. Until then it counts as unanswered for `seen`.
+6. When the way to the server was lost and found, or the server itself was, everything that is unanswered is sent again,
+   in order, and waits for no longer than it was to wait at first.
+7. **Nobody's reply is lost.** A call whose caller went away (an interrupt, a cancelled task, a deadline
    passed) stays here until its reply arrives, so that what the reply gives can be handed back.
 """
 
@@ -23,6 +27,8 @@ from transferqueue.errors import Impossible, TransferQueueError, UsageError, fro
 from transferqueue.limits import ANSWER_S, MESSAGE_BYTES_MAX, RESEND_S
 from transferqueue.wire import messages as m
 
+LAST_WAIT_S: Final = 0.1
+"""A wait that was over while the way to the server was lost is asked for once more, this long: it may be served at once."""
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
@@ -30,7 +36,7 @@ class Pending:
     """One request on its way and, once `settled`, its outcome.
 
     `on_settled` is called once, by whoever drives the calls, after `reply` or `error` was set; None is
-    for a request that is posted: nobody ever waits for it. gave_up: nobody does any more (rule 5).
+    for a request that is posted: nobody ever waits for it. gave_up: nobody does any more (rule 7).
     """
 
     __slots__ = (
@@ -49,7 +55,7 @@ class Pending:
 
     def __init__(self, request: m.Request, on_settled: Callable[[], None] | None = None) -> None:
         self.request: Final = request
-        self.payload: Final = encode(request)
+        self.payload = encode(request)
         self.on_settled = on_settled
         self.reply: m.Reply | None = None
         self.error: TransferQueueError | None = None
@@ -76,6 +82,7 @@ class Calls:
         self.session = 0
         self._last = 0
         self._pending: dict[int, Pending] = {}
+        self._notices: dict[int, bytes] = {}
         self._agenda: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
@@ -84,7 +91,8 @@ class Calls:
     @property
     def seen(self) -> int:
         """Every reply up to this id has arrived."""
-        return next(iter(self._pending), self._last + 1) - 1
+        after = self._last + 1
+        return min(next(iter(self._pending), after), next(iter(self._notices), after)) - 1
 
     def send(self, pending: Pending, now: float) -> bytes:
         """Give a call its id; the frame to send."""
@@ -97,18 +105,28 @@ class Calls:
         return self._frame(pending)
 
     def notice(self, request: m.Request) -> bytes:
-        """The frame of a request that has no answer."""
+        """The frame of a request that has no answer. A heartbeat is not kept: the next one says the same."""
         self._last += 1
-        return frame(self.session, self._last, min(self.seen, self._last - 1), encode(request))
+        payload = encode(request)
+        if not isinstance(request, m.Heartbeat):
+            self._notices[self._last] = payload
+        return self._framed(self._last, payload)
 
     def answered(self, answer: m.Answer) -> Pending | None:
         """The call that this answers, not settled yet; None if it was answered before."""
-        return self._pending.pop(answer.id, None)
+        pending = self._pending.pop(answer.id, None)
+        if pending is not None and not isinstance(pending.request, m.Hello):  # which overtakes what is sent again
+            self._heard(answer.id)
+        return pending
+
+    def _heard(self, call: int) -> None:
+        while self._notices and (first := next(iter(self._notices))) < call:
+            del self._notices[first]
 
     def late(self, now: float) -> tuple[list[bytes], list[Pending]]:
         """Frames to send again, and calls whose callers have waited long enough.
 
-        The latter stay here (rule 5); they are named once.
+        The latter stay here (rule 7); they are named once.
         """
         again: list[bytes] = []
         overdue: list[Pending] = []
@@ -131,14 +149,22 @@ class Calls:
             heapq.heappop(self._agenda)
         return self._agenda[0][0] if self._agenda else None
 
-    def everything(self) -> list[bytes]:
-        """All unanswered calls, in order: what is sent after the way to the server was lost and found."""
-        return [self._frame(pending) for pending in self._pending.values()]
+    def everything(self, now: float) -> list[bytes]:
+        """All calls and notices that may not have been heard, in order (rule 6)."""
+        for pending in self._pending.values():
+            if (waits := wait_of(pending.request)) > 0:
+                left = max(pending.deadline - ANSWER_S - now, min(waits, LAST_WAIT_S))
+                pending.payload = encode(msgspec.structs.replace(pending.request, wait_s=left))
+        return [
+            self._frame(self._pending[call]) if call in self._pending else self._framed(call, self._notices[call])
+            for call in sorted([*self._pending, *self._notices])
+        ]
 
     def drain(self) -> list[Pending]:
         """Take out all unanswered calls: the session is over."""
         left = list(self._pending.values())
         self._pending.clear()
+        self._notices.clear()
         self._agenda.clear()
         return left
 
@@ -149,7 +175,10 @@ class Calls:
         heapq.heappush(self._agenda, (pending.next_send, pending.id))
 
     def _frame(self, pending: Pending) -> bytes:
-        return frame(self.session, pending.id, min(self.seen, pending.id - 1), pending.payload)
+        return self._framed(pending.id, pending.payload)
+
+    def _framed(self, call: int, payload: bytes) -> bytes:
+        return frame(self.session, call, min(self.seen, call - 1), payload)
 
 
 def encode(request: m.Request) -> bytes:

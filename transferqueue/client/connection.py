@@ -50,6 +50,11 @@ class Connection:
         self._clock: Final = clock
         self._pid: Final = os.getpid()
         self._calls = Calls()
+        self._hello: m.Hello | None = None
+        self._ways = 0
+        """How many times the way to the server was found."""
+        self._epoch = 0
+        self._durable = False
         self._inbox: deque[Pending] = deque()
         self._left: deque[Pending] = deque()
         self._unpinned: deque[int] = deque()
@@ -68,15 +73,14 @@ class Connection:
 
     def open(self, hello: m.Hello, timeout_s: float) -> m.Welcome:
         """Start, and introduce this process. `Unreachable` if nothing answers within `timeout_s`."""
+        self._hello = hello
         self._thread.start()
         heard = threading.Event()
         pending = Pending(hello, heard.set)
         try:
             self._submit(pending)
             if not heard.wait(timeout_s):
-                raise Unreachable(
-                    f"nothing answered at {self.address} within {timeout_s:g} s; {self._channel.doubt}"
-                )
+                raise Unreachable(f"nothing answered at {self.address} within {timeout_s:g} s; {self._channel.doubt}")
             reply = _result(pending)
         except BaseException:
             self.close()
@@ -204,6 +208,8 @@ class Connection:
                 self._check_at = self._next_check()
             if self._over is None:
                 self._channel.wait(self._bell, max(0.0, self._check_at - now))
+            if self._channel.ways != self._ways:
+                self._found_way(self._clock())
             while self._over is None and (frame := self._channel.recv_nowait()) is not None:
                 self._heard_at, self._probed = self._clock(), False
                 self._receive(decode_answer(frame))
@@ -245,9 +251,24 @@ class Connection:
     def _send(self, frame: bytes, now: float) -> None:
         """In order, always: what the channel does not take now goes first when it next does (an answer came, or
         the time of a heartbeat)."""
+        if self._channel.is_lost:
+            return  # nothing is kept twice: what must be heard is in the calls, and sent when the way is found
         self._backlog.append(frame)
         self._spoke_at = now
         self._flush()
+
+    def _found_way(self, now: float) -> None:
+        """The way to the server, or to the one that took its place, is there (again): greet it and send everything
+        that may have been lost. It listens to nothing that overtakes the greeting."""
+        first, self._ways = self._ways == 0, self._channel.ways
+        if first or self._hello is None:
+            return
+        self._backlog.clear()
+        everything = self._calls.everything(now)
+        if self._calls.session:
+            self._send(self._calls.send(Pending(self._hello), now), now)
+        for frame in everything:
+            self._send(frame, now)
 
     def _flush(self) -> None:
         while self._backlog:
@@ -260,6 +281,8 @@ class Connection:
     def _judge_server(self, now: float) -> None:
         """Called while nothing else is said. The kernel says at once whether a server of this machine lives; from
         another machine only an answer can, so one is asked for when somebody waits and nothing was heard."""
+        if self._durable:
+            return  # it comes back; until then each call waits as long as it may
         served = is_served(self._channel.address)
         if served is None:
             self._probe(now)
@@ -287,6 +310,9 @@ class Connection:
                 self._send(self._calls.notice(notice), now)
 
     def _receive(self, answer: m.Answer) -> None:
+        if answer.epoch < self._epoch:
+            return  # of a server that is dead; the one that lives is asked the same
+        self._epoch = answer.epoch
         pending = self._calls.answered(answer)
         reply = outcome(answer.reply)
         if isinstance(reply, Disconnected):
@@ -300,13 +326,23 @@ class Connection:
 
     def _answered(self, pending: Pending, reply: m.Reply) -> None:
         if isinstance(reply, m.Welcome):
-            self._calls.session = reply.session
+            self._welcomed(reply)
         if pending is self._goodbye:
             self._end(Disconnected(f"the queue at {self.address} was closed"))
         elif pending.on_settled is None:
             self._give_back(pending.request, reply)
         else:
             pending.settle(reply)
+
+    def _welcomed(self, welcome: m.Welcome) -> None:
+        if self._calls.session and self._calls.session != welcome.session:
+            self._end(
+                Disconnected(
+                    f"the server at {self.address} was started anew and knows nothing of this session; connect again"
+                )
+            )
+        self._calls.session = welcome.session
+        self._durable = welcome.durable
 
     def _refused(self, pending: Pending | None, error: TransferQueueError) -> None:
         if pending is None:

@@ -7,6 +7,9 @@ answers from `outbox`. The rules:
   anything else looks at it (see `roles`).
 - Whatever is not a message is answered with `ProtocolError`, counted, and changes nothing.
 - A call of a session that is not open is answered with `Disconnected`.
+- A call counts only on the way by which the session's last Hello came. A client whose connection broke, or whose
+  server was restarted, says Hello again and then sends all that was not answered, in order; what overtakes the
+  Hello (ZeroMQ keeps frames for a connection that is lost) is not heard.
 - A call that comes again is never carried out twice: while it waits it stays where it is; once answered
   it gets the same answer, until the client says that it has `seen` it; after that it is ignored.
 - After every change, those whom it may concern are tried (see `parking`), before the next frame is read.
@@ -274,6 +277,8 @@ class Node:
         except Disconnected as error:
             self._answer(peer, call.id, _failed(error))
             return
+        if peer != session.peer:
+            return  # sent by a way that is lost, or before the greeting on a new one: it comes again, in its order
         if call.seen > session.seen:
             self.ledger.seen(session.number, call.seen)
         session.heard(peer, call.seen, now)

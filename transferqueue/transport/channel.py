@@ -23,6 +23,14 @@ class ClientChannel(Protocol):
     def doubt(self) -> str:
         """What may be the cause when nothing answers, and what to do: a clause for an error message."""
 
+    @property
+    def ways(self) -> int:
+        """How many times a connection was made, as far as `wait` has seen. What was sent by an earlier one may be lost."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether there was a connection and is none now, as far as `wait` has seen."""
+
     def send(self, frame: bytes) -> None:
         """Hand a frame over; it leaves in order. While nothing listens, frames are kept for the connection
         that is tried again and again. `Unreachable` if `FRAMES_QUEUED_MAX` of them were kept already, and

@@ -25,6 +25,9 @@ _numbers: Final = itertools.count(1)
 class InprocChannel:
     """The client's end. See `transferqueue.transport.ClientChannel`."""
 
+    ways: Final = 1
+    is_lost: Final = False
+
     def __init__(self, hub: Hub, peer: int) -> None:
         self._hub = hub
         self._peer = peer

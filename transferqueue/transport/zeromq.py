@@ -13,6 +13,8 @@ from __future__ import annotations
 import enum
 import ipaddress
 import math
+import sys
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 import zmq
@@ -44,7 +46,10 @@ class ZmqChannel:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
+        self._events = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._poller.register(self._events, zmq.POLLIN)
         self._watched: Wakeup | None = None
+        self.ways, self.is_lost = 0, False
         try:
             self._socket.connect(self.address)
         except zmq.ZMQError as error:
@@ -77,8 +82,18 @@ class ZmqChannel:
                 self._poller.unregister(self._watched)
             self._poller.register(wakeup, zmq.POLLIN)
             self._watched = wakeup
-        self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+        ready = self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
         wakeup.clear()
+        for source, _ in ready:
+            if source is self._events:
+                self._hear_events()
+
+    def _hear_events(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                event, _ = self._events.recv_multipart(zmq.NOBLOCK)
+                self.is_lost = int.from_bytes(event[:2], sys.byteorder) == zmq.EVENT_DISCONNECTED
+                self.ways += not self.is_lost
 
     def close(self) -> None:
         """Close the connection; frames not yet sent are lost."""
