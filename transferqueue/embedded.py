@@ -8,7 +8,7 @@ from typing import Final
 
 from transferqueue.client import checks
 from transferqueue.client.aio import AsyncQueue, Opening
-from transferqueue.client.client import Client, open_client
+from transferqueue.client.client import Client, Data, open_client
 from transferqueue.client.joining import way_in
 from transferqueue.client.queue import Queue
 from transferqueue.errors import UsageError
@@ -25,6 +25,7 @@ def connect(
     label: str = "",
     arena_bytes: int | str | None = None,
     runtime: str | Path | None = None,
+    data: Data = "auto",
 ) -> Queue:
     """A queue: of a server embedded in this process (no address), or of the one at ``ipc://...`` or ``tcp://...``.
 
@@ -35,7 +36,8 @@ def connect(
     An embedded server ends with the queue; until then others of the same user connect to `Queue.address`.
     timeout_s: how long to wait for a server to answer, then `Unreachable`. label: how people see this client in
     `transferqueue top`. For an embedded server only: arena_bytes, the ceiling of its memory (such as ``"8GiB"``), and
-    runtime, a private directory for its socket (None: the user's).
+    runtime, a private directory for its socket (None: the user's). data: ``"remote"`` has a tcp client send and receive its
+    bytes over the network even where it could map the server's memory, as clients on other machines do.
 
     The queue may be used from any thread, and is closed by ``with``, by `Queue.close`, by collection of its last
     handle, or at exit.
@@ -49,7 +51,7 @@ def connect(
         ...         batch["text"].list()
         ['one', 'two']
     """
-    return Queue(_client(address, key, timeout_s, label, arena_bytes, runtime))
+    return Queue(_client(address, key, timeout_s, label, arena_bytes, runtime, data))
 
 
 def aconnect(
@@ -60,6 +62,7 @@ def aconnect(
     label: str = "",
     arena_bytes: int | str | None = None,
     runtime: str | Path | None = None,
+    data: Data = "auto",
 ) -> Opening[AsyncQueue]:
     """A queue for event loops; arguments as of `connect`.
 
@@ -67,7 +70,7 @@ def aconnect(
     """
 
     async def make() -> AsyncQueue:
-        return AsyncQueue(await asyncio.to_thread(_client, address, key, timeout_s, label, arena_bytes, runtime))
+        return AsyncQueue(await asyncio.to_thread(_client, address, key, timeout_s, label, arena_bytes, runtime, data))
 
     return Opening(make)
 
@@ -79,6 +82,7 @@ def _client(
     label: str,
     arena_bytes: int | str | None,
     runtime: str | Path | None,
+    data: Data,
 ) -> Client:
     patience = checks.seconds("timeout_s", timeout_s)
     if not isinstance(label, str):
@@ -92,14 +96,14 @@ def _client(
             raise UsageError(
                 f"arena_bytes and runtime are for an embedded server, but the server at {address} runs already; give them there"
             )
-        return open_client(address, patience, label, keys=keys)
+        return open_client(address, patience, label, keys=keys, data=data)
     if key:
         raise UsageError("a key is for a server that runs, arena_bytes and runtime for an embedded one; give either")
     from transferqueue.server import embedded  # only who has a server of its own loads one
 
     server = embedded.start(arena_bytes, runtime)
     try:
-        return open_client(server.inproc_address, patience, label, server)
+        return open_client(server.inproc_address, patience, label, server, data=data)
     except BaseException:
         server.stop()
         raise

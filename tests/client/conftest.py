@@ -20,22 +20,30 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield found
 
 
-@pytest.fixture(params=["embedded", "ipc", "tcp"])
-def address(request: pytest.FixtureRequest) -> str | None:
-    """Where to connect; None is embedded."""
+@pytest.fixture(params=["embedded", "ipc", "tcp", "remote"])
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """How to connect: arguments of `connect`. "remote" is tcp, with the bytes over the network too."""
     if request.param == "embedded":
-        return None
-    return str(getattr(request.getfixturevalue("server"), request.param))
+        return {"address": None}
+    if request.param == "remote":
+        return {"address": request.getfixturevalue("server").tcp, "data": "remote"}
+    return {"address": str(getattr(request.getfixturevalue("server"), request.param))}
+
+
+@pytest.fixture
+def address(way: dict[str, Any]) -> str | None:
+    """Where to connect; None is embedded."""
+    return way["address"]
 
 
 @pytest.fixture(params=["sync", "async"])
-def queue(request: pytest.FixtureRequest, address: str | None) -> Iterator[Any]:
-    """A queue of either front at each kind of address."""
+def queue(request: pytest.FixtureRequest, way: dict[str, Any]) -> Iterator[Any]:
+    """A queue of either front, connected in each way."""
     if request.param == "sync":
-        with tq.connect(address) as found:
+        with tq.connect(**way) as found:
             yield found
         return
-    with LoopThread() as loop, loop.connect(address) as opened:
+    with LoopThread() as loop, loop.connect(**way) as opened:
         yield opened
 
 

@@ -12,16 +12,24 @@ import time
 import weakref
 from collections.abc import Callable
 from importlib import metadata
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol, get_args
+
+import msgspec
 
 from transferqueue.client.connection import Connection
 from transferqueue.client.memory import Memory
-from transferqueue.client.sessionlock import session_lock
+from transferqueue.client.remote import RemoteMemory
+from transferqueue.client.sessionlock import SessionLock, session_lock
 from transferqueue.client.terms import Terms
 from transferqueue.client.writing import Ground
-from transferqueue.transport import dial, this_host
+from transferqueue.errors import UsageError
+from transferqueue.transport import TcpAddress, dial, parse_address, this_host
+from transferqueue.transport.bulk_sockets import BulkLine
 from transferqueue.transport.keys import ClientKeys
 from transferqueue.wire import messages as m
+
+Data = Literal["auto", "remote"]
+"""Whether bytes are mapped where they can be, or always cross the network (for tests and measurements)."""
 
 
 class Server(Protocol):
@@ -42,7 +50,9 @@ class Server(Protocol):
 class Client:
     """One session, shared by its handles: its connection, memory, places to write, and known tables."""
 
-    def __init__(self, address: str, connection: Connection, memory: Memory, server: Server | None) -> None:
+    def __init__(
+        self, address: str, connection: Connection, memory: Memory | RemoteMemory, server: Server | None
+    ) -> None:
         self.address: Final = address
         self.connection: Final = connection
         self.memory: Final = memory
@@ -63,12 +73,18 @@ class Client:
 
 
 def open_client(
-    address: str, timeout_s: float, label: str, server: Server | None = None, keys: ClientKeys | None = None
+    address: str,
+    timeout_s: float,
+    label: str,
+    server: Server | None = None,
+    keys: ClientKeys | None = None,
+    data: Data = "auto",
 ) -> Client:
     """A session with the server at `address`, waiting up to `timeout_s` for it to answer. It takes `server` over.
 
-    keys: what to show there; None: nothing.
+    keys: what to show there; None: nothing. data: whether bytes go over the network even if the memory could be mapped.
     """
+    _check_data(address, data)
     client = secrets.token_bytes(16)
     lock = session_lock(address, client.hex())
     try:
@@ -79,6 +95,7 @@ def open_client(
             lock=str(lock.path) if lock else "",
             version=metadata.version("asyncflow-transferqueue"),
             label=label,
+            remote=data == "remote",
         )
         connection = Connection(dial(address, keys), address)
         welcome = connection.open(hello, timeout_s)
@@ -86,11 +103,50 @@ def open_client(
         if lock:
             lock.give_up()
         raise
-    memory = Memory(welcome.arenas, welcome.arena_bytes, connection.unpin, lock)
+    try:
+        memory = _memory(address, keys, hello, welcome, connection, lock)
+    except BaseException:
+        connection.close()
+        raise
     return Client(server.address if server else address, connection, memory, server)
 
 
-def _close(pid: int, connection: Connection, memory: Memory, server: Server | None) -> None:
+def _check_data(address: str, data: Data) -> None:
+    if data not in get_args(Data):
+        raise UsageError(f"data={data!r} is none of {', '.join(get_args(Data))}")
+    if data == "remote" and not isinstance(parse_address(address), TcpAddress):
+        raise UsageError(f'data="remote" needs a tcp address, and {address} is none; its memory is always mapped')
+
+
+def _memory(
+    address: str,
+    keys: ClientKeys | None,
+    hello: m.Hello,
+    welcome: m.Welcome,
+    connection: Connection,
+    lock: SessionLock | None,
+) -> Memory | RemoteMemory:
+    """The server's memory: mapped if it can be seen from here, else by way of its bulk endpoint."""
+    place = parse_address(address)
+    if not isinstance(place, TcpAddress) or (all(map(_can_map, welcome.arenas.values())) and welcome.arenas):
+        return Memory(welcome.arenas, welcome.arena_bytes, connection.unpin, lock)
+    if welcome.arenas:  # the server sees this process, but this process not its files
+        told = connection.call(msgspec.structs.replace(hello, remote=True))
+        welcome = told if isinstance(told, m.Welcome) else welcome
+    return RemoteMemory(
+        lambda port: BulkLine(place.host, port, keys),
+        welcome,
+        connection.unpin,
+        over=lambda: connection.over,
+        on_close=lock.release if lock else lambda: None,
+    )
+
+
+def _can_map(path: str) -> bool:
+    return os.access(path, os.R_OK | os.W_OK)
+
+
+def _close(pid: int, connection: Connection, memory: Memory | RemoteMemory, server: Server | None) -> None:
     if os.getpid() != pid:  # a forked child: all of this is its parent's
         return
     memory.close()  # first, so that the lock is free, if no view is left, when the server hears the goodbye

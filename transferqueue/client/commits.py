@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from transferqueue.client.client import Client
 from transferqueue.client.deadline import Deadline
-from transferqueue.client.driving import Operation, Work, ask
+from transferqueue.client.driving import Operation, ask
 from transferqueue.client.facts import Facts
 from transferqueue.client.terms import Terms
 from transferqueue.client.writing import Fate, Piece
@@ -120,11 +120,9 @@ def write(client: Client, blocks: Sequence[Draft], deadline: Deadline) -> Operat
     nbytes = sum(align(block.nbytes) for block in blocks)
     piece = yield from client.ground.piece(nbytes, deadline)
     try:
-        yield Work(
-            nbytes, lambda: client.memory.write(piece.shard, piece.offset, nbytes, lambda out: fill(out, blocks))
-        )
+        yield client.memory.write(piece, nbytes, lambda out: fill(out, blocks))
     except BaseException:
-        piece.done(Fate.REFUSED)
+        piece.done(client.memory.torn)
         raise
     return piece
 

@@ -26,10 +26,14 @@ INLINE_WORK_BYTES: Final = 4 * MIB
 
 
 class Work(msgspec.Struct, frozen=True):
-    """Something to carry out that takes time in proportion to `nbytes`."""
+    """Something to carry out that takes time in proportion to `nbytes`.
+
+    abandon: of work that waits for others, and so never belongs into an event loop: has `run` end soon.
+    """
 
     nbytes: int
     run: Callable[[], None]
+    abandon: Callable[[], None] | None = None
 
 
 Operation = Generator[m.Request | Work, Any, T]
@@ -77,12 +81,14 @@ async def adrive(connection: Connection, operation: Operation[T]) -> T:
 
 async def _work(work: Work) -> None:
     """Carry it out. A cancelled caller still waits for a copy to end: its memory is given back after that."""
-    if work.nbytes <= INLINE_WORK_BYTES:
+    if work.nbytes <= INLINE_WORK_BYTES and work.abandon is None:
         work.run()
         return
     running = asyncio.get_running_loop().run_in_executor(None, work.run)
     try:
         await asyncio.shield(running)
     except asyncio.CancelledError:
+        if work.abandon is not None:
+            work.abandon()
         await asyncio.wait([running])
         raise

@@ -8,14 +8,20 @@ program keeps is never overwritten by strangers, however the session ended.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from transferqueue.client.driving import Operation, Work
 from transferqueue.client.sessionlock import SessionLock
-from transferqueue.errors import Unreachable
+from transferqueue.client.writing import Fate, Piece
+from transferqueue.errors import Corruption, Unreachable
+from transferqueue.schema import Field
 from transferqueue.storage import Mapping as Arena
+from transferqueue.storage.column import Column
+from transferqueue.storage.placement import Blocks, Placement
 from transferqueue.wire import messages as m
 
 
@@ -41,14 +47,40 @@ class Memory:
         self._pins = 0
         self._closed = False
 
-    def write(self, shard: int, offset: int, nbytes: int, fill: Callable[[memoryview], object]) -> None:
-        """Let `fill` write into an extent that was granted to this session. The lock is held until it has."""
-        arena = self._arena(shard)
+    torn: Final = Fate.REFUSED
+    """What a piece is whose writing failed: nobody else writes there, so it may be written again."""
+
+    def write(self, piece: Piece, nbytes: int, fill: Callable[[memoryview], object]) -> Work:
+        """Let `fill` write `nbytes` into a piece of an extent granted to this session. The lock is held until it has."""
+        return Work(nbytes, lambda: self._write(piece, nbytes, fill))
+
+    def _write(self, piece: Piece, nbytes: int, fill: Callable[[memoryview], object]) -> None:
+        arena = self._arena(piece.shard)
         self._count(1)
         try:
-            fill(arena.writable(offset, nbytes))
+            fill(arena.writable(piece.offset, nbytes))
         finally:
             self._count(-1)
+
+    def columns(
+        self, parts: Sequence[m.Part], fields: Mapping[str, Field], rows: int, subject: str
+    ) -> Operation[tuple[dict[str, Column], list[Blocks]]]:
+        """Columns of the parts of one reply, and what holds their memory. No bytes are read. The pins return when the
+        last view is collected, or at once if this fails."""
+        yield from ()  # an operation that asks for nothing
+        memory = self.pin({block.block: block for part in parts for block in part.blocks}.values())
+        columns: dict[str, Column] = {}
+        held: list[Blocks] = []
+        for part in parts:
+            blocks = Blocks(part.blocks, [memory[block.block] for block in part.blocks], fields)
+            placement = Placement(
+                blocks, np.frombuffer(part.block_of_row, "<i4"), np.frombuffer(part.slot_of_row, "<i4")
+            )
+            if len(placement) != rows:
+                raise Corruption(f"{subject}: a reply places {len(placement)} rows of {rows}")
+            held.append(blocks)
+            columns |= {name: Column(fields[name], placement) for name in part.fields}
+        return columns, held
 
     def pin(self, blocks: Iterable[m.BlockAt]) -> dict[int, NDArray[np.uint8]]:
         """The bytes of each block that one reply named. The pin returns when the last view is collected."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from transferqueue.client.client import Client
 from transferqueue.client.driving import Operation, ask
 from transferqueue.client.terms import Terms
-from transferqueue.errors import Corruption, NotFound, listing
+from transferqueue.errors import NotFound, listing
 from transferqueue.schema import Field
 from transferqueue.storage.column import Column
-from transferqueue.storage.placement import Blocks, Placement
+from transferqueue.storage.placement import Blocks
 from transferqueue.wire import messages as m
 
 
@@ -59,13 +57,5 @@ def content_source(client: Client, content: m.Content, terms: Terms, subject: st
             raise
         fields = terms.fields | fields
     columns = {value.field: Column.of_inline(fields[value.field], value.data) for value in content.inline}
-    memory = client.memory.pin(named.values())
-    held: list[Blocks] = []
-    for part in content.parts:
-        blocks = Blocks(part.blocks, [memory[block.block] for block in part.blocks], fields)
-        placement = Placement(blocks, np.frombuffer(part.block_of_row, "<i4"), np.frombuffer(part.slot_of_row, "<i4"))
-        if len(placement) != rows:
-            raise Corruption(f"{subject}: a reply places {len(placement)} rows of {rows}")
-        held.append(blocks)
-        columns |= {name: Column(fields[name], placement) for name in part.fields}
-    return Source(subject, rows, columns, held)
+    placed, held = yield from client.memory.columns(content.parts, fields, rows, subject)
+    return Source(subject, rows, columns | placed, held)

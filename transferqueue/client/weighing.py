@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.client import checks
@@ -24,7 +23,7 @@ from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
 from transferqueue.schema import Field
 from transferqueue.storage.blocks import Draft
 from transferqueue.storage.column import Column
-from transferqueue.storage.placement import Blocks, Placement
+from transferqueue.storage.placement import Blocks
 from transferqueue.storage.prepare import Prepared, prepare
 from transferqueue.wire import messages as m
 
@@ -41,9 +40,9 @@ class Weights(Mapping[str, Any]):
     ``with`` block, or collection.
     """
 
-    def __init__(self, channel: str, version: int, columns: dict[str, Column], blocks: Blocks) -> None:
+    def __init__(self, channel: str, version: int, columns: dict[str, Column], held: list[Blocks]) -> None:
         self._channel, self._version = channel, version
-        self._columns, self._blocks = columns, blocks
+        self._columns, self._held = columns, held
 
     @property
     def channel(self) -> str:
@@ -80,9 +79,10 @@ class Weights(Mapping[str, Any]):
 
     def release(self) -> None:
         """Return the memory, as soon as no view of it is left. Again: nothing."""
-        self._blocks.end(
-            f'version {self._version} of channel "{self._channel}" was released and its memory was returned; pull it again'
-        )
+        for blocks in self._held:
+            blocks.end(
+                f'version {self._version} of channel "{self._channel}" was released and its memory was returned; pull it again'
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -183,14 +183,11 @@ def pull(client: Client, channel: str, above: int, version: int | None, timeout_
         wait_s=checks.seconds("timeout_s", timeout_s),
     )
     found = yield from ask(request, m.Weights)
-    memory = client.memory.pin(found.blocks)
     fields: dict[str, Field] = {field.name: field for field in found.fields}
-    blocks = Blocks(found.blocks, [memory[block.block] for block in found.blocks], fields)
-    columns: dict[str, Column] = {}
-    for at, block in enumerate(found.blocks):
-        placement = Placement(blocks, np.array([at], np.int32), np.zeros(1, np.int32))
-        columns |= {name[1:]: Column(fields[name], placement) for name in block.fields}
-    return Weights(channel, found.version, columns, blocks)
+    zero = bytes(4)
+    parts = [m.Part(block.fields, [block], block_of_row=zero, slot_of_row=zero) for block in found.blocks]
+    columns, held = yield from client.memory.columns(parts, fields, 1, f'channel "{channel}"')
+    return Weights(channel, found.version, {name[1:]: column for name, column in columns.items()}, held)
 
 
 def applied(channel: str, version: int) -> Operation[None]:

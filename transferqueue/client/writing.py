@@ -8,7 +8,9 @@ Rules:
 3. A retired extent is returned when the last put that writes into it has ended, never before.
 4. A piece that was certainly not committed is given to the next put if it was the last one taken. One
    whose fate is unknown (an interrupt, a lost server) is never written again.
-5. An extent that a commit filled is closed by that commit, and needs no word.
+5. A piece that was to be carried to another machine and was not may still be written by what is on its way: it is never
+   written again, and its extent takes no further put.
+6. An extent that a commit filled is closed by that commit, and needs no word.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class Fate(enum.Enum):
     COMMITTED = enum.auto()
     REFUSED = enum.auto()
     UNKNOWN = enum.auto()
+    TORN = enum.auto()
 
 
 class _Extent:
@@ -59,6 +62,11 @@ class Piece:
     def shard(self) -> int:
         """The shard that owns the bytes."""
         return self._extent.granted.shard
+
+    @property
+    def granted(self) -> m.Granted:
+        """The extent as it was granted."""
+        return self._extent.granted
 
     @property
     def extent(self) -> int:
@@ -118,6 +126,9 @@ class Ground:
             end = piece.offset - extent.granted.offset + align(piece.nbytes)
             if fate is Fate.REFUSED and end == extent.used:
                 extent.used -= align(piece.nbytes)
+            if fate is Fate.TORN and extent in self._open:
+                self._open.remove(extent)
+                extent.retired = True
             if fate is not Fate.COMMITTED or piece.nbytes != extent.granted.nbytes:
                 self._return_if_left(extent)
 

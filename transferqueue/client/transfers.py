@@ -1,0 +1,231 @@
+"""The two kinds of transfer of the bulk protocol, at the client: columns that arrive, and bytes that leave. No I/O.
+
+Both are driven alike: send `opening`, give what arrives to `receive` and send what it answers, until `done`. What is wrong
+with what arrives is `Corruption`, after which the transfer is begun again, from nothing, over another connection.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from transferqueue.client.received import U8, Buffers
+from transferqueue.errors import Corruption, Unreachable, from_wire
+from transferqueue.limits import FRAME_BYTES
+from transferqueue.schema import Field, layout
+from transferqueue.transport import bulk as b
+from transferqueue.wire import messages as m
+
+
+class Transfer(Protocol):
+    """One attempt at moving bytes over one connection."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has come to its end."""
+
+    def opening(self) -> list[b.Message]:
+        """What to send first."""
+
+    def receive(self, head: b.ToClient, content: Sequence[memoryview]) -> list[b.Message]:
+        """Something arrived: what to send now. Raises what the shard refused it with, or `Corruption`."""
+
+    def ask(self) -> b.Message:
+        """What to send when nothing has come for a while: does the shard still know of this?"""
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """Distinct rows of one part, as they are asked for, and which of them each row of the reply is."""
+
+    wanted: b.Wanted
+    count: int
+    slot_of_row: NDArray[np.int32]
+
+
+def rows_of(part: m.Part) -> Rows:
+    """A row that several rows of the reply share crosses once."""
+    blocks, slots = np.frombuffer(part.block_of_row, "<i4"), np.frombuffer(part.slot_of_row, "<i4")
+    if len(blocks) != len(slots):
+        raise Corruption(f"{len(blocks)} rows have a block, but {len(slots)} a slot")
+    keys = blocks.astype(np.int64) << 32 | slots
+    index = np.arange(len(keys), dtype=np.int32)
+    distinct, first, back = np.unique(keys, return_index=True, return_inverse=True)
+    if len(distinct) < len(keys):
+        order = np.argsort(first)  # in the order of the reply, so that runs stay runs
+        rank = np.empty(len(order), np.int32)
+        rank[order] = np.arange(len(order), dtype=np.int32)
+        blocks, slots, index = blocks[first[order]], slots[first[order]], rank[back.reshape(-1)]
+    layouts: dict[tuple[str, ...], int] = {}
+    located = [_located(block, layouts) for block in part.blocks]
+    alone = len(located) == 1 and not blocks.any()
+    wanted = b.Wanted(
+        fields=part.fields,
+        layouts=[list(names) for names in layouts],
+        blocks=located,
+        block_of_row=b"" if alone else blocks.tobytes(),
+        slot_of_row=slots.tobytes(),
+    )
+    return Rows(wanted, len(slots), index)
+
+
+def _located(at: m.BlockAt, layouts: dict[tuple[str, ...], int]) -> b.Located:
+    layout_of = layouts.setdefault(tuple(at.fields), len(layouts))
+    return b.Located(at.block, at.extent, at.offset, at.nbytes, at.rows, layout_of, at.counts, at.ticket)
+
+
+class Landed(msgspec.Struct, frozen=True):
+    """A column that arrived: a block of its own, of `rows` rows. Has the shape that `storage.placement.Blocks` asks for."""
+
+    block: int
+    nbytes: int
+    rows: int
+    fields: list[str]
+    counts: list[int]
+    memory: U8
+
+
+class Fetch:
+    """Columns of rows, from one shard. `columns`: what has arrived, by part and field, complete once `done`."""
+
+    def __init__(
+        self,
+        number: int,
+        session: int,
+        shard: int,
+        fields: Mapping[str, Field],
+        parts: Sequence[Rows],
+        buffers: Buffers,
+    ) -> None:
+        self.done = False
+        self.columns: dict[tuple[int, str], Landed] = {}
+        self._number: Final = number
+        self._session, self._shard = session, shard
+        self._fields, self._parts, self._buffers = fields, parts, buffers
+        self._intake = b.Intake()
+        self._due: deque[U8] = deque()
+
+    def opening(self) -> list[b.Message]:
+        """The request."""
+        named = {name for part in self._parts for names in part.wanted.layouts for name in names}
+        asked = {name for part in self._parts for name in part.wanted.fields}
+        fields = [self._fields[name] for name in sorted(named | asked)]
+        parts = [part.wanted for part in self._parts]
+        return [b.message(b.Read(self._number, self._session, self._shard, fields, parts))]
+
+    def ask(self) -> b.Message:
+        """Whether more will come."""
+        return b.message(b.Taken(self._number, self._intake.taken))
+
+    def receive(self, head: b.ToClient, content: Sequence[memoryview]) -> list[b.Message]:
+        """Put a frame where it belongs."""
+        _check_refusal(head, self._number)
+        if not isinstance(head, b.Frame) or head.transfer != self._number:
+            return []
+        self._intake.take(head.number)
+        for begun in head.begun:
+            self._begin(begun)
+        for piece in content:
+            self._land(np.frombuffer(piece, np.uint8))
+        if head.last:
+            self._end()
+        return [self.ask()] if self._intake.due(last=head.last) else []
+
+    def _begin(self, begun: b.Begun) -> None:
+        if begun.part >= len(self._parts) or begun.field >= len(self._parts[begun.part].wanted.fields):
+            raise Corruption(f"column {begun.field} of part {begun.part} came, which was not asked for")
+        part = self._parts[begun.part]
+        field = self._fields[part.wanted.fields[begun.field]]
+        _, nbytes = layout([field], part.count, [begun.count])
+        if nbytes > _bound(part, field):
+            raise Corruption(f'field "{field.name}" came with {nbytes} bytes, more than the blocks that hold it')
+        memory = self._buffers.take(nbytes)
+        self.columns[begun.part, field.name] = Landed(0, nbytes, part.count, [field.name], [begun.count], memory)
+        if nbytes:
+            self._due.append(memory)
+
+    def _land(self, piece: U8) -> None:
+        while len(piece):
+            if not self._due:
+                raise Corruption(f"{len(piece)} bytes came that belong to no column")
+            into = self._due[0]
+            size = min(len(into), len(piece))
+            into[:size] = piece[:size]
+            piece = piece[size:]
+            if size == len(into):
+                self._due.popleft()
+            else:
+                self._due[0] = into[size:]
+
+    def _end(self) -> None:
+        wanted = sum(len(part.wanted.fields) for part in self._parts)
+        if self._due or len(self.columns) != wanted:
+            raise Corruption(
+                f"a bulk read ended with {len(self.columns)} of {wanted} columns, {len(self._due)} of them cut"
+            )
+        self.done = True
+
+
+def _bound(part: Rows, field: Field) -> int:
+    """Rows are distinct, so their values are no more than the blocks have; offsets, shapes and padding come on top."""
+    return sum(at.nbytes for at in part.wanted.blocks) + 8 * (part.count + 1) * (2 + len(field.shape)) + 512
+
+
+class Store:
+    """Bytes into an extent that was granted. They must not change before it is `done`."""
+
+    def __init__(self, number: int, session: int, granted: m.Granted, at: int, data: memoryview) -> None:
+        self.done = False
+        self._number: Final = number
+        self._window = b.Window()
+        self._head = b.Write(
+            number,
+            session,
+            granted.shard,
+            granted.extent,
+            granted.offset,
+            granted.nbytes,
+            granted.ticket,
+            at,
+            len(data),
+        )
+        self._left = self._frames(data)
+
+    def opening(self) -> list[b.Message]:
+        """The request, with the first bytes, and as many more frames as may follow at once."""
+        return self._more()
+
+    def ask(self) -> b.Message:
+        """Whether it has arrived."""
+        return b.message(b.Taken(self._number, self._window.taken))
+
+    def receive(self, head: b.ToClient, content: Sequence[memoryview]) -> list[b.Message]:
+        """The shard has taken frames: send further ones."""
+        _check_refusal(head, self._number)
+        if not isinstance(head, b.Taken) or head.transfer != self._number:
+            return []
+        self._window.took(head.frames)
+        self.done = head.done
+        return self._more()
+
+    def _more(self) -> list[b.Message]:
+        found = []
+        while self._window.open and (frame := next(self._left, None)) is not None:
+            self._window.send()
+            found.append(frame)
+        return found
+
+    def _frames(self, data: memoryview) -> Iterator[b.Message]:
+        yield b.message(self._head, [data[:FRAME_BYTES]])
+        for number, start in enumerate(range(FRAME_BYTES, len(data), FRAME_BYTES), start=1):
+            yield b.message(b.Data(self._number, number), [data[start : start + FRAME_BYTES]])
+
+
+def _check_refusal(head: b.ToClient, number: int) -> None:
+    if isinstance(head, b.Refused) and head.transfer in (0, number):
+        error = from_wire(head.error, head.text)
+        raise Unreachable(str(error)) if head.error == "ProtocolError" and not head.transfer else error
