@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from transferqueue.errors import InternalError, UsageError
 from transferqueue.schema import Field, align
-from transferqueue.storage.dtypes import I64, as_torch, stored, viewed
+from transferqueue.storage.dtypes import I64, stored, viewed
 from transferqueue.storage.gather import Loaded, load, offsets_of
 from transferqueue.storage.numbers import store_numbers
 from transferqueue.storage.placement import Placement
 from transferqueue.storage.show import arrow_array, plain_rows, row_value
+from transferqueue.storage.torched import as_torch
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -104,13 +104,3 @@ def as_array(tensor: Any, dtype: str) -> np.ndarray[Any, Any]:
         tensor = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
     array: np.ndarray[Any, Any] = tensor.numpy()
     return array.view(stored(dtype))
-
-
-def as_torch(array: np.ndarray[Any, Any], dtype: str) -> Any:
-    """A tensor of a field's dtype over the memory of an array of its stored dtype; no bytes are copied."""
-    import torch
-
-    kind = torch_dtype(dtype, torch)
-    if dtype in NUMPY_DTYPES:
-        return torch.from_numpy(array)
-    return torch.from_numpy(array.view(np.dtype(f"<i{array.itemsize}")) if array.itemsize > 1 else array).view(kind)

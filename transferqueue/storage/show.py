@@ -10,9 +10,10 @@ import numpy as np
 
 from transferqueue.errors import Corruption
 from transferqueue.schema import TORCH_ONLY_DTYPES, Field
-from transferqueue.storage.dtypes import as_torch, ml_dtype, viewed
+from transferqueue.storage.dtypes import ml_dtype, viewed
 from transferqueue.storage.gather import Loaded, offsets_of, shapes_of
 from transferqueue.storage.numbers import widened
+from transferqueue.storage.torched import as_torch
 from transferqueue.storage.values import decode
 
 Array = np.ndarray[Any, Any]

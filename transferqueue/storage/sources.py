@@ -12,9 +12,10 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from transferqueue.limits import KIB
-from transferqueue.storage.dtypes import I64, U8, as_torch, stored
+from transferqueue.storage.dtypes import I64, U8, stored
 from transferqueue.storage.pages import expose
 from transferqueue.storage.ranges import copy_ranges
+from transferqueue.storage.torched import as_torch
 
 SLICED_BYTES: Final = 2 * KIB
 """Byte strings of this mean size are copied one by one; joining shorter ones first is faster than a call for each."""
