@@ -1,0 +1,75 @@
+"""A drop-in for TransferQueue 0.1.11 (PyPI ``TransferQueue``, ``import transfer_queue``) on this queue.
+
+A stack that was written for it runs unchanged: `activate()` before its imports puts this package in the module's place, in
+this process and those it starts (Ray's workers too); ``transferqueue shim on`` does so for a whole environment. Written from
+the documented behaviour, not from the code. Needs torch, tensordict and omegaconf, and Ray where more than one process takes part.
+"""
+
+from transferqueue.adapters.transfer_queue.client import TransferQueueClient
+from transferqueue.adapters.transfer_queue.dataloader import StreamingDataLoader, StreamingDataset
+from transferqueue.adapters.transfer_queue.errors import StorageKeyNotFoundError
+from transferqueue.adapters.transfer_queue.interface import (
+    async_kv_batch_get,
+    async_kv_batch_get_by_meta,
+    async_kv_batch_put,
+    async_kv_clear,
+    async_kv_list,
+    async_kv_put,
+    close,
+    get_client,
+    get_metrics_endpoint,
+    init,
+    kv_batch_get,
+    kv_batch_get_by_meta,
+    kv_batch_put,
+    kv_clear,
+    kv_list,
+    kv_put,
+    load_checkpoint,
+    save_checkpoint,
+)
+from transferqueue.adapters.transfer_queue.metadata import BatchMeta, KVBatchMeta
+from transferqueue.adapters.transfer_queue.sampler import (
+    BaseSampler,
+    GRPOGroupNSampler,
+    RankAwareSampler,
+    SeqlenBalancedSampler,
+    SequentialSampler,
+)
+from transferqueue.adapters.transfer_queue_hook import activate
+
+__version__ = "0.1.11"
+"""The version whose behaviour this has."""
+
+__all__ = [
+    "BaseSampler",
+    "BatchMeta",
+    "GRPOGroupNSampler",
+    "KVBatchMeta",
+    "RankAwareSampler",
+    "SeqlenBalancedSampler",
+    "SequentialSampler",
+    "StorageKeyNotFoundError",
+    "StreamingDataLoader",
+    "StreamingDataset",
+    "TransferQueueClient",
+    "activate",
+    "async_kv_batch_get",
+    "async_kv_batch_get_by_meta",
+    "async_kv_batch_put",
+    "async_kv_clear",
+    "async_kv_list",
+    "async_kv_put",
+    "close",
+    "get_client",
+    "get_metrics_endpoint",
+    "init",
+    "kv_batch_get",
+    "kv_batch_get_by_meta",
+    "kv_batch_put",
+    "kv_clear",
+    "kv_list",
+    "kv_put",
+    "load_checkpoint",
+    "save_checkpoint",
+]

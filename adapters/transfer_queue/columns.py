@@ -1,0 +1,152 @@
+"""A TensorDict as columns of a table, and back.
+
+A tensor of one number a sample is a scalar field. Any other is ragged in its first dimension, also if all samples of one put
+are as long: the next put may differ, and what is read comes back jagged, as documented. What is no tensor is a plain value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torch import Tensor
+
+from transferqueue.schema import Field
+
+TORCH_DTYPE = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+
+
+def columns_of(data: TensorDict, known: Mapping[str, Field]) -> tuple[list[Field], dict[str, Any]]:
+    """Fields that `known` lacks, and all columns as `Table.put` takes them."""
+    new: list[Field] = []
+    columns: dict[str, Any] = {}
+    for name in data.keys():  # noqa: SIM118  (a TensorDict is no mapping)
+        field, value = _column(str(name), data.get(name), known.get(str(name)))
+        columns[field.name] = value
+        if field.name not in known:
+            new.append(field)
+    return new, columns
+
+
+def tensordict_of(rows: Any, names: Sequence[str]) -> TensorDict:
+    """Columns of `transferqueue.Rows` as a TensorDict ``[samples]``: scalars dense, other tensors jagged (strided where
+    more than the first dimension varies), the rest as non-tensor data. Nothing that lies together is copied."""
+    found: dict[str, Any] = {}
+    for name in names:
+        column = rows[name]
+        if column.field.blob:
+            found[name] = NonTensorStack(*column.list())
+        elif column.field.dense:
+            found[name] = column.torch()
+        elif column.field.ragged:
+            found[name] = column.nested()
+        else:
+            found[name] = torch.nested.as_nested_tensor([torch.as_tensor(part) for part in column])
+    return TensorDict(found, batch_size=[len(rows)])
+
+
+def single(fields: TensorDict | Mapping[str, Any]) -> TensorDict:
+    """The fields of one sample as a TensorDict ``[1]``; those of a dict get the dimension of the batch."""
+    if isinstance(fields, TensorDict):
+        return fields
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, Tensor):
+            if value.is_nested:
+                raise ValueError(f"field {name!r} is a nested tensor: kv_put takes one sample; use kv_batch_put")
+            found[name] = value.unsqueeze(0)
+        else:
+            found[name] = NonTensorStack(value)
+    return TensorDict(found, batch_size=[1])
+
+
+def rows_of_tensordict(data: TensorDict, places: range) -> TensorDict:
+    """Some samples, next to each other."""
+    found: dict[str, Any] = {}
+    for name in data.keys():  # noqa: SIM118
+        value = data.get(name)
+        if isinstance(value, Tensor) and not value.is_nested:
+            found[str(name)] = value[places.start : places.stop]
+        elif isinstance(value, Tensor):
+            parts = value.unbind()[places.start : places.stop]
+            found[str(name)] = torch.nested.as_nested_tensor(list(parts), layout=value.layout)
+        else:
+            found[str(name)] = NonTensorStack(*value.tolist()[places.start : places.stop])
+    return TensorDict(found, batch_size=[len(places)])
+
+
+def stacked(values: Any) -> Any:
+    """A column of a TensorDict from one value for each sample, or from a tensor of all."""
+    if isinstance(values, Tensor):
+        return values
+    if all(isinstance(each, Tensor) for each in values):
+        return torch.nested.as_nested_tensor(list(values))
+    return NonTensorStack(*values)
+
+
+def schema_of_field(field: Field) -> dict[str, Any]:
+    """A field as an entry of ``BatchMeta.field_schema``."""
+    if field.blob:
+        return {"dtype": None, "shape": (), "is_nested": False, "is_non_tensor": True}
+    dense = None not in field.shape
+    return {
+        "dtype": TORCH_DTYPE[field.dtype],
+        "shape": field.shape if dense else None,
+        "is_nested": not dense,
+        "is_non_tensor": False,
+    }
+
+
+def _column(name: str, value: Any, known: Field | None) -> tuple[Field, Any]:
+    if not isinstance(value, Tensor):
+        return known or Field(name, "value"), _plain(value)
+    value = value.detach().cpu()
+    if value.is_nested:
+        return _nested(name, value, known)
+    if value.ndim == 1:
+        return known or Field(name, _dtype(value)), value
+    field = known or Field(name, _dtype(value), (None, *value.shape[2:]))
+    return field, _jagged(value) if field.ragged and field.shape[1:] == value.shape[2:] else list(value.unbind())
+
+
+def _nested(name: str, value: Tensor, known: Field | None) -> tuple[Field, Any]:
+    parts = list(value.unbind())
+    trailing = {tuple(part.shape[1:]) for part in parts}
+    shape = (None, *trailing.pop()) if len(trailing) == 1 else (None,) * parts[0].ndim
+    field = known or Field(name, _dtype(value), shape)
+    return field, value if value.layout == torch.jagged and field.ragged and value.is_contiguous() else parts
+
+
+def _jagged(value_BT: Tensor) -> Tensor:
+    """The same bytes as rows of equal length."""
+    rows, length = value_BT.shape[:2]
+    offsets = torch.arange(0, (rows + 1) * length, length) if length else torch.zeros(rows + 1, dtype=torch.int64)
+    return torch.nested.nested_tensor_from_jagged(value_BT.reshape(rows * length, *value_BT.shape[2:]), offsets)
+
+
+def _dtype(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _plain(value: Any) -> list[Any]:
+    if isinstance(value, NonTensorStack):
+        value = value.tolist()
+    elif isinstance(value, NonTensorData):
+        value = [value.data] * (value.batch_size[0] if value.batch_size else 1)
+    return [_value(each) for each in value]
+
+
+def _value(value: Any) -> Any:
+    """Numbers and arrays of numpy as plain ones; the queue refuses what it cannot store, by name."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {str(key): _value(each) for key, each in value.items()}
+    return [_value(each) for each in value] if isinstance(value, list | tuple) else value

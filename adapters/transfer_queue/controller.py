@@ -1,0 +1,382 @@
+"""Who was given what: the drop-in's controller. It owns the server, and the state that tables do not have.
+
+Bytes, keys, tags and readiness are the tables' affair, and clients read and write those directly. What this keeps is
+consumption: per partition and task, which samples a call of ``get_meta`` has handed out (at hand-out, as documented), and the
+samplers' memories.
+
+Readiness is heard, not looked for: for each set of fields that somebody asked for, the partition's table gets a task that needs
+them, and this leases what has become ready since. A call that may wait does so in such a lease, so it ends when rows come.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+import transferqueue as tq
+from transferqueue.adapters.transfer_queue.columns import schema_of_field
+from transferqueue.adapters.transfer_queue.metadata import NOT_READY, READY, BatchMeta
+from transferqueue.adapters.transfer_queue.sampler import BaseSampler, SequentialSampler
+from transferqueue.adapters.transfer_queue.tags import given_tags, partition_of, table_of
+from transferqueue.errors import AlreadyExists, DeadlineExceeded, NotFound
+
+_AT_ONCE: Final = 1 << 16
+_HEARING_S: Final = 0.05
+"""How long one thread waits for another that takes in what is there; one that waits for more takes longer, and is not waited for."""
+_KEPT: Final = tq.Task("kept", needs=("never.",))
+"""A task that gets nothing, so that a sample is never done: tasks that are added later still see it."""
+WAIT_S: Final = 60.0
+"""How long a fetch waits for its samples when the controller does not poll."""
+
+
+@dataclass
+class PartitionSnapshot:
+    """A partition as it was at one moment, for inspection. production_status: ``[index + 1, fields]``."""
+
+    partition_id: str
+    global_indexes: set[int]
+    keys_mapping: dict[str, int]
+    custom_meta: dict[int, dict[str, Any]]
+    field_name_mapping: dict[str, int]
+    production_status: torch.Tensor
+    consumption_status: dict[str, set[int]]
+
+
+class _Ready:
+    """Samples that have a set of fields: those that are ready, and what each task still has before it, ascending.
+
+    One thread at a time listens to the table, since what it hears it alone has heard, until it is taken in under `guard`.
+    """
+
+    def __init__(self, table: tq.Table, name: str, fields: Sequence[str], guard: threading.RLock) -> None:
+        self.rows: set[int] = set()
+        self.before: dict[str, list[int]] = {}
+        self.changes = 0
+        self._table, self._name, self._guard = table, name, guard
+        self._ear = threading.Lock()
+        table.add_task(tq.Task(name, needs=tuple(fields)))
+
+    def hear(self) -> None:
+        """Take in what has become ready by now. If another thread waits for more, it takes that in."""
+        if self._ear.acquire(timeout=_HEARING_S):
+            try:
+                while self._listen(0.0):
+                    pass
+            finally:
+                self._ear.release()
+
+    def wait(self, changes: int, wait_s: float) -> None:
+        """Return when something was taken in since there were `changes` of them, or after `wait_s`. Holds no guard."""
+        deadline = time.monotonic() + wait_s
+        if self._ear.acquire(timeout=wait_s):
+            try:
+                if self.changes == changes:
+                    self._listen(max(0.0, deadline - time.monotonic()))
+            finally:
+                self._ear.release()
+
+    def _listen(self, wait_s: float) -> bool:
+        try:
+            batch = self._table.lease(self._name, rows=_AT_ONCE, at_least=1, timeout_s=wait_s, fields=())
+        except DeadlineExceeded:
+            return False
+        with self._guard, batch:
+            new = batch.rows.tolist()
+            self.changes += 1
+            self.rows.update(new)
+            for waiting in self.before.values():
+                _merge(waiting, new)
+        return True
+
+    def of_task(self, task: str, consumed: set[int]) -> list[int]:
+        """What `task` has before it."""
+        if task not in self.before:
+            self.before[task] = sorted(self.rows - consumed)
+        return self.before[task]
+
+    def gone(self, rows: set[int]) -> None:
+        """These samples were cleared."""
+        self.rows -= rows
+        for task in self.before:
+            self.before[task] = _without(self.before[task], rows)
+
+
+class Partition:
+    """One partition: its table, and who was given which of its samples."""
+
+    def __init__(self, queue: tq.Queue, partition_id: str, rows_max: int, guard: threading.RLock) -> None:
+        self.partition_id = partition_id
+        self._guard = guard
+        self.table = open_table(queue, partition_id, rows_max)
+        self.consumed: dict[str, set[int]] = {}
+        self._ready: dict[tuple[str, ...], _Ready] = {}
+
+    def ready(self, fields: Iterable[str]) -> _Ready:
+        """Readiness of a set of fields; `_Ready.hear` brings it up to date."""
+        names = tuple(sorted(fields))
+        if names not in self._ready:
+            self._ready[names] = _Ready(self.table, f"ready.{len(self._ready)}", names, self._guard)
+        return self._ready[names]
+
+    def have(self, fields: Iterable[str]) -> set[int]:
+        """Samples that have all of some fields by now."""
+        ready = self.ready(fields)
+        ready.hear()
+        return ready.rows
+
+    def consume(self, task: str, rows: Sequence[int]) -> None:
+        """These were given to `task`."""
+        given = set(rows)
+        self.consumed.setdefault(task, set()).update(given)
+        for ready in self._ready.values():
+            if task in ready.before:
+                ready.before[task] = _without(ready.before[task], given)
+
+    def reset(self, task: str | None) -> None:
+        """Nothing was given to `task` (None: to any)."""
+        for name in list(self.consumed) if task is None else [task]:
+            self.consumed.pop(name, None)
+            for ready in self._ready.values():
+                ready.before.pop(name, None)
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Delete samples."""
+        self.table.delete(np.asarray(rows, np.int64))
+        gone = set(rows)
+        for ready in self._ready.values():
+            ready.gone(gone)
+        for consumed in self.consumed.values():
+            consumed -= gone
+
+    def get_custom_meta(self, global_indices: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Tags of samples, by index: what samplers look at."""
+        with self.table.read(np.asarray(global_indices, np.int64), fields=()) as rows:
+            return dict(zip(rows.rows.tolist(), map(given_tags, rows.tags), strict=True))
+
+    def describe(self, rows: Sequence[int], fields: Sequence[str], ready: set[int] | None) -> BatchMeta:
+        """Metadata of samples. ready: those with all fields (None: all of them)."""
+        known = self.table.fields
+        tags = self.get_custom_meta(rows) if rows else {}
+        return BatchMeta(
+            global_indexes=list(rows),
+            partition_ids=[self.partition_id] * len(rows),
+            field_schema={name: schema_of_field(known[name]) for name in fields if name in known},
+            production_status=np.array(
+                [READY if ready is None or row in ready else NOT_READY for row in rows], np.int8
+            ),
+            custom_meta=[tags[row] for row in rows],
+        )
+
+
+def open_table(queue: tq.Queue, partition_id: str, rows_max: int) -> tq.Table:
+    """The table of a partition, made if it is missing."""
+    try:
+        return queue.table(table_of(partition_id))
+    except NotFound:
+        pass
+    try:
+        return queue.create_table(
+            table_of(partition_id),
+            tasks=[_KEPT],
+            retention=tq.Manual(),
+            limits=tq.Limits(rows=rows_max),
+            exist_ok=True,
+        )
+    except AlreadyExists:
+        return queue.table(table_of(partition_id))
+
+
+@dataclass
+class Controller:
+    """The state of one deployment. Every method may be called from any thread."""
+
+    address: str
+    sampler: BaseSampler = field(default_factory=SequentialSampler)
+    polling_mode: bool = False
+    rows_max: int = 1 << 40
+
+    def __post_init__(self) -> None:
+        self._queue = tq.connect(self.address, label="transfer_queue controller")
+        self._partitions: dict[str, Partition] = {}
+        self._guard = threading.RLock()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._queue.close()
+
+    def list_partitions(self) -> list[str]:
+        """Names of the partitions."""
+        return [name for table in self._queue.tables() if (name := partition_of(table)) is not None]
+
+    def get_meta(
+        self,
+        data_fields: Sequence[str],
+        batch_size: int,
+        partition_id: str,
+        mode: str,
+        task_name: str | None,
+        sampling_config: dict[str, Any] | None,
+    ) -> BatchMeta:
+        """Choose samples of a partition (`client.TransferQueueClient.get_meta`)."""
+        if mode == "insert":
+            return self._insert(batch_size, partition_id)
+        if mode == "force_fetch":
+            return self._force(data_fields, partition_id)
+        if mode != "fetch":
+            raise ValueError(f"mode {mode!r} is unknown; it is one of fetch, force_fetch, insert")
+        task, config = task_name or "", dict(sampling_config or {})
+        deadline = time.monotonic() + (0.0 if self.polling_mode else WAIT_S)
+        while True:
+            with self._guard:
+                partition = self._partition(partition_id)
+                ready = partition.ready(data_fields)
+            ready.hear()
+            with self._guard:
+                found, changes = self._fetch(partition, ready, data_fields, batch_size, task, config), ready.changes
+            left_s = deadline - time.monotonic()
+            if len(found) or batch_size <= 0 or left_s <= 0:
+                break
+            ready.wait(changes, left_s)
+        if not len(found) and batch_size > 0 and not self.polling_mode:
+            raise TimeoutError(
+                f"no batch of {batch_size} samples with {list(data_fields)} became ready in partition {partition_id!r} for "
+                f"task {task!r} within {WAIT_S:g} s"
+            )
+        return found
+
+    def _fetch(
+        self,
+        partition: Partition,
+        ready: _Ready,
+        fields: Sequence[str],
+        batch_size: int,
+        task: str,
+        config: dict[str, Any],
+    ) -> BatchMeta:
+        waiting = ready.of_task(task, partition.consumed.get(task, set()))
+        if type(self.sampler) is SequentialSampler:  # it takes the first ones: no need to copy the rest
+            waiting = waiting[:batch_size] if len(waiting) >= batch_size else []
+        context = {"task_name": task, "partition_id": partition.partition_id, "partition": partition, **config}
+        chosen, consumed = self.sampler.sample(list(waiting), batch_size, **context)
+        partition.consume(task, consumed)
+        return partition.describe(chosen, fields, None)
+
+    def _insert(self, samples: int, partition_id: str) -> BatchMeta:
+        with self._guard:
+            partition = self._partition(partition_id)
+            rows = partition.table.put(priority=np.zeros(samples), timeout_s=0).tolist()
+            return partition.describe(rows, (), set())
+
+    def _force(self, fields: Sequence[str], partition_id: str) -> BatchMeta:
+        with self._guard:
+            partition = self._partition(partition_id)
+            with partition.table.read(fields=()) as rows:
+                every = rows.rows.tolist()
+            return partition.describe(every, fields, partition.have(fields) if fields else None)
+
+    def wait_for(
+        self, data_fields: Sequence[str], batch_size: int, partition_id: str, task_name: str, wait_s: float
+    ) -> None:
+        """Return when `task_name` has `batch_size` samples before it, or after `wait_s`."""
+        deadline = time.monotonic() + wait_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            with self._guard:
+                partition = self._partition(partition_id)
+                ready = partition.ready(data_fields)
+                changes, consumed = ready.changes, partition.consumed.get(task_name, set())
+                if len(ready.of_task(task_name, consumed)) >= batch_size:
+                    return
+            ready.wait(changes, left_s)
+
+    # ------------------------------------------------------------ status
+
+    def consumption(self, task: str, partition_id: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Indexes of a partition, and which were given to a task; None for a partition that is not there."""
+        return self._status(partition_id, lambda partition: partition.consumed.get(task, set()))
+
+    def production(self, fields: Sequence[str], partition_id: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Indexes of a partition, and which have all of some fields; None for a partition that is not there."""
+        return self._status(partition_id, lambda partition: partition.have(fields))
+
+    def _status(self, partition_id: str, which: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        with self._guard:
+            if partition_id not in self.list_partitions():
+                return None
+            partition = self._partition(partition_id)
+            with partition.table.read(fields=()) as rows:
+                every = rows.rows.tolist()
+            those = which(partition)
+        return torch.tensor(every, dtype=torch.int64), torch.tensor([row in those for row in every], dtype=torch.int8)
+
+    def reset_consumption(self, partition_id: str, task: str | None) -> bool:
+        """Forget what was given to a task (None: to all). Whether the partition is there."""
+        with self._guard:
+            if partition_id not in self.list_partitions():
+                return False
+            self._partition(partition_id).reset(task)
+            self.sampler.clear_cache(partition_id)
+            return True
+
+    def get_partition_snapshot(self, partition_id: str) -> PartitionSnapshot | None:
+        """A partition as it is now; None if it is not there."""
+        with self._guard:
+            if partition_id not in self.list_partitions():
+                return None
+            partition = self._partition(partition_id)
+            with partition.table.read(fields=()) as rows:
+                every, keys, tags = rows.rows.tolist(), rows.keys, [given_tags(each) for each in rows.tags]
+            names = list(partition.table.fields)
+            status = torch.zeros((max(every, default=-1) + 1, len(names)), dtype=torch.int8)
+            for column, name in enumerate(names):
+                status[sorted(partition.have([name])), column] = 1
+            return PartitionSnapshot(
+                partition_id=partition_id,
+                global_indexes=set(every),
+                keys_mapping={key: row for key, row in zip(keys, every, strict=True) if key},
+                custom_meta=dict(zip(every, tags, strict=True)),
+                field_name_mapping={name: column for column, name in enumerate(names)},
+                production_status=status,
+                consumption_status={task: set(rows) for task, rows in partition.consumed.items()},
+            )
+
+    # ------------------------------------------------------------ clearing
+
+    def clear_samples(self, rows: Sequence[int], partition_id: str) -> None:
+        """Delete samples of a partition."""
+        with self._guard:
+            self._partition(partition_id).clear(rows)
+
+    def clear_partition(self, partition_id: str) -> None:
+        """Delete a partition. One that is not there: nothing."""
+        with self._guard:
+            self._partitions.pop(partition_id, None)
+            self.sampler.clear_cache(partition_id)
+            if table_of(partition_id) in self._queue.tables():
+                self._queue.drop_table(table_of(partition_id))
+
+    def _partition(self, partition_id: str) -> Partition:
+        found = self._partitions.get(partition_id)
+        if found is None:
+            found = self._partitions[partition_id] = Partition(self._queue, partition_id, self.rows_max, self._guard)
+        return found
+
+
+def _merge(waiting: list[int], new: list[int]) -> None:
+    """Add to an ascending list; what comes mostly belongs at its end."""
+    in_order = not waiting or not new or min(new) > waiting[-1]
+    waiting.extend(new)
+    if not in_order or new != sorted(new):
+        waiting.sort()
+
+
+def _without(waiting: list[int], gone: set[int]) -> list[int]:
+    """An ascending list without some: mostly its first."""
+    if set(waiting[: len(gone)]) == gone:
+        return waiting[len(gone) :]
+    return [row for row in waiting if row not in gone]

@@ -1,0 +1,147 @@
+"""The drop-in's functions: what ``import transfer_queue`` gives. Each has an ``async_`` twin for any event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDict
+
+from transferqueue.adapters.transfer_queue import service
+from transferqueue.adapters.transfer_queue.client import Parser, TransferQueueClient, _keys, _parsed
+from transferqueue.adapters.transfer_queue.columns import single
+from transferqueue.adapters.transfer_queue.metadata import KVBatchMeta
+
+Tags = dict[str, Any]
+
+
+def init(conf: Any = None) -> Any:
+    """Start the service, or attach this process to the one that is there (then `conf` is ignored).
+
+    conf: an ``OmegaConf`` or a dict, merged over ``config.yaml``. Returns the merged configuration.
+    """
+    from omegaconf import OmegaConf
+
+    config = service.start(conf).config
+    return OmegaConf.create(config, flags={"allow_objects": True})
+
+
+def close() -> None:
+    """Detach this process; the one that started the service ends it. Not started: nothing."""
+    service.stop()
+
+
+def get_client() -> TransferQueueClient:
+    """The client of this process."""
+    return service.current().client
+
+
+def get_metrics_endpoint() -> str | None:
+    """``host:port`` of the Prometheus endpoint; None while metrics are disabled."""
+    endpoint = (service.current().config.get("metrics") or {}).get("endpoint")
+    return None if endpoint is None else str(endpoint)
+
+
+def kv_put(
+    key: str,
+    partition_id: str,
+    fields: TensorDict | Mapping[str, Any] | None = None,
+    tag: Tags | None = None,
+    data_parser: Parser | None = None,
+) -> KVBatchMeta:
+    """Write fields and merge the tag of one sample. Values of a dict get the dimension of the batch."""
+    if fields is None and tag is None:
+        raise ValueError("kv_put needs fields or tag; both are missing")
+    return kv_batch_put(
+        [key], partition_id, None if fields is None else single(fields), None if tag is None else [tag], data_parser
+    )
+
+
+def kv_batch_put(
+    keys: list[str],
+    partition_id: str,
+    fields: TensorDict | None = None,
+    tags: list[Tags] | None = None,
+    data_parser: Parser | None = None,
+) -> KVBatchMeta:
+    """Write fields and merge tags of samples by key. The result names all fields that they have now."""
+    keys = _keys(keys)
+    if fields is None and not tags:
+        raise ValueError("kv_batch_put needs fields or tags; both are missing")
+    if fields is not None and tuple(fields.batch_size[:1]) != (len(keys),):
+        raise ValueError(f"fields have batch size {tuple(fields.batch_size)} for {len(keys)} keys")
+    if tags is not None and len(tags) != len(keys):
+        raise ValueError(f"{len(tags)} tags for {len(keys)} keys: give one for each")
+    data = None if fields is None else _parsed(fields, data_parser)
+    found = get_client().kv_put(keys, partition_id, data, tags)
+    return KVBatchMeta(keys=keys, tags=tags or [{} for _ in keys], partition_id=partition_id, fields=found)
+
+
+def kv_batch_get(
+    keys: list[str] | str, partition_id: str, select_fields: Sequence[str] | str | None = None
+) -> TensorDict:
+    """Fields of samples by key: all that each has, or those selected; unknown ones are dropped."""
+    return get_client().kv_get(_keys(keys), partition_id, _names(select_fields))
+
+
+def kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None) -> TensorDict:
+    """Fields of the samples that a put returned. ``ValueError`` for a selected field that `meta` does not name."""
+    names = _names(select_fields)
+    unknown = [name for name in names or () if name not in (meta.fields or ())]
+    if unknown:
+        raise ValueError(f"select_fields {unknown} not found in the fields of the metadata, {meta.fields}")
+    if meta.partition_id is None:
+        raise ValueError("the metadata names no partition")
+    return get_client().kv_get(meta.keys, meta.partition_id, meta.fields if names is None else names)
+
+
+def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
+    """Keys and their tags, by partition."""
+    return get_client().kv_list(partition_id)
+
+
+def kv_clear(keys: list[str] | str, partition_id: str) -> None:
+    """Delete samples by key. Keys and partitions that are not there: nothing."""
+    get_client().kv_clear(_keys(keys), partition_id)
+
+
+def save_checkpoint(
+    checkpoint_dir: str | Path, *, include_storage: bool = True, metadata: Mapping[str, Any] | None = None
+) -> None:
+    """Save all partitions, consumption included, under a directory. include_storage: always so here."""
+    directory = Path(checkpoint_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    service.current().save(directory)
+    (directory / "metadata.json").write_text(json.dumps(dict(metadata or {}), indent=1))
+
+
+def load_checkpoint(checkpoint_dir: str | Path) -> None:
+    """Put back what `save_checkpoint` saved. ``FileNotFoundError`` where there is no checkpoint."""
+    directory = Path(checkpoint_dir)
+    if not (directory / "metadata.json").exists():
+        raise FileNotFoundError(f"{directory} holds no checkpoint")
+    service.current().load(directory)
+
+
+def _names(names: Sequence[str] | str | None) -> list[str] | None:
+    return [names] if isinstance(names, str) else None if names is None else list(names)
+
+
+def _twin(function: Callable[..., Any]) -> Callable[..., Any]:
+    async def twin(*arguments: Any, **named: Any) -> Any:
+        return await asyncio.to_thread(function, *arguments, **named)
+
+    twin.__name__ = twin.__qualname__ = f"async_{function.__name__}"
+    twin.__doc__ = f"`{function.__name__}`, for any event loop."
+    return twin
+
+
+async_kv_put = _twin(kv_put)
+async_kv_batch_put = _twin(kv_batch_put)
+async_kv_batch_get = _twin(kv_batch_get)
+async_kv_batch_get_by_meta = _twin(kv_batch_get_by_meta)
+async_kv_list = _twin(kv_list)
+async_kv_clear = _twin(kv_clear)

@@ -1,0 +1,9 @@
+"""Samplers of the drop-in: which of the ready samples next."""
+
+from transferqueue.adapters.transfer_queue.sampler.base import BaseSampler
+from transferqueue.adapters.transfer_queue.sampler.grpo_group_n_sampler import GRPOGroupNSampler
+from transferqueue.adapters.transfer_queue.sampler.rank_aware_sampler import RankAwareSampler
+from transferqueue.adapters.transfer_queue.sampler.seqlen_balanced_sampler import SeqlenBalancedSampler
+from transferqueue.adapters.transfer_queue.sampler.sequential_sampler import SequentialSampler
+
+__all__ = ["BaseSampler", "GRPOGroupNSampler", "RankAwareSampler", "SeqlenBalancedSampler", "SequentialSampler"]

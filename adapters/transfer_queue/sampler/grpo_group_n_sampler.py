@@ -1,0 +1,40 @@
+"""Whole groups: n samples with consecutive indexes, as a producer that puts a prompt's samples together numbers them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transferqueue.adapters.transfer_queue.sampler.base import BaseSampler
+
+
+class GRPOGroupNSampler(BaseSampler):
+    """Groups of `n_samples_per_prompt` consecutive indexes, lowest first; an incomplete group waits."""
+
+    def __init__(self, n_samples_per_prompt: int = 1) -> None:
+        super().__init__()
+        if n_samples_per_prompt <= 0:
+            raise ValueError(f"n_samples_per_prompt must be positive, got {n_samples_per_prompt}")
+        self.n_samples_per_prompt = n_samples_per_prompt
+
+    def sample(
+        self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any
+    ) -> tuple[list[int], list[int]]:
+        """As many groups as make up `batch_size`; nothing if there are not that many."""
+        groups = self.groups(ready_indexes, batch_size)
+        chosen = [index for group in groups for index in group]
+        return chosen, list(chosen)
+
+    def groups(self, ready_indexes: list[int], batch_size: int) -> list[list[int]]:
+        """The groups of a batch, or none."""
+        size = self.n_samples_per_prompt
+        if batch_size % size:
+            raise ValueError(f"batch_size {batch_size} must be a multiple of n_samples_per_prompt {size}")
+        wanted, found, run = batch_size // size, [], []  # type: tuple[int, list[list[int]], list[int]]
+        for index in sorted(ready_indexes) if wanted else ():
+            run = [*run, index] if run and index == run[-1] + 1 else [index]
+            if len(run) == size:
+                found.append(run)
+                run = []
+                if len(found) == wanted:
+                    return found
+        return []

@@ -1,0 +1,33 @@
+"""The same batch for all who ask as one data-parallel rank, other batches for other ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transferqueue.adapters.transfer_queue.sampler.base import BaseSampler
+
+
+class RankAwareSampler(BaseSampler):
+    """Remembers what a rank was given as its batch number `batch_index`, and gives it again to whoever asks as that."""
+
+    def sample(  # noqa: PLR0913, PLR0917, RUF100  (documented so)
+        self,
+        ready_indexes: list[int],
+        batch_size: int,
+        dp_rank: int = 0,
+        batch_index: int = 0,
+        task_name: str = "",
+        partition_id: str = "",
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[list[int], list[int]]:
+        """The first `batch_size` ready indexes, or what was given before; nothing if there are fewer."""
+        if dp_rank < 0:
+            raise ValueError(f"dp_rank must be greater than or equal to 0, got {dp_rank}")
+        given = self.remembered(partition_id, task_name, dp_rank)
+        if batch_index not in given:
+            chosen = ready_indexes[:batch_size]
+            if not chosen or len(chosen) < batch_size:
+                return [], []
+            given[batch_index] = chosen
+        return given[batch_index], list(given[batch_index])

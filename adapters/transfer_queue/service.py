@@ -1,0 +1,210 @@
+"""Where the drop-in's server and controller live, and how a process finds them.
+
+With Ray, the first process that calls `init` makes the named actor ``TransferQueueController``, which holds both; every other
+process on that cluster finds it by its name. Without Ray (it is not installed, or ``TRANSFERQUEUE_SHIM_LOCAL=1``) they live in
+the calling process. A process that attached closes its own connection and nothing else; the one that made the service ends it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import transferqueue as tq
+from transferqueue.adapters.transfer_queue import sampler as samplers
+from transferqueue.adapters.transfer_queue.client import TransferQueueClient
+from transferqueue.adapters.transfer_queue.controller import Controller
+from transferqueue.adapters.transfer_queue.sampler import BaseSampler
+
+ACTOR: Final = "TransferQueueController"
+NAMESPACE: Final = "transfer_queue"
+ROWS_MAX: Final = 1 << 40
+LOCAL: Final = "TRANSFERQUEUE_SHIM_LOCAL"
+CONFIG: Final = Path(__file__).with_name("config.yaml")
+
+
+class Server:
+    """The queue's server and the controller, in one process."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = dict(config)
+        self._queue = tq.connect(label="transfer_queue")
+        control = config.get("controller") or {}
+        self.controller = Controller(
+            self._queue.address,
+            sampler=make_sampler(control.get("sampler")),
+            polling_mode=bool(control.get("polling_mode")),
+            rows_max=_rows_max(config),
+        )
+
+    def hello(self) -> tuple[str, dict[str, Any]]:
+        """The address of the queue, and the configuration."""
+        return self._queue.address, self._config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.controller, name)
+
+    def shutdown(self) -> None:
+        """End both."""
+        self.controller.close()
+        self._queue.close()
+
+
+class Service:
+    """A process's connection with the deployment. end: ends the deployment, for its maker."""
+
+    def __init__(self, ask: Callable[..., Any], end: Callable[[], object] | None) -> None:
+        address, self.config = ask("hello")
+        self.queue = tq.connect(address, label="transfer_queue client")
+        self.client = TransferQueueClient(self.queue, ask, _rows_max(self.config), client_id=f"client-{os.getpid()}")
+        self._end = end
+
+    def close(self) -> None:
+        """Detach, and end the deployment if it is ours."""
+        self.queue.close()
+        if self._end is not None:
+            self._end()
+
+
+_guard: Final = threading.Lock()
+_services: Final[dict[int, Service]] = {}
+"""By process: a forked child has none."""
+
+
+def start(config: Mapping[str, Any] | None) -> Service:
+    """The service of this process: attached to one that is there, or made. Again: the same."""
+    with _guard:
+        found = _services.get(os.getpid())
+        if found is None:
+            merged = _merged(_defaults(), config or {})
+            found = _services[os.getpid()] = _with_ray(merged) if _ray_wanted() else _local(merged)
+            atexit.register(stop)
+        return found
+
+
+def current() -> Service:
+    """The service of this process. ``RuntimeError`` before `start`."""
+    found = _services.get(os.getpid())
+    if found is None:
+        raise RuntimeError("TransferQueue is not initialized in this process; call init() first")
+    return found
+
+
+def stop() -> None:
+    """Close the service of this process. Not started: nothing."""
+    with _guard:
+        found = _services.pop(os.getpid(), None)
+        if found is not None:
+            found.close()
+
+
+def make_sampler(named: Any) -> BaseSampler:
+    """A sampler from the name of one of ours, a class, or an instance. ``TypeError`` for anything else."""
+    if named is None:
+        return samplers.SequentialSampler()
+    if isinstance(named, str):
+        named = getattr(samplers, named, None) or _unknown(named)
+    made = named() if isinstance(named, type) else named
+    if not isinstance(made, BaseSampler):
+        raise TypeError(f"sampler {named!r} is no BaseSampler; give a name, a class or an instance of one")
+    return made
+
+
+def _unknown(name: str) -> Any:
+    raise ValueError(f"sampler {name!r} is unknown; there are {', '.join(samplers.__all__)}")
+
+
+def _ray_wanted() -> bool:
+    return os.environ.get(LOCAL) != "1" and importlib.util.find_spec("ray") is not None
+
+
+def _local(config: Mapping[str, Any]) -> Service:
+    server = Server(config)
+    return Service(lambda name, *arguments: getattr(server, name)(*arguments), server.shutdown)
+
+
+def _with_ray(config: Mapping[str, Any]) -> Service:
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(namespace=NAMESPACE)
+    actor, made = _actor(config)
+
+    def ask(name: str, *arguments: Any) -> Any:
+        return ray.get(actor.ask.remote(name, *arguments))
+
+    def end() -> None:
+        ray.get(actor.ask.remote("shutdown"))
+        ray.kill(actor)
+
+    return Service(ask, end if made else None)
+
+
+def _actor(config: Mapping[str, Any]) -> tuple[Any, bool]:
+    """The named actor, and whether this call made it."""
+    import ray
+
+    try:
+        return ray.get_actor(ACTOR, namespace=NAMESPACE), False
+    except ValueError:
+        pass
+    options = {"name": ACTOR, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "max_concurrency": 64}
+    try:
+        return ray.remote(ServerActor).options(**options).remote(dict(config)), True
+    except ValueError:  # another process was quicker
+        return ray.get_actor(ACTOR, namespace=NAMESPACE), False
+
+
+class ServerActor:
+    """`Server` as a Ray actor."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._server = Server(config)
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """Call a method of the server or the controller."""
+        return getattr(self._server, name)(*arguments)
+
+    def list_partitions(self) -> list[str]:
+        """Names of the partitions."""
+        return self._server.controller.list_partitions()
+
+    def clear_partition(self, partition_id: str) -> None:
+        """Delete a partition."""
+        self._server.controller.clear_partition(partition_id)
+
+    def get_partition_snapshot(self, partition_id: str) -> Any:
+        """A partition as it is now."""
+        return self._server.controller.get_partition_snapshot(partition_id)
+
+
+def _defaults() -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    found: Any = OmegaConf.to_container(OmegaConf.load(CONFIG))
+    return dict(found)
+
+
+def _merged(defaults: Mapping[str, Any], given: Any) -> dict[str, Any]:
+    """`given` over `defaults`, dict by dict. Other values (a sampler's class) stay what they are."""
+    if "omegaconf" in sys.modules and not isinstance(given, dict):
+        from omegaconf import OmegaConf
+
+        given = OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
+    found = dict(defaults)
+    for key, value in given.items():
+        before = found.get(key)
+        found[key] = _merged(before, value) if isinstance(before, Mapping) and isinstance(value, Mapping) else value
+    return found
+
+
+def _rows_max(config: Mapping[str, Any]) -> int:
+    backend = config.get("backend") or {}
+    settings = backend.get(backend.get("storage_backend")) or {}
+    return int(settings.get("total_storage_size") or ROWS_MAX)

@@ -1,0 +1,41 @@
+"""Names and tags of a stack as names and tags of a table, and back.
+
+A partition's name may hold any character, a table's only some: others are written as ``/XX`` (their bytes in hexadecimal). A
+tag may be any plain value, a row's only text, number or truth: others are written as JSON behind a mark.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import quote, unquote
+
+_TABLE: Final = "p."
+_MARK: Final = "\x01json:"
+
+
+def table_of(partition_id: str) -> str:
+    """The table of a partition."""
+    return _TABLE + quote(partition_id, safe="").replace("~", "%7E").replace("%", "/")
+
+
+def partition_of(table: str) -> str | None:
+    """The partition of a table; None for a table that is none."""
+    return unquote(table.removeprefix(_TABLE).replace("/", "%")) if table.startswith(_TABLE) else None
+
+
+def stored_tags(tags: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
+    """Tags as a row keeps them. `TypeError` for values that JSON does not have."""
+    return {
+        str(name): value if isinstance(value, str | int | float | bool) else _MARK + json.dumps(value)
+        for name, value in tags.items()
+    }
+
+
+def given_tags(tags: Mapping[str, Any]) -> dict[str, Any]:
+    """Tags as they were given."""
+    return {
+        name: json.loads(value[len(_MARK) :]) if isinstance(value, str) and value.startswith(_MARK) else value
+        for name, value in tags.items()
+    }

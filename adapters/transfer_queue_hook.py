@@ -1,0 +1,63 @@
+"""Puts the drop-in in the place of the module ``transfer_queue``: one module under two names, whoever imports it first.
+
+Nothing of ours is imported until somebody imports ``transfer_queue``. Processes started from here inherit the change by
+``PYTHONPATH``: the folder ``transfer_queue_path`` holds a ``transfer_queue`` that only calls `install`, and comes before an
+installed one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+ALIAS: Final = "transfer_queue"
+REAL: Final = "transferqueue.adapters.transfer_queue"
+FOLDER: Final = str(Path(__file__).with_name("transfer_queue_path"))
+
+
+class _Alias(MetaPathFinder, Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != ALIAS and not fullname.startswith(ALIAS + "."):
+            return None
+        found = importlib.util.find_spec(REAL + fullname.removeprefix(ALIAS))
+        if found is None:
+            return None
+        return ModuleSpec(fullname, self, origin=found.origin, is_package=found.submodule_search_locations is not None)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(REAL + spec.name.removeprefix(ALIAS))
+        self._specs = {**getattr(self, "_specs", {}), spec.name: module.__spec__}
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        for alias, spec in list(self._specs.items()):
+            if spec is not None and spec.name == module.__name__:
+                module.__spec__ = spec
+                del self._specs[alias]
+
+
+def install() -> None:
+    """From now on ``import transfer_queue`` gives the drop-in, in this process. Again: nothing."""
+    if not any(isinstance(finder, _Alias) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Alias())
+    for name in [name for name in sys.modules if name == ALIAS or name.startswith(ALIAS + ".")]:
+        if not sys.modules[name].__name__.startswith(REAL):
+            del sys.modules[name]
+
+
+def activate() -> None:
+    """`install`, here and in the processes that are started from here."""
+    install()
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if FOLDER not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([FOLDER, *paths])
