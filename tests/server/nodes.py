@@ -57,7 +57,7 @@ class Bench:
     def deliver(self):
         for peer, frame in self.node.outbox:
             answer = codec.decode_answer(frame)
-            assert answer.epoch == EPOCH
+            assert answer.epoch == self.node.place.epoch
             self.answered.setdefault(peer, []).append((answer.id, answer.reply))
         self.node.outbox = []
 

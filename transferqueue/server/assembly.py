@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from importlib import metadata
-from typing import Final
 
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import FAREWELL_S
@@ -24,8 +22,6 @@ from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
 from transferqueue.transport.inproc import Hub
 from transferqueue.transport.keyring import Keyring
 from transferqueue.transport.zeromq import Port
-
-_log: Final = logging.getLogger("transferqueue.server")
 
 
 class Server:
@@ -102,11 +98,7 @@ def _resumed(state: Durable, home: Home, deaths: Deaths, door: Door) -> Node:
     memory = Memory(state.arena.arena, state.allocator, len(state.ledger.state.core.blocks.extents))
     place = _place(state.ledger.epoch, home, state.clock())
     node = Node(state.ledger, memory, place, watcher=deaths, door=door, durability=state)
-    resume(node, state.clock(), rebooted=state.rebooted)
-    if damaged := state.damaged():
-        lost = state.ledger.lose(damaged, state.clock())
-        _log.error("%d blocks are damaged on disk; rows that were dropped for it, by table: %s", len(damaged), lost)
-    node.tick(state.clock())
+    resume(node, state)
     return node
 
 

@@ -206,7 +206,7 @@ class Durable:
     def _refuse_stray(self, ledger: Ledger, tail: Tail) -> None:
         if ledger.epoch or tail.records:
             raise Corruption(
-                f"state directory {self.path} has a journal, but neither says which memory it speaks of; restore a snapshot, "
+                f"state directory {self.path} has a journal, but nothing says which memory it speaks of; restore a snapshot, "
                 "or start with an empty state directory"
             )
 

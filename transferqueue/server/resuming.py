@@ -6,6 +6,7 @@ Who died while no server ran is told by the kernel, as ever: its leases return n
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -16,8 +17,10 @@ from transferqueue.server import evidence
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
+    from transferqueue.server.durable import Durable
     from transferqueue.server.node import Node
 
+_log: Final = logging.getLogger("transferqueue.server")
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(m.Hello).decode
 
@@ -27,8 +30,23 @@ def origin_of(hello: m.Hello) -> bytes:
     return _encode(hello)
 
 
-def resume(node: Node, now: float, *, rebooted: bool) -> None:
-    """Find every client again that the ledger knows. rebooted: no process of then can live."""
+def resume(node: Node, state: Durable) -> dict[str, list[int]]:
+    """Have a new node go on from `state`: find every client again that the ledger knows, and see to what is damaged.
+
+    Returns the rows that ended for it, by table.
+    """
+    now = state.clock()
+    _find_sessions(node, now, rebooted=state.rebooted)
+    lost: dict[str, list[int]] = {}
+    if damaged := state.damaged():
+        lost = node.ledger.lose(damaged, now)
+        _log.error("%d blocks are damaged on disk; rows that were dropped for it, by table: %s", len(damaged), lost)
+    node.tick(now)
+    return lost
+
+
+def _find_sessions(node: Node, now: float, *, rebooted: bool) -> None:
+    """rebooted: no process of then can live."""
     for known in list(node.ledger.state.sessions.values()):
         hello = _hello_of(known)
         found, alive = (None, False) if rebooted else evidence.find_again(hello)

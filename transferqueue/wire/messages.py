@@ -27,6 +27,8 @@ Name = Annotated[str, Meta(max_length=128)]
 Key = Annotated[str, Meta(max_length=KEY_CHARS_MAX)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Checksum = Annotated[int, Meta(ge=0)]
+"""xxh3-64: any unsigned integer that a message can hold."""
 
 
 @dataclass_transform(frozen_default=True)
@@ -74,7 +76,7 @@ class Placed(Message):
     fields: list[Name]
     counts: list[Count]
     slots: I32 | None = None
-    checksum: Count = 0
+    checksum: Checksum = 0
 
 
 class Columns(Message):
