@@ -243,6 +243,15 @@ class Driver:
         named = None if rows is None else i64(rows)
         return self.apply(m.Ack(table, lease.lease, lease.token, named, columns, drop, step))
 
+    def checkpointed(self, step: int, task: str = "", *, table: str = "t") -> Any:
+        return self.apply(m.Checkpointed(table, step, task))
+
+    def rollback(self, step: int, task: str = "", *, version: int = -1, table: str = "t") -> Any:
+        return self.apply(m.Rollback(table, step, task, version))
+
+    def cursor(self, start: int = 0, *, table: str = "t") -> Any:
+        return self.apply(m.Cursor(table, start)).ordinal
+
     def release(
         self,
         lease: Given,

@@ -47,6 +47,8 @@ class Row:
     state: dict[str, str] = field(default_factory=dict)
     attempts: dict[str, int] = field(default_factory=dict)
     order: dict[str, int] = field(default_factory=dict)
+    step: dict[str, int] = field(default_factory=dict)
+    ordinal: int = -1
 
     @property
     def unit(self) -> int:
@@ -114,6 +116,9 @@ class Model:
         self.commits: dict[int, set[str]] = {}
         """commit -> its fields in blocks"""
         self.commit = 0
+        self.checkpoint = dict.fromkeys(self.tasks, -1)
+        self.ordinals: set[int] = set()
+        """Ordinals of which a row has ended."""
         self.due: list[tuple[float, int, Any]] = []
 
     # ------------------------------------------------------------ views of the state
@@ -162,10 +167,10 @@ class Model:
                 self.conclude()
             assert when <= now
 
-    def give_up(self, lease: Lease) -> None:
+    def give_up(self, lease: Lease, *, failed: bool = True) -> None:
         rows = [row for row in lease.rows if row in lease.held]
         lease.held.clear()
-        self.give_back(lease.task, rows, failed=True)
+        self.give_back(lease.task, rows, failed=failed)
         self.end(lease)
         self.conclude()
 
@@ -351,7 +356,7 @@ class Model:
 
     def ack(
         self, session: int, number: int, rows: list[int] | None, fields: set[str], version: int | None, drop: str,
-        commit: int,
+        commit: int, step: int = -1,
     ) -> int:  # fmt: skip
         lease, named, held = self._named(session, number, rows)
         if named and not held:
@@ -367,6 +372,9 @@ class Model:
         if drop:
             self.give_back(lease.task, held, failed=False)
             self.doomed.append((held, drop))
+        elif step > self.checkpoint[lease.task]:
+            for row in held:
+                self.rows[row].state[lease.task], self.rows[row].step[lease.task] = "stepped", step
         else:
             self.finish(lease.task, held)
         if not lease.open or not lease.held:
@@ -390,6 +398,38 @@ class Model:
                 ended.append(number)
         self.done_count += len(ended)
         self.leave(ended, "done")
+
+    # ------------------------------------------------------------ steps
+
+    def _stepped(self, name: str, low: int, high: int) -> list[int]:
+        rows = [row for row in self.live() if row.state[name] == "stepped" and low <= row.step[name] <= high]
+        return [row.id for row in sorted(rows, key=lambda row: (row.step[name], row.id))]
+
+    def checkpointed(self, name: str, step: int) -> int:
+        rows = self._stepped(name, 0, step)
+        self.checkpoint[name] = max(self.checkpoint[name], step)
+        self.finish(name, rows)
+        self.conclude()
+        return len(rows)
+
+    def rollback(self, name: str, step: int, version: int) -> int:
+        if step < self.checkpoint[name] or version > self.clock:
+            raise Refused("UsageError")
+        if version >= 0:
+            self.clock = version
+        for lease in [one for one in self.leases.values() if one.task == name]:
+            if lease.id in self.leases:
+                self.give_up(lease, failed=False)
+        rows = self._stepped(name, step + 1, 1 << 53)
+        self.give_back(name, rows, failed=False)
+        self.conclude()
+        return len(rows)
+
+    def cursor(self, start: int) -> int:
+        live = {row.ordinal for row in self.live()}
+        while start in self.ordinals and start not in live:
+            start += 1
+        return start
 
     def release(self, session: int, number: int, rows: list[int] | None, failed: bool) -> int:
         lease, named, held = self._named(session, number, rows)
@@ -460,7 +500,7 @@ class Model:
     def _lose(self, name: str, task: Task, row: Row) -> None:
         self._unlease(name, row)
         before, row.state[name] = row.state[name], "gone"
-        if task.groups is None or before not in ("pending", "held", "ready", "leased"):
+        if task.groups is None or before not in ("pending", "held", "ready", "leased", "stepped"):
             return
         unit = self.units[name].setdefault(row.unit, Unit(name, row.unit))
         unit.lost += 1
@@ -485,6 +525,7 @@ class Model:
     def leave(self, rows: list[int], fate: str) -> None:
         for number in rows:
             self.rows[number].fate = fate
+            self.ordinals.add(self.rows[number].ordinal)
         for number in rows:
             row = self.rows[number]
             if not self.members(row.unit):
@@ -638,7 +679,7 @@ class Model:
                 row.fields.pop(name, None)
         for name in after:
             self._recede(name, [row for row in rows if self.rows[row].state[name] not in ("absent", "kept")])
-        again = [row for row in rows if self.rows[row].state[target] == "done"]
+        again = [row for row in rows if self.rows[row].state[target] in ("done", "stepped")]
         self._recede(target, again)
         self.complete(target, [self.rows[row] for row in again])
 

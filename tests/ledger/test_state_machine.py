@@ -64,7 +64,7 @@ stale_rules = st.sampled_from([None, DropStale(), KeepStale(), HoldClock(), Requ
 WEIGHTS = {
     "put": 8, "lease": 8, "ack": 7, "update": 5, "release": 2, "pass_time": 2, "advance": 2, "reserve": 2, "drop": 1,
     "delete": 1, "renew": 1, "unreserve": 1, "unpin": 2, "die": 1, "seal": 1,
-    "reborn": 2,
+    "reborn": 2, "checkpointed": 1, "rollback": 1,
 }  # fmt: skip
 MOVES = [move for move, weight in WEIGHTS.items() for _ in range(weight)]
 
@@ -191,10 +191,14 @@ class LedgerMachine(RuleBasedStateMachine):
         }
         if grouping != "none":
             facts |= {"group_id": group, "group_size": size}
+        ordinal = data.draw(st.integers(-1, 6), "ordinal")
+        facts["ordinal"] = [ordinal + at if ordinal >= 0 else -1 for at in range(count)]
         columns, commit = self._columns(driver, count, fields, **facts)
         rows = [
             Row(-1, group if grouping != "none" else -1, size, version, number, float(number % 3)) for number in tokens
         ]
+        for row, number in zip(rows, facts["ordinal"], strict=True):
+            row.ordinal = number
         put = m.Put("t", count, columns, one)
         reply, wanted = self.both(
             lambda: driver.apply(put), lambda: self.model.put(driver.session, rows, fields, one, commit)
@@ -304,13 +308,37 @@ class LedgerMachine(RuleBasedStateMachine):
         facts = {} if version is None else {"policy_version": version}
         columns, commit = self._columns(driver, count, fields, **facts)
         reason = "bad" if not drop else ""
+        step = data.draw(st.sampled_from([-1, -1, 0, 1, 2, 3, 4, 5]), "step")
         reply, wanted = self.both(
-            lambda: driver.ack(given, rows, columns=columns, drop=reason),
-            lambda: self.model.ack(driver.session, given.lease, rows, fields, version, reason, commit),
+            lambda: driver.ack(given, rows, columns=columns, drop=reason, step=step),
+            lambda: self.model.ack(driver.session, given.lease, rows, fields, version, reason, commit, step),
         )
         if reply is not None:
             assert reply.rows == wanted
         self._undo_grant(driver, columns)
+
+    def checkpointed(self, data: st.DataObject) -> None:
+        task, step = (
+            data.draw(st.sampled_from(["train", "train", "grade", "log"]), "task"),
+            data.draw(st.integers(0, 5)),
+        )
+        reply, wanted = self.both(
+            lambda: self.any.checkpointed(step, task), lambda: self.model.checkpointed(task, step)
+        )
+        assert reply.rows == wanted
+
+    def rollback(self, data: st.DataObject) -> None:
+        task, step = (
+            data.draw(st.sampled_from(["train", "train", "grade", "log"]), "task"),
+            data.draw(st.integers(-1, 4)),
+        )
+        back = data.draw(st.integers(-2, 3), "back")
+        version = -1 if back == 3 else self.model.clock - back
+        reply, wanted = self.both(
+            lambda: self.any.rollback(step, task, version=version), lambda: self.model.rollback(task, step, version)
+        )
+        if reply is not None:
+            assert reply.rows == wanted
 
     def release(self, data: st.DataObject) -> None:
         if not self.given:
@@ -445,8 +473,13 @@ class LedgerMachine(RuleBasedStateMachine):
         }
         assert table.outstanding == model.outstanding()
         for name, task in table.tasks.items():
-            for state in ("pending", "held", "ready", "leased"):
+            for state in ("pending", "held", "ready", "leased", "stepped"):
                 assert task.counts[STATES.index(state)] == model.count(name, state), (name, state)
+
+    @invariant()
+    def same_cursor(self) -> None:
+        for start in (0, 3):
+            assert self.any.cursor(start) == self.model.cursor(start)
 
     @invariant()
     def same_queues(self) -> None:

@@ -23,7 +23,7 @@ def test_every_request_is_in_the_table():
 
 def test_an_observer_only_looks():
     may = {kind.__name__ for kind in REQUESTS if "observer" in MAY[kind]}
-    assert may == {"Hello", "Heartbeat", "Goodbye", "Unpin", "OpenTable", "ListTables", "Observe"}
+    assert may == {"Hello", "Heartbeat", "Goodbye", "Unpin", "OpenTable", "ListTables", "Observe", "Cursor"}
 
 
 def test_the_refusal_names_the_role_and_who_may():

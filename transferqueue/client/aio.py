@@ -299,6 +299,18 @@ class AsyncTable(TableBase):
         """As `Table.advance`."""
         await self._drive(verbs.advance(self._terms, version, timeout_s))
 
+    async def checkpointed(self, step: int, *, task: str | None = None) -> int:
+        """See `Table.checkpointed`."""
+        return await self._drive(verbs.checkpointed(self._terms, step, task))
+
+    async def rollback(self, step: int, *, task: str | None = None, version: int | None = None) -> int:
+        """See `Table.rollback`."""
+        return await self._drive(verbs.rollback(self._terms, step, task, version))
+
+    async def cursor(self, start: int = 0) -> int:
+        """See `Table.cursor`."""
+        return await self._drive(verbs.cursor(self._terms, start))
+
     async def seal(self) -> None:
         """As `Table.seal`."""
         await self._drive(verbs.seal(self._terms))

@@ -93,7 +93,8 @@ class Batch(BatchBase):
         """The rows are done. Result columns and facts commit together with the ack, or neither does.
 
         rows: ids of those that are done; None: all that are left. Columns have one row for each, in this
-        order. step: the trainer's step, for the row's history. `LeaseExpired` if the lease is over: nothing
+        order. step: the trainer's; the rows are then kept until `Table.checkpointed` covers it, and given out again by a
+        `Table.rollback` to an earlier one; -1: they are done at once. `LeaseExpired` if the lease is over: nothing
         was changed, and the rows are somebody else's. `SchemaError` if a column does not fit: still leased.
         """
         facts = Facts(

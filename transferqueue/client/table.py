@@ -262,6 +262,27 @@ class Table(TableBase):
         """
         self._drive(verbs.advance(self._terms, version, timeout_s))
 
+    def checkpointed(self, step: int, *, task: str | None = None) -> int:
+        """The model is saved up to `step`: rows acked with that step, or one before, are done now. Returns how many.
+
+        task: whose acks (None: the task that sets the pace, or the only one). A step that was covered before: 0.
+        """
+        return self._drive(verbs.checkpointed(self._terms, step, task))
+
+    def rollback(self, step: int, *, task: str | None = None, version: int | None = None) -> int:
+        """The model is again as saved at `step` (-1: as it began): rows acked with a later step are ready again, at their
+        old place. Returns how many.
+
+        Leases of the task end, as no attempt; a late ack is `LeaseExpired`. task: as of `checkpointed`. version: the
+        trainer's version is this again, and so is the clock; None: the clock stays, and rows over the staleness bound
+        are judged as ever. `UsageError` for a step before the last checkpoint: its rows are done for good.
+        """
+        return self._drive(verbs.rollback(self._terms, step, task, version))
+
+    def cursor(self, start: int = 0) -> int:
+        """The lowest ordinal, from `start` on, that was not put yet or of which a row is live: where to resume prompts."""
+        return self._drive(verbs.cursor(self._terms, start))
+
     def seal(self) -> None:
         """No more rows will enter: consumers drain what is there, then see `EndOfTable`. Twice is `Sealed`."""
         self._drive(verbs.seal(self._terms))

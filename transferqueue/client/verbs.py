@@ -185,6 +185,32 @@ def advance(terms: Terms, version: int, timeout_s: float) -> Operation[None]:
     yield from ask(request, m.Done)
 
 
+def checkpointed(terms: Terms, step: int, task: str | None) -> Operation[int]:
+    """The model is safe up to `step`."""
+    request = m.Checkpointed(table=terms.name, step=checks.whole("step", step), task=_task_name(task))
+    return (yield from ask(request, m.Done)).rows
+
+
+def rollback(terms: Terms, step: int, task: str | None, version: int | None) -> Operation[int]:
+    """The model is again as it was at `step`."""
+    request = m.Rollback(
+        table=terms.name,
+        step=checks.whole("step", step, -1),
+        task=_task_name(task),
+        version=-1 if version is None else checks.whole("version", version),
+    )
+    return (yield from ask(request, m.Done)).rows
+
+
+def _task_name(task: str | None) -> str:
+    return "" if task is None else check_name("task", task)
+
+
+def cursor(terms: Terms, start: int) -> Operation[int]:
+    """Up to which ordinal all is final."""
+    return (yield from ask(m.Cursor(table=terms.name, start=checks.whole("start", start)), m.CursorAt)).ordinal
+
+
 def seal(terms: Terms) -> Operation[None]:
     """No more rows will enter."""
     yield from ask(m.Seal(table=terms.name), m.Done)

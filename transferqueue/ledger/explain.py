@@ -17,7 +17,7 @@ from transferqueue.ledger.gathering import FORMING, GroupTaskState
 from transferqueue.ledger.leases import Lease
 from transferqueue.ledger.pages import LIVE
 from transferqueue.ledger.table import Table
-from transferqueue.ledger.tasks import HELD, LEASED, PENDING, READY, TaskState
+from transferqueue.ledger.tasks import HELD, LEASED, PENDING, READY, STEPPED, TaskState
 from transferqueue.limits import HEARTBEAT_S
 from transferqueue.wire.messages import Lease as LeaseRequest
 
@@ -53,7 +53,7 @@ def _wanted(request: LeaseRequest) -> str:
 
 
 def _lacking(table: Table, task: TaskState, now: float) -> list[str]:
-    found = [*_leased(table, [task], now), *_pending(table, task, now)]
+    found = [*_leased(table, [task], now), *_pending(table, task, now), *_stepped(task)]
     if isinstance(task, GroupTaskState):
         found += _forming(table, task)
     if not found and not task.open_rows:
@@ -82,6 +82,16 @@ def _leased(table: Table, tasks: Iterable[TaskState], now: float) -> list[str]:
         if unseen:
             told.append(f'{_count(unseen, "more row")} leased for "{task.task.name}"')
     return told
+
+
+def _stepped(task: TaskState) -> list[str]:
+    """Rows that wait for a checkpoint, and for which."""
+    count = task.counts[STEPPED]
+    if not count:
+        return []
+    name, step = task.task.name, task.stepped.latest
+    call = f'call checkpointed({step}, task="{name}") once the model is saved'
+    return [f"{_count(count, 'row')} kept until a checkpoint covers step {step}: {call}"]
 
 
 def _holder(table: Table, session: int, now: float) -> str:
@@ -194,6 +204,7 @@ def who_holds_rows(table: Table) -> str:
                 f'task "{task.task.name}" has {task.open_rows - counts[LEASED] - counts[PENDING] - counts[HELD]} ready, '
                 f"{counts[LEASED]} leased, {counts[PENDING] + counts[HELD]} not complete"
             )
+        told += [f'task "{task.task.name}": {text}' for text in _stepped(task)]
     if table.flow.reserved:
         holders = tally(np.array([one.session for one in table.flow.reservations.values()], np.int64))
         told.append(

@@ -38,10 +38,10 @@ def drop_rows(table: Table, rows: IntArray, reason: str, now: float) -> None:
         table.wake_tasks()
 
 
-def finish_rows(table: Table, task: TaskState, rows: IntArray, now: float) -> None:
-    """`task` is done with leased rows; those that no task needs any more are done."""
+def finish_rows(table: Table, task: TaskState, rows: IntArray, now: float, before: int = LEASED) -> None:
+    """`task` is done with leased (or stepped) rows; those that no task needs any more are done."""
     at = table.rows.pages.index(rows)
-    task.finish(rows, at)
+    task.finish(rows, at, before)
     left = table.rows.tasks_left
     left.a[at] -= 1
     over: BoolArray = left.a[at] == 0
@@ -55,6 +55,7 @@ def finish_rows(table: Table, task: TaskState, rows: IntArray, now: float) -> No
 
 
 def _end(table: Table, rows: IntArray, at: IntArray, fate: int) -> None:
+    table.ordinals.ended(at)
     if len(table.groups) or table.gatherers:
         for unit in table.groups.leave(rows, at, dropped=fate == DROPPED):
             table.flow.forget(unit)

@@ -24,7 +24,7 @@ from transferqueue.ledger.predicates import matches
 from transferqueue.ledger.ready import ORDER, STAMP, UNIT, in_order
 from transferqueue.ledger.rows import Rows
 from transferqueue.ledger.selectors import Ranker, Units
-from transferqueue.ledger.tasks import ABSENT, GONE, HELD, LEASED, PENDING, READY, TaskState
+from transferqueue.ledger.tasks import ABSENT, DONE, GONE, HELD, LEASED, PENDING, READY, TaskState
 from transferqueue.policies import Complete, Predicate, Task
 
 FORMING, QUEUED, OUT, OVER = range(4)
@@ -109,9 +109,9 @@ class GroupTaskState(TaskState):
         if one.state == FORMING and one.ready and not one.late and one.deadline is None and self.rule.deadline_s:
             self._deadlines.add(one, now + self.rule.deadline_s)
 
-    def give_back(self, rows: IntArray, at: IntArray, now: float) -> None:
-        """Leased members are complete again; whether their group is whole shows when it is settled."""
-        self.move(at, rows.size, LEASED, HELD)
+    def give_back(self, rows: IntArray, at: IntArray, now: float, before: int = LEASED) -> None:
+        """Leased (or stepped) members are complete again; whether their group is whole shows when it is settled."""
+        self.move(at, rows.size, before, HELD)
         for unit, count in self.groups.counts(self.groups.units(rows, at)):
             one = self.forming[unit]
             one.state = FORMING
@@ -124,9 +124,9 @@ class GroupTaskState(TaskState):
         if units:
             self._enqueue_units(units)
 
-    def finish(self, rows: IntArray, at: IntArray) -> None:
-        """Leased groups are done."""
-        super().finish(rows, at)
+    def finish(self, rows: IntArray, at: IntArray, before: int = LEASED) -> None:
+        """Leased (or stepped) groups are done."""
+        super().finish(rows, at, before)
         for unit, _ in self.groups.counts(self.groups.units(rows, at)):
             self.close(unit)
             self._leave_out(unit)
@@ -154,7 +154,7 @@ class GroupTaskState(TaskState):
         units = self.groups.units(rows, at)
         super().withdraw(rows, at, to)
         ready = dict(self.groups.counts(units[(states == HELD) | (states == READY)]))
-        for unit, lost in self.groups.counts(units[states <= LEASED]):
+        for unit, lost in self.groups.counts(units[states < DONE]):
             self._lose(unit, ready.get(unit, 0), lost)
 
     def _lose(self, unit: int, ready: int, lost: int) -> None:

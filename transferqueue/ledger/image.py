@@ -33,6 +33,7 @@ from transferqueue.ledger.groups import Group, Groups
 from transferqueue.ledger.heap import Form, Known
 from transferqueue.ledger.history import Event, History
 from transferqueue.ledger.leases import Lease, Leases
+from transferqueue.ledger.ordinals import Ordinals
 from transferqueue.ledger.pages import Column, Pages
 from transferqueue.ledger.parts import Part, Parts
 from transferqueue.ledger.ready import Ready, Run
@@ -40,6 +41,7 @@ from transferqueue.ledger.rows import Mask, Rows
 from transferqueue.ledger.selectors import PluginFactory, Ranker
 from transferqueue.ledger.sessions import Replies, Session, Spans
 from transferqueue.ledger.state import State
+from transferqueue.ledger.steps import Steps
 from transferqueue.ledger.table import Core, Table
 from transferqueue.ledger.tasks import Tally, TaskState, View
 from transferqueue.ledger.versions import VersionIndex
@@ -48,7 +50,7 @@ from transferqueue.wire import messages
 _WHOLE: Final = (
     State, Table, Session, Replies, Spans, effects.Effects, Deadlines, Leases, Lease, Blocks, Block, Extent, Usage, Rows,
     Mask, Parts, Part, Groups, Group, TaskState, GroupTaskState, Tally, Forming, Ready, Run, Flow, Reservation,
-    VersionIndex, History, Agreement, Batch, Channel, Version, Staged, Facts,
+    VersionIndex, Steps, Ordinals, History, Agreement, Batch, Channel, Version, Staged, Facts,
 )  # fmt: skip
 
 _FORMS: Final = [

@@ -30,7 +30,7 @@ from transferqueue.ledger.views import explained, observed
 from transferqueue.limits import SESSIONS_MAX
 from transferqueue.wire import messages as m
 
-ANSWERED_ANEW: Final = (m.Observe, m.Find, m.ListTables, m.OpenTable, m.Heartbeat)
+ANSWERED_ANEW: Final = (m.Observe, m.Find, m.Cursor, m.ListTables, m.OpenTable, m.Heartbeat)
 """Requests that change nothing: asked again, they need no reply kept."""
 
 

@@ -24,7 +24,7 @@ from transferqueue.ledger.pages import DONE, DROPPED, LIVE
 from transferqueue.ledger.ready import UNIT
 from transferqueue.ledger.sessions import Session
 from transferqueue.ledger.table import Core, Table
-from transferqueue.ledger.tasks import HELD, KEPT, LEASED, PENDING, READY, STATES, TaskState
+from transferqueue.ledger.tasks import HELD, KEPT, LEASED, PENDING, READY, STATES, STEPPED, TaskState
 from transferqueue.wire.messages import Lease as LeaseRequest
 
 Plain = dict[str, Any]
@@ -45,6 +45,7 @@ def table_stats(table: Table, now: float) -> Plain:
         "fields": {name: field.describe() for name, field in table.rows.fields.items()},
         "groups": len(table.groups),
         "version": table.clock,
+        "cursor": table.ordinals.cursor(),
         "sealed": table.sealed,
         "age_s": _oldest(table, now),
         "staleness": {str(lag): rows for lag, rows in sorted(table.staleness.items())},
@@ -61,7 +62,8 @@ def table_stats(table: Table, now: float) -> Plain:
 def _task_stats(table: Table, task: TaskState, now: float) -> Plain:
     leases = [one for one in table.core.leases.by_id.values() if one.table == table.name and one.task == task.task.name]
     stats: Plain = {
-        **{STATES[state]: task.counts[state] for state in (PENDING, HELD, READY, LEASED, KEPT)},
+        **{STATES[state]: task.counts[state] for state in (PENDING, HELD, READY, LEASED, STEPPED, KEPT)},
+        "checkpoint": task.checkpoint,
         "done": task.tally.done,
         "dropped": task.tally.dropped,
         "given": task.tally.given,

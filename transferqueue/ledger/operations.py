@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from transferqueue.errors import AlreadyExists, DeadlineExceeded, Full, NotFound, ProtocolError, UsageError, listing
-from transferqueue.ledger import channels, flowing, handover, intake, reading, returns, terms
+from transferqueue.ledger import channels, flowing, handover, intake, reading, returns, stepped, terms
 from transferqueue.ledger.arrays import decode_ids
 from transferqueue.ledger.channels import Channel
 from transferqueue.ledger.effects import Wait
@@ -138,6 +138,18 @@ def _ack(state: State, request: m.Ack, session: Session, call: int) -> Answer:
     return returns.ack(state.table(request.table), request, session.id, state.now)
 
 
+def _checkpointed(state: State, request: m.Checkpointed, session: Session, call: int) -> Answer:
+    return stepped.checkpointed(state.table(request.table), request, state.now)
+
+
+def _rollback(state: State, request: m.Rollback, session: Session, call: int) -> Answer:
+    return stepped.rollback(state.table(request.table), request, state.now)
+
+
+def _cursor(state: State, request: m.Cursor, session: Session, call: int) -> Answer:
+    return m.CursorAt(state.table(request.table).ordinals.cursor(request.start))
+
+
 def _release(state: State, request: m.Release, session: Session, call: int) -> Answer:
     return returns.release(state.table(request.table), request, session.id, state.now)
 
@@ -226,6 +238,9 @@ OPERATIONS: Final[dict[type, Operation]] = {
     m.Update: _update,
     m.Lease: _lease,
     m.Ack: _ack,
+    m.Checkpointed: _checkpointed,
+    m.Rollback: _rollback,
+    m.Cursor: _cursor,
     m.Release: _release,
     m.Renew: _renew,
     m.Reserve: _reserve,

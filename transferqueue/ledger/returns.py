@@ -97,7 +97,10 @@ def _finish(table: Table, task: TaskState, rows: IntArray, request: Ack, session
         table.doomed.append((rows, request.drop))
         return
     table.history.add(now, "acked", rows, task.task.name, session, detail)
-    finish_rows(table, task, rows, now)
+    if request.step > task.checkpoint:
+        task.step(rows, table.rows.pages.index(rows), request.step)
+    else:
+        finish_rows(table, task, rows, now)
     if task is table.pacer:
         table.wake_room()
     if table.sealed:
@@ -209,16 +212,18 @@ def renew(table: Table, request: Renew, session: int, now: float) -> Renewed:
 # ---------------------------------------------------------------- ends that nobody asked for
 
 
-def give_up(table: Table, one: Lease, why: str, now: float) -> None:
+def give_up(table: Table, one: Lease, why: str, now: float, *, failed: bool = True) -> None:
     """A lease ends by expiry or the death of its holder: a failed attempt. Unclaimed shares are no attempt."""
     task = table.tasks[one.task]
     claimed = bool(one.holders)
     rows = one.rows[one.held]
     one.held[:] = one.open[:] = False
     table.history.add(now, why, rows, one.task, next(iter(one.holders.values()), 0))
-    return_rows(table, task, rows, failed=claimed, now=now)
+    return_rows(table, task, rows, failed=failed and claimed, now=now)
     end_lease(table, one, why, told=False)
     if one.share is not None:
         for number in table.agreements[one.task, *one.share].break_up(one.id):
-            give_up(table, table.core.leases.by_id[number], "its batch was given up by another rank", now)
+            give_up(
+                table, table.core.leases.by_id[number], "its batch was given up by another rank", now, failed=failed
+            )
     conclude(table, now)

@@ -27,7 +27,7 @@ from transferqueue.ledger.fates import drop_rows, lose_leases, retire
 from transferqueue.ledger.gathering import FORMING, Forming, GroupTaskState
 from transferqueue.ledger.pages import LIVE
 from transferqueue.ledger.table import Table
-from transferqueue.ledger.tasks import DONE, KEPT, PENDING, READY, TaskState
+from transferqueue.ledger.tasks import DONE, KEPT, LEASED, PENDING, READY, STEPPED, TaskState
 from transferqueue.policies import KeepStale, Refill, Release, Requeue, Task
 
 INCOMPLETE = "group_incomplete"
@@ -143,12 +143,14 @@ def doom_group(table: Table, unit: int) -> None:
     table.doomed.append((np.array(table.groups.members(unit), np.int64), INCOMPLETE))
 
 
-def return_rows(table: Table, task: TaskState, rows: IntArray, *, failed: bool, now: float) -> None:
-    """Leased rows that no lease holds any more go back to `task`, unless they failed too often or are stale."""
+def return_rows(
+    table: Table, task: TaskState, rows: IntArray, *, failed: bool, now: float, before: int = LEASED
+) -> None:
+    """Leased (or stepped) rows that no lease holds any more go back to `task`, unless they failed too often or are stale."""
     if not rows.size:
         return
     at = table.rows.pages.index(rows)
-    task.give_back(rows, at, now)
+    task.give_back(rows, at, now, before)
     if failed:
         task.tally.failed += rows.size
         task.attempts.a[at] += 1
@@ -258,7 +260,7 @@ def _recede(table: Table, task: TaskState, rows: IntArray, at: IntArray) -> None
 
 
 def _again(table: Table, task: TaskState, rows: IntArray, at: IntArray, now: float) -> None:
-    done = task.state.a[at] == DONE
+    done = (task.state.a[at] == DONE) | (task.state.a[at] == STEPPED)
     if not done.any():
         return
     _recede(table, task, rows[done], at[done])

@@ -19,6 +19,7 @@ from transferqueue.ledger.gathering import GroupTaskState
 from transferqueue.ledger.groups import Groups
 from transferqueue.ledger.history import History
 from transferqueue.ledger.leases import Leases
+from transferqueue.ledger.ordinals import Ordinals
 from transferqueue.ledger.parts import Parts
 from transferqueue.ledger.rows import Rows
 from transferqueue.ledger.selectors import PluginFactory, Ranker
@@ -71,6 +72,7 @@ class Table:
         """Tasks that take whole groups."""
         self.flow = Flow()
         self.versions = VersionIndex(self.rows) if pacing and pacing.max_staleness is not None else None
+        self.ordinals = Ordinals(self.rows)
         self.history = History()
         self.usage = Usage()
         self.agreements: dict[tuple[str, int, int], Agreement] = {}

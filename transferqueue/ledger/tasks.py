@@ -7,11 +7,13 @@ Each row is, to each task, in one of these states::
        |   (groups) HELD -whole-+  +----release, expire, death of the holder
        +--> HELD: complete, but its group is not whole
 
+    STEPPED: acked with a step that no checkpoint covers yet: DONE or READY again later (see `stepped`)
+
     ABSENT: the task never sees the row (declared later with from_="now", or its group was over)
     KEPT:   stale under KeepStale: never handed over again, readable until deleted
     GONE:   the row has a fate
 
-`hold` is the stamp of a READY row's entry in the ready queue, or the lease of a LEASED row. `order` is when
+`hold` is the stamp of a READY row's entry in the ready queue, the lease of a LEASED row, the step of a STEPPED one. `order` is when
 it first became ready, and decides among equals; a row that returns keeps it, so it does not lose its place.
 """
 
@@ -28,11 +30,12 @@ from transferqueue.ledger.predicates import matches
 from transferqueue.ledger.ready import ORDER, STAMP, UNIT, Entries, Ready, in_order
 from transferqueue.ledger.rows import Mask, Rows
 from transferqueue.ledger.selectors import Ranker, Units
+from transferqueue.ledger.steps import Steps
 from transferqueue.limits import VIEWS_MAX
 from transferqueue.policies import Predicate, Task
 
-PENDING, HELD, READY, LEASED, DONE, ABSENT, KEPT, GONE = range(8)
-STATES: Final = ("pending", "held", "ready", "leased", "done", "absent", "kept", "gone")
+PENDING, HELD, READY, LEASED, STEPPED, DONE, ABSENT, KEPT, GONE = range(9)
+STATES: Final = ("pending", "held", "ready", "leased", "stepped", "done", "absent", "kept", "gone")
 OPEN: Final = (PENDING, HELD, READY, LEASED)
 """States in which the task still has work with the row."""
 
@@ -68,6 +71,9 @@ class TaskState:
         self.hold = rows.pages.column(np.int64)
         self.order = rows.pages.column(np.int64)
         self.attempts = rows.pages.column(np.int32)
+        self.stepped = Steps(rows, self.state, self.hold, STEPPED)
+        self.checkpoint = -1
+        """The latest step that a checkpoint covers."""
         self.needs = frozenset(task.needs)
         self.counts = [0] * len(STATES)
         self.tally = Tally()
@@ -113,9 +119,9 @@ class TaskState:
         self.order.a[at] = stamps
         self._enqueue(rows, at, stamps, stamps)
 
-    def give_back(self, rows: IntArray, at: IntArray, now: float) -> None:
-        """Leased rows are ready again, at their old place."""
-        self.move(at, rows.size, LEASED, READY)
+    def give_back(self, rows: IntArray, at: IntArray, now: float, before: int = LEASED) -> None:
+        """Leased (or stepped) rows are ready again, at their old place."""
+        self.move(at, rows.size, before, READY)
         self._enqueue(rows, at, self.order.a[at], self.stamps(rows.size))
 
     def rerank(self, rows: IntArray, at: IntArray) -> None:
@@ -125,15 +131,21 @@ class TaskState:
             at = at[ready]
             self._enqueue(rows[ready], at, self.order.a[at], self.stamps(at.size))
 
-    def finish(self, rows: IntArray, at: IntArray) -> None:
-        """Leased rows are done."""
+    def step(self, rows: IntArray, at: IntArray, step: int) -> None:
+        """Leased rows are done, once a checkpoint covers `step`."""
+        self.move(at, rows.size, LEASED, STEPPED)
+        self.hold.a[at] = step
+        self.stepped.file(rows, step)
+
+    def finish(self, rows: IntArray, at: IntArray, before: int = LEASED) -> None:
+        """Leased (or stepped) rows are done."""
         self.tally.done += rows.size
-        self.move(at, rows.size, LEASED, DONE)
+        self.move(at, rows.size, before, DONE)
 
     def withdraw(self, rows: IntArray, at: IntArray, to: int = GONE) -> None:
         """Rows end, or become what the task has no work with. Leases lose them elsewhere."""
         if to == GONE:
-            self.tally.dropped += int((self.state.a[at] <= LEASED).sum())
+            self.tally.dropped += int((self.state.a[at] < DONE).sum())
         self._set_state(at, to)
 
     def recede(self, rows: IntArray, at: IntArray) -> None:

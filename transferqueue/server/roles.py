@@ -40,6 +40,7 @@ MAY: Final[dict[type[m.Request], frozenset[Role]]] = {
     m.OpenTable: _EVERYONE,
     m.ListTables: _EVERYONE,
     m.Observe: _EVERYONE,
+    m.Cursor: _EVERYONE,
     # new rows
     m.Put: _PRODUCERS,
     m.Reserve: _PRODUCERS,
@@ -47,6 +48,8 @@ MAY: Final[dict[type[m.Request], frozenset[Role]]] = {
     # rows that are there
     m.Lease: _CONSUMERS,
     m.Ack: _CONSUMERS,
+    m.Checkpointed: _CONSUMERS,
+    m.Rollback: _CONSUMERS,
     m.Release: _CONSUMERS,
     m.Renew: _CONSUMERS,
     m.Read: _CONSUMERS,

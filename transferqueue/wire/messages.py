@@ -5,7 +5,8 @@ these later. Requests carry an id that the client chose, ascending within its se
 again with the same id gets the same answer and changes nothing twice.
 
 Arrays travel as little-endian bytes: `Rows` are int64 row ids, `I64`/`I32`/`F64` what they say.
-Everything here is validated for type by the decoder and for meaning by the ledger.
+Everything here is validated for type by the decoder and for meaning by the ledger. Each list, text and map has a bound
+that the decoder compares with its count before it makes anything; the ledger's own bounds, which say what to do, are lower.
 """
 
 from __future__ import annotations
@@ -15,20 +16,51 @@ from typing import Annotated, dataclass_transform
 import msgspec
 from msgspec import Meta
 
-from transferqueue.limits import KEY_CHARS_MAX, Limits
-from transferqueue.policies import Pacing, Predicate, Retention, Tags, Task
+from transferqueue.limits import (
+    ITEMS_MAX,
+    KEY_CHARS_MAX,
+    MESSAGE_BYTES_MAX,
+    PREDICATES_MAX,
+    ROWS_PER_REQUEST_MAX,
+    SESSIONS_MAX,
+    TAGS_MAX,
+    TASKS_MAX,
+    TEXT_CHARS_MAX,
+    Limits,
+)
+from transferqueue.policies import Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field
 
-Rows = bytes
-I64 = bytes
-I32 = bytes
-F64 = bytes
+Bytes = Annotated[bytes, Meta(max_length=MESSAGE_BYTES_MAX)]
+Rows = Bytes
+I64 = Bytes
+I32 = Bytes
+F64 = Bytes
 Name = Annotated[str, Meta(max_length=128)]
+Text = Annotated[str, Meta(max_length=TEXT_CHARS_MAX)]
 Key = Annotated[str, Meta(max_length=KEY_CHARS_MAX)]
+WireTags = Annotated[
+    dict[
+        Annotated[str, Meta(max_length=TEXT_CHARS_MAX)],
+        Annotated[str, Meta(max_length=TEXT_CHARS_MAX)] | int | float | bool,
+    ],
+    Meta(max_length=2 * TAGS_MAX),
+]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Checksum = Annotated[int, Meta(ge=0)]
 """xxh3-64: any unsigned integer that a message can hold."""
+Step = Annotated[int, Meta(ge=0, le=1 << 53)]
+StepOrNone = Annotated[int, Meta(ge=-1, le=1 << 53)]
+
+
+Fields = Annotated[list[Field], Meta(max_length=ITEMS_MAX)]
+Names = Annotated[list[Name], Meta(max_length=ITEMS_MAX)]
+Counts = Annotated[list[Count], Meta(max_length=ITEMS_MAX)]
+Tasks = Annotated[list[Task], Meta(max_length=2 * TASKS_MAX)]
+Where = Annotated[list[Predicate], Meta(max_length=2 * PREDICATES_MAX)]
+Keys = Annotated[list[Key], Meta(max_length=ROWS_PER_REQUEST_MAX)]
+RowTags = Annotated[list[WireTags], Meta(max_length=ROWS_PER_REQUEST_MAX)]
 
 
 @dataclass_transform(frozen_default=True)
@@ -43,7 +75,7 @@ class Inline(Message):
     """Values of one inline scalar field, in the order of the request's rows. `data`: n x item bytes."""
 
     field: Name
-    data: bytes
+    data: Bytes
 
 
 class RowFacts(Message):
@@ -56,14 +88,14 @@ class RowFacts(Message):
     policy_version_max: I64 | None = None
     tokens: I64 | None = None
     priority: F64 | None = None
-    keys: list[Key] | None = None
-    tags: list[Tags] | None = None
+    keys: Keys | None = None
+    tags: RowTags | None = None
 
 
 class Placed(Message):
     """A block that the sender has written into an extent granted to it.
 
-    offset: bytes from the start of the arena, inside the extent. rows: rows of the block. fields: the
+    offset: Bytes from the start of the arena, inside the extent. rows: rows of the block. fields: the
     columns in it. counts: one per field (`schema.layout`). slots: for each row of the request the row
     of the block that holds it (int32; None: the same order, one to one); several rows may share one.
     checksum: xxh3-64 of the bytes, 0 where they never leave the machine.
@@ -73,8 +105,8 @@ class Placed(Message):
     offset: Count
     nbytes: Count
     rows: Count
-    fields: list[Name]
-    counts: list[Count]
+    fields: Names
+    counts: Counts
     slots: I32 | None = None
     checksum: Checksum = 0
 
@@ -82,10 +114,10 @@ class Placed(Message):
 class Columns(Message):
     """Columns and facts for some rows: what put, update and ack carry."""
 
-    fields: list[Field] = []
+    fields: Fields = []
     """Definitions of the fields used, for the ledger to add or to compare."""
-    blocks: list[Placed] = []
-    inline: list[Inline] = []
+    blocks: Annotated[list[Placed], Meta(max_length=ITEMS_MAX)] = []
+    inline: Annotated[list[Inline], Meta(max_length=ITEMS_MAX)] = []
     facts: RowFacts = RowFacts()
 
 
@@ -101,17 +133,17 @@ class BlockAt(Message):
     offset: int
     nbytes: int
     rows: int
-    fields: list[Name]
-    counts: list[int]
+    fields: Names
+    counts: Annotated[list[int], Meta(max_length=ITEMS_MAX)]
     checksum: int = 0
-    ticket: bytes = b""
+    ticket: Bytes = b""
 
 
 class Part(Message):
     """Fields that lie together, and where each row of the reply is: index into `blocks`, row in block."""
 
-    fields: list[Name]
-    blocks: list[BlockAt]
+    fields: Names
+    blocks: Annotated[list[BlockAt], Meta(max_length=ROWS_PER_REQUEST_MAX)]
     block_of_row: I32
     slot_of_row: I32
 
@@ -130,11 +162,11 @@ class Content(Message):
     ordinal: I64
     tokens: I64
     priority: F64
-    keys: list[str] | None
-    tags: list[Tags] | None
-    inline: list[Inline]
-    parts: list[Part]
-    fields: list[Field]
+    keys: Annotated[list[Text], Meta(max_length=ROWS_PER_REQUEST_MAX)] | None
+    tags: RowTags | None
+    inline: Annotated[list[Inline], Meta(max_length=ITEMS_MAX)]
+    parts: Annotated[list[Part], Meta(max_length=ITEMS_MAX)]
+    fields: Fields
     """Definitions of all fields in `inline` and `parts`."""
 
 
@@ -147,12 +179,12 @@ class Hello(Message):
     remote: the client cannot map the arena, or was told not to: its bytes go over the bulk endpoint.
     """
 
-    client: bytes
+    client: Bytes
     pid: int = 0
-    host: str = ""
-    lock: str = ""
-    version: str = ""
-    label: str = ""
+    host: Text = ""
+    lock: Text = ""
+    version: Text = ""
+    label: Text = ""
     remote: bool = False
 
 
@@ -165,9 +197,9 @@ class Welcome(Message):
 
     session: int
     epoch: int
-    server: str
-    runtime: str
-    arenas: dict[int, str]
+    server: Text
+    runtime: Text
+    arenas: Annotated[dict[int, Text], Meta(max_length=SESSIONS_MAX)]
     arena_bytes: int
     bulk_port: int = 0
     durable: bool = False
@@ -195,8 +227,8 @@ class CreateTable(Message):
     """A table and its terms. exist_ok: an existing table with the same terms is no error."""
 
     name: Name
-    fields: list[Field] = []
-    tasks: list[Task] = []
+    fields: Fields = []
+    tasks: Tasks = []
     limits: Limits = Limits()
     pacing: Pacing | None = None
     retention: Retention | None = None
@@ -213,9 +245,9 @@ class OpenTable(Message):
 class TableTerms(Message):
     """A table as it is: answer to CreateTable, OpenTable, AddTask, AddFields."""
 
-    name: str
-    fields: list[Field]
-    tasks: list[Task]
+    name: Text
+    fields: Fields
+    tasks: Tasks
     limits: Limits
     pacing: Pacing | None
     retention: Retention
@@ -234,7 +266,7 @@ class AddFields(Message):
     """More fields of an existing table, before any row has them. Answer: TableTerms."""
 
     table: Name
-    fields: list[Field]
+    fields: Fields
 
 
 class DropTable(Message):
@@ -250,7 +282,7 @@ class ListTables(Message):
 class Tables(Message):
     """Names of the tables, sorted."""
 
-    names: list[str]
+    names: Annotated[list[Text], Meta(max_length=ROWS_PER_REQUEST_MAX)]
 
 
 class Seal(Message):
@@ -284,7 +316,7 @@ class Granted(Message):
     shard: int
     offset: int
     nbytes: int
-    ticket: bytes = b""
+    ticket: Bytes = b""
 
 
 class ReturnGrant(Message):
@@ -340,8 +372,8 @@ class Lease(Message):
     at_least: Count = 0
     wait_s: Seconds = 0.0
     lease_s: Seconds = 0.0
-    where: list[Predicate] = []
-    fields: list[Name] | None = None
+    where: Where = []
+    fields: Names | None = None
     rank: Count = 0
     world: Annotated[int, Meta(ge=1)] = 1
     replica: Count = 0
@@ -363,6 +395,7 @@ class Ack(Message):
 
     columns: results for the acked rows, in the order of `rows` (or of the lease), committed with the ack.
     drop: instead of done, the rows end as dropped with this reason.
+    step: the trainer's; the rows are done for good when `Checkpointed` covers it. -1: they are at once.
     """
 
     table: Name
@@ -370,8 +403,44 @@ class Ack(Message):
     token: int
     rows: Rows | None = None
     columns: Columns | None = None
-    drop: str = ""
-    step: int = -1
+    drop: Text = ""
+    step: StepOrNone = -1
+
+
+class Checkpointed(Message):
+    """The model is safe up to `step`: rows acked with it, or one before, are done. Answer: Done, with how many.
+
+    task: "" for the one that sets the pace, or the only one.
+    """
+
+    table: Name
+    step: Step
+    task: Name = ""
+
+
+class Rollback(Message):
+    """The model is again as it was at `step` (-1: at the start): rows acked with a later one are ready again. Answer: Done.
+
+    Leases of the task end. task: as of `Checkpointed`. version: the clock goes back to it; -1: it stays.
+    """
+
+    table: Name
+    step: StepOrNone
+    task: Name = ""
+    version: StepOrNone = -1
+
+
+class Cursor(Message):
+    """The lowest ordinal, from `start` on, that was not put yet or of which a row is live. Answer: CursorAt."""
+
+    table: Name
+    start: Count = 0
+
+
+class CursorAt(Message):
+    """Every ordinal from the start of a `Cursor` up to here, exclusive, has its final fate."""
+
+    ordinal: int
 
 
 class Release(Message):
@@ -415,7 +484,7 @@ class Reserved(Message):
     reservation: int
     rows: int
     version: int
-    refills: list[tuple[int, int]]
+    refills: Annotated[list[tuple[int, int]], Meta(max_length=ROWS_PER_REQUEST_MAX)]
 
 
 class Unreserve(Message):
@@ -445,7 +514,7 @@ class Find(Message):
     """Row ids of keys; -1 where there is none."""
 
     table: Name
-    keys: list[Key]
+    keys: Keys
 
 
 class Found(Message):
@@ -459,8 +528,8 @@ class Read(Message):
 
     table: Name
     rows: Rows | None = None
-    fields: list[Name] | None = None
-    where: list[Predicate] = []
+    fields: Names | None = None
+    where: Where = []
     limit: Count = 0
 
 
@@ -481,8 +550,8 @@ class Publish(Message):
 
     channel: Name
     version: Count
-    fields: list[Field]
-    blocks: list[Placed]
+    fields: Fields
+    blocks: Annotated[list[Placed], Meta(max_length=ITEMS_MAX)]
     keep: Annotated[int, Meta(ge=1)] = 2
     wait_s: Seconds = 0.0
 
@@ -500,8 +569,8 @@ class Weights(Message):
     """A published version; pins its blocks like `Content`."""
 
     version: int
-    fields: list[Field]
-    blocks: list[BlockAt]
+    fields: Fields
+    blocks: Annotated[list[BlockAt], Meta(max_length=ROWS_PER_REQUEST_MAX)]
 
 
 class Applied(Message):
@@ -518,7 +587,7 @@ class Observe(Message):
     """A snapshot for people and metrics. what: "stats", "audit", "row", "doctor", "sessions"."""
 
     what: Name
-    table: str = ""
+    table: Text = ""
     row: int = -1
 
 
@@ -540,18 +609,18 @@ class Done(Message):
 class Failed(Message):
     """Refused: nothing was changed. error: a class name of transferqueue.errors."""
 
-    error: str
-    text: str
+    error: Text
+    text: Annotated[str, Meta(max_length=MESSAGE_BYTES_MAX)]
 
 
 Request = (
     Hello | Heartbeat | Goodbye | Unpin | CreateTable | OpenTable | AddTask | AddFields | DropTable | ListTables
-    | Seal | Advance | Grant | ReturnGrant | Put | Update | Lease | Ack | Release | Renew | Reserve | Unreserve
+    | Seal | Advance | Grant | ReturnGrant | Put | Update | Lease | Ack | Checkpointed | Rollback | Cursor | Release | Renew | Reserve | Unreserve
     | Drop | Delete | Find | Read | Publish | Pull | Applied | Observe
 )  # fmt: skip
 Reply = (
     Welcome | TableTerms | Tables | Granted | PutRows | Leased | Renewed | Reserved | Found | ReadRows | Weights
-    | Observed | Done | Failed
+    | Observed | CursorAt | Done | Failed
 )  # fmt: skip
 
 
