@@ -52,6 +52,11 @@ ROWS_PER_REQUEST_MAX: Final = 1 << 20
 """One put or lease: at 1 Mi rows the ids alone are 8 MiB of control message."""
 MESSAGE_BYTES_MAX: Final = 64 * MIB
 """One control message: a lease reply for 1 Mi rows with eight columns of metadata."""
+ITEMS_MAX: Final = 1 << 16
+"""Items of a list in a message that is about fields or tensors: far more than a table or a model has. What names rows has at
+most `ROWS_PER_REQUEST_MAX`. A frame of many one-byte items decodes to a bounded multiple of its size."""
+TEXT_CHARS_MAX: Final = 4096
+"""A text in a message that is no name: a path, a label, a reason."""
 VALUE_DEPTH_MAX: Final = 32
 """Nesting of a plain value (dicts and lists) stored as MessagePack."""
 VALUE_NODES_MAX: Final = 1 << 22
