@@ -25,13 +25,14 @@ BUFFER_BYTES = 1 << 20
 
 
 class Relay:
-    """A port that passes everything on to another, counting: `up` towards the server, `down` towards the client."""
+    """A port (by default any of loopback) that passes everything on to another, counting: `up` towards the server, `down`
+    towards the client."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, at: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         host, _, port = target.removeprefix("tcp://").rpartition(":")
         self.target = (host, int(port))
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.listener = socket.create_server(at)
+        self.address = f"tcp://{at[0]}:{self.listener.getsockname()[1]}"
         self.up = self.down = 0
         threading.Thread(target=self._accept, daemon=True).start()
 

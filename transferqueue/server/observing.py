@@ -73,6 +73,7 @@ def _server(node: Node, now: float) -> Plain:
         "address": node.place.address,
         "version": node.place.version,
         "pid": node.place.pid,
+        "bulk_port": node.bulk_port,
         "uptime_s": now - node.place.started_at,
         "capacity_bytes": node.memory.allocator.capacity,
         "used_bytes": node.memory.used,
@@ -126,4 +127,5 @@ def _session(session: Session, state: str, now: float) -> Plain:
         "opened_s": now - session.opened_at,
         "silent_s": now - session.heard_at,
         "state": state,
+        "remote": session.remote,
     }
