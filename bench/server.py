@@ -11,16 +11,19 @@ import tempfile
 from pathlib import Path
 
 from bench.harness import ROOT
+from transferqueue.server.runtime import SHARED_MEMORY, arena_root, sweep_arenas
 
 START_S = 20
 
 
 class Server:
-    """Start it, use `address`, `stop` it. tcp: listen at a loopback port too, `tcp_address`."""
+    """Start it, use `address`, `stop` it. tcp: listen at a loopback port too, `tcp_address`. durability: its level."""
 
-    def __init__(self, arena_bytes: str = "6GiB", tcp: bool = False) -> None:
+    def __init__(self, arena_bytes: str = "6GiB", tcp: bool = False, durability: str = "memory") -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="bench-tq-"))
         wanted = ["--address", f"ipc://{self.folder}/control.sock", "--arena-bytes", arena_bytes]
+        if durability != "memory":
+            wanted += ["--durability", durability, "--state", f"{self.folder}/state"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "transferqueue.server", *wanted, *(["--tcp", "127.0.0.1:0"] if tcp else [])],
             stdout=subprocess.PIPE,
@@ -49,3 +52,5 @@ class Server:
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(START_S)
         shutil.rmtree(self.folder, ignore_errors=True)
+        if (root := arena_root(SHARED_MEMORY)) is not None:
+            sweep_arenas(root)  # of a state that is no more
