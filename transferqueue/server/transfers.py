@@ -156,19 +156,23 @@ def _known(fields: dict[str, Field], name: str) -> Field:
 
 
 def _frames(stream: Iterator[b.Begun | U8]) -> Iterator[Content]:
-    """Cut the stream into frames: full ones, but that a large piece is never copied to fill one up."""
+    """Cut the stream into full frames, each of as many pieces as it takes: nothing is copied to fill one up."""
     begun: list[b.Begun] = []
     content: list[memoryview] = []
-    nbytes = 0
+    left = FRAME_BYTES
     for item in stream:
-        size = 0 if isinstance(item, b.Begun) else len(item)
-        if nbytes + size > FRAME_BYTES or len(content) == b.PIECES_MAX or len(begun) == b.COLUMNS_MAX:
-            yield begun, content
-            begun, content, nbytes = [], [], 0
         if isinstance(item, b.Begun):
             begun.append(item)
         else:
-            content.append(item.data)
-            nbytes += size
+            while len(item) >= left:
+                content.append(item[:left].data)
+                yield begun, content
+                begun, content, item, left = [], [], item[left:], FRAME_BYTES
+            if len(item):
+                content.append(item.data)
+                left -= len(item)
+        if len(content) == b.PIECES_MAX or len(begun) == b.COLUMNS_MAX:
+            yield begun, content
+            begun, content, left = [], [], FRAME_BYTES
     if begun or content:
         yield begun, content
