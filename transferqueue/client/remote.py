@@ -231,10 +231,9 @@ def _columns(
     columns: dict[str, Column] = {}
     held: list[Blocks] = []
     for number, (part, one) in enumerate(zip(parts, asked, strict=True)):
-        first = np.zeros(len(one.slot_of_row), np.int32)
-        for name in part.fields:
-            landed = [fetch.columns[number, name]] if fetch is not None else []
-            blocks = Blocks(landed, [column.memory for column in landed], fields)
-            held.append(blocks)
-            columns[name] = Column(fields[name], Placement(blocks, first, one.slot_of_row))
+        landed = [fetch.landed[number]] if fetch is not None else []
+        blocks = Blocks(landed, [block.memory for block in landed], fields)
+        placement = Placement(blocks, np.zeros(len(one.slot_of_row), np.int32), one.slot_of_row)
+        held.append(blocks)
+        columns |= {name: Column(fields[name], placement) for name in part.fields}
     return columns, held

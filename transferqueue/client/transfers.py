@@ -79,7 +79,7 @@ def _located(at: m.BlockAt, layouts: dict[tuple[str, ...], int]) -> b.Located:
 
 
 class Landed(msgspec.Struct, frozen=True):
-    """A column that arrived: a block of its own, of `rows` rows. Has the shape that `storage.placement.Blocks` asks for."""
+    """A part that arrived: a block of `rows` rows. Has the shape that `storage.placement.Blocks` asks for."""
 
     block: int
     nbytes: int
@@ -90,7 +90,7 @@ class Landed(msgspec.Struct, frozen=True):
 
 
 class Fetch:
-    """Columns of rows, from one shard. `columns`: what has arrived, by part and field, complete once `done`."""
+    """Columns of rows, from one shard. `landed`: the block of each part, by its number, complete once `done`."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Fetch:
         buffers: Buffers,
     ) -> None:
         self.done = False
-        self.columns: dict[tuple[int, str], Landed] = {}
+        self.landed: dict[int, Landed] = {}
         self._number: Final = number
         self._session, self._shard = session, shard
         self._fields, self._parts, self._buffers = fields, parts, buffers
@@ -136,22 +136,27 @@ class Fetch:
         return [self.ask()] if self._intake.due(last=head.last) else []
 
     def _begin(self, begun: b.Begun) -> None:
-        if begun.part >= len(self._parts) or begun.field >= len(self._parts[begun.part].wanted.fields):
-            raise Corruption(f"column {begun.field} of part {begun.part} came, which was not asked for")
+        if begun.part >= len(self._parts):
+            raise Corruption(f"part {begun.part} came where {len(self._parts)} were asked for")
         part = self._parts[begun.part]
-        field = self._fields[part.wanted.fields[begun.field]]
-        _, nbytes = layout([field], part.count, [begun.count])
-        if nbytes > _bound(part, field):
-            raise Corruption(f'field "{field.name}" came with {nbytes} bytes, more than the blocks that hold it')
+        names = part.wanted.fields
+        _, nbytes = layout([self._fields[name] for name in names], part.count, begun.counts)
+        if nbytes > self._bound(part):
+            raise Corruption(f"a part came with {nbytes} bytes, more than the blocks that hold it")
         memory = self._buffers.take(nbytes)
-        self.columns[begun.part, field.name] = Landed(0, nbytes, part.count, [field.name], [begun.count], memory)
+        self.landed[begun.part] = Landed(0, nbytes, part.count, names, begun.counts, memory)
         if nbytes:
             self._due.append(memory)
+
+    def _bound(self, part: Rows) -> int:
+        """Rows are distinct, so their values are no more than the blocks have; offsets, shapes and padding come on top."""
+        extra = sum(8 * (part.count + 1) * (1 + len(self._fields[name].shape)) + 256 for name in part.wanted.fields)
+        return sum(at.nbytes for at in part.wanted.blocks) + extra
 
     def _land(self, piece: U8) -> None:
         while len(piece):
             if not self._due:
-                raise Corruption(f"{len(piece)} bytes came that belong to no column")
+                raise Corruption(f"{len(piece)} bytes came that belong to no part")
             into = self._due[0]
             size = min(len(into), len(piece))
             into[:size] = piece[:size]
@@ -162,17 +167,11 @@ class Fetch:
                 self._due[0] = into[size:]
 
     def _end(self) -> None:
-        wanted = sum(len(part.wanted.fields) for part in self._parts)
-        if self._due or len(self.columns) != wanted:
+        if self._due or len(self.landed) != len(self._parts):
             raise Corruption(
-                f"a bulk read ended with {len(self.columns)} of {wanted} columns, {len(self._due)} of them cut"
+                f"a bulk read ended with {len(self.landed)} of {len(self._parts)} parts, {len(self._due)} cut"
             )
         self.done = True
-
-
-def _bound(part: Rows, field: Field) -> int:
-    """Rows are distinct, so their values are no more than the blocks have; offsets, shapes and padding come on top."""
-    return sum(at.nbytes for at in part.wanted.blocks) + 8 * (part.count + 1) * (2 + len(field.shape)) + 512
 
 
 class Store:

@@ -113,15 +113,15 @@ class Writing(Transfer):
 
 
 def _columns(read: b.Read, arena: U8) -> Iterator[b.Begun | U8]:
-    """The columns of all parts, one after the other: where each begins, then its bytes."""
+    """All parts, one after the other: that it begins, then a block of its columns."""
     if len(read.parts) > PARTS_MAX or len(read.fields) > FIELDS_MAX:
         raise ProtocolError(f"a bulk read of {len(read.parts)} parts with {len(read.fields)} fields; that is too many")
     fields = {field.name: field for field in read.fields}
     for number, part in enumerate(read.parts):
         placement = _placement(read.shard, part, fields, arena)
-        for at, name in enumerate(part.fields):
-            field = _known(fields, name)
-            yield b.Begun(number, at, count_of(field, placement))
+        wanted = [_known(fields, name) for name in part.fields]
+        yield b.Begun(number, [count_of(field, placement) for field in wanted])
+        for field in wanted:
             yield from pieces(field, placement, FRAME_BYTES)
 
 
@@ -171,7 +171,7 @@ def _frames(stream: Iterator[b.Begun | U8]) -> Iterator[Content]:
             if len(item):
                 content.append(item.data)
                 left -= len(item)
-        if len(content) == b.PIECES_MAX or len(begun) == b.COLUMNS_MAX:
+        if len(content) == b.PIECES_MAX or len(begun) == b.PARTS_BEGUN_MAX:
             yield begun, content
             begun, content, left = [], [], FRAME_BYTES
     if begun or content:

@@ -37,8 +37,8 @@ Ticket = Annotated[bytes, Meta(max_length=TICKET_BYTES)]
 
 PIECES_MAX: Final = 256
 """Pieces of one message: a frame of many small columns has several for each."""
-COLUMNS_MAX: Final = 1024
-"""Columns that begin in one frame, so that a head stays small."""
+PARTS_BEGUN_MAX: Final = 4
+"""Parts that begin in one frame: each says a number for each of its columns, and a head stays small."""
 TAKEN_EVERY: Final = BULK_WINDOW_FRAMES // 2
 """A receiver says what it took after so many frames: before the window closes, and not after each."""
 _DIGEST_BYTES: Final = 8
@@ -119,15 +119,14 @@ class Taken(Bulk):
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A column begins: which field of which part, and its count (`schema.layout`). Its bytes are a block of that column."""
+    """A part begins: the count of each of its columns (`schema.layout`). Its bytes are a block of these columns."""
 
     part: Count
-    field: Count
-    count: Count
+    counts: list[Count]
 
 
 class Frame(Bulk):
-    """The next bytes of a read: they continue the columns that began before, then those that begin here."""
+    """The next bytes of a read: they continue the parts that began before, then those that begin here."""
 
     number: Count
     begun: list[Begun]
