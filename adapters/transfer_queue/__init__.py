@@ -25,8 +25,6 @@ from transferqueue.adapters.transfer_queue.interface import (
     kv_clear,
     kv_list,
     kv_put,
-    load_checkpoint,
-    save_checkpoint,
 )
 from transferqueue.adapters.transfer_queue.metadata import BatchMeta, KVBatchMeta
 from transferqueue.adapters.transfer_queue.sampler import (
@@ -70,6 +68,4 @@ __all__ = [
     "kv_clear",
     "kv_list",
     "kv_put",
-    "load_checkpoint",
-    "save_checkpoint",
 ]

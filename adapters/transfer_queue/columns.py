@@ -104,7 +104,10 @@ def schema_of_field(field: Field) -> dict[str, Any]:
 
 def _column(name: str, value: Any, known: Field | None) -> tuple[Field, Any]:
     if not isinstance(value, Tensor):
-        return known or Field(name, "value"), _plain(value)
+        values = _each(value)
+        if not values or not all(isinstance(each, np.ndarray) and each.dtype.kind in "biufc" for each in values):
+            return known or Field(name, "value"), [_value(each) for each in values]
+        value = torch.nested.as_nested_tensor([torch.as_tensor(np.ascontiguousarray(each)) for each in values])
     value = value.detach().cpu()
     if value.is_nested:
         return _nested(name, value, known)
@@ -133,12 +136,15 @@ def _dtype(value: Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
-def _plain(value: Any) -> list[Any]:
+def _each(value: Any) -> list[Any]:
+    """Values that are no tensors, one for each sample. An array with as many elements as there are samples is one of each."""
     if isinstance(value, NonTensorStack):
-        value = value.tolist()
-    elif isinstance(value, NonTensorData):
-        value = [value.data] * (value.batch_size[0] if value.batch_size else 1)
-    return [_value(each) for each in value]
+        return list(value.tolist())
+    if isinstance(value, NonTensorData):
+        samples = value.batch_size[0] if value.batch_size else 1
+        shared = value.data
+        return list(shared) if isinstance(shared, np.ndarray) and len(shared) == samples else [shared] * samples
+    return list(value)
 
 
 def _value(value: Any) -> Any:

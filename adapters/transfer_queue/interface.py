@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tensordict import TensorDict
@@ -106,24 +104,6 @@ def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
 def kv_clear(keys: list[str] | str, partition_id: str) -> None:
     """Delete samples by key. Keys and partitions that are not there: nothing."""
     get_client().kv_clear(_keys(keys), partition_id)
-
-
-def save_checkpoint(
-    checkpoint_dir: str | Path, *, include_storage: bool = True, metadata: Mapping[str, Any] | None = None
-) -> None:
-    """Save all partitions, consumption included, under a directory. include_storage: always so here."""
-    directory = Path(checkpoint_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    service.current().save(directory)
-    (directory / "metadata.json").write_text(json.dumps(dict(metadata or {}), indent=1))
-
-
-def load_checkpoint(checkpoint_dir: str | Path) -> None:
-    """Put back what `save_checkpoint` saved. ``FileNotFoundError`` where there is no checkpoint."""
-    directory = Path(checkpoint_dir)
-    if not (directory / "metadata.json").exists():
-        raise FileNotFoundError(f"{directory} holds no checkpoint")
-    service.current().load(directory)
 
 
 def _names(names: Sequence[str] | str | None) -> list[str] | None:
