@@ -9,10 +9,23 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("transferqueue", "adapters", "workflows")
 
-MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle"}
-BUILTINS = {"eval", "exec", "__import__"}
+MODULES = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "cloudpickle",
+    "dill",
+    "joblib",
+    "marshal",
+    "shelve",
+    "jsonpickle",
+    "multiprocessing",
+}
+BUILTINS = {"eval", "exec", "compile", "__import__"}
+# A class that says how to rebuild itself invites others to rebuild what they received.
+REBUILDS = {"__reduce__", "__reduce_ex__"}
 # By last name, whatever the module is called where it is imported (np.load is handled by allow_pickle below).
-METHODS = {"recv_pyobj", "send_pyobj", "read_pickle", "to_pickle", "unsafe_load", "full_load"}
+METHODS = {"recv_pyobj", "send_pyobj", "read_pickle", "to_pickle", "unsafe_load", "full_load", "PyExtensionType"}
 QUALIFIED = {"torch.load", "torch.save", "torch.jit.load", "yaml.load", "yaml.load_all", "torch.package"}
 
 
@@ -37,6 +50,8 @@ def executes_what_it_reads(source: str) -> Iterator[tuple[int, str]]:
             case ast.Attribute() if node.attr in METHODS or _dotted(node) in QUALIFIED:
                 yield node.lineno, _dotted(node)
             case ast.Call(func=ast.Name(id=name)) if name in BUILTINS:
+                yield node.lineno, name
+            case ast.FunctionDef(name=name) if name in REBUILDS:
                 yield node.lineno, name
             case ast.keyword(arg="allow_pickle") if not (
                 isinstance(node.value, ast.Constant) and node.value.value is False
@@ -67,6 +82,10 @@ def test_no_code_executes_what_it_receives() -> None:
         "yaml.load(text, Loader=Loader)",
         "socket.recv_pyobj()",
         "eval(text)",
+        "compile(text, name, 'exec')",
+        "class A:\n    def __reduce__(self): ...",
+        "from multiprocessing.connection import Client",
+        "pa.PyExtensionType",
         "exec(text)",
         "__import__(name)",
         "np.load(path, allow_pickle=True)",
@@ -78,7 +97,8 @@ def test_the_scan_finds(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["model.eval()", "json.load(f)", "np.load(path, allow_pickle=False)", "yaml.safe_load(text)"]
+    "source",
+    ["model.eval()", "json.load(f)", "np.load(path, allow_pickle=False)", "yaml.safe_load(text)", "re.compile(text)"],
 )
 def test_the_scan_lets_pass(source: str) -> None:
     assert not list(executes_what_it_reads(source))

@@ -1,0 +1,137 @@
+"""What comes over the wire or off the disk is never executed, and never says where to connect to."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "transferqueue"
+
+DIALS = {"connect", "connect_ex", "create_connection", "create_datagram_endpoint", "open_connection", "urlopen", "dial"}
+ALLOWED = {
+    # the address that the user gave, checked by parse_address
+    ("transport/zeromq.py", "self._socket.connect"),
+    ("transport/channel.py", "inproc.connect"),
+    ("client/client.py", "dial"),
+    # the host that the user gave, at the port that Welcome told
+    ("transport/bulk_sockets.py", "self._socket.connect"),
+    # files, and the front for commands
+    ("server/journal.py", "sqlite3.connect"),
+    ("cli/connecting.py", "transferqueue.connect"),
+}
+"""Every place of the core that connects to anything. A new one needs its reason here: whose word is the address?"""
+
+
+def _dotted(node: ast.expr) -> str:
+    match node:
+        case ast.Name():
+            return node.id
+        case ast.Attribute():
+            return f"{_dotted(node.value)}.{node.attr}"
+    return "?"
+
+
+def dials(source: str) -> Iterator[str]:
+    """Whatever in the source may open a connection."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and _dotted(node.func).rpartition(".")[2] in DIALS:
+            yield _dotted(node.func)
+
+
+def test_no_address_from_a_message_is_dialled() -> None:
+    rooms = [path for path in PACKAGE.iterdir() if path.name not in {"adapters", "workflows", "testing", "__pycache__"}]
+    files = [file for room in rooms for file in ([room] if room.suffix == ".py" else room.rglob("*.py"))]
+    found = {(str(file.relative_to(PACKAGE)), what) for file in files for what in dials(file.read_text())}
+    assert found <= ALLOWED
+    assert ("transport/zeromq.py", "self._socket.connect") in found
+
+
+@pytest.mark.parametrize(
+    "source", ["s.connect(a)", "socket.create_connection(a)", "dial(a)", "zmq.Context().socket(zmq.REQ).connect(a)"]
+)
+def test_the_scan_finds(source: str) -> None:
+    assert list(dials(source))
+
+
+_CYCLE = """
+import json, os, sys, tempfile, threading
+from pathlib import Path
+import numpy as np
+import transferqueue as tq
+from transferqueue.server.assembly import Server
+from transferqueue.server.runtime import private_arena
+from transferqueue.transport import parse_address
+
+if __debug__:
+    raise SystemExit("run with -O")
+WATCHED = {"pickle.find_class", "marshal.loads", "exec", "compile", "os.system", "subprocess.Popen", "ctypes.dlopen"}
+heard, listening = [], []
+
+def hook(event, args):
+    if listening and event in WATCHED:
+        heard.append(f"{event} {args!r}"[:300])
+
+sys.addaudithook(hook)
+
+def cycle(channel, address, **terms):
+    with tq.connect(address, **terms) as queue:
+        table = queue.create_table("t", tasks=[tq.Task("score", needs=["ids"]), tq.Task("train", needs=["ids", "reward"])])
+        rows = table.put(ids=[[1, 2], [3]], text=["a", "b"], plain=[{"a": [1, None]}, []], image=np.ones((2, 3, 4)),
+                         key=["k1", "k2"], tags={"lang": "en"}, policy_version=3)
+        with table.lease("score", rows=2, timeout_s=30) as batch:
+            batch.ack(reward=np.asarray([0.5, 1.5], np.float32))
+        table.update(rows, late=[1, 2])
+        with table.lease("train", rows=2, timeout_s=30, fields=["ids", "text", "plain", "image", "reward", "late"]) as batch:
+            assert_equal(batch["plain"].list(), [{"a": [1, None]}, []])
+            assert_equal(batch["text"].list(), ["a", "b"])
+            assert_equal(batch["image"].numpy().sum(), 24.0)
+        try:
+            table.lease("train", rows=1, timeout_s=0.01)
+        except tq.FlowSignal:
+            pass
+        channel = queue.weights(channel)
+        channel.publish(1, {"w": np.arange(5.0)})
+        with channel.pull(timeout_s=30) as weights:
+            assert_equal(weights["w"].sum(), 10.0)
+        channel.applied(1)
+        for look in (queue.stats, queue.audit, queue.doctor, queue.sessions):
+            look()
+        queue.drop_table("t")
+
+def assert_equal(found, wanted):
+    if found != wanted:
+        raise SystemExit(f"{found!r} is not {wanted!r}")
+
+with tempfile.TemporaryDirectory() as directory:
+    os.environ["TRANSFERQUEUE_RUNTIME"] = directory + "/own"
+    place = parse_address(f"ipc://{directory}/run/q.sock")
+    server = Server(place, private_arena(1 << 26), [parse_address("tcp://127.0.0.1:0")])
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    ways = [(server.address, {}), (server.tcp_addresses[0], {}), (server.tcp_addresses[0], {"data": "remote"})]
+    for turn in range(2):  # the first loads what is loaded on first use
+        if turn:
+            listening.append(True)
+            compile("0", "control", "eval")
+            if not heard:
+                raise SystemExit("the hook is deaf")
+            heard.clear()
+        for number, (address, terms) in enumerate(ways):
+            cycle(f"policy {turn} {number}".replace(" ", "-"), address, **terms)
+    listening.clear()
+    server.stop()
+    thread.join()
+print(json.dumps(heard))
+"""
+
+
+@pytest.mark.slow
+def test_a_whole_cycle_executes_nothing_that_it_received() -> None:
+    done = subprocess.run([sys.executable, "-O", "-c", _CYCLE], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
