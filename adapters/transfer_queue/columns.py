@@ -137,13 +137,13 @@ def _dtype(value: Tensor) -> str:
 
 
 def _each(value: Any) -> list[Any]:
-    """Values that are no tensors, one for each sample. An array with as many elements as there are samples is one of each."""
+    """Values that are no tensors, one for each sample. An array or list with as many elements as there are samples is one of each."""
     if isinstance(value, NonTensorStack):
         return list(value.tolist())
     if isinstance(value, NonTensorData):
         samples = value.batch_size[0] if value.batch_size else 1
         shared = value.data
-        return list(shared) if isinstance(shared, np.ndarray) and len(shared) == samples else [shared] * samples
+        return list(shared) if isinstance(shared, np.ndarray | list) and len(shared) == samples else [shared] * samples
     return list(value)
 
 
