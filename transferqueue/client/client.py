@@ -131,15 +131,16 @@ def _memory(
     if not isinstance(place, TcpAddress) or (all(map(_can_map, welcome.arenas.values())) and welcome.arenas):
         return Memory(welcome.arenas, welcome.arena_bytes, connection.unpin, lock)
     if welcome.arenas:  # the server sees this process, but this process not its files
-        told = connection.call(msgspec.structs.replace(hello, remote=True))
-        welcome = told if isinstance(told, m.Welcome) else welcome
-    return RemoteMemory(
-        lambda port: BulkLine(place.host, port, keys),
+        welcome = connection.greet_again(msgspec.structs.replace(hello, remote=True))
+    memory = RemoteMemory(
+        lambda told: BulkLine(place.host, told.bulk_port, told.epoch, keys),
         welcome,
         connection.unpin,
         over=lambda: connection.over,
         on_close=lock.release if lock else lambda: None,
     )
+    connection.on_welcome = memory.welcomed
+    return memory
 
 
 def _can_map(path: str) -> bool:

@@ -51,6 +51,8 @@ class Connection:
         self._pid: Final = os.getpid()
         self._calls = Calls()
         self._hello: m.Hello | None = None
+        self.on_welcome: Callable[[m.Welcome], object] = lambda _: None
+        """Told each `Welcome`, also that of a server that took the place of the first. Runs in the I/O thread."""
         self._ways = 0
         """How many times the way to the server was found."""
         self._epoch = 0
@@ -85,6 +87,14 @@ class Connection:
         except BaseException:
             self.close()
             raise
+        if not isinstance(reply, m.Welcome):
+            raise InternalError(f"{self.address} answered Hello with {type(reply).__name__}")
+        return reply
+
+    def greet_again(self, hello: m.Hello) -> m.Welcome:
+        """Say Hello of the same session with other words, now and whenever the server is found again."""
+        self._hello = hello
+        reply = self.call(hello)
         if not isinstance(reply, m.Welcome):
             raise InternalError(f"{self.address} answered Hello with {type(reply).__name__}")
         return reply
@@ -343,6 +353,7 @@ class Connection:
             )
         self._calls.session = welcome.session
         self._durable = welcome.durable
+        self.on_welcome(welcome)
 
     def _refused(self, pending: Pending | None, error: TransferQueueError) -> None:
         if pending is None:

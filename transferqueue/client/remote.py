@@ -46,14 +46,14 @@ ASK_S: Final = 1.0
 
 
 class RemoteMemory:
-    """Reads and writes of one session over connections that `dial` makes to a port. Safe from any thread.
+    """Reads and writes of one session over connections that `dial` makes. Safe from any thread.
 
     unpin: told blocks whose pins return. over: why the session has ended, or None. on_close: called at the end of `close`.
     """
 
     def __init__(
         self,
-        dial: Callable[[int], BulkLine],
+        dial: Callable[[m.Welcome], BulkLine],
         welcome: m.Welcome,
         unpin: Callable[[list[int]], object],
         over: Callable[[], TransferQueueError | None],
@@ -118,7 +118,7 @@ class RemoteMemory:
         return _columns(parts, asked, fields, found[0] if found else None)
 
     def welcomed(self, welcome: m.Welcome) -> None:
-        """The server was found again, perhaps at another port."""
+        """The server was found again, or one that took its place: what is under way is begun again with that one."""
         self._welcome = welcome
 
     def close(self) -> None:
@@ -158,6 +158,8 @@ class RemoteMemory:
         heard_at = self._clock()
         while not transfer.done:
             self._check_living(given_up)
+            if self._welcome.epoch != line.epoch:
+                raise Unreachable("the server was started anew while bytes were on their way")
             arrived = line.receive(self._stop, ASK_S)
             if arrived is not None:
                 heard_at = self._clock()
@@ -202,10 +204,14 @@ class RemoteMemory:
             self._room.release()
 
     def _take(self) -> BulkLine:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return self._dial(self._welcome.bulk_port)
+        while True:
+            try:
+                line = self._idle.pop()
+            except IndexError:
+                return self._dial(self._welcome)
+            if line.epoch == self._welcome.epoch:
+                return line
+            line.close()
 
     def _keep(self, line: BulkLine) -> None:
         self._idle.append(line)

@@ -18,6 +18,7 @@ from transferqueue.server.node import Node, Place
 from transferqueue.server.resuming import resume
 from transferqueue.server.roles import Door
 from transferqueue.server.runtime import ArenaHome, Home
+from transferqueue.server.tickets import Tickets, key_in
 from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
 from transferqueue.transport.inproc import Hub
 from transferqueue.transport.keyring import Keyring
@@ -97,8 +98,10 @@ def _resumed(state: Durable, home: Home, deaths: Deaths, door: Door) -> Node:
     """A node that goes on from what an earlier server left."""
     memory = Memory(state.arena.arena, state.allocator, len(state.ledger.state.core.blocks.extents))
     place = _place(state.ledger.epoch, home, state.clock())
-    node = Node(state.ledger, memory, place, watcher=deaths, door=door, durability=state)
+    tickets = Tickets(key_in(state.path))
+    node = Node(state.ledger, memory, place, watcher=deaths, door=door, durability=state, tickets=tickets)
     resume(node, state)
+    tickets.go_on([one.number for one in node.sessions if one.remote], state.ledger.state.core.blocks.extents)
     return node
 
 

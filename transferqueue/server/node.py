@@ -110,6 +110,7 @@ class Node:
         gather: Callable[[m.Hello], evidence.Evidence] = evidence.gather,
         door: roles.Door | None = None,
         durability: Durability | None = None,
+        tickets: Tickets | None = None,
     ) -> None:
         self.ledger: Final = ledger
         self.memory: Final = memory
@@ -117,7 +118,7 @@ class Node:
         self.sessions: Final = Sessions(place.epoch)
         self.parking: Final = Parking()
         self.counters: Final = Counters()
-        self.tickets: Final = Tickets()
+        self.tickets: Final = tickets or Tickets()
         self.bulk_port = 0
         self.outbox: list[tuple[Peer, bytes]] = []
         self._watcher = watcher

@@ -3,7 +3,8 @@
 The law (docs/decisions/0013):
 
 1. A ticket is a keyed hash over what a reply named to a session: a block to read, an extent to write. So the shard needs
-   no ledger, and who was told nothing can ask for nothing. The key is new in each life of the server.
+   no ledger, and who was told nothing can ask for nothing. The key is new in each life of the server, unless its
+   sessions outlive it: then so do their tickets.
 2. A hash cannot be taken back, but memory is used again. So an extent is *admitted* from the first ticket for it until it
    is freed, and a shard touches only what is admitted: a frame that was under way for long, or a client that was paused
    until its session ended, never meets the bytes of strangers.
@@ -18,21 +19,25 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
 import struct
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 import msgspec
 import numpy as np
 
-from transferqueue.errors import Disconnected, UsageError
+from transferqueue.errors import Corruption, Disconnected, UsageError
 from transferqueue.limits import TICKET_BYTES
 from transferqueue.storage.dtypes import U8
 from transferqueue.transport import bulk as b
 from transferqueue.wire import messages as m
 
+_KEY_BYTES: Final = 32
 _READ: Final = 0
 _WRITE: Final = 1
 
@@ -40,8 +45,8 @@ _WRITE: Final = 1
 class Tickets:
     """Issues and checks tickets. `issue`, `revoke` and `close` belong to the coordinator's thread, the rest to the shard's."""
 
-    def __init__(self) -> None:
-        self._key: Final = secrets.token_bytes(32)
+    def __init__(self, key: bytes | None = None) -> None:
+        self._key: Final = key or secrets.token_bytes(_KEY_BYTES)
         self._admitted: set[int] = set()
         self._sessions: set[int] = set()
         self._writing: Final = threading.Lock()
@@ -67,6 +72,11 @@ class Tickets:
             case m.Weights():
                 return msgspec.structs.replace(reply, blocks=self._blocks(session, reply.blocks))
         return reply
+
+    def go_on(self, sessions: Iterable[int], extents: Iterable[int]) -> None:
+        """These sessions and extents are left from an earlier life with the same key."""
+        self._sessions.update(sessions)
+        self._admitted.update(extents)
 
     def revoke(self, extent: int) -> None:
         """Nothing of this extent is read or written from now on (rule 3). Extents that were never admitted cost nothing."""
@@ -143,3 +153,18 @@ class Tickets:
         with self._writing:
             self.check_standing(session, extents)
             into[:] = np.frombuffer(frame, np.uint8)
+
+
+def key_in(directory: Path) -> bytes:
+    """The key kept in a private directory; made if there is none. `Corruption` if what is there is no key."""
+    path = directory / "tickets.key"
+    with suppress(FileExistsError):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
+    key = path.read_bytes()
+    if len(key) != _KEY_BYTES:
+        raise Corruption(
+            f"{path} has {len(key)} bytes, not {_KEY_BYTES}: no key; remove it, and connect remote clients again"
+        )
+    return key

@@ -33,9 +33,9 @@ Received = tuple[memoryview, list[memoryview]]
 
 
 class BulkLine:
-    """The client's end of one connection. Used by one thread at a time."""
+    """The client's end of one connection, to the shard of one life of a server. Used by one thread at a time."""
 
-    def __init__(self, host: str, port: int, keys: ClientKeys | None = None) -> None:
+    def __init__(self, host: str, port: int, epoch: int, keys: ClientKeys | None = None) -> None:
         self._context, self._socket = _open(zmq.DEALER, FRAME_BYTES + 64 * KIB)
         secure(self._socket, keys)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
@@ -44,6 +44,7 @@ class BulkLine:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._socket.connect(f"tcp://{host}:{port}")
+        self.epoch: Final = epoch
         self.transfers = 0
         """How many it has carried."""
 
@@ -119,12 +120,11 @@ class BulkPort:
 
     def receive(self) -> tuple[bytes, Received] | None:
         """Who sent the next message, and it; None if there is none."""
-        try:
-            peer = self._socket.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
         found = _receive(self._socket)
-        return (peer, found) if found is not None else (peer, (memoryview(b""), []))
+        if found is None:
+            return None
+        peer, parts = found
+        return bytes(peer), (parts[0] if parts else memoryview(b""), parts[1:])
 
     def send(self, peer: bytes, message: Message) -> bool:
         """Hand a message over. False: the peer is gone, or reads nothing."""
@@ -165,12 +165,11 @@ def _send(socket: zmq.Socket[bytes], message: Message) -> None:
 
 def _receive(socket: zmq.Socket[bytes]) -> Received | None:
     """The rest of the message, None if there is none. Of pieces past `PIECES_MAX` nothing is kept: it will not match."""
-    try:
-        parts = [socket.recv(zmq.NOBLOCK, copy=False).buffer]
-    except zmq.Again:
+    if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
         return None
+    parts = [socket.recv(zmq.NOBLOCK, copy=False).buffer]
     while socket.getsockopt(zmq.RCVMORE):
         part = socket.recv(zmq.NOBLOCK, copy=False).buffer
-        if len(parts) <= PIECES_MAX:
+        if len(parts) < PIECES_MAX + 2:  # before them a head and, at the shard, who sent them
             parts.append(part)
     return parts[0], parts[1:]
