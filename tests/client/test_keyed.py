@@ -60,19 +60,20 @@ def server(tmp_path_factory):
 @pytest.fixture(scope="module")
 def table(server):
     with server.connect("admin") as queue:
-        yield queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+        fields = [tq.Field("x", "int64", (None,))]
+        yield queue.create_table("t", fields=fields, tasks=[tq.Task("train", needs=["x"])])
 
 
 @pytest.mark.slow
 def test_the_roles_work_together(server, table):
     with server.connect("producer") as producer, server.connect("consumer") as consumer:
-        producer.table("t").put(x=[1, 2])
+        producer.table("t").put(x=[[1], [2]])
         with consumer.table("t").lease("train", rows=2, timeout_s=20) as batch:
-            assert batch["x"].list() == [1, 2]
+            assert batch["x"].list() == [[1], [2]]
         with pytest.raises(tq.PermissionDenied, match="Lease is not for a client whose key has role producer"):
             producer.table("t").lease("train", rows=1)
         with pytest.raises(tq.PermissionDenied, match="Put is not for a client whose key has role consumer"):
-            consumer.table("t").put(x=[1])
+            consumer.table("t").put(x=[[1]])
         with pytest.raises(tq.PermissionDenied, match="admin may send it"):
             consumer.drop_table("t")
     with server.connect("observer") as observer:
@@ -105,17 +106,28 @@ def test_strangers_hear_nothing(server):
 
 
 @pytest.mark.slow
+def test_bytes_over_the_network_ask_for_the_same_keys(server, table):
+    with tq.connect(server.token("producer"), data="remote") as producer:
+        producer.table("t").put(x=[[1] * 5000, [2]])
+        with (
+            tq.connect(server.token("consumer"), data="remote") as consumer,
+            consumer.table("t").lease("train", rows=2, timeout_s=20) as batch,
+        ):
+            assert [len(one) for one in batch["x"].list()] == [5000, 1]
+
+
+@pytest.mark.slow
 def test_a_revoked_key_is_out_and_its_leases_return(server, table):
-    table.put(x=[7])
+    table.put(x=[[7]])
     keyring.add(server.keys, "late", "consumer")
     token = server.token("late")
     consumer = tq.connect(token)
     held = consumer.table("t").lease("train", rows=1, timeout_s=20)
-    assert held["x"].list() == [7]
+    assert held["x"].list() == [[7]]
     keyring.revoke(server.keys, "late")
     server.process.send_signal(signal.SIGHUP)
     with table.lease("train", rows=1, timeout_s=20) as batch:
-        assert batch["x"].list() == [7]
+        assert batch["x"].list() == [[7]]
     with pytest.raises(tq.Unreachable, match="revoked"):
         tq.connect(token, timeout_s=QUIET_S)
     consumer.close()

@@ -8,8 +8,9 @@ import pytest
 
 from transferqueue.errors import AddressInUse, UsageError
 from transferqueue.limits import MIB
-from transferqueue.server.runtime import Home, private_directory, served_arena, sweep_arenas
+from transferqueue.server.runtime import Home, served_arena, sweep_arenas
 from transferqueue.transport import FileLock, IpcAddress
+from transferqueue.transport.private import private_directory
 
 LIVE_AND_DIE = """
 import sys

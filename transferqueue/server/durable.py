@@ -39,7 +39,6 @@ from transferqueue.server.runtime import (
     ArenaHome,
     arena_root,
     claim,
-    private_directory,
     remove_arena,
     sweep_arenas,
 )
@@ -47,6 +46,7 @@ from transferqueue.storage.allocator import Allocator
 from transferqueue.storage.arena import Arena, room
 from transferqueue.storage.checksum import UNCHECKED, checksum
 from transferqueue.transport import FileLock, this_boot
+from transferqueue.transport.private import private_directory
 from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.server")

@@ -26,30 +26,11 @@ from transferqueue.errors import AddressInUse, UsageError
 from transferqueue.limits import ARENA_BYTES_DEFAULT, GIB
 from transferqueue.storage.arena import Arena, room
 from transferqueue.transport import FileLock, IpcAddress, remove_unlocked
+from transferqueue.transport.private import private_directory
 
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108  (a private directory is made in it)
 SHARED_ENOUGH: Final = GIB
 """With the default ceiling, shared memory that has this much free is used, clipped; with less, a memfd is."""
-
-
-def private_directory(path: Path, kind: str = "runtime directory") -> Path:
-    """Make `path` (0700) if it is missing. `UsageError` if it is, or was, open to other users. kind: for the message."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.stat(follow_symlinks=False)
-    except OSError as error:
-        raise UsageError(f"{kind} {path} cannot be made: {error.strerror}; name another") from error
-    if found.st_uid != os.geteuid():
-        raise UsageError(
-            f"{kind} {path} belongs to user {found.st_uid}, not to {os.geteuid()}; name a directory of "
-            "your own with TRANSFERQUEUE_RUNTIME or in the address"
-        )
-    if found.st_mode & 0o077:
-        raise UsageError(
-            f"{kind} {path} has mode {found.st_mode & 0o777:o}: other users could open the queue; "
-            f"chmod 700 {path}, or name a directory of your own"
-        )
-    return path
 
 
 class Home:
