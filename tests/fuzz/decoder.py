@@ -10,14 +10,17 @@ from typing import Final
 
 import msgspec
 
-from tests.fuzz.frames import Fuzzer
+from tests.fuzz.frames import Fuzzer, with_digest
 from tests.fuzz.memory import resident_bytes
 from transferqueue.errors import ProtocolError
+from transferqueue.transport import bulk
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
 WARM_UP: Final = 20_000
 """Frames after which the allocator has what it needs; memory is compared from there on."""
+
+BULK: Final = (with_digest(bulk.to_shard), with_digest(bulk.to_client))
 
 
 class Report(msgspec.Struct):
@@ -40,6 +43,9 @@ def decode(frame: bytes) -> str:
             continue
         part = found.request if isinstance(found, m.Call) else found.reply
         name = type(part).__name__
+    for decoder in BULK:
+        with suppress(ProtocolError):
+            name = type(decoder(frame)).__name__
     session, call = codec.call_of(frame)
     if not (isinstance(session, int) and isinstance(call, int)):
         raise TypeError(f"call_of gave {session!r}, {call!r}")

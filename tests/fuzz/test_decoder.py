@@ -6,14 +6,17 @@ import typing
 import pytest
 
 from tests.fuzz import decoder
-from tests.fuzz.frames import seeds
+from tests.fuzz.frames import bulk_seeds, seeds
 from transferqueue.limits import MIB
+from transferqueue.transport import bulk
 from transferqueue.wire import messages as m
 
 
 def test_there_is_a_valid_seed_of_every_message():
     found = [tree[-1][0] for tree in seeds(random.Random(1), each=1)]
-    assert found == [kind.__name__ for kind in typing.get_args(m.Request) + typing.get_args(m.Reply)]
+    found += [tree[0] for tree in bulk_seeds(random.Random(1), each=1)]
+    heads = typing.get_args(bulk.ToShard) + typing.get_args(bulk.ToClient)
+    assert found == [kind.__name__ for kind in typing.get_args(m.Request) + typing.get_args(m.Reply) + heads]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from msgspec import inspect
 
 from transferqueue.errors import ProtocolError
 from transferqueue.limits import FIELDS_MAX, MESSAGE_BYTES_MAX, MIB, ROWS_PER_REQUEST_MAX
+from transferqueue.transport import bulk
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
@@ -59,7 +60,8 @@ def fields_of(kind, path, seen):
 
 def lengths():
     seen = set()
-    return [*fields_of(inspect.type_info(m.Call), "", seen), *fields_of(inspect.type_info(m.Answer), "", seen)]
+    roots = (m.Call, m.Answer, bulk.ToShard, bulk.ToClient)
+    return [found for root in roots for found in fields_of(inspect.type_info(root), "", seen)]
 
 
 def test_every_length_has_a_bound():

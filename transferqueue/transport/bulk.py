@@ -25,9 +25,8 @@ import xxhash
 from msgspec import Meta
 
 from transferqueue.errors import Corruption, ProtocolError
-from transferqueue.limits import BULK_WINDOW_FRAMES, TICKET_BYTES
-from transferqueue.schema import Field
-from transferqueue.wire.messages import I32, Count, Name
+from transferqueue.limits import BULK_WINDOW_FRAMES, FIELDS_MAX, FRAME_BYTES, ROWS_PER_REQUEST_MAX, TICKET_BYTES
+from transferqueue.wire.messages import I32, Count, Counts, Fields, Names, Text
 
 Piece = bytes | memoryview
 """Contiguous bytes, as whoever has them holds them (of an array: its ``data``)."""
@@ -37,6 +36,8 @@ Ticket = Annotated[bytes, Meta(max_length=TICKET_BYTES)]
 
 PIECES_MAX: Final = 256
 """Pieces of one message: a frame of many small columns has several for each."""
+PARTS_READ_MAX: Final = 2 * FIELDS_MAX
+"""Parts of one read, and layouts of one part: a table has fewer of both."""
 PARTS_BEGUN_MAX: Final = 4
 """Parts that begin in one frame: each says a number for each of its columns, and a head stays small."""
 TAKEN_EVERY: Final = BULK_WINDOW_FRAMES // 2
@@ -63,16 +64,16 @@ class Located(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     nbytes: Count
     rows: Count
     layout: Count
-    counts: list[Count]
+    counts: Counts
     ticket: Ticket
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Columns `fields` of some rows: for each its block (index into `blocks`; empty: the first) and its row in there."""
 
-    fields: list[Name]
-    layouts: list[list[Name]]
-    blocks: list[Located]
+    fields: Names
+    layouts: Annotated[list[Names], Meta(max_length=PARTS_READ_MAX)]
+    blocks: Annotated[list[Located], Meta(max_length=ROWS_PER_REQUEST_MAX)]
     block_of_row: I32
     slot_of_row: I32
 
@@ -82,8 +83,8 @@ class Read(Bulk):
 
     session: int
     shard: int
-    fields: list[Field]
-    parts: list[Wanted]
+    fields: Fields
+    parts: Annotated[list[Wanted], Meta(max_length=PARTS_READ_MAX)]
 
 
 class Write(Bulk):
@@ -122,22 +123,22 @@ class Begun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """A part begins: the count of each of its columns (`schema.layout`). Its bytes are a block of these columns."""
 
     part: Count
-    counts: list[Count]
+    counts: Counts
 
 
 class Frame(Bulk):
     """The next bytes of a read: they continue the parts that began before, then those that begin here."""
 
     number: Count
-    begun: list[Begun]
+    begun: Annotated[list[Begun], Meta(max_length=PARTS_BEGUN_MAX)]
     last: bool
 
 
 class Refused(Bulk):
     """The transfer (0: the one under way) is over. error: a class name of transferqueue.errors."""
 
-    error: str
-    text: str
+    error: Text
+    text: Annotated[str, Meta(max_length=FRAME_BYTES)]
 
 
 ToShard = Read | Write | Data | Taken
