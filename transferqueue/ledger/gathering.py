@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from transferqueue.ledger.arrays import BoolArray, Index, IntArray
+from transferqueue.ledger.arrays import AnyArray, BoolArray, Index, IntArray
 from transferqueue.ledger.deadlines import Deadlines
 from transferqueue.ledger.groups import Groups
 from transferqueue.ledger.predicates import matches
@@ -197,6 +197,26 @@ class GroupTaskState(TaskState):
             self._leave_queue(one)
             one.deadline = None
         self.unsettled.pop(unit, None)
+
+    def plant_groups(self, forming: dict[str, AnyArray], rows: IntArray, at: IntArray, now: float) -> None:
+        """The groups that `forming` tells of, as columns; after `plant`, and after the groups themselves."""
+        states = self.state.a[at]
+        ready = dict(self.groups.counts(self.groups.units(rows, at)[(states == HELD) | (states == READY)]))
+        every = zip(
+            *(forming[name].tolist() for name in ("unit", "state", "lost", "late", "order", "left_s")), strict=True
+        )
+        queued = []
+        for unit, state, lost, late, order, left_s in every:
+            one = self.forming[unit] = Forming(self, unit)
+            one.state, one.lost, one.late, one.order = state, lost, late, order
+            one.ready = ready.get(unit, 0) if state in (FORMING, QUEUED) else 0
+            if left_s == left_s:
+                self._deadlines.add(one, now + left_s)
+            queued += [unit] if state == QUEUED else []
+        self._queued = len(queued)
+        self._stamp = max(self._stamp, int(forming["order"].max(initial=0)))
+        if queued:
+            self._enqueue_units(sorted(queued, key=lambda unit: self.forming[unit].order))
 
     # ------------------------------------------------------------ the queue of groups
 

@@ -73,6 +73,17 @@ class Groups:
         ids: IntArray = self._rows.group_id.a[at]
         return np.where(ids < 0, -2 - rows, ids)
 
+    def known(self) -> list[tuple[int, int, int]]:
+        """Id, size and present members of each known group."""
+        return [(one.id, one.size, one.present) for one in self._by_id.values()]
+
+    def plant(self, known: dict[str, AnyArray], rows: IntArray, ids: AnyArray) -> None:
+        """The groups that `known` told of, as columns, with their members without a fate: `rows` of groups `ids`, ascending."""
+        sizes = dict(zip(known["group_id"].tolist(), known["group_size"].tolist(), strict=True))
+        self.add(rows, ids, np.array([sizes.get(number, 1) for number in ids.tolist()], np.int64))
+        for number, present in zip(known["group_id"].tolist(), known["present"].tolist(), strict=True):
+            self._by_id[number].present = present
+
     # ------------------------------------------------------------ rows in
 
     def check_put(self, table: str, ids: AnyArray, sizes: AnyArray, rows_max: int) -> None:

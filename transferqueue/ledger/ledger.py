@@ -17,10 +17,12 @@ from typing import Any, Final
 
 from transferqueue.errors import Full, InternalError, ProtocolError, UsageError
 from transferqueue.ledger import image, losses, returns
+from transferqueue.ledger.cut import Cut, take
 from transferqueue.ledger.effects import Effect, Wait
 from transferqueue.ledger.gathering import Forming
 from transferqueue.ledger.leases import Lease
 from transferqueue.ledger.operations import OPERATIONS
+from transferqueue.ledger.planting import plant
 from transferqueue.ledger.selectors import PluginFactory
 from transferqueue.ledger.sessions import Session
 from transferqueue.ledger.settle import conclude
@@ -61,6 +63,18 @@ class Ledger:
         made = cls(selectors=selectors)
         made.state, made.epoch = image.read(data, made.state.core.plugins)
         return made
+
+    # ------------------------------------------------------------ cuts
+
+    def cut(self, now: float) -> Cut:
+        """All that a snapshot keeps, copied at one moment: see `cut`."""
+        self.tick(now)
+        return take(self.state)
+
+    def plant(self, cut: Cut, now: float) -> None:
+        """Become what a cut was taken of. `UsageError` unless there is no table and no channel: nothing is changed then."""
+        self.tick(now)
+        plant(self.state, cut, self.state.now)
 
     # ------------------------------------------------------------ sessions
 

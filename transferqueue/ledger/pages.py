@@ -120,6 +120,13 @@ class Pages:
         frames[: kept.size] = kept
         self._frames, self._base = frames, oldest
 
+    def plant(self, next_row: int, rows: IntArray) -> None:
+        """In pages without a row: `rows`, ascending, are resident, and the next one will be `next_row`. Fates are the caller's to set."""
+        for page, count in tally(rows >> SHIFT):
+            self._open_page(page)
+            self._left[page] = count
+        self.next_row, self.resident = next_row, rows.size
+
     # ------------------------------------------------------------ rows out
 
     def free(self, rows: IntArray) -> list[int]:

@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from transferqueue.ledger.arrays import BoolArray, Index, IntArray
+from transferqueue.ledger.arrays import AnyArray, BoolArray, Index, IntArray, tally
 from transferqueue.ledger.predicates import matches
 from transferqueue.ledger.ready import ORDER, STAMP, UNIT, Entries, Ready, in_order
 from transferqueue.ledger.rows import Mask, Rows
@@ -162,6 +162,17 @@ class TaskState:
         """Stamps that were never used before."""
         self._stamp += count
         return np.arange(self._stamp - count + 1, self._stamp + 1)
+
+    def plant(
+        self, rows: IntArray, at: IntArray, state: AnyArray, attempts: AnyArray, order: IntArray, step: IntArray
+    ) -> None:
+        """In a task without rows: these, as they were. Those that are ready are in no queue yet: `rerank` puts them there."""
+        self.state.a[at], self.attempts.a[at], self.order.a[at] = state, attempts, order
+        self.counts = np.bincount(state, minlength=len(STATES)).tolist()
+        self._stamp = int(order.max(initial=0))
+        for number, _ in tally(step[step >= 0]):
+            self.hold.a[at[step == number]] = number
+            self.stepped.file(rows[step == number], number)
 
     # ------------------------------------------------------------ the ready queue
 
