@@ -1,0 +1,313 @@
+"""The bulk endpoint without its sockets: who may touch what, how much it holds, and how transfers end."""
+
+import mmap
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from transferqueue.errors import BY_NAME
+from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, BULK_WINDOW_FRAMES, FRAME_BYTES, MIB
+from transferqueue.server.bulk import Exchange
+from transferqueue.server.tickets import Tickets, key_in
+from transferqueue.storage import drafts, prepare
+from transferqueue.transport import bulk as b
+from transferqueue.wire import messages as m
+
+SESSION, EXTENT, SHARD = 7, 3, 0
+ARENA_BYTES = 64 * MIB
+
+
+class Bench:
+    """An exchange over an arena with one block in it, and what it sent."""
+
+    def __init__(self):
+        self.arena = np.frombuffer(mmap.mmap(-1, ARENA_BYTES), np.uint8)
+        self.tickets = Tickets()
+        self.exchange = Exchange(self.arena, self.tickets)
+        self.now = 0.0
+
+    def put(self, **columns):
+        """A block at the start of the arena, as a reply names it to the session."""
+        (draft,) = drafts([prepare(name, values) for name, values in columns.items()])
+        draft.write(self.arena[: draft.nbytes])
+        self.fields = draft.fields
+        names = [field.name for field in draft.fields]
+        at = m.BlockAt(1, SHARD, EXTENT, 0, draft.nbytes, draft.stored_rows, names, draft.counts)
+        return self.tickets.issue(SESSION, m.Weights(1, [], [at])).blocks[0]
+
+    def grant(self, nbytes, offset=32 * MIB):
+        return self.tickets.issue(SESSION, m.Granted(EXTENT, SHARD, offset, nbytes))
+
+    def read(self, at, wanted=None, fields=None, number=1, session=SESSION, **changes):
+        wanted = range(at.rows) if wanted is None else wanted
+        located = b.Located(at.block, at.extent, at.offset, at.nbytes, at.rows, 0, at.counts, at.ticket)
+        located = b.Located(*(changes.get(name, getattr(located, name)) for name in located.__struct_fields__))
+        slots = np.array(list(wanted), np.int32).tobytes()
+        part = b.Wanted(fields or at.fields, [at.fields], [located], b"", slots)
+        return b.Read(number, session, SHARD, self.fields, [part])
+
+    def write(self, granted, total, at=None, number=1, **changes):
+        facts = {"extent": granted.extent, "offset": granted.offset, "nbytes": granted.nbytes, "ticket": granted.ticket}
+        facts |= {"session": SESSION, "shard": SHARD} | changes
+        return b.Write(number, at=granted.offset if at is None else at, total=total, **facts)
+
+    def say(self, head, pieces=(), peer=b"p"):
+        encoded, pieces = b.message(head, pieces)
+        self.exchange.receive(peer, encoded, [memoryview(piece) for piece in pieces], self.now)
+
+    def heard(self):
+        found = [(peer, b.to_client(*message), message[1]) for peer, message in self.exchange.outbox]
+        self.exchange.outbox.clear()
+        return found
+
+    def frames(self, peer=b"p"):
+        """All that comes of a read, by a reader that takes everything."""
+        content = []
+        while True:
+            self.exchange.advance()
+            for to, head, pieces in self.heard():
+                assert to == peer
+                if isinstance(head, b.Refused):
+                    raise BY_NAME[head.error](head.text)
+                content += [bytes(piece) for piece in pieces]
+                self.say(b.Taken(head.transfer, head.number + 1), peer=peer)
+                if head.last:
+                    return b"".join(content)
+
+
+@pytest.fixture
+def bench():
+    return Bench()
+
+
+def refused(bench):
+    (((_, head, _)),) = bench.heard()
+    assert isinstance(head, b.Refused), head
+    return BY_NAME[head.error](head.text)
+
+
+def test_a_block_is_read_whole_and_in_part(bench):
+    x, y = np.arange(60, dtype=np.float32).reshape(20, 3), [np.arange(row) for row in range(20)]
+    at = bench.put(x=x, y=y)
+    bench.say(bench.read(at))
+    assert bench.frames() == bytes(bench.arena[: at.nbytes])
+    bench.say(bench.read(at, wanted=[3, 17, 4], fields=["x"]))
+    assert bench.frames()[:36] == x[[3, 17, 4]].tobytes()
+    assert len(bench.exchange) == 0, "both are over"
+
+
+def test_what_was_not_named_to_a_session_cannot_be_read(bench):
+    at = bench.put(x=np.arange(6))
+    for changes in ({"block": 2}, {"extent": 9}, {"offset": 64}, {"nbytes": at.nbytes + 64}, {"ticket": bytes(16)}):
+        bench.say(bench.read(at, **changes))
+        with pytest.raises(BY_NAME["UsageError"], match=r"ticket is none that this server gave"):
+            raise refused(bench)
+    bench.say(bench.read(at, session=SESSION + 1))
+    with pytest.raises(BY_NAME["UsageError"], match=f"session {SESSION + 1} for these bytes"):
+        raise refused(bench)
+
+
+@pytest.mark.parametrize("rows", [[99], [-1], [0, 6]])
+def test_rows_that_a_block_does_not_have_are_refused(bench, rows):
+    bench.say(bench.read(bench.put(x=np.arange(6)), wanted=rows))
+    with pytest.raises(BY_NAME["Corruption"], match="beyond the rows"):
+        raise refused(bench)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": 10**6}, "smaller than its layout"),
+        ({"counts": [5]}, "count 5 is not one|smaller than its layout"),
+        ({"counts": []}, "0 counts for 1 fields"),
+        ({"layout": 4}, "has no layout"),
+    ],
+)
+def test_a_block_is_not_what_a_reader_says_but_what_it_can_be(bench, changes, message):
+    bench.say(bench.read(bench.put(x=np.arange(6)), **changes))
+    with pytest.raises(Exception, match=message):
+        raise refused(bench)
+
+
+def test_offsets_that_point_outside_are_never_followed(bench):
+    at = bench.put(y=[np.arange(3), np.arange(4), np.arange(5)])
+    bench.arena[:32].view(np.int64)[2] = 1 << 40
+    for rows in ([0, 1, 2], [2, 0], [1, 0]):
+        bench.say(bench.read(at, wanted=rows))
+        with pytest.raises(BY_NAME["Corruption"], match="offsets of a block point outside it"):
+            raise refused(bench)
+    bench.say(bench.read(at, fields=["z"]))
+    with pytest.raises(BY_NAME["NotFound"], match='"z"'):
+        raise refused(bench)
+
+
+def test_bytes_are_written_where_they_were_granted_and_nowhere_else(bench):
+    granted = bench.grant(4 * MIB)
+    data = np.random.default_rng(0).integers(0, 255, 3 * MIB + 5, dtype=np.uint8)
+    frames = [data[start : start + FRAME_BYTES].data for start in range(0, len(data), FRAME_BYTES)]
+    bench.say(bench.write(granted, len(data), at=granted.offset + 64), [frames[0]])
+    for number, frame in enumerate(frames[1:], start=1):
+        bench.say(b.Data(1, number), [frame])
+    _, told, _ = bench.heard()[-1]
+    assert told == b.Taken(1, len(frames), True)
+    start = granted.offset + 64
+    assert np.array_equal(bench.arena[start : start + len(data)], data)
+    bench.arena[start : start + len(data)] = 0
+    assert not bench.arena.any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ticket": bytes(16)}, "ticket is none"),
+        ({"extent": 5}, "ticket is none"),
+        ({"nbytes": 8 * MIB}, "ticket is none"),
+        ({"session": 8}, "ticket is none"),
+        ({"at": 0}, "write inside it"),
+        ({"total": 9 * MIB}, "write inside it"),
+    ],
+)
+def test_a_write_outside_its_grant_changes_nothing(bench, changes, message):
+    granted = bench.grant(MIB)
+    bench.say(bench.write(granted, **({"total": 100} | changes)), [bytes(range(100))])
+    with pytest.raises(BY_NAME["UsageError"], match=message):
+        raise refused(bench)
+    assert not bench.arena.any()
+
+
+def test_a_frame_that_is_missing_or_too_much_ends_a_write(bench):
+    granted = bench.grant(MIB)
+    bench.say(bench.write(granted, 200), [b"1" * 100])
+    bench.say(b.Data(1, 2), [b"2" * 100])
+    with pytest.raises(BY_NAME["Corruption"], match="frame 2 came where 1 was due"):
+        raise refused(bench)
+    bench.say(bench.write(granted, 200), [b"1" * 201])
+    with pytest.raises(BY_NAME["Corruption"], match="1 more than it said"):
+        raise refused(bench)
+    assert len(bench.exchange) == 0
+
+
+def test_a_frame_that_comes_after_its_extent_was_freed_is_not_written(bench):
+    granted = bench.grant(MIB)
+    bench.say(bench.write(granted, 200), [b"1" * 100])
+    bench.heard()
+    bench.tickets.revoke(EXTENT)
+    bench.arena[:] = 0  # somebody else's now
+    bench.say(b.Data(1, 1), [b"2" * 100])
+    with pytest.raises(BY_NAME["Disconnected"], match="freed since"):
+        raise refused(bench)
+    bench.say(bench.write(granted, 200), [b"1" * 100])
+    with pytest.raises(BY_NAME["Disconnected"], match="freed since"):
+        raise refused(bench)
+    assert not bench.arena.any()
+
+
+def test_a_read_ends_when_its_extent_is_freed_before_a_strange_byte_leaves(bench):
+    at = bench.put(x=np.zeros((32, MIB), np.uint8))
+    bench.say(bench.read(at))
+    bench.exchange.advance()
+    bench.heard()
+    bench.tickets.revoke(EXTENT)
+    bench.arena[:] = 99  # somebody else's now
+    bench.exchange.advance()
+    with pytest.raises(BY_NAME["Disconnected"], match="freed since"):
+        raise refused(bench)
+    assert len(bench.exchange) == 0
+
+
+def test_a_session_that_ends_takes_its_transfers_with_it(bench):
+    at = bench.put(x=np.zeros((32, MIB), np.uint8))
+    bench.say(bench.read(at))
+    told = []
+    bench.tickets.on_close = lambda: told.append(1)
+    bench.tickets.close(SESSION + 1)
+    assert not told, "it never had a ticket"
+    bench.tickets.close(SESSION)
+    assert told
+    bench.exchange.tick(bench.now)
+    with pytest.raises(BY_NAME["Disconnected"], match="session is over"):
+        raise refused(bench)
+    assert len(bench.exchange) == 0
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_a_reader_that_stalls_holds_its_window_and_not_more(bench, scattered):
+    rows = np.random.default_rng(1).permutation(24 * 1024) if scattered else None
+    at = bench.put(x=np.ones((24 * 1024, 1024), np.uint8), y=[np.ones(100, np.uint8)] * (24 * 1024))
+    reads = [bench.read(at, wanted=rows) for _ in range(3)]
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for peer, read in enumerate(reads):
+            bench.say(read, peer=b"%d" % peer)
+        for _ in range(100):
+            bench.exchange.advance()
+        held = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert len(bench.exchange.outbox) == 3 * BULK_WINDOW_FRAMES
+    assert held < 3 * ((BULK_WINDOW_FRAMES + 2) * FRAME_BYTES if scattered else 2 * MIB)
+    assert not bench.exchange.busy
+    bench.now = bench.exchange.next_deadline()
+    assert bench.now == BULK_STALL_S
+    bench.exchange.tick(bench.now)
+    assert len(bench.exchange) == 0
+
+
+def test_a_peer_that_is_gone_and_one_that_begins_anew_free_what_they_had(bench):
+    at = bench.put(x=np.zeros((32, MIB), np.uint8))
+    bench.say(bench.read(at))
+    bench.say(bench.read(at, number=2))
+    assert len(bench.exchange) == 1
+    bench.exchange.lost(b"p")
+    assert len(bench.exchange) == 0
+    bench.say(b.Taken(2, 0))
+    with pytest.raises(BY_NAME["Unreachable"], match="not under way"):
+        raise refused(bench)
+
+
+def test_of_one_session_only_so_many_transfers_are_kept(bench):
+    at = bench.put(x=np.zeros((32, MIB), np.uint8))
+    for peer in range(BULK_TRANSFERS_MAX + 3):
+        bench.now = float(peer)
+        bench.say(bench.read(at), peer=b"%d" % peer)
+    assert len(bench.exchange) == BULK_TRANSFERS_MAX
+    bench.say(b.Taken(1, 0), peer=b"0")
+    with pytest.raises(BY_NAME["Unreachable"]):
+        raise refused(bench)
+
+
+def test_what_cannot_be_believed_ends_what_is_under_way_there_and_nowhere_else(bench):
+    at = bench.put(x=np.zeros((32, MIB), np.uint8))
+    for peer in (b"p", b"q"):
+        bench.say(bench.read(at), peer=peer)
+    bench.exchange.receive(b"p", b"garbage that is no message", [], bench.now)
+    with pytest.raises(BY_NAME["Corruption"], match="does not match its checksum"):
+        raise refused(bench)
+    assert len(bench.exchange) == 1
+
+
+def test_tickets_of_a_kept_key_go_on_for_what_is_left(bench, tmp_path):
+    key = key_in(tmp_path)
+    assert key == key_in(tmp_path)
+    assert (tmp_path / "tickets.key").stat().st_mode & 0o777 == 0o600
+    before, after = Tickets(key), Tickets(key)
+    granted = before.issue(SESSION, m.Granted(EXTENT, SHARD, 0, MIB))
+    assert after.issue(SESSION, m.Granted(EXTENT, SHARD, 0, MIB)) == granted
+    after = Tickets(key)
+    bench.tickets, bench.exchange = after, Exchange(bench.arena, after)
+    bench.say(bench.write(granted, 4), [b"abcd"])
+    with pytest.raises(BY_NAME["Disconnected"], match="freed since"):
+        raise refused(bench)
+    after.go_on([SESSION], [EXTENT])
+    bench.say(bench.write(granted, 4), [b"abcd"])
+    assert bytes(bench.arena[:4]) == b"abcd"
+    (tmp_path / "tickets.key").write_bytes(b"short")
+    with pytest.raises(BY_NAME["Corruption"], match="no key; remove it"):
+        key_in(tmp_path)
+
+
+def test_local_replies_carry_no_ticket(bench):
+    assert m.Granted(1, 0, 0, 64).ticket == b""
+    assert bench.tickets.issue(SESSION, m.Done(3)) == m.Done(3)
