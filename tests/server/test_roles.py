@@ -130,6 +130,15 @@ def test_a_revoked_key_has_no_session_and_no_answer(ring):
     bench.close()
 
 
+def test_a_key_holder_names_no_file_but_a_session_file(ring, tmp_path):
+    bench = ring.bench()
+    (tmp_path / "secret").touch()
+    for lock in (tmp_path / "secret", tmp_path / "missing"):
+        client = Client(bench, peer=Keyed(b"x", ring.keys["producer"]), lock=str(lock), client=b"c" * 16)
+        assert client.welcome.text.startswith(f"session refused: lock '{lock}' is no session file")
+    bench.close()
+
+
 def test_a_key_without_a_key_file_is_nobodys():
     bench = Bench()
     bench.receive(Keyed(b"x", "k" * 40), codec.encode_call(m.Call(0, 1, 0, m.Hello(b"c" * 16))))

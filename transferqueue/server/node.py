@@ -238,6 +238,7 @@ class Node:
     def _open(self, peer: Peer, hello: m.Hello, now: float) -> Session:
         if len(hello.client) != 16:
             raise UsageError(f"session refused: client id has {len(hello.client)} bytes; send 16 random ones")
+        roles.check_lock(peer, hello)
         self.sessions.check_room()
         session = self.sessions.open(hello, self._gather(hello), peer, now)
         self.ledger.open_session(session.number, hello.client, now, label=session.label, origin=origin_of(hello))

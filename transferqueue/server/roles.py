@@ -16,9 +16,10 @@ is admin.
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Final
 
-from transferqueue.errors import Disconnected, PermissionDenied
+from transferqueue.errors import Disconnected, PermissionDenied, UsageError
 from transferqueue.server.sessions import NOWHERE, Peer, Session
 from transferqueue.transport.keyring import Keyring
 from transferqueue.transport.keys import ROLES, Role
@@ -86,6 +87,14 @@ class Door:
             return "admin"
         owner = self._keyring.owner(peer.key) if self._keyring is not None else None
         return owner.role if owner is not None else None
+
+
+def check_lock(peer: Peer, hello: m.Hello) -> None:
+    """`UsageError` if a key holder names a lock that is no session file: it would learn which files there are."""
+    if key_of(peer) and hello.lock and PurePath(hello.lock).parent.name != "sessions":
+        raise UsageError(
+            f"session refused: lock {hello.lock!r} is no session file; keep it in a directory named sessions"
+        )
 
 
 def key_of(peer: Peer) -> str:

@@ -23,6 +23,7 @@ import msgspec
 
 from transferqueue.errors import AlreadyExists, Full, NotFound, UsageError, listing
 from transferqueue.limits import KEYS_MAX, MIB, check_name
+from transferqueue.transport.address import TcpAddress, parse_address
 from transferqueue.transport.keys import ROLES, ClientKeys, JoinToken, KeyPair, Role
 from transferqueue.transport.lock import FileLock
 from transferqueue.transport.private import private_directory, read_private, write_private
@@ -107,7 +108,12 @@ def revoke(directory: Path, name: str) -> KeyOwner:
 
 
 def token_of(directory: Path, name: str, address: str) -> JoinToken:
-    """The join token of a client, for a server at `address`. `NotFound` lists the names there are."""
+    """The join token of a client, for a server at `address` (tcp). `NotFound` lists the names there are."""
+    place = parse_address(address)
+    if not isinstance(place, TcpAddress) or place.port == 0 or place.host == "*":
+        raise UsageError(
+            f"address {address!r} is none that clients connect to with a key; give tcp://host:port as they see it"
+        )
     keys = load(directory)
     owner = _owner(keys, name)
     return JoinToken(address, ClientKeys(keys.server.public, owner.pair), owner.name, owner.role)
