@@ -19,6 +19,7 @@ import transferqueue as tq
 from tests.fuzz.frames import Fuzzer
 from tests.fuzz.memory import resident_bytes
 from transferqueue.errors import ProtocolError
+from transferqueue.transport import bulk
 from transferqueue.transport.address import IpcAddress, TcpAddress, parse_address
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
@@ -44,18 +45,20 @@ class LiveReport(msgspec.Struct):
 
 
 def run(queue: tq.Queue, addresses: list[str], pid: int, *, frames: int, connections: int, seed: int) -> LiveReport:
-    """So many frames and raw connections, shared by the addresses. queue: an honest client, whose session is abused."""
+    """So many frames and raw connections, shared by the addresses, and half as many to the bulk endpoint. queue: an honest client, whose session is abused."""
     started = time.perf_counter()
     session = queue._client.connection._calls.session
     streams = [Stream(address, Fuzzer(seed + at, session), session) for at, address in enumerate(addresses)]
+    bulk_port = queue.stats()["server"]["bulk_port"]
+    streams.append(BulkStream(f"tcp://127.0.0.1:{bulk_port}", Fuzzer(seed - 1, session), session))
     noise = random.Random(seed)
     for stream in streams:  # the server takes the memory it needs once
-        stream.send(frames // 10 // len(streams))
-        below(stream.address, noise, connections // 10 // len(streams))
+        stream.send(frames // 10 // len(addresses))
+        below(stream.address, noise, connections // 10 // len(addresses))
     before, resident = state(queue), resident_bytes(pid)
     for stream in streams:
-        stream.send(frames // len(streams))
-        below(stream.address, noise, connections // len(streams))
+        stream.send(frames // len(addresses))
+        below(stream.address, noise, connections // len(addresses))
     after = state(queue)
     for stream in streams:
         stream.close()
@@ -69,7 +72,9 @@ def state(queue: tq.Queue) -> Any:
         name: {key: one[key] for key in ("label", "state", "leases", "reserved", "pins", "grants", "waits")}
         for name, one in queue.sessions().items()
     }
-    counted = [told[name] for name in ("tables", "channels", "bytes", "waiting")]
+    counted = [told[name] for name in ("tables", "channels", "bytes", "waiting")] + [
+        told["server"][name] for name in ("extents", "internal_errors", "leases_ended", "sessions_dropped")
+    ]
     return _timeless([queue.audit(), queue.tables(), queue.doctor()["tables"], sessions, counted])
 
 
@@ -125,6 +130,31 @@ class Stream:
             if codec.decode_answer(self._socket.recv()).id == mark:
                 return
         raise TimeoutError(f"{self.address} does not answer any more")
+
+
+class BulkStream(Stream):
+    """The same at the bulk endpoint: heads, most with a good checksum."""
+
+    def _next(self) -> bytes:
+        frame = self._fuzzer.frame()
+        return bulk._digest(frame, ()) + frame if random.random() < 0.9 else frame
+
+    def _catch_up(self) -> None:
+        """A transfer that is not under way is certainly refused, by its number."""
+        mark = random.getrandbits(40)
+        head, _ = bulk.message(bulk.Taken(mark, 0))
+        self._socket.send(head)
+        while self._socket.poll(PATIENCE_MS):
+            answer = bulk.to_client(*_split(self._socket.recv_multipart()))
+            if isinstance(answer, bulk.Refused) and answer.error == "InternalError":
+                raise RuntimeError(answer.text)
+            if answer.transfer == mark:
+                return
+        raise TimeoutError(f"{self.address} does not answer any more")
+
+
+def _split(parts: list[bytes]) -> tuple[bytes, list[bytes]]:
+    return parts[0], parts[1:]
 
 
 def below(address: str, rng: random.Random, connections: int) -> None:
