@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from transferqueue.client.aio import AsyncBatch, AsyncQueue, AsyncReservation, AsyncTable, AsyncWeightChannel
     from transferqueue.client.batch import Batch
+    from transferqueue.client.loader import AsyncLoader, Loader
     from transferqueue.client.queue import Queue
     from transferqueue.client.reservation import Reservation
     from transferqueue.client.rows import Rows
@@ -81,6 +82,7 @@ __version__ = "0.1.0"
 _HOMES: Final[dict[str, str]] = {
     "client.aio": "AsyncBatch AsyncQueue AsyncReservation AsyncTable AsyncWeightChannel",
     "client.batch": "Batch",
+    "client.loader": "AsyncLoader Loader",
     "client.queue": "Queue",
     "client.reservation": "Reservation",
     "client.rows": "Rows",
@@ -105,6 +107,7 @@ __all__ = [
     "AddressInUse",
     "AlreadyExists",
     "AsyncBatch",
+    "AsyncLoader",
     "AsyncQueue",
     "AsyncReservation",
     "AsyncTable",
@@ -132,6 +135,7 @@ __all__ = [
     "KeepStale",
     "LeaseExpired",
     "Limits",
+    "Loader",
     "LongestFirst",
     "Manual",
     "NotFound",

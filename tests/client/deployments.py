@@ -65,7 +65,7 @@ class Fronted:
     def _wrap(self, value: Any) -> Any:
         if inspect.isawaitable(value):
             return self._run(value)
-        if hasattr(value, "__anext__"):
+        if inspect.isasyncgen(value):
             return self._iterate(value)
         return Fronted(value, self.loop) if type(value).__name__.startswith("Async") else value
 
@@ -90,8 +90,8 @@ class Fronted:
     def __len__(self) -> int:
         return len(self.inner)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.inner)
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterate(self.inner) if hasattr(self.inner, "__anext__") else iter(self.inner)
 
     def __contains__(self, name: object) -> bool:
         return name in self.inner

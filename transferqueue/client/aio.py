@@ -16,10 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.client import leasing, verbs, weighing
+from transferqueue.client.ahead import Ahead
 from transferqueue.client.batch import BatchBase
 from transferqueue.client.client import Client
 from transferqueue.client.driving import Operation, T, adrive
 from transferqueue.client.facts import Facts, Floats, Ints, Keys, TagsGiven
+from transferqueue.client.loader import AsyncLoader
 from transferqueue.client.reservation import ReservationBase, reservation_id
 from transferqueue.client.rows import Rows
 from transferqueue.client.table import TableBase
@@ -283,6 +285,41 @@ class AsyncTable(TableBase):
                 return
             yield batch
             del batch  # the caller's alone
+
+    def loader(
+        self,
+        task: str,
+        *,
+        rows: int | None = None,
+        tokens: int | None = None,
+        groups: int | None = None,
+        at_least: int | None = None,
+        timeout_s: float = TIMEOUT_S_DEFAULT,
+        where: Predicate | Iterable[Predicate] = (),
+        lease_s: float | None = None,
+        fields: Sequence[str] | None = None,
+        rank: int = 0,
+        world: int = 1,
+        replica: tuple[int, int] | None = None,
+        prefetch: int = 2,
+    ) -> AsyncLoader:
+        """As `Table.loader`: ``async for batch in table.loader(...): async with batch: ...``; `aclose` ends it early."""
+        request = leasing.lease_request(
+            self.name,
+            task,
+            rows=rows,
+            tokens=tokens,
+            groups=groups,
+            at_least=at_least,
+            timeout_s=timeout_s,
+            where=where,
+            lease_s=lease_s,
+            fields=fields,
+            rank=rank,
+            world=world,
+            replica=replica,
+        )
+        return AsyncLoader(Ahead(self._client, self._terms, request, AsyncBatch, prefetch))
 
     def reserve(
         self, rows: int, *, policy_version: int | None = None, timeout_s: float = TIMEOUT_S_DEFAULT

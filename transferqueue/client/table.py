@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.client import leasing, verbs
+from transferqueue.client.ahead import Ahead
 from transferqueue.client.batch import Batch
 from transferqueue.client.client import Client
 from transferqueue.client.driving import Operation, T, drive
 from transferqueue.client.facts import Facts, Floats, Ints, Keys, TagsGiven
+from transferqueue.client.loader import Loader
 from transferqueue.client.reservation import Reservation, reservation_id
 from transferqueue.client.rows import Rows
 from transferqueue.client.terms import Terms
@@ -242,6 +244,49 @@ class Table(TableBase):
                 return
             yield batch
             del batch  # the caller's alone: held here, it could not be collected while the next is waited for
+
+    def loader(
+        self,
+        task: str,
+        *,
+        rows: int | None = None,
+        tokens: int | None = None,
+        groups: int | None = None,
+        at_least: int | None = None,
+        timeout_s: float = TIMEOUT_S_DEFAULT,
+        where: Predicate | Iterable[Predicate] = (),
+        lease_s: float | None = None,
+        fields: Sequence[str] | None = None,
+        rank: int = 0,
+        world: int = 1,
+        replica: tuple[int, int] | None = None,
+        prefetch: int = 2,
+    ) -> Loader:
+        """`leases`, fetched ahead: while one batch is computed with, up to `prefetch` more are leased and their columns brought
+        together. In order; the leases of those that wait are renewed.
+
+        Arguments and waits as of `lease`; `timeout_s` counts from when a batch is asked for. Ends when the table is sealed and
+        drained. An error of the fetching is raised where its batch would have come. Leaving it early (``with``, `close`)
+        gives back the batches that were not taken, not as failed.
+
+        Example: ``with table.loader("train", rows=64) as batches: for batch in batches: with batch: ...``
+        """
+        request = leasing.lease_request(
+            self.name,
+            task,
+            rows=rows,
+            tokens=tokens,
+            groups=groups,
+            at_least=at_least,
+            timeout_s=timeout_s,
+            where=where,
+            lease_s=lease_s,
+            fields=fields,
+            rank=rank,
+            world=world,
+            replica=replica,
+        )
+        return Loader(Ahead(self._client, self._terms, request, Batch, prefetch))
 
     def reserve(
         self, rows: int, *, policy_version: int | None = None, timeout_s: float = TIMEOUT_S_DEFAULT

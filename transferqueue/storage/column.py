@@ -38,7 +38,7 @@ class Column:
     varied         `padded()`; rows ``[*shape]`` by index or iteration
     str, bytes,    `list()`; rows by index or iteration
     value
-    any            `list()`, `arrow()`, ``column[i]``, ``column[2:5]``, ``len(column)``, ``for row in column``
+    any            `list()`, `arrow()`, `load()`, ``column[i]``, ``column[2:5]``, ``len(column)``, ``for row in column``
     =============  ==========================================================================================
 
     Methods that do not fit raise `UsageError` and name those that do; after the batch ended and let its memory go, what was not
@@ -102,6 +102,10 @@ class Column:
         if loaded.offsets is not None:
             return np.diff(loaded.offsets)
         return np.full(self._rows, self.field.shape[0] if self.field.shape else 1, np.int64)
+
+    def load(self) -> None:
+        """Bring the rows together now, rather than at first use: for a thread that has time before they are needed."""
+        self._load()
 
     def numpy(self) -> NDArray[Any]:
         """Dense rows ``[rows, *shape]`` of the field's dtype, writable. bf16 and fp8 need ml_dtypes."""

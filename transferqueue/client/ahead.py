@@ -1,0 +1,232 @@
+"""Batches fetched ahead of their use, in one event loop: what the loaders of both fronts share.
+
+Rules:
+
+1. At most `prefetch` batches are on their way or wait. They are leased one after the other, and handed over in that order.
+2. Fetching is leasing and bringing the rows of each column together, off the loop: whoever takes the batch copies nothing more.
+3. A batch that waits is renewed at each third of its lease, so that who takes it has two thirds left. One that was lost all
+   the same (the server said so) is passed over: its rows are for others now.
+4. A caller's wait begins when it asks. A fetch looks for rows that long on its own; then it rests until it is asked for, and
+   waits on for what that caller's time still allows.
+5. An error is raised where its batch would have come; asking again goes on. `EndOfTable` is the end.
+6. What was not handed over when this closes is released, not failed. A cancelled `take` takes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from transferqueue.client import checks, leasing
+from transferqueue.client.batch import BatchBase
+from transferqueue.client.client import Client
+from transferqueue.client.driving import INLINE_WORK_BYTES, Operation, Work, adrive
+from transferqueue.client.lent import Lent
+from transferqueue.client.terms import Terms
+from transferqueue.errors import DeadlineExceeded, Disconnected, EndOfTable, LeaseExpired, Unreachable, UsageError
+from transferqueue.wire import messages as m
+
+B = TypeVar("B", bound=BatchBase)
+
+RENEWED_AT: Final = 1 / 3
+"""Part of a lease after which it is renewed."""
+
+
+class Lease(NamedTuple, Generic[B]):
+    """A batch, and the lease that it is made of."""
+
+    lent: Lent
+    batch: B
+
+    def hand_back(self) -> None:
+        """Nobody takes it: its rows are ready again."""
+        lent = self.lent
+        if not lent.ended:
+            reason = "its loader was closed"
+            lent.client.connection.post(m.Release(table=lent.table, lease=lent.lease, token=lent.token, reason=reason))
+            lent.end("was released when its loader was closed")
+
+
+class Fetch(Generic[B]):
+    """One batch: leased in its turn, loaded, then renewed until it is taken."""
+
+    def __init__(
+        self,
+        client: Client,
+        turn: asyncio.Lock,
+        lease: Callable[[float], Operation[Lease[B]]],
+        wait_s: float,
+        lease_s: float,
+    ) -> None:
+        self._client, self._turn, self._lease = client, turn, lease
+        self._wait_s, self._lease_s = wait_s, lease_s
+        self._asked = asyncio.Event()
+        self._until = math.inf
+        self._keeper: asyncio.Task[None] | None = None
+        self.task = asyncio.create_task(self._fetch())
+        self.task.add_done_callback(_see)
+
+    def ask(self) -> None:
+        """Somebody waits for this batch, from now on (rule 4)."""
+        self._until = self._client.clock() + self._wait_s
+        self._asked.set()
+
+    def hand_over(self) -> None:
+        """Somebody has it: no more renewals."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+
+    def stop(self) -> None:
+        """Nobody will have it."""
+        self.hand_over()
+        if not self.task.done():
+            self.task.cancel()
+        elif not self.task.cancelled() and self.task.exception() is None:
+            self.task.result().hand_back()
+
+    async def _fetch(self) -> Lease[B]:
+        async with self._turn:
+            found = await self._leased()
+        self._keeper = asyncio.create_task(self._keep(found.lent, found.batch.lease_s))
+        return found
+
+    async def _leased(self) -> Lease[B]:
+        wait_s, is_asked = self._wait_s, False
+        while True:
+            try:
+                return await adrive(self._client.connection, _loaded(self._lease(wait_s)))
+            except DeadlineExceeded:
+                if is_asked and self._client.clock() >= self._until:
+                    raise
+            await self._asked.wait()
+            wait_s, is_asked = max(0.0, self._until - self._client.clock()), True
+
+    async def _keep(self, lent: Lent, lease_s: float) -> None:
+        while not lent.ended:
+            await asyncio.sleep(lease_s * RENEWED_AT)
+            try:
+                lease_s = await adrive(self._client.connection, leasing.renew(lent, self._lease_s or None))
+            except (LeaseExpired, Disconnected):
+                return
+            except Unreachable:  # the server may be back before the lease is over
+                continue
+
+
+class Ahead(Generic[B]):
+    """Batches of one lease request, fetched ahead (see the rules above). make: what a batch is, to its front."""
+
+    def __init__(
+        self, client: Client, terms: Terms, request: m.Lease, make: Callable[[Lent, m.Leased], B], prefetch: int
+    ) -> None:
+        self._client, self._terms, self._request, self._make = client, terms, request, make
+        self._prefetch = checks.positive("prefetch", prefetch)
+        self._fetches: deque[Fetch[B]] = deque()
+        self._turn, self._taking = asyncio.Lock(), asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: EndOfTable | None = None
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """What it loads, for people."""
+        return f'loader of task "{self._request.task}" (table "{self._terms.name}")'
+
+    async def take(self) -> B:
+        """The next batch. Waits up to the request's time; raises what its fetching raised, `EndOfTable` at the end."""
+        async with self._taking:
+            while True:
+                batch = await self._next()
+                if not batch.ended:  # else it was lost while it waited
+                    return batch
+
+    async def aclose(self) -> None:
+        """Release what was not taken; whoever waits in `take` is told. Again: nothing."""
+        tasks = [fetch.task for fetch in self._fetches]
+        self._close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        async with self._taking:
+            pass
+
+    def abandon(self) -> None:
+        """The same from a finalizer, in any thread; nobody waits for it."""
+        if self._loop is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._close)
+            except RuntimeError:  # the loop has ended, and its tasks with it
+                return
+
+    async def _next(self) -> B:
+        self._fill()
+        fetch = self._fetches[0]
+        fetch.ask()
+        try:
+            found = await asyncio.shield(fetch.task)
+        except asyncio.CancelledError:
+            self._check()
+            raise
+        except EndOfTable as end:
+            self._end = end
+            self._drop_fetches()
+            raise
+        except BaseException:
+            self._fetches.popleft()
+            raise
+        fetch.hand_over()
+        self._fetches.popleft()
+        self._fill()
+        return found.batch
+
+    def _fill(self) -> None:
+        self._check()
+        self._loop = asyncio.get_running_loop()
+        while len(self._fetches) < self._prefetch:
+            self._fetches.append(
+                Fetch(self._client, self._turn, self._lease, self._request.wait_s, self._request.lease_s)
+            )
+
+    def _check(self) -> None:
+        if self._closed:
+            raise UsageError(f"the {self.name} is closed; make another one")
+        if self._end is not None:
+            raise self._end.with_traceback(None)
+
+    def _lease(self, wait_s: float) -> Operation[Lease[B]]:
+        request = msgspec.structs.replace(self._request, wait_s=wait_s)
+        return leasing.lease(
+            self._client, self._terms, request, lambda lent, leased: Lease(lent, self._make(lent, leased))
+        )
+
+    def _close(self) -> None:
+        self._closed = True
+        self._drop_fetches()
+
+    def _drop_fetches(self) -> None:
+        while self._fetches:
+            self._fetches.popleft().stop()
+
+
+def _loaded(lease: Operation[Lease[B]]) -> Operation[Lease[B]]:
+    """A batch with its columns loaded; if that fails, its rows go back."""
+    found = yield from lease
+    try:
+        yield Work(INLINE_WORK_BYTES + 1, lambda: _load(found.batch))
+    except BaseException:
+        found.hand_back()
+        raise
+    return found
+
+
+def _load(batch: BatchBase) -> None:
+    for name in batch.fields:
+        batch[name].load()
+
+
+def _see(task: asyncio.Task[Lease[B]]) -> None:
+    """An error that nobody asked for is no news of the loop's."""
+    if not task.cancelled():
+        task.exception()

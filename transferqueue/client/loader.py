@@ -1,0 +1,132 @@
+"""Loaders: a task's batches, fetched while the ones before them are computed with (`ahead` has the rules)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from transferqueue.client.ahead import Ahead
+from transferqueue.client.batch import Batch
+from transferqueue.errors import EndOfTable, Forked, UsageError
+
+if TYPE_CHECKING:
+    from transferqueue.client.aio import AsyncBatch
+
+
+class Loader:
+    """Batches in order, until the table is sealed and drained; what `Table.loader` gives.
+
+    An iterator and a context manager. Each batch is the caller's to ack or release. A thread of its own fetches; it ends with the
+    last batch, with `close`, or when the loader is collected. ``next`` may be called from any thread.
+    """
+
+    def __init__(self, ahead: Ahead[Batch]) -> None:
+        self._ahead, self._pid = ahead, os.getpid()
+        self._guard = threading.Lock()
+        self._closed = self._drained = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=_run, args=(self._loop, ahead), name=f"transferqueue {ahead.name}", daemon=True
+        )
+        self._thread.start()
+        self._stop = weakref.finalize(self, _stop, self._loop, self._pid)
+        self._stop.atexit = False  # the end of the session gives everything back
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch; waits up to `timeout_s` from now. An interrupt takes nothing and leaves all usable."""
+        with self._guard:
+            self._check()
+            taken = asyncio.run_coroutine_threadsafe(self._ahead.take(), self._loop)
+        try:
+            return taken.result()
+        except EndOfTable:
+            self._drained = True
+            self.close()
+            raise StopIteration from None
+        except BaseException:
+            taken.cancel()
+            raise
+
+    def close(self) -> None:
+        """Give back what was not taken, not as failed, and end the thread. Again, or in a forked child: nothing."""
+        with self._guard:
+            self._closed = True
+        self._stop()
+        if os.getpid() == self._pid:
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self) -> None:
+        if os.getpid() != self._pid:
+            raise Forked(
+                f"the {self._ahead.name} was made by process {self._pid} and is used in its forked child {os.getpid()}; "
+                "connect there and make one there"
+            )
+        if self._drained:
+            raise StopIteration
+        if self._closed:
+            raise UsageError(f"the {self._ahead.name} is closed; make another one")
+
+
+class AsyncLoader:
+    """`Loader` for an event loop: ``async for batch in table.loader(...): async with batch: ...``.
+
+    Fetching begins with the first batch that is asked for. It ends with the last batch, with `aclose` (or the end of its ``async
+    with``), or when the loader is collected.
+    """
+
+    def __init__(self, ahead: Ahead[AsyncBatch]) -> None:
+        self._ahead = ahead
+        weakref.finalize(self, ahead.abandon).atexit = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> AsyncBatch:
+        """The next batch; waits up to `timeout_s` from now. A cancelled wait takes nothing."""
+        try:
+            return await self._ahead.take()
+        except EndOfTable:
+            raise StopAsyncIteration from None
+
+    async def aclose(self) -> None:
+        """As `Loader.close`."""
+        await self._ahead.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+def _run(loop: asyncio.AbstractEventLoop, ahead: Ahead[Batch]) -> None:
+    """The thread: fetches until the loop is stopped, then gives back what was not taken."""
+    try:
+        loop.run_forever()
+        loop.run_until_complete(ahead.aclose())
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop, pid: int) -> None:
+    """Runs in a finalizer too: takes no lock and waits for nothing."""
+    if os.getpid() == pid:
+        loop.call_soon_threadsafe(loop.stop)
