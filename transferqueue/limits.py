@@ -123,10 +123,10 @@ LOCK_CHECK_FIRST_S: Final = 0.02
 """A client lets go of its lock a moment after its Goodbye: that soon its memory should be free again."""
 LOCK_CHECK_S: Final = 1.0
 """How often, in the end, the lock of an ended session is tried while a forked child or a late view holds it."""
-RESTARTS_MAX: Final = 10
+RESTARTS_MAX: Final = 30
 """Crashes of a supervised server after each of which it is started again, if they are within `RESTARTS_WITHIN_S`."""
 RESTARTS_WITHIN_S: Final = 10.0
-"""A server that crashes once a second does no work; one that is killed now and then does."""
+"""A server that crashes three times a second does no work; one that is killed now and then does."""
 TAIL_RECORDS_MAX: Final = 20_000
 """Changes that a restarted server carries out again at most, in about half a second; past that it makes a new image."""
 TAIL_BYTES_MIN: Final = 32 * MIB
