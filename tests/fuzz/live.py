@@ -60,6 +60,8 @@ def run(queue: tq.Queue, addresses: list[str], pid: int, *, frames: int, connect
         stream.send(frames // len(addresses))
         below(stream.address, noise, connections // len(addresses))
     after = state(queue)
+    if queue.stats()["server"]["internal_errors"]:
+        raise RuntimeError("a frame met a defect; the server's log has it")
     for stream in streams:
         stream.close()
     return LiveReport(frames, connections, time.perf_counter() - started, resident_bytes(pid) - resident, before, after)

@@ -178,6 +178,13 @@ def test_the_largest_request_that_is_allowed_passes():
     assert codec.decode_call(codec.encode_call(m.Call(1, 2, 0, lease))).request == lease
 
 
+def test_numbers_of_bulk_heads_fit_where_they_are_packed():
+    """A session number of 64 bits once met a `struct.pack` of 63."""
+    for kind in typing.get_args(bulk.ToShard):
+        numbers = [one.type for one in inspect.type_info(kind).fields if isinstance(one.type, inspect.IntType)]
+        assert all(number.ge == 0 and number.lt <= 1 << 62 for number in numbers), kind
+
+
 def test_every_kind_of_message_was_looked_at():
     looked_at = {path.partition(".")[0] for path, _ in lengths()}
     without = {kind.__name__ for kind in typing.get_args(m.Request) + typing.get_args(m.Reply)} - looked_at

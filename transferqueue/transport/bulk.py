@@ -81,8 +81,8 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 class Read(Bulk):
     """Send these columns. fields: definitions of all fields in the blocks. Answer: frames."""
 
-    session: int
-    shard: int
+    session: Count
+    shard: Count
     fields: Fields
     parts: Annotated[list[Wanted], Meta(max_length=PARTS_READ_MAX)]
 
@@ -90,8 +90,8 @@ class Read(Bulk):
 class Write(Bulk):
     """`total` bytes follow, from byte `at` of the arena, inside this granted extent; its pieces are frame 0."""
 
-    session: int
-    shard: int
+    session: Count
+    shard: Count
     extent: Count
     offset: Count
     nbytes: Count
