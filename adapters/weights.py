@@ -39,17 +39,19 @@ class ChannelWeights(TensorWeights):
 class ModuleWeights(TensorWeights):
     """Parameters and buffers of a module, as its state dict names them; not copied, so valid until the next step.
 
-    Tensors that are tied to one before them (an embedding used as the output layer) are left out, as engines expect.
+    Tensors that are tied to one before them (an embedding used as the output layer) are left out, as engines expect. Shards
+    are gathered one tensor at a time while iterating, which every rank must do, in the same order.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        seen: set[int] = set()
-        tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in module.state_dict().items():
-            if tensor.data_ptr() not in seen or not tensor.numel():
-                seen.add(tensor.data_ptr())
-                tensors[name] = tensor
-        super().__init__(tensors)
+        state = module.state_dict(keep_vars=True)  # tied parameters are one object; their data would be two
+        first = {id(tensor): name for name, tensor in reversed(state.items())}
+        super().__init__({name: tensor.detach() for name, tensor in state.items() if first[id(tensor)] == name})
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._tensors.items():
+            gather = getattr(tensor, "full_tensor", None)
+            yield name, gather() if callable(gather) else tensor
 
 
 def spec(tensor: torch.Tensor) -> TensorSpec:

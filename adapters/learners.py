@@ -1,0 +1,148 @@
+"""A torch module as a learner: alone, or one rank of several under DDP or FSDP2.
+
+Rules:
+
+- The loss of a step is a sum over rows or tokens, divided by their number in the whole step: over all micro-batches of all
+  ranks. So it does not depend on how rows were split, and several ranks learn what one would.
+- Ranks take equally many micro-batches: the most that any of them has. One that has fewer computes its last again and
+  counts it as nothing, since every backward pass is a collective.
+- A rank without rows takes part in the step all the same (`rank_leases` gives it None).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+import transferqueue as tq
+from transferqueue.adapters.protocols import WeightSource
+from transferqueue.adapters.weights import ModuleWeights
+from transferqueue.errors import EndOfTable, UsageError
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """The loss of a micro-batch: its sum, and over how many rows or tokens. figures: sums of the same kind, by name."""
+
+    total: Tensor
+    weight: float
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+Loss = Callable[[nn.Module, Any], LossSum]
+"""Computes the loss of a micro-batch as `split` made it, with one call of the module: under FSDP each call is a collective."""
+Split = Callable[[Any], Sequence[Any]]
+"""Cuts a batch into micro-batches: tensors in whatever form the loss wants."""
+
+
+class TorchLearner:
+    """A learner (`protocols.Learner`) over a module and its optimizer.
+
+    module: plain, wrapped by ``DistributedDataParallel``, or sharded by ``fully_shard``; in the latter two, every rank of the
+    default process group makes a learner and calls every method in the same order.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        split: Split,
+        *,
+        gradient_norm_max: float | None = None,
+        version: int = 0,
+    ) -> None:
+        self._module, self._optimizer, self._loss, self._split = module, optimizer, loss, split
+        self._gradient_norm_max = gradient_norm_max
+        self._version = version
+        self._spare: Any = None
+
+    @property
+    def version(self) -> int:
+        """Steps taken, plus the version of the weights it was made with."""
+        return self._version
+
+    def step(self, batch: Any | None) -> Mapping[str, float]:
+        """Take one step on `batch`; None on a rank that has no rows in it. Figures are means over the whole step.
+
+        `UsageError` if no rank has rows, or a rank without rows never had any: it has nothing to compute with.
+        """
+        parts = list(self._split(batch)) if batch is not None else []
+        rounds = int(_over_ranks(torch.tensor([len(parts)]), dist.ReduceOp.MAX)[0])
+        if not rounds:
+            raise UsageError("a step was taken with no rows on any rank")
+        self._spare = parts[-1] if parts else self._spare
+        if self._spare is None:
+            raise UsageError("this rank has no rows in its first step; lease at least one for each rank")
+        self._optimizer.zero_grad()
+        sums = [self._backward(parts[at] if at < len(parts) else None) for at in range(rounds)]
+        weight, figures = self._totals(sums)
+        self._rescale(weight)
+        if self._gradient_norm_max is not None:
+            norm = nn.utils.clip_grad_norm_(self._module.parameters(), self._gradient_norm_max)
+            figures["gradient_norm"] = float(_whole(norm))
+        self._optimizer.step()
+        self._version += 1
+        return figures
+
+    def weights(self) -> WeightSource:
+        """The weights as they are now. Reading them gathers shards: on every rank, in the same order."""
+        inner = self._module.module if isinstance(self._module, nn.parallel.DistributedDataParallel) else self._module
+        return ModuleWeights(inner)
+
+    def _backward(self, part: Any | None) -> LossSum:
+        found = self._loss(self._module, self._spare if part is None else part)
+        (found.total if part is not None else found.total * 0).backward()
+        return found if part is not None else LossSum(found.total.detach() * 0, 0.0)
+
+    def _totals(self, sums: Sequence[LossSum]) -> tuple[float, dict[str, float]]:
+        names = sorted({name for each in sums for name in each.figures})
+        mine = [sum(float(each.total.detach()) for each in sums), sum(each.weight for each in sums)]
+        mine += [sum(each.figures.get(name, 0.0) for each in sums) for name in names]
+        total, weight, *others = _over_ranks(torch.tensor(mine, dtype=torch.float64), dist.ReduceOp.SUM).tolist()
+        if weight <= 0:
+            raise UsageError("the losses of a step have no weight: they are over no rows or tokens")
+        return weight, {"loss": total / weight, **{n: value / weight for n, value in zip(names, others, strict=True)}}
+
+    def _rescale(self, weight: float) -> None:
+        """Gradients are sums on one rank, means over ranks on several; make them the mean over the whole step."""
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        for parameter in self._module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(world / weight)
+
+
+def rank_leases(table: tq.Table, task: str, *, rows: int, **lease: Any) -> Iterator[tq.Batch | None]:
+    """Batches of this rank of the default process group: its share, balanced by tokens, of one batch of `rows` rows agreed by all.
+
+    All ranks get equally many: at the end of a table, one that has nothing left while another has gets None. lease: further
+    arguments of `Table.lease`. Each batch is the caller's to ack.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    while True:
+        try:
+            batch = table.lease(task, rows=rows, rank=rank, world=world, **lease)
+        except EndOfTable:
+            batch = None
+        if not _over_ranks(torch.tensor([int(batch is not None)]), dist.ReduceOp.MAX)[0]:
+            return
+        yield batch
+        del batch
+
+
+def _over_ranks(values: Tensor, operation: Any) -> Tensor:
+    if dist.is_initialized():
+        dist.all_reduce(values, op=operation)
+    return values
+
+
+def _whole(value: Tensor) -> Tensor:
+    """A value that may be a shard of one."""
+    gather = getattr(value, "full_tensor", None)
+    found: Tensor = gather() if callable(gather) else value
+    return found
