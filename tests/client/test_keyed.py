@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ QUIET_S = 0.5
 class Keyed:
     """A server process at loopback with a key for each role."""
 
-    def __init__(self, directory: Path, umask: int = 0o077) -> None:
+    def __init__(self, directory: Path, *words: str, port: int = 0, umask: int = 0o077) -> None:
         self.keys = directory / "keys"
         for role in ("admin", "producer", "consumer", "observer"):
             keyring.add(self.keys, role, role)
@@ -30,13 +31,16 @@ class Keyed:
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-c", program, "--address", f"ipc://{directory}/run/q.sock"),
-                *("--tcp", "127.0.0.1:0", "--arena-bytes", "64MiB", "--keys", str(self.keys)),
+                *("--tcp", f"127.0.0.1:{port}", "--arena-bytes", "64MiB", "--keys", str(self.keys), *words),
             ],
             stdout=subprocess.PIPE,
             text=True,
         )
-        ready, self.ipc, self.tcp = self.process.stdout.readline().split()
-        assert ready == "ready"
+        told = self.process.stdout.readline().split()
+        if told[:1] != ["ready"]:
+            self.process.communicate(timeout=30)
+            raise AssertionError("the server did not start")
+        _, self.ipc, self.tcp = told
 
     def token(self, name: str) -> str:
         return write_token(keyring.token_of(self.keys, name, self.tcp))
@@ -135,16 +139,19 @@ def test_a_revoked_key_is_out_and_its_leases_return(server, table):
 
 @pytest.mark.slow
 def test_files_of_a_server_are_private_under_any_umask(tmp_path):
-    server = Keyed(tmp_path, umask=0)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = Keyed(tmp_path, "--durability", "process", "--state", str(tmp_path / "state"), port=port, umask=0)
     before = os.umask(0)
     try:
         with tq.connect(server.ipc) as local, server.connect("admin") as queue:
             queue.create_table("t", tasks=[tq.Task("train", needs=["x"])]).put(x=[[1, 2], [3]])
             assert local.tables() == ["t"]
             arena = Path(local._client.memory._paths[0])
-            made = [tmp_path / "run", *(tmp_path / "run").rglob("*"), server.keys, *server.keys.rglob("*")]
-            made += [arena, arena.parent] if arena.exists() and str(arena).startswith("/dev/shm/") else []
-            assert len(made) >= 6
+            roots = [tmp_path / "run", server.keys, tmp_path / "state"]
+            made = [path for root in roots for path in (root, *root.rglob("*"))]
+            made += [arena.parent, *arena.parent.iterdir()] if str(arena).startswith("/dev/shm/") else []
+            assert len(made) >= 9
             assert [str(path) for path in made if path.stat().st_mode & 0o077] == []
     finally:
         os.umask(before)

@@ -144,7 +144,7 @@ def test_files_are_private(lives):
     life = lives()
     for path in [life.state.path, *life.state.path.iterdir(), life.file.parent, *life.file.parent.iterdir()]:
         mode = path.stat(follow_symlinks=False).st_mode
-        assert stat.S_ISLNK(mode) or not mode & 0o077 or path.name in ("about.json", "state"), path
+        assert stat.S_ISLNK(mode) or not mode & 0o077, path
 
 
 # ---------------------------------------------------------------- clients of the life before

@@ -46,7 +46,7 @@ from transferqueue.storage.allocator import Allocator
 from transferqueue.storage.arena import Arena, room
 from transferqueue.storage.checksum import UNCHECKED, checksum
 from transferqueue.transport import FileLock, this_boot
-from transferqueue.transport.private import private_directory
+from transferqueue.transport.private import private_directory, write_private
 from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.server")
@@ -229,9 +229,7 @@ class Durable:
         return ArenaHome(Arena.attach(file, allocator), file.parent, lock, stays=True), allocator
 
     def _write_about(self) -> None:
-        about = self.path / "about.json.new"
-        about.write_bytes(msgspec.json.encode(_About(self.level, this_boot())))
-        about.replace(self.path / "about.json")
+        write_private(self.path / "about.json", msgspec.json.encode(_About(self.level, this_boot())))
         if not self._link.is_symlink():
             self._link.symlink_to(self.arena.arena.path)
 
@@ -287,7 +285,7 @@ def _shared_arena(state: Path, arena_bytes: int | None, shared: Path) -> ArenaHo
         return None
     directory, lock = claim(root)
     try:
-        (directory / "state").write_text(str(state), encoding="utf-8")
+        write_private(directory / "state", str(state).encode())
         return ArenaHome(Arena.create(directory, wanted), directory, lock, stays=True)
     except BaseException:
         remove_arena(directory, lock)
