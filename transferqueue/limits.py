@@ -127,8 +127,8 @@ RESTARTS_MAX: Final = 30
 """Crashes of a supervised server after each of which it is started again, if they are within `RESTARTS_WITHIN_S`."""
 RESTARTS_WITHIN_S: Final = 10.0
 """A server that crashes three times a second does no work; one that is killed now and then does."""
-TAIL_RECORDS_MAX: Final = 20_000
-"""Changes that a restarted server carries out again at most, in about half a second; past that it makes a new image."""
+TAIL_RECORDS_MAX: Final = 6_000
+"""Changes that a restarted server carries out again at most, in about a second; past that it makes a new image."""
 TAIL_BYTES_MIN: Final = 32 * MIB
 """A tail of fewer bytes is not worth an image; past that, one of more than twice the last image."""
 FAREWELL_S: Final = 0.2

@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -242,3 +243,23 @@ def _drain(screen: int) -> None:
             pass
     except OSError:  # EIO: no one has the other end any more
         return
+
+
+def test_a_durable_server_needs_a_directory_and_only_that_one_does(tmp_path: Path) -> None:
+    address = ("--address", f"ipc://{tmp_path}/a.sock")
+    for words, told in [
+        (("--durability", "process"), "durability process and state None do not go together: memory keeps nothing"),
+        (("--state", str(tmp_path / "s")), "durability memory and state '"),
+        (("--durability", "tape"), "durability 'tape' is none; there are memory, process, disk"),
+        (("--durability", "disk", "--state", str(tmp_path / "s"), "--tcp", "127.0.0.1:0"), "cannot listen at port 0"),
+    ]:
+        done = run("serve", *address, *words)
+        assert done.returncode == 2
+        assert told in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_supervised_server_goes_on_and_stops(tmp_path: Path) -> None:
+    with served("--durability", "process", "--state", str(tmp_path / "s"), "--supervise") as found:
+        assert found.stop() == 0
+    assert (tmp_path / "s" / "journal.sqlite").exists()

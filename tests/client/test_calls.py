@@ -129,3 +129,54 @@ def test_payloads_are_encoded_once_and_envelopes_each_time() -> None:
     (again,), _ = calls.late(RESEND_S)
     assert decode_call(again) == m.Call(0, 2, 1, m.OpenTable("t"))
     assert msgspec.msgpack.decode(second.payload)[0] == "OpenTable"
+
+
+def unpin() -> m.Unpin:
+    return m.Unpin(i64(1), i64(1))
+
+
+def i64(value: int) -> bytes:
+    return value.to_bytes(8, "little")
+
+
+def test_a_notice_is_unanswered_until_a_call_after_it_is_answered() -> None:
+    calls = Calls()
+    calls.send(asked(), 0.0)
+    calls.notice(unpin())
+    calls.send(asked(), 0.0)
+    calls.answered(answer(1))
+    assert calls.seen == 1
+    assert [decode_call(frame).id for frame in calls.everything(0.0)] == [2, 3]
+    calls.answered(answer(3))
+    assert calls.seen == 3
+    assert calls.everything(0.0) == []
+
+
+def test_a_greeting_proves_nothing_about_notices_before_it() -> None:
+    calls = Calls()
+    calls.notice(unpin())
+    calls.send(Pending(m.Hello(bytes(16)), lambda: None), 0.0)
+    calls.answered(m.Answer(1, 2, m.Welcome(1, 1, "", "", {}, 0)))
+    assert [decode_call(frame).request for frame in calls.everything(0.0)] == [unpin()]
+
+
+def test_everything_is_sent_again_in_the_order_of_ids() -> None:
+    calls = Calls()
+    calls.session = 7
+    for _ in range(3):
+        calls.send(asked(), 0.0)
+        calls.notice(unpin())
+        calls.notice(m.Heartbeat())
+    again = [decode_call(frame) for frame in calls.everything(0.0)]
+    assert [(call.id, call.session, call.seen) for call in again] == [(n, 7, 0) for n in (1, 2, 4, 5, 7, 8)]
+
+
+def test_a_wait_is_not_longer_for_having_been_interrupted() -> None:
+    calls = Calls()
+    calls.send(asked(wait_s=30.0), 100.0)
+    calls.send(asked(wait_s=0.05), 100.0)
+    calls.send(asked(), 100.0)
+    waits = [decode_call(frame).request.wait_s for frame in calls.everything(110.0)]  # type: ignore[union-attr]
+    assert waits == [pytest.approx(20.0), pytest.approx(0.05), 0.0]
+    waits = [decode_call(frame).request.wait_s for frame in calls.everything(150.0)]  # type: ignore[union-attr]
+    assert waits == [pytest.approx(0.1), pytest.approx(0.05), 0.0]

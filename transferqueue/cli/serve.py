@@ -16,6 +16,7 @@ EXAMPLES = (
     ("transferqueue serve", "for this user, at the default address"),
     ("transferqueue serve --arena-bytes 64GiB", "with room for 64 GiB of rows"),
     ("transferqueue serve --tcp 0.0.0.0:7777", "reachable from other machines too, with keys: transferqueue keys"),
+    ("transferqueue serve --durability process --state DIR --supervise", "one that outlives its crashes"),
     ("transferqueue serve --runtime /tmp/tq", "another one, in a directory of its own"),
     ("transferqueue serve --address ipc:///tmp/tq/control.sock", "the same, by the address that clients give"),
 )
@@ -62,17 +63,65 @@ def serve(
             "else those of `transferqueue keys`, without which no other address is listened at.",
         ),
     ] = None,
+    durability: Annotated[
+        str,
+        typer.Option(
+            "--durability",
+            metavar="LEVEL",
+            help="What outlives the server: memory (nothing), process (all, through the crash of any process), "
+            "disk (all, through a reboot).",
+        ),
+    ] = "memory",
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            "--state",
+            metavar="DIR",
+            show_default=False,
+            help="Directory that keeps it, for process and disk; made private (0700). The next server given the same goes on.",
+        ),
+    ] = None,
+    snapshots: Annotated[
+        Path | None,
+        typer.Option(
+            "--snapshots",
+            metavar="DIR",
+            show_default=False,
+            help="Directory under which clients name snapshots. Default: $TRANSFERQUEUE_SNAPSHOTS, else ./snapshots.",
+        ),
+    ] = None,
+    supervised: Annotated[
+        bool,
+        typer.Option("--supervise", help="Start the server again when it crashes; clients go on where it is durable."),
+    ] = False,
 ) -> None:
-    """Start a server and run it until Ctrl-C or SIGTERM; it leaves no file behind.
+    """Start a server and run it until Ctrl-C or SIGTERM; it leaves no file behind, except in --state.
 
     Prints one line when it listens: "ready", then its addresses. Clients give the first of them to connect().
     """
     from transferqueue.limits import parse_bytes
     from transferqueue.server.serving import serve as serve_until_stopped
+    from transferqueue.server.supervising import supervise
 
     ceiling = parse_bytes(arena_bytes) if arena_bytes else None
     place = place_of(address, runtime)
-    serve_until_stopped(place, tcp=tcp or (), arena_bytes=ceiling, keys=keys, on_ready=_announce)
+
+    def run() -> None:
+        serve_until_stopped(
+            place,
+            tcp=tcp or (),
+            arena_bytes=ceiling,
+            keys=keys,
+            durability=durability,
+            state=state,
+            snapshots=snapshots,
+            on_ready=_announce,
+        )
+
+    if not supervised:
+        run()
+    elif code := supervise(run):
+        raise typer.Exit(code)
 
 
 def place_of(address: str | None, runtime: Path | None) -> str | None:
