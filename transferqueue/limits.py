@@ -46,7 +46,7 @@ LEASES_REMEMBERED_MAX: Final = 4096
 """Ended leases whose reason is kept, to tell a late worker what happened to its rows."""
 HISTORY_EVENTS_MAX: Final = 4096
 """Events of a table kept for `inspect`: one a request, each naming its rows."""
-HISTORY_ROWS_MAX: Final = 1 << 20
+HISTORY_ROWS_MAX: Final = 1 << 18
 """Row ids that these events may hold, 8 bytes each."""
 ROWS_PER_REQUEST_MAX: Final = 1 << 20
 """One put or lease: at 1 Mi rows the ids alone are 8 MiB of control message."""
@@ -72,7 +72,9 @@ SMALL_EXTENT_BYTES: Final = 256 * KIB
 ARENA_BYTES_DEFAULT: Final = 8 * GIB
 """Default ceiling of an arena; address space only, pages are taken as they are used. Clipped to what the file system has."""
 ARENA_STEP_BYTES: Final = 64 * MIB
-"""An arena grows by this much at a time, so that growth is rare and its cost bounded."""
+"""An arena has pages so far ahead of what is lent, so that writers seldom wait for fresh ones."""
+ARENA_SLICE_BYTES: Final = 4 * MIB
+"""Pages are taken ahead so many at a time, between two requests: about a millisecond, which is what a request may wait."""
 FRAME_BYTES: Final = MIB
 """Bulk frames over TCP: one ZeroMQ stream is fastest near 1 MiB."""
 BULK_WINDOW_FRAMES: Final = 8

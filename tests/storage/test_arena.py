@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from transferqueue.errors import OutOfMemory, UsageError
-from transferqueue.limits import ARENA_STEP_BYTES, MIB, PAGE_BYTES
+from transferqueue.limits import ARENA_SLICE_BYTES, MIB, PAGE_BYTES
 from transferqueue.storage import Allocator, Arena, Mapping, room
 from transferqueue.storage.arena import KEEP_BYTES, TRIM_BYTES
 
@@ -26,11 +26,28 @@ def test_an_arena_takes_no_pages_before_they_are_asked_for() -> None:
     assert os.stat(arena.path).st_size == 1 << 40
     assert pages_of(arena.path) == arena.backed == 0
     arena.ensure(0, 5000)
-    assert pages_of(arena.path) == arena.backed == ARENA_STEP_BYTES
-    arena.ensure(ARENA_STEP_BYTES - 4096, 4096)
-    assert arena.backed == ARENA_STEP_BYTES
+    assert pages_of(arena.path) == arena.backed == 2 * PAGE_BYTES
+    arena.ensure(PAGE_BYTES, PAGE_BYTES)
+    assert arena.backed == 2 * PAGE_BYTES
     arena.close()
     assert not os.path.exists(arena.path)
+
+
+def test_an_arena_grows_ahead_slice_by_slice() -> None:
+    arena = Arena.create(None, 1 << 40)
+    arena.ensure(ARENA_SLICE_BYTES, PAGE_BYTES)
+    end = 2 * ARENA_SLICE_BYTES + PAGE_BYTES
+    turns = [(arena.grow(0, end), arena.backed - PAGE_BYTES) for _ in range(3)]
+    assert turns == [(True, ARENA_SLICE_BYTES), (False, end - PAGE_BYTES), (False, end - PAGE_BYTES)]
+    assert pages_of(arena.path) == end
+    arena.close()
+
+
+def test_an_arena_does_not_grow_past_its_end() -> None:
+    arena = Arena.create(None, 1 << 20)
+    assert not arena.grow(PAGE_BYTES, 1 << 30)
+    assert arena.backed == (1 << 20) - PAGE_BYTES
+    arena.close()
 
 
 def test_a_served_arena_is_private_to_its_user_and_goes_with_its_owner(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ class History:
         """Record an event; `rows` must not be changed afterwards."""
         if not rows.size:
             return
+        rows = rows if rows.base is None else rows.copy()  # a view would keep more alive than the ids
         self._events.append(Event(at, what, rows, task, session, detail))
         self._rows += rows.size
         while len(self._events) > HISTORY_EVENTS_MAX or self._rows > HISTORY_ROWS_MAX + rows.size:

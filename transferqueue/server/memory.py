@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from transferqueue.errors import Impossible
-from transferqueue.limits import PAGE_BYTES
+from transferqueue.limits import ARENA_STEP_BYTES, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.storage.allocator import Allocator
 from transferqueue.storage.arena import Arena
@@ -25,6 +25,10 @@ class Memory:
         self.allocator = allocator or Allocator(arena.capacity)
         self.extents = extents
         self._trim_at: float | None = None
+        self._ahead_from = self._ahead_to = 0
+        self._growing = False
+        self._held: set[int] = set()
+        self._aside: list[tuple[int, int]] = []
 
     @property
     def used(self) -> int:
@@ -32,12 +36,14 @@ class Memory:
         return self.allocator.used
 
     def next_deadline(self) -> float | None:
-        """When `trim` may give pages back to the system."""
-        return self._trim_at
+        """When `trim` has something to do: at once while pages are taken ahead."""
+        return 0.0 if self._growing else self._trim_at
 
     def trim(self, now: float) -> None:
-        """Give back pages that have been free for a while, if they are many."""
-        if self._trim_at is not None and now >= self._trim_at:
+        """Take a few pages ahead of use, or give back those that have been free for a while, if they are many."""
+        if self._growing:
+            self._growing = self.arena.grow(self._ahead_from, self._ahead_to)
+        elif self._trim_at is not None and now >= self._trim_at:
             self._trim_at = None
             self.arena.trim(self.allocator)
 
@@ -56,20 +62,42 @@ class Memory:
         offset = self.allocator.allocate(nbytes)
         if offset is None:
             return None
+        backed = self.arena.backed
         try:
             self.arena.ensure(offset, nbytes)
         except BaseException:
             self.allocator.free(offset, nbytes)
             raise
         self.extents += 1
+        self._look_ahead(offset + nbytes, fresh=self.arena.backed > backed)
         return offset, nbytes
 
+    def _look_ahead(self, end: int, *, fresh: bool) -> None:
+        """What lies behind an extent that was lent for the first time will be wanted next."""
+        if fresh or end > self._ahead_to - ARENA_STEP_BYTES // 2:
+            self._ahead_from, self._ahead_to = end, min(end + ARENA_STEP_BYTES, self.arena.capacity)
+            self._growing = True
+
     def give_back(self, offset: int, nbytes: int, now: float) -> None:
-        """An extent that `take` lent is free again."""
+        """An extent that `take` lent is free again; one that is held, when it is let go."""
+        if offset in self._held:
+            self._held.remove(offset)
+            self._aside.append((offset, nbytes))
+            return
         self.allocator.free(offset, nbytes)
         self.extents -= 1
         if self._trim_at is None:
             self._trim_at = now + TRIM_AFTER_S
+
+    def hold(self, offsets: set[int]) -> None:
+        """The extents at these offsets keep their bytes until `let_go`, also if nobody needs them any more."""
+        self._held = offsets
+
+    def let_go(self, now: float) -> None:
+        """Nothing is held any more."""
+        self._held, aside, self._aside = set(), self._aside, []
+        for offset, nbytes in aside:
+            self.give_back(offset, nbytes, now)
 
     def explain(self, nbytes: int, holders: str) -> str:
         """Why `nbytes` cannot be granted now."""

@@ -6,7 +6,7 @@ The law:
    once. *Served*: a file (0600) in a private directory on shared memory. *Embedded*: a memfd, which vanishes
    with its process and counts against no `/dev/shm`; others of the same user open it through `/proc`.
 2. No extent is lent before the file system has promised its pages (`ensure`): a full disk is `OutOfMemory`
-   here, never SIGBUS in a worker. The file grows in steps of `ARENA_STEP_BYTES`, less where less is left.
+   here, never SIGBUS in a worker. Who has time grows the file ahead of that (`grow`), a little at a time.
 3. What is free stays warm, within a bound: `trim` gives the longest unused free pages back until at most
    ``KEEP_RATIO x lent + KEEP_BYTES`` are backed. It acts only above ``TRIM_RATIO x lent + TRIM_BYTES``, so that
    a steady flow of puts and frees never pays for fresh pages. With what a process of Python weighs, that
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from transferqueue.errors import Corruption, InternalError, OutOfMemory, UsageError
-from transferqueue.limits import ARENA_STEP_BYTES, MIB, PAGE_BYTES
+from transferqueue.limits import ARENA_SLICE_BYTES, MIB, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.storage.allocator import Allocator
 from transferqueue.storage.intervals import Intervals
@@ -146,6 +146,17 @@ class Arena:
         for start, end in self._backed.gaps(offset, offset + nbytes):
             self._back(start, align(end, PAGE_BYTES))
 
+    def grow(self, start: int, end: int) -> bool:
+        """Give the next `ARENA_SLICE_BYTES` of these bytes pages ahead of use; whether some are left without.
+
+        Blocks for less than 2 ms. A file system that is full ends it: what is needed is asked for by `ensure`.
+        """
+        end = min(end, self.capacity)
+        for low, high in self._backed.gaps(start, end):
+            reached = min(high, low + ARENA_SLICE_BYTES)
+            return self._allocates(low, align(reached, PAGE_BYTES)) is None and reached < end
+        return False
+
     def trim(self, allocator: Allocator) -> int:
         """Give pages of free extents back to the system by the rule above; returns how many bytes.
 
@@ -176,10 +187,6 @@ class Arena:
             self._file.unlink(missing_ok=True)
 
     def _back(self, start: int, end: int) -> None:
-        ahead = min(max(end, start + ARENA_STEP_BYTES), self.capacity)
-        ahead = self._backed.gaps(start, ahead)[0][1]  # never over what is backed already
-        if ahead > end and self._allocates(start, ahead) is None:
-            return
         error = self._allocates(start, end)
         if error is not None:
             raise OutOfMemory(
