@@ -183,10 +183,3 @@ def test_numbers_of_bulk_heads_fit_where_they_are_packed():
     for kind in typing.get_args(bulk.ToShard):
         numbers = [one.type for one in inspect.type_info(kind).fields if isinstance(one.type, inspect.IntType)]
         assert all(number.ge == 0 and number.lt <= 1 << 62 for number in numbers), kind
-
-
-def test_every_kind_of_message_was_looked_at():
-    looked_at = {path.partition(".")[0] for path, _ in lengths()}
-    without = {kind.__name__ for kind in typing.get_args(m.Request) + typing.get_args(m.Reply)} - looked_at
-    numbers_only = {kind.__name__ for kind in (m.Heartbeat, m.Goodbye, m.ListTables, m.Grant, m.ReturnGrant, m.PutRows)}
-    assert without - numbers_only <= {"Renewed", "Done", "CursorAt", "Leased", "ReadRows"}
