@@ -7,6 +7,7 @@ A cancelled wait is an interrupted one: nothing is stranded, and the connection 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
@@ -15,7 +16,7 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client import leasing, verbs, weighing
+from transferqueue.client import leasing, snapshot, verbs, weighing
 from transferqueue.client.ahead import Ahead
 from transferqueue.client.batch import BatchBase
 from transferqueue.client.client import Client
@@ -24,6 +25,7 @@ from transferqueue.client.facts import Facts, Floats, Ints, Keys, TagsGiven
 from transferqueue.client.loader import AsyncLoader
 from transferqueue.client.reservation import ReservationBase, reservation_id
 from transferqueue.client.rows import Rows
+from transferqueue.client.snapshot import SNAPSHOT_S, Progress
 from transferqueue.client.table import TableBase
 from transferqueue.errors import EndOfTable, TransferQueueError
 from transferqueue.limits import TIMEOUT_S_DEFAULT, Limits
@@ -477,6 +479,23 @@ class AsyncQueue:
     async def sessions(self) -> dict[str, Any]:
         """As `Queue.sessions`."""
         return await self._drive(verbs.observe("sessions"))
+
+    async def snapshot(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int = 2,
+        timeout_s: float = SNAPSHOT_S,
+        progress: Progress | None = None,
+    ) -> str:
+        """See `Queue.snapshot`."""
+        return await self._drive(snapshot.snapshot(self._client, path, keep, timeout_s, progress))
+
+    async def restore(
+        self, path: str | os.PathLike[str], *, timeout_s: float = SNAPSHOT_S, progress: Progress | None = None
+    ) -> str:
+        """See `Queue.restore`."""
+        return await self._drive(snapshot.restore(self._client, path, timeout_s, progress))
 
     async def close(self) -> None:
         """As `Queue.close`."""

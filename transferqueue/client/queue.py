@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from transferqueue.client import verbs
+from transferqueue.client import snapshot, verbs
 from transferqueue.client.client import Client
 from transferqueue.client.driving import Operation, T, drive
+from transferqueue.client.snapshot import SNAPSHOT_S, Progress
 from transferqueue.client.table import Table
 from transferqueue.client.weighing import WeightChannel, channel_name
 from transferqueue.limits import Limits
@@ -86,6 +88,36 @@ class Queue:
     def sessions(self) -> dict[str, Any]:
         """Connected clients: label, process, last heard of, what they hold."""
         return self._drive(verbs.observe("sessions"))
+
+    def snapshot(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int = 2,
+        timeout_s: float = SNAPSHOT_S,
+        progress: Progress | None = None,
+    ) -> str:
+        """Write everything there is at one moment, while all go on, as Arrow files that anything reads (docs/SNAPSHOTS.md).
+
+        path: a directory under the server's root for snapshots (`serve --snapshots`; else ``$TRANSFERQUEUE_SNAPSHOTS``, else
+        ``snapshots`` where the server runs); the snapshot is a numbered directory in it, there whole or not at all, and the
+        newest `keep` stay. Blocks until it is written, up to `timeout_s` (0: not at all): `DeadlineExceeded` then; the
+        work goes on.
+        progress: called with bytes done and about how many in all. Returns where it is. `OutOfMemory` if the disk is full:
+        earlier ones are whole; `Full` if another is being written.
+        """
+        return self._drive(snapshot.snapshot(self._client, path, keep, timeout_s, progress))
+
+    def restore(
+        self, path: str | os.PathLike[str], *, timeout_s: float = SNAPSHOT_S, progress: Progress | None = None
+    ) -> str:
+        """Make this empty deployment what a snapshot is of: rows with ids, facts and states, steps, groups, clock, weights.
+
+        path: a snapshot, or the directory that holds several: the newest. Leases have ended as no attempt, reservations
+        returned; the number of shards and the arena may be others. Blocks, up to `timeout_s`; nothing is there before all
+        is. `Corruption` names a file that is not as it was written; `UsageError` if there is a table or weights.
+        """
+        return self._drive(snapshot.restore(self._client, path, timeout_s, progress))
 
     def close(self) -> None:
         """End the session, and an embedded server with it. Waits end with `Disconnected`. Again: nothing."""

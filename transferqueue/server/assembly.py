@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from importlib import metadata
+from pathlib import Path
 
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import FAREWELL_S
@@ -18,6 +19,7 @@ from transferqueue.server.node import Node, Place
 from transferqueue.server.resuming import resume
 from transferqueue.server.roles import Door
 from transferqueue.server.runtime import ArenaHome, Home
+from transferqueue.server.snapshots import SNAPSHOTS_VARIABLE, Snapshots
 from transferqueue.server.tickets import Tickets, key_in
 from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
 from transferqueue.transport.inproc import Hub
@@ -31,6 +33,7 @@ class Server:
     place: the socket, in a private directory. foundation: its memory, or what an earlier server left, closed with it,
     also if this fails. tcp: more
     addresses to listen at; any but loopback needs a keyring, and with one every tcp address asks for keys.
+    snapshots: the directory under which clients name snapshots; None: `SNAPSHOTS_VARIABLE`, else "snapshots" where it runs.
     `AddressInUse` and `UsageError` as they say; then nothing is left behind.
     """
 
@@ -41,6 +44,7 @@ class Server:
         tcp: Iterable[TcpAddress] = (),
         *,
         keyring: Keyring | None = None,
+        snapshots: Path | None = None,
     ) -> None:
         with ExitStack() as made:
             made.callback(foundation.close)
@@ -67,6 +71,7 @@ class Server:
                 self.loop = Loop(self.node, port, hub, wakeup, deaths)
             if self.tcp_addresses:
                 self._serve_bytes(made, keyring)
+            self._keep_snapshots(made, snapshots or Path(os.environ.get(SNAPSHOTS_VARIABLE) or "snapshots"), wakeup)
             self._files = made.pop_all()
 
     def _serve_bytes(self, made: ExitStack, keyring: Keyring | None) -> None:
@@ -76,6 +81,11 @@ class Server:
         made.callback(shard.stop)
         self.node.bulk_port = shard.listen(self.tcp_addresses)
         shard.start()
+
+    def _keep_snapshots(self, made: ExitStack, root: Path, wakeup: Wakeup) -> None:
+        node = self.node
+        node.snapshots = Snapshots(root.absolute(), node.ledger, node.memory, wake=node.parking.wake, stir=wakeup.set)
+        made.callback(node.snapshots.stop)
 
     def run(self, woken_by: Descriptor | None = None) -> None:
         """Serve until `stop`; then close, and remove what does not outlive it. To be called once. woken_by: see `Loop.run`."""

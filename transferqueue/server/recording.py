@@ -20,6 +20,7 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import Corruption, FlowSignal, InternalError, PeerError, TransferQueueError, UsageError
+from transferqueue.ledger.cut import Cut
 from transferqueue.ledger.effects import Wait
 from transferqueue.ledger.ledger import ANSWERED_ANEW, Ledger
 from transferqueue.ledger.selectors import PluginFactory
@@ -180,6 +181,11 @@ class RecordedLedger(Ledger):
         data = _encode(record)
         self._tail.add(data)
         self._journal.append(data)
+
+    def plant(self, cut: Cut, now: float) -> None:
+        """See `Ledger.plant`. No record: the next commit leaves an image of what there is then."""
+        super().plant(cut, now)
+        self._tail.records = TAIL_RECORDS_MAX + 1
 
     # ------------------------------------------------------------ when it counts
 

@@ -72,6 +72,10 @@ MAY: Final[dict[type[m.Request], frozenset[Role]]] = {
     m.AddTask: _ADMINS,
     m.AddFields: _ADMINS,
     m.DropTable: _ADMINS,
+    # everything there is, and the server's files
+    m.Snapshot: _ADMINS,
+    m.Restore: _ADMINS,
+    m.Follow: _ADMINS,
 }
 
 

@@ -32,6 +32,7 @@ def serve(
     keys: Path | None = None,
     durability: Level | str = Level.MEMORY,
     state: Path | None = None,
+    snapshots: Path | None = None,
     on_ready: Callable[[list[str]], object],
 ) -> None:
     """Serve in the calling thread, which must be the main one, until SIGINT or SIGTERM; leaves no file, except in `state`.
@@ -39,14 +40,14 @@ def serve(
     address: ipc or tcp; None: the user's own. A server at a tcp address has a socket file in the user's runtime
     directory too. tcp: more addresses, ``host:port``. keys: directory of the keys that every tcp address then asks for;
     None: the user's, where an address is not loopback, which is refused without keys. durability, state: what outlives this
-    process, and the directory that keeps it (see `durable`). on_ready: called once with all addresses, when it listens.
+    process, and the directory that keeps it (see `durable`). snapshots: see `Server`. on_ready: called once with all addresses, when it listens.
     """
     place, ports = _places(address, tcp)
     level = _level(durability, state, ports)
     _allow_many_files()
     with _Signals() as signals:
         keyring = _keyring(keys, ports)
-        server = Server(place, _foundation(level, state, arena_bytes), ports, keyring=keyring)
+        server = Server(place, _foundation(level, state, arena_bytes), ports, keyring=keyring, snapshots=snapshots)
         signals.server = server
         addresses = [server.address, *server.tcp_addresses]
         on_ready(addresses if address is None or not address.startswith("tcp:") else addresses[::-1])

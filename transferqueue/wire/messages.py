@@ -50,6 +50,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Checksum = Annotated[int, Meta(ge=0)]
 """xxh3-64: any unsigned integer that a message can hold."""
+Path = Annotated[str, Meta(max_length=4096)]
 Step = Annotated[int, Meta(ge=0, le=1 << 53)]
 StepOrNone = Annotated[int, Meta(ge=-1, le=1 << 53)]
 
@@ -580,6 +581,40 @@ class Applied(Message):
     version: Count
 
 
+# ---------------------------------------------------------------- snapshots
+
+
+class Snapshot(Message):
+    """Write all there is now to `path` under the server's root, and keep the newest `keep` there. Answer: Working, at once."""
+
+    path: Path
+    keep: Annotated[int, Meta(ge=1)] = 2
+
+
+class Restore(Message):
+    """An empty deployment becomes what the snapshot at `path` (the newest under it) is of. Answer: Working, at once."""
+
+    path: Path
+
+
+class Follow(Message):
+    """How far a work is, once it is past `done` bytes or has ended. Answer: Working; `Failed` with what ended it."""
+
+    work: Count
+    done: Count = 0
+    wait_s: Seconds = 0.0
+
+
+class Working(Message):
+    """A snapshot or restore that was begun. done of total: bytes, about. path: where; ended: all of it is there."""
+
+    work: int
+    path: Path
+    done: int
+    total: int
+    ended: bool
+
+
 # ---------------------------------------------------------------- observation
 
 
@@ -617,10 +652,11 @@ Request = (
     Hello | Heartbeat | Goodbye | Unpin | CreateTable | OpenTable | AddTask | AddFields | DropTable | ListTables
     | Seal | Advance | Grant | ReturnGrant | Put | Update | Lease | Ack | Checkpointed | Rollback | Cursor | Release | Renew | Reserve | Unreserve
     | Drop | Delete | Find | Read | Publish | Pull | Applied | Observe
+    | Snapshot | Restore | Follow
 )  # fmt: skip
 Reply = (
     Welcome | TableTerms | Tables | Granted | PutRows | Leased | Renewed | Reserved | Found | ReadRows | Weights
-    | Observed | CursorAt | Done | Failed
+    | Observed | CursorAt | Working | Done | Failed
 )  # fmt: skip
 
 

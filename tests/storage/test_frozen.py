@@ -1,0 +1,80 @@
+"""What a column gives to Arrow comes back as the same block, for every dtype and raggedness."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from transferqueue.errors import Corruption
+from transferqueue.schema import BLOB_DTYPES, ITEM_BYTES, Field
+from transferqueue.storage.blocks import Draft
+from transferqueue.storage.column import Column
+from transferqueue.storage.dtypes import stored
+from transferqueue.storage.frozen import thaw
+from transferqueue.storage.placement import Blocks, Placement
+from transferqueue.storage.prepare import Prepared, prepare
+from transferqueue.storage.sources import Arrays
+from transferqueue.wire.messages import BlockAt
+
+NUMBERS = [name for name in ITEM_BYTES if name not in BLOB_DTYPES]
+ROWS = 5
+
+
+def column_of(prepared: Prepared) -> tuple[Column, np.ndarray[Any, Any]]:
+    draft = Draft([prepared])
+    memory = np.zeros(max(draft.nbytes, 1), np.uint8)[: draft.nbytes]
+    draft.write(memory)
+    at = BlockAt(1, 0, 1, 0, draft.nbytes, draft.stored_rows, [prepared.field.name], draft.counts)
+    blocks = Blocks([at], [memory], {prepared.field.name: prepared.field})
+    rows = np.arange(draft.stored_rows, dtype=np.int32)
+    return Column(prepared.field, Placement(blocks, np.zeros(len(rows), np.int32), rows)), memory
+
+
+def numbers(dtype: str, count: int) -> np.ndarray[Any, Any]:
+    raw = np.random.default_rng(3).integers(0, 2 if dtype == "bool" else 120, count, np.uint8)
+    return (
+        raw.astype(stored(dtype)) if dtype == "bool" else np.resize(raw, count * ITEM_BYTES[dtype]).view(stored(dtype))
+    )
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2), (None,), (None, 2), (None, None), (0,)])
+def test_numbers_of_every_dtype_and_shape(dtype: str, shape: tuple[int | None, ...]) -> None:
+    field = Field("x", dtype, shape)
+    offsets = shapes = None
+    count = ROWS * field.step_elements
+    if field.ragged:
+        offsets = np.array([0, 2, 2, 3, 7, 8], np.int64)
+        count = 8 * field.step_elements
+    elif field.varied:
+        shapes = np.array([[1, 2], [0, 3], [2, 2], [1, 1], [3, 1]], np.int64)
+        offsets = np.array([0, 2, 2, 6, 7, 10], np.int64)
+        count = 10
+    prepared = Prepared(field, ROWS, Arrays([numbers(dtype, count)], dtype), offsets, shapes)
+    column, memory = column_of(prepared)
+    _, again = column_of(thaw(field, column.arrow()))
+    np.testing.assert_array_equal(memory, again)
+    _, part = column_of(thaw(field, column.arrow().slice(1, 3)))
+    _, wanted = column_of(thaw(field, column[1:4].arrow()))
+    np.testing.assert_array_equal(part, wanted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"), [("str", ["a", "", "löng"]), ("bytes", [b"", b"xy", b"z"]), ("value", [{"a": 1}, None, [2]])]
+)
+def test_text_bytes_and_values(dtype: str, values: list[Any]) -> None:
+    field = Field("x", dtype)
+    column, memory = column_of(prepare("x", values, field))
+    again, copy = column_of(thaw(field, column.arrow()))
+    np.testing.assert_array_equal(memory, copy)
+    assert again.list() == values
+    assert thaw(field, column.arrow().slice(1, 2)).stored_rows == 2
+
+
+@pytest.mark.parametrize("field", [Field("x", "int64", (None,)), Field("x", "str"), Field("x", "int64", (None, None))])
+def test_an_array_of_another_field_is_corruption(field: Field) -> None:
+    with pytest.raises(Corruption, match=r'field "x" is .*, but its file has double'):
+        thaw(field, pa.array([1.0, 2.0]))

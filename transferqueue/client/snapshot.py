@@ -1,0 +1,45 @@
+"""Snapshots as a client asks for them: begun, then followed to the end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Final
+
+from transferqueue.client import checks
+from transferqueue.client.client import Client
+from transferqueue.client.deadline import Deadline
+from transferqueue.client.driving import Operation, ask
+from transferqueue.wire import messages as m
+
+SNAPSHOT_S: Final = 600.0
+"""Patience with a snapshot or a restore, unless the caller says how long."""
+Progress = Callable[[int, int], object]
+"""Told, in the order of time, how many bytes are done of about how many in all."""
+
+
+def snapshot(
+    client: Client, path: str | os.PathLike[str], keep: int, timeout_s: float, progress: Progress | None
+) -> Operation[str]:
+    """Write all there is; where it is."""
+    request = m.Snapshot(path=os.fspath(path), keep=checks.positive("keep", keep))
+    return (yield from _followed(client, request, timeout_s, progress))
+
+
+def restore(
+    client: Client, path: str | os.PathLike[str], timeout_s: float, progress: Progress | None
+) -> Operation[str]:
+    """Become what a snapshot is of; where that is."""
+    return (yield from _followed(client, m.Restore(path=os.fspath(path)), timeout_s, progress))
+
+
+def _followed(
+    client: Client, request: m.Snapshot | m.Restore, timeout_s: float, progress: Progress | None
+) -> Operation[str]:
+    deadline = Deadline(client.clock, checks.seconds("timeout_s", timeout_s))
+    work = yield from ask(request, m.Working)
+    while not work.ended and timeout_s:
+        work = yield from ask(m.Follow(work=work.work, done=work.done, wait_s=deadline.left()), m.Working)
+        if progress is not None:
+            progress(work.done, work.total)
+    return work.path

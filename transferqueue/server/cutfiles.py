@@ -1,0 +1,377 @@
+"""A cut of the ledger as Arrow files, and back: which file has which columns. docs/SNAPSHOTS.md tells the same to readers.
+
+Per table ``tables/N/rows.arrow`` has one row for each resident row; ``tables/N/groups.arrow`` and ``tables/N/forming-M.arrow`` the
+groups; ``tables/N/field-M.arrow`` the values of a field, each stored once however many rows share it: column ``at/<field>`` of
+the rows says which. ``weights/N/V.arrow`` is a version of weights, one row with a column for each tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from transferqueue.errors import Corruption
+from transferqueue.ledger.arrays import AnyArray, IntArray
+from transferqueue.ledger.cut import FORMING_COLUMNS, ChannelCut, Columns, Cut, TableCounts, TableCut, VersionCut
+from transferqueue.ledger.facts import DTYPES, UNSET
+from transferqueue.ledger.tasks import STATES
+from transferqueue.limits import MIB
+from transferqueue.schema import Field
+from transferqueue.storage.column import Column
+from transferqueue.storage.dtypes import U8
+from transferqueue.storage.placement import Blocks, Placement
+from transferqueue.storage.snapshot import Snapshot, SnapshotWriter
+from transferqueue.wire.messages import BlockAt, TableTerms
+
+CHUNK_ROWS: Final = 1 << 16
+CHUNK_BYTES: Final = 64 * MIB
+"""A record batch has no more of either, unless one row has."""
+FATES: Final = ("free", "live", "done", "dropped")
+Memory = Callable[[BlockAt], U8]
+"""The bytes of a block, which stay as they are while the files are written."""
+
+
+class TableAbout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the manifest says of a table. directory: of its files. placed: the fields that have a file, in order."""
+
+    name: str
+    directory: str
+    terms: TableTerms
+    counts: TableCounts
+    ordinals: list[tuple[int, int]]
+    placed: list[str]
+    gatherers: list[str]
+
+
+class VersionAbout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A version of weights and its file."""
+
+    version: int
+    age_s: float
+    file: str
+    fields: list[Field]
+
+
+class ChannelAbout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the manifest says of a weight channel."""
+
+    name: str
+    keep: int
+    latest: int
+    versions: list[VersionAbout]
+
+
+class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the manifest says beside the files. made_at: seconds since 1970. package: the version that wrote it."""
+
+    made_at: float
+    package: str
+    tables: list[TableAbout]
+    channels: list[ChannelAbout]
+    dropped_tables: dict[str, int]
+
+
+# ---------------------------------------------------------------- out
+
+
+def write_cut(writer: SnapshotWriter, cut: Cut, memory: Memory, made_at: float, package: str) -> About:
+    """Write all files of a cut. Reads every block once."""
+    tables = [_write_table(writer, cut, table, f"tables/{number}", memory) for number, table in enumerate(cut.tables)]
+    channels = [
+        _write_channel(writer, cut, channel, f"weights/{number}", memory) for number, channel in enumerate(cut.channels)
+    ]
+    return About(made_at, package, tables, channels, cut.dropped_tables)
+
+
+def _write_table(writer: SnapshotWriter, cut: Cut, table: TableCut, directory: str, memory: Memory) -> TableAbout:
+    values = {name: _Values(*place) for name, place in table.places.items()}
+    fields = {field.name: field for field in table.terms.fields}
+    _write_columns(writer, f"{directory}/rows.arrow", _row_columns(table, values))
+    _write_columns(writer, f"{directory}/groups.arrow", table.groups)
+    for number, columns in enumerate(table.forming.values()):
+        _write_columns(writer, f"{directory}/forming-{number}.arrow", columns)
+    for number, (name, found) in enumerate(values.items()):
+        _write_field(writer, f"{directory}/field-{number}.arrow", fields, name, found, cut, memory)
+    ordinals = [(first, last) for first, last in table.ordinals.tolist()]
+    return TableAbout(
+        table.terms.name, directory, table.terms, table.counts, ordinals, list(values), list(table.forming)
+    )
+
+
+class _Values:
+    """The distinct values of a field: block and slot of each, and for each row which of them it has (-1: none)."""
+
+    def __init__(self, blocks: IntArray, slots: AnyArray) -> None:
+        there = blocks > 0
+        pairs = np.stack([blocks[there], slots[there].astype(np.int64)], axis=1)
+        found, index = np.unique(pairs, axis=0, return_inverse=True) if len(pairs) else (pairs, np.empty(0, np.int64))
+        self.blocks, self.slots = found[:, 0], found[:, 1]
+        self.of_row = np.full(len(blocks), -1, np.int64)
+        self.of_row[there] = index.reshape(-1)
+
+
+def _row_columns(table: TableCut, values: dict[str, _Values]) -> dict[str, Any]:
+    import pyarrow as pa
+
+    ids = table.rows["row_id"].tolist()
+    columns: dict[str, Any] = {"row_id": table.rows["row_id"], "fate": _coded(table.rows["fate"], FATES)}
+    columns |= {name: column for name, column in table.rows.items() if name not in columns}
+    columns["key"] = pa.array([table.keys.get(row) for row in ids], pa.large_string())
+    tags = [json.dumps(table.tags[row]) if row in table.tags else None for row in ids]
+    columns["tags"] = pa.array(tags, pa.large_string())
+    for name, column in table.inline.items():
+        columns[f"field/{name}"] = pa.array(_bits(column), mask=~table.has[name])
+    for name, found in values.items():
+        columns[f"at/{name}"] = pa.array(found.of_row, mask=found.of_row < 0)
+    for name, task in table.tasks.items():
+        columns[f"task/{name}/state"] = _coded(task["state"], STATES)
+        columns |= {f"task/{name}/{one}": task[one] for one in ("attempts", "order", "step")}
+    return columns
+
+
+def _bits(values: AnyArray) -> AnyArray:
+    """Arrow has no complex numbers: their bits."""
+    return values.view(np.int64) if values.dtype.kind == "c" else values
+
+
+def _coded(codes: AnyArray, names: tuple[str, ...]) -> Any:
+    import pyarrow as pa
+
+    return pa.DictionaryArray.from_arrays(pa.array(codes.astype(np.int8)), pa.array(names))
+
+
+def _write_columns(writer: SnapshotWriter, name: str, columns: dict[str, Any] | Columns) -> None:
+    import pyarrow as pa
+
+    whole = pa.RecordBatch.from_pydict(dict(columns))
+    writer.write(name, whole.schema, (whole.slice(at, CHUNK_ROWS) for at in range(0, whole.num_rows, CHUNK_ROWS)))
+
+
+def _write_field(
+    writer: SnapshotWriter, file: str, fields: dict[str, Field], name: str, values: _Values, cut: Cut, memory: Memory
+) -> None:
+    import pyarrow as pa
+
+    empty = Column(fields[name], _placement(fields, values.blocks[:0], values.slots[:0], cut, memory)).arrow()
+    schema = pa.schema([(name, empty.type)])
+
+    def batches() -> Iterator[Any]:
+        for chunk in _chunks(values.blocks, cut):
+            placement = _placement(fields, values.blocks[chunk], values.slots[chunk], cut, memory)
+            yield pa.RecordBatch.from_arrays([Column(fields[name], placement).arrow()], schema=schema)
+
+    writer.write(file, schema, batches())
+
+
+def _chunks(blocks: IntArray, cut: Cut) -> Iterator[slice]:
+    """Stretches of values of bounded size, as far as the mean row of each block tells."""
+    numbers, index = np.unique(blocks, return_inverse=True)
+    means = np.array([cut.blocks[one].nbytes / cut.blocks[one].rows for one in numbers.tolist()])
+    reach = np.cumsum(means[index]) if len(numbers) else np.empty(0)
+    start = 0
+    while start < len(blocks):
+        before = float(reach[start - 1]) if start else 0.0
+        end = int(np.searchsorted(reach, before + CHUNK_BYTES, "right"))
+        end = max(start + 1, min(end, start + CHUNK_ROWS))
+        yield slice(start, end)
+        start = end
+
+
+def _placement(fields: dict[str, Field], blocks: IntArray, slots: IntArray, cut: Cut, memory: Memory) -> Placement:
+    numbers, index = np.unique(blocks, return_inverse=True)
+    at = [cut.blocks[number] for number in numbers.tolist()]
+    held = Blocks(at, [memory(one) for one in at], fields)
+    return Placement(held, index.reshape(-1).astype(np.int32), slots.astype(np.int32))
+
+
+def _write_channel(
+    writer: SnapshotWriter, cut: Cut, channel: ChannelCut, directory: str, memory: Memory
+) -> ChannelAbout:
+    import pyarrow as pa
+
+    versions = []
+    for one in channel.versions:
+        fields = {field.name: field for field in one.fields}
+        arrays: dict[str, Any] = {}
+        for number in one.blocks:
+            numbers = np.array([number], np.int64)
+            placement = _placement(fields, numbers, np.zeros(1, np.int64), cut, memory)
+            arrays |= {name: Column(fields[name], placement).arrow() for name in cut.blocks[number].fields}
+        batch = pa.RecordBatch.from_pydict(arrays)
+        versions.append(VersionAbout(one.version, one.age_s, f"{directory}/{one.version}.arrow", one.fields))
+        writer.write(versions[-1].file, batch.schema, [batch])
+    return ChannelAbout(channel.name, channel.keep, channel.latest, versions)
+
+
+# ---------------------------------------------------------------- in
+
+
+class Piece:
+    """A record batch of values that will be one block. number: of the block in the cut."""
+
+    def __init__(self, number: int, fields: list[Field], batch: Any) -> None:
+        self.number, self.fields, self.batch = number, fields, batch
+
+
+def read_about(snapshot: Snapshot) -> About:
+    """What the manifest says."""
+    try:
+        return msgspec.json.decode(snapshot.about, type=About)
+    except msgspec.MsgspecError as error:
+        raise Corruption(
+            f"snapshot {snapshot.path}: the manifest says what this version does not know: {error}"
+        ) from error
+
+
+def pieces(snapshot: Snapshot, about: About) -> Iterator[Piece]:
+    """All values, in the order in which `read_cut` counts their blocks: from 1."""
+    number = 0
+    for table in about.tables:
+        fields = {field.name: field for field in table.terms.fields}
+        for at, name in enumerate(table.placed):
+            for batch in snapshot.batches(f"{table.directory}/field-{at}.arrow"):
+                number += 1
+                yield Piece(number, [fields[name]], batch)
+    for channel in about.channels:
+        for version in channel.versions:
+            for batch in snapshot.batches(version.file):
+                number += 1
+                yield Piece(number, version.fields, batch)
+
+
+def read_cut(snapshot: Snapshot, about: About, blocks: dict[int, BlockAt]) -> Cut:
+    """The cut, its values in `blocks`, which are those of `pieces`, written."""
+    cut = Cut(blocks=blocks, dropped_tables=about.dropped_tables)
+    numbers = iter(sorted(blocks))
+    cut.tables = [_read_table(snapshot, table, blocks, numbers) for table in about.tables]
+    for channel in about.channels:
+        versions = [VersionCut(one.version, one.fields, [next(numbers)], one.age_s) for one in channel.versions]
+        cut.channels.append(ChannelCut(channel.name, channel.keep, channel.latest, versions))
+    return cut
+
+
+def _read_table(snapshot: Snapshot, about: TableAbout, blocks: dict[int, BlockAt], numbers: Iterator[int]) -> TableCut:
+    import pyarrow as pa
+
+    table = (
+        pa.Table.from_batches(list(snapshot.batches(f"{about.directory}/rows.arrow")))
+        if about.counts.next_row
+        else None
+    )
+    rows = _Rows(table if table is not None and table.num_rows else None)
+    inline = {field.name: field for field in about.terms.fields if field.inline}
+    has, places = {name: rows.given(f"field/{name}") for name in inline}, {}
+    for at, name in enumerate(about.placed):
+        count = snapshot.files[f"{about.directory}/field-{at}.arrow"].rows
+        index = rows.numbers(f"at/{name}", np.int64)
+        has[name] = rows.given(f"at/{name}")
+        places[name] = _places(np.where(has[name], index, -1), _take(count, blocks, numbers))
+    return TableCut(
+        terms=about.terms,
+        counts=about.counts,
+        rows={
+            "row_id": rows.numbers("row_id", np.int64),
+            "fate": rows.codes("fate", FATES),
+            "age_s": rows.numbers("age_s", np.float64),
+            **{name: rows.numbers(name, np.dtype(DTYPES[name])) for name in UNSET},
+        },
+        keys=rows.texts("key"),
+        tags={row: json.loads(text) for row, text in rows.texts("tags").items()},
+        has=has,
+        inline={name: rows.numbers(f"field/{name}", np.dtype(field.dtype)) for name, field in inline.items()},
+        places=places,
+        tasks={task.name: _read_task(rows, task.name) for task in about.terms.tasks},
+        groups=_read_columns(snapshot, f"{about.directory}/groups.arrow", ("group_id", "group_size", "present")),
+        forming={
+            name: _read_columns(snapshot, f"{about.directory}/forming-{at}.arrow", FORMING_COLUMNS)
+            for at, name in enumerate(about.gatherers)
+        },
+        ordinals=np.array(about.ordinals, np.int64).reshape(-1, 2),
+    )
+
+
+def _take(count: int, blocks: dict[int, BlockAt], numbers: Iterator[int]) -> list[BlockAt]:
+    """The next blocks, which have `count` rows together."""
+    taken: list[BlockAt] = []
+    while sum(one.rows for one in taken) < count:
+        taken.append(blocks[next(numbers)])
+    return taken
+
+
+def _places(index: IntArray, blocks: list[BlockAt]) -> tuple[IntArray, AnyArray]:
+    """Block and slot of the values that rows have (-1: none), which lie in `blocks` one after the other."""
+    starts = np.cumsum([0, *(one.rows for one in blocks)])
+    found = np.searchsorted(starts, index, "right") - 1
+    numbers = np.array([0, *(one.block for one in blocks)], np.int64)
+    there = index >= 0
+    if there.any() and int(index.max()) >= starts[-1]:
+        raise Corruption(f"a row has value {int(index.max())} of {starts[-1]}")
+    return np.where(there, numbers[np.where(there, found + 1, 0)], 0), np.where(there, index - starts[found], 0).astype(
+        np.int32
+    )
+
+
+def _read_task(rows: _Rows, name: str) -> Columns:
+    return {
+        "state": rows.codes(f"task/{name}/state", STATES),
+        "attempts": rows.numbers(f"task/{name}/attempts", np.int32),
+        "order": rows.numbers(f"task/{name}/order", np.int64),
+        "step": rows.numbers(f"task/{name}/step", np.int64),
+    }
+
+
+def _read_columns(snapshot: Snapshot, file: str, names: tuple[str, ...]) -> Columns:
+    import pyarrow as pa
+
+    batches = list(snapshot.batches(file))
+    if not batches:
+        return {name: np.empty(0, np.int64) for name in names}
+    table = pa.Table.from_batches(batches)
+    return {name: table[name].to_numpy() for name in names}
+
+
+class _Rows:
+    """The columns of a rows file. table: None if it has no row."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table.combine_chunks() if table is not None else None
+
+    def _column(self, name: str) -> Any:
+        return self._table[name].combine_chunks() if self._table is not None else None
+
+    def numbers(self, name: str, dtype: Any) -> AnyArray:
+        """The values, whatever they are where there is none."""
+        column, dtype = self._column(name), np.dtype(dtype)
+        if column is None:
+            return np.empty(0, dtype)
+        if dtype == np.bool_:
+            return np.asarray(column.fill_null(False).to_numpy(zero_copy_only=False))
+        data = column.buffers()[1]
+        return np.frombuffer(data, dtype, len(column), column.offset * dtype.itemsize).copy()
+
+    def given(self, name: str) -> Any:
+        """Which rows have a value."""
+        column = self._column(name)
+        return np.empty(0, np.bool_) if column is None else column.is_valid().to_numpy(zero_copy_only=False)
+
+    def codes(self, name: str, names: tuple[str, ...]) -> AnyArray:
+        """Of a column of names, the place of each in `names`."""
+        column = self._column(name)
+        if column is None:
+            return np.empty(0, np.uint8)
+        place = {one: at for at, one in enumerate(names)}
+        codes = np.array([place.get(one, 0) for one in column.dictionary.to_pylist()], np.uint8)
+        found: AnyArray = codes[column.indices.to_numpy(zero_copy_only=False)]
+        return found
+
+    def texts(self, name: str) -> dict[int, str]:
+        """By row id, the text of those rows that have one."""
+        column = self._column(name)
+        if column is None or column.null_count == len(column):
+            return {}
+        ids = self.numbers("row_id", np.int64).tolist()
+        return {row: text for row, text in zip(ids, column.to_pylist(), strict=True) if text is not None}

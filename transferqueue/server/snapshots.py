@@ -1,0 +1,313 @@
+"""Snapshots and restores: a cut in one turn of the loop, the files in a thread beside it.
+
+The law:
+
+- The cut is one moment: the ledger copies its columns (see `ledger.cut`) between two requests. Nobody waits for the files.
+- The extents of the cut are held: what is freed meanwhile is lent to nobody until the files are written. The ledger knows
+  nothing of it, so a server that dies here leaves nothing pinned.
+- The server writes, not the client: its memory is here, its death is the client's too, and paths stay under `root`, which
+  only who starts the server can name. One work at a time.
+- A restore goes into memory that is lent to nobody else, and becomes visible in one turn, or not at all.
+- A thread touches neither ledger nor allocator: it posts what the loop is to do (`turn`), and waits for that with a deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Final, TypeVar
+
+import numpy as np
+
+from transferqueue.errors import (
+    Disconnected,
+    Full,
+    InternalError,
+    NotFound,
+    OutOfMemory,
+    TransferQueueError,
+    UsageError,
+    listing,
+)
+from transferqueue.ledger.cut import Cut
+from transferqueue.ledger.effects import Wait
+from transferqueue.ledger.ledger import Ledger
+from transferqueue.limits import MIB
+from transferqueue.server.cutfiles import Piece, pieces, read_about, read_cut, write_cut
+from transferqueue.server.memory import SHARD, Memory
+from transferqueue.storage.blocks import Draft
+from transferqueue.storage.checksum import checksum
+from transferqueue.storage.dtypes import U8
+from transferqueue.storage.frozen import thaw
+from transferqueue.storage.snapshot import Snapshot, SnapshotWriter
+from transferqueue.wire import messages as m
+
+_log: Final = logging.getLogger("transferqueue.server")
+SNAPSHOTS_VARIABLE: Final = "TRANSFERQUEUE_SNAPSHOTS"
+"""Names the root for a server that is given none."""
+TOLD_BYTES: Final = 8 * MIB
+"""Whoever follows a work hears of its progress in steps of about this."""
+TURN_S: Final = 60.0
+"""The loop answers a thread within milliseconds; one that does not for so long is gone."""
+KEPT_WORKS: Final = 16
+T = TypeVar("T")
+
+
+class Work:
+    """One snapshot or restore. done, total: bytes."""
+
+    def __init__(self, number: int, path: Path, total: int) -> None:
+        self.number, self.path, self.total = number, path, total
+        self.done = self.told = 0
+        self.ended = False
+        self.error: TransferQueueError | None = None
+        self.cancelled = threading.Event()
+
+    def reply(self) -> m.Working:
+        """How far it is."""
+        return m.Working(self.number, str(self.path), self.done, self.total, self.ended)
+
+
+class Snapshots:
+    """The works of one server. Used by the loop's thread, but for `_post` and `_ask`.
+
+    root: paths that clients name stay under it. wake: makes those who rest under a key due. stir: has the loop call `turn`.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        ledger: Ledger,
+        memory: Memory,
+        *,
+        wake: Callable[[tuple[str, ...]], None],
+        stir: Callable[[], None],
+    ) -> None:
+        self.root: Final = root
+        self._ledger, self._memory = ledger, memory
+        self._wake, self._stir = wake, stir
+        self._works: dict[int, Work] = {}
+        self._asked: dict[tuple[int, int], int] = {}
+        """(session, call) -> the work it began: for a request that is sent again."""
+        self._posted: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last = 0
+
+    # ------------------------------------------------------------ requests
+
+    def answer(
+        self, session: int, call: int, request: m.Snapshot | m.Restore | m.Follow, now: float
+    ) -> m.Working | Wait:
+        """Begin a work, or say how far one is."""
+        if isinstance(request, m.Follow):
+            return self._follow(request)
+        before = self._asked.get((session, call))
+        if before is not None:
+            return self._works[before].reply()
+        path = self.place(request.path)
+        if (busy := next((one for one in self._works.values() if not one.ended), None)) is not None:
+            raise Full(f"{busy.path} is being written or read; begin another when that has ended")
+        work = self._snapshot(path, request.keep, now) if isinstance(request, m.Snapshot) else self._restore(path)
+        self._asked[session, call] = work.number
+        return work.reply()
+
+    def place(self, path: str) -> Path:
+        """The path under the root; `UsageError` if it is not."""
+        found = (self.root / path).resolve() if "\0" not in path else Path("/")
+        if not found.is_relative_to(self.root.resolve()):
+            raise UsageError(
+                f"snapshot path {path!r} is outside {self.root}, where this server keeps snapshots; name one under it, or "
+                "start the server with another --snapshots"
+            )
+        return found
+
+    def _follow(self, request: m.Follow) -> m.Working | Wait:
+        work = self._works.get(request.work)
+        if work is None:
+            raise NotFound(
+                f"work {request.work} is not known to this server; it has {listing(self._works)}: begin again"
+            )
+        if work.error is not None:
+            raise work.error
+        if work.ended or work.told > request.done or not request.wait_s:
+            return work.reply()
+        return Wait((("work", str(work.number)),))
+
+    def explain(self, request: m.Follow) -> str:
+        """How far a work is, for a wait that ends."""
+        work = self._works.get(request.work)
+        return f"{work.path}: {work.done:,} of {work.total:,} bytes so far" if work else f"work {request.work} is gone"
+
+    # ------------------------------------------------------------ the loop's side
+
+    def turn(self, now: float) -> None:
+        """Do what threads have asked for."""
+        with suppress(queue.Empty):
+            while True:
+                self._posted.get_nowait()(now)
+
+    def stop(self) -> None:
+        """End the work there is; blocks until its thread has."""
+        for work in self._works.values():
+            work.cancelled.set()
+        while self._thread is not None and self._thread.is_alive():
+            self.turn(time.monotonic())
+            self._thread.join(0.05)
+        self._thread = None
+
+    def _begin(self, path: Path, total: int, run: Callable[[Work], None], after: Callable[[float], None]) -> Work:
+        self._last += 1
+        work = self._works[self._last] = Work(self._last, path, total)
+        while len(self._works) > KEPT_WORKS:
+            gone = next(iter(self._works))
+            del self._works[gone]
+            self._asked = {key: number for key, number in self._asked.items() if number != gone}
+
+        def whole() -> None:
+            error = _failure(run, work)
+            self._post(lambda now: self._end(work, error, after, now))
+
+        self._thread = threading.Thread(target=whole, name=f"transferqueue work {work.number}", daemon=True)
+        self._thread.start()
+        return work
+
+    def _end(self, work: Work, error: TransferQueueError | None, after: Callable[[float], None], now: float) -> None:
+        after(now)
+        work.ended, work.error = True, error
+        self._wake(("work", str(work.number)))
+
+    # ------------------------------------------------------------ the thread's side
+
+    def _post(self, act: Callable[[float], None]) -> None:
+        self._posted.put(act)
+        self._stir()
+
+    def _ask(self, work: Work, act: Callable[[float], T]) -> T:
+        """Have the loop do something; its result."""
+        future: Future[T] = Future()
+
+        def answer(now: float) -> None:
+            try:
+                future.set_result(act(now))
+            except Exception as error:  # noqa: BLE001  (raised again, in the thread that asked)
+                future.set_exception(error)
+
+        self._post(answer)
+        return future.result(TURN_S)
+
+    def _advance(self, work: Work, nbytes: int) -> None:
+        if work.cancelled.is_set():
+            raise Disconnected(f"{work.path} was given up: the server stops")
+        work.done += nbytes
+        if work.done - work.told >= TOLD_BYTES:
+            work.told = work.done
+            self._post(lambda now: self._wake(("work", str(work.number))))
+
+    # ------------------------------------------------------------ a snapshot
+
+    def _snapshot(self, path: Path, keep: int, now: float) -> Work:
+        cut = self._ledger.cut(now)
+        extents = self._ledger.state.core.blocks.extents
+        self._memory.hold({extents[at.extent].offset for at in cut.blocks.values()})
+        try:
+            return self._begin(path, cut.nbytes, lambda work: self._write(work, cut, keep), self._memory.let_go)
+        except BaseException:
+            self._memory.let_go(now)
+            raise
+
+    def _write(self, work: Work, cut: Cut, keep: int) -> None:
+        arena = _mapped(self._memory, mmap.PROT_READ)
+        writer = SnapshotWriter(work.path, lambda nbytes: self._advance(work, nbytes))
+        try:
+            about = write_cut(
+                writer,
+                cut,
+                lambda at: arena[at.offset : at.offset + at.nbytes],
+                time.time(),
+                metadata.version("asyncflow-transferqueue"),
+            )
+            work.path = writer.publish(about, keep)
+        finally:
+            writer.abandon()
+
+    # ------------------------------------------------------------ a restore
+
+    def _restore(self, path: Path) -> Work:
+        state = self._ledger.state
+        if state.tables or state.channels:
+            there = listing([*state.tables, *state.channels])
+            raise UsageError(
+                f"a snapshot is restored into an empty deployment; this one has {there}: start another server"
+            )
+        total = 2 * sum(one.stat().st_size for one in path.rglob("*.arrow")) if path.is_dir() else 0
+        return self._begin(path, total, self._read, lambda now: None)
+
+    def _read(self, work: Work) -> None:
+        snapshot = Snapshot.open(work.path, lambda nbytes: self._advance(work, nbytes))
+        work.path, about = snapshot.path, read_about(snapshot)
+        arena = _mapped(self._memory, mmap.PROT_READ | mmap.PROT_WRITE)
+        taken: list[tuple[int, int]] = []
+        try:
+            blocks: dict[int, m.BlockAt] = {}
+            for piece in pieces(snapshot, about):
+                blocks[piece.number] = self._settle(work, piece, arena, taken)
+            cut = read_cut(snapshot, about, blocks)
+            self._ask(work, lambda now: self._ledger.plant(cut, now))
+        except BaseException:
+            self._ask(work, lambda now: self._give_back(taken, now))
+            raise
+
+    def _give_back(self, taken: list[tuple[int, int]], now: float) -> None:
+        for offset, nbytes in taken:
+            self._memory.give_back(offset, nbytes, now)
+
+    def _settle(self, work: Work, piece: Piece, arena: U8, taken: list[tuple[int, int]]) -> m.BlockAt:
+        """Values of a file become a block in memory."""
+        draft = Draft([thaw(field, piece.batch.column(field.name)) for field in piece.fields])
+        offset, nbytes = self._ask(work, lambda now: self._take(work, draft.nbytes))
+        taken.append((offset, nbytes))
+        block = arena[offset : offset + draft.nbytes]
+        draft.write(block)
+        self._advance(work, draft.nbytes)
+        names = [field.name for field in draft.fields]
+        return m.BlockAt(
+            piece.number, SHARD, 0, offset, draft.nbytes, draft.stored_rows, names, draft.counts, checksum(block)
+        )
+
+    def _take(self, work: Work, nbytes: int) -> tuple[int, int]:
+        found = self._memory.take(max(nbytes, 1))
+        if found is None:
+            raise OutOfMemory(
+                f"snapshot {work.path} does not fit an arena of {self._memory.arena.capacity:,} bytes; start a server with "
+                "a larger --arena-bytes"
+            )
+        return found
+
+
+def _failure(run: Callable[[Work], None], work: Work) -> TransferQueueError | None:
+    try:
+        run(work)
+    except TransferQueueError as error:
+        return error
+    except Exception as error:  # noqa: BLE001  (logged with its cause, and told to whoever follows)
+        _log.exception("work on %s failed", work.path)
+        return InternalError(f"work on {work.path} failed: {error!r}; please report it")
+    return None
+
+
+def _mapped(memory: Memory, protection: int) -> U8:
+    """The arena, mapped for a thread of its own: unmapped with the last view of it."""
+    fd = os.open(memory.arena.path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return np.frombuffer(mmap.mmap(fd, memory.arena.capacity, mmap.MAP_SHARED, protection), np.uint8)
+    finally:
+        os.close(fd)
