@@ -149,13 +149,12 @@ class Loop:
         return FRAMES_DRAINED_MAX
 
     def _send(self) -> None:
-        self._node.commit()
         while self._node.outbox:
+            self._node.commit()
             answers, self._node.outbox = self._node.outbox, []
             for peer, frame in answers:
                 if not self._sent(peer, frame):
                     self._node.lost(peer, self._clock())
-            self._node.commit()  # before what the loss of a peer has others told
 
     def _sent(self, peer: Peer, frame: bytes) -> bool:
         """False: the peer does not read. One that is gone may come back and ask again."""
