@@ -46,6 +46,7 @@ from transferqueue.server.memory import SHARD, Memory
 from transferqueue.server.parking import Parked, Parking, WakeKey, wait_of
 from transferqueue.server.resuming import origin_of
 from transferqueue.server.sessions import Peer, Session, Sessions
+from transferqueue.server.snapshots import Snapshots
 from transferqueue.server.tickets import Tickets
 from transferqueue.server.withdrawing import withdraw
 from transferqueue.transport.keys import Role
@@ -120,6 +121,7 @@ class Node:
         self.counters: Final = Counters()
         self.tickets: Final = tickets or Tickets()
         self.bulk_port = 0
+        self.snapshots: Snapshots | None = None
         self.outbox: list[tuple[Peer, bytes]] = []
         self._watcher = watcher
         self._gather = gather
@@ -153,6 +155,8 @@ class Node:
         if due is not None and due <= now:
             self.commit()  # what was freed is free for good before its pages are given back
             self.memory.trim(now)
+        if self.snapshots is not None:
+            self.snapshots.turn(now)
         due = self.ledger.next_deadline()
         if due is not None and due <= now:
             self.ledger.tick(now)
@@ -323,6 +327,8 @@ class Node:
         try:
             if isinstance(request, m.Grant):
                 return self._grant(session, call, request, now)
+            if isinstance(request, m.Snapshot | m.Restore | m.Follow):
+                return self._work(session, call, request, now)
             if isinstance(request, m.Observe):
                 return m.Observed(codec.encode_plain(observing.observe(self, request, now)))
             return self.ledger.apply(request, session=session.number, call=call, now=now)
@@ -347,6 +353,15 @@ class Node:
         if request.wait_s:
             return Wait(keys=(_MEMORY,))
         raise Full(self._explain(request, now))
+
+    def _work(
+        self, session: Session, call: int, request: m.Snapshot | m.Restore | m.Follow, now: float
+    ) -> m.Reply | Wait:
+        if self.snapshots is None:
+            raise UsageError(
+                "this server writes no snapshots: nobody named a directory for them; start it with --snapshots"
+            )
+        return self.snapshots.answer(session.number, call, request, now)
 
     # ------------------------------------------------------------ those who wait
 
@@ -393,6 +408,8 @@ class Node:
         return _failed(DeadlineExceeded(waited + self.explain(parked, now)))
 
     def _explain(self, request: m.Request, now: float) -> str:
+        if isinstance(request, m.Follow) and self.snapshots is not None:
+            return self.snapshots.explain(request)
         if isinstance(request, m.Grant):
             return self.memory.explain(request.nbytes, observing.holders(self, now))
         return self.ledger.explain(request, now)
