@@ -61,6 +61,12 @@ class Ours:
         batch.release()
         return took
 
+    def own(self) -> float:
+        """Bytes of the server's own memory, without the arena."""
+        from bench.memory import own_bytes
+
+        return float(own_bytes(self.server.pid))
+
     def stop(self) -> None:
         self.queue.close()
         self.server.stop()
@@ -107,6 +113,8 @@ def run(name: str, levels: list[int], repetitions: int) -> list[Result]:
             resident = level
             raw = [store.ask(turn) for turn in range(WARM + repetitions)][WARM:]
             results.append(Result(SCENARIO, name, f"resident_{level}", "lease_64", "s", raw))
+            if isinstance(store, Ours):
+                results.append(Result(SCENARIO, name, f"resident_{level}", "server_own", "bytes", [store.own()]))
     finally:
         store.stop()
     return results
