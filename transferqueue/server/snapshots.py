@@ -219,10 +219,14 @@ class Snapshots:
         extents = self._ledger.state.core.blocks.extents
         self._memory.hold({extents[at.extent].offset for at in cut.blocks.values()})
         try:
-            return self._begin(path, cut.nbytes, lambda work: self._write(work, cut, keep), self._memory.let_go)
+            return self._begin(path, cut.nbytes, lambda work: self._write(work, cut, keep), self._let_go)
         except BaseException:
             self._memory.let_go(now)
             raise
+
+    def _let_go(self, now: float) -> None:
+        self._memory.let_go(now)
+        self._wake(("memory",))
 
     def _write(self, work: Work, cut: Cut, keep: int) -> None:
         arena = _mapped(self._memory, mmap.PROT_READ)
@@ -269,6 +273,7 @@ class Snapshots:
     def _give_back(self, taken: list[tuple[int, int]], now: float) -> None:
         for offset, nbytes in taken:
             self._memory.give_back(offset, nbytes, now)
+        self._wake(("memory",))
 
     def _settle(self, work: Work, piece: Piece, arena: U8, taken: list[tuple[int, int]]) -> m.BlockAt:
         """Values of a file become a block in memory."""
