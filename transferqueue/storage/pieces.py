@@ -32,7 +32,7 @@ def count_of(field: Field, placement: Placement) -> int:
 
 
 def pieces(field: Field, placement: Placement, piece_bytes: int) -> Iterator[U8]:
-    """The block of this column for these rows, in order; each piece at most `piece_bytes` long. Errors as of `gather.load`."""
+    """The block of this column for these rows, in order; each piece at most `piece_bytes` (at least 64) long. Errors as of `gather.load`."""
     if placement.run is not None or not len(placement):
         loaded = load(field, placement)
         for buffer in (loaded.shapes, loaded.offsets, loaded.values):
