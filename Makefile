@@ -10,6 +10,8 @@ PEERS  := .venv-peers
 PEERED := $(PEERS)/.installed
 ENGINES  := .venv-engines
 ENGINED  := $(ENGINES)/.installed
+SHIM     := .venv-shim
+SHIMMED  := $(SHIM)/.installed
 
 export PYTHONUTF8 := 1
 
@@ -68,6 +70,16 @@ test-engines: $(ENGINED) ## the adapters against real engines: vLLM (CPU), trans
 fuzz: $(STAMP) ## a million mutated frames against the decoders, garbage against a server (half a minute; ARGS: --seed N, ...)
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
+$(SHIMMED): tests/engines/shim.txt pyproject.toml
+	@test -x $(SHIM)/bin/python || { echo 'shim: creating $(SHIM) with TransferQueue 0.1.11 and Ray'; $(PYTHON) -m venv $(SHIM); }
+	@$(SHIM)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off 'torch==2.13.0'
+	@$(SHIM)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/engines/shim.txt
+	@$(SHIM)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@touch $@
+
+test-shim: $(SHIMMED) ## the drop-in for transfer_queue against the original's public tests (2 minutes)
+	$(SHIM)/bin/python -m pytest tests/engines/test_shim.py $(ARGS)
+
 bench: $(STAMP) $(PEERED) ## the queue beside its peers and the machine's limits: record, table, pictures (25 minutes)
 	$(BIN)/python -m bench.run $(ARGS)
 	$(BIN)/python -m bench.table
@@ -86,5 +98,5 @@ lock: $(STAMP) ## rewrite constraints.txt from what is installed now
 	@touch $(STAMP)
 
 clean: ## remove .venv, .venv-peers, caches, builds (runs/ stays)
-	rm -rf $(VENV) $(PEERS) $(ENGINES) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PEERS) $(ENGINES) $(SHIM) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,108 @@
+"""The public tests in the wheel of TransferQueue 0.1.11, run against the drop-in.
+
+They are found where the wheel put them, copied to a temporary folder (so that their own package is not imported instead),
+and run by a pytest of their own, in which ``transfer_queue`` is ours, in Ray's workers too.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from transferqueue.adapters.transfer_queue_hook import FOLDER
+
+DISTRIBUTION = "TransferQueue"
+
+INTERNALS = {
+    "test_put_data_length_mismatch_raises": "tests a class of its storage units",
+    "test_dynamic_tensor_shape_nested_transition": "expects is_nested to say whether shapes differ; here it says how data come back",
+}
+"""Tests of the wheel that test what is no documented behaviour, and what."""
+
+
+def folder() -> Path:
+    """Where the wheel put its tests; skips where the original is not installed."""
+    try:
+        files = importlib.metadata.files(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("make test-shim installs it")
+    for file in files:
+        if file.name == "test_metadata.py":
+            return Path(str(file.locate())).parent
+    pytest.fail(f"{DISTRIBUTION} is installed, but its tests are not")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("file", "least"),
+    [
+        ("test_metadata.py", 45),
+        ("test_samplers.py", 60),
+        ("test_streaming_dataset.py", 3),
+        ("e2e/test_kv_interface_e2e.py", 56),
+        ("e2e/test_e2e_lifecycle_consistency.py", 7),
+    ],
+)
+def test_the_tests_of_the_original_pass(file: str, least: int, tmp_path: Path) -> None:
+    """least: how many must have passed, so that none is lost by a skip."""
+    shutil.copy(folder() / file, tmp_path)
+    chosen = [argument for name in INTERNALS for argument in ("--deselect", f"{Path(file).name}::{name}")]
+    unwanted = " and ".join(f"not {name}" for name in INTERNALS)
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", unwanted, *chosen, Path(file).name],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": FOLDER, "RAY_DEDUP_LOGS": "0"},
+        capture_output=True,
+        text=True,
+        timeout=380,
+        check=False,
+    )
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert run.returncode == 0, run.stdout[-4000:]
+    assert passed is not None
+    assert int(passed[1]) >= least, run.stdout[-2000:]
+
+
+def test_one_module_under_two_names() -> None:
+    """Whoever imports which first, classes are the same."""
+    folder()
+    program = (
+        "import transfer_queue, transfer_queue.metadata as theirs\n"
+        "from transferqueue.adapters.transfer_queue import metadata as ours, BatchMeta\n"
+        "from transfer_queue.sampler.grpo_group_n_sampler import GRPOGroupNSampler\n"
+        "assert theirs is ours and transfer_queue.BatchMeta is BatchMeta\n"
+        "assert transfer_queue.GRPOGroupNSampler is GRPOGroupNSampler\n"
+        "print(transfer_queue.__version__)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": FOLDER},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.stdout.strip() == "0.1.11", run.stderr
+
+
+def test_activate_puts_the_drop_in_in_the_module_s_place() -> None:
+    folder()
+    program = (
+        "import transfer_queue as before\n"
+        "from transferqueue.adapters.transfer_queue_hook import activate\n"
+        "activate()\n"
+        "import os, subprocess, sys, transfer_queue as after\n"
+        "assert before is not after and after.__name__.startswith('transferqueue.')\n"
+        "child = 'import transfer_queue; print(transfer_queue.__name__)'\n"
+        "print(subprocess.run([sys.executable, '-c', child], capture_output=True, text=True).stdout.strip())\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert run.stdout.strip() == "transferqueue.adapters.transfer_queue", run.stderr
