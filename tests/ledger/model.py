@@ -543,6 +543,17 @@ class Model:
             for number in rows:
                 del self.rows[number]
 
+    def lose(self, commit: int) -> list[int]:
+        """The blocks of a commit are gone. No task gives a field that lies in blocks."""
+        lost = [row.id for row in self.rows.values() if any(
+            at == commit for name, at in row.fields.items() if name not in INLINE
+        )]  # fmt: skip
+        self.drop(lost, "lost")
+        self.conclude()
+        for row in lost:
+            self.rows.pop(row, None)
+        return lost
+
     def user_drop(self, rows: list[int]) -> None:
         if any(row not in self.rows or self.rows[row].fate != "live" for row in rows):
             raise Refused("NotFound")

@@ -64,7 +64,7 @@ stale_rules = st.sampled_from([None, DropStale(), KeepStale(), HoldClock(), Requ
 WEIGHTS = {
     "put": 8, "lease": 8, "ack": 7, "update": 5, "release": 2, "pass_time": 2, "advance": 2, "reserve": 2, "drop": 1,
     "delete": 1, "renew": 1, "unreserve": 1, "unpin": 2, "die": 1, "seal": 1,
-    "reborn": 2, "checkpointed": 1, "rollback": 1,
+    "reborn": 2, "checkpointed": 1, "rollback": 1, "lose": 1,
 }  # fmt: skip
 MOVES = [move for move, weight in WEIGHTS.items() for _ in range(weight)]
 
@@ -236,6 +236,18 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         rows = self._some_rows(data)
         self.both(lambda: self.any.drop(rows), lambda: self.model.user_drop(rows))
+
+    def lose(self, data: st.DataObject) -> None:
+        alive = sorted(self.model.commits_alive())
+        if not alive or data.draw(st.booleans(), "spared"):
+            return
+        commit = data.draw(st.sampled_from(alive), "commit")
+        blocks = self.world.ledger.state.core.blocks.blocks
+        gone = [number for number, one in blocks.items() if self.commit_of_extent[one.at.extent] == commit]
+        self.model.tick(self.world.now)
+        lost = self.world.ledger.lose(gone, self.world.now)
+        self.world.collect()
+        assert lost.get("t", []) == sorted(self.model.lose(commit))
 
     def delete(self, data: st.DataObject) -> None:
         if not self.model.next_row:

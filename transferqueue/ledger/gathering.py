@@ -265,6 +265,10 @@ class GroupTaskState(TaskState):
         """Groups that can be handed over."""
         return self._queued
 
+    def handed_over(self, units: IntArray) -> BoolArray:
+        """Which units are out, or were."""
+        return np.array([self._state(unit) >= OUT for unit in units.tolist()], np.bool_)
+
     def _state(self, unit: int) -> int:
         one = self.forming.get(unit)
         return FORMING if one is None else one.state

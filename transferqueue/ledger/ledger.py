@@ -166,7 +166,7 @@ class Ledger:
     # ------------------------------------------------------------ losses
 
     def lose(self, blocks: Collection[int], now: float) -> dict[str, list[int]]:
-        """The bytes of these blocks are gone: see `losses`. Returns the rows that ended for it, by table."""
+        """The bytes of these blocks are gone: see `losses`. Returns the rows that ended for it, by table; others are made again."""
         self.tick(now)
         return losses.lose(self.state, [number for number in blocks if number in self.state.core.blocks.blocks])
 

@@ -227,34 +227,42 @@ def downstream(tasks: Sequence[Task], first: Task) -> tuple[frozenset[str], list
 
 
 def requeue(table: Table, pacer: TaskState, target: str, rows: IntArray, now: float) -> None:
-    """Rows go back to `target`: what it and those after it gave is cleared, the version too.
+    """Rows go back to `target` as stale, the version cleared too.
 
     A group whose members some task takes together goes back together.
     """
+    _, names = downstream([one.task for one in table.tasks.values()], table.tasks[target].task)
+    if any(
+        isinstance(task, GroupTaskState) for task in (table.tasks[target], pacer, *(table.tasks[one] for one in names))
+    ):
+        rows = _whole_groups(table, pacer, rows)
+    at = table.rows.pages.index(rows)
+    for name in ("policy_version", "policy_version_max"):
+        table.rows.facts[name].a[at] = -1
+    send_back(table, target, rows, "requeued as stale", now)
+
+
+def send_back(table: Table, target: str, rows: IntArray, what: str, now: float) -> None:
+    """Rows go back to `target`: what it and those after it gave is cleared. what: for the history."""
     first = table.tasks[target]
     fields, names = downstream([one.task for one in table.tasks.values()], first.task)
-    after = [table.tasks[name] for name in names]
-    if any(isinstance(task, GroupTaskState) for task in (first, pacer, *after)):
-        rows = _whole_groups(table, pacer, rows)
     at = table.rows.pages.index(rows)
     known = sorted(name for name in fields if name in table.rows.fields)
     table.rows.clear_fields(at, table.rows.mask(known))
     retire(table, table.parts.prune(at, known))
-    for name in ("policy_version", "policy_version_max"):
-        table.rows.facts[name].a[at] = -1
-    for task in after:
-        _recede(table, task, rows, at)
+    for name in names:
+        _recede(table, table.tasks[name], rows, at)
     _again(table, first, rows, at, now)
     for task in table.tasks.values():
         task.rerank(rows, at)
-    table.history.add(now, "requeued as stale", rows, target)
+    table.history.add(now, what, rows, target)
     table.wake_room()
 
 
 def _recede(table: Table, task: TaskState, rows: IntArray, at: IntArray) -> None:
     seen = task.state.a[at] <= DONE
     rows, at = rows[seen], at[seen]
-    lose_leases(table, task, rows, at, "its rows went back to an earlier task, as stale")
+    lose_leases(table, task, rows, at, "its rows went back to an earlier task")
     table.rows.tasks_left.a[at[task.state.a[at] == DONE]] += 1
     task.recede(rows, at)
 
