@@ -17,6 +17,10 @@ WAIT: Final = "wait"
 """Name of the spans in which a stage waits for rows, or a source for room."""
 WORK: Final = "work"
 """Name of the spans in which it has a batch."""
+SWAP: Final = "swap"
+"""Name of the spans in which a generating stage stood still to load a version of the weights."""
+PUBLISH: Final = "publish"
+"""Name of the spans in which a trainer publishes one."""
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, tag="span"):

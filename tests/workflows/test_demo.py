@@ -58,6 +58,13 @@ def test_asynchronous_rows_stay_within_their_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_delayed_rows_are_one_version_behind_but_for_those_of_the_first_step(tmp_path: Path) -> None:
+    outcome = run(JobSettings(learning=SMALL, mode="delayed", rollouts=2), tmp_path)
+    assert outcome.summary.staleness_histogram == {"0": 64, "1": 192}
+    assert outcome.summary.swaps
+
+
+@pytest.mark.slow
 def test_kl_brings_a_reference_stage(tmp_path: Path) -> None:
     run(JobSettings(learning=replace(SMALL, kl_weight=0.05, dataset="chain_sum")), tmp_path)
     trace = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
@@ -115,6 +122,10 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         JobSettings(mode="sync")
     with pytest.raises(Impossible, match="mode async with depth=0"):
         JobSettings(depth=0)
+    with pytest.raises(Impossible, match="mode delayed with depth=1 and max_staleness=2"):
+        JobSettings(mode="delayed", max_staleness=2)
+    with pytest.raises(Impossible, match="mode delayed with engine vllm"):
+        JobSettings(mode="delayed", engine="vllm")
     with pytest.raises(UsageError, match="rollouts=0"):
         JobSettings(rollouts=0)
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     ("transferqueue demo", "the default run: asynchronous, staleness at most 1, at most three minutes"),
     ("transferqueue demo --mode sync", "the same job, on-policy: generate, train, generate, ..."),
+    ("transferqueue demo --mode delayed", "a batch is generated while one is trained on, with weights one step old"),
     ("transferqueue demo --max-staleness 4 --rollouts 2", "further ahead, by two generating processes"),
     (
         "transferqueue demo --engine vllm",
@@ -35,12 +36,17 @@ EXAMPLES = (
 
 def demo(
     mode: Annotated[
-        Literal["sync", "async"], typer.Option(help="Generate and train in turn, or generate ahead of training.")
+        Literal["sync", "delayed", "async"],
+        typer.Option(
+            help="Generate and train in turn; a batch ahead with weights one step old; or ahead with the newest."
+        ),
     ] = "async",
     max_staleness: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Versions a trained row may be behind. Default: 1; in mode sync 0.", show_default=False
+            min=0,
+            help="Versions a trained row may be behind. Default: 1; in mode sync 0. Mode delayed takes 1.",
+            show_default=False,
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Trainer steps.", show_default=False)] = None,
@@ -81,7 +87,7 @@ def demo(
 
 
 def job_settings(
-    mode: Literal["sync", "async"],
+    mode: Literal["sync", "delayed", "async"],
     max_staleness: int | None,
     *,
     steps: int | None,
@@ -103,7 +109,7 @@ def job_settings(
     if engine != "builtin":
         learning = for_engine(learning)
     learning = replace(learning, steps=steps or learning.steps, kl_weight=kl)
-    staleness = max_staleness if max_staleness is not None else int(mode == "async")
+    staleness = max_staleness if max_staleness is not None else int(mode != "sync")
     depth = 0 if mode == "sync" else max(1, staleness)
     return JobSettings(
         learning=learning, mode=mode, max_staleness=staleness, depth=depth, rollouts=rollouts, engine=engine

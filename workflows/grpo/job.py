@@ -29,7 +29,7 @@ POLICY: Final = "policy"
 REFERENCE: Final = "reference"
 """Weight channel of the policy that KL is measured against; one version, kept for ever."""
 
-Mode = Literal["sync", "async"]
+Mode = Literal["sync", "delayed", "async"]
 Engine = Literal["builtin", "transformers", "vllm"]
 """What generates: the job's own sampler, or a real engine with the same model as a Llama."""
 
@@ -53,10 +53,13 @@ _ROLLOUT_ROWS: Final = 128
 class JobSettings:
     """How the job runs, besides how it learns.
 
-    ``engine`` generates. ``mode`` sync: a batch is generated, trained on, and then the next one, with the new weights. async: up to ``depth``
-    batches are generated ahead, by weights at most ``max_staleness`` versions old. ``rollouts``: generating processes.
+    ``engine`` generates. ``mode`` sync: a batch is generated, trained on, and then the next one, with the new weights. delayed: the next
+    batch is generated while one is trained on, all of it with the weights before that step (the delayed parameter update
+    of AsyncFlow, arXiv 2507.01663, section 4). async: up to ``depth`` batches are generated ahead, by weights at most
+    ``max_staleness`` versions old, taken as soon as they are there. ``rollouts``: generating processes.
 
-    Raises `Impossible` for a sync job with staleness or depth, or an async one without depth.
+    Raises `Impossible` for a sync job with staleness or depth, an async one without depth, a delayed one with anything but 1
+    of both or with a real engine, whose weights change in flight.
     """
 
     learning: Settings = field(default_factory=Settings)
@@ -73,8 +76,22 @@ class JobSettings:
             raise Impossible(
                 f"mode sync with depth={self.depth} and max_staleness={self.max_staleness}: a synchronous job has 0 of both"
             )
+        if self.mode == "delayed":
+            self._check_delayed()
         if self.mode == "async" and self.depth < 1:
             raise Impossible(f"mode async with depth={self.depth}: nothing could be generated ahead; give at least 1")
+
+    def _check_delayed(self) -> None:
+        if (self.depth, self.max_staleness) != (1, 1):
+            raise Impossible(
+                f"mode delayed with depth={self.depth} and max_staleness={self.max_staleness}: "
+                "a one-step delay is 1 of both; mode async takes others"
+            )
+        if self.engine != "builtin":
+            raise Impossible(
+                f"mode delayed with engine {self.engine}: its weights change in flight, and a delayed job changes them "
+                "between two batches; use mode async, or the builtin engine"
+            )
 
     @property
     def rows_per_step(self) -> int:

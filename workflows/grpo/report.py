@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from transferqueue.errors import InternalError
 from transferqueue.workflows.audit import Audit
-from transferqueue.workflows.events import WAIT, WORK, Event, Figures, Span
+from transferqueue.workflows.events import PUBLISH, WAIT, WORK, Event, Figures, Span
 from transferqueue.workflows.grpo.job import JobSettings
+from transferqueue.workflows.grpo.swaps import measure
 from transferqueue.workflows.timeline import busy_share, write_chrome_trace
 
 BLUE, GREEN, ORANGE, GREY = "#2b6cb0", "#2f855a", "#c05621", "#a0aec0"
@@ -28,7 +30,8 @@ class Summary:
     trainer's first wait for rows to its last step. trainer_busy, rollout_busy: share of that time in which the
     trainer, or a rollout process on average, had a batch. heldout_reward_*: mean reward at temperature 1 on problems not
     trained on; accuracy_*: share of right greedy answers. staleness_histogram: rows by the versions they were
-    behind when handed to the trainer.
+    behind when handed to the trainer. publish_s: median time of a publication of weights; swaps, swap_s_max, gap_s_max and
+    request_s: how long generation stood still for them, as `transferqueue.workflows.grpo.swaps` defines it.
     """
 
     mode: str
@@ -42,6 +45,11 @@ class Summary:
     trainer_busy: float
     rollout_busy: float
     staleness_histogram: dict[str, int]
+    publish_s: float
+    swaps: int
+    swap_s_max: float
+    gap_s_max: float
+    request_s: float
     rows_put: int
     rows_done: int
     rows_dropped: int
@@ -63,8 +71,18 @@ class Summary:
             ("trainer busy", f"{self.trainer_busy:.0%}"),
             ("rollout busy", f"{self.rollout_busy:.0%}"),
             ("rows by staleness", staleness or "none"),
+            ("weights published in", f"{1000 * self.publish_s:.1f} ms (median)"),
+            ("longest stop of a rollout", self._stop()),
             ("rows put / done / dropped", f"{self.rows_put:,} / {self.rows_done:,} / {self.rows_dropped:,}"),
         ]
+
+    def _stop(self) -> str:
+        if not self.swaps:
+            return "not told"
+        return (
+            f"{1000 * self.swap_s_max:.1f} ms to take weights ({1000 * self.gap_s_max:.1f} with waiting for rows); "
+            f"a request takes {1000 * self.request_s:.1f} ms"
+        )
 
 
 def _change(before: float, after: float) -> str:
@@ -97,6 +115,12 @@ class Record:
         trained = [span for spans in self.of_stage("train") for span in spans if span.name in (WAIT, WORK)]
         return min((span.start for span in trained), default=0.0), max((span.end for span in trained), default=0.0)
 
+    def publish_s(self) -> float:
+        """Median time of a publication of weights, in seconds; 0 without any."""
+        spans = (span for spans in self.of_stage("train") for span in spans if span.name == PUBLISH)
+        found = [span.end - span.start for span in spans]
+        return median(found) if found else 0.0
+
     def staleness(self) -> dict[str, int]:
         """Rows by the versions they were behind."""
         total: Counter[str] = Counter()
@@ -116,6 +140,7 @@ def summarize(record: Record, settings: JobSettings, audit: Audit, *, seconds: f
     start, end = record.training_time()
     rollouts = [busy_share(spans, start, end) for spans in record.of_stage("rollout")]
     trainers = [busy_share(spans, start, end) for spans in record.of_stage("train")]
+    swaps = measure(record.of_stage("rollout"))
     return Summary(
         mode=settings.mode,
         steps=len(record.steps),
@@ -128,6 +153,11 @@ def summarize(record: Record, settings: JobSettings, audit: Audit, *, seconds: f
         trainer_busy=round(sum(trainers) / max(1, len(trainers)), 4),
         rollout_busy=round(sum(rollouts) / max(1, len(rollouts)), 4),
         staleness_histogram=record.staleness(),
+        publish_s=round(record.publish_s(), 4),
+        swaps=swaps.count,
+        swap_s_max=swaps.swap_s_max,
+        gap_s_max=swaps.gap_s_max,
+        request_s=swaps.request_s,
         rows_put=audit.put,
         rows_done=audit.done,
         rows_dropped=audit.dropped_rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -13,8 +14,9 @@ from torch import Tensor
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import Part
-from transferqueue.errors import DeadlineExceeded, Sealed
+from transferqueue.errors import DeadlineExceeded, NotFound, Sealed
 from transferqueue.workflows.audit import audit
+from transferqueue.workflows.events import PUBLISH, SWAP, Span
 from transferqueue.workflows.grpo.evaluate import Evaluation, evaluate
 from transferqueue.workflows.grpo.grpo import Learner, Objective, TrainBatch
 from transferqueue.workflows.grpo.job import POLICY, REFERENCE, JobSettings
@@ -49,11 +51,25 @@ class Policy:
             if timeout_s:
                 raise
             return False
+        self._take(weights)
+        return True
+
+    def advance(self, version: int) -> bool:
+        """Load exactly ``version``, or the newest where it is no longer kept; nothing when this is as new. Whether it loaded."""
+        if version <= self.version:
+            return False
+        try:
+            weights = self._channel.pull(version=version, timeout_s=STALL_S)
+        except NotFound:
+            return self.refresh()
+        self._take(weights)
+        return True
+
+    def _take(self, weights: tq.Weights) -> None:
         load_weights(self.model, weights)
         self.version = weights.version
         weights.release()
         self._channel.applied(self.version)
-        return True
 
 
 def load_weights(model: Transformer, weights: tq.Weights) -> None:
@@ -78,18 +94,29 @@ def tokens_max(settings: Settings) -> int:
 class Rollout:
     """Generates a response for each row, all of one batch with one version of the weights."""
 
-    def __init__(self, settings: Settings, policy: Policy, *, instance: int) -> None:
+    def __init__(self, job: JobSettings, policy: Policy, context: Context) -> None:
+        settings = job.learning
+        self._job = job
         self._settings = settings
         self._policy = policy
-        self._generator = torch.Generator().manual_seed((settings.seed << 8) + instance + 1)
+        self._context = context
+        self._generator = torch.Generator().manual_seed((settings.seed << 8) + context.instance + 1)
         self._tokens_max = tokens_max(settings)
 
     def __call__(self, batch: tq.Batch) -> Iterator[Part]:
         """Yield the rows as they are finished, some at a time."""
-        self._policy.refresh()
+        self._swap(batch)
         prompts = list(batch["prompt_ids"])
         for rows_PS in same_prompt(batch.group_id):
             yield from self._generate([prompts[row] for row in rows_PS[:, 0]], rows_PS)
+
+    def _swap(self, batch: tq.Batch) -> None:
+        """Take the weights of the mode, and tell how long generation stood still for them."""
+        start = time.monotonic()
+        delayed = self._job.mode == "delayed"
+        swapped = self._policy.advance(delayed_version(batch, self._job)) if delayed else self._policy.refresh()
+        if swapped:
+            self._context.emit(Span(name=SWAP, start=start, end=time.monotonic(), version=self._policy.version))
 
     def _generate(self, prompts: Sequence[npt.NDArray[np.int32]], rows_PS: npt.NDArray[np.intp]) -> Iterator[Part]:
         generation = Generation(
@@ -123,6 +150,15 @@ class Rollout:
         )
 
 
+def delayed_version(batch: tq.Batch, settings: JobSettings) -> int:
+    """The version before the one that step k makes is what the rows of step k + 1 are generated with.
+
+    Rows that came again are of an earlier step: the clock they were handed out at speaks for them, lest they grow stale again.
+    """
+    step = int(batch.group_id.max()) // settings.learning.prompts_per_step
+    return max(0, step - 1, batch.version - 1)
+
+
 def same_prompt(group_id: npt.NDArray[np.int64]) -> list[npt.NDArray[np.intp]]:
     """Positions of rows by group, as arrays ``[groups, rows]``: one for each size that groups have in the batch.
 
@@ -140,10 +176,10 @@ def same_prompt(group_id: npt.NDArray[np.int64]) -> list[npt.NDArray[np.intp]]:
 def rollout(context: Context) -> Iterator[Work]:
     """Factory of ``rollout``: waits for the first weights, then generates, with the newest weights at each batch."""
     torch.set_num_threads(1)
-    settings = context.settings(JobSettings).learning
-    policy = Policy(settings, context.queue.weights(POLICY))
+    job = context.settings(JobSettings)
+    policy = Policy(job.learning, context.queue.weights(POLICY))
     policy.refresh(timeout_s=STALL_S)
-    yield Rollout(settings, policy, instance=context.instance)
+    yield Rollout(job, policy, context)
 
 
 # ---------------------------------------------------------------- reference
@@ -184,7 +220,7 @@ class Train:
         """Step, publish, report; and once the batch is acknowledged, seal the table if it was the last."""
         metrics = self._learner.step(self._train_batch(batch))
         self.version += 1
-        with self._context.span("publish"):
+        with self._context.span(PUBLISH):
             self._channel.publish(self.version, published(self._settings, self._learner.weights()))
         self._report(batch, metrics)
         yield Part(columns={})
