@@ -127,13 +127,17 @@ class Blocks:
             raise Corruption(
                 f"a block says that it has {rows.min()} to {rows.max()} rows and counts down to {counts.min(initial=0)}"
             )
-        for field, count in zip(fields, counts.T, strict=True):
-            steps = int(rows.max() if field.dense else count.max())
-            if steps * field.step_elements * field.item_bytes > int(self.sizes.max()):  # and so it may overflow below
+        rows_max, size_max = int(rows.max()), int(self.sizes.max())
+        for field, count in zip(fields, counts.max(axis=0).tolist(), strict=True):
+            steps = rows_max if field.dense else count
+            if steps * field.step_elements * field.item_bytes > size_max:  # and so it may overflow below
                 raise Corruption(f"a block with {', '.join(names)} is smaller than its layout")
         spans, sizes = layouts(fields, rows, counts)
         if (sizes > self.sizes[members]).any():
             raise Corruption(f"a block with {', '.join(names)} is smaller than its layout")
+        if len(members) == len(self.shapes):  # the common case: nothing to merge
+            self._spans.update(zip(names, spans, strict=True))
+            return
         for field, span in zip(fields, spans, strict=True):
             mine = self._spans.setdefault(field.name, _nowhere(len(self.shapes)))
             for into, found in zip(mine, span, strict=True):
@@ -162,11 +166,10 @@ def layouts(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list[Spans
 
 def _layouts_each(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list[Spans], I64]:
     each = [layout(fields, int(n), count.tolist()) for n, count in zip(rows, counts, strict=True)]
-    found = []
-    for at in range(len(fields)):
-        spans = [spans[at] for spans, _ in each]
-        places = np.array([(span.values, span.offsets, span.shapes) for span in spans], np.int64).reshape(-1, 3)
-        found.append(Spans(places[:, 0], places[:, 1], places[:, 2], counts[:, at]))
+    places = np.array(
+        [[(span.values, span.offsets, span.shapes) for span in spans] for spans, _ in each], np.int64
+    ).reshape(len(each), len(fields), 3)
+    found = [Spans(places[:, at, 0], places[:, at, 1], places[:, at, 2], counts[:, at]) for at in range(len(fields))]
     return found, np.array([size for _, size in each], np.int64)
 
 
