@@ -95,6 +95,7 @@ def full() -> list[Job]:
         Job("memory", OURS, "bench.memory", ("--rows", "1000000")),
         Job("wire", OURS, "bench.wire", ()),
         Job("remote", OURS, "bench.remote", ()),
+        Job("durability", OURS, "bench.durability", ()),
         Job("idle", OURS, "bench.idle", ()),
         Job("micro", OURS, "bench.micro", ()),
         _transfer("incumbent", [*every, *_SIZES], 5, 4.0),
