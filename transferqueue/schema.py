@@ -165,13 +165,14 @@ def layout(fields: Sequence[Field], rows: int, counts: Sequence[int]) -> tuple[l
 
 
 def _column(field: Field, rows: int, count: int, at: int) -> tuple[Span, int]:
-    if count < 0 or (field.dense and count):
+    dense = field.dense
+    if count < 0 or (dense and count):
         raise UsageError(f'field "{field.name}": count {count} is not one of a {field.describe()} column')
     shapes = offsets = -1
-    if field.varied:
-        shapes, at = at, align(at + 8 * rows * len(field.shape))
-    if not field.dense:
+    if not dense:
+        if field.varied:
+            shapes, at = at, align(at + 8 * rows * len(field.shape))
         offsets, at = at, align(at + 8 * (rows + 1))
-    steps = rows if field.dense else count
+    steps = rows if dense else count
     size = steps * field.step_elements * field.item_bytes
     return Span(at, size, offsets, shapes), align(at + size)
