@@ -1,0 +1,170 @@
+"""The same job in its three modes, at equal steps and equal seeds: run, tabulated, recorded, drawn.
+
+Runs take turns over the modes, seed by seed, so that a machine that becomes slower does so for all of them. What is
+compared is of one machine at one time: read the ratios.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Final
+
+from transferqueue.errors import UsageError
+from transferqueue.workflows.grpo.demo import run_demo
+from transferqueue.workflows.grpo.job import JobSettings, Mode
+from transferqueue.workflows.grpo.report import Summary
+from transferqueue.workflows.grpo.settings import Settings
+
+MODES: Final[tuple[Mode, ...]] = ("sync", "delayed", "async")
+COLORS: Final[Mapping[str, str]] = {"sync": "#a0aec0", "delayed": "#c05621", "async": "#2b6cb0"}
+_DOTS_PER_INCH: Final = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One finished run of the comparison."""
+
+    mode: Mode
+    seed: int
+    summary: Summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeFigures:
+    """One mode over all seeds: means; speed is the mean over seeds of its samples/s by those of sync with the same seed.
+
+    reward_gain: held-out reward after less before; reward_after_spread: standard deviation over seeds (0 for one).
+    trainer_idle: share of the training time without a batch. swap_s_max, gap_s_max, request_s: see `swaps`; the longest
+    stop of all runs, and the mean of their median request.
+    """
+
+    mode: Mode
+    samples_per_s: float
+    speed: float
+    trainer_idle: float
+    reward_before: float
+    reward_after: float
+    reward_after_spread: float
+    reward_gain: float
+    staleness: dict[str, float]
+    publish_s: float
+    swap_s_max: float
+    gap_s_max: float
+    request_s: float
+
+
+def settings_of(mode: Mode, learning: Settings, *, rollouts: int = 1) -> JobSettings:
+    """The job in ``mode``: staleness and depth 0 when synchronous, 1 otherwise."""
+    ahead = int(mode != "sync")
+    return JobSettings(learning=learning, mode=mode, max_staleness=ahead, depth=ahead, rollouts=rollouts)
+
+
+def run_all(
+    learning: Settings,
+    seeds: Sequence[int],
+    *,
+    directory: Path,
+    rollouts: int = 1,
+    told: Callable[[Run], None] = lambda run: None,
+) -> list[Run]:
+    """Run each mode with each seed, one run at a time; their files go to folders of ``directory``. ``told`` after each.
+
+    Raises `UsageError` for no seeds or the same twice, before anything runs; otherwise as `run_demo`.
+    """
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise UsageError(f"seeds {list(seeds)}: a comparison needs at least one, each named once")
+    runs: list[Run] = []
+    for seed in seeds:
+        for mode in MODES:
+            settings = settings_of(mode, replace(learning, seed=seed), rollouts=rollouts)
+            outcome = run_demo(settings, directory=directory / f"{mode}-seed{seed}")
+            runs.append(Run(mode=mode, seed=seed, summary=outcome.summary))
+            told(runs[-1])
+    return runs
+
+
+def compare(runs: Sequence[Run]) -> list[ModeFigures]:
+    """One entry for each mode that ran, in the order of `MODES`; ``runs`` hold a sync run for each seed."""
+    base = {run.seed: run.summary.samples_per_s for run in runs if run.mode == "sync"}
+    return [_figures(mode, [run for run in runs if run.mode == mode], base) for mode in MODES]
+
+
+def _figures(mode: Mode, runs: Sequence[Run], base: Mapping[int, float]) -> ModeFigures:
+    found = [run.summary for run in runs]
+    after = [one.heldout_reward_after for one in found]
+
+    def mean(of: Callable[[Summary], float]) -> float:
+        return round(fmean(map(of, found)), 4)
+
+    return ModeFigures(
+        mode=mode,
+        samples_per_s=mean(lambda one: one.samples_per_s),
+        speed=round(fmean(run.summary.samples_per_s / base[run.seed] for run in runs), 3),
+        trainer_idle=mean(lambda one: 1 - one.trainer_busy),
+        reward_before=mean(lambda one: one.heldout_reward_before),
+        reward_after=mean(lambda one: one.heldout_reward_after),
+        reward_after_spread=round(stdev(after), 4) if len(after) > 1 else 0.0,
+        reward_gain=mean(lambda one: one.heldout_reward_after - one.heldout_reward_before),
+        staleness=_staleness(found),
+        publish_s=mean(lambda one: one.publish_s),
+        swap_s_max=max(one.swap_s_max for one in found),
+        gap_s_max=max(one.gap_s_max for one in found),
+        request_s=mean(lambda one: one.request_s),
+    )
+
+
+def _staleness(found: Sequence[Summary]) -> dict[str, float]:
+    """Shares of the rows by the versions they were behind."""
+    rows = sum(sum(one.staleness_histogram.values()) for one in found)
+    versions = sorted({version for one in found for version in one.staleness_histogram}, key=int)
+    return {v: round(sum(one.staleness_histogram.get(v, 0) for one in found) / max(1, rows), 4) for v in versions}
+
+
+def record(runs: Sequence[Run], learning: Settings, *, rollouts: int, commit: str) -> dict[str, Any]:
+    """The comparison as plain values: what ran where and when, every run's summary, and the figures of each mode."""
+    return {
+        "kind": "compare-modes",
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit,
+        "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()},
+        "load_at_end": [round(load, 2) for load in os.getloadavg()],
+        "rollouts": rollouts,
+        "learning": asdict(learning),
+        "modes": [asdict(figures) for figures in compare(runs)],
+        "runs": [asdict(run) for run in runs],
+    }
+
+
+def write(path: Path, found: Mapping[str, Any]) -> None:
+    """Write a record as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def draw(path: Path, figures: Sequence[ModeFigures], runs: Sequence[Run]) -> None:
+    """Draw speed, trainer idle share and held-out reward by mode, each seed a dot."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=(9, 3.4), layout="constrained")
+    FigureCanvasAgg(picture)
+    panels: list[tuple[str, Callable[[Summary], float], list[float]]] = [
+        ("samples/s", lambda one: one.samples_per_s, [one.samples_per_s for one in figures]),
+        ("trainer idle share", lambda one: 1 - one.trainer_busy, [one.trainer_idle for one in figures]),
+        ("held-out reward after", lambda one: one.heldout_reward_after, [one.reward_after for one in figures]),
+    ]
+    names = [one.mode for one in figures]
+    for axes, (title, of, means) in zip(picture.subplots(1, len(panels)), panels, strict=True):
+        axes.bar(names, means, color=[COLORS[name] for name in names], width=0.6)
+        axes.plot([run.mode for run in runs], [of(run.summary) for run in runs], "k.", markersize=5)
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    picture.savefig(path, dpi=_DOTS_PER_INCH)
