@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pyarrow.compute as pc
 import pytest
 
 import transferqueue as tq
-from transferqueue.errors import Corruption, EndOfTable, FlowSignal, NotFound, OutOfMemory, UsageError
+from transferqueue.errors import Corruption, EndOfTable, FlowSignal, Full, NotFound, OutOfMemory, UsageError
 from transferqueue.server import embedded
 from transferqueue.server.snapshots import SNAPSHOTS_VARIABLE
 from transferqueue.storage import snapshot as files
@@ -200,6 +201,38 @@ def test_what_a_dead_writer_left_is_swept(queue: tq.Queue, root: Path) -> None:
     filled(queue)
     queue.snapshot("s")
     assert [one.name for one in (root / "s").iterdir()] == ["000001"]
+
+
+def test_a_server_that_stops_leaves_no_half_snapshot(root: Path) -> None:
+    with tq.connect() as queue:
+        table = queue.create_table("t", tasks=[tq.Task("train")])
+        for _ in range(20):
+            table.put(x=np.zeros((4, 1 << 20), np.uint8))
+        queue.snapshot("s", timeout_s=0)
+    assert all(one.name == "000001" for one in (root / "s").iterdir())
+
+
+def test_a_snapshot_holds_what_is_freed_meanwhile_and_lets_it_go(queue: tq.Queue) -> None:
+    table = queue.create_table("t", tasks=[tq.Task("train")])
+    table.put(x=np.zeros((4, 1 << 20), np.uint8))
+    queue.snapshot("s", timeout_s=0)
+    table.lease("train", rows=4).ack()
+    with tq.connect() as other:
+        wait_for_snapshot(queue)
+        other.restore("s")
+        assert other.table("t").read()["x"].numpy().shape == (4, 1 << 20)
+
+
+def wait_for_snapshot(queue: tq.Queue) -> None:
+    """Another begins only when the first has ended: `Full` says that it has not."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            queue.snapshot("another")
+            return
+        except Full:
+            continue
+    raise AssertionError("the snapshot did not end within 60 s")
 
 
 def test_from_an_event_loop(root: Path) -> None:

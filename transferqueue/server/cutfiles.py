@@ -263,6 +263,7 @@ def _read_table(snapshot: Snapshot, about: TableAbout, blocks: dict[int, BlockAt
         else None
     )
     rows = _Rows(table if table is not None and table.num_rows else None)
+    _check_ids(about, rows.numbers("row_id", np.int64))
     inline = {field.name: field for field in about.terms.fields if field.inline}
     has, places = {name: rows.given(f"field/{name}") for name in inline}, {}
     for at, name in enumerate(about.placed):
@@ -292,6 +293,13 @@ def _read_table(snapshot: Snapshot, about: TableAbout, blocks: dict[int, BlockAt
         },
         ordinals=np.array(about.ordinals, np.int64).reshape(-1, 2),
     )
+
+
+def _check_ids(about: TableAbout, ids: IntArray) -> None:
+    if ids.size and (ids[0] < 0 or ids[-1] >= about.counts.next_row or (np.diff(ids) <= 0).any()):
+        raise Corruption(
+            f'rows of table "{about.name}" do not ascend from 0 to {about.counts.next_row - 1}, as the manifest says of them'
+        )
 
 
 def _take(count: int, blocks: dict[int, BlockAt], numbers: Iterator[int]) -> list[BlockAt]:

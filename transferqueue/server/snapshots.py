@@ -99,7 +99,6 @@ class Snapshots:
         self._asked: dict[tuple[int, int], int] = {}
         """(session, call) -> the work it began: for a request that is sent again."""
         self._posted: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
         self._last = 0
 
     # ------------------------------------------------------------ requests
@@ -156,13 +155,15 @@ class Snapshots:
                 self._posted.get_nowait()(now)
 
     def stop(self) -> None:
-        """End the work there is; blocks until its thread has."""
+        """End the work there is; blocks until its thread has, which it does at the next piece that it writes or reads."""
         for work in self._works.values():
             work.cancelled.set()
-        while self._thread is not None and self._thread.is_alive():
-            self.turn(time.monotonic())
-            self._thread.join(0.05)
-        self._thread = None
+        while any(not work.ended for work in self._works.values()):
+            try:
+                self._posted.get(timeout=TURN_S)(time.monotonic())
+            except queue.Empty:
+                _log.error("a snapshot did not end within %g s; left to the end of the process", TURN_S)
+                return
 
     def _begin(self, path: Path, total: int, run: Callable[[Work], None], after: Callable[[float], None]) -> Work:
         self._last += 1
@@ -176,8 +177,7 @@ class Snapshots:
             error = _failure(run, work)
             self._post(lambda now: self._end(work, error, after, now))
 
-        self._thread = threading.Thread(target=whole, name=f"transferqueue work {work.number}", daemon=True)
-        self._thread.start()
+        threading.Thread(target=whole, name=f"transferqueue work {work.number}", daemon=True).start()
         return work
 
     def _end(self, work: Work, error: TransferQueueError | None, after: Callable[[float], None], now: float) -> None:

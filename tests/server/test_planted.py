@@ -1,0 +1,37 @@
+"""A restore into a durable server outlives it: the commit after it leaves an image."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.ledger.driver import World
+from transferqueue.ledger import Ledger
+from transferqueue.policies import Task
+from transferqueue.server.journal import Level, SqliteJournal
+from transferqueue.server.recording import RecordedLedger, recover
+from transferqueue.wire import messages as m
+
+
+def test_what_was_planted_is_there_in_the_next_life(tmp_path: Path) -> None:
+    world = World()
+    client = world.client()
+    client.create(tasks=[Task("train")])
+    client.put(3, inline={"x": [1.0, 2.0, 3.0]}, ordinal=[0, 1, 2])
+    client.ack(client.lease("train", 1), step=4)
+    cut = world.ledger.cut(0.0)
+
+    journal = SqliteJournal(tmp_path / "journal.sqlite", Level.PROCESS)
+    first = RecordedLedger(Ledger(), journal, epoch=1)
+    first.plant(cut, 5.0)
+    first.commit()
+    first.open_session(1, b"c" * 16, 6.0)
+    assert first.apply(m.Rollback("t", 3), session=1, call=1, now=6.0) == m.Done(1)
+    first.commit()
+    journal.close()
+
+    journal = SqliteJournal(tmp_path / "journal.sqlite", Level.PROCESS)
+    second, _ = recover(journal)
+    leased = second.apply(m.Lease("t", "train", rows=3), session=1, call=2, now=7.0)
+    assert isinstance(leased, m.Leased)
+    assert leased.content.rows == client.read().rows
+    journal.close()
