@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from transferqueue.workflows.grpo.losses import Clip, ppo_gain
 from transferqueue.workflows.grpo.model import Transformer
 from transferqueue.workflows.grpo.packing import pack, token_logprobs
 
@@ -90,9 +91,8 @@ def clipped_gain(
     logprobs_BT: Tensor, rollout_logprobs_BT: Tensor, advantages_B1: Tensor, objective: Objective
 ) -> Tensor:
     """Return ``min(ratio * A, clip(ratio) * A)`` of each token, float32 ``[rows, tokens]`` (PPO, equation 7)."""
-    ratio_BT = (logprobs_BT - rollout_logprobs_BT).exp()
-    clipped_BT = ratio_BT.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    return torch.minimum(ratio_BT * advantages_B1, clipped_BT * advantages_B1)
+    clip = Clip(low=objective.clip_low, high=objective.clip_high)
+    return ppo_gain(logprobs_BT, rollout_logprobs_BT, advantages_B1, clip)
 
 
 def kl_k3(logprobs_BT: Tensor, ref_logprobs_BT: Tensor) -> Tensor:
