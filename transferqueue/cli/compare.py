@@ -73,7 +73,7 @@ def _show(figures: Sequence[ModeFigures]) -> None:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("mode", "samples/s", "x sync", "trainer idle", "held-out reward", "staleness", "stop", "request"):
+    for title in ("mode", "samples/s", "ratio", "idle", "held-out reward", "stale", "stop", "request"):
         table.add_column(title, justify="left" if title == "mode" else "right")
     for one in figures:
         table.add_row(
@@ -81,8 +81,8 @@ def _show(figures: Sequence[ModeFigures]) -> None:
             f"{one.samples_per_s:,.0f}",
             f"{one.speed:.2f}",
             f"{one.trainer_idle:.0%}",
-            f"{one.reward_before:.3f} → {one.reward_after:.3f} ± {one.reward_after_spread:.3f}",
-            ", ".join(f"{version}: {share:.0%}" for version, share in one.staleness.items()),
+            f"{one.reward_after:.3f} ± {one.reward_after_spread:.3f} ({one.reward_gain:+.3f})",
+            f"{sum(int(version) * share for version, share in one.staleness.items()):.2f}",
             f"{1000 * one.swap_s_max:.1f} ms",
             f"{1000 * one.request_s:.1f} ms",
         )
