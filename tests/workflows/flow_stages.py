@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import transferqueue as tq
+from transferqueue.adapters.protocols import Part
 from transferqueue.workflows.audit import audit
 from transferqueue.workflows.stage import Context, Produce, Work
 
@@ -67,6 +68,24 @@ def hangs_in_its_first_life(context: Context) -> Iterator[Work]:
             context.figures("holding", rows=len(batch))
             threading.Event().wait()
         return {"y": 2 * batch["x"].numpy()}
+
+    yield work
+
+
+@contextmanager
+def hangs_in_the_middle_of_its_first_batch(context: Context) -> Iterator[Work]:
+    """Factory of a generator that gives half of its first batch and then nothing, and works when started again."""
+    mark = Path(context.settings(Settings).marks, "lived")
+
+    def work(batch: tq.Batch) -> Iterator[Part]:
+        numbers = batch["x"].numpy()
+        context.figures("batch", numbers=numbers.tolist())
+        for at, number in enumerate(numbers):
+            if at == len(numbers) // 2 and not mark.exists():
+                mark.touch()
+                context.figures("unfinished", numbers=numbers[at:].tolist())
+                threading.Event().wait()
+            yield Part(at=np.array([at]), columns={"y": np.array([2 * number])})
 
     yield work
 

@@ -109,6 +109,34 @@ def test_rows_of_a_killed_process_are_done_by_its_next_life(queue: tq.Queue, tmp
     assert sorted(queue.table("t").read()["y"].numpy().tolist()) == [2 * x for x in range(32)]
 
 
+def test_a_generator_killed_in_the_middle_of_a_batch_loses_nothing(queue: tq.Queue, tmp_path: Path) -> None:
+    """What it had given stays given, the rest of its batch comes again, and every row is done once."""
+    told: list[tuple[str, Event]] = []
+    flow = Flow(
+        queue,
+        jobs("hangs_in_the_middle_of_its_first_batch", marks=tmp_path),
+        directory=tmp_path,
+        observe=lambda label, event: hear(label, event),
+    )
+
+    def hear(label: str, event: Event) -> None:
+        told.append((label, event))
+        if isinstance(event, Figures) and event.kind == "unfinished":
+            os.kill(flow.pids()[label], signal.SIGKILL)
+
+    with flow:
+        flow.run()
+    (unfinished,) = (event.values["numbers"] for event in figures(told, "unfinished"))
+    given = [number for event in figures(told, "batch") for number in event.values["numbers"]]
+    assert sorted(given) == sorted([*range(32), *unfinished])
+    found = queue.table("t").read(fields=["x", "y"])
+    assert sorted(zip(found["x"].numpy().tolist(), found["y"].numpy().tolist(), strict=True)) == [
+        (x, 2 * x) for x in range(32)
+    ]
+    audit = queue.table("t").audit()
+    assert (audit["rows_done"], dict(audit["dropped"])) == (32, {})
+
+
 def test_a_stage_that_raises_ends_the_flow_with_its_traceback(queue: tq.Queue, tmp_path: Path) -> None:
     with pytest.raises(StageFailed, match=r'stage "double-0".*RuntimeError: cannot double 4 rows') as failed:
         run(queue, jobs("raises"), tmp_path)
