@@ -11,7 +11,9 @@ pytest.importorskip("torch", exc_type=ImportError)
 import torch
 
 from transferqueue.errors import UsageError
-from transferqueue.workflows.grpo.losses import Clip, decoupled_gain, masked_mean, ppo_gain, truncated_weight
+from transferqueue.workflows.grpo.grpo import Objective, clipped_gain
+from transferqueue.workflows.grpo.losses import Clip, decoupled_gain, ppo_gain, truncated_weight
+from transferqueue.workflows.grpo.settings import Settings
 
 logprob = st.floats(-4, 0, width=32)
 advantage = st.floats(-3, 3, width=32)
@@ -53,10 +55,17 @@ def test_old_rows_still_teach_where_the_clip_is_around_the_proximal_policy() -> 
     assert of_proximal is None
 
 
-def test_masked_tokens_count_for_nothing_and_rows_alike() -> None:
-    gain_BT = torch.tensor([[1.0, math.nan], [2.0, 4.0], [math.inf, math.nan]])
-    mask_BT = torch.tensor([[True, False], [True, True], [False, False]])
-    assert masked_mean(gain_BT, mask_BT).item() == pytest.approx((1 + 3 + 0) / 3)
+def test_the_job_weighs_rows_by_the_policy_before_the_step() -> None:
+    now_BT, drawn_BT = torch.tensor([[-0.5, -1.0]], requires_grad=True), torch.tensor([[-2.0, -1.5]])
+    objective = Objective(weight_max=2.0)
+    gain = clipped_gain(now_BT, drawn_BT, torch.ones(1, 1), objective).sum()
+    (gradient_BT,) = torch.autograd.grad(gain, now_BT)
+    assert gradient_BT.tolist() == [[2.0, pytest.approx(math.exp(0.5))]]
+    for bound in (0.5, math.inf, math.nan):
+        with pytest.raises(UsageError, match="finite bound of at least 1"):
+            Objective(weight_max=bound)
+        with pytest.raises(UsageError, match="finite bound of at least 1"):
+            Settings(weight_max=bound)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 0.2), (1, 0.2), (0.2, 0), (0.2, math.inf), (math.nan, 0.2), (0.2, -1)])

@@ -59,6 +59,14 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, problems and sampling.")] = 0,
     rollouts: Annotated[int, typer.Option(min=1, help="Generating processes.")] = 1,
     kl: Annotated[float, typer.Option(min=0.0, help="Weight of the KL term; above 0 adds a reference stage.")] = 0.0,
+    weight_max: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            help="Decoupled PPO: clip around the policy before the step, and cut the weights of older rows here.",
+            show_default=False,
+        ),
+    ] = None,
     engine: Annotated[
         Literal["builtin", "transformers", "vllm"],
         typer.Option(help="What generates: the demo's own sampler, or a real engine with the same model as a Llama."),
@@ -75,7 +83,15 @@ def demo(
     from transferqueue.workflows.grpo.demo import run_demo, run_name
 
     settings = job_settings(
-        mode, max_staleness, steps=steps, dataset=dataset, seed=seed, rollouts=rollouts, kl=kl, engine=engine
+        mode,
+        max_staleness,
+        steps=steps,
+        dataset=dataset,
+        seed=seed,
+        rollouts=rollouts,
+        kl=kl,
+        engine=engine,
+        weight_max=weight_max,
     )
     directory = out or Path("runs") / run_name(settings)
     console = Console(highlight=False)
@@ -96,6 +112,7 @@ def job_settings(
     rollouts: int,
     kl: float,
     engine: Literal["builtin", "transformers", "vllm"] = "builtin",
+    weight_max: float | None = None,
 ) -> JobSettings:
     """The options as settings; `UsageError` or `Impossible` when they do not go together."""
     from transferqueue.errors import UsageError
@@ -108,7 +125,7 @@ def job_settings(
         raise UsageError(str(error)) from error
     if engine != "builtin":
         learning = for_engine(learning)
-    learning = replace(learning, steps=steps or learning.steps, kl_weight=kl)
+    learning = replace(learning, steps=steps or learning.steps, kl_weight=kl, weight_max=weight_max)
     staleness = max_staleness if max_staleness is not None else int(mode != "sync")
     depth = 0 if mode == "sync" else max(1, staleness)
     return JobSettings(

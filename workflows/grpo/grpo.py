@@ -17,9 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from transferqueue.workflows.grpo.losses import Clip, ppo_gain
+from transferqueue.workflows.grpo.losses import Clip, decoupled_gain, ppo_gain
 from transferqueue.workflows.grpo.model import Transformer
 from transferqueue.workflows.grpo.packing import pack, token_logprobs
+from transferqueue.workflows.grpo.settings import check_weight_max
 
 Ids = npt.NDArray[np.integer]
 Logprobs = npt.NDArray[np.float32]
@@ -80,19 +81,34 @@ class TrainBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Terms of the loss. The ratio is held in ``[1 - clip_low, 1 + clip_high]``; ``kl_weight`` 0 needs no reference."""
+    """Terms of the loss. The ratio is held in ``[1 - clip_low, 1 + clip_high]``; ``kl_weight`` 0 needs no reference.
+
+    Without ``weight_max`` the ratio is to the policy that generated (PPO); with it, to the policy before the step, and each token
+    weighs as much as that policy finds it likelier than the one that generated, at most ``weight_max`` (decoupled PPO,
+    truncated). `UsageError` for a ``weight_max`` below 1 or not finite.
+    """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_weight: float = 0.0
+    weight_max: float | None = None
+
+    def __post_init__(self) -> None:
+        check_weight_max(self.weight_max)
 
 
 def clipped_gain(
     logprobs_BT: Tensor, rollout_logprobs_BT: Tensor, advantages_B1: Tensor, objective: Objective
 ) -> Tensor:
-    """Return ``min(ratio * A, clip(ratio) * A)`` of each token, float32 ``[rows, tokens]`` (PPO, equation 7)."""
+    """Return what each token gains under ``objective``, float32 ``[rows, tokens]``; see `losses` for the equations.
+
+    A step takes one update, so the policy before it is the current one, without a gradient.
+    """
     clip = Clip(low=objective.clip_low, high=objective.clip_high)
-    return ppo_gain(logprobs_BT, rollout_logprobs_BT, advantages_B1, clip)
+    if objective.weight_max is None:
+        return ppo_gain(logprobs_BT, rollout_logprobs_BT, advantages_B1, clip)
+    before_BT, most = logprobs_BT.detach(), objective.weight_max
+    return decoupled_gain(logprobs_BT, before_BT, rollout_logprobs_BT, advantages_B1, clip, weight_max=most)
 
 
 def kl_k3(logprobs_BT: Tensor, ref_logprobs_BT: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ are PPO's.
   training"; Espeholt et al., IMPALA, arXiv 1802.01561): that weight is cut at a bound, which trades variance for bias.
 
 All tensors are float32 ``[rows, tokens]``, log-probs natural, advantages broadcast against them. Whatever is on masked
-positions of the inputs stays on masked positions of the result.
+positions of the inputs stays on masked positions of the result; `grpo_loss` takes the mean.
 """
 
 from __future__ import annotations
@@ -71,9 +71,3 @@ def decoupled_gain(
     """
     weight_BT = truncated_weight(proximal_BT, behaviour_BT, weight_max)
     return weight_BT * ppo_gain(logprobs_BT, proximal_BT.detach(), advantages_B1, clip)
-
-
-def masked_mean(gain_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Mean over rows of the mean over each row's unmasked tokens, a scalar; a row without any counts as 0."""
-    lengths_B = mask_BT.sum(1).clamp(min=1)
-    return (gain_BT.where(mask_BT, 0.0).sum(1) / lengths_B).mean()

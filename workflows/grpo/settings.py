@@ -5,11 +5,13 @@ slower side. A step of the default costs 0.15 s of the trainer's core and 0.08 s
 answers below are of chain_sum's held-out problems, sampled at temperature 1 unless called greedy, after the warm-up.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
+from transferqueue.errors import UsageError
 from transferqueue.workflows.grpo.tokenizer import VOCABULARY_SIZE
 
 
@@ -32,6 +34,14 @@ class ModelShape:
             raise ValueError(
                 f"width {self.width} is not a multiple of 2 x {self.heads} heads; rotary turns channel pairs"
             )
+
+
+def check_weight_max(weight_max: float | None) -> None:
+    """`UsageError` unless it is none, or a finite bound of at least 1."""
+    if weight_max is not None and not 1 <= weight_max < math.inf:
+        raise UsageError(
+            f"weight_max={weight_max}: a weight is cut at a finite bound of at least 1, the weight of fresh rows"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +75,9 @@ class Settings:
     kl_weight: float = 0.0
     """Without: a verifiable reward on a model trained for one task needs no tether, and no reference stage."""
 
+    weight_max: float | None = None
+    """At least 1 and finite. None: PPO's clip around the policy that generated. Above: decoupled PPO with weights cut there; 2 is usual."""
+
     warmup_steps: int = 300
     """About 13 s, and 2 of 5 sampled answers right: enough to reinforce, with room above."""
     warmup_rows: int = 64
@@ -85,6 +98,9 @@ class Settings:
 
     evaluation_samples: int = 4
     """For each of 512 held-out problems: a standard error of at most 0.022, in half a second."""
+
+    def __post_init__(self) -> None:
+        check_weight_max(self.weight_max)
 
     def model_shape(self) -> ModelShape:
         """Return the sizes of the model."""

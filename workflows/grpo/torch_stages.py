@@ -324,7 +324,12 @@ def _begin(settings: JobSettings, context: Context, policy: Policy, evaluator: E
 def _learner(learning: Settings, model: Transformer, first_step: int) -> Learner:
     return Learner(
         model,
-        objective=Objective(clip_low=learning.clip_low, clip_high=learning.clip_high, kl_weight=learning.kl_weight),
+        objective=Objective(
+            clip_low=learning.clip_low,
+            clip_high=learning.clip_high,
+            kl_weight=learning.kl_weight,
+            weight_max=learning.weight_max,
+        ),
         temperature=learning.temperature,
         learning_rate=learning.learning_rate,
         final_share=learning.final_share,
