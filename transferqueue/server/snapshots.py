@@ -302,7 +302,7 @@ def _failure(run: Callable[[Work], None], work: Work) -> TransferQueueError | No
     try:
         run(work)
     except TransferQueueError as error:
-        return error
+        return error.with_traceback(None)  # its frames hold the arena, and whoever follows holds the error
     except Exception as error:  # noqa: BLE001  (logged with its cause, and told to whoever follows)
         _log.exception("work on %s failed", work.path)
         return InternalError(f"work on {work.path} failed: {error!r}; please report it")

@@ -53,8 +53,8 @@ class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Hashed:
     """A file that Arrow writes to, while its checksum is taken."""
 
-    def __init__(self, file: BinaryIO, progress: Callable[[int], None]) -> None:
-        self._file, self._progress = file, progress
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
         self._hash = xxhash.xxh3_64()
         self.nbytes = 0
         self.closed = False
@@ -64,7 +64,6 @@ class _Hashed:
         self._hash.update(view)
         self._file.write(view)
         self.nbytes += view.nbytes
-        self._progress(view.nbytes)
         return view.nbytes
 
     def flush(self) -> None:
@@ -115,11 +114,15 @@ class SnapshotWriter:
         with _disk(self._parent):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _private(path) as file:
-                hashed = _Hashed(file, self._progress)
+                hashed, told = _Hashed(file), 0
                 with pa.ipc.new_file(pa.PythonFile(hashed, "w"), schema) as out:
                     for batch in batches:
                         out.write_batch(batch)
                         rows += batch.num_rows
+                        # Here, not in `_Hashed.write`: Arrow keeps an error that passes through it, and the frames with it.
+                        self._progress(hashed.nbytes - told)
+                        told = hashed.nbytes
+                self._progress(hashed.nbytes - told)
                 file.flush()
                 os.fsync(file.fileno())
         self._files[name] = FileEntry(hashed.nbytes, rows, hashed.hexdigest())
