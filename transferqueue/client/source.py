@@ -48,7 +48,7 @@ def content_source(client: Client, content: m.Content, terms: Terms, subject: st
     """Columns of a reply. Its pins return when the source has ended and no view is left, or at once if this fails."""
     rows = len(content.rows) // 8
     named = {block.block: block for part in content.parts for block in part.blocks}
-    fields = terms.fields | {field.name: field for field in content.fields}
+    fields = terms.fields | {field.name: field for field in content.fields if terms.fields.get(field.name) != field}
     if any(name not in fields for block in named.values() for name in block.fields):
         try:  # a block may hold fields that were not asked for, of which this client never heard
             terms.hear((yield from ask(m.OpenTable(name=terms.name), m.TableTerms)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -188,8 +188,7 @@ class Column:
             self._cell.clear()
 
     def _dense(self) -> NDArray[Any]:
-        shape = [size for size in self.field.shape if size is not None]
-        return self._load().values.reshape(self._rows, *shape)
+        return self._load().values.reshape(self._rows, *cast("tuple[int, ...]", self.field.shape))  # dense: no None
 
     def _steps(self, loaded: Loaded) -> NDArray[Any]:
         trailing = [size for size in self.field.shape[1:] if size is not None]

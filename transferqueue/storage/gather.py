@@ -69,20 +69,19 @@ def _nothing(field: Field) -> Loaded:
 
 def _view(field: Field, placement: Placement, spans: Spans, block: int, first: int) -> Loaded:
     memory, rows = placement.blocks.living()[block], len(placement)
-    step = field.step_elements * field.item_bytes
-    low, high, offsets, shapes = first, first + rows, None, None
-    if not field.dense:
-        offsets = _int64(memory, int(spans.offsets[block]) + 8 * first, rows + 1)
-        low, high = int(offsets[0]), int(offsets[-1])
-        if low < 0 or high > spans.counts[block] or (offsets[1:] < offsets[:-1]).any():
-            _refuse_offsets(field)
-        offsets = offsets if low == 0 else offsets - low
+    step, start = field.step_elements * field.item_bytes, int(spans.values[block])
+    if field.dense:
+        values = memory[start + first * step : start + (first + rows) * step].view(stored(field.dtype))
+        return Loaded(rows, values, None, None)
+    offsets, shapes = _int64(memory, int(spans.offsets[block]) + 8 * first, rows + 1), None
+    low, high = int(offsets[0]), int(offsets[-1])
+    if low < 0 or high > spans.counts[block] or (offsets[1:] < offsets[:-1]).any():
+        _refuse_offsets(field)
     if field.varied:
         width = len(field.shape)
         shapes = _int64(memory, int(spans.shapes[block]) + 8 * first * width, rows * width).reshape(rows, width)
-    start = int(spans.values[block])
     values = memory[start + low * step : start + high * step].view(stored(field.dtype))
-    return _checked(field, Loaded(rows, values, offsets, shapes))
+    return _checked(field, Loaded(rows, values, offsets if low == 0 else offsets - low, shapes))
 
 
 def _int64(memory: U8, start: int, count: int) -> I64:

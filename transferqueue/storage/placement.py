@@ -83,6 +83,8 @@ class Blocks:
         self.rows: I64 = np.fromiter((shape.rows for shape in shapes), np.int64, len(shapes))
         self.sizes: I64 = np.fromiter(map(len, self.memory), np.int64, len(shapes))
         self._spans: dict[str, Spans] = {}
+        self._merged = False
+        """Whether some blocks have other fields than others, so that one may lack a field."""
 
     def end(self, message: str) -> None:
         """Let the memory go; what is asked of it later is refused with `BatchEnded` and this message."""
@@ -103,7 +105,7 @@ class Blocks:
         if field.name not in self._spans:
             self._lay_out()
         found = self._spans.get(field.name)
-        if found is None or (found.values < 0).any():
+        if found is None or (self._merged and (found.values < 0).any()):
             raise Corruption(f'a block that should hold field "{field.name}" does not')
         return found
 
@@ -138,6 +140,7 @@ class Blocks:
         if len(members) == len(self.shapes):  # the common case: nothing to merge
             self._spans.update(zip(names, spans, strict=True))
             return
+        self._merged = True
         for field, span in zip(fields, spans, strict=True):
             mine = self._spans.setdefault(field.name, _nowhere(len(self.shapes)))
             for into, found in zip(mine, span, strict=True):

@@ -13,7 +13,7 @@ def as_torch(array: np.ndarray[Any, Any], dtype: str) -> Any:
     """A tensor of a field's dtype over the memory of an array of its stored dtype; no bytes are copied."""
     import torch
 
-    kind = torch_dtype(dtype, torch)
     if dtype in NUMPY_DTYPES:
         return torch.from_numpy(array)
+    kind = torch_dtype(dtype, torch)
     return torch.from_numpy(array.view(np.dtype(f"<i{array.itemsize}")) if array.itemsize > 1 else array).view(kind)
