@@ -14,7 +14,7 @@ from typing import Any, Final
 import typer
 import typer.core
 
-from transferqueue.cli import compare, doctor, inspect, keys, serve, snapshot, top, version
+from transferqueue.cli import compare, doctor, inspect, keys, replay, serve, snapshot, top, version
 from transferqueue.cli.outcome import reported
 
 DEMO_MODULE: Final = "transferqueue.cli.demo"
@@ -74,6 +74,7 @@ def _group() -> typer.Typer:
     if find_spec(DEMO_MODULE) is not None:
         found.command("demo", help=_DEMO_SUMMARY)(_never_run)
     _add(found, "compare-modes", compare.compare_modes, compare.EXAMPLES)
+    _add(found, "replay", replay.replay, replay.EXAMPLES)
     _add(found, "serve", serve.serve, serve.EXAMPLES)
     _add(found, "top", top.top, top.EXAMPLES)
     _add(found, "inspect", inspect.inspect, inspect.EXAMPLES)

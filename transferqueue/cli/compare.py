@@ -43,7 +43,7 @@ def compare_modes(
     learning = replace(settings_for(), steps=steps)
     finished = comparison.run_all(learning, numbers, directory=runs / name, rollouts=rollouts, told=_told)
     figures = comparison.compare(finished)
-    found = comparison.record(finished, learning, rollouts=rollouts, commit=_commit())
+    found = comparison.record(finished, learning, rollouts=rollouts, commit=commit_in_use())
     comparison.write(out / f"{name}.json", found)
     comparison.draw(out / f"{name}.png", figures, finished)
     _show(figures)
@@ -89,7 +89,7 @@ def _show(figures: Sequence[ModeFigures]) -> None:
     Console(highlight=False).print(table)
 
 
-def _commit() -> str:
+def commit_in_use() -> str:
     """The commit of the code in use; empty outside a checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():

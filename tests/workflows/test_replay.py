@@ -1,0 +1,47 @@
+"""Trace replay: its inputs, its ideal against the published arithmetic, and one fast run through a real server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from transferqueue.errors import UsageError
+from transferqueue.workflows.sim import replay_record, trace
+from transferqueue.workflows.sim.replay import MODES, ideal_s, replay, spread
+
+
+def test_a_replay_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(UsageError, match=r'mode "warp" is not a replay; take one of serial, streaming, async'):
+        replay("warp", speed=100)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="speed=0 is not a positive number"):
+        replay("async", speed=0)
+
+
+def test_the_ideal_agrees_with_the_published_iterations() -> None:
+    for mode in MODES:
+        assert ideal_s(mode) / trace.ITERATIONS == pytest.approx(replay_record.PUBLISHED_S[mode], rel=0.05)
+
+
+def test_the_published_serial_time_is_rollout_reference_and_train() -> None:
+    longest = trace.services("rollout").max(axis=1).mean()
+    reference = trace.services("reference").sum(axis=1).mean() / trace.INSTANCES["reference"]
+    train = trace.services("train").sum(axis=1).mean() / trace.INSTANCES["train"]
+    assert longest + reference + train == pytest.approx(replay_record.PUBLISHED_S["serial"], rel=0.01)
+
+
+def test_spread_is_that_of_busy_times() -> None:
+    assert spread([(0, 0.0, 1.0), (1, 0.0, 3.0)]) == 1.0
+
+
+@pytest.mark.slow
+def test_a_fast_replay_serves_every_row_once(tmp_path: Path) -> None:
+    run = replay("async", speed=1000)
+    rows = trace.ITERATIONS * trace.BATCH_ROWS
+    assert run.rows == rows
+    assert all(len(run.timeline[stage]) == rows for stage in ("reference", "reward", "advantage", "train"))
+    assert run.iteration_s >= 0.99 * run.ideal_iteration_s
+    found = replay_record.record([run], commit="")
+    replay_record.write(tmp_path / "r.json", found)
+    assert msgspec.json.decode((tmp_path / "r.json").read_bytes())["runs"][0]["rows"] == rows

@@ -1,0 +1,142 @@
+"""One process of simulated engines: its instances are coroutines that lease real rows and wait out a service time.
+
+Rules:
+
+1. A service ends at an absolute deadline, counted from the moment the row is in hand: what the queue takes before
+   and after is paid, and an error of one timer does not add to the next.
+2. Instances pull: who is free takes the next row. A row waits for nobody in particular.
+3. Times are monotonic seconds of the machine, comparable between its processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+import transferqueue as tq
+from transferqueue.client.aio import AsyncBatch, AsyncReservation, AsyncTable
+from transferqueue.errors import EndOfTable
+from transferqueue.workflows.sim import trace
+
+TABLE: Final = "replay"
+TOKENS: Final = 512
+"""Length of the ragged payload of a row: what a row weighs is the benchmarks' business."""
+WAIT_S: Final = 600.0
+GIVES: Final = {"reference": "reference", "reward": "reward", "advantage": "advantage", "train": "loss"}
+
+
+class Orders(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process of engines is told: its stage, the server, and published seconds per second."""
+
+    stage: str
+    address: str
+    speed: float
+    start: float = 0.0
+
+
+class Served(msgspec.Struct, frozen=True, array_like=True):
+    """One service: the instance, when it had its row, and when it had waited out its time."""
+
+    instance: int
+    start: float
+    end: float
+
+
+async def until(deadline: float) -> None:
+    """Wait for a moment of `time.monotonic`; a passed one is now."""
+    await asyncio.sleep(max(0.0, deadline - time.monotonic()))
+
+
+async def rollouts(table: AsyncTable, orders: Orders) -> list[Served]:
+    """All rollout instances, each through its iterations."""
+    await until(orders.start)
+    found = await asyncio.gather(*(_rollout(table, orders, at) for at in range(trace.INSTANCES["rollout"])))
+    await table.seal()
+    return [one for instance in found for one in instance]
+
+
+async def _rollout(table: AsyncTable, orders: Orders, instance: int) -> list[Served]:
+    served: list[Served] = []
+    async with asyncio.TaskGroup() as later:
+        for iteration in range(trace.ITERATIONS):
+            reservation = await table.reserve(trace.ROWS_PER_ROLLOUT, timeout_s=WAIT_S)
+            start = time.monotonic()
+            took = trace.services("rollout")[iteration, instance] / orders.speed
+            later.create_task(_hand_over(table, orders, reservation, iteration, instance, start))
+            await until(start + took)
+            served.append(Served(instance=instance, start=start, end=time.monotonic()))
+            await until(start + took + trace.RESTART_S / orders.speed)
+    return served
+
+
+async def _hand_over(
+    table: AsyncTable, orders: Orders, reservation: AsyncReservation, iteration: int, instance: int, start: float
+) -> None:
+    """Put each row when it is finished and seen: evenly over the time of the request, and the published lag later."""
+    took = trace.services("rollout")[iteration, instance]
+    for at in range(trace.ROWS_PER_ROLLOUT):
+        await until(start + (took * (at + 1) / trace.ROWS_PER_ROLLOUT + trace.LAG_S) / orders.speed)
+        number = at * trace.INSTANCES["rollout"] + instance
+        await table.put(
+            reservation=reservation,
+            response=[np.full(TOKENS, number, np.int32)],
+            number=[iteration * trace.BATCH_ROWS + number],
+            timeout_s=WAIT_S,
+        )
+
+
+async def serve(table: AsyncTable, orders: Orders) -> list[Served]:
+    """All instances of a pulled stage, until the table ends."""
+    found = await asyncio.gather(*(_serve(table, orders, at) for at in range(trace.INSTANCES[orders.stage])))
+    return [one for instance in found for one in instance]
+
+
+async def _serve(table: AsyncTable, orders: Orders, instance: int) -> list[Served]:
+    served: list[Served] = []
+    while True:
+        try:
+            batch = await table.lease(orders.stage, rows=1, timeout_s=WAIT_S)
+        except EndOfTable:
+            return served
+        start = time.monotonic()
+        await until(start + _service_s(batch, orders))
+        end = time.monotonic()
+        given: dict[str, Any] = {GIVES[orders.stage]: [1.0]}
+        await batch.ack(**given)
+        served.append(Served(instance=instance, start=start, end=end))
+
+
+def _service_s(batch: AsyncBatch, orders: Orders) -> float:
+    iteration, at = divmod(int(batch["number"].numpy()[0]), trace.BATCH_ROWS)
+    return float(trace.services(orders.stage)[iteration, at]) / orders.speed
+
+
+async def run(orders: Orders) -> list[Served]:
+    """Join the server, say so on standard output, and serve ``orders``; the start comes on standard input."""
+    async with tq.aconnect(orders.address, label=orders.stage) as queue:
+        table = await queue.table(TABLE)
+        trace.services(orders.stage)
+        _say("ready")
+        start = float(await asyncio.to_thread(sys.stdin.readline))
+        orders = msgspec.structs.replace(orders, start=start)
+        return await (rollouts if orders.stage == "rollout" else serve)(table, orders)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Entry of the process: its orders are the one argument, what it served its last line."""
+    served = asyncio.run(run(msgspec.json.decode(sys.argv[1], type=Orders)))
+    _say(msgspec.json.encode(served).decode())
+
+
+if __name__ == "__main__":
+    main()

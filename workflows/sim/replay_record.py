@@ -1,0 +1,100 @@
+"""What a replay leaves: its figures against the published ones, the record, and the picture."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from transferqueue.workflows.sim import trace
+from transferqueue.workflows.sim.replay import Replayed
+
+PUBLISHED_S: Final = {"serial": 1743.0, "streaming": 872.0, "async": 776.0}
+"""Seconds of an iteration computed by the paper's service times."""
+ASSUMED: Final = (
+    "simulated engines wait out the published service time; they compute nothing",
+    "a quarter of the published instances and micro-batches; a row is a micro-batch of 8 samples, also in train",
+    "a rollout instance finishes its rows evenly over its time",
+    f"a row is seen {trace.LAG_S:.0f} s after it is finished, in every mode (first train start of the trace)",
+    "reward and advantage need no accelerator: in serial mode they run beside rollout and reference",
+    "a row carries 512 token ids: the replay measures order and waiting, not bytes",
+)
+
+
+def speedups(runs: Sequence[Replayed]) -> dict[str, dict[str, float]]:
+    """Serial over each other mode that ran, published and ours; empty without a serial run."""
+    ours = {run.mode: run.iteration_s for run in runs}
+    if "serial" not in ours:
+        return {}
+    return {
+        mode: {
+            "published": round(PUBLISHED_S["serial"] / PUBLISHED_S[mode], 3),
+            "ours": round(ours["serial"] / took, 3),
+        }
+        for mode, took in ours.items()
+        if mode != "serial"
+    }
+
+
+def record(runs: Sequence[Replayed], *, commit: str) -> dict[str, Any]:
+    """The replay as plain values."""
+    return {
+        "kind": "replay",
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit,
+        "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()},
+        "load_at_end": [round(load, 2) for load in os.getloadavg()],
+        "instances": trace.INSTANCES,
+        "rows_per_iteration": trace.BATCH_ROWS,
+        "assumed": list(ASSUMED),
+        "published_iteration_s": PUBLISHED_S,
+        "speedups": speedups(runs),
+        "runs": [{k: v for k, v in msgspec.to_builtins(run).items() if k != "timeline"} for run in runs],
+    }
+
+
+def write(path: Path, found: Mapping[str, Any]) -> None:
+    """Write the record to ``path``, making its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+
+
+def draw(path: Path, runs: Sequence[Replayed]) -> None:
+    """Draw the services of every instance, one panel a mode, and the ratios as bars; needs matplotlib."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(len(runs) + 1, 1, figsize=(11, 2.6 * (len(runs) + 1)), layout="constrained")
+    for panel, run in zip(axes, runs, strict=False):
+        _timeline(panel, run)
+    _bars(axes[-1], runs)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _timeline(panel: Any, run: Replayed) -> None:
+    base = 0
+    for number, (stage, services) in enumerate(run.timeline.items()):
+        for instance in range(trace.INSTANCES[stage]):
+            spans = [(start, end - start) for at, start, end in services if at == instance]
+            panel.broken_barh(spans, (base + instance, 0.9), color=f"C{number}", label=stage if not instance else None)
+        base += trace.INSTANCES[stage]
+    panel.set(title=f"{run.mode}: {run.iteration_s:,.0f} s an iteration", xlabel="published seconds", yticks=[])
+    panel.legend(loc="upper right", fontsize=7)
+
+
+def _bars(panel: Any, runs: Sequence[Replayed]) -> None:
+    for at, run in enumerate(runs):
+        panel.barh(at + 0.2, PUBLISHED_S[run.mode], 0.36, color="#8d99ae", label=None if at else "published")
+        panel.barh(at - 0.2, run.iteration_s, 0.36, color="#0b6e4f", label=None if at else "replayed")
+    panel.set_yticks(range(len(runs)), [run.mode for run in runs])
+    panel.set(xlabel="seconds an iteration")
+    panel.legend(fontsize=7)
