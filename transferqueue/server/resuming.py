@@ -7,7 +7,8 @@ Who died while no server ran is told by the kernel, as ever: its leases return n
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
@@ -17,7 +18,6 @@ from transferqueue.server import evidence
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
-    from transferqueue.server.durable import Durable
     from transferqueue.server.node import Node
 
 _log: Final = logging.getLogger("transferqueue.server")
@@ -25,18 +25,36 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(m.Hello).decode
 
 
+FindAgain = Callable[[m.Hello], tuple[evidence.Evidence | None, bool]]
+"""As `evidence.find_again`."""
+
+
+class Past(Protocol):
+    """What the life before left, as far as `resume` asks: see `durable.Durable`."""
+
+    @property
+    def rebooted(self) -> bool:
+        """Whether the machine was started anew since: no process of then lives."""
+
+    def clock(self) -> float:
+        """Seconds that only servers have lived."""
+
+    def damaged(self) -> list[int]:
+        """Blocks whose bytes are not what they were."""
+
+
 def origin_of(hello: m.Hello) -> bytes:
     """What the ledger keeps of a client, to find it by."""
     return _encode(hello)
 
 
-def resume(node: Node, state: Durable) -> dict[str, list[int]]:
+def resume(node: Node, state: Past, find_again: FindAgain = evidence.find_again) -> dict[str, list[int]]:
     """Have a new node go on from `state`: find every client again that the ledger knows, and see to what is damaged.
 
     Returns the rows that ended for it, by table.
     """
     now = state.clock()
-    _find_sessions(node, now, rebooted=state.rebooted)
+    _find_sessions(node, now, find_again, rebooted=state.rebooted)
     lost: dict[str, list[int]] = {}
     if damaged := state.damaged():
         lost = node.ledger.lose(damaged, now)
@@ -45,11 +63,11 @@ def resume(node: Node, state: Durable) -> dict[str, list[int]]:
     return lost
 
 
-def _find_sessions(node: Node, now: float, *, rebooted: bool) -> None:
+def _find_sessions(node: Node, now: float, find_again: FindAgain, *, rebooted: bool) -> None:
     """rebooted: no process of then can live."""
     for known in list(node.ledger.state.sessions.values()):
         hello = _hello_of(known)
-        found, alive = (None, False) if rebooted else evidence.find_again(hello)
+        found, alive = (None, False) if rebooted else find_again(hello)
         if found is None:
             _bury(node, known, now)
         else:
