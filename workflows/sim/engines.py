@@ -86,6 +86,9 @@ async def _hand_over(
             reservation=reservation,
             response=[np.full(TOKENS, number, np.int32)],
             number=[iteration * trace.BATCH_ROWS + number],
+            group_id=iteration,
+            group_size=trace.BATCH_ROWS,
+            policy_version=reservation.version,
             timeout_s=WAIT_S,
         )
 

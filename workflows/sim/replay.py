@@ -89,7 +89,7 @@ def spread(services: list[tuple[int, float, float]]) -> float:
 
 
 def tasks(mode: Mode) -> list[tq.Task]:
-    """The stages, and in serial mode the two barriers; `clock` sees what is trained and advances the version."""
+    """The stages, and in serial mode the two barriers; `clock` takes a whole iteration that is trained: it sets the pace."""
     serial = mode == "serial"
     barriers = [
         tq.Task("after_rollout", needs=["response"], gives=["reference_open"], lease_s=WAIT_S),
@@ -100,7 +100,7 @@ def tasks(mode: Mode) -> list[tq.Task]:
         tq.Task("reward", needs=["response", "number"], gives=["reward"]),
         tq.Task("advantage", needs=["reward", "number"], gives=["advantage"]),
         tq.Task("train", needs=["reference", "advantage", "number"] + ["train_open"] * serial, gives=["loss"]),
-        tq.Task("clock", needs=["loss"], lease_s=WAIT_S),
+        tq.Task("clock", needs=["loss"], groups=tq.Complete(), lease_s=WAIT_S),
         *(barriers if serial else []),
     ]
 
@@ -110,7 +110,7 @@ def _table(queue: tq.Queue, mode: Mode) -> tq.Table:
     return queue.create_table(
         TABLE,
         tasks=tasks(mode),
-        pacing=tq.Pacing("train", batch_rows=trace.BATCH_ROWS, depth=ahead, max_staleness=ahead),
+        pacing=tq.Pacing("clock", batch_rows=trace.BATCH_ROWS, depth=ahead, max_staleness=ahead),
     )
 
 
@@ -150,13 +150,14 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 
 def _drive(table: tq.Table, mode: Mode) -> None:
-    """Advance the version after each trained iteration, and in serial mode open the barriers."""
+    """Advance the version when a whole iteration is trained, then let its ack admit the next; open the barriers of serial."""
     barriers = [threading.Thread(target=_open, args=(table, *names)) for names in _BARRIERS] if mode == "serial" else []
     for barrier in barriers:
         barrier.start()
     for version in range(1, trace.ITERATIONS + 1):
-        table.lease("clock", rows=trace.BATCH_ROWS, timeout_s=WAIT_S).ack()
+        batch = table.lease("clock", groups=1, timeout_s=WAIT_S)
         table.advance(version)
+        batch.ack()
     for barrier in barriers:
         barrier.join()
 
