@@ -1,0 +1,52 @@
+"""``python -m transferqueue.testing.simulate``: many seeds on demand, or one again."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+from transferqueue.testing.simulator import Result, replay_command, simulate
+
+
+def sweep(first: int, seeds: int, jobs: int = 2) -> tuple[Counter[str], list[Result]]:
+    """Run `seeds` seeds from `first` in `jobs` processes: faults by kind, and the results that broke a promise."""
+    faults: Counter[str] = Counter()
+    broken = []
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        for result in pool.imap_unordered(simulate, range(first, first + seeds), chunksize=16):
+            faults += result.faults
+            if result.broken:
+                broken.append(result)
+    return faults, sorted(broken, key=lambda one: one.seed)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse `arguments`, run, print; 1 if a promise was broken."""
+    parser = argparse.ArgumentParser(prog="python -m transferqueue.testing.simulate", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=2000, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--seed", type=int, help="run this one again, and nothing else")
+    chosen = parser.parse_args(arguments)
+    logging.getLogger("transferqueue").setLevel(logging.CRITICAL if chosen.seed is None else logging.ERROR)
+    if chosen.seed is not None:
+        result = simulate(chosen.seed)
+        faults, broken, seeds = result.faults, [result] if result.broken else [], 1
+    else:
+        faults, broken = sweep(chosen.first, chosen.seeds, chosen.jobs)
+        seeds = chosen.seeds
+    out = sys.stdout.write
+    for kind, count in sorted(faults.items()):
+        out(f"{count:9,} {kind}\n")
+    for one in broken:
+        out(f"seed {one.seed}: {one.broken}\n  {replay_command(one.seed)}\n")
+    out(f"{seeds:,} seeds, {faults.total():,} faults, {len(broken)} promises broken\n")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

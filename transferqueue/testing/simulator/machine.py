@@ -1,0 +1,290 @@
+"""The server's machine: production node, ledger and recovery over a simulated disk, arena and kernel.
+
+A server ends by a crash at any instruction that another process could tell apart: before a commit, within it (its
+record is torn: recovery must not see it), after it and before the answers leave, between two answers, or because the
+disk is full. The arena's bytes and the disk outlive it; all else is gone, and the next one recovers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from transferqueue.errors import JournalFailed, UsageError
+from transferqueue.ledger.ledger import Ledger
+from transferqueue.server.evidence import Evidence
+from transferqueue.server.memory import Memory
+from transferqueue.server.node import Node, Place
+from transferqueue.server.recording import RecordedLedger, recover
+from transferqueue.server.resuming import resume
+from transferqueue.storage.allocator import Allocator
+from transferqueue.testing.simulator.world import World
+from transferqueue.wire import messages as m
+
+
+class Broken(Exception):
+    """A promise was broken; the text says which."""
+
+
+class Crashed(Exception):
+    """The server ended here."""
+
+
+class Disk:
+    """What outlives the server: an image, and commits after it, each whole or torn."""
+
+    def __init__(self) -> None:
+        self.image: bytes | None = None
+        self.commits: list[tuple[list[bytes], bool]] = []
+
+
+class SimJournal:
+    """A journal on a `Disk`. See `server.journal.Journal`."""
+
+    def __init__(self, disk: Disk, world: World) -> None:
+        self._disk, self._world = disk, world
+        self._pending: list[bytes] = []
+
+    def append(self, record: bytes) -> None:
+        """See `Journal.append`."""
+        self._pending.append(record)
+
+    def commit(self) -> None:
+        """See `Journal.commit`. May crash before, within and after."""
+        if not self._pending:
+            return
+        world, rates = self._world, self._world.rates
+        if world.strikes(rates.full, "disk full"):
+            raise JournalFailed("the simulated disk is full; make room and start the server again")
+        if world.strikes(rates.before_commit, "server crashed before a commit"):
+            raise Crashed
+        if world.strikes(rates.torn, "torn write"):
+            self._disk.commits.append((self._pending[: world.random.randrange(len(self._pending) + 1)], False))
+            raise Crashed
+        self._disk.commits.append((self._pending, True))
+        self._pending = []
+        if world.strikes(rates.after_commit, "answers lost after a commit"):
+            raise Crashed
+
+    def checkpoint(self, image: bytes) -> None:
+        """See `Journal.checkpoint`."""
+        self._disk.image, self._disk.commits, self._pending = image, [], []
+
+    def load(self) -> tuple[bytes | None, Iterable[bytes]]:
+        """See `Journal.load`. A torn commit is none, and is the last."""
+        self._disk.commits = [(records, True) for records, whole in self._disk.commits if whole]
+        return self._disk.image, [record for records, _ in self._disk.commits for record in records]
+
+    def close(self) -> None:
+        """See `Journal.close`."""
+        self._pending = []
+
+
+class SimArena:
+    """An arena in one bytearray. `in_sight` names the ranges that somebody may still read or write."""
+
+    path: Final = "simulated"
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity: Final = capacity
+        self.backed: Final = capacity
+        self.bytes: Final = bytearray(capacity)
+        self.in_sight: Callable[[], Iterable[tuple[int, int, str]]] = tuple
+
+    def ensure(self, offset: int, nbytes: int) -> None:
+        """`Memory` lends [offset, offset + nbytes): nobody else may see it."""
+        for start, size, who in self.in_sight():
+            if start < offset + nbytes and offset < start + size:
+                raise Broken(
+                    f"bytes [{offset}, {offset + nbytes}) are lent while {who} still sees [{start}, {start + size})"
+                )
+
+    def grow(self, start: int, end: int) -> bool:
+        """All pages are there."""
+        return False
+
+    def trim(self, allocator: Allocator) -> int:
+        """Nothing is given back."""
+        return 0
+
+
+class SimEvidence(Evidence):
+    """What the simulated kernel says of one process."""
+
+    def __init__(self, number: int, lives: Callable[[int], bool]) -> None:
+        self._number, self._lives = number, lives
+        self._watched = True
+
+    @property
+    def pidfd(self) -> int:
+        """See `Evidence`."""
+        return self._number if self._watched else -1
+
+    @property
+    def is_local(self) -> bool:
+        """See `Evidence`."""
+        return True
+
+    def may_see_memory(self) -> bool:
+        """See `Evidence`."""
+        return self._lives(self._number)
+
+    def forget_process(self) -> None:
+        """See `Evidence`."""
+        self._watched = False
+
+    def close(self, swept: object = None) -> None:
+        """See `Evidence`."""
+        self.forget_process()
+
+
+class Kept:
+    """Durability of the simulated server; see `server.durable.Durability` and `server.resuming.Past`."""
+
+    sessions_stay: Final = True
+    rebooted: Final = False
+
+    def __init__(self, ledger: RecordedLedger, clock: Callable[[], float]) -> None:
+        self._ledger = ledger
+        self.clock = clock
+
+    def stamp(self, request: m.Request) -> m.Request:
+        """The request as it is."""
+        return request
+
+    def commit(self) -> None:
+        """See `Durability.commit`."""
+        self._ledger.commit()
+
+    def damaged(self) -> list[int]:
+        """None: the machine did not go down."""
+        return []
+
+
+class Server:
+    """The server of a world, one life after the other. `deliver` brings an answer to a peer."""
+
+    def __init__(self, world: World, arena_bytes: int, lives: Callable[[int], bool]) -> None:
+        self.arena: Final = SimArena(arena_bytes)
+        self.disk: Final = Disk()
+        self.node: Node | None = None
+        self.epoch = 0
+        self.deliver: Callable[[bytes, bytes], None] = lambda _peer, _frame: None
+        self.on_down: Callable[[], None] = lambda: None
+        self.on_up: Callable[[], None] = lambda: None
+        self.checked: Callable[[Node], None] = lambda _: None
+        self._world: Final = world
+        self._lives: Final = lives
+        self._behind = 0.0
+        self._watched: dict[int, int] = {}
+        self._tick_at = -1.0
+
+    # ------------------------------------------------------------ life and death
+
+    def start(self) -> None:
+        """A new life, from what is on the disk."""
+        journal = SimJournal(self.disk, self._world)
+        ledger, tail = recover(journal)
+        if ledger.epoch:
+            self._behind = self._world.now - max(0.0, ledger.state.now)
+        self.epoch = ledger.epoch + 1
+        recorded = RecordedLedger(ledger, journal, tail, epoch=self.epoch)
+        kept = Kept(recorded, self._clock)
+        extents = [(one.offset, one.nbytes) for one in ledger.state.core.blocks.extents.values()]
+        memory = Memory(self.arena, Allocator.holding(self.arena.capacity, extents), len(extents))  # type: ignore[arg-type]
+        place = Place(epoch=self.epoch, address="simulated", runtime="", version="0", pid=1, started_at=self._world.now)
+        self._watched = {}
+        self.node = Node(recorded, memory, place, watcher=self, gather=self._gather, durability=kept)
+        self._guarded(lambda node: resume(node, kept, self._find_again))
+        if self.node is not None:
+            self.on_up()
+
+    def _clock(self) -> float:
+        return self._world.now - self._behind
+
+    def kill(self) -> None:
+        """End here."""
+        if self.node is not None:
+            self.node = None
+            self.on_down()
+            self._world.after(self._world.random.uniform(0.05, 0.8), self._restart)
+
+    def _restart(self) -> None:
+        if self.node is None:
+            self._world.faults["server restarted"] += 1
+            self.start()
+
+    def _gather(self, hello: m.Hello) -> Evidence:
+        if not self._lives(hello.pid):
+            raise UsageError(f"session refused: process {hello.pid} does not exist; send the number of the client")
+        return SimEvidence(hello.pid, self._lives)
+
+    def _find_again(self, hello: m.Hello) -> tuple[Evidence | None, bool]:
+        return (SimEvidence(hello.pid, self._lives), True) if self._lives(hello.pid) else (None, False)
+
+    # ------------------------------------------------------------ the watcher
+
+    def watch(self, session: int, pidfd: int) -> None:
+        """See `node.Watcher`."""
+        self._watched[pidfd] = session
+
+    def unwatch(self, pidfd: int) -> None:
+        """See `node.Watcher`."""
+        self._watched.pop(pidfd, None)
+
+    def process_ended(self, number: int) -> None:
+        """The kernel tells of the end of a process."""
+        self._guarded(lambda node: node.died(self._watched[number], self._clock()) if number in self._watched else None)
+
+    # ------------------------------------------------------------ what the loop does
+
+    def receive(self, peer: bytes, frame: bytes) -> None:
+        """A frame arrives; it is lost if no server runs."""
+        self._guarded(lambda node: node.receive(peer, frame, self._clock()))
+
+    def _tick(self, when: float) -> None:
+        if self._tick_at == when:
+            self._tick_at = -1.0
+            self._guarded(lambda node: node.tick(self._clock()))
+
+    def _guarded(self, act: Callable[[Node], object]) -> None:
+        node = self.node
+        if node is None:
+            return
+        try:
+            act(node)
+            self._send(node)
+        except (Crashed, JournalFailed):
+            self.kill()
+            return
+        if self.node is node:
+            self.checked(node)
+            self._sleep(node)
+
+    def _send(self, node: Node) -> None:
+        while node.outbox:
+            node.commit()
+            answers, node.outbox = node.outbox, []
+            for peer, frame in answers:
+                if self._world.strikes(self._world.rates.killed_at_send, "server crashed between answers"):
+                    raise Crashed
+                if isinstance(peer, bytes) and peer:
+                    self.deliver(peer, frame)
+        if self._world.strikes(self._world.rates.checkpoint, "checkpoint"):
+            ledger = node.ledger
+            if isinstance(ledger, RecordedLedger):
+                ledger.checkpoint()
+
+    def _sleep(self, node: Node) -> None:
+        deadline = node.next_deadline()
+        if deadline is None:
+            return
+        when = max(deadline + self._behind, self._world.now) + 1e-6
+        if self._tick_at < self._world.now or when < self._tick_at:
+            self._tick_at = when
+            self._world.at(when, lambda: self._tick(when))
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The ledger of the life that runs."""
+        return self.node.ledger if self.node is not None else None

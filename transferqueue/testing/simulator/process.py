@@ -1,0 +1,185 @@
+"""A client process: the production `Calls` and codec under one role, which is a generator of requests.
+
+A role yields requests and is sent their replies, or thrown what they were refused with; it yields a number to pass
+that many seconds. What `client.connection` does in its thread is done here in simulated time: greet, send again,
+give back what nobody waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any, Final
+
+from transferqueue.client.calls import Calls, Pending, outcome
+from transferqueue.client.unwanted import give_back
+from transferqueue.errors import Disconnected, TransferQueueError, Unreachable
+from transferqueue.testing.simulator.machine import Server
+from transferqueue.testing.simulator.world import Way, World
+from transferqueue.wire import messages as m
+from transferqueue.wire.codec import decode_answer
+
+Role = Generator[m.Request | float, Any, None]
+
+
+class Process:
+    """One client, one life after the other. `sights`: the arena ranges it may see now."""
+
+    def __init__(self, world: World, server: Server, name: str, role: Callable[[Process], Role]) -> None:
+        self.name: Final = name
+        self.world: Final = world
+        self.server: Final = server
+        self.number = 0
+        self.done = False
+        self.sights: dict[int, tuple[int, int]] = {}
+        self._role: Final = role
+        self._running: Role | None = None
+        self._ways = 0
+        self._jumped = 0.0
+        self._paused = False
+        self._missed: list[Callable[[], None]] = []
+
+    # ------------------------------------------------------------ life and death
+
+    def start(self, number: int) -> None:
+        """A new life, as process `number`."""
+        self.number = number
+        self.sights, self._missed, self._paused = {}, [], False
+        self._calls, self._epoch, self._late_at = Calls(), 0, -1.0
+        self._hello = m.Hello(client=number.to_bytes(16, "little"), pid=number, host="simulated", label=self.name)
+        self._running = self._role(self)
+        self._connect()
+        self._ask(self._hello, lambda _: self._resume(None))
+
+    @property
+    def alive(self) -> bool:
+        """Whether this life goes on."""
+        return self._running is not None
+
+    def kill(self) -> None:
+        """End at once."""
+        number, self._running, self.sights, self.way.broken = self.number, None, {}, True
+        self.world.after(self.world.random.uniform(0.0, 0.3), lambda: self.server.process_ended(number))
+
+    def pause(self, seconds: float) -> None:
+        """Do nothing for a while."""
+        self._paused, number = True, self.number
+        self.world.after(seconds, lambda: self._wake(number))
+
+    def jump(self, seconds: float) -> None:
+        """Its clock leaps forward."""
+        self._jumped += seconds
+        self._plan()
+
+    def _wake(self, number: int) -> None:
+        if number == self.number:
+            self._paused, missed, self._missed = False, self._missed, []
+            for act in missed:
+                self._do(act, number)
+
+    def _do(self, act: Callable[[], None], number: int) -> None:
+        if number != self.number or not self.alive:
+            return
+        if self._paused:
+            self._missed.append(act)
+        else:
+            act()
+
+    # ------------------------------------------------------------ the connection
+
+    def _connect(self) -> None:
+        self._ways += 1
+        self.way = Way(self.world, b"%d.%d" % (self.number, self._ways))
+
+    def find_way(self) -> None:
+        """The connection broke, and a new one is there: greet, then send what was not answered, in order."""
+        if not self.alive:
+            return
+        self.way.broken = True
+        self._connect()
+        everything = self._calls.everything(self._clock())
+        if self._calls.session:
+            self._send(self._calls.send(Pending(self._hello), self._clock()))
+        for frame in everything:
+            self._send(frame)
+        self._plan()
+
+    def _clock(self) -> float:
+        return self.world.now + self._jumped
+
+    def _send(self, frame: bytes, *, notice: bool = False) -> None:
+        peer = self.way.peer
+        self.way.carry(frame, lambda data: self.server.receive(peer, data), up=True, notice=notice)
+
+    def hear(self, frame: bytes) -> None:
+        """An answer leaves the server for this process."""
+        number = self.number
+        self.way.carry(frame, lambda data: self._do(lambda: self._receive(data), number), up=False)
+
+    def _receive(self, frame: bytes) -> None:
+        answer = decode_answer(frame)
+        if answer.epoch < self._epoch:
+            return
+        self._epoch = answer.epoch
+        pending, reply = self._calls.answered(answer), outcome(answer.reply)
+        if isinstance(reply, m.Welcome):
+            self._calls.session = reply.session
+        if isinstance(reply, Disconnected):
+            self.kill()
+        elif pending is not None and pending.on_settled is not None:
+            pending.settle(reply)
+        elif pending is not None and not isinstance(reply, TransferQueueError):
+            for undo in give_back(pending.request, reply):
+                self.post(undo)
+
+    # ------------------------------------------------------------ the role
+
+    def post(self, request: m.Request) -> None:
+        """Send what nobody waits for."""
+        if isinstance(request, m.Unpin):
+            self._send(self._calls.notice(request), notice=True)
+        else:
+            self._send(self._calls.send(Pending(request), self._clock()))
+            self._plan()
+
+    def _ask(self, request: m.Request, then: Callable[[m.Reply | TransferQueueError], None]) -> None:
+        pending = Pending(request, lambda: then(pending.error or pending.reply or m.Done()))
+        self._send(self._calls.send(pending, self._clock()))
+        self._plan()
+
+    def _resume(self, given: Any) -> None:
+        if self._running is None:
+            return
+        number = self.number
+        try:
+            failed = isinstance(given, TransferQueueError)
+            wanted = self._running.throw(given) if failed else self._running.send(given)
+        except StopIteration:
+            self.done = True
+            self.kill()
+            return
+        except TransferQueueError:  # as a worker whose code does not catch it: the process ends
+            self.kill()
+            return
+        if isinstance(wanted, float | int):
+            self.world.after(wanted, lambda: self._do(lambda: self._resume(None), number))
+        else:
+            self._ask(wanted, self._resume)
+
+    def _plan(self) -> None:
+        late = self._calls.next_late()
+        if late is not None:
+            when, number = max(late - self._jumped, self.world.now), self.number
+            if self._late_at <= self.world.now or when < self._late_at:
+                self._late_at = when
+                self.world.at(when, lambda: self._do(lambda: self._late(when), number))
+
+    def _late(self, when: float) -> None:
+        if when != self._late_at:
+            return
+        self._late_at = -1.0
+        again, overdue = self._calls.late(self._clock())
+        for frame in again:
+            self._send(frame)
+        for pending in overdue:
+            pending.settle(Unreachable(f"{type(pending.request).__name__} was not answered; the server may be gone"))
+        self._plan()
