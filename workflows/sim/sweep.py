@@ -26,12 +26,14 @@ ROWS: Final = (128, 512)
 NOISE: Final = (0.0, 0.25, 1.0)
 """0 is an oracle; 0.25 has about the published recall (0.87, 0.82, 0.76); 1 is a poor ranker."""
 SEEDS: Final = 3
+SEED: Final = 100
+"""The first seed: others than those that `GAIN_MIN` was chosen with."""
 
 
 def compare(site: Site, rows: int, noise: float, *, seeds: int = SEEDS) -> dict[str, Any]:
     """Means over ``seeds`` batches of published lengths: ours, random order, their ratio, recall at the top fifth."""
     ours, fifo, found = [], [], []
-    for seed in range(seeds):
+    for seed in range(SEED, SEED + seeds):
         rng = np.random.default_rng(seed)
         lengths = published_lengths(rows, rng)
         predicted = ranked(lengths, noise, rng)
