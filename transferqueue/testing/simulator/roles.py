@@ -165,6 +165,8 @@ def _consume(process: Process, books: Books, task: str) -> Role:
     views = {at.block: (at.offset, at.nbytes) for part in lease.content.parts for at in part.blocks}
     process.sights.update(views)
     _read(process, books, lease)
+    if whole and rows and "score" not in {one.field for one in lease.content.inline}:
+        raise Broken(f"rows {rows} were given to task train without the score that it needs")
     books.lent(task, rows, lease, groups, clock)
     yield chance.uniform(0.01, 0.4)
     _read(process, books, lease)

@@ -52,7 +52,7 @@ class _Run:
     def __init__(self, seed: int, rates: Rates | None) -> None:
         self.world = World(seed, rates)
         chance = self.world.random
-        self.books = Books(chance.choice((2, 3, 4)), chance.choice((1, 2, 3)), chance.choice((4, 6, 8)))
+        self.books = Books(chance.choice((2, 3, 4)), chance.choice((1, 2, 3)), chance.choice((2, 3, 6)))
         self.limit = chance.choice((8, 12, 20)) * self.books.size
         self.server = Server(self.world, chance.choice((6, 10, 16)) * 4096, self._lives)
         self.server.arena.in_sight = self._in_sight
@@ -162,6 +162,8 @@ class _Run:
                 raise Broken(
                     f"{table.rows_put} rows put are not {table.rows_live} live, {table.rows_done} done, {dropped} dropped"
                 )
+            if table.pacing is not None and table.outstanding > table.pacing.rows_ahead_max:
+                raise Broken(f"{table.outstanding} rows are ahead of training, above {table.pacing.rows_ahead_max}")
             left = [one.left for one in table.flow.reservations.values()]
             if table.flow.reserved != sum(left) or table.flow.reserved < 0:
                 raise Broken(f"{table.flow.reserved} rows are reserved, by reservations of {sum(left)}")

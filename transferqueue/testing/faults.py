@@ -1,0 +1,129 @@
+"""Deliberate bugs, planted into the production code from outside: the test of the tests.
+
+Each entry of `FAULTS` replaces one attribute for as long as `planted` lasts; production code has no switch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from transferqueue.client.calls import Calls
+from transferqueue.ledger import flowing, handover, intake, returns, settle
+from transferqueue.ledger.arrays import NO_ROWS
+from transferqueue.ledger.blocks import Blocks
+from transferqueue.ledger.fates import finish_rows
+from transferqueue.ledger.flow import Flow
+from transferqueue.ledger.gathering import GroupTaskState
+from transferqueue.ledger.groups import Groups
+from transferqueue.ledger.leases import Leases
+from transferqueue.ledger.table import Table
+from transferqueue.ledger.tasks import TaskState
+from transferqueue.server import recording
+from transferqueue.server.memory import Memory
+from transferqueue.server.parking import Parking
+from transferqueue.testing.simulator.machine import SimJournal
+from transferqueue.wire import messages as m
+
+Plant = tuple[object, str, Callable[[Any], Any]]
+"""Where, which attribute, and what takes its place, given what was there."""
+
+
+def _nothing(_was: Any) -> Any:
+    return lambda *_args, **_terms: None
+
+
+def _consumed(_was: Any) -> Any:
+    return lambda table, task, rows, *, failed, now: finish_rows(table, task, rows, now) if rows.size else None
+
+
+def _unfenced(_was: Any) -> Any:
+    return lambda self, number, token, table, session: next(iter(self.by_id.values()))
+
+
+def _too_early(was: Any) -> Any:
+    return lambda self, ids, where, *, complete, now: was(self, ids, where, complete=True, now=now)
+
+
+def _behind(was: Any) -> Any:
+    def commit(self: Any) -> None:
+        self._pending, self.held = getattr(self, "held", []), self._pending
+        was(self)
+
+    return commit
+
+
+def _in_order(was: Any) -> Any:
+    def answered(self: Any, answer: m.Answer) -> Any:
+        oldest = next(iter(self._pending), answer.id)
+        return was(self, m.Answer(answer.epoch, oldest, answer.reply))
+
+    return answered
+
+
+def _twice(was: Any) -> Any:
+    def again(self: Any, *args: Any) -> None:
+        was(self, *args)
+        was(self, *args)
+
+    return again
+
+
+def _double_free(was: Any) -> Any:
+    def close(self: Any, one: Any) -> None:
+        self.reserved -= one.left
+        was(self, one)
+
+    return close
+
+
+def _uncounted(was: Any) -> Any:
+    return lambda table, task, rows, *, failed, now: was(table, task, rows, failed=False, now=now)
+
+
+def _one_less(was: Any) -> Any:
+    return lambda self, unit: max(1, was(self, unit) - 1)
+
+
+def _skip(was: Any) -> Any:
+    return lambda ledger, number, data: None if number % 11 == 7 else was(ledger, number, data)
+
+
+FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
+    "rows count as consumed when they are fetched": ((returns, "return_rows", _consumed),),
+    "an ack is taken without fencing": ((Leases, "get", _unfenced),),
+    "a row id is used again": ((intake, "PutRows", lambda was: lambda first, rows: was(max(0, first - 1), rows)),),
+    "a row is visible before its last block": ((TaskState, "arrive", _too_early), (GroupTaskState, "arrive", _too_early)),
+    "the journal is written after the answer": ((SimJournal, "commit", _behind),),
+    "staleness is checked only at the put": (
+        (flowing, "judge_stale", _nothing),
+        (returns, "judge_stale", _nothing),
+        (settle, "judge_stale", _nothing),
+        (handover, "_stale_since", lambda _was: lambda *_args: NO_ROWS),
+    ),
+    "a reply is matched by order": ((Calls, "answered", _in_order),),
+    "an extent is freed under a view": ((Blocks, "pin", _nothing), (Blocks, "unpin", _nothing)),
+    "a reservation is freed twice": ((Flow, "close", _double_free),),
+    "the expiry of a lease is not counted": ((returns, "return_rows", _uncounted),),
+    "a group is handed over incomplete": ((Groups, "size_of", _one_less),),
+    "a seal forgets those who wait": ((Table, "wake_tasks", _nothing), (Table, "wake_task", _nothing)),
+    "a wake-up is lost": ((Parking, "wake", _nothing),),
+    "an extent is given back twice": ((Memory, "give_back", _twice),),
+    "replay skips a record": ((recording, "_carry_out", _skip),),
+    "an extent is never given back": ((Memory, "give_back", _nothing),),
+    "producers are not held back": ((intake, "no_room", lambda _was: lambda *_args: ""), (flowing, "reserve_hindered", lambda _was: lambda *_args: "")),
+}  # fmt: skip
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """The bug `name` of `FAULTS` is in the program until this ends. For one thread; never in production."""
+    were = [(where, attribute, getattr(where, attribute)) for where, attribute, _ in FAULTS[name]]
+    try:
+        for (where, attribute, make), (_, _, was) in zip(FAULTS[name], were, strict=True):
+            setattr(where, attribute, make(was))
+        yield
+    finally:
+        for where, attribute, was in were:
+            setattr(where, attribute, was)
