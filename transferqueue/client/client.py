@@ -51,13 +51,20 @@ class Client:
     """One session, shared by its handles: its connection, memory, places to write, and known tables."""
 
     def __init__(
-        self, address: str, connection: Connection, memory: Memory | RemoteMemory, server: Server | None
+        self,
+        address: str,
+        connection: Connection,
+        memory: Memory | RemoteMemory,
+        server: Server | None,
+        *,
+        ground: Ground | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address: Final = address
         self.connection: Final = connection
         self.memory: Final = memory
-        self.ground: Final = Ground(connection.post)
-        self.clock: Final[Callable[[], float]] = time.monotonic
+        self.ground: Final = ground or Ground(connection.post)
+        self.clock: Final[Callable[[], float]] = clock
         self.tables: Final[dict[str, Terms]] = {}
         self._end: Final = weakref.finalize(self, _close, os.getpid(), connection, memory, server)
 

@@ -28,7 +28,7 @@ from transferqueue.wire import messages as m
 class Memory:
     """Writes into granted extents, and pins of blocks that replies named. Safe from any thread.
 
-    arenas: shard -> path. on_release: told blocks whose pins return; runs in finalizers.
+    arenas: shard -> path. on_release: told blocks whose pins return; runs in finalizers. open_arena: as `Mapping.open`.
     """
 
     def __init__(
@@ -37,7 +37,9 @@ class Memory:
         capacity: int,
         on_release: Callable[[list[int]], object],
         lock: SessionLock | None,
+        open_arena: Callable[[str, int, Callable[[list[int]], object]], Arena] = Arena.open,
     ) -> None:
+        self._open = open_arena
         self._paths = dict(arenas)
         self._capacity = capacity
         self._tell = on_release
@@ -112,7 +114,7 @@ class Memory:
             if found is None:
                 if shard not in self._paths:
                     raise Unreachable(f"shard {shard} is not one that the server named ({sorted(self._paths)})")
-                found = Arena.open(self._paths[shard], self._capacity, self._released)
+                found = self._open(self._paths[shard], self._capacity, self._released)
                 self._arenas[shard] = found
         return found
 

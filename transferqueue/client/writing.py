@@ -79,20 +79,29 @@ class Piece:
 
 
 class Ground:
-    """The extents that a session may write into. Safe from any thread. `give_back` is told extents to return."""
+    """The extents that a session may write into. Safe from any thread. `give_back` is told extents to return.
 
-    def __init__(self, give_back: Callable[[m.Request], object]) -> None:
+    whole_from: bytes of a put that has an extent to itself. shared: bytes of the extents that smaller puts share.
+    """
+
+    def __init__(
+        self,
+        give_back: Callable[[m.Request], object],
+        whole_from: int = SMALL_EXTENT_BYTES,
+        shared: int = SMALL_EXTENTS_BYTES,
+    ) -> None:
         self._give_back = give_back
+        self._whole_from, self._shared = whole_from, shared
         self._guard = threading.RLock()
         self._open: deque[_Extent] = deque()
 
     def piece(self, nbytes: int, deadline: Deadline) -> Operation[Piece]:
         """Room for `nbytes`, waiting for memory until the deadline."""
-        if nbytes >= SMALL_EXTENT_BYTES:
+        if nbytes >= self._whole_from:
             granted = yield from ask(m.Grant(nbytes=nbytes, wait_s=deadline.left()), m.Granted)
             return self._whole(granted, nbytes)
         while (found := self._take(nbytes)) is None:
-            granted = yield from ask(m.Grant(nbytes=SMALL_EXTENTS_BYTES, wait_s=deadline.left()), m.Granted)
+            granted = yield from ask(m.Grant(nbytes=self._shared, wait_s=deadline.left()), m.Granted)
             self._adopt(granted)
         return found
 
