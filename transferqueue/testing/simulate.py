@@ -4,24 +4,56 @@ from __future__ import annotations
 
 import argparse
 import logging
-import multiprocessing
+import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
+import msgspec
+
+from transferqueue.errors import InternalError
 from transferqueue.testing.simulator import Result, replay_command, simulate
 
 
 def sweep(first: int, seeds: int, jobs: int = 2) -> tuple[Counter[str], list[Result]]:
-    """Run `seeds` seeds from `first` in `jobs` processes: faults by kind, and the results that broke a promise."""
+    """Run `seeds` seeds from `first` in `jobs` processes: faults by kind, and the results that broke a promise.
+
+    Each process takes every `jobs`-th seed and says what came of it, a line of JSON a seed.
+    """
     faults: Counter[str] = Counter()
     broken = []
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        for result in pool.imap_unordered(simulate, range(first, first + seeds), chunksize=16):
-            faults += result.faults
-            if result.broken:
-                broken.append(result)
+    with ExitStack() as running:
+        processes = [running.enter_context(_process(first + at, seeds - at, jobs)) for at in range(jobs)]
+        for process in processes:
+            for line in process.stdout or ():
+                result = msgspec.json.decode(line, type=Result, dec_hook=lambda kind, value: kind(value))
+                faults += result.faults
+                if result.broken:
+                    broken.append(result)
+            if process.wait() != 0:
+                raise InternalError(f"a process of the simulator ended with {process.returncode}")
     return faults, sorted(broken, key=lambda one: one.seed)
+
+
+@contextmanager
+def _process(first: int, seeds: int, jobs: int) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "transferqueue.testing.simulate", "--every", str(jobs)]
+    command += ["--first", str(first), "--seeds", str(seeds)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _each(first: int, seeds: int, every: int) -> int:
+    """What a process of `sweep` does."""
+    for seed in range(first, first + seeds, every):
+        sys.stdout.write(msgspec.json.encode(simulate(seed)).decode() + "\n")
+        sys.stdout.flush()
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,9 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=2000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--every", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, help="run this one again, and nothing else")
     chosen = parser.parse_args(arguments)
     logging.getLogger("transferqueue").setLevel(logging.CRITICAL if chosen.seed is None else logging.ERROR)
+    if chosen.every:
+        return _each(chosen.first, chosen.seeds, chosen.every)
     if chosen.seed is not None:
         result = simulate(chosen.seed)
         faults, broken, seeds = result.faults, [result] if result.broken else [], 1
