@@ -327,7 +327,9 @@ def digest(value: Any) -> str:
         value = msgspec.msgpack.encode(value, order="deterministic")
     elif hasattr(value, "detach"):
         value = _tensor_bytes(value)
-    elif not isinstance(value, bytes | bytearray | memoryview | str):
+    elif isinstance(value, str):
+        value = value.encode()
+    elif not isinstance(value, bytes | bytearray | memoryview):
         value = np.ascontiguousarray(value).tobytes()
     return xxhash.xxh3_64_hexdigest(value)
 
