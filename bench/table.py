@@ -20,8 +20,8 @@ OUTCOMES = {True: "yes", False: "**no**", None: "not measured"}
 
 
 def newest() -> Path:
-    """The newest record. Raises FileNotFoundError if there is none."""
-    found = sorted(RECORDS.glob("*.json"))
+    """The newest record of `bench.run`, whose names begin with their time. Raises FileNotFoundError if there is none."""
+    found = sorted(RECORDS.glob("[0-9]*.json"))
     if not found:
         raise FileNotFoundError(f"no record in {RECORDS}; make one with `make bench`")
     return found[-1]

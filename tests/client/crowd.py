@@ -7,6 +7,7 @@ Prints one line of JSON. Everything lies in DIRECTORY, the shared memory too.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -28,6 +29,7 @@ from transferqueue.server.journal import Level
 from transferqueue.transport import IpcAddress
 
 ARENA_BYTES = 64 << 20
+ROUND_S = 90
 
 
 class Crowd:
@@ -98,6 +100,7 @@ def _fork(work: Callable[[Callable[[bytes], object]], None], pipe: int) -> int:
     if child:
         return child
     code = 1
+    faulthandler.dump_traceback_later(ROUND_S, exit=True)  # nothing here may wait for ever, and what does says where
     try:
         work(lambda byte: os.write(pipe, byte))
         code = 0
@@ -113,7 +116,6 @@ def left_in(directory: Path) -> list[str]:
 
 def main(directory: Path, level: str, rounds: int) -> dict[str, Any]:
     random.seed(rounds)
-    signal.alarm(300)  # nothing here may wait for ever
     crowd = Crowd(directory, level)
     for _ in range(rounds):
         crowd.round(random.randint(0, 25))

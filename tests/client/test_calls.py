@@ -160,6 +160,39 @@ def test_a_greeting_proves_nothing_about_notices_before_it() -> None:
     assert [decode_call(frame).request for frame in calls.everything(0.0)] == [unpin()]
 
 
+HELLO = m.Hello(bytes(16))
+
+
+def welcome(call: int) -> m.Answer:
+    return m.Answer(1, call, m.Welcome(1, 1, "", "", {}, 0))
+
+
+def test_nothing_but_the_greeting_is_sent_on_a_new_way_until_it_is_answered() -> None:
+    calls = Calls()
+    calls.send(asked(), 0.0)
+    assert decode_call(calls.greet(HELLO, 0.0)).id == 2
+    calls.send(asked(), 0.0)
+    assert calls.is_greeting
+    again, _ = calls.late(RESEND_S)
+    assert [decode_call(frame).request for frame in again] == [HELLO]
+    calls.answered(welcome(2))
+    assert [decode_call(frame).id for frame in calls.welcomed(RESEND_S)] == [1, 3]
+    assert not calls.is_greeting
+
+
+def test_each_way_has_a_greeting_of_its_own() -> None:
+    calls = Calls()
+    opening = Pending(HELLO, lambda: None)
+    calls.send(opening, 0.0)
+    assert [decode_call(calls.greet(HELLO, 0.0)).id for _ in range(2)] == [2, 3]
+    assert calls.answered(welcome(1)) is None
+    assert calls.welcomed(0.0) == []
+    assert calls.is_greeting
+    assert calls.answered(welcome(3)) is opening
+    assert calls.welcomed(0.0) == []
+    assert not calls.is_greeting
+
+
 def test_everything_is_sent_again_in_the_order_of_ids() -> None:
     calls = Calls()
     calls.session = 7

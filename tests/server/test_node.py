@@ -241,6 +241,17 @@ def test_what_overtakes_the_greeting_on_a_new_way_is_not_heard(bench):
     assert client.take(early) == m.PutRows(0, 1)
 
 
+def test_a_hello_of_a_way_that_was_given_up_is_read_late_and_changes_nothing(bench):
+    client = bench.client()
+    client.create_table()
+    client.peer = b"reconnected"
+    client.ask(client.hello)
+    client.peer = b"peer 1"
+    assert client.take(client.post(client.hello, call=1)) is None
+    client.peer = b"reconnected"
+    assert client.ask(client.put(1)) == m.PutRows(0, 1)
+
+
 def test_an_answer_goes_where_the_last_hello_came_from(bench):
     client, other = bench.client(), bench.client()
     client.create_table()

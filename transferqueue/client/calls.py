@@ -9,8 +9,9 @@ Rules:
 4. A call ends once: by its reply, by an error, or by giving up at its deadline.
 5. A notice has no answer. It is kept until a call that was sent after it is answered: frames arrive in order, so that
    answer proves that the notice was heard. Until then it counts as unanswered for `seen`.
-6. When the way to the server was lost and found, or the server itself was, everything that is unanswered is sent again,
-   in order, and waits for no longer than it was to wait at first.
+6. When the way to the server was lost and found, or the server itself was, the client greets it and says nothing else
+   on the new way until that is answered: the server listens to nothing before it has heard the greeting. Then everything
+   that is unanswered is sent again, in order, and waits for no longer than it was to wait at first.
 7. **Nobody's reply is lost.** A call whose caller went away (an interrupt, a cancelled task, a deadline
    passed) stays here until its reply arrives, so that what the reply gives can be handed back.
 """
@@ -83,6 +84,7 @@ class Calls:
         self._last = 0
         self._pending: dict[int, Pending] = {}
         self._notices: dict[int, bytes] = {}
+        self._greeting: int | None = None
         self._agenda: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
@@ -103,6 +105,31 @@ class Calls:
         self._pending[pending.id] = pending
         heapq.heappush(self._agenda, (pending.next_send, pending.id))
         return self._frame(pending)
+
+    def greet(self, hello: m.Hello, now: float) -> bytes:
+        """The way to the server is another one: the greeting, which alone may be sent until it is answered (rule 6).
+
+        A Hello that waits for its answer is said again, but as another call: by its id the server knows the last one, and
+        which was said on a way that is given up.
+        """
+        waiting = [one for one in self._pending.values() if isinstance(one.request, m.Hello)]
+        for one in waiting:
+            del self._pending[one.id]
+        frame = self.send(waiting[-1] if waiting else Pending(hello), now)
+        self._greeting = self._last
+        return frame
+
+    @property
+    def is_greeting(self) -> bool:
+        """Whether nothing but the greeting may be sent now."""
+        return self._greeting is not None
+
+    def welcomed(self, now: float) -> list[bytes]:
+        """A greeting was answered. If that of the present way was: all that may not have been heard, in order."""
+        if self._greeting is None or self._greeting in self._pending:
+            return []
+        self._greeting = None
+        return self.everything(now)
 
     def notice(self, request: m.Request) -> bytes:
         """The frame of a request that has no answer. A heartbeat is not kept: the next one says the same."""
@@ -138,8 +165,9 @@ class Calls:
             if now >= pending.deadline and not pending.gave_up:
                 pending.gave_up = True
                 overdue.append(pending)
-            pending.tries += 1
-            again.append(self._frame(pending))
+            if self._greeting is None or call == self._greeting:
+                pending.tries += 1
+                again.append(self._frame(pending))
             self._schedule(pending, now)
         return again, overdue
 
@@ -166,6 +194,7 @@ class Calls:
         self._pending.clear()
         self._notices.clear()
         self._agenda.clear()
+        self._greeting = None
         return left
 
     def _schedule(self, pending: Pending, now: float) -> None:

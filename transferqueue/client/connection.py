@@ -241,7 +241,7 @@ class Connection:
         self._send_unpins(now)
         again, overdue = self._calls.late(now)
         for frame in again:
-            self._send(frame, now)
+            self._say(frame, now)
         for pending in overdue:
             pending.settle(self._unanswered(pending))
         if self._calls.session and now >= self._spoke_at + HEARTBEAT_S:
@@ -259,6 +259,11 @@ class Connection:
         return min(due, self._goodbye_by) if self._goodbye is not None else due
 
     def _send(self, frame: bytes, now: float) -> None:
+        """Unless the server would not listen: what must be heard is in the calls, and sent when it does."""
+        if not self._calls.is_greeting:
+            self._say(frame, now)
+
+    def _say(self, frame: bytes, now: float) -> None:
         """In order, always: what the channel does not take now goes first when it next does (an answer came, or
         the time of a heartbeat)."""
         if self._channel.is_lost:
@@ -268,17 +273,12 @@ class Connection:
         self._flush()
 
     def _found_way(self, now: float) -> None:
-        """The way to the server, or to the one that took its place, is there (again): greet it and send everything
-        that may have been lost. It listens to nothing that overtakes the greeting."""
+        """The way to the server, or to the one that took its place, is there (again): greet it."""
         first, self._ways = self._ways == 0, self._channel.ways
         if first or self._hello is None:
             return
         self._backlog.clear()
-        everything = self._calls.everything(now)
-        if self._calls.session:
-            self._send(self._calls.send(Pending(self._hello), now), now)
-        for frame in everything:
-            self._send(frame, now)
+        self._say(self._calls.greet(self._hello, now), now)
 
     def _flush(self) -> None:
         while self._backlog:
@@ -354,12 +354,17 @@ class Connection:
         self._calls.session = welcome.session
         self._durable = welcome.durable
         self.on_welcome(welcome)
+        now = self._clock()
+        for frame in self._calls.welcomed(now):
+            self._send(frame, now)
 
     def _refused(self, pending: Pending | None, error: TransferQueueError) -> None:
         if pending is None:
             return
         if pending.on_settled is not None:
             pending.settle(error)
+        elif isinstance(pending.request, m.Hello):
+            self._end(Disconnected(f"{self.address} was found again and refused this session: {error}; connect again"))
         elif pending.is_post and not isinstance(error, LeaseExpired | NotFound):  # what is handed back may be gone
             _log.error("%s, which nobody waits for, was refused: %s", type(pending.request).__name__, error)
 

@@ -238,9 +238,9 @@ class Node:
         except TransferQueueError as error:
             self._answer(peer, call, _failed(error))
             return
-        session.heard(peer, session.seen, now)
-        session.remote |= hello.remote
-        self._answer(peer, call, self._welcome(session))
+        if session.greeted(peer, call, now):
+            session.remote |= hello.remote
+            self._answer(peer, call, self._welcome(session))
 
     def _open(self, peer: Peer, hello: m.Hello, now: float) -> Session:
         if len(hello.client) != 16:

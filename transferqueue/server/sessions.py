@@ -34,9 +34,20 @@ _NUMBERS_PER_EPOCH: Final = 1 << 20
 
 class Session:
     """One open session. `too_large`: calls refused because their replies were, until the client has seen that. `remote`:
-    its bytes go over the bulk endpoint."""
+    its bytes go over the bulk endpoint. `greeting`: the id of its last Hello."""
 
-    __slots__ = ("evidence", "heard_at", "hello", "number", "opened_at", "peer", "remote", "seen", "too_large")
+    __slots__ = (
+        "evidence",
+        "greeting",
+        "heard_at",
+        "hello",
+        "number",
+        "opened_at",
+        "peer",
+        "remote",
+        "seen",
+        "too_large",
+    )
 
     def __init__(self, number: int, hello: m.Hello, evidence: Evidence, peer: Peer, now: float) -> None:
         self.number: Final = number
@@ -45,7 +56,7 @@ class Session:
         self.opened_at: Final = now
         self.peer = peer
         self.heard_at = now
-        self.seen = 0
+        self.seen = self.greeting = 0
         self.remote = hello.remote or not evidence.is_local
         self.too_large: dict[int, m.Failed] = {}
 
@@ -60,6 +71,13 @@ class Session:
         self.seen = max(self.seen, seen)
         if self.too_large:
             self.too_large = {call: refused for call, refused in self.too_large.items() if call > self.seen}
+
+    def greeted(self, peer: Peer, call: int, now: float) -> bool:
+        """Hello came from `peer`; False if it was said on a way that the client has given up since, and is read late."""
+        if call >= self.greeting:
+            self.greeting = call
+            self.heard(peer, self.seen, now)
+        return peer == self.peer
 
     def refuse(self, call: int, refused: m.Failed) -> None:
         """The reply to `call` was too large to send: refuse it again should it come again."""

@@ -45,7 +45,7 @@ def _process(first: int, seeds: int, jobs: int) -> Iterator[subprocess.Popen[byt
         yield process
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def _each(first: int, seeds: int, every: int) -> int:

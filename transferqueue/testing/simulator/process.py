@@ -91,22 +91,24 @@ class Process:
         self.way = Way(self.world, b"%d.%d" % (self.number, self._ways))
 
     def find_way(self) -> None:
-        """The connection broke, and a new one is there: greet, then send what was not answered, in order."""
-        if not self.alive:
-            return
+        """The connection broke, and a new one is there: greet it."""
+        self.way.broken = True
+        self._do(self._greet, self.number)
+
+    def _greet(self) -> None:
         self.way.broken = True
         self._connect()
-        everything = self._calls.everything(self._clock())
-        if self._calls.session:
-            self._send(self._calls.send(Pending(self._hello), self._clock()))
-        for frame in everything:
-            self._send(frame)
+        self._say(self._calls.greet(self._hello, self._clock()))
         self._plan()
 
     def _clock(self) -> float:
         return self.world.now + self._jumped
 
     def _send(self, frame: bytes, *, notice: bool = False) -> None:
+        if not self._calls.is_greeting:
+            self._say(frame, notice=notice)
+
+    def _say(self, frame: bytes, *, notice: bool = False) -> None:
         peer = self.way.peer
         self.way.carry(frame, lambda data: self.server.receive(peer, data), up=True, notice=notice)
 
@@ -123,6 +125,8 @@ class Process:
         pending, reply = self._calls.answered(answer), outcome(answer.reply)
         if isinstance(reply, m.Welcome):
             self._calls.session = reply.session
+            for unheard in self._calls.welcomed(self._clock()):
+                self._send(unheard)
         if isinstance(reply, Disconnected):
             self.kill()
         elif pending is not None and pending.on_settled is not None:
@@ -179,7 +183,7 @@ class Process:
         self._late_at = -1.0
         again, overdue = self._calls.late(self._clock())
         for frame in again:
-            self._send(frame)
+            self._say(frame)
         for pending in overdue:
             pending.settle(Unreachable(f"{type(pending.request).__name__} was not answered; the server may be gone"))
         self._plan()
