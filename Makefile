@@ -16,10 +16,10 @@ SHIMMED  := $(SHIM)/.installed
 export PYTHONUTF8 := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test test-engines fuzz demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test test-engines test-shim engines-matrix fuzz demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with everything that checks, tests and the demo need
 
@@ -66,6 +66,10 @@ $(ENGINED): tests/engines/engines.txt pyproject.toml
 
 test-engines: $(ENGINED) ## the adapters against real engines: vLLM (CPU), transformers, TRL (minutes; ARGS goes to pytest)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(ENGINES)/bin/python -m pytest tests/engines $(ARGS)
+
+engines-matrix: $(ENGINED) ## test-engines, and the tables of docs/ENGINES.md from what the conformance kits found
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(ENGINES)/bin/python -m pytest tests/engines --conformance docs/conformance $(ARGS)
+	$(ENGINES)/bin/python -m transferqueue.testing.conformance.matrix --records docs/conformance --into docs/ENGINES.md
 
 fuzz: $(STAMP) ## a million mutated frames against the decoders, garbage against a server (half a minute; ARGS: --seed N, ...)
 	$(BIN)/python -m tests.fuzz $(ARGS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,9 +15,12 @@ import pytest
 import torch
 
 import transferqueue as tq
+from tests.engines.conform import against, conform
 from transferqueue.adapters.learners import LossSum, TorchLearner
 from transferqueue.adapters.packing import pack, packed
+from transferqueue.adapters.protocols import Learner
 from transferqueue.errors import Impossible, UsageError
+from transferqueue.testing.conformance.learners import LEARNER_CHECKS, LearnerSubject
 
 PROGRAM = Path(__file__).with_name("rank_main.py")
 ROWS, STEP = 72, 16
@@ -82,6 +85,32 @@ def test_two_ranks_learn_what_one_process_learns(kind: str, queue: tq.Queue, tmp
     assert set(weights) == set(found.files) - {"losses"}
     for name, value in weights.items():
         np.testing.assert_allclose(found[name], value, atol=2e-6, rtol=1e-4, err_msg=name)
+
+
+class Subject:
+    """A linear model that learns from pairs of tensors."""
+
+    def open(self) -> Learner:
+        torch.manual_seed(4)
+        model = torch.nn.Linear(4, 1)
+        return TorchLearner(
+            model,
+            torch.optim.Adam(model.parameters(), lr=0.1),
+            lambda module, part: LossSum((module(part[0])[:, 0] - part[1]).square().sum(), len(part[1])),
+            lambda batch: list(zip(batch[0].split(3), batch[1].split(3), strict=True)) if len(batch[1]) else [],
+        )
+
+    def batches(self) -> Sequence[Any]:
+        draws = torch.Generator().manual_seed(6)
+        return [(torch.randn(8, 4, generator=draws), torch.randn(8, generator=draws)) for _ in range(3)]
+
+    def nothing(self) -> Any:
+        return torch.empty(0, 4), torch.empty(0)
+
+
+@pytest.mark.parametrize("check", LEARNER_CHECKS, ids=lambda check: check.__name__)
+def test_torch_learner(check: Callable[[LearnerSubject], None]) -> None:
+    conform("learner", "learners", against("torch"), check, Subject())
 
 
 def test_a_step_does_not_depend_on_how_its_rows_are_cut() -> None:

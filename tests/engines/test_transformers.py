@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.engines.conform import against, conform
 from tests.engines.tiny import TinySubject, model
 from transferqueue.adapters.protocols import Generator
 from transferqueue.adapters.transformers import TransformersGenerator
@@ -22,4 +23,4 @@ def subject() -> Subject:
 
 @pytest.mark.parametrize("check", GENERATOR_CHECKS, ids=lambda check: check.__name__)
 def test_transformers(check: Callable[[GeneratorSubject], None], subject: Subject) -> None:
-    check(subject)
+    conform("generator", "transformers", against("transformers", "torch"), check, subject)

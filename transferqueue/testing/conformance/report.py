@@ -43,10 +43,11 @@ def require(holds: bool, rule: str, seen: object = "") -> None:
 
 def run(checks: Iterable[Callable[[S], None]], subject: S) -> list[Outcome]:
     """Run all checks on a subject; none stops another."""
-    return [_run(check, subject) for check in checks]
+    return [judge(check, subject) for check in checks]
 
 
-def _run(check: Callable[[S], None], subject: S) -> Outcome:
+def judge(check: Callable[[S], None], subject: S) -> Outcome:
+    """Run one check; whatever it raises is its outcome."""
     try:
         check(subject)
     except Unsupported as error:

@@ -1,0 +1,146 @@
+"""The kits find what is broken, and the matrix says what they found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import transferqueue as tq
+from transferqueue.adapters.protocols import Part, Stage, Unsupported
+from transferqueue.errors import UsageError
+from transferqueue.testing.conformance import matrix
+from transferqueue.testing.conformance.report import Broken, Outcome, Verdict, run
+from transferqueue.testing.conformance.stages import STAGE_CHECKS
+
+ROOT = Path(__file__).parents[2]
+
+
+class Lengths:
+    """A stage that is right."""
+
+    needs: Sequence[str] = ("text",)
+    gives: Sequence[str] = ("length",)
+
+    def __call__(self, batch: tq.Batch) -> Mapping[str, Any] | Iterator[Part]:
+        return {"length": [len(text) for text in batch["text"].list()]}
+
+
+class InParts(Lengths):
+    def __call__(self, batch: tq.Batch) -> Mapping[str, Any] | Iterator[Part]:
+        for at, text in enumerate(batch["text"].list()):
+            yield Part(at=[at], columns={"length": [len(text)]})  # type: ignore[arg-type]
+
+
+class Forgets(Lengths):
+    def __call__(self, batch: tq.Batch) -> Mapping[str, Any] | Iterator[Part]:
+        yield Part(at=[0], columns={"length": [1]})  # type: ignore[arg-type]
+
+
+class GivesMore(Lengths):
+    def __call__(self, batch: tq.Batch) -> Mapping[str, Any] | Iterator[Part]:
+        return {"length": [1] * len(batch), "extra": [1] * len(batch)}
+
+
+class Ranks(Lengths):
+    """What a row gets depends on the others."""
+
+    def __call__(self, batch: tq.Batch) -> Mapping[str, Any] | Iterator[Part]:
+        return {"length": list(range(len(batch)))}
+
+
+class Subject:
+    def __init__(self, stage: Stage, repeats: bool = True) -> None:
+        self.stage, self.repeats = stage, repeats
+
+    def open(self) -> Stage:
+        return self.stage
+
+    def columns(self) -> Mapping[str, Any]:
+        return {"text": ["", "a", "bb", "ccc", "dddd", "eeeee"]}
+
+
+def verdicts(stage: Stage, repeats: bool = True) -> list[Verdict]:
+    return [outcome.verdict for outcome in run(STAGE_CHECKS, Subject(stage, repeats))]
+
+
+@pytest.mark.parametrize("stage", [Lengths(), InParts()])
+def test_a_stage_that_is_right_passes(stage: Stage) -> None:
+    assert verdicts(stage) == [Verdict.PASSED] * len(STAGE_CHECKS)
+
+
+@pytest.mark.parametrize("stage", [Forgets(), GivesMore(), Ranks()])
+def test_a_stage_that_is_not_fails(stage: Stage) -> None:
+    assert Verdict.FAILED in verdicts(stage)
+
+
+def test_a_stage_that_draws_at_random_says_so() -> None:
+    assert verdicts(Ranks(), repeats=False).count(Verdict.UNSUPPORTED) == 1
+
+
+def passes(_: object) -> None: ...
+
+
+def refuses(_: object) -> None:
+    raise Unsupported("the engine has no pause; stop it")
+
+
+def breaks(_: object) -> None:
+    raise Broken("rule")
+
+
+def record(kind: str = "generator", adapter: str = "mine") -> matrix.Record:
+    outcomes = tuple(run((passes, refuses, breaks), object()))
+    return matrix.Record(adapter=adapter, kind=kind, against="engine 1.0", on="2026-11-21", outcomes=outcomes)
+
+
+def test_records_are_kept_and_rendered(tmp_path: Path) -> None:
+    matrix.save(record(), tmp_path)
+    matrix.save(matrix.Record(adapter="other", kind="generator", against="", on="", outcomes=()), tmp_path)
+    found = matrix.load(tmp_path)
+    assert [each.adapter for each in found] == ["mine", "other"]
+    text = matrix.render(found)
+    for line in ("| passes | yes | not run |", "| refuses | no | not run |", "| breaks | FAILED | not run |"):
+        assert line in text
+    assert "`mine`: the engine has no pause; stop it" in text
+
+
+def test_a_page_is_written_between_its_markers(tmp_path: Path) -> None:
+    matrix.save(record(), tmp_path / "records")
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{matrix.BEGIN}\nold\n{matrix.END}\nafter\n")
+    arguments = ["--records", str(tmp_path / "records"), "--into", str(page)]
+    assert matrix.main([*arguments, "--check"]) == 1
+    assert matrix.main(arguments) == 0
+    assert matrix.main([*arguments, "--check"]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
+
+
+def test_what_is_no_record_and_what_is_no_page_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="'oracle' is not one of generator"):
+        record(kind="oracle")
+    with pytest.raises(UsageError, match="give it the lines"):
+        matrix.written("nothing", "")
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"x\.json is not a conformance record"):
+        matrix.load(tmp_path)
+    assert matrix.main(["--records", str(tmp_path), "--into", str(tmp_path / "absent.md")]) == 2
+    assert "absent.md" in capsys.readouterr().err
+
+
+def test_the_page_of_engines_is_as_its_records_say() -> None:
+    assert (
+        matrix.main(["--records", str(ROOT / "docs/conformance"), "--into", str(ROOT / "docs/ENGINES.md"), "--check"])
+        == 0
+    )
+
+
+def test_an_outcome_keeps_the_traceback() -> None:
+    found = run((breaks,), object())[0]
+    assert isinstance(found, Outcome)
+    assert "Broken: rule" in found.text

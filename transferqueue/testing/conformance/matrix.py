@@ -1,0 +1,134 @@
+"""The capability matrix: what the kits found, kept as records and written into a page.
+
+A record is one file, ``KIND-ADAPTER.json``, of one run of one kit on one subject. A page gets a table for each kind,
+between two markers; nothing in it is written by hand::
+
+    python -m transferqueue.testing.conformance.matrix --records docs/conformance --into docs/ENGINES.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from transferqueue.errors import TransferQueueError, UsageError
+from transferqueue.testing.conformance.report import Outcome, Verdict
+
+KINDS: Final = ("generator", "learner", "stage")
+BEGIN: Final = "<!-- conformance: written by transferqueue.testing.conformance.matrix -->"
+END: Final = "<!-- /conformance -->"
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What one kit found of one subject. against: engine and version. on: day of the run, ISO 8601."""
+
+    adapter: str
+    kind: str
+    against: str
+    on: str
+    outcomes: tuple[Outcome, ...]
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UsageError(f'record of "{self.adapter}": kind {self.kind!r} is not one of {", ".join(KINDS)}')
+
+    @property
+    def file(self) -> str:
+        """Name of its file."""
+        return f"{self.kind}-{self.adapter}.json"
+
+
+def save(record: Record, directory: Path) -> None:
+    """Write a record, over the one before it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    text = msgspec.json.format(msgspec.json.encode(record), indent=1).decode() + "\n"
+    (directory / record.file).write_text(text, encoding="utf-8")
+
+
+def load(directory: Path) -> list[Record]:
+    """All records of a directory, by name; `UsageError` for a file that is none."""
+    return [_read(path) for path in sorted(directory.glob("*.json"))]
+
+
+def _read(path: Path) -> Record:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Record)
+    except (msgspec.DecodeError, UsageError) as error:
+        raise UsageError(f"{path.name} is not a conformance record: {error}; run its tests again") from error
+
+
+def render(records: Iterable[Record]) -> str:
+    """The tables, as Markdown: a row for each check, a column for each adapter."""
+    found = list(records)
+    tables = [_table(kind, [record for record in found if record.kind == kind]) for kind in KINDS]
+    return "\n".join(table for table in tables if table)
+
+
+def _table(kind: str, records: Sequence[Record]) -> str:
+    if not records:
+        return ""
+    checks = list(dict.fromkeys(outcome.check for record in records for outcome in record.outcomes))
+    lines = [
+        _line(f"a {kind}", (f"`{record.adapter}`" for record in records)),
+        _line("---", ("---" for _ in records)),
+        *(_line(check.replace("_", " "), (_verdict(record, check) for record in records)) for check in checks),
+        _line("run against", (record.against for record in records)),
+        _line("on", (record.on for record in records)),
+    ]
+    return "\n".join([*lines, *_reasons(records), ""])
+
+
+def _line(first: str, rest: Iterable[str]) -> str:
+    return f"| {' | '.join([first, *rest])} |"
+
+
+def _verdict(record: Record, check: str) -> str:
+    return next((outcome.verdict.value for outcome in record.outcomes if outcome.check == check), "not run")
+
+
+def _reasons(records: Sequence[Record]) -> list[str]:
+    """Why each "no" is one, in the adapter's own words."""
+    found = {
+        f"- `{record.adapter}`: {outcome.text}"
+        for record in records
+        for outcome in record.outcomes
+        if outcome.verdict is Verdict.UNSUPPORTED
+    }
+    return ["", *sorted(found)] if found else []
+
+
+def written(page: str, tables: str) -> str:
+    """The page with new tables between its markers; `UsageError` if it lacks them."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise UsageError(f"the page has no place for the tables; give it the lines {BEGIN} and {END}")
+    return f"{before}{begin}\n\n{tables}\n{end}{after}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the tables, or with ``--check`` tell whether they are as the records say."""
+    parser = argparse.ArgumentParser(prog="python -m transferqueue.testing.conformance.matrix", description=__doc__)
+    parser.add_argument("--records", type=Path, required=True, help="directory of records")
+    parser.add_argument("--into", type=Path, required=True, help="Markdown page with the two markers")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if the page is out of date")
+    given = parser.parse_args(arguments)
+    try:
+        page = given.into.read_text(encoding="utf-8")
+        new = written(page, render(load(given.records)))
+    except (OSError, TransferQueueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    if given.check:
+        return int(page != new)
+    given.into.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""What every stage must do: the checks, run through a queue, and what they need to know of one.
+
+Used as the checks of generators are (`conformance.generators`), with a `StageSubject`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
+
+import transferqueue as tq
+from transferqueue.adapters.protocols import Stage, Unsupported
+from transferqueue.errors import FlowSignal
+from transferqueue.testing.conformance.report import require
+from transferqueue.workflows import stage as flow
+from transferqueue.workflows.events import Event, Failure
+from transferqueue.workflows.runner import StageBroken, run_stage
+
+_TASK: Final = "stage"
+_STALL_S: Final = 120.0
+
+
+class StageSubject(Protocol):
+    """A stage under test."""
+
+    repeats: bool
+    """Whether the same row gives the same results every time, whatever rows it comes with."""
+
+    def open(self) -> Stage:
+        """Return the stage, ready to be called. It may be the same one every time."""
+
+    def columns(self) -> Mapping[str, Any]:
+        """Return six rows, as `Table.put` takes them, with the fields that the stage needs. No two are alike."""
+
+
+@contextmanager
+def _filled(subject: StageSubject, stage: Stage) -> Iterator[tq.Table]:
+    """A sealed table of the subject's rows, with the stage as its task."""
+    task = tq.Task(_TASK, needs=tuple(stage.needs), gives=tuple(stage.gives), attempts_max=1)
+    with tq.connect() as queue:
+        table = queue.create_table("t", tasks=[task], retention=tq.Manual())
+        table.put(**subject.columns())
+        table.seal()
+        yield table
+
+
+def _serve(table: tq.Table, stage: Stage, rows: int) -> None:
+    """Serve all rows, `rows` at a time; `Broken` with what the stage raised."""
+    events: list[Event] = []
+    work = flow.Stage(task=table.tasks[_TASK], rows=rows, at_least=1, stall_s=_STALL_S)
+    try:
+        run_stage(table, work, stage, emit=events.append)
+    except (StageBroken, FlowSignal) as error:
+        require(False, "the stage serves every row", error)
+    failures = [event.text for event in events if isinstance(event, Failure)]
+    require(not failures, "the stage serves every row", failures)
+
+
+def _given(table: tq.Table, stage: Stage) -> list[dict[str, Any]]:
+    """What each row was given, plain."""
+    columns = table.read(fields=tuple(stage.gives))
+    return [
+        dict(zip(stage.gives, row, strict=True)) for row in zip(*(columns[n].list() for n in stage.gives), strict=True)
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+# ---------------------------------------------------------------- the checks
+
+
+def it_says_what_it_needs_and_gives(subject: StageSubject) -> None:
+    """Names of fields; none is both."""
+    stage = subject.open()
+    for names in (stage.needs, stage.gives):
+        require(not isinstance(names, str) and bool(names), "needs and gives are sequences of names", names)
+        require(all(isinstance(name, str) for name in names), "needs and gives are names", names)
+    require(not set(stage.needs) & set(stage.gives), "what it needs it does not give", (stage.needs, stage.gives))
+
+
+def every_row_gets_every_field(subject: StageSubject) -> None:
+    """Each row of a batch is given each field that the stage gives, once, and no other."""
+    stage = subject.open()
+    with _filled(subject, stage) as table:
+        before = set(table.fields)
+        _serve(table, stage, rows=6)
+        require(set(table.fields) - before <= set(stage.gives), "it gives nothing else", set(table.fields) - before)
+        require(len(_given(table, stage)) == 6, "each row has each field")
+        require(table.audit()["rows_done"] == 6, "each row is done", table.audit())
+
+
+def it_can_be_called_again(subject: StageSubject) -> None:
+    """It serves one table after another, in batches of any size."""
+    stage = subject.open()
+    for rows in (4, 6):
+        with _filled(subject, stage) as table:
+            _serve(table, stage, rows)
+            require(table.audit()["rows_done"] == 6, "each row is done", table.audit())
+
+
+def a_row_does_not_depend_on_its_batch(subject: StageSubject) -> None:
+    """The same row, alone or among others, gets the same."""
+    if not subject.repeats:
+        raise Unsupported("draws at random: the same row may get something else the next time")
+    stage = subject.open()
+    found = []
+    for rows in (6, 1):
+        with _filled(subject, stage) as table:
+            _serve(table, stage, rows)
+            found.append([{name: _plain(value) for name, value in row.items()} for row in _given(table, stage)])
+    require(found[0] == found[1], "rows one by one get what they get together", found)
+
+
+STAGE_CHECKS: Final[tuple[Callable[[StageSubject], None], ...]] = (
+    it_says_what_it_needs_and_gives,
+    every_row_gets_every_field,
+    it_can_be_called_again,
+    a_row_does_not_depend_on_its_batch,
+)
