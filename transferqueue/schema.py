@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Final
 
 import msgspec
@@ -69,6 +69,20 @@ RAGGED_RANK_MAX: Final = 8
 """Dimensions of one row's value."""
 
 
+@lru_cache(maxsize=4096)
+def _check_field(name: str, dtype: str, shape: tuple[int | None, ...]) -> None:
+    """`SchemaError` if this cannot be a field. Remembered: a reply names all its fields again."""
+    check_name("field", name)
+    if dtype not in ITEM_BYTES:
+        raise SchemaError(f'field "{name}": dtype {dtype!r} is unknown; known are {", ".join(ITEM_BYTES)}')
+    if dtype in BLOB_DTYPES and shape:
+        raise SchemaError(f'field "{name}": dtype {dtype!r} has no shape, but {shape} was given')
+    if len(shape) > RAGGED_RANK_MAX:
+        raise SchemaError(f'field "{name}": {len(shape)} dimensions; at most {RAGGED_RANK_MAX}')
+    if any(size is not None and size < 0 for size in shape):
+        raise SchemaError(f'field "{name}": shape {shape} has a negative size')
+
+
 class Field(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
     """A column's name, dtype and row shape: ``Field("image", "uint8", (None, None, 3))``.
 
@@ -81,17 +95,12 @@ class Field(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     shape: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
-        check_name("field", self.name)
-        if self.dtype not in ITEM_BYTES:
+        try:
+            _check_field(self.name, self.dtype, self.shape)
+        except TypeError as error:
             raise SchemaError(
-                f'field "{self.name}": dtype {self.dtype!r} is unknown; known are {", ".join(ITEM_BYTES)}'
-            )
-        if self.dtype in BLOB_DTYPES and self.shape:
-            raise SchemaError(f'field "{self.name}": dtype {self.dtype!r} has no shape, but {self.shape} was given')
-        if len(self.shape) > RAGGED_RANK_MAX:
-            raise SchemaError(f'field "{self.name}": {len(self.shape)} dimensions; at most {RAGGED_RANK_MAX}')
-        if any(size is not None and size < 0 for size in self.shape):
-            raise SchemaError(f'field "{self.name}": shape {self.shape} has a negative size')
+                f"field {self.name!r}: dtype {self.dtype!r} or shape {self.shape!r} is not one: {error}"
+            ) from error
 
     @cached_property
     def item_bytes(self) -> int:

@@ -52,7 +52,6 @@ def load(field: Field, placement: Placement) -> Loaded:
 
     Raises `Corruption` if offsets point outside their block, `BatchEnded` if the memory was returned.
     """
-    placement.blocks.living()
     if not len(placement):
         return _nothing(field)
     spans = placement.blocks.spans(field)

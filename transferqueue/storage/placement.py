@@ -9,6 +9,7 @@ its block before it is followed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -129,12 +130,11 @@ class Blocks:
             raise Corruption(
                 f"a block says that it has {rows.min()} to {rows.max()} rows and counts down to {counts.min(initial=0)}"
             )
-        rows_max, size_max = int(rows.max()), int(self.sizes.max())
-        for field, count in zip(fields, counts.max(axis=0).tolist(), strict=True):
-            steps = rows_max if field.dense else count
-            if steps * field.step_elements * field.item_bytes > size_max:  # and so it may overflow below
-                raise Corruption(f"a block with {', '.join(names)} is smaller than its layout")
-        spans, sizes = layouts(fields, rows, counts)
+        if len(members) == 1 and not counts.any():
+            spans, sizes = _layout_of_dense(tuple(fields), int(rows[0]))
+        else:
+            self._check_steps(names, fields, int(rows.max()), counts)
+            spans, sizes = layouts(fields, rows, counts)
         if (sizes > self.sizes[members]).any():
             raise Corruption(f"a block with {', '.join(names)} is smaller than its layout")
         if len(members) == len(self.shapes):  # the common case: nothing to merge
@@ -145,6 +145,26 @@ class Blocks:
             mine = self._spans.setdefault(field.name, _nowhere(len(self.shapes)))
             for into, found in zip(mine, span, strict=True):
                 into[members] = found
+
+    def _check_steps(self, names: Sequence[str], fields: Sequence[Field], rows_max: int, counts: I64) -> None:
+        size_max = int(self.sizes.max())
+        for field, count in zip(fields, counts.max(axis=0).tolist(), strict=True):
+            steps = rows_max if field.dense else count
+            if steps * field.step_elements * field.item_bytes > size_max:  # and so it may overflow in `layouts`
+                raise Corruption(f"a block with {', '.join(names)} is smaller than its layout")
+
+
+@lru_cache(maxsize=32)
+def _layout_of_dense(fields: tuple[Field, ...], rows: int) -> tuple[list[Spans], I64]:
+    """`layouts` of one block without counts: step after step such blocks are alike, and may have hundreds of fields."""
+    spans, size = layout(fields, rows, [0] * len(fields))
+    if size > np.iinfo(np.int64).max:
+        raise Corruption(
+            f"a block of {rows} rows with {', '.join(field.name for field in fields)} is beyond any memory"
+        )
+    none = np.zeros(1, np.int64)
+    found = [Spans(*np.array([[one.values], [one.offsets], [one.shapes]], np.int64), none) for one in spans]
+    return found, np.array([size], np.int64)
 
 
 def layouts(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list[Spans], I64]:
