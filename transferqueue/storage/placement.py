@@ -163,7 +163,7 @@ def _layout_of_dense(fields: tuple[Field, ...], rows: int) -> tuple[list[Spans],
             f"a block of {rows} rows with {', '.join(field.name for field in fields)} is beyond any memory"
         )
     none = np.zeros(1, np.int64)
-    found = [Spans(*np.array([[one.values], [one.offsets], [one.shapes]], np.int64), none) for one in spans]
+    found = [Spans._make([*np.array([[one.values], [one.offsets], [one.shapes]], np.int64), none]) for one in spans]
     return found, np.array([size], np.int64)
 
 
