@@ -1,0 +1,252 @@
+"""Plain functions as stages: reward functions in TRL's shape, and agents that talk to an OpenAI-compatible endpoint.
+
+Neither imports anything of the queue. A reward function is called with lists, one entry a row; an agent with one row at a
+time, many at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from transferqueue.adapters.protocols import GENERATE_S, Part
+from transferqueue.errors import DeadlineExceeded, UsageError
+
+if TYPE_CHECKING:
+    import transferqueue as tq
+
+RewardFunction = Callable[..., "Sequence[float | None] | Awaitable[Sequence[float | None]]"]
+"""``(prompts, completions, **columns)``, one entry a row. None: this function has nothing to say about that row."""
+
+_FIELD_OF: Final = {"completion_ids": "response_ids"}
+"""Parameters of TRL's functions that are fields under another name."""
+_GIVEN: Final = ("prompts", "completions")
+
+
+class Rewards:
+    """The stage ``reward``: the weighted sum of what reward functions say of each row.
+
+    functions: in TRL's shape; each is called with the parameters it names, which are fields of the rows (`columns` adds
+    fields for those that take ``**kwargs``). May be coroutine functions. weights: one for each (None: all 1). prompts,
+    completions: the fields of these. decode: makes text of one row's ids, where those two fields are token ids.
+    """
+
+    def __init__(
+        self,
+        *functions: RewardFunction,
+        weights: Sequence[float] | None = None,
+        prompts: str = "prompt",
+        completions: str = "completion",
+        columns: Sequence[str] = (),
+        decode: Callable[[list[int]], Any] | None = None,
+        gives: str = "rewards",
+    ) -> None:
+        if not functions or (weights is not None and len(weights) != len(functions)):
+            raise UsageError(
+                f"{len(functions)} reward functions with {'no' if weights is None else len(weights)} weights: "
+                "give at least one, and a weight for each or none"
+            )
+        self._functions = functions
+        self._weights = np.ones(len(functions)) if weights is None else np.asarray(weights, np.float64)
+        self._given = dict(zip(_GIVEN, (prompts, completions), strict=True))
+        self._parameters = [_parameters(function, columns) for function in functions]
+        self._decode = decode
+        self._gives = gives
+
+    @property
+    def needs(self) -> Sequence[str]:
+        """Prompt, completion, and what the functions name."""
+        named = (_FIELD_OF.get(name, name) for names in self._parameters for name in names)
+        return tuple(dict.fromkeys([*self._given.values(), *named]))
+
+    @property
+    def gives(self) -> Sequence[str]:
+        """The reward."""
+        return (self._gives,)
+
+    def __call__(self, batch: tq.Batch) -> Mapping[str, Any]:
+        """Score all rows: float32 ``[rows]``. `UsageError` for a row about which no function has anything to say."""
+        values = {name: self._texts(batch[field].list()) for name, field in self._given.items()}
+        scores_FB = np.stack(
+            [
+                _called(function, len(batch), values | {n: batch[_FIELD_OF.get(n, n)].list() for n in names})
+                for function, names in zip(self._functions, self._parameters, strict=True)
+            ]
+        )
+        silent = np.flatnonzero(np.isnan(scores_FB).all(0))
+        if silent.size:
+            raise UsageError(f"row {batch.rows[silent[0]]} got None from every reward function; one must give a number")
+        return {self._gives: np.nansum(self._weights[:, None] * scores_FB, axis=0).astype(np.float32)}
+
+    def _texts(self, values: list[Any]) -> list[Any]:
+        return values if self._decode is None else [self._decode(value) for value in values]
+
+
+def _parameters(function: RewardFunction, columns: Sequence[str]) -> tuple[str, ...]:
+    """Names that a function wants besides prompts and completions; those with a default it can do without."""
+    found = inspect.signature(function).parameters.values()
+    named = [p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty]
+    more = (
+        columns if any(p.kind is p.VAR_KEYWORD for p in found) else [n for n in columns if n in (p.name for p in found)]
+    )
+    return tuple(name for name in dict.fromkeys([*named, *more]) if name not in _GIVEN)
+
+
+def _called(function: RewardFunction, rows: int, values: Mapping[str, Any]) -> npt.NDArray[np.float64]:
+    """What a function says of each row, NaN for None."""
+    given = function(**values)
+    scores: Sequence[float | None] = asyncio.run(_awaited(given)) if inspect.isawaitable(given) else given
+    name = getattr(function, "__name__", type(function).__name__)
+    if len(scores) != rows:
+        raise UsageError(f'reward function "{name}" gave {len(scores)} values for {rows} rows; give one for each')
+    found = np.array([np.nan if score is None else float(score) for score in scores])
+    bad = [at for at, score in enumerate(scores) if score is not None and not np.isfinite(found[at])]
+    if bad:
+        raise UsageError(
+            f'reward function "{name}" gave {found[bad[0]]} for row {bad[0]}; give a finite number, or None'
+        )
+    return found
+
+
+async def _awaited(given: Awaitable[Sequence[float | None]]) -> Sequence[float | None]:
+    return await given
+
+
+# ---------------------------------------------------------------- agents
+
+
+class Recording(Protocol):
+    """One agent's calls of a model, as `recorder.Recorder.session` records them."""
+
+    @property
+    def base_url(self) -> str:
+        """Where the agent finds the model."""
+
+    def columns(self) -> Mapping[str, Any]:
+        """The calls as columns of one row."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """The versions and tokens of that row."""
+
+
+class Recorder(Protocol):
+    """Gives each agent an address of its own and remembers what was said there (`recorder.Recorder`)."""
+
+    @property
+    def gives(self) -> Sequence[str]:
+        """Names of the columns of a recording."""
+
+    def session(self) -> AbstractContextManager[Recording]:
+        """A recording; its address answers until it is left."""
+
+
+class Agents:
+    """A stage of agents: ``async run(data, base_url=…)``, once for each row, at most `concurrency_max` at once.
+
+    agent: the coroutine function, or an object that has it as ``run``. It gets the row's fields by name and returns its reward,
+    or a mapping with the columns of `gives`. base_url: where the model is; or recorder: each row gets an address of its own,
+    and the tokens and log-probabilities of its calls are given as columns too. arguments: further ones of ``run``.
+
+    Rows come back one by one, as agents finish. One that raises, or takes longer than `timeout_s`, ends the batch: the rows
+    that are left fail, and come again.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        *,
+        needs: Sequence[str],
+        gives: Sequence[str] = ("rewards",),
+        base_url: str | None = None,
+        recorder: Recorder | None = None,
+        concurrency_max: int = 64,
+        timeout_s: float = GENERATE_S,
+        **arguments: Any,
+    ) -> None:
+        if (base_url is None) == (recorder is None):
+            raise UsageError("an agent needs to know where its model is: give base_url or recorder, one of them")
+        if concurrency_max < 1:
+            raise UsageError(f"concurrency_max={concurrency_max}; at least 1 agent must be able to run")
+        self._run = getattr(agent, "run", agent)
+        self._needs, self._gives = tuple(needs), tuple(gives)
+        self._base_url, self._recorder = base_url, recorder
+        self._concurrency_max, self._timeout_s = concurrency_max, timeout_s
+        self._arguments = arguments
+
+    @property
+    def needs(self) -> Sequence[str]:
+        """What an agent is given."""
+        return self._needs
+
+    @property
+    def gives(self) -> Sequence[str]:
+        """What agents return, and what was recorded of them."""
+        return (*self._gives, *(() if self._recorder is None else self._recorder.gives))
+
+    def __call__(self, batch: tq.Batch) -> Iterator[Part]:
+        """Yield each row when its agent is finished. The agents stand still while a part is acknowledged."""
+        columns = [batch[name].list() for name in self._needs]
+        rows = [dict(zip(self._needs, values, strict=True)) for values in zip(*columns, strict=True)]
+        with asyncio.Runner() as runner:
+            running = runner.run(self._start(rows))
+            try:
+                while running:
+                    done, running = runner.run(_some(running))
+                    for task in done:
+                        yield task.result()
+            finally:
+                runner.run(_cancelled(running))
+
+    async def _start(self, rows: Sequence[Mapping[str, Any]]) -> set[asyncio.Task[Part]]:
+        room = asyncio.Semaphore(self._concurrency_max)
+        return {asyncio.create_task(self._one(at, row, room)) for at, row in enumerate(rows)}
+
+    async def _one(self, at: int, row: Mapping[str, Any], room: asyncio.Semaphore) -> Part:
+        async with room:
+            with self._recording() as recording:
+                base_url = self._base_url if recording is None else recording.base_url
+                returned = await self._bounded(at, self._run(dict(row), base_url=base_url, **self._arguments))
+        given = self._columns(returned)
+        columns = {**given, **({} if recording is None else recording.columns())}
+        return Part(
+            at=np.array([at]),
+            columns={name: [value] for name, value in columns.items()},
+            facts={} if recording is None else recording.facts(),
+        )
+
+    def _recording(self) -> AbstractContextManager[Recording | None]:
+        return nullcontext() if self._recorder is None else self._recorder.session()
+
+    async def _bounded(self, at: int, running: Awaitable[Any]) -> Any:
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                return await running
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise DeadlineExceeded(
+                f"the agent of row {at} of the batch was not finished after {self._timeout_s:g} s"
+            ) from error
+
+    def _columns(self, returned: Any) -> Mapping[str, Any]:
+        given = returned if isinstance(returned, Mapping) else dict.fromkeys(self._gives[:1], returned)
+        if set(given) != set(self._gives):
+            raise UsageError(f"the agent returned {sorted(given)}; it gives {sorted(self._gives)}")
+        return given
+
+
+async def _some(running: set[asyncio.Task[Part]]) -> tuple[set[asyncio.Task[Part]], set[asyncio.Task[Part]]]:
+    return await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _cancelled(running: set[asyncio.Task[Part]]) -> None:
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
