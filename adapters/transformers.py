@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from transferqueue.adapters.completing import check_request
 from transferqueue.adapters.protocols import (
     ABORT,
     GENERATE_S,
@@ -37,7 +38,7 @@ from transferqueue.adapters.protocols import (
 )
 from transferqueue.adapters.sampling import draw
 from transferqueue.adapters.weights import ModuleWeights, check_fits
-from transferqueue.errors import DeadlineExceeded, Disconnected, UsageError
+from transferqueue.errors import DeadlineExceeded, Disconnected
 
 _BUSY_SHARE_MIN: Final = 0.6
 
@@ -195,11 +196,9 @@ class _Request:
     """The unfinished rows of one call, and their cache."""
 
     def __init__(self, model: Any, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        if not prompts:
-            raise UsageError("generate was called with 0 prompts; give at least one")
+        check_request(prompts, sampling, getattr(model.config, "max_position_embeddings", None))
         self._model, self._sampling = model, sampling
         self._rows = [_Row(index, sample, p) for index, p in enumerate(prompts) for sample in range(p.samples)]
-        self._check_length()
         self._draws = torch.Generator(device=model.device)
         self._draws.manual_seed(sampling.seed) if sampling.seed is not None else self._draws.seed()
         self._in_cache: list[_Row | None] = []
@@ -283,16 +282,3 @@ class _Request:
         self._cache = output.past_key_values
         logits_BV: Tensor = output.logits[:, -1].float()
         return logits_BV
-
-    def _check_length(self) -> None:
-        limit = getattr(self._model.config, "max_position_embeddings", None)
-        longest = max(len(row.context) for row in self._rows) + self._sampling.tokens_max
-        if limit is not None and longest > limit:
-            raise UsageError(
-                f"a prompt with tokens_max={self._sampling.tokens_max} comes to {longest} tokens; the model's context is {limit}"
-            )
-        for row in self._rows:
-            if len(row.ids) >= self._sampling.tokens_max:
-                raise UsageError(
-                    f"prompt {row.prompt} was begun with {len(row.ids)} tokens; tokens_max={self._sampling.tokens_max} leaves none"
-                )

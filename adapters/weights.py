@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import TensorSpec, WeightSource
@@ -67,6 +69,44 @@ def check_fits(source: WeightSource, wanted: Mapping[str, TensorSpec]) -> None:
             raise SchemaError(f'tensor "{name}" is not one of the model; it has {listing(wanted)}')
         if given.shape != wanted[name].shape:
             raise SchemaError(f'tensor "{name}" has shape {given.shape}; the model has {wanted[name].shape}')
+
+
+class Relay:
+    """Where an engine in another process finds weights: in their channel, or in one of this side's own if they are in none."""
+
+    _CHANNEL: Final = "relay"
+
+    def __init__(self) -> None:
+        self._queue: tq.Queue | None = None
+        self._published = -1
+
+    def place(self, source: WeightSource) -> tuple[tuple[str, str], int]:
+        """Address and channel, and the version's number there. Weights of a channel lie there; others are published."""
+        if isinstance(source, ChannelWeights):
+            return (source.address, source.channel), source.version
+        if self._queue is None:
+            self._queue = tq.connect(label="weights relay")
+        self._published += 1
+        self._queue.weights(self._CHANNEL, keep=1).publish(self._published, dict(source))
+        return (self._queue.address, self._CHANNEL), self._published
+
+    def close(self) -> None:
+        """End its queue. Again: nothing."""
+        if self._queue is not None:
+            self._queue.close()
+            self._queue = None
+
+
+def checkpoint_specs(directory: Path) -> dict[str, TensorSpec]:
+    """Names and shapes of the tensors in a directory of safetensors files, read from their headers alone."""
+    found: dict[str, TensorSpec] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                found[name] = TensorSpec(tuple(entry["shape"]), entry["dtype"].lower())
+    return found
 
 
 class Follower:

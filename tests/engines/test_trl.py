@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engines.tiny import VOCABULARY, model
+from tests.engines.tiny import model, tokenizer
 
 trl = pytest.importorskip("trl", reason="make test-engines installs it")
 datasets = pytest.importorskip("datasets")
-tokenizers = pytest.importorskip("tokenizers")
 
 import transferqueue as tq
 from transferqueue.adapters.generation import Generate
@@ -27,16 +26,6 @@ from transferqueue.workflows.stage import Stage
 
 STEPS, GENERATIONS, PROMPTS = 6, 4, 2
 LIKED = 7
-
-
-def tokenizer() -> Any:
-    """Words w5 … w63, one token each."""
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number for number in range(2, VOCABULARY)}}
-    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
-    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>")
 
 
 def generate(address: str, failures: list[BaseException]) -> None:

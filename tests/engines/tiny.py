@@ -49,6 +49,18 @@ def save(directory: Path, which: int = 0) -> Path:
     return directory
 
 
+def tokenizer() -> Any:
+    """Words w2 … w63, one token each; a conversation is what was said, in order."""
+    import tokenizers
+
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number for number in range(2, VOCABULARY)}}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    found = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>")
+    found.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    return found
+
+
 class TinySubject:
     """All of a `GeneratorSubject` but `open`."""
 

@@ -1,0 +1,106 @@
+"""An event loop in a thread beside its caller's, for engines and servers that are asynchronous: verbs hand it a coroutine, and
+wait for it with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import queue as queues
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from transferqueue.adapters.protocols import Completion, Completions
+from transferqueue.errors import DeadlineExceeded, Disconnected
+
+T = TypeVar("T")
+
+
+class LoopBeside:
+    """A running event loop. Any thread but its own may call; `name` is that of its thread and of its owner in errors."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    def check(self) -> None:
+        """`Disconnected` once it is closed."""
+        if self._closed:
+            raise Disconnected(f"the {self._name} was closed")
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the loop."""
+        if self._closed:
+            coroutine.close()
+            self.check()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
+        """Run a coroutine on the loop and return what it returns. `DeadlineExceeded` that opens with `what` after
+        `timeout_s`: then it was cancelled."""
+        waiting = self.submit(coroutine)
+        try:
+            return waiting.result(timeout_s)
+        except TimeoutError as error:
+            if waiting.done() and not waiting.cancelled():
+                raise  # the coroutine's own
+            waiting.cancel()
+            raise DeadlineExceeded(f"{what} after {timeout_s:g} s") from error
+
+    def close(self) -> None:
+        """Stop the loop and its thread; what ran there is not waited for. Again: nothing."""
+        if not self._closed:
+            self._closed = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def as_finished(
+        self, jobs: Sequence[Callable[[], Coroutine[Any, Any, Completion]]], timeout_s: float
+    ) -> Completions:
+        """Run all jobs at once and yield what each returns, when it does. The first that raises ends them all, and is raised.
+
+        Closing the iterator cancels those that are left. `DeadlineExceeded` when the last is not finished after `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        finished: queues.SimpleQueue[Completion | BaseException] = queues.SimpleQueue()
+        running = self.submit(_run_all(jobs, finished))
+        try:
+            for _ in jobs:
+                yield _next(finished, deadline, timeout_s)
+        finally:
+            running.cancel()
+
+
+async def _run_all(
+    jobs: Sequence[Callable[[], Coroutine[Any, Any, Completion]]],
+    finished: queues.SimpleQueue[Completion | BaseException],
+) -> None:
+    async def one(job: Callable[[], Coroutine[Any, Any, Completion]]) -> None:
+        finished.put(await job())
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for job in jobs:
+                group.create_task(one(job))
+    except* Exception as failures:  # noqa: BLE001  (raised where the completions are awaited)
+        finished.put(failures.exceptions[0])
+
+
+def _next(finished: queues.SimpleQueue[Completion | BaseException], deadline: float, timeout_s: float) -> Completion:
+    try:
+        found = finished.get(timeout=max(0.0, deadline - time.monotonic()))
+    except queues.Empty as error:
+        raise DeadlineExceeded(f"the request was not finished after {timeout_s:g} s") from error
+    if isinstance(found, BaseException):
+        raise found
+    return found

