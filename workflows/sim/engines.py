@@ -4,13 +4,14 @@ Rules:
 
 1. A service ends at an absolute deadline, counted from the moment the row is in hand: what the queue takes before
    and after is paid, and an error of one timer does not add to the next.
-2. Instances pull: who is free takes the next row. A row waits for nobody in particular.
+2. Instances pull: of those free, the one that has worked least takes the next row. A row waits for nobody in particular.
 3. Times are monotonic seconds of the machine, comparable between its processes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import sys
 import time
 from typing import Any, Final
@@ -95,23 +96,33 @@ async def _hand_over(
 
 async def serve(table: AsyncTable, orders: Orders) -> list[Served]:
     """All instances of a pulled stage, until the table ends."""
-    found = await asyncio.gather(*(_serve(table, orders, at) for at in range(trace.INSTANCES[orders.stage])))
-    return [one for instance in found for one in instance]
-
-
-async def _serve(table: AsyncTable, orders: Orders, instance: int) -> list[Served]:
+    free = [(0.0, at) for at in range(trace.INSTANCES[orders.stage])]
+    idle = asyncio.Semaphore(len(free))
     served: list[Served] = []
-    while True:
-        try:
-            batch = await table.lease(orders.stage, rows=1, timeout_s=WAIT_S)
-        except EndOfTable:
-            return served
-        start = time.monotonic()
-        await until(start + _service_s(batch, orders))
-        end = time.monotonic()
-        given: dict[str, Any] = {GIVES[orders.stage]: [1.0]}
-        await batch.ack(**given)
-        served.append(Served(instance=instance, start=start, end=end))
+
+    async def work(batch: AsyncBatch) -> None:
+        worked, instance = heapq.heappop(free)
+        one = await _serve(batch, orders, instance)
+        served.append(one)
+        heapq.heappush(free, (worked + one.end - one.start, instance))
+        idle.release()
+
+    async with asyncio.TaskGroup() as at_work:
+        while True:
+            await idle.acquire()
+            try:
+                at_work.create_task(work(await table.lease(orders.stage, rows=1, timeout_s=WAIT_S)))
+            except EndOfTable:
+                return served
+
+
+async def _serve(batch: AsyncBatch, orders: Orders, instance: int) -> Served:
+    start = time.monotonic()
+    await until(start + _service_s(batch, orders))
+    end = time.monotonic()
+    given: dict[str, Any] = {GIVES[orders.stage]: [1.0]}
+    await batch.ack(**given)
+    return Served(instance=instance, start=start, end=end)
 
 
 def _service_s(batch: AsyncBatch, orders: Orders) -> float:
