@@ -1,0 +1,182 @@
+"""A task's batches for torch: an ``IterableDataset`` whose workers lease by themselves, and a loader that remembers its place.
+
+Rules:
+
+- A batch is acked with its *step* when it is handed out: its rows stay in the table, and are done once the model of that step
+  is saved (`QueueLoader.checkpointed`). So what workers fetched ahead is not lost when a job dies.
+- Steps are numbered in the order in which a loader gives batches, however many workers fetch them: worker w of n has the steps
+  that are w, modulo n, from the first. At the end of a table, where one worker finds rows and another none, numbers are left out.
+- Where a loader begins, the model is as it was saved: rows of later steps are ready again (`Table.rollback`). With several
+  ranks, rank 0 does that, and all ranks of a process group wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from torch import distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+import transferqueue as tq
+from transferqueue.errors import UsageError
+
+T = TypeVar("T")
+
+
+class Step(NamedTuple, Generic[T]):
+    """A batch and its number."""
+
+    number: int
+    batch: T
+
+
+def tensors(batch: tq.Batch) -> dict[str, Any]:
+    """Columns by name: dense ones as tensors, ragged ones as jagged nested tensors, others as lists."""
+    return {name: _tensor(batch[name]) for name in batch.fields}
+
+
+def _tensor(column: Any) -> Any:
+    if column.field.dense:
+        return column.torch()
+    return column.nested() if column.field.ragged else column.list()
+
+
+def tensordict(batch: tq.Batch) -> Any:
+    """The batch as a ``tensordict.TensorDict`` of batch size ``[rows]``."""
+    return batch.tensordict()
+
+
+class QueueDataset(IterableDataset[Step[T]]):
+    """Batches of a task, as steps, until the table is sealed and drained. For ``DataLoader(…, batch_size=None)``.
+
+    address: of the queue; each process that iterates connects by itself. form: makes of a leased batch what is given, in the
+    process that leased it; a function that can be imported, where workers are started anew. start: number of the first step.
+    lease: arguments of `Table.lease`, such as ``rows=64``.
+
+    ``state_dict`` and ``load_state_dict`` make it one that ``StatefulDataLoader`` can restore; rows are given out again by
+    `Table.rollback`, which is then the job's to call.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        table: str,
+        task: str,
+        *,
+        form: Callable[[tq.Batch], T] = tensors,  # type: ignore[assignment]
+        start: int = 0,
+        **lease: Any,
+    ) -> None:
+        self.address, self.table, self.task, self.start = address, table, task, start
+        self.lease = lease
+        self._form = form
+        self._last: int | None = None
+
+    def __iter__(self) -> Iterator[Step[T]]:
+        """Lease, form, ack and give one batch after the other. Errors as of `Table.lease`."""
+        worker = get_worker_info()
+        index, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        number = self.start + index if self._last is None else self._last + count
+        with tq.connect(self.address, label=f"{self.task} loader") as queue:
+            for batch in queue.table(self.table).leases(self.task, **self.lease):
+                formed = self._form(batch)
+                batch.ack(step=number)
+                self._last = number
+                yield Step(number, formed)
+                del formed
+                number += count
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last step that this process gave; None: none yet."""
+        return {"step": self._last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after that step."""
+        self._last = state["step"]
+
+
+class QueueLoader(Generic[T]):
+    """What ``DataLoader`` and ``StatefulDataLoader`` are, over a `QueueDataset`: an iterable with a state.
+
+    num_workers: processes that lease and form batches beside the training; 0: in this one. options: of ``DataLoader``, such as
+    ``prefetch_factor`` or ``pin_memory``. Workers are started anew (``spawn``) unless ``multiprocessing_context`` says otherwise.
+
+    Example::
+
+        loader = QueueLoader(QueueDataset(queue.address, "rollouts", "train", rows=64), num_workers=2)
+        for batch in loader:
+            train(batch)
+            if time_to_save():
+                save(model, loader.state_dict())
+                loader.checkpointed()
+    """
+
+    def __init__(self, dataset: QueueDataset[T], *, num_workers: int = 0, **options: Any) -> None:
+        if num_workers:
+            options.setdefault("multiprocessing_context", "spawn")
+        self._dataset = dataset
+        self._loader: DataLoader[Step[T]] = DataLoader(
+            dataset,
+            batch_size=None,
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            **options,  # type: ignore[arg-type]
+        )
+        self._step: int | None = None
+        self._iterating = False
+
+    def __iter__(self) -> Iterator[T]:
+        """Batches from the state on. `UsageError` while another iteration of this loader is under way."""
+        if self._iterating:
+            raise UsageError("this loader is being iterated already; end that first, or make another loader")
+        self._iterating = True
+        try:
+            self._dataset.start = self._begin()
+            self._dataset.load_state_dict({"step": None})
+            for step in self._loader:
+                self._step = step.number
+                yield step.batch
+                del step
+        finally:
+            self._iterating = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is: save it with the model as it is after the last batch that was given."""
+        return {"step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin there: the next iteration gives out again what came after. `UsageError` during an iteration."""
+        if self._iterating:
+            raise UsageError("a loader's state cannot change while it is being iterated; load it before")
+        if not isinstance(state.get("step", ""), int | None):
+            raise UsageError(f"{dict(state)} is no state of a loader; give what state_dict returned")
+        self._step = state["step"]
+
+    def checkpointed(self) -> int:
+        """The model is saved as it is after the last batch: its rows, and those before, are done. Returns how many.
+
+        With several ranks, call it on one, once all have come so far.
+        """
+        if self._step is None:
+            return 0
+        with tq.connect(self._dataset.address, label=f"{self._dataset.task} loader") as queue:
+            return queue.table(self._dataset.table).checkpointed(self._step, task=self._dataset.task)
+
+    def _begin(self) -> int:
+        """Give back rows of steps after the state; the number of the first step."""
+        with tq.connect(self._dataset.address, label=f"{self._dataset.task} loader") as queue:
+            table = queue.table(self._dataset.table)
+            if self._step is None:
+                saved = int(table.stats()["tasks"][self._dataset.task]["checkpoint"])
+                self._step = saved if saved >= 0 else None
+            last = -1 if self._step is None else self._step
+            if self._dataset.lease.get("rank", 0) == 0:
+                table.rollback(last, task=self._dataset.task)
+        if dist.is_initialized():
+            dist.barrier()
+        return last + 1
+
+
+def _as_it_is(step: Step[T]) -> Step[T]:
+    return step

@@ -1,0 +1,118 @@
+"""Prompts out of Arrow, Parquet or ``datasets``, as the source of a flow: groups of one prompt each, in an order that a seed
+determines, from any place on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet
+
+import transferqueue as tq
+from transferqueue.errors import NotFound, UsageError, listing
+
+
+class Dataset(Protocol):
+    """What ``datasets.Dataset`` has."""
+
+    def with_format(self, form: str, /) -> Any:
+        """The same rows in another form, such as ``arrow``."""
+
+
+class PromptSource:
+    """A producer (`protocols.Producer`) of prompts: each becomes a group of `group_size` rows that share its values.
+
+    source: an Arrow table; a Parquet or Arrow IPC file; or a ``datasets.Dataset``. Held in memory, or mapped where Arrow can.
+    columns: which of its columns become fields, and under which names (``{"question": "prompt"}``); None: all, as they are.
+    epochs: how often each prompt is given. seed: a new order in each epoch; None: the source's. groups_per_put: prompts of one
+    put. start: number of the first prompt, all epochs counted: `Table.cursor` tells where a job that stopped goes on.
+
+    Rows are stamped with ``ordinal`` and ``group_id``, both the number of the prompt.
+    """
+
+    def __init__(
+        self,
+        source: pa.Table | Path | str | Dataset,
+        *,
+        columns: Sequence[str] | Mapping[str, str] | None = None,
+        group_size: int = 1,
+        groups_per_put: int = 16,
+        epochs: int = 1,
+        seed: int | None = None,
+        start: int = 0,
+    ) -> None:
+        self._table = _chosen(_arrow(source), columns)
+        if min(group_size, groups_per_put, epochs) < 1 or start < 0:
+            raise UsageError(
+                f"prompts with group_size={group_size}, groups_per_put={groups_per_put}, epochs={epochs}, start={start}: "
+                "the first three are at least 1, the last at least 0"
+            )
+        if not len(self._table):
+            raise UsageError("the source of prompts has no rows; give at least one")
+        self._group_size, self._groups_per_put = group_size, groups_per_put
+        self._seed = seed
+        self._at, self._end = start, epochs * len(self._table)
+
+    def wants(self) -> int:
+        """Rows of the next put; 0 at the end."""
+        return self._group_size * max(0, min(self._groups_per_put, self._end - self._at))
+
+    def __call__(self, rows: int) -> Mapping[str, Any]:
+        """The next groups, as arguments of `Table.put`."""
+        ordinals = np.arange(self._at, self._at + rows // self._group_size)
+        drawn = self._table.take(pa.array(self._places(ordinals)))
+        self._at += len(ordinals)
+        columns = {name: tq.Repeat(drawn[name], self._group_size) for name in drawn.column_names}
+        number = np.repeat(ordinals, self._group_size)
+        return {**columns, "ordinal": number, "group_id": number, "group_size": self._group_size}
+
+    def _places(self, ordinals: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Where in the source the prompts of these numbers are."""
+        epochs, places = np.divmod(ordinals, len(self._table))
+        if self._seed is None:
+            return places
+        for epoch in np.unique(epochs):
+            of_it = epochs == epoch
+            order = np.random.default_rng([self._seed, int(epoch)]).permutation(len(self._table))
+            places[of_it] = order[places[of_it]]
+        return places
+
+
+def _arrow(source: Any) -> pa.Table:
+    if isinstance(source, pa.Table):
+        return source
+    if isinstance(source, str | Path):
+        return _file(Path(source))
+    if callable(getattr(source, "with_format", None)):
+        return source.with_format("arrow")[:]
+    raise UsageError(
+        f"prompts come from {type(source).__name__}; give an Arrow table, a Parquet or Arrow file, or a datasets.Dataset"
+    )
+
+
+def _file(path: Path) -> pa.Table:
+    try:
+        if path.suffix == ".parquet":
+            return pyarrow.parquet.read_table(path, memory_map=True)
+        with pa.memory_map(str(path)) as mapped:
+            opened = pyarrow.ipc.open_file if mapped.read(6) == b"ARROW1" else pyarrow.ipc.open_stream
+            mapped.seek(0)
+            return opened(mapped).read_all()
+    except FileNotFoundError as error:
+        raise NotFound(f"there is no file of prompts at {path}") from error
+    except pa.ArrowInvalid as error:
+        raise UsageError(f"{path} is neither a Parquet nor an Arrow file: {error}") from error
+
+
+def _chosen(table: pa.Table, columns: Sequence[str] | Mapping[str, str] | None) -> pa.Table:
+    if columns is None:
+        return table
+    names = dict(columns) if isinstance(columns, Mapping) else {name: name for name in columns}
+    for name in names:
+        if name not in table.column_names:
+            raise NotFound(f'the source of prompts has no column "{name}"; it has {listing(table.column_names)}')
+    return table.select(list(names)).rename_columns(list(names.values()))
