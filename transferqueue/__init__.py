@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transferqueue.client.rows import Rows
     from transferqueue.client.table import Table
     from transferqueue.client.weighing import WeightChannel, Weights
+    from transferqueue.cluster.on_ray import Deployment, deploy_ray
     from transferqueue.embedded import aconnect, connect
     from transferqueue.errors import (
         AddressInUse,
@@ -88,6 +89,7 @@ _HOMES: Final[dict[str, str]] = {
     "client.rows": "Rows",
     "client.table": "Table",
     "client.weighing": "WeightChannel Weights",
+    "cluster.on_ray": "Deployment deploy_ray",
     "embedded": "aconnect connect",
     "errors": "AddressInUse AlreadyExists BatchEnded Corruption DeadlineExceeded Disconnected EndOfTable FlowSignal Forked "
     "Full Impossible InternalError LeaseExpired NotFound OutOfMemory PeerError PermissionDenied ProtocolError SchemaError Sealed "
@@ -119,6 +121,7 @@ __all__ = [
     "Complete",
     "Corruption",
     "DeadlineExceeded",
+    "Deployment",
     "Disconnected",
     "DropGroup",
     "DropStale",
@@ -172,6 +175,7 @@ __all__ = [
     "Weights",
     "aconnect",
     "connect",
+    "deploy_ray",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +12,7 @@ from transferqueue.client.aio import AsyncQueue, Opening
 from transferqueue.client.client import Client, Data, open_client
 from transferqueue.client.joining import way_in
 from transferqueue.client.queue import Queue
+from transferqueue.cluster.names import is_ray, parse_named
 from transferqueue.errors import UsageError
 
 CONNECT_S: Final = 10.0
@@ -27,7 +29,8 @@ def connect(
     runtime: str | Path | None = None,
     data: Data = "auto",
 ) -> Queue:
-    """A queue: of a server embedded in this process (no address), or of the one at ``ipc://...`` or ``tcp://...``.
+    """A queue: of a server embedded in this process (no address), or of the one at ``ipc://...`` or ``tcp://...``, or of
+    ``ray://NAMESPACE/NAME``, which `deploy_ray` made in the Ray cluster of this process (``ray``: the one with default names).
 
     A server that asks for keys is joined with a token (``tqjoin_...``, from `transferqueue keys token`) in place of the
     address, or as `key` beside a tcp address; where neither is given, with that of ``$TRANSFERQUEUE_TOKEN``: at a tcp
@@ -87,6 +90,8 @@ def _client(
     patience = checks.seconds("timeout_s", timeout_s)
     if not isinstance(label, str):
         raise UsageError(f"label={label!r} is {type(label).__name__}; give text")
+    if address is not None and is_ray(address):
+        return _of_ray(address, key, patience, label, arena_bytes is not None or runtime is not None, data)
     if address is not None or (arena_bytes is None and runtime is None):
         address, keys = way_in(address, key)
     else:
@@ -107,3 +112,15 @@ def _client(
     except BaseException:
         server.stop()
         raise
+
+
+def _of_ray(address: str, key: str | None, timeout_s: float, label: str, embedded: bool, data: Data) -> Client:
+    from transferqueue.cluster.on_ray import way_to
+
+    if key or embedded:
+        raise UsageError(
+            f"key, arena_bytes and runtime were given with {address}, which has its own; give them to deploy_ray, or leave them out"
+        )
+    named, deadline = parse_named(address), time.monotonic() + timeout_s
+    place, keys = way_to(named, timeout_s, near=data == "auto")
+    return open_client(place, max(0.0, deadline - time.monotonic()), label, keys=keys, data=data, known_as=str(named))

@@ -86,10 +86,12 @@ def open_client(
     server: Server | None = None,
     keys: ClientKeys | None = None,
     data: Data = "auto",
+    known_as: str = "",
 ) -> Client:
     """A session with the server at `address`, waiting up to `timeout_s` for it to answer. It takes `server` over.
 
     keys: what to show there; None: nothing. data: whether bytes go over the network even if the memory could be mapped.
+    known_as: what others connect to, where that is not `address` (a name that leads there).
     """
     _check_data(address, data)
     client = secrets.token_bytes(16)
@@ -115,7 +117,7 @@ def open_client(
     except BaseException:
         connection.close()
         raise
-    return Client(server.address if server else address, connection, memory, server)
+    return Client(server.address if server else known_as or address, connection, memory, server)
 
 
 def _check_data(address: str, data: Data) -> None:

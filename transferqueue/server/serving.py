@@ -44,7 +44,7 @@ def serve(
     """
     place, ports = _places(address, tcp)
     level = _level(durability, state, ports)
-    _allow_many_files()
+    allow_many_files()
     with _Signals() as signals:
         keyring = _keyring(keys, ports)
         server = Server(place, _foundation(level, state, arena_bytes), ports, keyring=keyring, snapshots=snapshots)
@@ -141,7 +141,7 @@ class _Signals:
         self.server.stop()
 
 
-def _allow_many_files() -> None:
+def allow_many_files() -> None:
     """Each local session takes three descriptors; many shells allow 1024 where the system allows more."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

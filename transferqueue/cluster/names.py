@@ -1,0 +1,122 @@
+"""How a deployment on Ray is called, and what its actor and those who look for it tell each other. Pure.
+
+A deployment is a named actor: ``ray://NAMESPACE/NAME``, where ``ray`` alone is ``ray://transferqueue/default``. What
+crosses Ray is text: JSON of the types here, read against them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final, TypeVar
+
+import msgspec
+
+from transferqueue.errors import ProtocolError, UsageError
+from transferqueue.limits import check_name
+
+NAMESPACE: Final = "transferqueue"
+NAME: Final = "default"
+SCHEME: Final = "ray://"
+PORTS: Final = range(20_000, 32_768)
+"""Above those that Ray gives its workers, below those that kernels lend to outgoing connections: one that was taken here is
+free again for the next life of its server."""
+
+T = TypeVar("T")
+
+
+class Named(msgspec.Struct, frozen=True):
+    """The name of a deployment."""
+
+    namespace: str = NAMESPACE
+    name: str = NAME
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.namespace}/{self.name}"
+
+    def digest(self, more: str = "") -> str:
+        """A short text that stands for this name in paths, which have little room."""
+        return hashlib.blake2b(f"{self}#{more}".encode(), digest_size=8).hexdigest()
+
+    def ports(self) -> list[int]:
+        """Ports to try, the same ones every time, others for other names."""
+        first = int(self.digest(), 16) % len(PORTS)
+        return [PORTS[(first + step) % len(PORTS)] for step in range(64)]
+
+
+class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an actor is told when it is made, and again in each of its lives.
+
+    id: other for each deployment of a name. state: its directory; "": one of its own, that ends with it. port 0: one of its choice.
+    """
+
+    named: Named
+    id: str
+    durability: str
+    state: str
+    arena_bytes: int
+    port: int
+    snapshots: str
+
+
+class Ways(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """How to reach the server: by its socket from processes of `host` (see `this_host`), else by the join token."""
+
+    host: str
+    ipc: str
+    token: str
+
+    def __repr__(self) -> str:
+        return f"Ways({self.ipc!r})"
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Why there is no server."""
+
+    error: str
+    text: str
+
+
+DEPLOY: Final[msgspec.json.Decoder[Deploy]] = msgspec.json.Decoder(Deploy)
+SAID: Final[msgspec.json.Decoder[Ways | Refused]] = msgspec.json.Decoder(Ways | Refused)
+
+
+def is_ray(address: object) -> bool:
+    """Whether this is meant as the name of a deployment on Ray."""
+    return isinstance(address, str) and (address == "ray" or address.startswith(SCHEME))
+
+
+def parse_named(address: str) -> Named:
+    """The deployment that an address names, else `UsageError`."""
+    if address == "ray":
+        return Named()
+    namespace, slash, name = address.removeprefix(SCHEME).partition("/")
+    if not (slash and namespace and name and "/" not in name):
+        raise UsageError(
+            f'address {address!r} names no deployment on Ray; write "ray", or ray://NAMESPACE/NAME as deploy_ray said'
+        )
+    return checked(Named(namespace, name))
+
+
+def checked(named: Named) -> Named:
+    """The same, if both its parts may be names: those of tables, without a slash."""
+    for kind, part in (("namespace", named.namespace), ("deployment", named.name)):
+        if "/" in check_name(kind, part):
+            raise UsageError(f"{kind} name {part!r} has a slash, which separates namespace and name; leave it out")
+    return named
+
+
+def write(told: object) -> str:
+    """JSON of one of the types here."""
+    return msgspec.json.encode(told).decode()
+
+
+def read(text: object, decoder: msgspec.json.Decoder[T]) -> T:
+    """What `write` made, read against the decoder's type. `ProtocolError` for anything else."""
+    if not isinstance(text, str):
+        raise ProtocolError(f"a deployment on Ray said {type(text).__name__}, not text; is it one of this library?")
+    try:
+        return decoder.decode(text)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(
+            f"what a deployment on Ray said is not understood: {error}; let both sides have one version"
+        ) from error

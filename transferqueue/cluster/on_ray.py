@@ -1,0 +1,273 @@
+"""A deployment on a Ray cluster: made by its owner, found by everyone else.
+
+The law:
+
+- A deployment is a named actor in a namespace of its own kind, so any driver and any actor of the cluster finds it, whatever
+  namespace it runs in; names keep several apart.
+- Whoever made it owns it: closing its `Deployment`, or the end of its driver unless it is detached, ends the
+  service. Everyone else is a guest: queues come and go, also by SIGKILL, and the service stays.
+- It stays on one node (`nodes`), and Ray starts it again there; clients go on with the next life (decision 9).
+- Ray carries names, ways and keys, once for each queue that is opened. No row and no call crosses it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from transferqueue.cluster.names import (
+    NAME,
+    NAMESPACE,
+    SAID,
+    Deploy,
+    Named,
+    Refused,
+    Ways,
+    checked,
+    read,
+    write,
+)
+from transferqueue.cluster.nodes import choose
+from transferqueue.errors import AlreadyExists, NotFound, Unreachable, UsageError, from_wire
+from transferqueue.limits import RESTARTS_MAX, parse_bytes
+from transferqueue.transport import this_host
+from transferqueue.transport.keys import ClientKeys, read_token
+
+DEPLOY_S: Final = 60.0
+"""Ray starts a worker in a second or two; on a busy cluster it may have to wait for one."""
+LEVELS: Final = ("memory", "process", "disk")
+
+
+class Deployment:
+    """A service on Ray. Its owner ends it with `close` or ``with``; for whom else it is, nothing happens then."""
+
+    def __init__(self, named: Named, actor: Any, *, owned: bool) -> None:
+        self.address: Final = str(named)
+        """What `connect` takes, in any process of the cluster."""
+        self.owned: Final = owned
+        """Whether `close` ends the service."""
+        self._named = named
+        self._actor = actor
+
+    def token(self, role: str = "producer", timeout_s: float = DEPLOY_S) -> str:
+        """A join token for processes outside Ray; role: admin, producer, consumer or observer (SECURITY.md). A password."""
+        return _ways(self._named, self._actor, timeout_s, role).token
+
+    def close(self) -> None:
+        """If this owns the service: end it, and everything of it that no `state` keeps. Again: nothing."""
+        actor, self._actor = self._actor, None
+        if actor is not None and self.owned:
+            _end(self._named, actor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Deployment {self.address}{', owned' if self.owned else ''}>"
+
+
+def deploy_ray(
+    name: str = NAME,
+    *,
+    namespace: str = NAMESPACE,
+    durability: str = "process",
+    state: str | os.PathLike[str] | None = None,
+    arena_bytes: int | str | None = None,
+    snapshots: str | os.PathLike[str] | None = None,
+    node: str | None = None,
+    resources: Mapping[str, float] | None = None,
+    labels: Mapping[str, str] | None = None,
+    port: int = 0,
+    max_restarts: int = RESTARTS_MAX,
+    detached: bool = False,
+    exist_ok: bool = False,
+    timeout_s: float = DEPLOY_S,
+) -> Deployment:
+    """Start a server as a Ray actor; returns when it listens. `connect` finds it as ``ray://NAMESPACE/NAME``, and the one with
+    default names as ``ray``.
+
+    Joins the Ray cluster of this process, or starts one on this machine. durability: ``process`` lets everything survive the
+    death of the actor, ``disk`` that of its machine, ``memory`` nothing. state: an absolute path on its node; a later
+    deployment that is given it goes on from there. None: a directory of its own, which ends with it. arena_bytes, snapshots: as of
+    `transferqueue serve`. node: a Ray node id; None: this process's node if it has `resources` and `labels`, else the first that
+    does. The actor reserves these resources (``{"CPU": 1}``; None: nothing) and stays on its node.
+    port: where it listens for other machines, with keys; 0: a free one, kept. max_restarts: how often Ray starts it again; -1: ever.
+    detached: it outlives this driver, until its owner closes it or ``ray.kill``. exist_ok: if there is one, that one, as a guest.
+
+    `UsageError` where this cannot be, `AlreadyExists` for a name in use, `Unreachable` if it does not listen within `timeout_s`;
+    then nothing was started.
+
+    Example:
+        >>> with tq.deploy_ray(durability="process") as deployment:  # doctest: +SKIP
+        ...     queue = tq.connect("ray")
+    """
+    named = checked(Named(namespace, name))
+    deploy = _checked_deploy(named, durability, state, arena_bytes, snapshots, port, max_restarts)
+    ray = _joined(start=True)
+    wanted = dict(resources or {})
+    there = choose(
+        ray.nodes(), here=ray.get_runtime_context().get_node_id(), node=node, resources=wanted, labels=labels or {}
+    )
+    try:
+        actor = _start(ray, deploy, there, wanted, max_restarts, detached)
+    except ray.exceptions.ActorAlreadyExistsError:
+        if not exist_ok:
+            raise AlreadyExists(
+                f"deployment {named} exists; join it with connect, take another name, or give exist_ok=True"
+            ) from None
+        guest = Deployment(named, _actor(ray, named), owned=False)
+        guest.token("observer", timeout_s)
+        return guest
+    try:
+        _ways(named, actor, timeout_s)
+    except BaseException:
+        _end(named, actor)
+        raise
+    return Deployment(named, actor, owned=True)
+
+
+def way_to(named: Named, timeout_s: float, *, near: bool) -> tuple[str, ClientKeys | None]:
+    """Where the server of this deployment listens, as seen from this process, and the keys for it.
+
+    near: its socket, if that can be opened from here; else always tcp. `NotFound` lists the deployments there are,
+    `Unreachable` if the actor does not say it in time.
+    """
+    ray = _joined(start=False)
+    ways = _ways(named, _actor(ray, named), timeout_s)
+    if near and ways.host == this_host() and os.access(ways.ipc.removeprefix("ipc://"), os.R_OK | os.W_OK):
+        return ways.ipc, None
+    token = read_token(ways.token)
+    return token.address, token.keys
+
+
+def _checked_deploy(
+    named: Named,
+    durability: str,
+    state: str | os.PathLike[str] | None,
+    arena_bytes: int | str | None,
+    snapshots: str | os.PathLike[str] | None,
+    port: int,
+    max_restarts: int,
+) -> Deploy:
+    if durability not in LEVELS:
+        raise UsageError(f"durability {durability!r} is none; there are {', '.join(LEVELS)}")
+    if durability == "memory" and state is not None:
+        raise UsageError(
+            f"state {os.fspath(state)!r} is given with durability memory, which keeps nothing; leave it out, or ask for process"
+        )
+    if not 0 <= port <= 65535:
+        raise UsageError(f"port {port} is none; give one from 1 to 65535, or 0 for a free one")
+    if max_restarts < -1:
+        raise UsageError(f"max_restarts {max_restarts} is no count; give 0 or more, or -1 for no end")
+    return Deploy(
+        named,
+        secrets.token_hex(8),
+        durability,
+        _absolute("state", state),
+        parse_bytes(arena_bytes) if arena_bytes is not None else 0,
+        port,
+        _absolute("snapshots", snapshots),
+    )
+
+
+def _absolute(what: str, path: str | os.PathLike[str] | None) -> str:
+    if path is None:
+        return ""
+    if not Path(path).is_absolute():
+        raise UsageError(
+            f"{what} {os.fspath(path)!r} is relative, and its node has other directories; give the whole path"
+        )
+    return os.fspath(path)
+
+
+def _joined(*, start: bool) -> Any:
+    """Ray, this process a part of it. start: a cluster on this machine if there is none."""
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise UsageError(
+            "a deployment on Ray was named, and Ray is not installed here: pip install 'asyncflow-transferqueue[ray]'"
+        ) from None
+    if not ray.is_initialized():
+        try:
+            ray.init(address=None if start else "auto", configure_logging=False)
+        except ConnectionError as error:
+            raise Unreachable(
+                f"this process belongs to no Ray cluster ({error}); call ray.init first, or start one with deploy_ray"
+            ) from error
+    return ray
+
+
+def _start(ray: Any, deploy: Deploy, node: str, resources: dict[str, float], max_restarts: int, detached: bool) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from transferqueue.cluster.actor import Coordinator  # only who deploys loads a server
+
+    options = {
+        "name": deploy.named.name,
+        "namespace": deploy.named.namespace,
+        "lifetime": "detached" if detached else None,
+        "num_cpus": resources.pop("CPU", 0),
+        "num_gpus": resources.pop("GPU", 0),
+        "memory": resources.pop("memory", None),
+        "resources": resources,
+        "max_restarts": max_restarts,
+        "max_task_retries": -1,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+    }
+    return ray.remote(Coordinator).options(**options).remote(write(deploy))
+
+
+def _actor(ray: Any, named: Named) -> Any:
+    try:
+        return ray.get_actor(named.name, namespace=named.namespace)
+    except ValueError:
+        there = [str(Named(one["namespace"], one["name"])) for one in ray.util.list_named_actors(all_namespaces=True)]
+        raise NotFound(
+            f"deployment {named} does not exist in this Ray cluster; its named actors are {', '.join(sorted(there)) or 'none'}: "
+            "make it with deploy_ray"
+        ) from None
+
+
+def _ways(named: Named, actor: Any, timeout_s: float, role: str = "admin") -> Ways:
+    with _telling(named, timeout_s) as ray:
+        told = read(ray.get(actor.ways.remote(role), timeout=timeout_s), SAID)
+    if isinstance(told, Refused):
+        raise from_wire(told.error, told.text)
+    return told
+
+
+@contextmanager
+def _telling(named: Named, timeout_s: float) -> Iterator[Any]:
+    import ray
+
+    try:
+        yield ray
+    except ray.exceptions.GetTimeoutError:
+        raise Unreachable(
+            f"deployment {named} did not answer within {timeout_s:g} s; its actor waits for its node, for resources or for a "
+            "restart: ray list actors says which"
+        ) from None
+    except ray.exceptions.RayActorError as error:
+        raise Unreachable(f"deployment {named} is dead, and Ray starts it no more: {error}") from error
+
+
+def _end(named: Named, actor: Any) -> None:
+    """Returns when Ray knows it, so that the name is free."""
+    import ray
+
+    with suppress(ray.exceptions.RayError):  # dead already, or killed below
+        ray.get(actor.stop.remote(), timeout=DEPLOY_S)
+    ray.kill(actor, no_restart=True)
+    with _telling(named, DEPLOY_S), suppress(ray.exceptions.RayActorError):
+        ray.get(actor.ways.options(max_task_retries=0).remote(), timeout=DEPLOY_S)
