@@ -14,7 +14,7 @@ from typing import Any, Final
 import typer
 import typer.core
 
-from transferqueue.cli import check, compare, doctor, inspect, keys, replay, serve, snapshot, top, version
+from transferqueue.cli import chaos, check, compare, doctor, inspect, keys, replay, serve, snapshot, top, version
 from transferqueue.cli.outcome import reported
 
 DEMO_MODULE: Final = "transferqueue.cli.demo"
@@ -80,6 +80,7 @@ def _group() -> typer.Typer:
     _add(found, "inspect", inspect.inspect, inspect.EXAMPLES)
     _add(found, "doctor", doctor.doctor, doctor.EXAMPLES)
     _add(found, "check", check.check, check.EXAMPLES)
+    _add(found, "chaos", chaos.chaos, chaos.EXAMPLES)
     _add(found, "snapshot", snapshot.snapshot, snapshot.SNAPSHOT_EXAMPLES)
     _add(found, "restore", snapshot.restore, snapshot.RESTORE_EXAMPLES)
     found.add_typer(keys.commands, name="keys", epilog=examples(keys.EXAMPLES), context_settings=_HELP_NAMES)

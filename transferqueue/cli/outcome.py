@@ -4,7 +4,7 @@
 code  meaning
 ====  ==========================================================================================
 0     done; for `serve` and `top`, which have no other end, also Ctrl-C
-1     `doctor` found something to mend; `check` found a promise broken
+1     `doctor` found something to mend; `check` or `chaos` found a promise broken
 2     the call is wrong: an option, an address, a name that does not exist, a missing extra
 3     the other side: nothing answered, the server is gone, memory cannot grow
 4     a wait ended by its deadline

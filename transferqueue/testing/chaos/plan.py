@@ -1,0 +1,111 @@
+"""Which faults, on whom, when: drawn from one seed before anything runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from transferqueue.errors import UsageError
+from transferqueue.server.journal import Level
+
+FAULTS_PER_S: Final = 2.6
+LEASE_S: Final = 2.0
+"""Of every task: short, so that a worker can be frozen beyond it."""
+WITHIN_S: Final = (0.05, 0.8)
+BEYOND_S: Final = (2.3, 3.2)
+SERVER_GAP_S: Final = 1.5
+"""Faults of the server are at least so far apart: each is to be seen, and the supervisor is not to give up."""
+
+PRODUCERS: Final = ("producer-0", "producer-1")
+CONSUMERS: Final = ("reward-0", "reward-1", "reward-2")
+TRAINER: Final = "trainer-0"
+FLOODERS: Final = ("flooder-0",)
+DRAINERS: Final = ("drainer-0", "drainer-1")
+REMOTE: Final = ("producer-9", "reward-9")
+"""Behind the proxy, by tcp, every byte over the network."""
+SERVER: Final = "server"
+PROXY: Final = "proxy"
+
+_KINDS: Final = {"kill": 13, "freeze": 6, "freeze_beyond": 2.5, "server": 3.2, "fill": 0.8}
+_SERVER_KINDS: Final = {"kill": 6, "freeze": 2, "disk_full": 2, "restart": 1}
+_CUTS: Final = {"delay": 1.0, "stall": 1.0, "reset": 1.5, "flip": 1.0}
+_CUT_WEIGHT: Final = 4.0
+
+
+class Settings(NamedTuple):
+    """One run. seconds: for how long faults come. tcp: with remote workers behind a proxy."""
+
+    seconds: float
+    seed: int
+    durability: Level = Level.PROCESS
+    tcp: bool = False
+
+    @property
+    def command(self) -> str:
+        """What runs it again."""
+        tcp = " --tcp" if self.tcp else ""
+        return f"transferqueue chaos --seconds {self.seconds:g} --seed {self.seed} --durability {self.durability.value}{tcp}"
+
+
+def settings(seconds: float, seed: int, durability: str, tcp: bool) -> Settings:
+    """A run as a person asks for it; `UsageError` for one that cannot be."""
+    if not 1 <= seconds <= 86_400:
+        raise UsageError(f"seconds={seconds:g} of chaos cannot be run; give 1 to 86400")
+    if not 0 <= seed < 1 << 32:
+        raise UsageError(f"seed={seed} is out of range; give 0 to {(1 << 32) - 1}")
+    if durability not in (Level.PROCESS, Level.DISK):
+        raise UsageError(
+            f"durability {durability!r} cannot be judged by chaos: the server is killed, and only process and disk outlive that; "
+            "give one of them"
+        )
+    return Settings(seconds, seed, Level(durability), tcp)
+
+
+class Fault(NamedTuple):
+    """One fault. at: seconds after the start. for_s: how long it lasts, 0 for what is done at once."""
+
+    at: float
+    kind: str
+    target: str
+    for_s: float = 0.0
+
+
+def roles(run: Settings) -> tuple[str, ...]:
+    """The slots of all processes of a run that may be killed."""
+    return (*PRODUCERS, *CONSUMERS, TRAINER, *FLOODERS, *DRAINERS, *(REMOTE if run.tcp else ()))
+
+
+def plan(run: Settings) -> list[Fault]:
+    """The faults of a run, in order."""
+    chance = random.Random(run.seed)
+    found: list[Fault] = []
+    server_at = at = 0.0
+    while (at := at + chance.expovariate(FAULTS_PER_S)) < run.seconds:
+        fault = _draw(chance, run, at)
+        if fault.target == SERVER:
+            if at < server_at:
+                continue
+            server_at = at + fault.for_s + SERVER_GAP_S
+        found.append(fault)
+    return found
+
+
+def _draw(chance: random.Random, run: Settings, at: float) -> Fault:
+    kind = _choose(chance, {**_KINDS, "cut": _CUT_WEIGHT} if run.tcp else _KINDS)
+    if kind == "server":
+        kind = _choose(chance, _SERVER_KINDS)
+        return Fault(at, kind, SERVER, chance.uniform(*WITHIN_S) if kind == "freeze" else 0.0)
+    if kind == "cut":
+        kind = _choose(chance, _CUTS)
+        return Fault(at, kind, PROXY, chance.uniform(*WITHIN_S) if kind in ("delay", "stall") else 0.0)
+    if kind == "fill":
+        return Fault(at, kind, "drainer", chance.uniform(0.8, 2.0))
+    target = chance.choice(roles(run))
+    if kind == "kill":
+        return Fault(at, kind, target)
+    return Fault(at, kind, target, chance.uniform(*(BEYOND_S if kind == "freeze_beyond" else WITHIN_S)))
+
+
+def _choose(chance: random.Random, weights: Mapping[str, float]) -> str:
+    return chance.choices(list(weights), list(weights.values()))[0]

@@ -1,0 +1,72 @@
+"""The one process that no fault touches: it asks the server again and again, and so knows when it answers.
+
+Lines of its diary: ``call`` with when each answered call began; ``again`` where there was no answer; ``audit`` with the
+server's own account; ``broken``. Its parent tells it ``seal`` and ``end`` in lines, and reads what it says of the tables.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from typing import Any, Final
+
+import msgspec
+
+import transferqueue as tq
+from transferqueue.testing.chaos.post import Post
+from transferqueue.testing.chaos.roles import FLOOD, PACED, ROWS_MAX, make_tables
+
+EVERY_S: Final = 0.02
+AUDIT_EVERY: Final = 25
+"""Calls between two audits: about one in half a second."""
+
+
+class Probe:
+    """commands, news: descriptors of pipes, from and to the parent."""
+
+    def __init__(self, post: Post, commands: int, news: int) -> None:
+        self._post, self._commands, self._news = post, commands, news
+
+    def run(self) -> None:
+        """Make the tables, ask until told to end, and leave the last audit in the diary."""
+        with self._post.way.connect() as queue:
+            make_tables(queue)
+            self._tell("ready", {})
+            calls = 0
+            while (command := self._command()) != "end":
+                if command == "seal":
+                    for name in (PACED, FLOOD):
+                        queue.table(name).seal()
+                self._ask(queue, calls)
+                calls += 1
+            self._post.diary.write("audit", queue.audit()["tables"])
+
+    def _command(self) -> str:
+        ready, _, _ = select.select([self._commands], [], [], EVERY_S)
+        return os.read(self._commands, 64).decode().strip() or "end" if ready else ""
+
+    def _ask(self, queue: tq.Queue, calls: int) -> None:
+        began = time.monotonic()
+        try:
+            queue.tables()
+            self._post.diary.write("call", began)
+            if calls % AUDIT_EVERY == 0:
+                self._audit(queue)
+        except tq.PeerError as error:
+            self._post.diary.write("broken", f"a server of this machine was lost: {type(error).__name__}: {error}")
+            raise
+
+    def _audit(self, queue: tq.Queue) -> None:
+        tables = queue.audit()["tables"]
+        for name, rows in tables.items():
+            if not rows["balanced"]:
+                self._post.diary.write("broken", f"table {name} does not balance: {rows}")
+            if rows["rows_live"] > ROWS_MAX[name]:
+                self._post.diary.write(
+                    "broken", f"table {name} has {rows['rows_live']} live rows, of at most {ROWS_MAX[name]}"
+                )
+        self._tell("rows", {name: rows["rows_done"] for name, rows in tables.items()})
+
+    def _tell(self, kind: str, what: dict[str, Any]) -> None:
+        os.write(self._news, msgspec.json.encode([kind, what]) + b"\n")

@@ -1,0 +1,114 @@
+"""A TCP proxy that can be a bad network: it delays, stalls, resets, and changes bytes, as it is told.
+
+It listens at another host of the loopback network, at the ports that the server has: clients take the port of bulk
+transfers from the server and the host from their own address, so both kinds of connection come through here.
+Commands are lines of JSON, ``[kind, seconds or port]``: ``port`` (carry this one too), ``delay``, ``stall``, ``reset``, ``flip``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+import struct
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+HERE: Final = "127.0.0.2"
+THERE: Final = "127.0.0.1"
+CHUNK_BYTES: Final = 1 << 16
+DELAY_S: Final = 0.03
+FLIPPED: Final = 3
+"""Chunks that lose a byte at one command."""
+_RESET: Final = struct.pack("ii", 1, 0)
+
+
+class Proxy:
+    """Carries ports until its commands end."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+        self._listening: dict[int, asyncio.Server] = {}
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._delay_s = 0.0
+        self._flips = 0
+        self._open = asyncio.Event()
+        self._open.set()
+
+    async def run(self, commands: int) -> None:
+        """Obey `commands`, a descriptor, until it is closed."""
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(commands, "rb"))
+        while line := await reader.readline():
+            kind, value = msgspec.json.decode(line, type=tuple[str, float])
+            await self._obey(kind, value, loop)
+        self._reset()
+        for server in self._listening.values():
+            server.close()
+
+    async def _obey(self, kind: str, value: float, loop: asyncio.AbstractEventLoop) -> None:
+        if kind == "port":
+            await self._carry(int(value))
+        elif kind == "delay":
+            self._delay_s = DELAY_S
+            loop.call_later(value, self._hurry)
+        elif kind == "stall":
+            self._open.clear()
+            loop.call_later(value, self._open.set)
+        elif kind == "flip":
+            self._flips = FLIPPED
+        else:
+            self._reset()
+
+    def _hurry(self) -> None:
+        self._delay_s = 0.0
+
+    async def _carry(self, port: int) -> None:
+        if port not in self._listening:
+            self._listening[port] = await asyncio.start_server(lambda r, w: self._link(port, r, w), HERE, port)
+
+    async def _link(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            further, back = await asyncio.open_connection(THERE, port)
+        except OSError:  # no server now
+            writer.close()
+            return
+        self._writers |= {writer, back}
+        pumps = [asyncio.ensure_future(self._pump(*ends)) for ends in ((reader, back), (further, writer))]
+        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        for pump in pumps:
+            pump.cancel()
+        self._writers -= {writer, back}
+        writer.close()
+        back.close()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(CHUNK_BYTES):
+                await self._open.wait()
+                if self._delay_s:
+                    await asyncio.sleep(self._delay_s)
+                writer.write(self._changed(data))
+                await writer.drain()
+
+    def _changed(self, data: bytes) -> bytes:
+        if not self._flips:
+            return data
+        self._flips -= 1
+        place = self._chance.randrange(len(data))
+        return data[:place] + bytes([data[place] ^ self._chance.randrange(1, 256)]) + data[place + 1 :]
+
+    def _reset(self) -> None:
+        for writer in self._writers:
+            held = writer.get_extra_info("socket")
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            writer.transport.abort()
+
+
+def carry(seed: int, commands: int) -> None:
+    """The whole life of the proxy's process."""
+    asyncio.run(Proxy(seed).run(commands))

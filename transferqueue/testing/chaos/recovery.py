@@ -1,0 +1,83 @@
+"""How long a run took to go on after a death, from the times in its diaries."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from transferqueue.testing.chaos.diary import Told
+from transferqueue.testing.chaos.judge import TASKS
+from transferqueue.testing.chaos.plan import REMOTE
+
+DEATHS: Final = ("kill", "restart", "disk_full")
+"""Faults after which another life of the server goes on."""
+
+
+class Times(NamedTuple):
+    """Seconds, ascending."""
+
+    samples: list[float]
+
+    def at(self, share: float) -> float:
+        """The sample that this share of all does not exceed; 0 without any."""
+        return self.samples[min(len(self.samples) - 1, int(share * len(self.samples)))] if self.samples else 0.0
+
+
+def of_server(faults: Sequence[tuple[float, str, str]], told: Sequence[Told]) -> Times:
+    """From a SIGKILL of the server to the end of the first call that began after it and was answered.
+
+    A death during the recovery from an earlier one begins anew.
+    """
+    calls = sorted((line[2], line[1]) for diary in told for line in diary.of("call"))
+    begun = [began for began, _ in calls]
+    deaths = [(at, kind) for at, kind, target in faults if target == "server" and kind in DEATHS]
+    found = []
+    for number, (at, kind) in enumerate(deaths):
+        place = bisect.bisect_left(begun, at)
+        if kind != "kill" or place == len(calls):
+            continue
+        ended = calls[place][1]
+        if number + 1 == len(deaths) or ended < deaths[number + 1][0]:
+            found.append(ended - at)
+    return Times(sorted(found))
+
+
+def of_leases(faults: Sequence[tuple[float, str, str]], told: Sequence[Told], *, remote: bool) -> Times:
+    """From a SIGKILL of a worker that held rows to the first lease of one of these by another.
+
+    remote: of workers on another machine, whose death only their silence or their lease tells; else of those whose
+    socket the kernel closes. Deaths while no server lived are left out: nobody could have been told.
+    """
+    away = [at for at, _, target in faults if target == "server"]
+    found = []
+    for at, kind, role in faults:
+        if kind != "kill" or role.partition("-")[0] not in TASKS or (role in REMOTE) != remote:
+            continue
+        ended = _leased_again(at, role, told)
+        if ended is not None and not any(at - 1.0 < gone < ended for gone in away):
+            found.append(ended - at)
+    return Times(sorted(found))
+
+
+def _leased_again(at: float, role: str, told: Sequence[Told]) -> float | None:
+    task = role.partition("-")[0]
+    lives = [diary for diary in told if diary.role == role and diary.lines and diary.lines[0][1] <= at]
+    if not lives:
+        return None
+    dead = lives[-1]
+    held = {line[2]: set(line[3]) for line in dead.of("lease")}
+    for kind in ("ack", "late"):
+        for line in dead.of(kind):
+            held.pop(line[2], None)
+    rows = set[int]().union(*held.values())
+    again = [
+        line[1]
+        for diary in told
+        if diary is not dead and diary.role.partition("-")[0] == task
+        for line in diary.of("lease")
+        if rows.intersection(line[3])
+    ]
+    if any(when <= at for when in again):  # it was frozen, and lost its rows before its life
+        return None
+    return min(again, default=None)

@@ -1,0 +1,101 @@
+"""What is told of a run: numbers, the verdict, and the command that runs it again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from transferqueue.testing.chaos import recovery
+from transferqueue.testing.chaos.diary import Told
+from transferqueue.testing.chaos.judge import Account
+from transferqueue.testing.chaos.plan import PROXY, Settings
+from transferqueue.testing.chaos.recovery import Times
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Of some times, in seconds."""
+
+    samples: int
+    p50: float
+    p99: float
+    most: float
+
+    @classmethod
+    def of(cls, times: Times) -> Spread:
+        """These times."""
+        return cls(len(times.samples), *(round(times.at(share), 4) for share in (0.5, 0.99, 1.0)))
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A run. faults: how often each kind was done. verified: rows leased, every byte computed again."""
+
+    command: str
+    faults: dict[str, int]
+    faults_of_processes: int
+    rows: dict[str, int]
+    verified: int
+    late_acks: int
+    lost: int
+    duplicates: int
+    bounds_broken: int
+    violations: list[str]
+    server_recovery_s: Spread
+    redelivery_s: Spread
+    redelivery_remote_s: Spread
+
+    @property
+    def kept(self) -> bool:
+        """Whether every promise was kept."""
+        return not self.violations
+
+    def lines(self) -> Iterator[str]:
+        """The report, to be read."""
+        kinds = ", ".join(f"{kind} {times}" for kind, times in self.faults.items())
+        yield f"faults of processes   {self.faults_of_processes} ({kinds})"
+        yield f"rows                  {', '.join(f'{name} {rows:,}' for name, rows in self.rows.items())}"
+        yield f"verified              {self.verified:,} rows leased, every byte; {self.late_acks} acks were late and refused"
+        yield f"server recovery       {_spread(self.server_recovery_s)}"
+        yield f"rows leased again     {_spread(self.redelivery_s)}"
+        if self.redelivery_remote_s.samples:
+            yield f"  of remote workers   {_spread(self.redelivery_remote_s)}"
+        yield f"lost {self.lost}, duplicate effects {self.duplicates}, bounds broken {self.bounds_broken}"
+        yield from (f"violation: {violation}" for violation in self.violations)
+        yield f"verdict               {'every promise was kept' if self.kept else 'BROKEN'}"
+        yield f"again                 {self.command}"
+
+    def plain(self) -> dict[str, Any]:
+        """As plain values, for a record."""
+        return {"kept": self.kept, **msgspec.to_builtins(self)}
+
+
+def report(
+    run: Settings, faults: Sequence[tuple[float, str, str]], told: Sequence[Told], violations: Sequence[str]
+) -> Report:
+    """Judge a run by its diaries. violations: what was seen while it ran; with any, it ended where it was."""
+    account = Account(told, drained=not violations)
+    return Report(
+        command=run.command,
+        faults=dict(Counter(_name(kind, target) for _, kind, target in faults).most_common()),
+        faults_of_processes=sum(target != PROXY for _, _, target in faults),
+        rows=account.rows,
+        verified=account.verified,
+        late_acks=sum(task.late for task in account.tasks.values()),
+        lost=account.lost,
+        duplicates=account.duplicates,
+        bounds_broken=account.bounds,
+        violations=[*violations, *account.violations],
+        server_recovery_s=Spread.of(recovery.of_server(faults, told)),
+        redelivery_s=Spread.of(recovery.of_leases(faults, told, remote=False)),
+        redelivery_remote_s=Spread.of(recovery.of_leases(faults, told, remote=True)),
+    )
+
+
+def _name(kind: str, target: str) -> str:
+    return f"{target.partition('-')[0]} {kind}"
+
+
+def _spread(times: Spread) -> str:
+    return f"p50 {times.p50:.3f} s, p99 {times.p99:.3f} s, most {times.most:.3f} s ({times.samples} times)"
