@@ -162,9 +162,9 @@ class Kept:
 
 
 class Server:
-    """The server of a world, one life after the other. `deliver` brings an answer to a peer."""
+    """The server of a world, one life after the other. `deliver` brings an answer to a peer. durable: else level ``memory``."""
 
-    def __init__(self, world: World, arena_bytes: int, lives: Callable[[int], bool]) -> None:
+    def __init__(self, world: World, arena_bytes: int, lives: Callable[[int], bool], *, durable: bool) -> None:
         self.arena: Final = SimArena(arena_bytes)
         self.disk: Final = Disk()
         self.node: Node | None = None
@@ -175,6 +175,7 @@ class Server:
         self.checked: Callable[[Node], None] = lambda _: None
         self._world: Final = world
         self._lives: Final = lives
+        self._durable: Final = durable
         self._behind = 0.0
         self._watched: dict[int, int] = {}
         self._tick_at = -1.0
@@ -182,7 +183,18 @@ class Server:
     # ------------------------------------------------------------ life and death
 
     def start(self) -> None:
-        """A new life, from what is on the disk."""
+        """A new life, from what is on the disk; at level ``memory`` from nothing."""
+        self._watched = {}
+        if self._durable:
+            self._resume()
+        else:
+            self.epoch += 1
+            memory = Memory(self.arena)  # type: ignore[arg-type]
+            self.node = Node(Ledger(epoch=self.epoch), memory, self._place(), watcher=self, gather=self._gather)
+        if self.node is not None:
+            self.on_up()
+
+    def _resume(self) -> None:
         journal = SimJournal(self.disk, self._world)
         ledger, tail = recover(journal)
         if ledger.epoch:
@@ -192,12 +204,11 @@ class Server:
         kept = Kept(recorded, self._clock)
         extents = [(one.offset, one.nbytes) for one in ledger.state.core.blocks.extents.values()]
         memory = Memory(self.arena, Allocator.holding(self.arena.capacity, extents), len(extents))  # type: ignore[arg-type]
-        place = Place(epoch=self.epoch, address="simulated", runtime="", version="0", pid=1, started_at=self._world.now)
-        self._watched = {}
-        self.node = Node(recorded, memory, place, watcher=self, gather=self._gather, durability=kept)
+        self.node = Node(recorded, memory, self._place(), watcher=self, gather=self._gather, durability=kept)
         self._guarded(lambda node: resume(node, kept, self._find_again))
-        if self.node is not None:
-            self.on_up()
+
+    def _place(self) -> Place:
+        return Place(epoch=self.epoch, address="simulated", runtime="", version="0", pid=1, started_at=self._world.now)
 
     def _clock(self) -> float:
         return self._world.now - self._behind

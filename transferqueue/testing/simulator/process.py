@@ -18,7 +18,7 @@ from transferqueue.testing.simulator.world import Way, World
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_answer
 
-Role = Generator[m.Request | float, Any, None]
+Role = Generator[m.Request | float, Any, Any]
 
 
 class Process:

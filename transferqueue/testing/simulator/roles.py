@@ -2,41 +2,79 @@
 
 from __future__ import annotations
 
+import random
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from transferqueue.errors import EndOfTable, FlowSignal, NotFound, OutOfMemory, Sealed, Unreachable
+from transferqueue.errors import Sealed
 from transferqueue.limits import Limits
-from transferqueue.policies import Complete, Pacing, Task
+from transferqueue.policies import (
+    Complete,
+    DropGroup,
+    DropStale,
+    Fifo,
+    Freshest,
+    HoldClock,
+    LongestFirst,
+    OldestVersionFirst,
+    Pacing,
+    Priority,
+    Refill,
+    Release,
+    Task,
+)
 from transferqueue.schema import Field
+from transferqueue.testing.simulator.job import (
+    BODY,
+    Job,
+    Steps,
+    blocks_of,
+    inline,
+    let_go,
+    pack,
+    persistently,
+    stamps_of,
+    unpack,
+    until_end,
+    view,
+    write,
+)
 from transferqueue.testing.simulator.machine import Broken
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
-    from transferqueue.testing.simulator.process import Process, Role
+    from transferqueue.ledger.state import State
+    from transferqueue.testing.simulator.process import Process
 
-BODY: Final = Field("body", "int64", (8,))
+GROUPS: Final = 14
+ALONE: Final = ("stale", "group_incomplete", "attempts")
+"""Reasons for which the queue drops rows by itself."""
 SCORE: Final = Field("score", "int64")
-ROW_BYTES: Final = 64
-TASKS: Final = ("score", "train")
-
-
-def pack(values: Sequence[int]) -> bytes:
-    """As int64 on the wire."""
-    return struct.pack(f"<{len(values)}q", *values)
-
-
-def unpack(data: bytes) -> list[int]:
-    """The int64 in `data`."""
-    return list(struct.unpack(f"<{len(data) // 8}q", data))
 
 
 class Books:
-    """What clients were told. Knows nothing of the ledger; raises `Broken` at the first contradiction."""
+    """What clients were told. Knows nothing of the ledger; raises `Broken` at the first contradiction.
 
-    def __init__(self, size: int, staleness: int, attempts: int) -> None:
-        self.size, self.staleness, self.attempts = size, staleness, attempts
+    roomy: the arena holds a page for each part of each group that may be ahead, so groups may come in parts. With less,
+    the parts of unfinished groups can fill it, and then what is missing can never come.
+    """
+
+    def __init__(self, chance: random.Random, *, roomy: bool) -> None:
+        self.size, self.staleness = chance.choice((2, 3, 4)), chance.choice((1, 2, 3))
+        self.attempts = chance.choice((2, 3, 6))
+        self.incomplete = chance.choice((DropGroup(), Release(), Refill()) if roomy else (DropGroup(), Release()))
+        self.in_parts = roomy
+        self.least = chance.randint(1, self.size) if isinstance(self.incomplete, Release) else self.size
+        self.on_stale = chance.choice((DropStale(), DropStale(), HoldClock()))
+        self.selector = chance.choice((Fifo(), OldestVersionFirst(), Freshest(), LongestFirst(), Priority()))
+        self.rows_max = chance.choice((8, 12, 20)) * self.size
+        self.channel: str | None = None
+        self.producing = 2
+        self.groups_left = GROUPS
+        self.groups = 0
+        self.seals_early = chance.random() < 0.5
         self.stamps = 0
         self.version_of: dict[int, int] = {}
         self.stamp_of: dict[int, int] = {}
@@ -56,6 +94,15 @@ class Books:
         self.version_of.update(dict.fromkeys(made, version))
         return made
 
+    def advanced(self, version: int) -> None:
+        """The clock certainly reached this version."""
+        self.clock = max(self.clock, version)
+
+    def next_group(self) -> int:
+        """The number of a group that nobody has put yet."""
+        self.groups += 1
+        return self.groups
+
     def same(self, row: int, stamp: int) -> None:
         """A row was seen with this stamp: always this one, and no other row has it."""
         if stamp not in self.version_of:
@@ -72,18 +119,25 @@ class Books:
             if lease.token > self.token.get(key, 0):
                 self.token[key] = lease.token
                 self.leases[key] = self.leases.get(key, 0) + 1
-                if self.leases[key] > self.attempts:
+                if self.leases[key] > self.attempts and not isinstance(self.incomplete, Refill):
                     raise Broken(
                         f'row {row} was given to task "{task}" {self.leases[key]} times, above {self.attempts}'
                     )
         if task == "train":
             for group in set(groups):
-                if groups.count(group) != self.size:
-                    raise Broken(f"group {group} was given in part: {groups.count(group)} of {self.size}")
+                if not self.least <= groups.count(group) <= self.size:
+                    raise Broken(
+                        f"group {group} was given with {groups.count(group)} of {self.size}, at least {self.least}"
+                    )
             for row in rows:
                 lag = clock - self.version_of.get(self.stamp_of.get(row, 0), clock)
                 if lag > self.staleness:
                     raise Broken(f"row {row} was given {lag} versions late; the bound is {self.staleness}")
+
+    def released(self, task: str, rows: list[int]) -> None:
+        """A worker gives rows back, which is no attempt."""
+        for row in rows:
+            self.leases[task, row] -= 1
 
     def done(self, task: str, rows: list[int], token: int) -> None:
         """An ack was confirmed."""
@@ -96,121 +150,174 @@ class Books:
                 raise Broken(f'row {row} was acked twice in task "{task}"')
 
 
-def create(books: Books, rows: int) -> m.CreateTable:
+class Rollouts(Job):
+    """Groups are produced, scored and trained, in bounds of rows, pace and staleness."""
+
+    table = "t"
+
+    def __init__(self, chance: random.Random, *, roomy: bool) -> None:
+        self.books = Books(chance, roomy=roomy)
+
+    def roles(self) -> dict[str, Callable[[Process], Steps]]:
+        """See `Job`."""
+        books = self.books
+        work: list[Callable[[Process], Steps]] = [partial(producer, books=books)] * 2
+        work += [partial(consumer, books=books, task="score")] * 2
+        work += [partial(consumer, books=books, task="train")] * 2
+        work.append(partial(closer, books=books))
+        return {f"worker {at}": partial(self._opened, role=role) for at, role in enumerate(work)}
+
+    def _opened(self, process: Process, role: Callable[[Process], Steps]) -> Steps:
+        yield create(self.books)
+        yield from role(process)
+
+    def judge(self, state: State) -> None:
+        """See `Job`."""
+        table, books = state.tables[self.table], self.books
+        if table.rows_live:
+            raise Broken(f"{table.rows_live} rows are without a fate after the end")
+        if not books.put <= table.rows_put <= books.maybe_put:
+            raise Broken(
+                f"{table.rows_put} rows were put; producers were told of {books.put}, and sent {books.maybe_put}"
+            )
+        sure = sum(("score", row) in books.acked for task, row in books.acked if task == "train")
+        might = sum(task == "train" for task, _ in books.maybe_acked)
+        if not sure <= table.rows_done <= might or not set(table.rows_dropped) <= set(ALONE):
+            raise Broken(
+                f"{table.rows_done} rows are done; {sure} to {might} were acked; dropped: {table.rows_dropped}"
+            )
+
+
+def create(books: Books) -> m.CreateTable:
     """The table of a run."""
-    score = Task("score", needs=["body"], gives=["score"], lease_s=2.0, attempts_max=books.attempts)
-    train = Task(
-        "train", needs=["body", "score"], lease_s=2.5, attempts_max=books.attempts, groups=Complete(deadline_s=20.0)
+    score = Task(
+        "score", needs=["body"], gives=["score"], selector=books.selector, lease_s=2.0, attempts_max=books.attempts
     )
-    pacing = Pacing("train", batch_rows=2 * books.size, depth=2, max_staleness=books.staleness)
-    return m.CreateTable("t", [BODY, SCORE], [score, train], Limits(rows=rows), pacing, exist_ok=True)
-
-
-def producer(process: Process, books: Books, left: list[int]) -> Role:
-    """Puts groups until `left` says that there are enough."""
-    while left[0] > 0:
-        try:
-            yield from _produce(process, books, left)
-        except (FlowSignal, OutOfMemory, Unreachable, NotFound):
-            process.sights.clear()
-            yield process.world.random.uniform(0.05, 0.3)
-
-
-def _produce(process: Process, books: Books, left: list[int]) -> Role:
-    size, chance = books.size, process.world.random
-    reserved = yield m.Reserve("t", size, wait_s=3.0)
-    grant = yield m.Grant(size * ROW_BYTES, wait_s=3.0)
-    process.sights[-grant.extent] = grant.offset, grant.nbytes
-    left[0] -= 1
-    stamps = books.new(size, reserved.version)
-    arena = process.server.arena.bytes
-    for at, stamp in enumerate(stamps):
-        start = grant.offset + at * ROW_BYTES
-        arena[start : start + ROW_BYTES] = pack([stamp] * 8)
-        if at == size // 2:
-            yield chance.uniform(0.001, 0.1)
-    facts = m.RowFacts(
-        group_id=pack([stamps[0]] * size), group_size=struct.pack(f"<{size}i", *[size] * size),
-        policy_version=pack([reserved.version] * size),
+    groups = Complete(deadline_s=8.0, min_size=books.least, incomplete=books.incomplete)
+    train = Task("train", needs=["body", "score"], lease_s=2.5, attempts_max=books.attempts, groups=groups)
+    pacing = Pacing(
+        "train", batch_rows=2 * books.size, depth=2, max_staleness=books.staleness,
+        on_stale=books.on_stale, channel=books.channel,
     )  # fmt: skip
-    placed = m.Placed(grant.extent, grant.offset, size * ROW_BYTES, size, ["body"], [0])
-    books.maybe_put += size
-    process.sights.clear()
-    reply = yield m.Put("t", size, m.Columns([BODY], [placed], facts=facts), reserved.reservation)
-    books.put += size
-    for row, stamp in zip(range(reply.first, reply.first + size), stamps, strict=True):
+    return m.CreateTable("t", [BODY, SCORE], [score, train], Limits(rows=books.rows_max), pacing, exist_ok=True)
+
+
+def producer(process: Process, books: Books) -> Steps:
+    """Puts groups until there are enough."""
+    while books.groups_left > 0:
+        yield from persistently(process, partial(_produce, process, books))
+    books.producing -= 1
+
+
+def _produce(process: Process, books: Books) -> Steps:
+    """One group or, where the queue asks for it, what groups of before lack. Now and then in two puts."""
+    reserved = yield m.Reserve("t", books.size, wait_s=3.0)
+    books.groups_left -= 1
+    wanted = [group for group, missing in reserved.refills for _ in range(missing)]
+    wanted = wanted or [books.next_group()] * books.size
+    first = process.world.random.choice((len(wanted), len(wanted), 1)) if books.in_parts else len(wanted)
+    for part in (wanted[:first], wanted[first:]):
+        if part:
+            yield from _put(process, books, reserved, part)
+    if len(wanted) < books.size:
+        yield m.Unreserve("t", reserved.reservation)
+
+
+def _put(process: Process, books: Books, reserved: m.Reserved, groups: list[int]) -> Steps:
+    chance, rows = process.world.random, len(groups)
+    stamps = books.new(rows, reserved.version)
+    block = yield from write(process, stamps)
+    facts = m.RowFacts(
+        group_id=pack(groups), group_size=struct.pack(f"<{rows}i", *[books.size] * rows),
+        policy_version=pack([reserved.version] * rows), tokens=pack([chance.randint(1, 9) for _ in groups]),
+        priority=struct.pack(f"<{rows}d", *[chance.random() for _ in groups]),
+    )  # fmt: skip
+    books.maybe_put += rows
+    try:
+        reply = yield m.Put("t", rows, m.Columns([BODY], [block], facts=facts), reserved.reservation)
+    finally:
+        if process.alive:
+            process.post(m.ReturnGrant(block.extent))
+    books.put += rows
+    for row, stamp in zip(range(reply.first, reply.first + rows), stamps, strict=True):
         books.same(row, stamp)
-    yield m.ReturnGrant(grant.extent)
 
 
-def consumer(process: Process, books: Books, task: str) -> Role:
+def consumer(process: Process, books: Books, task: str) -> Steps:
     """Leases, reads, reads again, acks with results; the trainer moves the clock too."""
-    while True:
-        try:
-            yield from _consume(process, books, task)
-        except EndOfTable:
-            return
-        except (FlowSignal, Unreachable):
-            yield 0.05
+    yield from until_end(process, partial(_consume, process, books, task))
 
 
-def _consume(process: Process, books: Books, task: str) -> Role:
+def _consume(process: Process, books: Books, task: str) -> Steps:
     clock, chance = books.clock, process.world.random
-    wait_s = 60.0 if process.world.healed else 2.0
-    whole = task == "train"
-    lease = yield m.Lease(
-        "t", task, rows=0 if whole else books.size, groups=int(whole), at_least=0 if whole else 1, wait_s=wait_s
-    )
+    lease = yield _lease_of(process, books, task)
     rows, groups = unpack(lease.content.rows), unpack(lease.content.group_id)
-    views = {at.block: (at.offset, at.nbytes) for part in lease.content.parts for at in part.blocks}
-    process.sights.update(views)
-    _read(process, books, lease)
-    if whole and rows and "score" not in {one.field for one in lease.content.inline}:
-        raise Broken(f"rows {rows} were given to task train without the score that it needs")
-    books.lent(task, rows, lease, groups, clock)
-    yield chance.uniform(0.01, 0.4)
-    _read(process, books, lease)
+    blocks = blocks_of(lease.content)
+    view(process, blocks)
+    try:
+        _read(process, books, lease)
+        if task == "train" and rows and "score" not in {one.field for one in lease.content.inline}:
+            raise Broken(f"rows {rows} were given to task train without the score that it needs")
+        books.lent(task, rows, lease, groups, clock)
+        yield chance.uniform(0.01, 0.4)
+        if chance.random() < 0.1:
+            yield m.Renew("t", lease.lease, lease.token)
+        _read(process, books, lease)
+        if task == "score" and chance.random() < 0.08:
+            yield from _give_back(process, books, lease, rows)
+        else:
+            yield from _ack(books, task, lease, rows)
+    finally:
+        let_go(process, blocks)
+    if task == "train" and books.channel is None:
+        version = lease.version + 1
+        yield m.Advance("t", version, wait_s=1.0)
+        books.advanced(version)
+
+
+def _lease_of(process: Process, books: Books, task: str) -> m.Lease:
+    chance = process.world.random
+    wait_s = 60.0 if process.world.healed else 2.0
+    if task == "train":
+        return m.Lease("t", task, groups=1, wait_s=wait_s)
+    if chance.random() < 0.2:
+        return m.Lease("t", task, tokens=chance.randint(9, 20), at_least=1, wait_s=wait_s)
+    return m.Lease("t", task, rows=books.size, at_least=chance.randint(1, books.size), wait_s=wait_s)
+
+
+def _give_back(process: Process, books: Books, lease: m.Leased, rows: list[int]) -> Steps:
+    failed = process.world.random.random() < 0.5
+    if not failed:
+        books.released("score", rows)
+    yield m.Release("t", lease.lease, lease.token, failed=failed, reason="for a change")
+
+
+def _ack(books: Books, task: str, lease: m.Leased, rows: list[int]) -> Steps:
     columns = None
     if task == "score":
         scores = pack([books.stamp_of[row] * 7 for row in rows])
         columns = m.Columns([SCORE], inline=[m.Inline("score", scores)])
     books.maybe_acked.update((task, row) for row in rows)
-    try:
-        if rows:
-            yield m.Ack("t", lease.lease, lease.token, columns=columns)
+    if rows:
+        ended = yield m.Ack("t", lease.lease, lease.token, columns=columns)
+        if ended.rows == len(
+            rows
+        ):  # less: some were taken from the lease, dropped or for a refill, and which is not said
             books.done(task, rows, lease.token)
-    finally:
-        if process.alive:
-            for block in views:
-                process.sights.pop(block, None)
-            if views:
-                process.post(m.Unpin(pack(list(views)), pack([1] * len(views))))
-    if task == "train":
-        version = lease.version + 1
-        yield m.Advance("t", version)
-        books.clock = max(books.clock, version)
 
 
 def _read(process: Process, books: Books, lease: m.Leased) -> None:
-    content = lease.content
-    rows = unpack(content.rows)
-    for part in content.parts:
-        blocks = struct.unpack(f"<{len(rows)}i", part.block_of_row)
-        slots = struct.unpack(f"<{len(rows)}i", part.slot_of_row)
-        for row, block, slot in zip(rows, blocks, slots, strict=True):
-            start = part.blocks[block].offset + slot * ROW_BYTES
-            values = set(unpack(bytes(process.server.arena.bytes[start : start + ROW_BYTES])))
-            if len(values) != 1:
-                raise Broken(f"row {row} is torn: it holds {sorted(values)}")
-            books.same(row, values.pop())
-    for inline in content.inline:
-        for row, value in zip(rows, unpack(inline.data), strict=True):
-            if inline.field == "score" and value != books.stamp_of[row] * 7:
-                raise Broken(f"row {row} has the result of another: {value}")
+    for row, stamp in stamps_of(process, lease.content).items():
+        books.same(row, stamp)
+    for row, score in zip(unpack(lease.content.rows), inline(lease.content, "score"), strict=False):
+        if score != books.stamp_of[row] * 7:
+            raise Broken(f"row {row} has the result of another: {score}")
 
 
-def closer(process: Process, books: Books) -> Role:
-    """Seals the table."""
+def closer(process: Process, books: Books) -> Steps:
+    """Seals the table when all is produced; in some runs only when all faults have ended."""
+    while books.producing or not (books.seals_early or process.world.healed):
+        yield 0.25
     try:
         yield m.Seal("t")
     except Sealed:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 from transferqueue.errors import TransferQueueError
+from transferqueue.limits import PAGE_BYTES
 from transferqueue.server.node import Node
+from transferqueue.testing.simulator.job import Job
+from transferqueue.testing.simulator.kept import Kept
 from transferqueue.testing.simulator.machine import Broken, Server
-from transferqueue.testing.simulator.process import Process, Role
-from transferqueue.testing.simulator.roles import Books, closer, consumer, create, producer
+from transferqueue.testing.simulator.process import Process
+from transferqueue.testing.simulator.ranks import Ranks
+from transferqueue.testing.simulator.roles import Rollouts
+from transferqueue.testing.simulator.stepped import Stepped
+from transferqueue.testing.simulator.weights import CHANNEL, Weights
 from transferqueue.testing.simulator.world import Rates, World
 
 CHAOS_S: Final = 12.0
 DRAIN_S: Final = 45.0
 """Less than a lease request waits: who is not woken is late."""
-GROUPS: Final = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,47 +56,50 @@ class _Run:
     def __init__(self, seed: int, rates: Rates | None) -> None:
         self.world = World(seed, rates)
         chance = self.world.random
-        self.books = Books(chance.choice((2, 3, 4)), chance.choice((1, 2, 3)), chance.choice((2, 3, 6)))
-        self.limit = chance.choice((8, 12, 20)) * self.books.size
-        self.server = Server(self.world, chance.choice((6, 10, 16)) * 4096, self._lives)
+        self.durable = chance.random() < 0.85
+        self.roomy = chance.random() < 0.5
+        pages = chance.choice((24, 32) if self.roomy else (6, 10, 16))
+        self.server = Server(self.world, pages * PAGE_BYTES, self._lives, durable=self.durable)
         self.server.arena.in_sight = self._in_sight
         self.server.deliver, self.server.checked = self._deliver, self._check
-        self.server.on_up = self._reconnect
-        self.left = [GROUPS]
-        self.rows_put = 0
-        self.numbers = 0
-        roles = [partial(producer, books=self.books, left=self.left)] * 2
-        roles += [partial(consumer, books=self.books, task="score")] * 2
-        roles += [partial(consumer, books=self.books, task="train")] * 2
+        self.server.on_down, self.server.on_up = self._bereave, self._reconnect
+        self.numbers = self.rows_put = 0
+        self._employ()
+
+    def _employ(self) -> None:
+        """What the deployment is used for, and who works there: rollouts always, and something else beside."""
+        chance = self.world.random
+        rollouts = Rollouts(chance, roomy=self.roomy)
+        beside: list[Job] = [Ranks(), Stepped(), Kept()]
+        self.jobs: list[Job] = [rollouts, chance.choice(beside)]
+        if self.roomy and chance.random() < 0.5:
+            rollouts.books.channel = CHANNEL
+            self.jobs[1] = Weights(chance.randint(1, 3), rollouts.books.advanced)
         self.workers = [
-            Process(self.world, self.server, f"worker {at}", self._opened(role)) for at, role in enumerate(roles)
+            Process(self.world, self.server, name, role) for job in self.jobs for name, role in job.roles().items()
         ]
-        self.closer = Process(self.world, self.server, "closer", partial(closer, books=self.books))
 
-    def _opened(self, role: partial[Role]) -> partial[Role]:
-        def open_first(process: Process) -> Role:
-            yield create(self.books, self.limit)
-            yield from role(process)
-
-        return partial(open_first)
-
-    @property
-    def processes(self) -> list[Process]:
-        return [*self.workers, self.closer]
+    def _bereave(self) -> None:
+        """The server is gone and, at level ``memory``, all that it knew: its clients end, and all begins anew."""
+        if not self.durable:
+            for one in self.workers:
+                if one.alive:
+                    one.kill()
+            self._employ()
 
     def _lives(self, number: int) -> bool:
-        return any(one.number == number and one.alive for one in self.processes)
+        return any(one.number == number and one.alive for one in self.workers)
 
     def _in_sight(self) -> list[tuple[int, int, str]]:
-        return [(at, size, one.name) for one in self.processes for at, size in one.sights.values()]
+        return [(at, size, one.name) for one in self.workers for at, size in one.sights.values()]
 
     def _deliver(self, peer: bytes, frame: bytes) -> None:
-        for one in self.processes:
+        for one in self.workers:
             if one.alive and one.way.peer == peer:
                 one.hear(frame)
 
     def _reconnect(self) -> None:
-        for one in self.processes:
+        for one in self.workers:
             if one.alive:
                 one.way.broken = True
                 self.world.after(self.world.random.uniform(0.0, 0.1), one.find_way)
@@ -146,8 +153,6 @@ class _Run:
     def _drain(self, until: float) -> None:
         while self.world.now < until and not all(one.done for one in self.workers):
             self._run_until(self.world.now + 0.25)
-            if all(one.done for one in self.workers[:2]) and not self.closer.done:
-                self._start(self.closer)
         if waiting := [one.name for one in self.workers if not one.done]:
             raise Broken(f"stuck: {', '.join(waiting)} did not end within {DRAIN_S:g} s after all faults ended")
 
@@ -171,30 +176,16 @@ class _Run:
                 raise Broken(
                     f"{table.rows.pages.resident} rows there and {table.flow.reserved} reserved, above {table.limits.rows}"
                 )
+            if table.limits.bytes_max is not None and table.usage.bytes > table.limits.bytes_max:
+                raise Broken(f"{table.usage.bytes} bytes are in a table, above {table.limits.bytes_max}")
         extents = sum(one.nbytes for one in node.ledger.state.core.blocks.extents.values())
         if node.memory.used != extents:
             raise Broken(f"{node.memory.used} bytes are lent, by extents of {extents}")
 
     def _judge(self) -> None:
-        ledger, books = self.server.ledger, self.books
+        ledger = self.server.ledger
         if ledger is None:
             raise Broken("no server runs")
-        table = ledger.state.tables["t"]
-        self.rows_put = table.rows_put
-        dropped = sum(table.rows_dropped.values())
-        if table.rows_live:
-            raise Broken(f"{table.rows_live} rows are without a fate after the end")
-        if not books.put <= table.rows_put <= books.maybe_put:
-            raise Broken(
-                f"{table.rows_put} rows were put; producers were told of {books.put}, and sent {books.maybe_put}"
-            )
-        sure = sum(("score", row) in books.acked for task, row in books.acked if task == "train")
-        might = sum(task == "train" for task, _ in books.maybe_acked)
-        if not sure <= table.rows_done <= might or not set(table.rows_dropped) <= {
-            "stale",
-            "group_incomplete",
-            "attempts",
-        }:
-            raise Broken(
-                f"{table.rows_done} rows are done; {sure} to {might} were acked; {dropped} dropped: {table.rows_dropped}"
-            )
+        self.rows_put = sum(table.rows_put for table in ledger.state.tables.values())
+        for job in self.jobs:
+            job.judge(ledger.state)

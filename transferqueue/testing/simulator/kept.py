@@ -1,0 +1,174 @@
+"""A table whose rows stay until they are deleted, in bounded bytes; found by key, leased by predicate, read by id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from transferqueue.errors import AlreadyExists, Full, Sealed, UsageError
+from transferqueue.limits import Limits
+from transferqueue.policies import Compare, Manual, Predicate, TagIs, Task
+from transferqueue.testing.simulator.job import (
+    BODY,
+    NUMBER,
+    Job,
+    Steps,
+    blocks_of,
+    inline,
+    let_go,
+    pack,
+    persistently,
+    stamps_of,
+    unpack,
+    until_end,
+    view,
+    write,
+)
+from transferqueue.testing.simulator.machine import Broken
+from transferqueue.wire import messages as m
+
+if TYPE_CHECKING:
+    from transferqueue.ledger.state import State
+    from transferqueue.testing.simulator.process import Process
+
+PUTS: Final = 8
+ROWS: Final = 3
+FIRST_STAMP: Final = 2_000_000
+LIMITS: Final = Limits(rows=4 * ROWS, bytes=3 * ROWS * 64)
+
+
+class Kept(Job):
+    """One process puts, one uses the rows of even puts and one of odd, one reads all again and deletes them."""
+
+    table = "kept"
+
+    def __init__(self) -> None:
+        self._put = 0
+        self._used: set[int] = set()
+        self._maybe_used: set[int] = set()
+        """Numbers whose ack was confirmed, or sent."""
+        self._deleting: set[int] = set()
+        self._deleted = 0
+
+    def roles(self) -> dict[str, Callable[[Process], Steps]]:
+        """See `Job`."""
+        users = {f"user {odd}": partial(self._use, odd=odd) for odd in (0, 1)}
+        return {"author": self._write, **users, "reader": self._read}
+
+    def judge(self, state: State) -> None:
+        """See `Job`. Keys make every put one, whoever said it again."""
+        table = state.tables[self.table]
+        if (table.rows_put, table.rows_live, table.rows.pages.resident) != (PUTS * ROWS, 0, 0) or table.usage.bytes:
+            raise Broken(
+                f"{PUTS * ROWS} rows were put and deleted; the table counts {table.rows_put} put, {table.rows_live} live, "
+                f"{table.rows.pages.resident} there, {table.usage.bytes} bytes"
+            )
+
+    def _open(self) -> Steps:
+        task = Task("use", needs=["body"], lease_s=2.0, attempts_max=0)
+        yield m.CreateTable(self.table, [BODY, NUMBER], [task], LIMITS, retention=Manual(), exist_ok=True)
+
+    # ------------------------------------------------------------ in
+
+    def _write(self, process: Process) -> Steps:
+        yield from self._open()
+        while self._put < PUTS:
+            yield from persistently(process, partial(self._write_once, process))
+        try:
+            yield m.Seal(self.table)
+        except Sealed:
+            return
+
+    def _write_once(self, process: Process) -> Steps:
+        """A reader waits for the put of which this was told, so a row whose key is not there was never put."""
+        at = self._put
+        numbers = _numbers(at)
+        block = yield from write(process, [FIRST_STAMP + number for number in numbers])
+        facts = m.RowFacts(keys=[str(number) for number in numbers], tags=[{"odd": bool(at % 2)}] * ROWS)
+        columns = m.Columns([BODY, NUMBER], [block], [m.Inline("number", pack(numbers))], facts)
+        try:
+            yield m.Put(self.table, ROWS, columns, wait_s=3.0)
+        except AlreadyExists:
+            pass
+        finally:
+            if process.alive:
+                process.post(m.ReturnGrant(block.extent))
+        self._put = at + 1
+        yield process.world.random.uniform(0.0, 0.6)
+
+    # ------------------------------------------------------------ use
+
+    def _use(self, process: Process, odd: int) -> Steps:
+        yield from self._open()
+        yield from until_end(process, partial(self._use_once, process, odd))
+
+    def _use_once(self, process: Process, odd: int) -> Steps:
+        wait_s = 60.0 if process.world.healed else 2.0
+        where: list[Predicate] = [TagIs("odd", bool(odd)), Compare("number", ">=", 0)]
+        lease = yield m.Lease(self.table, "use", rows=ROWS, at_least=1, wait_s=wait_s, where=where)
+        view(process, blocks_of(lease.content))
+        try:
+            numbers = self._seen(process, lease.content, unpack(lease.content.rows))
+            if wrong := [number for number in numbers if number // ROWS % 2 != odd]:
+                raise Broken(f"rows {wrong} were given to who asked for those with odd={bool(odd)}")
+            if again := self._used & set(numbers):
+                raise Broken(f"rows {sorted(again)} were given out again after their ack")
+            yield process.world.random.uniform(0.01, 0.3)
+            self._maybe_used.update(numbers)
+            yield m.Ack(self.table, lease.lease, lease.token)
+            self._used.update(numbers)
+        finally:
+            let_go(process, blocks_of(lease.content))
+
+    def _seen(self, process: Process, content: m.Content, rows: list[int]) -> list[int]:
+        """The numbers that the bytes of rows say, which their keys must say too."""
+        stamps = stamps_of(process, content)
+        numbers = [stamps[row] - FIRST_STAMP for row in rows]
+        if [str(number) for number in numbers] != content.keys:
+            raise Broken(f"rows {rows} with keys {content.keys} hold {numbers}")
+        return numbers
+
+    # ------------------------------------------------------------ out
+
+    def _read(self, process: Process) -> Steps:
+        yield from self._open()
+        while self._deleted < PUTS:
+            if self._deleted < self._put:
+                yield from persistently(process, partial(self._read_once, process))
+            else:
+                yield 0.1
+
+    def _read_once(self, process: Process) -> Steps:
+        """Read the oldest put and, once it was used, delete it."""
+        numbers = _numbers(self._deleted)
+        rows = unpack((yield m.Find(self.table, [str(number) for number in numbers])).rows)
+        if -1 in rows and not self._deleting.issuperset(numbers):
+            raise Broken(f"rows {numbers} have keys that lead to {rows}, and nobody has deleted them")
+        if -1 not in rows:
+            yield from self._read_rows(process, rows, numbers)
+            if not self._maybe_used.issuperset(numbers):
+                yield 0.1
+                return
+            yield from self._delete(rows, numbers)
+        self._deleted += 1
+
+    def _delete(self, rows: list[int], numbers: list[int]) -> Steps:
+        self._deleting.update(numbers)
+        try:
+            yield m.Delete(self.table, pack(rows))
+        except UsageError as error:  # an ack was refused, and somebody has the rows again
+            raise Full(str(error)) from error
+
+    def _read_rows(self, process: Process, rows: list[int], numbers: list[int]) -> Steps:
+        found = yield m.Read(self.table, pack(rows))
+        view(process, blocks_of(found.content))
+        try:
+            if self._seen(process, found.content, rows) != numbers or inline(found.content, "number") != numbers:
+                raise Broken(f"rows {rows} were put as {numbers} and are read as others")
+        finally:
+            let_go(process, blocks_of(found.content))
+
+
+def _numbers(put: int) -> list[int]:
+    return list(range(put * ROWS, put * ROWS + ROWS))

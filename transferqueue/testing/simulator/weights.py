@@ -1,0 +1,86 @@
+"""A channel of weights: whole versions, none invented, none older than what was certainly there; the clock of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from transferqueue.errors import AlreadyExists
+from transferqueue.testing.simulator.job import BODY, Job, Steps, let_go, look, persistently, view, write
+from transferqueue.testing.simulator.machine import Broken
+from transferqueue.wire import messages as m
+
+if TYPE_CHECKING:
+    from transferqueue.ledger.state import State
+    from transferqueue.testing.simulator.process import Process
+
+VERSIONS: Final = 10
+FIRST_STAMP: Final = 1_000_000
+CHANNEL: Final = "policy"
+
+
+class Weights(Job):
+    """One process publishes, two pull. told: hears each version that was certainly published."""
+
+    table = CHANNEL
+
+    def __init__(self, keep: int, told: Callable[[int], None]) -> None:
+        self._keep: Final = keep
+        self._told = told
+        self._newest = -1
+
+    def roles(self) -> dict[str, Callable[[Process], Steps]]:
+        """See `Job`."""
+        return {"publisher": self._publish, "replica 0": self._pull, "replica 1": self._pull}
+
+    def judge(self, state: State) -> None:
+        """See `Job`."""
+        channel = state.channels[CHANNEL]
+        if channel.latest != VERSIONS - 1 or len(channel.versions) > self._keep:
+            raise Broken(f"channel at version {channel.latest} keeps {len(channel.versions)}, above {self._keep}")
+
+    def _publish(self, process: Process) -> Steps:
+        while self._newest < VERSIONS - 1:
+            yield from persistently(process, partial(self._publish_once, process))
+
+    def _publish_once(self, process: Process) -> Steps:
+        """The next version. That it is there already is known by the error: a reply before was lost."""
+        version = self._newest + 1
+        block = yield from write(process, [FIRST_STAMP + version])
+        try:
+            yield m.Publish(CHANNEL, version, [BODY], [block], self._keep, wait_s=3.0)
+        except AlreadyExists:
+            pass
+        finally:
+            if process.alive:
+                process.post(m.ReturnGrant(block.extent))
+        self._newest = version
+        self._told(version)
+        yield process.world.random.uniform(0.1, 1.5)
+
+    def _pull(self, process: Process) -> Steps:
+        have = -1
+        while have < VERSIONS - 1:
+            have = yield from persistently(process, partial(self._pull_once, process, have))
+
+    def _pull_once(self, process: Process, have: int) -> Steps:
+        newest = self._newest
+        weights = yield m.Pull(CHANNEL, above=have, wait_s=2.0)
+        if not max(have + 1, newest) <= weights.version <= self._newest + 1:
+            raise Broken(f"version {weights.version} was pulled above {have}, when {newest} was published")
+        view(process, weights.blocks)
+        try:
+            for pause in (process.world.random.uniform(0.01, 1.0), 0.0):
+                self._look(process, weights)
+                yield pause
+            yield m.Applied(CHANNEL, weights.version)
+        finally:
+            let_go(process, weights.blocks)
+        return weights.version
+
+    def _look(self, process: Process, weights: m.Weights) -> None:
+        for block in weights.blocks:
+            stamp = look(process, block, 0, f"version {weights.version}")
+            if stamp != FIRST_STAMP + weights.version:
+                raise Broken(f"version {weights.version} holds the bytes of {stamp - FIRST_STAMP}")
