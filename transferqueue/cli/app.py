@@ -14,7 +14,20 @@ from typing import Any, Final
 import typer
 import typer.core
 
-from transferqueue.cli import chaos, check, compare, doctor, inspect, keys, replay, serve, snapshot, top, version
+from transferqueue.cli import (
+    chaos,
+    check,
+    compare,
+    doctor,
+    inspect,
+    keys,
+    new_adapter,
+    replay,
+    serve,
+    snapshot,
+    top,
+    version,
+)
 from transferqueue.cli.outcome import reported
 
 DEMO_MODULE: Final = "transferqueue.cli.demo"
@@ -84,6 +97,7 @@ def _group() -> typer.Typer:
     _add(found, "snapshot", snapshot.snapshot, snapshot.SNAPSHOT_EXAMPLES)
     _add(found, "restore", snapshot.restore, snapshot.RESTORE_EXAMPLES)
     found.add_typer(keys.commands, name="keys", epilog=examples(keys.EXAMPLES), context_settings=_HELP_NAMES)
+    _add(found, "new-adapter", new_adapter.new_adapter, new_adapter.EXAMPLES)
     _add(found, "version", version.version, version.EXAMPLES)
     return found
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Final, Protocol
@@ -290,20 +291,16 @@ def closing_aborts_the_rest(subject: GeneratorSubject) -> None:
 
 def threads_share_the_engine(subject: GeneratorSubject) -> None:
     """Two threads iterate at once, and each gets its own."""
-    results: dict[int, list[Completion]] = {}
 
-    def work(number: int) -> None:
-        results[number] = _all(engine, [Prompt(ids=subject.prompts()[number], samples=4)], _short(subject))
+    def work(engine: Generator, number: int) -> list[Completion]:
+        return _all(engine, [Prompt(ids=subject.prompts()[number], samples=4)], _short(subject))
 
-    with opened(subject) as engine:
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-        for number in range(2):
-            require(len(results.get(number, ())) == 4, "each thread gets its completions", results)
-            _check_logprobs(subject, [Prompt(ids=subject.prompts()[number])], results[number])
+    with opened(subject) as engine, ThreadPoolExecutor(2) as threads:
+        working = [threads.submit(work, engine, number) for number in range(2)]
+        for number, each in enumerate(working):
+            found = each.result(120)
+            require(len(found) == 4, "each thread gets its completions", found)
+            _check_logprobs(subject, [Prompt(ids=subject.prompts()[number])], found)
 
 
 def what_cannot_be_done_is_refused(subject: GeneratorSubject) -> None:

@@ -52,6 +52,8 @@ def _serve(table: tq.Table, stage: Stage, rows: int) -> None:
     try:
         run_stage(table, work, stage, emit=events.append)
     except (StageBroken, FlowSignal) as error:
+        if isinstance(error.__cause__, Unsupported):
+            raise error.__cause__ from None
         require(False, "the stage serves every row", error)
     failures = [event.text for event in events if isinstance(event, Failure)]
     require(not failures, "the stage serves every row", failures)

@@ -1,0 +1,53 @@
+"""Adapters by name: those that come with the queue, and those that others registered.
+
+A package registers its adapter in its ``pyproject.toml``; nothing of it is imported before it is asked for::
+
+    [project.entry-points."transferqueue.adapters"]
+    mine = "transferqueue_mine:MineGenerator"
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any, Final
+
+from transferqueue.errors import NotFound, UsageError, listing
+
+GROUP: Final = "transferqueue.adapters"
+OURS: Final[Mapping[str, str]] = {
+    "vllm": "transferqueue.adapters.vllm:VllmGenerator",
+    "vllm-server": "transferqueue.adapters.vllm_server:VllmServer",
+    "openai": "transferqueue.adapters.openai:OpenAIGenerator",
+    "transformers": "transferqueue.adapters.transformers:TransformersGenerator",
+    "torch": "transferqueue.adapters.learners:TorchLearner",
+    "rewards": "transferqueue.adapters.callables:Rewards",
+    "agents": "transferqueue.adapters.callables:Agents",
+    "episodes": "transferqueue.adapters.environments:Episodes",
+}
+
+
+def names() -> list[str]:
+    """All names, ours and others', sorted."""
+    return sorted(_places())
+
+
+def load(name: str) -> Any:
+    """The class or function that is registered under `name`. `NotFound` if there is none; `UsageError` if it cannot be imported,
+    as its engine is not installed."""
+    places = _places()
+    if name not in places:
+        raise NotFound(f'no adapter "{name}" is registered; there are {listing(places)}')
+    module, _, attribute = places[name].partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f'adapter "{name}" ({places[name]}) cannot be imported: {error}; install what it needs'
+        ) from error
+
+
+def _places() -> dict[str, str]:
+    """Ours win: a name means the same wherever it is used."""
+    return {point.name: point.value for point in entry_points(group=GROUP)} | dict(OURS)
