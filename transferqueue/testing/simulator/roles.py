@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from transferqueue.ledger.state import State
     from transferqueue.testing.simulator.process import Process
 
-GROUPS: Final = 14
+GROUPS: Final = 11
 ALONE: Final = ("stale", "group_incomplete", "attempts")
 """Reasons for which the queue drops rows by itself."""
 SCORE: Final = Field("score", "int64")

@@ -19,7 +19,7 @@ from transferqueue.testing.simulator.stepped import Stepped
 from transferqueue.testing.simulator.weights import CHANNEL, Weights
 from transferqueue.testing.simulator.world import Rates, World
 
-CHAOS_S: Final = 12.0
+CHAOS_S: Final = 9.0
 DRAIN_S: Final = 45.0
 """Less than a lease request waits: who is not woken is late."""
 
