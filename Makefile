@@ -16,7 +16,7 @@ SHIMMED  := $(SHIM)/.installed
 export PYTHONUTF8 := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test test-engines test-shim engines-matrix fuzz demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test test-engines test-shim test-ray engines-matrix fuzz demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ $(SHIMMED): tests/engines/shim.txt pyproject.toml
 
 test-shim: $(SHIMMED) ## the drop-in for transfer_queue against the original's public tests (2 minutes)
 	$(SHIM)/bin/python -m pytest tests/engines/test_shim.py $(ARGS)
+
+test-ray: $(SHIMMED) ## a deployment on a Ray cluster of four nodes (a minute)
+	$(SHIM)/bin/python -m pytest tests/cluster $(ARGS)
 
 bench: $(STAMP) $(PEERED) ## the queue beside its peers and the machine's limits: record, table, pictures (25 minutes)
 	$(BIN)/python -m bench.run $(ARGS)

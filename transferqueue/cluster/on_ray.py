@@ -4,8 +4,8 @@ The law:
 
 - A deployment is a named actor in a namespace of its own kind, so any driver and any actor of the cluster finds it, whatever
   namespace it runs in; names keep several apart.
-- Whoever made it owns it: closing its `Deployment`, or the end of its driver unless it is detached, ends the
-  service. Everyone else is a guest: queues come and go, also by SIGKILL, and the service stays.
+- Whoever made it owns it: closing its `Deployment` ends the service, and so does, unless it is detached, the end of
+  its driver or of the last handle on it. Everyone else is a guest: queues come and go, also by SIGKILL, and the service stays.
 - It stays on one node (`nodes`), and Ray starts it again there; clients go on with the next life (decision 9).
 - Ray carries names, ways and keys, once for each queue that is opened. No row and no call crosses it.
 """
@@ -102,7 +102,7 @@ def deploy_ray(
     `transferqueue serve`. node: a Ray node id; None: this process's node if it has `resources` and `labels`, else the first that
     does. The actor reserves these resources (``{"CPU": 1}``; None: nothing) and stays on its node.
     port: where it listens for other machines, with keys; 0: a free one, kept. max_restarts: how often Ray starts it again; -1: ever.
-    detached: it outlives this driver, until its owner closes it or ``ray.kill``. exist_ok: if there is one, that one, as a guest.
+    detached: it outlives the `Deployment` and this driver, until that is closed or by ``ray.kill``. exist_ok: if there is one, that one, as a guest.
 
     `UsageError` where this cannot be, `AlreadyExists` for a name in use, `Unreachable` if it does not listen within `timeout_s`;
     then nothing was started.
