@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+import msgspec
+import numpy as np
+
 from transferqueue.client.calls import Calls
-from transferqueue.ledger import flowing, handover, intake, returns, settle
+from transferqueue.ledger import channels, fates, flowing, handover, intake, returns, settle, stepped, tasks
 from transferqueue.ledger.arrays import NO_ROWS
 from transferqueue.ledger.blocks import Blocks
 from transferqueue.ledger.fates import finish_rows
@@ -90,6 +93,30 @@ def _skip(was: Any) -> Any:
     return lambda ledger, number, data: None if number % 11 == 7 else was(ledger, number, data)
 
 
+def _first_replica(was: Any) -> Any:
+    def acked(table: Any, lease: Any, *terms: Any) -> Any:
+        lease.replicas = len(lease.acked) + 1
+        return was(table, lease, *terms)
+
+    return acked
+
+
+def _one_step_more(was: Any) -> Any:
+    return lambda table, request, now: was(table, msgspec.structs.replace(request, step=request.step + 1), now)
+
+
+def _oldest(was: Any) -> Any:
+    def pull(channel: Any, blocks: Any, request: m.Pull, session: int) -> Any:
+        oldest = min(channel.versions, default=-1)
+        return was(channel, blocks, msgspec.structs.replace(request, version=oldest), session)
+
+    return pull
+
+
+def _all(_was: Any) -> Any:
+    return lambda _rows, _where, ids, _at: np.ones(ids.size, np.bool_)
+
+
 FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "rows count as consumed when they are fetched": ((returns, "return_rows", _consumed),),
     "an ack is taken without fencing": ((Leases, "get", _unfenced),),
@@ -113,6 +140,12 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "replay skips a record": ((recording, "_carry_out", _skip),),
     "an extent is never given back": ((Memory, "give_back", _nothing),),
     "producers are not held back": ((intake, "no_room", lambda _was: lambda *_args: ""), (flowing, "reserve_hindered", lambda _was: lambda *_args: "")),
+    "a share is done when its first replica is": ((returns, "_ack_replica", _first_replica),),
+    "a checkpoint covers the step after it": ((stepped, "checkpointed", _one_step_more),),
+    "a pull is given the oldest version": ((channels, "pull", _oldest),),
+    "a predicate is not heeded": ((tasks, "matches", _all),),
+    "a kept row is freed when it is done": ((fates, "Acked", lambda _was: object),),
+    "the bytes of a table are not bounded": ((intake, "no_room", lambda was: lambda table, rows, _nbytes: was(table, rows, 0)),),
 }  # fmt: skip
 
 

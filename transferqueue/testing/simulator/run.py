@@ -41,7 +41,7 @@ def replay_command(seed: int) -> str:
 
 def simulate(seed: int, rates: Rates | None = None) -> Result:
     """Run one seed. A function of `seed` and `rates` alone; takes about 0.1 s."""
-    run = _Run(seed, rates)
+    run = Run(seed, rates)
     broken = ""
     try:
         run.whole()
@@ -52,8 +52,10 @@ def simulate(seed: int, rates: Rates | None = None) -> Result:
     return Result(seed, broken, run.world.faults, run.rows_put)
 
 
-class _Run:
-    def __init__(self, seed: int, rates: Rates | None) -> None:
+class Run:
+    """A deployment of one seed: its server, its clients and what they are used for."""
+
+    def __init__(self, seed: int, rates: Rates | None = None) -> None:
         self.world = World(seed, rates)
         chance = self.world.random
         self.durable = chance.random() < 0.85
@@ -112,6 +114,7 @@ class _Run:
     # ------------------------------------------------------------ the course of a run
 
     def whole(self) -> None:
+        """From the first process to the last judgement; `Broken` at the first promise that is."""
         self.server.start()
         for one in self.workers:
             self._start(one)
