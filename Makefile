@@ -16,7 +16,7 @@ SHIMMED  := $(SHIM)/.installed
 export PYTHONUTF8 := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test test-engines test-shim test-ray engines-matrix fuzz demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test test-engines test-shim test-ray engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +73,12 @@ engines-matrix: $(ENGINED) ## test-engines, and the tables of docs/ENGINES.md fr
 
 fuzz: $(STAMP) ## a million mutated frames against the decoders, garbage against a server (half a minute; ARGS: --seed N, ...)
 	$(BIN)/python -m tests.fuzz $(ARGS)
+
+SEED ?= 0
+soak: $(STAMP) ## simulator, fuzz, chaos on real processes, all long (minutes; SEED=N begins elsewhere)
+	$(BIN)/python -m transferqueue.testing.simulate --seeds 10000 --first $(SEED)
+	$(BIN)/python -m tests.fuzz --frames 5000000 --seed $(SEED)
+	$(BIN)/transferqueue chaos --seconds 180 --seed $(SEED)
 
 $(SHIMMED): tests/engines/shim.txt pyproject.toml
 	@test -x $(SHIM)/bin/python || { echo 'shim: creating $(SHIM) with TransferQueue 0.1.11 and Ray'; $(PYTHON) -m venv $(SHIM); }
