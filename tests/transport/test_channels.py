@@ -229,3 +229,74 @@ def test_a_message_of_many_parts_is_an_empty_frame():
             found.append(port.recv_nowait()[1])
     assert found == [b"", b"whole"]
     port.close()
+
+
+class Wire:
+    """A proxy before a tcp server that can put bytes of its own into what a client hears."""
+
+    def __init__(self, address):
+        self.there = int(address.rpartition(":")[2])
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self.listening.getsockname()[1]}"
+        self.ends = []
+        self.threads = [threading.Thread(target=self.accept)]
+        self.threads[0].start()
+
+    def accept(self):
+        while True:
+            try:
+                here, _ = self.listening.accept()
+            except OSError:
+                return
+            there = socket.create_connection(("127.0.0.1", self.there))
+            self.ends += [here, there]
+            for ends in ((here, there), (there, here)):
+                self.threads.append(threading.Thread(target=self.carry, args=ends))
+                self.threads[-1].start()
+
+    @staticmethod
+    def carry(source, to):
+        try:
+            while content := source.recv(1 << 16):
+                to.sendall(content)
+            to.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def garble(self):
+        self.ends[-2].sendall(b"\xff" * 64)
+
+    def close(self):
+        self.listening.shutdown(socket.SHUT_RDWR)
+        for end in (self.listening, *self.ends):
+            end.close()
+        for thread in self.threads:
+            thread.join(10)
+
+
+def found_ways(channel, wakeup, ways):
+    for _ in range(200):
+        if channel.ways == ways:
+            return True
+        channel.wait(wakeup, 0.1)
+    return False
+
+
+def test_a_client_that_heard_bytes_which_are_no_frame_opens_its_connection_anew(wakeup, tmp_path):
+    """ZeroMQ itself gives such a connection up for ever: the client would hear nothing any more."""
+    echo = Echo("tcp", tmp_path)
+    wire = Wire(echo.address)
+    channel = dial(wire.address)
+    try:
+        for ways in (1, 2, 3):
+            assert found_ways(channel, wakeup, ways)
+            assert not channel.is_lost
+            channel.send(b"heard")
+            peer, frame = echo.next()
+            echo.server.send(peer, frame)
+            assert receive(channel, wakeup) == b"heard"
+            wire.garble()
+    finally:
+        channel.close()
+        wire.close()
+        echo.close()

@@ -30,6 +30,9 @@ from transferqueue.transport.wakeup import Wakeup
 RECONNECT_MS: Final = 10
 """First pause before a lost connection is tried again; doubles up to `RECONNECT_MS_MAX`."""
 RECONNECT_MS_MAX: Final = 500
+REDIAL_MS: Final = 50
+"""After a loss ZeroMQ says at once that it will try again. Where it says nothing for this long it has given up, as it does
+when bytes arrived that are no frames or no key fits; then the connection is opened anew here."""
 PING_MS: Final = 5_000
 """A tcp connection that is silent this long is asked; without an answer it is opened anew."""
 
@@ -46,10 +49,13 @@ class ZmqChannel:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._events = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._events = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+        )
         self._poller.register(self._events, zmq.POLLIN)
         self._watched: Wakeup | None = None
         self.ways, self.is_lost = 0, False
+        self._is_given_up = False
         try:
             self._socket.connect(self.address)
         except zmq.ZMQError as error:
@@ -82,8 +88,13 @@ class ZmqChannel:
                 self._poller.unregister(self._watched)
             self._poller.register(wakeup, zmq.POLLIN)
             self._watched = wakeup
-        ready = self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+        timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
+        if self._is_given_up:
+            timeout_ms = REDIAL_MS if timeout_ms is None else min(timeout_ms, REDIAL_MS)
+        ready = self._poller.poll(timeout_ms)
         wakeup.clear()
+        if self._is_given_up and not ready:
+            self._dial_again()
         for source, _ in ready:
             if source is self._events:
                 self._hear_events()
@@ -92,8 +103,17 @@ class ZmqChannel:
         with suppress(zmq.Again):
             while True:
                 event, _ = self._events.recv_multipart(zmq.NOBLOCK)
-                self.is_lost = int.from_bytes(event[:2], sys.byteorder) == zmq.EVENT_DISCONNECTED
-                self.ways += not self.is_lost
+                number = int.from_bytes(event[:2], sys.byteorder)
+                self._is_given_up = number == zmq.EVENT_DISCONNECTED
+                if number != zmq.EVENT_CONNECT_RETRIED:
+                    self.is_lost = number == zmq.EVENT_DISCONNECTED
+                    self.ways += not self.is_lost
+
+    def _dial_again(self) -> None:
+        self._is_given_up = False
+        with suppress(zmq.ZMQError):  # it may have forgotten that already
+            self._socket.disconnect(self.address)
+        self._socket.connect(self.address)
 
     def close(self) -> None:
         """Close the connection; frames not yet sent are lost."""
