@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from transferqueue.errors import UsageError
 from transferqueue.server.journal import Level
 
-FAULTS_PER_S: Final = 2.6
+FAULTS_PER_S: Final = 3.0
 LEASE_S: Final = 2.0
 """Of every task: short, so that a worker can be frozen beyond it."""
 WITHIN_S: Final = (0.05, 0.8)

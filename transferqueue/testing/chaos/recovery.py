@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from transferqueue.testing.chaos.diary import Told
-from transferqueue.testing.chaos.judge import TASKS
 from transferqueue.testing.chaos.plan import REMOTE
 
 DEATHS: Final = ("kill", "restart", "disk_full")
 """Faults after which another life of the server goes on."""
+
+SHARED: Final = ("reward", "drainer")
 
 
 class Times(NamedTuple):
@@ -46,13 +47,13 @@ def of_server(faults: Sequence[tuple[float, str, str]], told: Sequence[Told]) ->
 def of_leases(faults: Sequence[tuple[float, str, str]], told: Sequence[Told], *, remote: bool) -> Times:
     """From a SIGKILL of a worker that held rows to the first lease of one of these by another.
 
-    remote: of workers on another machine, whose death only their silence or their lease tells; else of those whose
+    Of tasks with several workers: the rows of the only trainer wait for its successor. remote: of workers on another machine, whose death only their silence or their lease tells; else of those whose
     socket the kernel closes. Deaths while no server lived are left out: nobody could have been told.
     """
     away = [at for at, _, target in faults if target == "server"]
     found = []
     for at, kind, role in faults:
-        if kind != "kill" or role.partition("-")[0] not in TASKS or (role in REMOTE) != remote:
+        if kind != "kill" or role.partition("-")[0] not in SHARED or (role in REMOTE) != remote:
             continue
         ended = _leased_again(at, role, told)
         if ended is not None and not any(at - 1.0 < gone < ended for gone in away):

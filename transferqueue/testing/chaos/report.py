@@ -38,6 +38,7 @@ class Report(msgspec.Struct, frozen=True):
     rows: dict[str, int]
     verified: int
     late_acks: int
+    dropped_stale: int
     lost: int
     duplicates: int
     bounds_broken: int
@@ -57,6 +58,7 @@ class Report(msgspec.Struct, frozen=True):
         yield f"faults of processes   {self.faults_of_processes} ({kinds})"
         yield f"rows                  {', '.join(f'{name} {rows:,}' for name, rows in self.rows.items())}"
         yield f"verified              {self.verified:,} rows leased, every byte; {self.late_acks} acks were late and refused"
+        yield f"dropped as declared   {self.dropped_stale} rows came over the staleness bound: their producer was frozen"
         yield f"server recovery       {_spread(self.server_recovery_s)}"
         yield f"rows leased again     {_spread(self.redelivery_s)}"
         if self.redelivery_remote_s.samples:
@@ -83,6 +85,7 @@ def report(
         rows=account.rows,
         verified=account.verified,
         late_acks=sum(task.late for task in account.tasks.values()),
+        dropped_stale=account.stale,
         lost=account.lost,
         duplicates=account.duplicates,
         bounds_broken=account.bounds,

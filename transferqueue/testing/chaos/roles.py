@@ -6,13 +6,14 @@ trainer acks with steps, advances the clock, saves its model and, after its deat
 
 Lines of a diary, after kind and time::
 
-    put?      table, first number, rows     before a put
-    put       first number                  it returned
+    put?      table, first, rows, version   before a put of rows with ascending numbers
+    put       first                         it returned
     lease     lease, numbers                the rows came, and their bytes were computed again
     ack?      lease                         before its ack
     ack       lease, step                   it returned
     late      lease                         it was refused: others have the rows
     rollback  step                          the trainer is as it was then
+    advance?  version                       before the clock is to be this
     again     why                           a wait or a connection ended; it is tried anew
     broken    what                          a promise was not kept
 """
@@ -42,6 +43,8 @@ FLOOD_ROWS: Final = 16
 PACE_S: Final = 0.04
 """Between two puts of one producer: the machine is not to be used up, others may share it."""
 FLOOD_PACE_S: Final = 0.05
+WORK_S: Final = 0.02
+"""What a worker does with rows takes this long, so that deaths find rows in its hands."""
 STEPS_OF_SAVE: Final = 4
 WAIT_S: Final = 60.0
 """Far more than any fault lasts: a wait that ends by its deadline is stuck, and is told as such."""
@@ -71,7 +74,7 @@ def produce(post: Post, queue: tq.Queue) -> None:
     table, payload = queue.table(PACED), Payload(post.seed, SMALL_WORDS)
     while not post.stopping:
         with table.reserve(PUT_ROWS, timeout_s=WAIT_S) as room:
-            _put(post, table, payload, PUT_ROWS, reservation=room, policy_version=room.version)
+            _put(post, table, payload, PUT_ROWS, room.version, reservation=room)
         post.pace(PACE_S)
 
 
@@ -83,13 +86,14 @@ def flood(post: Post, queue: tq.Queue) -> None:
         post.pace(FLOOD_PACE_S)
 
 
-def _put(post: Post, table: tq.Table, payload: Payload, rows: int, **facts: Any) -> None:
+def _put(post: Post, table: tq.Table, payload: Payload, rows: int, version: int | None = None, **facts: Any) -> None:
     numbers = post.numbers(rows)
-    post.diary.write("put?", table.name, numbers[0], rows)
+    post.diary.write("put?", table.name, numbers[0], rows, version)
     try:
         table.put(
             key=[str(number) for number in numbers],
             input_ids=[payload.of(number) for number in numbers],
+            policy_version=version,
             timeout_s=WAIT_S,
             **facts,
         )
@@ -146,7 +150,7 @@ def train(post: Post, queue: tq.Queue) -> None:
         if not _ack(post, batch, step=model.step + 1):
             continue
         model.step += 1
-        _advance(table, model)
+        _advance(post, table, model)
         if model.step % STEPS_OF_SAVE == 0:
             model.save(path)
             table.checkpointed(model.step)
@@ -155,8 +159,9 @@ def train(post: Post, queue: tq.Queue) -> None:
         table.checkpointed(model.step)
 
 
-def _advance(table: tq.Table, model: Saved) -> None:
+def _advance(post: Post, table: tq.Table, model: Saved) -> None:
     """The clock goes on unless rows that are still to be trained hold it."""
+    post.diary.write("advance?", model.version + 1)
     try:
         table.advance(model.version + 1, timeout_s=ADVANCE_S)
     except tq.DeadlineExceeded:
@@ -190,6 +195,7 @@ def _verify(post: Post, batch: tq.Batch, payload: Payload) -> list[int]:
     if wrong:
         post.diary.write("broken", f"lease {batch.lease}: rows {wrong[:8]} have other bytes than were put")
     post.diary.write("lease", batch.lease, numbers)
+    post.pace(WORK_S)
     return numbers
 
 
