@@ -186,6 +186,11 @@ class Blocks:
             extent.open = False
             self._free_if_unused(extent)
 
+    def refer(self, numbers: Iterable[int]) -> None:
+        """One more thing needs each of these live blocks."""
+        for number in numbers:
+            self.blocks[number].refs += 1
+
     def retire(self, number: int, refs: int) -> None:
         """`refs` rows need the block no more."""
         block = self.blocks[number]

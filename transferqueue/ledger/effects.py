@@ -10,7 +10,7 @@ import msgspec
 
 WakeKey = tuple[str, ...]
 """What a waiter waits for: ("task", table, task), ("room", table), ("clock", table), ("table", name),
-("channel", name)."""
+("channel", name), ("turn", channel)."""
 
 
 class Wait(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ from transferqueue.errors import Corruption, UsageError
 from transferqueue.ledger import effects, heap
 from transferqueue.ledger.agreed import Agreement, Batch
 from transferqueue.ledger.blocks import Block, Blocks, Extent, Usage
-from transferqueue.ledger.channels import Channel, Version
+from transferqueue.ledger.channels import Application, Channel, Turn, Version
 from transferqueue.ledger.commits import Staged
 from transferqueue.ledger.deadlines import Deadlines
 from transferqueue.ledger.facts import Facts
@@ -50,7 +50,7 @@ from transferqueue.wire import messages
 _WHOLE: Final = (
     State, Table, Session, Replies, Spans, effects.Effects, Deadlines, Leases, Lease, Blocks, Block, Extent, Usage, Rows,
     Mask, Parts, Part, Groups, Group, TaskState, GroupTaskState, Tally, Forming, Ready, Run, Flow, Reservation,
-    VersionIndex, Steps, Ordinals, History, Agreement, Batch, Channel, Version, Staged, Facts,
+    VersionIndex, Steps, Ordinals, History, Agreement, Batch, Channel, Version, Application, Turn, Staged, Facts,
 )  # fmt: skip
 
 _FORMS: Final = [

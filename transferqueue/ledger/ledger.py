@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from transferqueue.errors import Full, InternalError, ProtocolError, UsageError
-from transferqueue.ledger import image, losses, returns
+from transferqueue.ledger import channels, image, losses, returns
 from transferqueue.ledger.cut import Cut, take
 from transferqueue.ledger.effects import Effect, Wait
 from transferqueue.ledger.gathering import Forming
@@ -150,6 +150,8 @@ class Ledger:
                 subject.late = True
                 subject.owner.unsettled[subject.unit] = None
                 conclude(self.state.tables[subject.owner.rows.table], now)
+            elif isinstance(subject, channels.Turn):
+                channels.end_turn(self.state.channels[subject.channel], subject.session, self.state.core.effects)
 
     def _expire(self, lease: Lease) -> None:
         why = f"it expired after {lease.length_s:g} s without renewal" if lease.holders else "nobody claimed the share"

@@ -126,7 +126,10 @@ def channel_stats(channel: Channel, now: float) -> Plain:
         "kept": list(channel.versions),
         "bytes": channel.usage.bytes,
         "age_s": None if newest is None else now - newest.at,
-        "applied": {str(session): version for session, version in channel.applied.items()},
+        "applied": {str(session): one.version for session, one in channel.applied.items()},
+        "applied_age_s": {str(session): now - one.at for session, one in channel.applied.items()},
+        "publish_lag_s": {str(session): one.lag_s for session, one in channel.applied.items()},
+        "turns": {str(session): turn.deadline - now for session, turn in channel.turns.items() if turn.deadline},
     }
 
 

@@ -211,8 +211,26 @@ def _applied(state: State, request: m.Applied, session: Session, call: int) -> A
     channel = state.channels.get(request.channel)
     if channel is None:
         raise NotFound(f'channel "{request.channel}" does not exist; there are {listing(state.channels)}')
-    channels.apply_version(channel, request, session.id)
+    channels.apply_version(channel, request, session.id, state.now)
     return m.Done()
+
+
+def _basis(state: State, request: m.Basis, session: Session, call: int) -> Answer:
+    channel = state.channels.get(request.channel) or Channel(check_name("channel", request.channel))
+    return channels.basis(channel, state.core.blocks)
+
+
+def _turn(state: State, request: m.Turn, session: Session, call: int) -> Answer:
+    channel = state.channels.get(request.channel)
+    if channel is None:
+        raise NotFound(f'channel "{request.channel}" does not exist; there are {listing(state.channels)}')
+    return channels.take_turn(channel, request, session.id, state.core.deadlines, state.now)
+
+
+def _end_turn(state: State, request: m.EndTurn, session: Session, call: int) -> Answer:
+    channel = state.channels.get(request.channel)
+    ended = channel is not None and channels.end_turn(channel, session.id, state.core.effects)
+    return m.Done(int(ended))
 
 
 def _observe(state: State, request: m.Observe, session: Session, call: int) -> Answer:
@@ -252,5 +270,8 @@ OPERATIONS: Final[dict[type, Operation]] = {
     m.Publish: _publish,
     m.Pull: _pull,
     m.Applied: _applied,
+    m.Basis: _basis,
+    m.Turn: _turn,
+    m.EndTurn: _end_turn,
     m.Observe: _observe,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from transferqueue.errors import Disconnected, NotFound, listing
-from transferqueue.ledger import returns
+from transferqueue.ledger import channels, returns
 from transferqueue.ledger.channels import Channel
 from transferqueue.ledger.sessions import Session
 from transferqueue.ledger.table import Core, Table
@@ -65,6 +65,7 @@ class State:
                 table.wake_room()
         for channel in self.channels.values():
             channel.applied.pop(number, None)
+            channels.end_turn(channel, number, self.core.effects)
 
     def _end_leases(self, session: int) -> None:
         for lease in self.core.leases.of(session):

@@ -109,6 +109,10 @@ def _of_pull(state: State, request: m.Pull) -> str:
     return channels.explain_pull(state.channels.get(request.channel) or Channel(request.channel), request)
 
 
+def _of_turn(state: State, request: m.Turn) -> str:
+    return channels.explain_turn(state.channels.get(request.channel) or Channel(request.channel), request)
+
+
 def _of_open(state: State, request: m.OpenTable) -> str:
     return f'table "{request.name}" was not created; there are {listing(state.tables)}'
 
@@ -120,5 +124,6 @@ _EXPLANATIONS: Final[dict[type, Callable[[State, Any], str]]] = {
     m.Advance: _of_advance,
     m.Publish: _of_publish,
     m.Pull: _of_pull,
+    m.Turn: _of_turn,
     m.OpenTable: _of_open,
 }

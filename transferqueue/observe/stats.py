@@ -63,13 +63,18 @@ class TableStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChannelStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One weight channel. applied: session -> the version it generates with."""
+    """One weight channel. By session: applied: the version it generates with; applied_age_s: since when; publish_lag_s: how long
+    after its publication (None: unknown); turns: who changes weights now, and for how long it may.
+    """
 
     newest: int
     kept: list[int]
     bytes: int
     age_s: float | None
     applied: dict[str, int]
+    applied_age_s: dict[str, float]
+    publish_lag_s: dict[str, float | None]
+    turns: dict[str, float]
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):

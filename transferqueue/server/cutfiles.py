@@ -239,8 +239,9 @@ def pieces(snapshot: Snapshot, about: About) -> Iterator[Piece]:
     for channel in about.channels:
         for version in channel.versions:
             for batch in snapshot.batches(version.file):
-                number += 1
-                yield Piece(number, version.fields, batch)
+                for field in version.fields:
+                    number += 1
+                    yield Piece(number, [field], batch.select([field.name]))
 
 
 def read_cut(snapshot: Snapshot, about: About, blocks: dict[int, BlockAt]) -> Cut:
@@ -249,7 +250,10 @@ def read_cut(snapshot: Snapshot, about: About, blocks: dict[int, BlockAt]) -> Cu
     numbers = iter(sorted(blocks))
     cut.tables = [_read_table(snapshot, table, blocks, numbers) for table in about.tables]
     for channel in about.channels:
-        versions = [VersionCut(one.version, one.fields, [next(numbers)], one.age_s) for one in channel.versions]
+        versions = [
+            VersionCut(one.version, one.fields, [next(numbers) for _ in one.fields], one.age_s)
+            for one in channel.versions
+        ]
         cut.channels.append(ChannelCut(channel.name, channel.keep, channel.latest, versions))
     return cut
 

@@ -64,8 +64,11 @@ MAY: Final[dict[type[m.Request], frozenset[Role]]] = {
     m.Seal: _WORKERS,
     m.Pull: _WORKERS,
     m.Applied: _WORKERS,
+    m.Turn: _WORKERS,
+    m.EndTurn: _WORKERS,
     # the trainer's
     m.Publish: _CONSUMERS,
+    m.Basis: _CONSUMERS,
     m.Advance: _CONSUMERS,
     # the terms that all others work under
     m.CreateTable: _ADMINS,

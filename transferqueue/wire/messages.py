@@ -544,9 +544,10 @@ class ReadRows(Message):
 
 
 class Publish(Message):
-    """Version `version` of a channel: one block of one row, a field per tensor, in one commit.
+    """Version `version` of a channel: blocks of one row, a field per tensor, in one commit.
 
-    keep: versions kept. Tables whose pacing names the channel advance their clock to `version`.
+    keep: versions kept. base, kept: the version is these new blocks and `kept`, blocks of version `base` (-1: of none), whose
+    fields are known. Tables whose pacing names the channel advance their clock to `version`.
     """
 
     channel: Name
@@ -555,6 +556,26 @@ class Publish(Message):
     blocks: Annotated[list[Placed], Meta(max_length=ITEMS_MAX)]
     keep: Annotated[int, Meta(ge=1)] = 2
     wait_s: Seconds = 0.0
+    base: Annotated[int, Meta(ge=-1)] = -1
+    kept: Counts = []
+
+
+class Basis(Message):
+    """What the next version of a channel may be made of: the blocks of its newest. Answer: BasisAt."""
+
+    channel: Name
+
+
+class BasisAt(Message):
+    """The newest version (-1: none yet) with its blocks, which are not pinned.
+
+    extents: size in bytes of each extent they lie in, 0 while more may be written there.
+    """
+
+    version: int
+    fields: Fields
+    blocks: Annotated[list[BlockAt], Meta(max_length=ROWS_PER_REQUEST_MAX)]
+    extents: Annotated[dict[int, int], Meta(max_length=ITEMS_MAX)]
 
 
 class Pull(Message):
@@ -579,6 +600,21 @@ class Applied(Message):
 
     channel: Name
     version: Count
+
+
+class Turn(Message):
+    """Let this session change its weights, once fewer than `at_once` others do; the turn expires after `length_s`."""
+
+    channel: Name
+    at_once: Annotated[int, Meta(ge=1)] = 1
+    length_s: Annotated[float, Meta(gt=0, le=1e9)] = 30.0
+    wait_s: Seconds = 0.0
+
+
+class EndTurn(Message):
+    """The turn of this session is over; none, or one that expired: no error."""
+
+    channel: Name
 
 
 # ---------------------------------------------------------------- snapshots
@@ -651,12 +687,12 @@ class Failed(Message):
 Request = (
     Hello | Heartbeat | Goodbye | Unpin | CreateTable | OpenTable | AddTask | AddFields | DropTable | ListTables
     | Seal | Advance | Grant | ReturnGrant | Put | Update | Lease | Ack | Checkpointed | Rollback | Cursor | Release | Renew | Reserve | Unreserve
-    | Drop | Delete | Find | Read | Publish | Pull | Applied | Observe
+    | Drop | Delete | Find | Read | Publish | Basis | Pull | Applied | Turn | EndTurn | Observe
     | Snapshot | Restore | Follow
 )  # fmt: skip
 Reply = (
     Welcome | TableTerms | Tables | Granted | PutRows | Leased | Renewed | Reserved | Found | ReadRows | Weights
-    | Observed | CursorAt | Working | Done | Failed
+    | BasisAt | Observed | CursorAt | Working | Done | Failed
 )  # fmt: skip
 
 
