@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A service ends at an absolute deadline, counted from the moment the row is in hand: what the queue takes before
-   and after is paid, and an error of one timer does not add to the next.
+1. A service ends at an absolute deadline, counted from the moment an instance takes the row. A process leases `AHEAD`
+   rows more than it has instances, as a loader does, and acknowledges beside the next service.
 2. Instances pull: of those free, the one that has worked least takes the next row. A row waits for nobody in particular.
 3. Times are monotonic seconds of the machine, comparable between its processes.
 """
@@ -28,6 +28,7 @@ TABLE: Final = "replay"
 TOKENS: Final = 512
 """Length of the ragged payload of a row: what a row weighs is the benchmarks' business."""
 WAIT_S: Final = 600.0
+AHEAD: Final = 1
 GIVES: Final = {"reference": "reference", "reward": "reward", "advantage": "advantage", "train": "loss"}
 
 
@@ -97,19 +98,22 @@ async def _hand_over(
 async def serve(table: AsyncTable, orders: Orders) -> list[Served]:
     """All instances of a pulled stage, until the table ends."""
     free = [(0.0, at) for at in range(trace.INSTANCES[orders.stage])]
-    idle = asyncio.Semaphore(len(free))
+    idle, room = asyncio.Semaphore(len(free)), asyncio.Semaphore(len(free) + AHEAD)
     served: list[Served] = []
 
     async def work(batch: AsyncBatch) -> None:
-        worked, instance = heapq.heappop(free)
-        one = await _serve(batch, orders, instance)
+        async with idle:
+            worked, instance = heapq.heappop(free)
+            one = await _serve(batch, orders, instance)
+            heapq.heappush(free, (worked + one.end - one.start, instance))
         served.append(one)
-        heapq.heappush(free, (worked + one.end - one.start, instance))
-        idle.release()
+        given: dict[str, Any] = {GIVES[orders.stage]: [1.0]}
+        await batch.ack(**given)
+        room.release()
 
     async with asyncio.TaskGroup() as at_work:
         while True:
-            await idle.acquire()
+            await room.acquire()
             try:
                 at_work.create_task(work(await table.lease(orders.stage, rows=1, timeout_s=WAIT_S)))
             except EndOfTable:
@@ -119,10 +123,7 @@ async def serve(table: AsyncTable, orders: Orders) -> list[Served]:
 async def _serve(batch: AsyncBatch, orders: Orders, instance: int) -> Served:
     start = time.monotonic()
     await until(start + _service_s(batch, orders))
-    end = time.monotonic()
-    given: dict[str, Any] = {GIVES[orders.stage]: [1.0]}
-    await batch.ack(**given)
-    return Served(instance=instance, start=start, end=end)
+    return Served(instance=instance, start=start, end=time.monotonic())
 
 
 def _service_s(batch: AsyncBatch, orders: Orders) -> float:

@@ -19,7 +19,7 @@ PUBLISHED_S: Final = {"serial": 1743.0, "streaming": 872.0, "async": 776.0}
 ASSUMED: Final = (
     "simulated engines wait out the published service time; they compute nothing",
     "a quarter of the published instances and micro-batches; a row is a micro-batch of 8 samples, also in train",
-    "of the free instances of a stage, the one that has worked least takes the next row",
+    "of the free instances of a stage, the one that has worked least takes the next row; each stage leases one row ahead",
     "a rollout instance finishes its rows evenly over its time",
     f"a row is seen {trace.LAG_S:.0f} s after it is finished, in every mode (first train start of the trace)",
     "reward and advantage need no accelerator: in serial mode they run beside rollout and reference",
