@@ -38,12 +38,13 @@ FLOOD: Final = "flood"
 STALENESS_MAX: Final = 8
 ROWS_MAX: Final = {PACED: 4096, FLOOD: 2048}
 PUT_ROWS: Final = 32
-LEASE_ROWS: Final = 64
+REWARD_ROWS: Final = 16
+TRAIN_ROWS: Final = 128
 FLOOD_ROWS: Final = 16
 PACE_S: Final = 0.04
 """Between two puts of one producer: the machine is not to be used up, others may share it."""
 FLOOD_PACE_S: Final = 0.05
-WORK_S: Final = 0.02
+WORK_S: Final = 0.03
 """What a worker does with rows takes this long, so that deaths find rows in its hands."""
 STEPS_OF_SAVE: Final = 4
 WAIT_S: Final = 60.0
@@ -106,7 +107,7 @@ def _put(post: Post, table: tq.Table, payload: Payload, rows: int, version: int 
 def reward(post: Post, queue: tq.Queue) -> None:
     """Give each row the reward that its number says."""
     table, payload = queue.table(PACED), Payload(post.seed, SMALL_WORDS)
-    for batch in _batches(table, "reward"):
+    for batch in _batches(table, "reward", REWARD_ROWS):
         numbers = _verify(post, batch, payload)
         _ack(post, batch, rewards=np.array([reward_of(one) for one in numbers]))
 
@@ -144,7 +145,7 @@ def train(post: Post, queue: tq.Queue) -> None:
     model = Saved.load(path)
     table.rollback(model.step, task="train", version=model.version)
     post.diary.write("rollback", model.step)
-    for batch in _batches(table, "train"):
+    for batch in _batches(table, "train", TRAIN_ROWS):
         numbers = _verify(post, batch, payload)
         _check_trainable(post, batch, numbers)
         if not _ack(post, batch, step=model.step + 1):
@@ -180,7 +181,7 @@ def _check_trainable(post: Post, batch: tq.Batch, numbers: list[int]) -> None:
         )
 
 
-def _batches(table: tq.Table, task: str, rows: int = LEASE_ROWS) -> Iterator[tq.Batch]:
+def _batches(table: tq.Table, task: str, rows: int) -> Iterator[tq.Batch]:
     while True:
         try:
             yield table.lease(task, rows=rows, at_least=1, timeout_s=WAIT_S)

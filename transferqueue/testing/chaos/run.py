@@ -51,9 +51,11 @@ def chaos(run: Settings, say: Callable[[str], object], keep: Path | None = None)
     """Run it; blocks for its time and that of the drain after it. say: told of the progress in lines.
 
     keep: a directory that gets the diaries and the logs; None: nothing is left. To be called in the main thread of a process that has no other
-    thread: it forks. `KeyboardInterrupt` ends and removes everything too.
+    thread: it forks. `KeyboardInterrupt`, by SIGINT or
+    SIGTERM, ends and removes everything too.
     """
     directory = Path(tempfile.mkdtemp(prefix="tq-chaos-"))
+    before = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Chaos(run, directory, say) as going:
             going.go()
@@ -64,6 +66,8 @@ def chaos(run: Settings, say: Callable[[str], object], keep: Path | None = None)
             for log in directory.glob("*.log"):
                 shutil.copy(log, keep)
         shutil.rmtree(directory)
+        for number, old in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, old)
 
 
 class Chaos:
@@ -89,6 +93,8 @@ class Chaos:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):  # what is left takes a moment, and is to be done whole
+            signal.signal(number, signal.SIG_IGN)
         for member in list(self._stage.members.values()):
             member.signal(signal.SIGKILL)
             member.ended()

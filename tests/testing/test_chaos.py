@@ -1,0 +1,249 @@
+"""Chaos on real processes: short runs that must keep every promise, and what a run does with a wrong call and an interrupt."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transferqueue.errors import UsageError
+from transferqueue.testing.chaos.diary import Diary, Told, read
+from transferqueue.testing.chaos.judge import Account
+from transferqueue.testing.chaos.payload import LARGE_WORDS, SMALL_WORDS, Payload
+from transferqueue.testing.chaos.plan import PROXY, SERVER, SERVER_GAP_S, plan, settings
+from transferqueue.testing.chaos.recovery import of_leases, of_server
+
+
+def command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "transferqueue.cli", "chaos", *options]
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"seconds": 0.5}, r"seconds=0.5 of chaos cannot be run; give 1 to 86400"),
+        ({"seed": -1}, r"seed=-1 is out of range; give 0 to"),
+        ({"durability": "memory"}, r"durability 'memory' cannot be judged.*only process and disk outlive"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        settings(**{"seconds": 10, "seed": 1, "durability": "process", "tcp": False, **wrong})
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def test_a_seed_decides_every_fault_and_another_others() -> None:
+    first, again, other = (plan(settings(180, seed, "process", True)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert sum(fault.target != PROXY for fault in first) >= 350
+    assert {fault.kind for fault in first} >= {
+        "kill",
+        "freeze",
+        "freeze_beyond",
+        "fill",
+        "disk_full",
+        "restart",
+        "flip",
+    }
+
+
+def test_a_server_is_left_alone_between_its_faults() -> None:
+    hurt = [fault.at for fault in plan(settings(600, 3, "process", False)) if fault.target == SERVER]
+    assert min(later - earlier for earlier, later in itertools.pairwise(hurt)) >= SERVER_GAP_S
+
+
+# ---------------------------------------------------------------- the bytes
+
+
+@pytest.mark.parametrize("words", [SMALL_WORDS, LARGE_WORDS])
+def test_every_byte_of_a_row_is_compared(words: tuple[int, int]) -> None:
+    payload = Payload(1, words)
+    row = payload.of(1 << 30)
+    assert words[0] <= len(row) < words[1]
+    assert payload.matches(1 << 30, row)
+    assert not payload.matches((1 << 30) + 1, row)
+    assert not Payload(2, words).matches(1 << 30, row)
+    row[-1] ^= 1
+    assert not payload.matches(1 << 30, row)
+
+
+# ---------------------------------------------------------------- the judge
+
+
+class Written:
+    """Diaries of a run that never was."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.lives = directory, 0
+
+    def life(self, role: str, *lines: list[Any]) -> None:
+        self.lives += 1
+        diary = Diary(self.directory, role, self.lives)
+        for kind, *values in lines:
+            diary.write(kind, *values)
+
+    def judged(self, **audit: Any) -> Account:
+        flood = {"rows_put": 0, "rows_done": 0, "rows_live": 0, "rows_dropped": 0, "dropped": {}, "balanced": True}
+        self.life("probe", ["audit", {"rollouts": {**flood, **audit}, "flood": flood}])
+        return Account(read(self.directory), drained=True)
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Written:
+    found = Written(tmp_path)
+    found.life("producer-0", ["put?", "rollouts", 10, 2, 0], ["put", 10], ["put?", "rollouts", 12, 2, 0])
+    return found
+
+
+def worked(*numbers: int, step: int = -1, lease: int = 1) -> list[list[Any]]:
+    return [["lease", lease, list(numbers)], ["ack?", lease], ["ack", lease, step]]
+
+
+def test_what_was_put_and_done_once_is_right_and_an_unknown_put_may_not_have_been(told: Written) -> None:
+    told.life("reward-0", *worked(10, 11))
+    told.life("trainer-0", *worked(10, 11, step=0))
+    account = told.judged(rows_put=2, rows_done=2)
+    assert (account.violations, account.lost, account.duplicates, account.verified) == ([], 0, 0, 4)
+
+
+def test_an_unknown_put_that_was_seen_must_be_done_whole(told: Written) -> None:
+    told.life("reward-0", *worked(10, 11, 12))
+    told.life("trainer-0", *worked(10, 11, 12, step=0))
+    account = told.judged(rows_put=4, rows_done=4)
+    assert account.lost == 2
+    assert "task reward: rows lost: 1, such as 13" in account.violations
+
+
+def test_a_row_done_twice_is_a_duplicate(told: Written) -> None:
+    told.life("reward-0", *worked(10, 11))
+    told.life("reward-1", *worked(11))
+    told.life("trainer-0", *worked(10, 11, step=0))
+    account = told.judged(rows_put=2, rows_done=2)
+    assert account.duplicates == 1
+    assert account.violations == ["task reward: rows done twice: 1, such as 11"]
+
+
+def test_a_lost_row_is_found_and_an_ack_nobody_lived_to_see_is_none(told: Written) -> None:
+    told.life("reward-0", *worked(10), ["lease", 2, [11]], ["ack?", 2])
+    told.life("trainer-0", *worked(10, step=0))
+    account = told.judged(rows_put=2, rows_done=2)
+    assert account.violations == ["task train: rows lost: 1, such as 11"]
+
+
+def test_a_rollback_undoes_later_steps_so_that_they_are_done_again_once(told: Written) -> None:
+    told.life("reward-0", *worked(10, 11))
+    told.life("trainer-0", *worked(10, step=0), *worked(11, step=1, lease=2))
+    told.life("trainer-0", ["rollback", 0], *worked(11, step=1))
+    assert told.judged(rows_put=2, rows_done=2).violations == []
+
+
+def test_a_step_that_was_rolled_back_and_not_done_again_is_lost(told: Written) -> None:
+    told.life("reward-0", *worked(10, 11))
+    told.life("trainer-0", *worked(10, 11, step=1))
+    told.life("trainer-0", ["rollback", 0])
+    assert told.judged(rows_put=2, rows_done=2).lost == 2
+
+
+def test_an_audit_that_disagrees_and_a_broken_promise_are_violations(told: Written) -> None:
+    told.life("reward-0", *worked(10, 11), ["broken", "other bytes"])
+    told.life("trainer-0", *worked(10, 11, step=0))
+    account = told.judged(rows_put=3, rows_done=3)
+    assert account.violations[0] == "reward-0, life 2: other bytes"
+    assert "by the diaries 2 rows were put" in account.violations[1]
+
+
+def test_rows_of_a_frozen_producer_may_be_stale_and_no_others(tmp_path: Path) -> None:
+    told = Written(tmp_path)
+    told.life("trainer-0", ["advance?", 9])
+    told.life("producer-0", ["put?", "rollouts", 10, 2, 0], ["put", 10], ["put?", "rollouts", 20, 1, 5], ["put", 20])
+    account = told.judged(rows_put=3, rows_done=1, rows_dropped=2, dropped={"stale": 2})
+    assert account.lost == 2, "row 20, of both tasks"
+    assert account.stale == 2
+
+
+def test_the_torn_last_line_of_a_killed_process_says_nothing(tmp_path: Path) -> None:
+    Diary(tmp_path, "reward-0", 1).write("ack?", 1)
+    path = tmp_path / "reward-0.000001.jsonl"
+    path.write_bytes(path.read_bytes() + b'["ack",12')
+    assert [line[0] for line in Told(path).lines] == ["ack?"]
+
+
+# ---------------------------------------------------------------- times
+
+
+def written(tmp_path: Path, role: str, life: int, *lines: list[Any]) -> None:
+    (tmp_path / f"{role}.{life:06d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_recovery_ends_with_the_first_call_that_began_after_the_death(tmp_path: Path) -> None:
+    written(tmp_path, "probe", 1, ["call", 10.4, 9.9], ["call", 10.6, 10.5])
+    (found,) = of_server([(10.0, "kill", "server")], read(tmp_path)).samples
+    assert found == pytest.approx(0.6)
+
+
+def test_rows_are_leased_again_by_another_worker_of_the_task(tmp_path: Path) -> None:
+    written(tmp_path, "reward-0", 1, ["lease", 1.0, 1, [5]], ["ack", 1.1, 1, -1], ["lease", 1.2, 2, [6]])
+    written(tmp_path, "trainer-0", 2, ["lease", 2.1, 3, [6]])
+    written(tmp_path, "reward-1", 3, ["lease", 2.2, 4, [5]], ["lease", 2.5, 5, [6]])
+    (found,) = of_leases([(2.0, "kill", "reward-0")], read(tmp_path), remote=False).samples
+    assert found == pytest.approx(0.5)
+
+
+# ---------------------------------------------------------------- real runs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("options", [("--seed", "5"), ("--seed", "6", "--tcp", "--durability", "disk")])
+def test_a_short_run_keeps_every_promise(options: tuple[str, ...], tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    run = command("--seconds", "20", "--out", str(out), *options)
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    report = json.loads(out.read_text())
+    assert report["kept"]
+    assert report["faults_of_processes"] >= 20
+    assert report["verified"] > 1000
+    assert f"again                 transferqueue chaos --seconds 20 {' '.join(options[:2])}" in ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    run = subprocess.Popen(
+        command("--seconds", "60"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert run.stdout is not None
+    lines = [run.stdout.readline(), run.stdout.readline()]
+    assert "faults" in lines[1]
+    (directory,) = tmp_path.glob("tq-chaos-*")
+    arena = (directory / "state" / "arena").readlink().parent
+    run.send_signal(number)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 130, said
+    assert list(tmp_path.iterdir()) == []
+    assert not arena.exists()
+    assert not [pid for pid in Path("/proc").glob("[0-9]*") if _names(pid, str(directory))]
+
+
+def _names(process: Path, text: str) -> bool:
+    try:
+        return text in (process / "cmdline").read_text()
+    except OSError:
+        return False
