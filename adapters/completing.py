@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from transferqueue.adapters.protocols import Completion, Ids, Prompt, Sampling
+from transferqueue.adapters.protocols import ABORT, LENGTH, STOP, Completion, Ids, Prompt, Sampling
 from transferqueue.errors import UsageError
 
 Span = tuple[int, int]
@@ -39,11 +39,20 @@ def tokens_left(prompt: Prompt, sampling: Sampling) -> int:
     return sampling.tokens_max - (0 if prompt.begun is None else len(prompt.begun.ids))
 
 
-def seed_of(sampling: Sampling, index: int, sample: int) -> int | None:
-    """A seed for each completion: one for all of a prompt's samples would give them the same tokens."""
+def seed_of(sampling: Sampling, index: int, sample: int, prompt: Prompt) -> int | None:
+    """A seed for each completion: one for all of a prompt's samples would give them the same tokens; another one for what follows
+    what was begun, or the same draws would be made twice."""
     if sampling.seed is None:
         return None
-    return int(np.random.SeedSequence([sampling.seed, index, sample]).generate_state(1)[0])
+    begun = 0 if prompt.begun is None else len(prompt.begun.ids)
+    return int(np.random.SeedSequence([sampling.seed, index, sample, begun]).generate_state(1)[0])
+
+
+def ended_by(ids: Sequence[int], tokens_max: int, sampling: Sampling) -> str:
+    """Finish reason of tokens that an engine drew and said no more about; `tokens_max`: how many it might draw."""
+    if len(ids) and ids[-1] in sampling.stop_ids:
+        return STOP
+    return LENGTH if len(ids) >= tokens_max else ABORT
 
 
 def completed(

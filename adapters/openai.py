@@ -6,7 +6,8 @@ Rules:
   does not is refused with `Unsupported` at its first answer: text that is tokenized anew need not be what was drawn.
 - Its log-probabilities must be of the distribution that was drawn from; vLLM says so when it is started with
   ``--logprobs-mode processed_logprobs``.
-- A pause is made here: new requests wait, and streams are cut or awaited. An endpoint takes no weights.
+- A pause is made here: new requests wait, and streams are awaited, or cut; those that are kept are asked for again after it, with what
+  was begun. An endpoint takes no weights.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
 import aiohttp
 
 from transferqueue.adapters.beside import LoopBeside
-from transferqueue.adapters.completing import check_request, completed, context, seed_of, tokens_left
+from transferqueue.adapters.completing import check_request, completed, context, ended_by, seed_of, tokens_left
 from transferqueue.adapters.protocols import (
     ABORT,
     GENERATE_S,
@@ -174,7 +175,7 @@ class OpenAIGenerator:
         self._endpoint = Endpoint(base_url, api_key=api_key, connections_max=connections_max)
         self._model, self._version, self._context_max = model, version, context_max
         self._body = dict(body or {})
-        self._pauses = _Pauses()
+        self._pauses = Pauses()
 
     @property
     def version(self) -> int:
@@ -193,17 +194,26 @@ class OpenAIGenerator:
         return self._beside.as_finished(jobs, timeout_s)
 
     async def _complete(self, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Completion:
-        async with self._pauses.running() as cut:
-            drawn, version = Drawn(), self._version
-            streaming = asyncio.ensure_future(self._stream(self._request(index, sample, prompt, sampling), drawn))
-            waiting = asyncio.ensure_future(cut.wait())
-            try:
-                await asyncio.wait((streaming, waiting), return_when=asyncio.FIRST_COMPLETED)
-                if streaming.done():
-                    streaming.result()
-            finally:
-                await _ended(streaming, waiting)
-        reason = drawn.finish_reason or ABORT
+        """A completion, in one request, or in several if pauses come between: each goes on with what was begun."""
+        while True:
+            async with self._pauses.running() as running:
+                part = await self._part(index, sample, prompt, sampling, running)
+            if part.finish_reason != ABORT or running.mode is Pause.ABORT:
+                return part
+            prompt = replace(prompt, samples=1, begun=part)
+
+    async def _part(self, index: int, sample: int, prompt: Prompt, sampling: Sampling, running: Running) -> Completion:
+        """What one request gives until it is finished or cut; all of it is drawn with one version."""
+        drawn, version = Drawn(), self._version
+        streaming = asyncio.ensure_future(self._stream(self._request(index, sample, prompt, sampling), drawn))
+        waiting = asyncio.ensure_future(running.cut.wait())
+        try:
+            await asyncio.wait((streaming, waiting), return_when=asyncio.FIRST_COMPLETED)
+            if streaming.done():
+                streaming.result()
+        finally:
+            await _ended(streaming, waiting)
+        reason = drawn.finish_reason or ended_by(drawn.ids, tokens_left(prompt, sampling), sampling)
         return completed(index, sample, prompt, drawn.ids, drawn.logprobs, reason, [(version, len(drawn.ids))])
 
     def _request(self, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
@@ -214,7 +224,7 @@ class OpenAIGenerator:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "stop_token_ids": list(sampling.stop_ids) or None,
-            "seed": seed_of(sampling, index, sample),
+            "seed": seed_of(sampling, index, sample, prompt),
             "logprobs": 1,
             "return_token_ids": True,
             "stream": True,
@@ -230,9 +240,8 @@ class OpenAIGenerator:
             raise Disconnected(f"{self._endpoint.url} ended a stream without a finish reason")
 
     def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
-        """Draw no token from the return on (`protocols.Generator.pause`). `KEEP` is `Unsupported`: a stream cannot stand still."""
-        if mode is Pause.KEEP:
-            raise Unsupported("an OpenAI-compatible endpoint cannot keep what it generates; pause with ABORT or WAIT")
+        """Draw no token from the return on (`protocols.Generator.pause`). What is kept is asked for again after the pause, with
+        what was begun."""
         try:
             self._beside.wait(self._pauses.begin(mode), timeout_s, f"pause ({mode.value}) was not in force")
         except DeadlineExceeded:
@@ -255,40 +264,52 @@ class OpenAIGenerator:
             self._beside.close()
 
 
-class _Pauses:
+class Running:
+    """A request that runs. cut: it shall end now, as it is. mode: of the pause that cut it."""
+
+    def __init__(self) -> None:
+        self.cut = asyncio.Event()
+        self.mode: Pause | None = None
+
+
+class Pauses:
     """Which requests run, and whether more may. Used on one event loop."""
 
     def __init__(self) -> None:
-        self._running: set[asyncio.Event] = set()
+        self._running: set[Running] = set()
         self._changed = asyncio.Condition()
-        self._paused = False
+        self.paused = False
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[asyncio.Event]:
-        """Wait for the end of a pause; the event is set when the request shall be cut short."""
-        cut = asyncio.Event()
+    async def running(self) -> AsyncIterator[Running]:
+        """Wait for the end of a pause; then a request runs, until left."""
+        running = Running()
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._paused)
-            self._running.add(cut)
+            await self._changed.wait_for(lambda: not self.paused)
+            self._running.add(running)
         try:
-            yield cut
+            yield running
         finally:
-            self._running.discard(cut)
+            self._running.discard(running)
             async with self._changed:
                 self._changed.notify_all()
 
+    def cut(self, mode: Pause) -> None:
+        """Let none begin, and end those that run unless `mode` is to wait for them."""
+        self.paused = True
+        for running in self._running if mode is not Pause.WAIT else ():
+            running.mode = mode
+            running.cut.set()
+
     async def begin(self, mode: Pause) -> None:
-        """Let none begin, cut short those that run if `mode` says so, and wait until none runs."""
-        self._paused = True
-        if mode is Pause.ABORT:
-            for cut in self._running:
-                cut.set()
+        """`cut`, and wait until none runs."""
+        self.cut(mode)
         async with self._changed:
             await self._changed.wait_for(lambda: not self._running)
 
     async def end(self) -> None:
         """Let them begin."""
-        self._paused = False
+        self.paused = False
         async with self._changed:
             self._changed.notify_all()
 

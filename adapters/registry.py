@@ -19,6 +19,7 @@ GROUP: Final = "transferqueue.adapters"
 OURS: Final[Mapping[str, str]] = {
     "vllm": "transferqueue.adapters.vllm:VllmGenerator",
     "vllm-server": "transferqueue.adapters.vllm_server:VllmServer",
+    "sglang-server": "transferqueue.adapters.sglang_server:SglangServer",
     "openai": "transferqueue.adapters.openai:OpenAIGenerator",
     "transformers": "transferqueue.adapters.transformers:TransformersGenerator",
     "torch": "transferqueue.adapters.learners:TorchLearner",

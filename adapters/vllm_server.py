@@ -93,7 +93,7 @@ class VllmServer(OpenAIGenerator):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "stop_token_ids": list(sampling.stop_ids),
-            "seed": seed_of(sampling, index, sample),
+            "seed": seed_of(sampling, index, sample, prompt),
             "logprobs": 0,
             "detokenize": False,
         }

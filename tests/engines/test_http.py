@@ -172,6 +172,31 @@ def test_what_runs_is_cut_short_and_what_comes_waits(endpoint: Endpoint, engine:
     assert ask(engine).finish_reason == LENGTH
 
 
+def test_what_is_kept_is_asked_for_again_with_what_was_begun(endpoint: Endpoint, engine: OpenAIGenerator) -> None:
+    streaming = threading.Event()
+
+    async def forever() -> None:
+        import asyncio
+
+        streaming.set()
+        await asyncio.Event().wait()
+
+    endpoint.answer = stream(WHOLE[0], then=forever)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(ask(engine)))
+    thread.start()
+    assert streaming.wait(20)
+    engine.pause(Pause.KEEP)
+    endpoint.answer = stream(WHOLE[1])
+    engine.resume()
+    thread.join(20)
+    assert found[0].ids.tolist() == [5, 6, 7]
+    assert (found[0].finish_reason, found[0].spans) == (LENGTH, ((3, 3),))
+    first, second = endpoint.asked
+    assert (second["prompt"], second["max_tokens"]) == ([9, 5, 6], 2)
+    assert first["seed"] != second["seed"]
+
+
 def test_a_pause_that_takes_too_long_is_none(endpoint: Endpoint, engine: OpenAIGenerator) -> None:
     streaming, go_on = threading.Event(), threading.Event()
 
@@ -198,8 +223,6 @@ def test_a_pause_that_takes_too_long_is_none(endpoint: Endpoint, engine: OpenAIG
 def test_what_an_endpoint_cannot_do_is_unsupported(engine: OpenAIGenerator) -> None:
     with pytest.raises(Unsupported, match="takes no weights"):
         engine.update_weights(TensorWeights({}), 1)
-    with pytest.raises(Unsupported, match="pause with ABORT or WAIT"):
-        engine.pause(Pause.KEEP)
     with pytest.raises(UsageError, match="the engine's context is 16"):
         engine.generate([Prompt.of([1] * 13)], ONE)
 
