@@ -91,7 +91,7 @@ test-shim: $(SHIMMED) ## the drop-in for transfer_queue against the original's p
 	$(SHIM)/bin/python -m pytest tests/engines/test_shim.py $(ARGS)
 
 test-ray: $(SHIMMED) ## a deployment on a Ray cluster of four nodes (a minute)
-	$(SHIM)/bin/python -m pytest tests/cluster $(ARGS)
+	$(SHIM)/bin/python -m pytest tests/cluster tests/deploy $(ARGS)
 
 bench: $(STAMP) $(PEERED) ## the queue beside its peers and the machine's limits: record, table, pictures (25 minutes)
 	$(BIN)/python -m bench.run $(ARGS)

@@ -17,6 +17,7 @@ import os
 import shutil
 import socket
 import threading
+import warnings
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Final
@@ -150,7 +151,9 @@ class Coordinator(QueueActor):
 
         life = ray.get_runtime_context()
         host = ray.util.get_node_ip_address()
-        super().__init__(told, host, life.get_session_name(), life.was_current_actor_reconstructed)
+        with warnings.catch_warnings(action="ignore"):  # Ray's of itself, in every deployment's log
+            again = life.was_current_actor_reconstructed
+        super().__init__(told, host, life.get_session_name(), again)
 
 
 def _keyring(directory: Path) -> Keyring:
