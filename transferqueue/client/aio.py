@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client import leasing, snapshot, verbs, weighing
+from transferqueue.client import composing, leasing, snapshot, verbs, weighing
 from transferqueue.client.ahead import Ahead
 from transferqueue.client.batch import BatchBase
 from transferqueue.client.client import Client
@@ -400,19 +400,42 @@ class AsyncTable(TableBase):
 class AsyncWeightChannel(weighing.WeightChannelBase):
     """`WeightChannel` for an event loop."""
 
-    async def publish(self, version: int, tensors: Mapping[str, Any], *, timeout_s: float = TIMEOUT_S_DEFAULT) -> None:
+    async def publish(
+        self,
+        version: int,
+        tensors: Mapping[str, Any],
+        *,
+        adapter: str | None = None,
+        timeout_s: float = TIMEOUT_S_DEFAULT,
+    ) -> None:
         """As `WeightChannel.publish`."""
-        await self._drive(weighing.publish(self._client, self._name, self._keep, version, tensors, timeout_s))
+        await self._drive(composing.publish(self._client, self._name, self._keep, version, tensors, adapter, timeout_s))
 
     async def pull(
-        self, above: int = -1, *, version: int | None = None, timeout_s: float = TIMEOUT_S_DEFAULT
+        self,
+        above: int = -1,
+        *,
+        version: int | None = None,
+        since: weighing.Weights | None = None,
+        timeout_s: float = TIMEOUT_S_DEFAULT,
     ) -> weighing.Weights:
         """As `WeightChannel.pull`."""
-        return await self._drive(weighing.pull(self._client, self._name, above, version, timeout_s))
+        return await self._drive(weighing.pull(self._client, self._name, above, version, since, timeout_s))
 
     async def applied(self, version: int) -> None:
         """As `WeightChannel.applied`."""
         await self._drive(weighing.applied(self._name, version))
+
+    @asynccontextmanager
+    async def turn(
+        self, *, at_once: int = 1, length_s: float = weighing.TURN_S, timeout_s: float = TIMEOUT_S_DEFAULT
+    ) -> AsyncGenerator[None]:
+        """As `WeightChannel.turn`."""
+        await self._drive(weighing.take_turn(self._name, at_once, length_s, timeout_s))
+        try:
+            yield
+        finally:
+            await self._drive(weighing.end_turn(self._name))
 
     async def _drive(self, operation: Operation[T]) -> T:
         return await adrive(self._client.connection, operation)

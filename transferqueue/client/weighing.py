@@ -1,48 +1,79 @@
 """The weight channel: versioned publication of model weights to whoever generates with them.
 
-A version is one block of one row, with a field per tensor, committed at once. Names of tensors are kept with a
-leading underscore, since those of a state dict may begin with a digit and names of fields may not.
+A version is a composition of blocks, one a tensor (`composing` has the law of what is written). A pull names them all, and
+reads nothing but to compare checksums; what the caller has already is neither fetched nor read again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from numpy.typing import NDArray
 
-from transferqueue.client import checks
+from transferqueue.client import checks, composing
 from transferqueue.client.client import Client
-from transferqueue.client.commits import CERTAIN, placed, write
-from transferqueue.client.deadline import Deadline
-from transferqueue.client.driving import Operation, ask, drive
-from transferqueue.client.writing import Fate
-from transferqueue.errors import NotFound, SchemaError, UsageError, listing
+from transferqueue.client.driving import Operation, Work, ask, drive
+from transferqueue.client.unwanted import unpin
+from transferqueue.errors import Corruption, NotFound, listing
 from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
 from transferqueue.schema import Field
-from transferqueue.storage.blocks import Draft
+from transferqueue.storage.checksum import verify
 from transferqueue.storage.column import Column
 from transferqueue.storage.placement import Blocks
-from transferqueue.storage.prepare import Prepared, prepare
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
     import torch
 
+TRIES: Final = 2
+"""How often a version is pulled whose bytes do not match their checksums."""
+TURN_S: Final = 30.0
+"""Length of a turn: above the time in which weights are loaded, below that for which the others may wait for a dead one."""
+
+
+class Tensor:
+    """One tensor in this process's memory, which several versions may share. It is let go by the last of them."""
+
+    __slots__ = ("_users", "block", "blocks", "column")
+    _guard: Final = threading.Lock()
+
+    def __init__(self, column: Column, blocks: Blocks, block: m.BlockAt) -> None:
+        self.column, self.blocks, self.block = column, blocks, block
+        self._users = 1
+
+    def share(self) -> bool:
+        """One more version has it; False if it was let go."""
+        with self._guard:
+            self._users += self._users > 0
+            return self._users > 0
+
+    def release(self, message: str) -> None:
+        """One version less has it."""
+        with self._guard:
+            self._users -= 1
+            if self._users:
+                return
+        self.blocks.end(message)
+
 
 class Weights(Mapping[str, Any]):
-    """One version of the weights: a mapping from names to tensors, in shared memory and nowhere else.
+    """One version of the weights: a mapping from names to tensors of the base, in shared memory and nowhere else.
 
     ``weights[name]`` is a torch tensor where torch is installed, else a numpy array; `torch` and `numpy` give all of
-    them as one or the other. They are views of this process's own: they may be changed in place without anyone else
-    seeing it, and stay valid for as long as they are held. The version's memory is pinned until `release`, the end of a
-    ``with`` block, or collection.
+    them as one or the other, of the base or of an adapter. They are views of this process's own: they may be changed in place
+    without anyone else seeing it, and stay valid for as long as they are held; those that a pull took over from weights before
+    (``since``) are the same memory as there. The version's memory is pinned until `release`, the end of a ``with`` block, or
+    collection.
     """
 
-    def __init__(self, channel: str, version: int, columns: dict[str, Column], held: list[Blocks]) -> None:
+    def __init__(self, channel: str, version: int, tensors: dict[str, Tensor], changed: frozenset[str]) -> None:
         self._channel, self._version = channel, version
-        self._columns, self._held = columns, held
+        self._tensors, self._changed = tensors, changed
+        self._released = False
 
     @property
     def channel(self) -> str:
@@ -54,33 +85,67 @@ class Weights(Mapping[str, Any]):
         """The version that these are."""
         return self._version
 
-    def torch(self) -> dict[str, torch.Tensor]:
-        """All tensors, as ``model.load_state_dict`` takes them; no bytes are copied."""
-        return {name: column.torch()[0] for name, column in self._columns.items()}
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the adapters over this base."""
+        return sorted({name.partition("/")[0] for name in self._tensors if not name.startswith(composing.BASE)})
 
-    def numpy(self) -> dict[str, NDArray[Any]]:
-        """All tensors as numpy arrays; bf16 and fp8 need ml_dtypes. No bytes are copied."""
-        return {name: column.numpy()[0] for name, column in self._columns.items()}
+    def changed(self, adapter: str | None = None) -> frozenset[str]:
+        """Names of tensors of the base (or of an adapter) that are not those of ``since``: all, where none was given."""
+        prefix = self._prefix(adapter)
+        return frozenset(name[len(prefix) :] for name in self._changed if name.startswith(prefix))
+
+    def torch(self, adapter: str | None = None) -> dict[str, torch.Tensor]:
+        """All tensors of the base (or of an adapter), as ``model.load_state_dict`` takes them; no bytes are copied."""
+        return {name: column.torch()[0] for name, column in self._columns(adapter)}
+
+    def numpy(self, adapter: str | None = None) -> dict[str, NDArray[Any]]:
+        """All tensors of the base (or of an adapter) as numpy arrays; bf16 and fp8 need ml_dtypes. No bytes are copied."""
+        return {name: column.numpy()[0] for name, column in self._columns(adapter)}
+
+    def _columns(self, adapter: str | None) -> Iterator[tuple[str, Column]]:
+        prefix = self._prefix(adapter)
+        return ((name[len(prefix) :], one.column) for name, one in self._tensors.items() if name.startswith(prefix))
+
+    def _prefix(self, adapter: str | None) -> str:
+        if adapter is None:
+            return composing.BASE
+        if adapter not in self.adapters:
+            raise NotFound(
+                f'adapter "{adapter}" is not in version {self._version} of channel "{self._channel}"; it has '
+                f"{listing(self.adapters)}"
+            )
+        return f"{adapter}/"
+
+    def _shared(self, field: Field, block: m.BlockAt) -> Tensor | None:
+        """The tensor in `block`, if it is here, for another version to have as well."""
+        mine = self._tensors.get(field.name)
+        if mine is None:
+            return None
+        same = composing.same(mine.column.field, mine.block, field, block.nbytes, block.checksum)
+        return mine if same and not self._released and mine.share() else None
 
     def __getitem__(self, name: str) -> Any:
-        column = self._columns.get(name)
-        if column is None:
+        found = self._tensors.get(f"{composing.BASE}{name}")
+        if found is None:
             raise NotFound(
-                f'tensor "{name}" is not in version {self._version} of channel "{self._channel}"; it has '
-                f"{listing(self._columns)}"
+                f'tensor "{name}" is not in version {self._version} of channel "{self._channel}"; it has {listing(self)}'
             )
-        return column.torch()[0] if _has_torch() else column.numpy()[0]
+        return found.column.torch()[0] if _has_torch() else found.column.numpy()[0]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
+        return (name[1:] for name in self._tensors if name.startswith(composing.BASE))
 
     def __len__(self) -> int:
-        return len(self._columns)
+        return sum(1 for _ in self)
 
     def release(self) -> None:
-        """Return the memory, as soon as no view of it is left. Again: nothing."""
-        for blocks in self._held:
-            blocks.end(
+        """Return the memory, as soon as no view of it is left and no later version shares it. Again: nothing."""
+        if self._released:
+            return
+        self._released = True
+        for tensor in self._tensors.values():
+            tensor.release(
                 f'version {self._version} of channel "{self._channel}" was released and its memory was returned; pull it again'
             )
 
@@ -108,22 +173,98 @@ class WeightChannelBase:
 class WeightChannel(WeightChannelBase):
     """Versioned publication of weights. Made by `Queue.weights`; any process may publish or pull."""
 
-    def publish(self, version: int, tensors: Mapping[str, Any], *, timeout_s: float = TIMEOUT_S_DEFAULT) -> None:
+    def publish(
+        self,
+        version: int,
+        tensors: Mapping[str, Any],
+        *,
+        adapter: str | None = None,
+        timeout_s: float = TIMEOUT_S_DEFAULT,
+    ) -> None:
         """Publish all `tensors` (torch or numpy, by name) as `version`, in one commit; versions ascend.
 
-        Written once, into shared memory, from whatever device they are on. Tables whose pacing names this channel
-        advance their clock. The oldest versions beyond `keep` end; who still views one keeps it. Waits up to `timeout_s`
-        for memory.
+        Written once, into shared memory, from whatever device they are on; tensors that are as in the newest version are
+        not written: their bytes are part of both. adapter: `tensors` are those of this adapter (such as a LoRA's), and the
+        version is the newest with that adapter replaced or added; `NotFound` without a base.
+        Tables whose pacing names this channel advance their clock. The oldest versions beyond `keep` end; who still views
+        one keeps it. Waits up to `timeout_s` for memory.
         """
-        drive(self._client.connection, publish(self._client, self._name, self._keep, version, tensors, timeout_s))
+        operation = composing.publish(self._client, self._name, self._keep, version, tensors, adapter, timeout_s)
+        drive(self._client.connection, operation)
 
-    def pull(self, above: int = -1, *, version: int | None = None, timeout_s: float = TIMEOUT_S_DEFAULT) -> Weights:
-        """The newest version above `above` (or exactly `version`), waiting up to `timeout_s` for it."""
-        return drive(self._client.connection, pull(self._client, self._name, above, version, timeout_s))
+    def pull(
+        self,
+        above: int = -1,
+        *,
+        version: int | None = None,
+        since: Weights | None = None,
+        timeout_s: float = TIMEOUT_S_DEFAULT,
+    ) -> Weights:
+        """The newest version above `above` (or exactly `version`), waiting up to `timeout_s` for it.
+
+        since: weights that are held, not released, whose unchanged tensors are shared, not fetched; `Weights.changed`
+        says which are new. Checksums of what is new are compared: `Corruption` if they do not match twice.
+        """
+        return drive(self._client.connection, pull(self._client, self._name, above, version, since, timeout_s))
+
+    def subscribe(self) -> Subscription:
+        """Version after version, of each what changed."""
+        return Subscription(self)
 
     def applied(self, version: int) -> None:
         """This process generates with `version` from now on; that is a fact of its own, recorded beside publication."""
         drive(self._client.connection, applied(self._name, version))
+
+    @contextmanager
+    def turn(
+        self, *, at_once: int = 1, length_s: float = TURN_S, timeout_s: float = TIMEOUT_S_DEFAULT
+    ) -> Generator[None]:
+        """Change weights while at most `at_once` sessions do: generation as a whole never stops. Waits up to `timeout_s`.
+
+        The turn ends with the block, with this session, or after `length_s`: who is dead or slow does not block the others.
+        """
+        drive(self._client.connection, take_turn(self._name, at_once, length_s, timeout_s))
+        try:
+            yield
+        finally:
+            drive(self._client.connection, end_turn(self._name))
+
+
+class Subscription:
+    """The versions of a channel as one reader takes them: each pull gives what is newer, and fetches only what changed.
+
+    The weights of the pull before are released by the next, as soon as that has succeeded. One thread at a time.
+    """
+
+    def __init__(self, channel: WeightChannel) -> None:
+        self._channel = channel
+        self._held: Weights | None = None
+
+    @property
+    def version(self) -> int:
+        """Version of the last pull; -1: none yet."""
+        return -1 if self._held is None else self._held.version
+
+    def pull(self, *, version: int | None = None, timeout_s: float = TIMEOUT_S_DEFAULT) -> Weights:
+        """The newest version above the last (or exactly `version`), waiting up to `timeout_s` for it."""
+        before = self._held
+        self._held = self._channel.pull(self.version, version=version, since=before, timeout_s=timeout_s)
+        if before is not None:
+            before.release()
+        return self._held
+
+    def close(self) -> None:
+        """Release what is held. Again: nothing."""
+        if self._held is not None:
+            self._held.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 # ---------------------------------------------------------------- operations
@@ -134,65 +275,95 @@ def channel_name(channel: str, keep: int) -> tuple[str, int]:
     return check_name("channel", channel), checks.positive("keep", keep)
 
 
-def publish(
-    client: Client, channel: str, keep: int, version: int, tensors: Mapping[str, Any], timeout_s: float
-) -> Operation[None]:
-    """One version, in one commit."""
-    deadline = Deadline(client.clock, checks.seconds("timeout_s", timeout_s))
-    number = checks.whole("version", version)
-    draft = Draft(prepared(tensors))
-    piece = yield from write(client, [draft], deadline)
-    fate = Fate.UNKNOWN
-    try:
-        request = m.Publish(
-            channel=channel,
-            version=number,
-            fields=draft.fields,
-            blocks=placed(piece, [draft]),
-            keep=keep,
-            wait_s=deadline.left(),
-        )
-        yield from ask(request, m.Done)
-        fate = Fate.COMMITTED
-    except CERTAIN:
-        fate = Fate.REFUSED
-        raise
-    finally:
-        piece.done(fate)
-
-
-def prepared(tensors: Mapping[str, Any]) -> list[Prepared]:
-    """Tensors as columns of one row."""
-    if not isinstance(tensors, Mapping) or not tensors:
-        raise UsageError(f"weights are {type(tensors).__name__} of no tensors; give a mapping of names to tensors")
-    found: list[Prepared] = []
-    for name, tensor in tensors.items():
-        check_name("tensor", f"_{name}")
-        if not hasattr(tensor, "shape"):
-            raise SchemaError(f'tensor "{name}" is {type(tensor).__name__}; weights are torch tensors or numpy arrays')
-        found.append(prepare(f"_{name}", tensor[None]))
-    return found
-
-
-def pull(client: Client, channel: str, above: int, version: int | None, timeout_s: float) -> Operation[Weights]:
-    """A version, waited for."""
+def pull(
+    client: Client, channel: str, above: int, version: int | None, since: Weights | None, timeout_s: float
+) -> Operation[Weights]:
+    """A version, waited for; pulled again if its bytes do not match their checksums."""
     request = m.Pull(
         channel=channel,
         above=checks.whole("above", above, least=-1),
         version=-1 if version is None else checks.whole("version", version),
         wait_s=checks.seconds("timeout_s", timeout_s),
     )
+    for _ in range(TRIES - 1):
+        try:
+            return (yield from _pull(client, request, since))
+        except Corruption:
+            continue  # bytes changed on the way: they may not, another time
+    return (yield from _pull(client, request, since))
+
+
+def _pull(client: Client, request: m.Pull, since: Weights | None) -> Operation[Weights]:
     found = yield from ask(request, m.Weights)
-    fields: dict[str, Field] = {field.name: field for field in found.fields}
+    fields = {field.name: field for field in found.fields}
+    shared = _shared(found, fields, since)
+    try:
+        for notice in unpin(one for one in (block.block for block in found.blocks if block.fields[0] in shared)):
+            yield from ask(notice, m.Done)
+        new = [block for block in found.blocks if block.fields[0] not in shared]
+        fetched = yield from _fetch(client, new, fields, f'version {found.version} of channel "{request.channel}"')
+    except BaseException:
+        for tensor in shared.values():
+            tensor.release("the pull that shared it failed")
+        raise
+    tensors = shared | fetched
+    ordered = {field.name: tensors[field.name] for field in found.fields}
+    return Weights(request.channel, found.version, ordered, frozenset(fetched))
+
+
+def _shared(found: m.Weights, fields: Mapping[str, Field], since: Weights | None) -> dict[str, Tensor]:
+    """Tensors of the reply that the caller has."""
+    if since is None:
+        return {}
+    there = {block.fields[0]: since._shared(fields[block.fields[0]], block) for block in found.blocks}
+    return {name: tensor for name, tensor in there.items() if tensor is not None}
+
+
+def _fetch(
+    client: Client, blocks: list[m.BlockAt], fields: dict[str, Field], subject: str
+) -> Operation[dict[str, Tensor]]:
+    """The tensors in `blocks`, whole."""
     zero = bytes(4)
-    parts = [m.Part(block.fields, [block], block_of_row=zero, slot_of_row=zero) for block in found.blocks]
-    columns, held = yield from client.memory.columns(parts, fields, 1, f'channel "{channel}"')
-    return Weights(channel, found.version, {name[1:]: column for name, column in columns.items()}, held)
+    parts = [m.Part(block.fields, [block], block_of_row=zero, slot_of_row=zero) for block in blocks]
+    columns, held = yield from client.memory.columns(parts, fields, 1, subject)
+    found = {
+        name: Tensor(columns[name], memory, block)
+        for memory, block in zip(held, blocks, strict=True)
+        for name in block.fields
+    }
+    try:
+        yield Work(sum(block.nbytes for block in blocks), lambda: _verify(found, subject))
+    except BaseException:
+        for tensor in found.values():
+            tensor.release(f"{subject} did not arrive whole; pull it again")
+        raise
+    return found
+
+
+def _verify(tensors: Mapping[str, Tensor], subject: str) -> None:
+    for name, tensor in tensors.items():
+        verify(tensor.blocks.living()[0], tensor.block.checksum, f'tensor "{name}" of {subject}')
 
 
 def applied(channel: str, version: int) -> Operation[None]:
     """This session generates with the version."""
     yield from ask(m.Applied(channel=channel, version=checks.whole("version", version)), m.Done)
+
+
+def take_turn(channel: str, at_once: int, length_s: float, timeout_s: float) -> Operation[None]:
+    """Leave for this session to change weights, waited for."""
+    request = m.Turn(
+        channel=channel,
+        at_once=checks.positive("at_once", at_once),
+        length_s=checks.seconds("length_s", length_s),
+        wait_s=checks.seconds("timeout_s", timeout_s),
+    )
+    yield from ask(request, m.Done)
+
+
+def end_turn(channel: str) -> Operation[None]:
+    """The turn of this session is over."""
+    yield from ask(m.EndTurn(channel=channel), m.Done)
 
 
 def _has_torch() -> bool:

@@ -1,10 +1,10 @@
 """The weight channel: versioned publication of model weights to generators.
 
-On one machine a version is one block in the arena of the node, which every process maps: what `publish` writes once is
-what each `pull` views. The channel's handles are made by `Queue.weights`.
+On one machine a version is blocks in the arena of the node, which every process maps: what `publish` writes once is what
+each `pull` views. Only tensors that changed are written, and only those are fetched by who holds an earlier version. The channel's handles are made by `Queue.weights`.
 """
 
 from transferqueue.client.aio import AsyncWeightChannel
-from transferqueue.client.weighing import WeightChannel, Weights
+from transferqueue.client.weighing import Subscription, WeightChannel, Weights
 
-__all__ = ["AsyncWeightChannel", "WeightChannel", "Weights"]
+__all__ = ["AsyncWeightChannel", "Subscription", "WeightChannel", "Weights"]

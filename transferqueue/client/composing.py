@@ -1,0 +1,176 @@
+"""What a publication of weights writes, and what it keeps of the newest version.
+
+The law:
+
+- A tensor is a block of its own, and its checksum is that of its block: xxh3-64 of the bytes, whose padding is zeros. Two
+  tensors are the same if their names, dtypes, shapes and checksums are.
+- A tensor that is the same as in the newest version is kept, not written.
+- Memory is used again by extents, not by blocks. So of an extent in which less than half would be kept, nothing is: its
+  tensors are written again, and a version never holds more than twice its bytes. An extent into which more may be written
+  counts as kept. What lost: an extent a tensor, which asks the server once for each; and a bound by the number of
+  versions since the last whole one, which says nothing about memory.
+- Tensors of an adapter are named ``adapter/tensor``, those of the base ``_tensor`` (names of a state dict may begin with a
+  digit, names of fields may not). A publication of the base is whole: what it does not name is not in the version, adapters
+  included. One of an adapter replaces that adapter and keeps everything else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from transferqueue.client import checks
+from transferqueue.client.client import Client
+from transferqueue.client.commits import CERTAIN, placed, write
+from transferqueue.client.deadline import Deadline
+from transferqueue.client.driving import Operation, Work, ask
+from transferqueue.client.writing import Fate, Piece
+from transferqueue.errors import NotFound, SchemaError, UsageError
+from transferqueue.limits import check_name
+from transferqueue.schema import Field
+from transferqueue.storage.blocks import Draft
+from transferqueue.storage.checksum import UNCHECKED, checksum
+from transferqueue.storage.prepare import prepare
+from transferqueue.wire import messages as m
+
+BASE: Final = "_"
+"""What the names of fields of the base begin with; those of adapters never do."""
+
+
+class TensorDraft(Draft):
+    """A tensor that will lie in a block of its own. sum: its checksum, once its bytes were seen."""
+
+    __slots__ = ("sum",)
+
+    def __init__(self, name: str, tensor: Any) -> None:
+        super().__init__([prepare(name, tensor[None])])
+        self.sum = UNCHECKED
+
+    @property
+    def field(self) -> Field:
+        """Definition of the tensor's field."""
+        return self.fields[0]
+
+    def write(self, out: Any) -> None:
+        """As `Draft.write`; then the checksum is known."""
+        super().write(out)
+        if self.sum == UNCHECKED:
+            self.sum = checksum(out)
+
+
+def same(field: Field, block: m.BlockAt, other: Field, nbytes: int, total: int) -> bool:
+    """Whether the tensor in `block` is one of field `other` with this checksum."""
+    return block.checksum == total != UNCHECKED and block.nbytes == nbytes and field == other and len(block.fields) == 1
+
+
+def publish(
+    client: Client,
+    channel: str,
+    keep: int,
+    version: int,
+    tensors: Mapping[str, Any],
+    adapter: str | None,
+    timeout_s: float,
+) -> Operation[None]:
+    """One version, in one commit."""
+    deadline = Deadline(client.clock, checks.seconds("timeout_s", timeout_s))
+    number = checks.whole("version", version)
+    drafts = tensor_drafts(tensors, _prefix(adapter))
+    basis = yield from ask(m.Basis(channel=channel), m.BasisAt)
+    beside = [] if adapter is None else _beside(channel, adapter, basis)
+    unchanged = yield from _unchanged(drafts, basis)
+    kept = {name: block.block for name, block in _worth_keeping(unchanged, basis.extents).items()}
+    written = [draft for draft in drafts if draft.field.name not in kept]
+    blocks = [*beside, *kept.values()]
+    piece = (yield from write(client, written, deadline)) if written else None
+    fate = Fate.UNKNOWN
+    try:
+        request = m.Publish(
+            channel=channel,
+            version=number,
+            fields=[draft.field for draft in written],
+            blocks=_placed(piece, written) if piece else [],
+            keep=keep,
+            wait_s=deadline.left(),
+            base=basis.version if blocks else -1,
+            kept=blocks,
+        )
+        yield from ask(request, m.Done)
+        fate = Fate.COMMITTED
+    except CERTAIN:
+        fate = Fate.REFUSED
+        raise
+    finally:
+        if piece:
+            piece.done(fate)
+
+
+def tensor_drafts(tensors: Mapping[str, Any], prefix: str) -> list[TensorDraft]:
+    """Tensors as blocks, their fields named with `prefix`."""
+    if not isinstance(tensors, Mapping) or not tensors:
+        raise UsageError(f"weights are {type(tensors).__name__} of no tensors; give a mapping of names to tensors")
+    found: list[TensorDraft] = []
+    for name, tensor in tensors.items():
+        check_name("tensor", f"{BASE}{name}")
+        if not hasattr(tensor, "shape"):
+            raise SchemaError(f'tensor "{name}" is {type(tensor).__name__}; weights are torch tensors or numpy arrays')
+        found.append(TensorDraft(check_name("tensor", f"{prefix}{name}"), tensor))
+    return found
+
+
+def _prefix(adapter: str | None) -> str:
+    if adapter is None:
+        return BASE
+    if check_name("adapter", adapter).startswith(BASE) or "/" in adapter:
+        raise UsageError(f'adapter "{adapter}" begins with _ or has a /; name it with letters, digits, . and -')
+    return f"{adapter}/"
+
+
+def _beside(channel: str, adapter: str, basis: m.BasisAt) -> list[int]:
+    """Blocks of everything but the adapter; `NotFound` without a base for it."""
+    if not any(name.startswith(BASE) for block in basis.blocks for name in block.fields):
+        raise NotFound(
+            f'adapter "{adapter}" has no base: nothing is published on channel "{channel}"; publish the base first'
+        )
+    return [block.block for block in basis.blocks if not block.fields[0].startswith(f"{adapter}/")]
+
+
+def _unchanged(drafts: Iterable[TensorDraft], basis: m.BasisAt) -> Operation[dict[str, m.BlockAt]]:
+    """Tensors that are the same in the newest version, with their blocks there. Reads those that may be."""
+    fields = {field.name: field for field in basis.fields}
+    there = {block.fields[0]: block for block in basis.blocks if len(block.fields) == 1 and block.checksum}
+    likely = [one for one in drafts if _alike(one, there.get(one.field.name), fields)]
+    yield Work(sum(draft.nbytes for draft in likely), lambda: _sum(likely))
+    return {
+        one.field.name: there[one.field.name]
+        for one in likely
+        if same(fields[one.field.name], there[one.field.name], one.field, one.nbytes, one.sum)
+    }
+
+
+def _alike(draft: TensorDraft, block: m.BlockAt | None, fields: Mapping[str, Field]) -> bool:
+    return block is not None and block.nbytes == draft.nbytes and fields[draft.field.name] == draft.field
+
+
+def _sum(drafts: Sequence[TensorDraft]) -> None:
+    """Their checksums, by way of one buffer of the largest."""
+    room = np.empty(max((draft.nbytes for draft in drafts), default=0), np.uint8)
+    for draft in drafts:
+        draft.write(room[: draft.nbytes])
+
+
+def _worth_keeping(unchanged: Mapping[str, m.BlockAt], extents: Mapping[int, int]) -> dict[str, m.BlockAt]:
+    """Those in extents of which at least half is kept."""
+    kept_bytes: Counter[int] = Counter()
+    for block in unchanged.values():
+        kept_bytes[block.extent] += block.nbytes
+    return {name: one for name, one in unchanged.items() if 2 * kept_bytes[one.extent] >= extents[one.extent]}
+
+
+def _placed(piece: Piece, drafts: Sequence[TensorDraft]) -> list[m.Placed]:
+    found = zip(placed(piece, drafts), drafts, strict=True)
+    return [msgspec.structs.replace(one, checksum=draft.sum) for one, draft in found]
