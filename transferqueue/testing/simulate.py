@@ -9,6 +9,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from tempfile import TemporaryFile
+from typing import IO
 
 import msgspec
 
@@ -25,27 +27,28 @@ def sweep(first: int, seeds: int, jobs: int = 2) -> tuple[Counter[str], list[Res
     broken = []
     with ExitStack() as running:
         processes = [running.enter_context(_process(first + at, seeds - at, jobs)) for at in range(jobs)]
-        for process in processes:
-            for line in process.stdout or ():
+        for process, said in processes:
+            if process.wait() != 0:
+                raise InternalError(f"a process of the simulator ended with {process.returncode}")
+            said.seek(0)
+            for line in said:
                 result = msgspec.json.decode(line, type=Result, dec_hook=lambda kind, value: kind(value))
                 faults += result.faults
                 if result.broken:
                     broken.append(result)
-            if process.wait() != 0:
-                raise InternalError(f"a process of the simulator ended with {process.returncode}")
     return faults, sorted(broken, key=lambda one: one.seed)
 
 
 @contextmanager
-def _process(first: int, seeds: int, jobs: int) -> Iterator[subprocess.Popen[bytes]]:
+def _process(first: int, seeds: int, jobs: int) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    """It says what it finds into a file: into a pipe that is read later it would stop when that is full."""
     command = [sys.executable, "-m", "transferqueue.testing.simulate", "--every", str(jobs)]
     command += ["--first", str(first), "--seeds", str(seeds)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    with TemporaryFile() as said, subprocess.Popen(command, stdout=said) as process:
+        try:
+            yield process, said
+        finally:
+            process.kill()
 
 
 def _each(first: int, seeds: int, every: int) -> int:
