@@ -121,7 +121,10 @@ class KeepStale(_Policy):
 
 
 class Requeue(_Policy):
-    """A row over the bound goes back to `task`: what that task and those after it gave is cleared."""
+    """A row over the bound goes back to `task`: what that task and those after it gave is cleared.
+
+    A sealed table ends for these tasks only when the pacing task has no row left that could still come back.
+    """
 
     task: str
 

@@ -95,7 +95,8 @@ class Batch(BatchBase):
         rows: ids of those that are done; None: all that are left. Columns have one row for each, in this
         order. step: the trainer's; the rows are then kept until `Table.checkpointed` covers it, and given out again by a
         `Table.rollback` to an earlier one; -1: they are done at once. `LeaseExpired` if the lease is over: nothing
-        was changed, and the rows are somebody else's. `SchemaError` if a column does not fit: still leased.
+        was changed, and the rows are somebody else's. `SchemaError` if a column does not fit: still leased. Rows that
+        were dropped meanwhile, or taken back for a refill of their group, are left out; if all were: `LeaseExpired`.
         """
         facts = Facts(
             group_id=group_id,
