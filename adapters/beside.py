@@ -8,13 +8,16 @@ import queue as queues
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, Final, TypeVar
 
 from transferqueue.adapters.protocols import Completion, Completions
 from transferqueue.errors import DeadlineExceeded, Disconnected
 
 T = TypeVar("T")
+
+CANCEL_S: Final = 10.0
+"""What was cancelled may take so long to end."""
 
 
 class LoopBeside:
@@ -57,9 +60,11 @@ class LoopBeside:
             raise DeadlineExceeded(f"{what} after {timeout_s:g} s") from error
 
     def close(self) -> None:
-        """Stop the loop and its thread; what ran there is not waited for. Again: nothing."""
+        """Cancel what runs there, for at most `CANCEL_S`, and stop the loop and its thread. Again: nothing."""
         if not self._closed:
             self._closed = True
+            ending = asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)
+            wait([ending], timeout=CANCEL_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -79,6 +84,13 @@ class LoopBeside:
                 yield _next(finished, deadline, timeout_s)
         finally:
             running.cancel()
+
+
+async def _cancel_all() -> None:
+    running = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 async def _run_all(

@@ -114,7 +114,7 @@ STAGES: dict[str, Callable[[], Subject]] = {
 @pytest.mark.parametrize("check", STAGE_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", STAGES)
 def test_stages(name: str, check: Callable[[StageSubject], None]) -> None:
-    conform("stage", name, "", check, STAGES[name]())
+    conform("stage", name, "plain Python", check, STAGES[name]())
 
 
 def served(stage: Stage, columns: Mapping[str, Any], emit: Callable[[Event], None] = lambda _: None) -> tq.Rows:
