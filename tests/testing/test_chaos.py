@@ -17,7 +17,7 @@ from transferqueue.errors import UsageError
 from transferqueue.testing.chaos.diary import Diary, Told, read
 from transferqueue.testing.chaos.judge import Account
 from transferqueue.testing.chaos.payload import LARGE_WORDS, SMALL_WORDS, Payload
-from transferqueue.testing.chaos.plan import PROXY, SERVER, SERVER_GAP_S, plan, settings
+from transferqueue.testing.chaos.plan import PROXY, SERVER, SERVER_GAP_S, Fault, plan, settings
 from transferqueue.testing.chaos.recovery import of_leases, of_server
 
 
@@ -189,7 +189,7 @@ def written(tmp_path: Path, role: str, life: int, *lines: list[Any]) -> None:
 
 def test_recovery_ends_with_the_first_call_that_began_after_the_death(tmp_path: Path) -> None:
     written(tmp_path, "probe", 1, ["call", 10.4, 9.9], ["call", 10.6, 10.5])
-    (found,) = of_server([(10.0, "kill", "server")], read(tmp_path)).samples
+    (found,) = of_server([Fault(10.0, "kill", "server")], read(tmp_path)).samples
     assert found == pytest.approx(0.6)
 
 
@@ -197,8 +197,16 @@ def test_rows_are_leased_again_by_another_worker_of_the_task(tmp_path: Path) -> 
     written(tmp_path, "reward-0", 1, ["lease", 1.0, 1, [5]], ["ack", 1.1, 1, -1], ["lease", 1.2, 2, [6]])
     written(tmp_path, "trainer-0", 2, ["lease", 2.1, 3, [6]])
     written(tmp_path, "reward-1", 3, ["lease", 2.2, 4, [5]], ["lease", 2.5, 5, [6]])
-    (found,) = of_leases([(2.0, "kill", "reward-0")], read(tmp_path), remote=False).samples
+    kills = [Fault(2.0, "kill", "reward-0"), Fault(1.5, "freeze", "reward-2", 3.0)]
+    (found,) = of_leases(kills, read(tmp_path), remote=False).samples
     assert found == pytest.approx(0.5)
+
+
+def test_a_death_that_nobody_unhurt_could_take_over_is_no_sample(tmp_path: Path) -> None:
+    written(tmp_path, "drainer-0", 1, ["lease", 1.2, 2, [6]])
+    written(tmp_path, "drainer-1", 3, ["lease", 4.0, 5, [6]])
+    kills = [Fault(2.0, "kill", "drainer-0"), Fault(1.5, "fill", "drainer", 2.0)]
+    assert of_leases(kills, read(tmp_path), remote=False).samples == []
 
 
 # ---------------------------------------------------------------- real runs

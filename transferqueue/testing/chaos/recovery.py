@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from transferqueue.testing.chaos.diary import Told
-from transferqueue.testing.chaos.plan import REMOTE
+from transferqueue.testing.chaos.plan import CONSUMERS, DRAINERS, REMOTE, Fault
 
 DEATHS: Final = ("kill", "restart", "disk_full")
 """Faults after which another life of the server goes on."""
 
-SHARED: Final = ("reward", "drainer")
+SHARED: Final = {"reward": CONSUMERS, "drainer": DRAINERS}
+CALM_S: Final = 1.0
 
 
 class Times(NamedTuple):
@@ -25,14 +26,14 @@ class Times(NamedTuple):
         return self.samples[min(len(self.samples) - 1, int(share * len(self.samples)))] if self.samples else 0.0
 
 
-def of_server(faults: Sequence[tuple[float, str, str]], told: Sequence[Told]) -> Times:
+def of_server(faults: Sequence[Fault], told: Sequence[Told]) -> Times:
     """From a SIGKILL of the server to the end of the first call that began after it and was answered.
 
     A death during the recovery from an earlier one begins anew.
     """
     calls = sorted((line[2], line[1]) for diary in told for line in diary.of("call"))
     begun = [began for began, _ in calls]
-    deaths = [(at, kind) for at, kind, target in faults if target == "server" and kind in DEATHS]
+    deaths = [(at, kind) for at, kind, target, _ in faults if target == "server" and kind in DEATHS]
     found = []
     for number, (at, kind) in enumerate(deaths):
         place = bisect.bisect_left(begun, at)
@@ -44,21 +45,33 @@ def of_server(faults: Sequence[tuple[float, str, str]], told: Sequence[Told]) ->
     return Times(sorted(found))
 
 
-def of_leases(faults: Sequence[tuple[float, str, str]], told: Sequence[Told], *, remote: bool) -> Times:
+def of_leases(faults: Sequence[Fault], told: Sequence[Told], *, remote: bool) -> Times:
     """From a SIGKILL of a worker that held rows to the first lease of one of these by another.
 
     Of tasks with several workers: the rows of the only trainer wait for its successor. remote: of workers on another machine, whose death only their silence or their lease tells; else of those whose
-    socket the kernel closes. Deaths while no server lived are left out: nobody could have been told.
+    socket the kernel closes. Deaths while no server lived, or while no other worker was unhurt, are left out: there
+    was nobody to give rows back, or to take them.
     """
-    away = [at for at, _, target in faults if target == "server"]
+    away = [at for at, _, target, _ in faults if target == "server"]
     found = []
-    for at, kind, role in faults:
+    for at, kind, role, _ in faults:
         if kind != "kill" or role.partition("-")[0] not in SHARED or (role in REMOTE) != remote:
             continue
-        ended = _leased_again(at, role, told)
+        ended = _leased_again(at, role, told) if _can_be_told(at, role, faults) else None
         if ended is not None and not any(at - 1.0 < gone < ended for gone in away):
             found.append(ended - at)
     return Times(sorted(found))
+
+
+def _can_be_told(at: float, role: str, faults: Sequence[Fault]) -> bool:
+    """Whether another worker of the task was neither frozen nor new within `CALM_S` of this death."""
+    task = role.partition("-")[0]
+    hurt = {
+        fault.target
+        for fault in faults
+        if fault.target.startswith(task) and fault.at - CALM_S < at + CALM_S and at - CALM_S < fault.at + fault.for_s
+    }
+    return task not in hurt and any(other not in hurt for other in SHARED[task] if other != role)
 
 
 def _leased_again(at: float, role: str, told: Sequence[Told]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import msgspec
 from transferqueue.testing.chaos import recovery
 from transferqueue.testing.chaos.diary import Told
 from transferqueue.testing.chaos.judge import Account
-from transferqueue.testing.chaos.plan import PROXY, Settings
+from transferqueue.testing.chaos.plan import PROXY, Fault, Settings
 from transferqueue.testing.chaos.recovery import Times
 
 
@@ -30,9 +31,11 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A run. faults: how often each kind was done. verified: rows leased, every byte computed again."""
+    """A run. load: of the machine, in processes that run on average over its
+    last minute, by core. faults: how often each kind was done. verified: rows leased, every byte computed again."""
 
     command: str
+    load: float
     faults: dict[str, int]
     faults_of_processes: int
     rows: dict[str, int]
@@ -55,6 +58,7 @@ class Report(msgspec.Struct, frozen=True):
     def lines(self) -> Iterator[str]:
         """The report, to be read."""
         kinds = ", ".join(f"{kind} {times}" for kind, times in self.faults.items())
+        yield f"load of the machine   {self.load} processes a core, over its last minute"
         yield f"faults of processes   {self.faults_of_processes} ({kinds})"
         yield f"rows                  {', '.join(f'{name} {rows:,}' for name, rows in self.rows.items())}"
         yield f"verified              {self.verified:,} rows leased, every byte; {self.late_acks} acks were late and refused"
@@ -73,15 +77,14 @@ class Report(msgspec.Struct, frozen=True):
         return {"kept": self.kept, **msgspec.to_builtins(self)}
 
 
-def report(
-    run: Settings, faults: Sequence[tuple[float, str, str]], told: Sequence[Told], violations: Sequence[str]
-) -> Report:
+def report(run: Settings, faults: Sequence[Fault], told: Sequence[Told], violations: Sequence[str]) -> Report:
     """Judge a run by its diaries. violations: what was seen while it ran; with any, it ended where it was."""
     account = Account(told, drained=not violations)
     return Report(
         command=run.command,
-        faults=dict(Counter(_name(kind, target) for _, kind, target in faults).most_common()),
-        faults_of_processes=sum(target != PROXY for _, _, target in faults),
+        load=round(os.getloadavg()[0] / (os.cpu_count() or 1), 1),
+        faults=dict(Counter(_name(kind, target) for _, kind, target, _ in faults).most_common()),
+        faults_of_processes=sum(fault.target != PROXY for fault in faults),
         rows=account.rows,
         verified=account.verified,
         late_acks=sum(task.late for task in account.tasks.values()),

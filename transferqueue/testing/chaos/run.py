@@ -75,12 +75,12 @@ class Chaos:
 
     def __init__(self, run: Settings, directory: Path, say: Callable[[str], object]) -> None:
         self._run, self._directory, self._say = run, directory, say
-        self.faults: Final[list[tuple[float, str, str]]] = []
+        self.faults: Final[list[Fault]] = []
         self.violations: Final[list[str]] = []
         self._stage = Stage()
         self._life = itertools.count(1)
         self._pipes: Final = {name: Pipe(to_member=name != "news") for name in ("commands", "news", "network")}
-        self._ready = False
+        self._ready = self._probed = False
         self._rows: dict[str, int] = {}
         self._draining = self._server_leaves = False
         (directory / "diaries").mkdir()
@@ -127,9 +127,8 @@ class Chaos:
         if self._run.tcp:
             self._fork(PROXY, lambda: proxy.carry(self._run.seed, self._pipes["network"].there))
         self._await(lambda: self._ready, "the server did not listen")
-        self._ready = False
         self._member(_PROBE)
-        self._await(lambda: self._ready, "the probe got no answer")
+        self._await(lambda: self._probed, "the probe got no answer")
         for role in roles(self._run):
             self._member(role)
 
@@ -210,7 +209,7 @@ class Chaos:
         for line in os.read(self._pipes["news"].here, 1 << 16).splitlines():
             kind, told = msgspec.json.decode(line, type=tuple[str, dict[str, int]])
             if kind == "ready":
-                self._ready = True
+                self._probed = True
             else:
                 self._rows = told
 
@@ -238,7 +237,7 @@ class Chaos:
         else:
             done = self._freeze(DRAINERS if fault.kind == "fill" else (fault.target,), fault.for_s)
         if done:
-            self.faults.append((at, fault.kind, fault.target))
+            self.faults.append(fault._replace(at=at))
 
     def _kill(self, role: str) -> bool:
         member = self._stage.members.get(role)
@@ -255,7 +254,9 @@ class Chaos:
 
     def _hurt_server(self, fault: Fault) -> bool:
         if fault.kind == "restart":
-            self._server_leaves = True
+            if not self._ready:  # it only begins, and has not said yet what a signal is to it
+                return False
+            self._server_leaves, self._ready = True, False
             self._served.ask_to_stop()
             return True
         if fault.kind == "disk_full":
