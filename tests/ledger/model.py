@@ -323,7 +323,7 @@ class Model:
         if task.groups and rows:
             full = full or spare < smallest
         if not taken or not (final or full or (at_least and cost >= at_least)):
-            ended = self.sealed and final and not self.count(name, "leased")
+            ended = self.sealed and final and not self.count(name, "leased") and not self._may_return(name)
             raise Refused("EndOfTable" if ended and not units else "DeadlineExceeded")
         chosen = [row for unit in taken for row in unit]
         for row in chosen:
@@ -674,13 +674,32 @@ class Model:
                 unit = self.units[pace].setdefault(row.unit, Unit(pace, row.unit))
                 unit.state, unit.deadline = "over", None
 
-    def _requeue(self, pace: str, target: str, rows: list[int]) -> None:
-        fields, after = set(self.tasks[target].gives), []
+    def _downstream(self, target: str) -> tuple[set[str], list[str]]:
+        fields: set[str] = set(self.tasks[target].gives)
+        after: list[str] = []
         for _ in self.tasks:
             for name, task in self.tasks.items():
                 if name not in after and fields & set(task.needs):
                     after.append(name)
                     fields |= set(task.gives)
+        return fields, after
+
+    def _may_return(self, name: str) -> bool:
+        pacing = self.pacing
+        if (
+            not pacing
+            or pacing.max_staleness is None
+            or not isinstance(pacing.on_stale, Requeue)
+            or name == pacing.task
+        ):
+            return False
+        target = pacing.on_stale.task
+        waiting = ("pending", "held", "ready", "leased")
+        back = name == target or name in self._downstream(target)[1]
+        return back and any(row.state[pacing.task] in waiting for row in self.live())
+
+    def _requeue(self, pace: str, target: str, rows: list[int]) -> None:
+        fields, after = self._downstream(target)
         if any(self.tasks[name].groups for name in (target, pace, *after)):
             rows = self._with_groups(pace, rows)
         for number in rows:

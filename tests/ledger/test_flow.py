@@ -132,6 +132,23 @@ def test_a_requeued_row_is_given_anew() -> None:
     assert world.audit()["balanced"]
 
 
+def test_a_task_to_which_rows_may_be_requeued_ends_with_the_pacing_task() -> None:
+    """The simulator found a trainer that waited for rows of which nobody was left to give the score anew."""
+    _, client = paced(Requeue("grade"), bound=0)
+    client.put(1, ["big"], {"r": 0.0}, policy_version=0)
+    client.seal()
+    client.ack(client.lease("grade", 1), columns=client.columns(1, ["trace"], {"score": 1.0}))
+    with pytest.raises(DeadlineExceeded):
+        client.lease("grade", 1)
+    client.advance(1)
+    again = client.lease("grade", 1)
+    client.ack(again, columns=client.columns(1, inline={"score": 2.0}, policy_version=1))
+    client.ack(client.lease("train", 1))
+    for task in ("grade", "train"):
+        with pytest.raises(EndOfTable):
+            client.lease(task, 1)
+
+
 def test_requeue_ends_leases_of_what_follows() -> None:
     world = World()
     client = world.client()

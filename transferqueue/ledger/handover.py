@@ -14,7 +14,7 @@ from transferqueue.ledger.explain import explain_lease
 from transferqueue.ledger.gathering import GroupTaskState
 from transferqueue.ledger.leases import Lease
 from transferqueue.ledger.predicates import check_where
-from transferqueue.ledger.settle import conclude, return_rows
+from transferqueue.ledger.settle import conclude, may_return, return_rows
 from transferqueue.ledger.split import shares
 from transferqueue.ledger.table import Table
 from transferqueue.ledger.tasks import LEASED, READY, TaskState
@@ -99,7 +99,7 @@ def _check_possible(table: Table, task: TaskState, request: LeaseRequest) -> Non
 
 def _ended(table: Table, task: TaskState, request: LeaseRequest) -> bool:
     """Whether no row can come any more for this request."""
-    if not table.sealed or not task.final or task.counts[LEASED]:
+    if not table.sealed or not task.final or task.counts[LEASED] or may_return(table, task):
         return False
     return not task.counts[READY] or (bool(request.where) and not task.queue(request.where).first(1).size)
 

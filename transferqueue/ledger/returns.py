@@ -103,7 +103,9 @@ def _finish(table: Table, task: TaskState, rows: IntArray, request: Ack, session
         finish_rows(table, task, rows, now)
     if task is table.pacer:
         table.wake_room()
-    if table.sealed:
+    if table.sealed and task is table.pacer:
+        table.wake_tasks()  # others may have waited for this to know that nothing comes back to them
+    elif table.sealed:
         table.wake_task(task.task.name)
 
 

@@ -27,7 +27,7 @@ from transferqueue.ledger.fates import drop_rows, lose_leases, retire
 from transferqueue.ledger.gathering import FORMING, Forming, GroupTaskState
 from transferqueue.ledger.pages import LIVE
 from transferqueue.ledger.table import Table
-from transferqueue.ledger.tasks import DONE, KEPT, LEASED, PENDING, READY, STEPPED, TaskState
+from transferqueue.ledger.tasks import DONE, KEPT, LEASED, OPEN, PENDING, READY, STEPPED, TaskState
 from transferqueue.policies import KeepStale, Refill, Release, Requeue, Task
 
 INCOMPLETE = "group_incomplete"
@@ -240,6 +240,21 @@ def requeue(table: Table, pacer: TaskState, target: str, rows: IntArray, now: fl
     for name in ("policy_version", "policy_version_max"):
         table.rows.facts[name].a[at] = -1
     send_back(table, target, rows, "requeued as stale", now)
+
+
+def may_return(table: Table, task: TaskState) -> bool:
+    """Whether rows that `task` is done with may be requeued to it, or to one before it: the pacing task has not had them all.
+
+    Until then the table has not ended for `task`, or nobody would be left to give anew what a stale row needs.
+    """
+    pacing, pacer = table.pacing, table.pacer
+    if pacing is None or pacer is None or task is pacer or pacing.max_staleness is None:
+        return False
+    if not isinstance(pacing.on_stale, Requeue) or not any(pacer.counts[state] for state in OPEN):
+        return False
+    first = table.tasks[pacing.on_stale.task]
+    _, names = downstream([one.task for one in table.tasks.values()], first.task)
+    return task is first or task.task.name in names
 
 
 def send_back(table: Table, target: str, rows: IntArray, what: str, now: float) -> None:

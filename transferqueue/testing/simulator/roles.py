@@ -23,6 +23,7 @@ from transferqueue.policies import (
     Priority,
     Refill,
     Release,
+    Requeue,
     Task,
 )
 from transferqueue.schema import Field
@@ -67,7 +68,7 @@ class Books:
         self.incomplete = chance.choice((DropGroup(), Release(), Refill()) if roomy else (DropGroup(), Release()))
         self.in_parts = roomy
         self.least = chance.randint(1, self.size) if isinstance(self.incomplete, Release) else self.size
-        self.on_stale = chance.choice((DropStale(), DropStale(), HoldClock()))
+        self.on_stale = chance.choice((DropStale(), DropStale(), HoldClock(), Requeue("score")))
         self.selector = chance.choice((Fifo(), OldestVersionFirst(), Freshest(), LongestFirst(), Priority()))
         self.rows_max = chance.choice((8, 12, 20)) * self.size
         self.channel: str | None = None
@@ -114,6 +115,8 @@ class Books:
         """A worker was given rows; clock: confirmed before it asked."""
         for row in rows:
             key = task, row
+            if self.is_redone(task):
+                continue
             if lease.token > self.acked.get(key, lease.token):  # a lower one was given before, and told late
                 raise Broken(f'row {row} is given to task "{task}" again though its ack was confirmed')
             if lease.token > self.token.get(key, 0):
@@ -129,19 +132,28 @@ class Books:
                     raise Broken(
                         f"group {group} was given with {groups.count(group)} of {self.size}, at least {self.least}"
                     )
-            for row in rows:
-                lag = clock - self.version_of.get(self.stamp_of.get(row, 0), clock)
+            for row, version in zip(rows, unpack(lease.content.policy_version), strict=True):
+                if self.version_of.get(self.stamp_of.get(row, 0), version) != version and not self.is_redone("score"):
+                    raise Broken(f"row {row} is said to be of version {version}, which it was not put with")
+                lag = clock - version
                 if lag > self.staleness:
                     raise Broken(f"row {row} was given {lag} versions late; the bound is {self.staleness}")
 
+    def is_redone(self, task: str) -> bool:
+        """Whether rows may rightly come to this task again: they are scored anew, with newer weights, when they are stale."""
+        return task == "score" and isinstance(self.on_stale, Requeue)
+
     def released(self, task: str, rows: list[int]) -> None:
         """A worker gives rows back, which is no attempt."""
-        for row in rows:
+        for row in rows if not self.is_redone(task) else ():
             self.leases[task, row] -= 1
 
     def done(self, task: str, rows: list[int], token: int) -> None:
         """An ack was confirmed."""
         for row in rows:
+            if self.is_redone(task):
+                self.acked[task, row] = token
+                continue
             if self.token[task, row] != token:
                 raise Broken(
                     f"row {row}: the ack of lease {token} was taken after {self.token[task, row]} was given out"
@@ -296,7 +308,8 @@ def _ack(books: Books, task: str, lease: m.Leased, rows: list[int]) -> Steps:
     columns = None
     if task == "score":
         scores = pack([books.stamp_of[row] * 7 for row in rows])
-        columns = m.Columns([SCORE], inline=[m.Inline("score", scores)])
+        facts = m.RowFacts(policy_version=pack([lease.version] * len(rows)) if books.is_redone(task) else None)
+        columns = m.Columns([SCORE], inline=[m.Inline("score", scores)], facts=facts)
     books.maybe_acked.update((task, row) for row in rows)
     if rows:
         ended = yield m.Ack("t", lease.lease, lease.token, columns=columns)
