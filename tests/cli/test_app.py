@@ -16,7 +16,19 @@ from transferqueue.cli import main
 from transferqueue.observe.libraries import version
 
 GROUP: Any = typer.main.get_command(application.app)
-COMMANDS = ["demo", "compare-modes", "replay", "serve", "top", "inspect", "doctor", "snapshot", "restore", "version"]
+COMMANDS = [
+    "demo",
+    "chaos",
+    "compare-modes",
+    "replay",
+    "serve",
+    "top",
+    "inspect",
+    "doctor",
+    "snapshot",
+    "restore",
+    "version",
+]
 HELP_S_MAX = 0.5
 
 _PROBE = """
