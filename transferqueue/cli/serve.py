@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +19,7 @@ EXAMPLES = (
     ("transferqueue serve --arena-bytes 64GiB", "with room for 64 GiB of rows"),
     ("transferqueue serve --tcp 0.0.0.0:7777", "reachable from other machines too, with keys: transferqueue keys"),
     ("transferqueue serve --durability process --state DIR --supervise", "one that outlives its crashes"),
+    ("transferqueue serve --web 8787", "with a page that shows what it does, at 127.0.0.1:8787"),
     ("transferqueue serve --runtime /tmp/tq", "another one, in a directory of its own"),
     ("transferqueue serve --address ipc:///tmp/tq/control.sock", "the same, by the address that clients give"),
 )
@@ -90,6 +93,15 @@ def serve(
             help="Directory under which clients name snapshots. Default: $TRANSFERQUEUE_SNAPSHOTS, else ./snapshots.",
         ),
     ] = None,
+    web: Annotated[
+        str | None,
+        typer.Option(
+            "--web",
+            metavar="PORT",
+            show_default=False,
+            help="Show a page at 127.0.0.1:PORT: tables, tasks, rates, waits, live. Prints a link, which is a password.",
+        ),
+    ] = None,
     supervised: Annotated[
         bool,
         typer.Option("--supervise", help="Start the server again when it crashes; clients go on where it is durable."),
@@ -97,12 +109,13 @@ def serve(
 ) -> None:
     """Start a server and run it until Ctrl-C or SIGTERM; it leaves no file behind, except in --state.
 
-    Prints one line when it listens: "ready", then its addresses. Clients give the first of them to connect().
+    Prints one line when it listens: "ready", then its addresses (and "web" and the link of its page, with --web). Clients give the first of them to connect().
     """
     from transferqueue.limits import parse_bytes
     from transferqueue.server.serving import serve as serve_until_stopped
     from transferqueue.server.supervising import supervise
 
+    announce = _announce if web is None else _with_page(web)
     ceiling = parse_bytes(arena_bytes) if arena_bytes else None
     place = place_of(address, runtime)
 
@@ -115,13 +128,32 @@ def serve(
             durability=durability,
             state=state,
             snapshots=snapshots,
-            on_ready=_announce,
+            on_ready=announce,
         )
 
     if not supervised:
         run()
     elif code := supervise(run):
         raise typer.Exit(code)
+
+
+def _with_page(where: str) -> Callable[[list[str]], None]:
+    """`_announce`, and the page. One token for all lives of a supervised server: links go on to work."""
+    from transferqueue.web.beside import check_installed, start_page
+    from transferqueue.web.door import web_place
+
+    check_installed()
+    place, token = web_place(where), secrets.token_urlsafe(24)
+    kept: list[object] = []  # its process lasts as long as the pipe to it
+
+    def announce(addresses: list[str]) -> None:
+        process, link = start_page(addresses[0], f"{place.host}:{place.port}", token)
+        kept.append(process)
+        _announce(addresses)
+        typer.echo(f"web {link}")
+        sys.stdout.flush()
+
+    return announce
 
 
 def place_of(address: str | None, runtime: Path | None) -> str | None:

@@ -1,0 +1,45 @@
+"""The page's process as `serve` has it: started when the server listens, ended by the end of the server's process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import suppress
+from importlib.util import find_spec
+
+from transferqueue.errors import UsageError
+
+
+def check_installed() -> None:
+    """`UsageError` where the page's libraries are missing."""
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"--web needs {' and '.join(missing)}, not installed here: pip install 'asyncflow-transferqueue[web]'"
+        )
+
+
+def start_page(address: str, where: str, token: str) -> tuple[subprocess.Popen[str], str]:
+    """The page of the server at `address`, and the link to it, which holds the token: a password.
+
+    The process ends when this one does, however that comes about. `UsageError` if it cannot be there.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "transferqueue.web", address, where],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,  # Ctrl-C is the server's
+    )
+    if process.stdin is None or process.stdout is None:
+        raise TypeError("a pipe was asked for")
+    with suppress(BrokenPipeError):  # it has ended, and the next line says so
+        process.stdin.write(f"{token}\n")
+        process.stdin.flush()
+    url = process.stdout.readline().strip()
+    if not url:
+        process.stdin.close()
+        process.stdout.close()
+        process.wait()
+        raise UsageError(f"the page at {where} could not be started; it said why above")
+    return process, f"{url}?token={token}"
