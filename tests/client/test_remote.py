@@ -452,3 +452,25 @@ def test_a_remote_client_outlives_its_server(tmp_path: Path, level: str, name: s
         assert server.wait(30) == 0
         server.stdout.close()  # type: ignore[union-attr]
     assert os.path.exists(tmp_path / "state")
+
+
+def test_of_weights_only_what_changed_crosses(between: Between, queue: tq.Queue, name: str) -> None:
+    down = [0]
+
+    def count(_passed: int, data: bytes, up: bool) -> bytes:
+        down[0] += 0 if up else len(data)
+        return data
+
+    between.bulk.meddle = count
+    channel = queue.weights(name)
+    tensors = {"a": image(2), "b": image(2, seed=1), "c": image(2, seed=2), "d": np.arange(7, dtype=np.float32)}
+    channel.publish(0, tensors)
+    with channel.subscribe() as subscription:
+        subscription.pull(timeout_s=30)
+        assert down[0] > 6 * MIB
+        down[0] = 0
+        channel.publish(1, tensors | {"d": np.zeros(7, np.float32)})
+        weights = subscription.pull(timeout_s=30)
+        assert weights.changed() == {"d"}
+        assert np.array_equal(weights.numpy()["b"], tensors["b"])
+        assert down[0] < MIB / 8

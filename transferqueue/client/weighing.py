@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from transferqueue.client import checks, composing
 from transferqueue.client.client import Client
 from transferqueue.client.driving import Operation, Work, ask, drive
-from transferqueue.client.unwanted import unpin
 from transferqueue.errors import Corruption, NotFound, listing
 from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
 from transferqueue.schema import Field
@@ -298,8 +297,7 @@ def _pull(client: Client, request: m.Pull, since: Weights | None) -> Operation[W
     fields = {field.name: field for field in found.fields}
     shared = _shared(found, fields, since)
     try:
-        for notice in unpin(one for one in (block.block for block in found.blocks if block.fields[0] in shared)):
-            yield from ask(notice, m.Done)
+        client.connection.unpin([block.block for block in found.blocks if block.fields[0] in shared])
         new = [block for block in found.blocks if block.fields[0] not in shared]
         fetched = yield from _fetch(client, new, fields, f'version {found.version} of channel "{request.channel}"')
     except BaseException:
