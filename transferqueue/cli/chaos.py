@@ -46,6 +46,7 @@ def chaos(
     """
     import json
 
+    from transferqueue.cli.compare import commit_in_use
     from transferqueue.testing.chaos.plan import settings
     from transferqueue.testing.chaos.run import chaos as run_chaos
 
@@ -55,6 +56,6 @@ def chaos(
     for line in found.lines():
         typer.echo(line)
     if out is not None:
-        out.write_text(json.dumps(found.plain(), indent=1) + "\n")
+        out.write_text(json.dumps({"commit": commit_in_use(), **found.plain()}, indent=1) + "\n")
     if not found.kept:
         raise typer.Exit(BROKEN)
