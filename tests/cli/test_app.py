@@ -21,6 +21,7 @@ COMMANDS = [
     "chaos",
     "compare-modes",
     "replay",
+    "streamrl",
     "serve",
     "top",
     "inspect",

@@ -25,6 +25,7 @@ from transferqueue.cli import (
     replay,
     serve,
     snapshot,
+    streamrl,
     top,
     version,
 )
@@ -88,6 +89,7 @@ def _group() -> typer.Typer:
         found.command("demo", help=_DEMO_SUMMARY)(_never_run)
     _add(found, "compare-modes", compare.compare_modes, compare.EXAMPLES)
     _add(found, "replay", replay.replay, replay.EXAMPLES)
+    _add(found, "streamrl", streamrl.streamrl, streamrl.EXAMPLES)
     _add(found, "serve", serve.serve, serve.EXAMPLES)
     _add(found, "top", top.top, top.EXAMPLES)
     _add(found, "inspect", inspect.inspect, inspect.EXAMPLES)

@@ -1,0 +1,72 @@
+"""A job in simulated time: refused input, exact small cases, and what each mode may gain."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from transferqueue.errors import UsageError
+from transferqueue.workflows.sim.generation import Site
+from transferqueue.workflows.sim.streamrl import adds, pipelining
+from transferqueue.workflows.sim.virtual import GENERATE, TRAIN, Feed, Job, Simulated, Stage, simulate
+
+
+def _job(feed: Feed, *, depth: int = 0, stages: tuple[Stage, ...] = (), iterations: int = 3) -> Job:
+    lengths = np.tile(np.array([1, 2, 3, 4, 5, 6, 7, 8]), (iterations, 1))
+    train = Stage(name=TRAIN, row_s=1.0)
+    return Job(
+        lengths=lengths,
+        predicted=lengths,
+        site=Site(1, 8),
+        stages=stages,
+        train=train,
+        feed=feed,
+        depth=depth,
+        token_s=lambda batch: 1.0,
+    )
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(UsageError, match='stage "reward": instances=0'):
+        Stage(name="reward", row_s=1.0, instances=0)
+    with pytest.raises(UsageError, match="a feed of 9 rows does not fit a batch of 8"):
+        _job(Feed(rows=9))
+    with pytest.raises(UsageError, match="a feed of 3 rows does not fit a batch of 8"):
+        _job(Feed(rows=3, fixed=True))
+
+
+def test_serial_is_the_sum_of_generation_and_training() -> None:
+    found = simulate(_job(Feed(rows=8)))
+    assert found.steps == [16.0, 32.0, 48.0]
+    assert found.idle({GENERATE: 1, TRAIN: 1}) == {GENERATE: 0.5, TRAIN: 0.5}
+
+
+def test_streaming_trains_each_row_as_it_ends() -> None:
+    assert simulate(_job(Feed(rows=1))).steps == [9.0, 18.0, 27.0]
+
+
+def test_asynchronous_generates_beside_training_and_trains_every_row_once() -> None:
+    found = simulate(_job(Feed(rows=1), depth=1))
+    assert found.total_s < 27.0
+    assert _rows(found, TRAIN) == _rows(found, GENERATE) == 24
+
+
+def test_a_stage_between_serves_every_row() -> None:
+    reward = Stage(name="reward", row_s=0.5, instances=2, rows=2)
+    assert _rows(simulate(_job(Feed(rows=4), stages=(reward,))), "reward") == 24
+
+
+def _rows(found: Simulated, stage: str) -> int:
+    return sum(one.rows for one in found.worked if one.stage == stage)
+
+
+def test_an_instance_is_added_only_for_what_it_gains() -> None:
+    assert adds(12.0, 10.0, 2.0)
+    assert not adds(12.0, 10.0, 2.1)
+    assert not adds(12.0, 10.0, 0.0)
+
+
+@pytest.mark.slow
+def test_pipelining_of_streamrl_gains_in_the_published_order() -> None:
+    ours = [line.ours for line in pipelining(rows=64, iterations=2)]
+    assert 1 <= ours[0] < ours[1] < ours[2]
