@@ -22,6 +22,7 @@ COMMANDS = [
     "compare-modes",
     "replay",
     "streamrl",
+    "plan",
     "serve",
     "top",
     "inspect",

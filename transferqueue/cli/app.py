@@ -22,6 +22,7 @@ from transferqueue.cli import (
     inspect,
     keys,
     new_adapter,
+    plan,
     replay,
     serve,
     snapshot,
@@ -90,6 +91,7 @@ def _group() -> typer.Typer:
     _add(found, "compare-modes", compare.compare_modes, compare.EXAMPLES)
     _add(found, "replay", replay.replay, replay.EXAMPLES)
     _add(found, "streamrl", streamrl.streamrl, streamrl.EXAMPLES)
+    _add(found, "plan", plan.plan, plan.EXAMPLES)
     _add(found, "serve", serve.serve, serve.EXAMPLES)
     _add(found, "top", top.top, top.EXAMPLES)
     _add(found, "inspect", inspect.inspect, inspect.EXAMPLES)
