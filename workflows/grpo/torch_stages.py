@@ -54,6 +54,16 @@ class Policy:
         self._take(weights)
         return True
 
+    def refresh_in_turn(self, timeout_s: float) -> bool:
+        """`refresh`, while no other replica does; not at all if one still does after ``timeout_s``. Whether there was one."""
+        try:
+            with self._channel.turn(length_s=STALL_S, timeout_s=timeout_s):
+                return self.refresh()
+        except DeadlineExceeded:
+            if timeout_s:
+                raise
+            return False
+
     def advance(self, version: int) -> bool:
         """Load exactly ``version``, or the newest where it is no longer kept; nothing when this is as new. Whether it loaded."""
         if version <= self.version:
@@ -113,10 +123,19 @@ class Rollout:
     def _swap(self, batch: tq.Batch) -> None:
         """Take the weights of the mode, and tell how long generation stood still for them."""
         start = time.monotonic()
-        delayed = self._job.mode == "delayed"
-        swapped = self._policy.advance(delayed_version(batch, self._job)) if delayed else self._policy.refresh()
-        if swapped:
+        if self._swapped(batch):
             self._context.emit(Span(name=SWAP, start=start, end=time.monotonic(), version=self._policy.version))
+
+    def _swapped(self, batch: tq.Batch) -> bool:
+        """Replicas change one after another. One that is not let generates on, while its rows stay within bound."""
+        if self._job.mode == "delayed":
+            return self._policy.advance(delayed_version(batch, self._job))
+        behind = batch.version - self._policy.version
+        if self._job.rollouts == 1:
+            return self._policy.refresh()
+        if behind <= 0:
+            return False
+        return self._policy.refresh_in_turn(0.0 if behind < self._job.max_staleness else STALL_S)
 
     def _generate(self, prompts: Sequence[npt.NDArray[np.int32]], rows_PS: npt.NDArray[np.intp]) -> Iterator[Part]:
         generation = Generation(
