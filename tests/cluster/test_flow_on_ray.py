@@ -1,0 +1,96 @@
+"""A flow whose stages are Ray tasks: its rows are done, also when one of its processes is killed; a broken stage ends it."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import transferqueue as tq
+from transferqueue.workflows.events import Failure, Figures
+from transferqueue.workflows.flow import StageFailed
+from transferqueue.workflows.on_ray import run_on_ray
+from transferqueue.workflows.stage import Stage
+from transferqueue.workflows.stage_main import Job
+
+ray = pytest.importorskip("ray", reason="make test-ray has Ray")
+from ray.cluster_utils import Cluster  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves files to the collector
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+ROOT = Path(__file__).parents[2]
+HERE = "tests.workflows.flow_stages"
+DOUBLE = tq.Task("double", needs=["x"], gives=["y"], attempts_max=3)
+WORKERS = {"runtime_env": {"env_vars": {"PYTHONPATH": str(ROOT)}}, "num_cpus": 0.5}
+OPTIONS = {"numbers": WORKERS, "double": WORKERS}
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    directory.chmod(0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRANSFERQUEUE_RUNTIME", str(directory))
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+        cluster.add_node(num_cpus=2)
+        with tq.deploy_ray() as deployment:
+            yield deployment.address
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture
+def queue(address):
+    with tq.connect(address) as queue:
+        queue.create_table(
+            "t",
+            fields=[tq.Field("x", "int64"), tq.Field("y", "int64")],
+            tasks=[DOUBLE],
+            pacing=tq.Pacing("double", 8),
+            retention=tq.Manual(),
+        )
+        yield queue
+        queue.drop_table("t")
+
+
+def jobs(factory, marks=""):
+    settings = {"total": 32, "marks": str(marks)}
+    stage = Stage(task=DOUBLE, rows=4, at_least=1)
+    return [
+        Job(name="numbers", table="t", factory=f"{HERE}:numbers", settings=settings),
+        Job(name="double", table="t", factory=f"{HERE}:{factory}", stage=stage, settings=settings),
+    ]
+
+
+def test_all_rows_are_done_and_what_stages_tell_is_heard(queue, address):
+    told = []
+    run_on_ray(address, jobs("double"), observe=lambda label, event: told.append((label, event)), options=OPTIONS)
+    assert queue.audit()["tables"]["t"]["rows_put"] == 32
+    assert queue.stats()["tables"]["t"]["tasks"]["double"]["done"] == 32
+    assert {label for label, _ in told} == {"numbers-0", "double-0"}
+    assert any(isinstance(event, Figures) and event.kind == "finished" for _, event in told)
+
+
+def test_a_killed_process_is_started_again(queue, address, tmp_path):
+    def observe(_label, event):
+        if isinstance(event, Figures) and event.kind == "holding":
+            sessions = queue.sessions().values()
+            os.kill(next(one["pid"] for one in sessions if one["label"] == "double-0"), signal.SIGKILL)
+
+    run_on_ray(address, jobs("hangs_in_its_first_life", tmp_path), observe=observe, options=OPTIONS)
+    assert queue.stats()["tables"]["t"]["tasks"]["double"]["done"] == 32
+
+
+def test_a_broken_stage_ends_the_flow_and_leaves_no_session(queue, address):
+    told = []
+    with pytest.raises(StageFailed, match='stage "double-0" failed on Ray, and no try is left: StageBroken') as raised:
+        run_on_ray(address, jobs("raises"), observe=lambda label, event: told.append(event), options=OPTIONS)
+    assert raised.value.stage == "double-0"
+    assert "Traceback" in raised.value.last_words
+    assert any(isinstance(event, Failure) for event in told)
