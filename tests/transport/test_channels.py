@@ -9,6 +9,7 @@ import pytest
 from transferqueue.errors import AddressInUse, Disconnected, Unreachable
 from transferqueue.limits import FRAMES_QUEUED_MAX
 from transferqueue.transport import Wakeup, dial, is_served, parse_address
+from transferqueue.transport.bulk_sockets import BulkLine
 from transferqueue.transport.inproc import Hub
 from transferqueue.transport.zeromq import Port, Sent
 
@@ -298,5 +299,27 @@ def test_a_client_that_heard_bytes_which_are_no_frame_opens_its_connection_anew(
             wire.garble()
     finally:
         channel.close()
+        wire.close()
+        echo.close()
+
+
+def send_until_refused(line, wakeup):
+    for _ in range(200):
+        line.send((b"more", ()))
+        line.receive(wakeup, 0.05)
+
+
+def test_a_bulk_line_that_heard_bytes_which_are_no_frame_says_that_another_is_needed(wakeup, tmp_path):
+    echo = Echo("tcp", tmp_path)
+    wire = Wire(echo.address)
+    line = BulkLine("127.0.0.1", int(wire.address.rpartition(":")[2]), epoch=1)
+    try:
+        line.send((b"heard", ()))
+        assert echo.next()[1] == b"heard"
+        wire.garble()
+        with pytest.raises(Unreachable, match="bytes need another one"):
+            send_until_refused(line, wakeup)
+    finally:
+        line.close()
         wire.close()
         echo.close()

@@ -14,7 +14,7 @@ from typing import Final
 
 import zmq
 
-from transferqueue.errors import AddressInUse, UsageError
+from transferqueue.errors import AddressInUse, Unreachable, UsageError
 from transferqueue.limits import BULK_TRANSFERS_MAX, BULK_WINDOW_FRAMES, FRAME_BYTES, KIB, MESSAGE_BYTES_MAX
 from transferqueue.transport.bulk import PIECES_MAX, Message, Piece
 from transferqueue.transport.gate import Gate
@@ -49,8 +49,16 @@ class BulkLine:
         """How many it has carried."""
 
     def send(self, message: Message) -> None:
-        """Hand a message over; it leaves in order, now or once there is a connection."""
-        _send(self._socket, message)
+        """Hand a message over; it leaves in order, now or once there is a connection.
+
+        `Unreachable` if the connection is lost for good, as after bytes that were no frames: another line is needed.
+        """
+        try:
+            _send(self._socket, message)
+        except zmq.Again:
+            raise Unreachable(
+                "the bulk connection was lost, or its peer takes nothing; bytes need another one"
+            ) from None
 
     def receive(self, stop: Wakeup, timeout_s: float) -> Received | None:
         """The next message; None if there is none within `timeout_s`, or when `stop` was set."""
