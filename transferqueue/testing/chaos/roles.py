@@ -47,7 +47,7 @@ FLOOD_PACE_S: Final = 0.05
 WORK_S: Final = 0.03
 """What a worker does with rows takes this long, so that deaths find rows in its hands."""
 STEPS_OF_SAVE: Final = 4
-WAIT_S: Final = 60.0
+WAIT_S: Final = 120.0
 """Far more than any fault lasts: a wait that ends by its deadline is stuck, and is told as such."""
 ADVANCE_S: Final = 0.05
 

@@ -40,7 +40,7 @@ from transferqueue.transport import keyring
 from transferqueue.transport.keys import write_token
 
 START_S: Final = 60.0
-DRAIN_S: Final = 90.0
+DRAIN_S: Final = 150.0
 """More than a wait of a role, so that one that is stuck says itself why."""
 TOLD_EVERY_S: Final = 5.0
 _PROBE: Final = "probe"
