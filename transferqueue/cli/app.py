@@ -25,6 +25,7 @@ from transferqueue.cli import (
     plan,
     replay,
     serve,
+    shim,
     snapshot,
     streamrl,
     top,
@@ -102,6 +103,7 @@ def _group() -> typer.Typer:
     _add(found, "restore", snapshot.restore, snapshot.RESTORE_EXAMPLES)
     found.add_typer(keys.commands, name="keys", epilog=examples(keys.EXAMPLES), context_settings=_HELP_NAMES)
     _add(found, "new-adapter", new_adapter.new_adapter, new_adapter.EXAMPLES)
+    _add(found, "shim", shim.shim, shim.EXAMPLES)
     _add(found, "version", version.version, version.EXAMPLES)
     return found
 
