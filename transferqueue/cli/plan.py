@@ -17,7 +17,7 @@ EXAMPLES: Final = (
     ("transferqueue plan profile.toml --calibrate timeline.json", "with stage times of a recorded run"),
 )
 SHOWN: Final = 5
-WIDTH: Final = 72
+WIDTH: Final = 64
 """Characters of the predicted timeline."""
 
 
