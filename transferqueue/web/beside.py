@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import select
 import subprocess
 import sys
 from contextlib import suppress
 from importlib.util import find_spec
+from typing import Final
 
 from transferqueue.errors import UsageError
+
+START_S: Final = 30.0
+"""It loads its libraries in half a second."""
 
 
 def check_installed() -> None:
@@ -36,10 +41,13 @@ def start_page(address: str, where: str, token: str) -> tuple[subprocess.Popen[s
     with suppress(BrokenPipeError):  # it has ended, and the next line says so
         process.stdin.write(f"{token}\n")
         process.stdin.flush()
-    url = process.stdout.readline().strip()
+    told, _, _ = select.select([process.stdout], [], [], START_S)
+    url = process.stdout.readline().strip() if told else ""
     if not url:
+        process.kill()
         process.stdin.close()
         process.stdout.close()
         process.wait()
-        raise UsageError(f"the page at {where} could not be started; it said why above")
+        why = "it said why above" if told else f"it did not listen within {START_S:g} s"
+        raise UsageError(f"the page at {where} could not be started; {why}")
     return process, f"{url}?token={token}"
