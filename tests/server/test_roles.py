@@ -6,6 +6,7 @@ import pytest
 
 from tests.server.nodes import Bench, Client, lease
 from transferqueue.server.roles import MAY, Door, denied
+from transferqueue.server.sessions import NOWHERE
 from transferqueue.transport import keyring
 from transferqueue.transport.keyring import Keyring
 from transferqueue.transport.keys import ROLES
@@ -143,4 +144,17 @@ def test_a_key_without_a_key_file_is_nobodys():
     bench = Bench()
     bench.receive(Keyed(b"x", "k" * 40), codec.encode_call(m.Call(0, 1, 0, m.Hello(b"c" * 16))))
     assert not bench.answered
+    bench.close()
+
+
+def test_a_frame_from_before_a_restart_does_not_end_the_session_of_a_key(ring):
+    """ZeroMQ keeps what it could not send, and sends it to the next server ahead of the greeting."""
+    bench = ring.bench()
+    client = ring.client(bench, "admin")
+    client.create_table()
+    bench.node.sessions.get(client.session).peer = NOWHERE
+    client.peer = Keyed(b"another way", ring.keys["admin"])
+    assert client.take(client.post(client.put(1))) is None
+    assert client.ask(client.hello) == client.welcome
+    assert client.ask(client.put(1)) == m.PutRows(0, 1)
     bench.close()

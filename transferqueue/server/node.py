@@ -45,7 +45,7 @@ from transferqueue.server.durable import Durability, Volatile
 from transferqueue.server.memory import SHARD, Memory
 from transferqueue.server.parking import Parked, Parking, WakeKey, wait_of
 from transferqueue.server.resuming import origin_of
-from transferqueue.server.sessions import Peer, Session, Sessions
+from transferqueue.server.sessions import NOWHERE, Peer, Session, Sessions
 from transferqueue.server.snapshots import Snapshots
 from transferqueue.server.tickets import Tickets
 from transferqueue.server.withdrawing import withdraw
@@ -282,6 +282,8 @@ class Node:
     def _call(self, peer: Peer, role: Role, call: m.Call, now: float) -> None:
         try:
             session = self.sessions.of_call(call.session)
+            if session.peer == NOWHERE:
+                return  # it has not greeted this life of the server: what ZeroMQ kept from before comes ahead of that
             roles.check_owner(session, peer)
         except Disconnected as error:
             self._answer(peer, call.id, _failed(error))

@@ -21,7 +21,7 @@ from transferqueue.transport.gate import Gate
 from transferqueue.transport.keyring import Keyring
 from transferqueue.transport.keys import ClientKeys, secure
 from transferqueue.transport.wakeup import Wakeup
-from transferqueue.transport.zeromq import PING_MS, RECONNECT_MS, RECONNECT_MS_MAX
+from transferqueue.transport.zeromq import HANDSHAKE_MS, PING_MS, RECONNECT_MS, RECONNECT_MS_MAX
 
 _SHARED_BYTES: Final = 64 * KIB
 """Smaller pieces are copied: that costs less than the bookkeeping of sharing them."""
@@ -160,6 +160,7 @@ def _open(kind: int, largest: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.
     socket.setsockopt(zmq.RCVHWM, _FRAMES_QUEUED)
     socket.setsockopt(zmq.MAXMSGSIZE, largest)
     socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     return context, socket
 
 

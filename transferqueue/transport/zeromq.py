@@ -33,6 +33,8 @@ RECONNECT_MS_MAX: Final = 500
 REDIAL_MS: Final = 50
 """After a loss ZeroMQ says at once that it will try again. Where it says nothing for this long it has given up, as it does
 when bytes arrived that are no frames or no key fits; then the connection is opened anew here."""
+HANDSHAKE_MS: Final = 10_000
+"""A greeting between sockets that takes longer, because bytes of it changed on the way, is begun anew."""
 PING_MS: Final = 5_000
 """A tcp connection that is silent this long is asked; without an answer it is opened anew."""
 
@@ -261,6 +263,7 @@ def _adapt(socket: zmq.Socket[bytes], place: IpcAddress | TcpAddress) -> None:
     if isinstance(place, TcpAddress):
         socket.setsockopt(zmq.IPV6, int(place.host.startswith("[")))
         socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
 
 
 def _receive(socket: zmq.Socket[bytes], parts_max: int) -> list[bytes] | None:
