@@ -67,7 +67,14 @@ def busy(now_s: float, step: int) -> Stats:
         tables={"rollouts": rollouts, "eval": sealed},
         channels={
             "policy": ChannelStats(
-                newest=12, kept=[11, 12], bytes=9 << 20, age_s=1.0, applied={"3": 12, "4": 11, "5": 12}
+                newest=12,
+                kept=[11, 12],
+                bytes=9 << 20,
+                age_s=1.0,
+                applied={"3": 12, "4": 11, "5": 12},
+                applied_age_s={},
+                publish_lag_s={},
+                turns={},
             )
         },
         waiting=waits,

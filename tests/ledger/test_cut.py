@@ -140,7 +140,17 @@ def test_terms_clock_seal_and_counts_are_kept(world: World, client: Driver) -> N
     client.seal()
     other, again = planted(world)
     before, after = world.stats(), other.stats()
-    for name in ("rows_put", "rows_done", "dropped", "rows_live", "rows_resident", "version", "sealed", "staleness"):
+    for name in (
+        "rows_put",
+        "rows_done",
+        "dropped",
+        "rows_live",
+        "rows_resident",
+        "version",
+        "sealed",
+        "staleness",
+        "staleness_in_queue",
+    ):
         assert before[name] == after[name], name
     again.advance(3)
     assert other.stats()["dropped"] == {"stale": 3}

@@ -24,7 +24,16 @@ def table(**changed: Any) -> TableStats:
         "age_s": None,
         "max_staleness": None,
     }
-    rest = {"dropped": {}, "version": -1, "sealed": False, "staleness": {}, "tasks": {}, "fields": {}}
+    rest = {
+        "dropped": {},
+        "version": -1,
+        "sealed": False,
+        "staleness": {},
+        "staleness_in_flight": {},
+        "staleness_in_queue": {},
+        "tasks": {},
+        "fields": {},
+    }
     return TableStats(**{**quiet, **terms, **rest, **changed})
 
 

@@ -10,7 +10,7 @@ from tests.ledger.driver import Driver, World
 from transferqueue.errors import NotFound
 from transferqueue.observe.row import RowLife
 from transferqueue.observe.stats import ChannelStats, TableStats, TaskStats, parse
-from transferqueue.policies import Complete, Manual, Pacing, Task
+from transferqueue.policies import Complete, Manual, Pacing, Requeue, Task
 from transferqueue.wire import messages as m
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "OBSERVING.md"
@@ -62,6 +62,38 @@ def test_staleness_counts_rows_as_they_are_handed_to_the_pacing_task(world: Worl
     maker.lease("train", groups=2)
     maker.lease("reward", rows=4)
     assert world.stats()["staleness"] == {"1": 2, "2": 2}
+
+
+def test_staleness_is_in_flight_until_the_row_has_its_version_and_in_the_queue_after(world: World) -> None:
+    client = world.client()
+    client.create("p", tasks=[Task("train", ["r"])], pacing=Pacing("train", batch_rows=4, depth=3, max_staleness=3))
+    client.put(1, policy_version=0, inline={"r": 0.0}, table="p")  # all of its staleness is of the queue
+    late = client.put(2, table="p")
+    client.advance(1, table="p")
+    client.update(late, table="p", inline={"r": 0.0}, policy_version=[0, 1])  # one was generated across an update
+    client.advance(2, table="p")
+    client.lease("train", rows=3, table="p")
+    stats = parse("stats", world.stats("p"), TableStats)
+    assert stats.staleness == {"1": 1, "2": 2}
+    assert stats.staleness_in_flight == {"0": 2, "1": 1}
+    assert stats.staleness_in_queue == {"1": 2, "2": 1}
+
+
+def test_a_row_that_was_requeued_is_in_flight_anew(world: World) -> None:
+    client = world.client()
+    tasks = [Task("make", gives=["r"]), Task("train", ["r"])]
+    pacing = Pacing("train", batch_rows=1, depth=3, max_staleness=1, on_stale=Requeue("make"))
+    client.create("q", tasks=tasks, pacing=pacing)
+    client.put(1, table="q")
+    for version in (0, 2):  # at clocks 0 and 3; what the first was in the queue for is not told
+        batch = client.lease("make", 1, table="q")
+        client.advance(version + version // 2, table="q")
+        given = client.columns(1, inline={"r": 0.0}, policy_version=version)
+        client.ack(batch, table="q", columns=given)
+        client.advance(version + 2 - version // 2, table="q")
+    client.lease("train", 1, table="q")
+    stats = parse("stats", world.stats("q"), TableStats)
+    assert (stats.staleness, stats.staleness_in_flight, stats.staleness_in_queue) == ({"1": 1}, {"1": 1}, {"0": 1})
 
 
 def test_ages_are_of_what_is_next_and_of_what_is_oldest(world: World, maker: Driver) -> None:

@@ -53,13 +53,15 @@ class TableCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refills: dict[int, int]
     cursor: int
     tasks: dict[str, TaskCounts]
+    staleness_in_flight: dict[int, int] = {}
+    staleness_in_queue: dict[int, int] = {}
 
 
 @dataclass(slots=True)
 class TableCut:
     """One table. Columns of `rows`, `inline`, `has`, `places` and `tasks` are over all resident rows, ascending.
 
-    rows: row_id, fate, age_s and the facts. has: which rows have a field. inline: values, where they have it. places: of
+    rows: row_id, fate, age_s, stamped and the facts. has: which rows have a field. inline: values, where they have it. places: of
     fields in blocks, number (0: none) and slot. tasks: state, attempts, order, step (-1: none). groups: group_id,
     group_size, present. forming: of tasks that take groups; left_s: until the deadline, NaN: none.
     """
@@ -138,7 +140,13 @@ def _table(table: Table, now: float) -> TableCut:
     return TableCut(
         terms=table.terms(),
         counts=_counts(table),
-        rows={"row_id": rows, "fate": table.rows.pages.fate.a[at], "age_s": now - table.rows.put_at.a[at], **facts},
+        rows={
+            "row_id": rows,
+            "fate": table.rows.pages.fate.a[at],
+            "age_s": now - table.rows.put_at.a[at],
+            "stamped": table.rows.stamped.a[at],
+            **facts,
+        },
         keys=dict(table.rows.keys),
         tags=dict(table.rows.tags),
         has={name: table.rows.has_all(at, table.rows.mask((name,))) for name in table.rows.fields},
@@ -161,7 +169,7 @@ def _counts(table: Table) -> TableCounts:
     }
     return TableCounts(
         table.rows.pages.next_row, table.rows_put, table.rows_done, dict(table.rows_dropped), dict(table.staleness),
-        refills, table.ordinals.cursor(), tasks,
+        refills, table.ordinals.cursor(), tasks, dict(table.staleness_in_flight), dict(table.staleness_in_queue),
     )  # fmt: skip
 
 

@@ -141,11 +141,19 @@ def _reply(table: Table, one: Lease, request: LeaseRequest, session: int, now: f
 
 
 def _count_staleness(table: Table, at: IntArray) -> None:
-    """How many versions behind the clock rows are that go to the pacing task; rows without a version are not."""
-    versions = table.rows.version.a[at]
-    for version, count in tally(versions[versions >= 0]):
-        lag = max(0, table.clock - version)
-        table.staleness[lag] = table.staleness.get(lag, 0) + count
+    """How many versions behind the clock rows are that go to the pacing task, and where; rows without a version are not."""
+    at = at[table.rows.version.a[at] >= 0]
+    version = table.rows.version.a[at]
+    lag = np.maximum(table.clock - version, 0)
+    in_flight = np.clip(table.rows.stamped.a[at] - version, 0, lag)
+    _add(table.staleness, lag)
+    _add(table.staleness_in_flight, in_flight)
+    _add(table.staleness_in_queue, lag - in_flight)
+
+
+def _add(counts: dict[int, int], lags: IntArray) -> None:
+    for lag, count in tally(lags):
+        counts[lag] = counts.get(lag, 0) + count
 
 
 # ---------------------------------------------------------------- ranks and replicas

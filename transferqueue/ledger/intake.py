@@ -140,8 +140,8 @@ def _enter(table: Table, staged: Staged, ids: IntArray, where: Index, now: float
         task.arrive(ids, where, complete=complete, now=now)
         if complete:
             table.wake_task(task.task.name)
-    if "policy_version" in numbers and table.versions is not None:
-        table.versions.file(ids, numbers["policy_version"])
+    if "policy_version" in numbers:
+        _stamp(table, ids, where, numbers["policy_version"])
         judge_stale(table, ids, now)
 
 
@@ -202,9 +202,17 @@ def rows_changed(table: Table, staged: Staged, rows: IntArray, at: IntArray, now
             table.wake_task(task.task.name)
         if task.needs & names:
             _complete(table, task.task.name, rows, at, now)
-    if "policy_version" in facts and table.versions is not None:
-        table.versions.file(rows, table.rows.version.a[at])
-        table.wake_room()
+    if "policy_version" in facts:
+        _stamp(table, rows, at, table.rows.version.a[at])
+        if table.versions is not None:
+            table.wake_room()
+
+
+def _stamp(table: Table, rows: IntArray, at: Index, versions: IntArray) -> None:
+    """Rows got policy versions. The clock of this moment parts their staleness: in flight before it, in the queue after."""
+    table.rows.stamped.a[at] = table.clock
+    if table.versions is not None:
+        table.versions.file(rows, versions)
 
 
 def _complete(table: Table, name: str, rows: IntArray, at: IntArray, now: float) -> None:

@@ -48,7 +48,9 @@ def table_stats(table: Table, now: float) -> Plain:
         "cursor": table.ordinals.cursor(),
         "sealed": table.sealed,
         "age_s": _oldest(table, now),
-        "staleness": {str(lag): rows for lag, rows in sorted(table.staleness.items())},
+        "staleness": _by_lag(table.staleness),
+        "staleness_in_flight": _by_lag(table.staleness_in_flight),
+        "staleness_in_queue": _by_lag(table.staleness_in_queue),
         "max_staleness": None if pacing is None else pacing.max_staleness,
         "reserved": table.flow.reserved,
         "refills": table.flow.owed_rows,
@@ -57,6 +59,10 @@ def table_stats(table: Table, now: float) -> Plain:
         "pacing_task": None if pacing is None else pacing.task,
         "tasks": {name: _task_stats(table, task, now) for name, task in table.tasks.items()},
     }
+
+
+def _by_lag(counts: Mapping[int, int]) -> dict[str, int]:
+    return {str(lag): rows for lag, rows in sorted(counts.items())}
 
 
 def _task_stats(table: Table, task: TaskState, now: float) -> Plain:

@@ -84,6 +84,7 @@ class _Planting:
         rows = table.rows
         rows.pages.fate.a[at] = cut.rows["fate"]
         rows.put_at.a[at] = self._now - cut.rows["age_s"]
+        rows.stamped.a[at] = cut.rows["stamped"]
         for name, column in rows.facts.items():
             column.a[at] = cut.rows[name]
         for name, there in cut.has.items():
@@ -148,5 +149,9 @@ def _counts(table: Table, cut: TableCut) -> None:
     counts = cut.counts
     table.rows_put, table.rows_done, table.rows_dropped = counts.rows_put, counts.rows_done, dict(counts.rows_dropped)
     table.staleness = dict(counts.staleness)
+    table.staleness_in_flight, table.staleness_in_queue = (
+        dict(counts.staleness_in_flight),
+        dict(counts.staleness_in_queue),
+    )
     table.flow.owed = dict(counts.refills)
     table.ordinals.spans = cut.ordinals

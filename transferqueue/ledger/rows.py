@@ -43,6 +43,8 @@ class Rows:
         self.pages = Pages(rows_expected)
         self.facts = {name: self.pages.column(dtype, UNSET[name]) for name, dtype in DTYPES.items()}
         self.version = self.facts["policy_version"]
+        self.stamped = self.pages.column(np.int64, -1)
+        """The table's clock when the row last got its policy version."""
         self.group_id = self.facts["group_id"]
         self.put_at = self.pages.column(np.float64)
         self.tasks_left = self.pages.column(np.uint8)

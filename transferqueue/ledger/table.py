@@ -82,6 +82,10 @@ class Table:
         self.rows_dropped: dict[str, int] = {}
         self.staleness: dict[int, int] = {}
         """Versions behind -> rows handed over to the pacing task."""
+        self.staleness_in_flight: dict[int, int] = {}
+        """The part of it that had passed when the row got its version: while it was generated."""
+        self.staleness_in_queue: dict[int, int] = {}
+        """The part after that."""
         self.puts: dict[tuple[bytes, int], tuple[int, int]] = {}
         """(client, call) -> first row and number of rows, while their pages live: for late retries."""
         self.puts_of_page: dict[int, list[tuple[bytes, int]]] = {}

@@ -53,6 +53,8 @@ class TableStats(msgspec.Struct, frozen=True, kw_only=True):
     sealed: bool
     age_s: float | None
     staleness: dict[str, int]
+    staleness_in_flight: dict[str, int]
+    staleness_in_queue: dict[str, int]
     max_staleness: int | None
     reserved: int
     refills: int

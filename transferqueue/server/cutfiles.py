@@ -282,6 +282,7 @@ def _read_table(snapshot: Snapshot, about: TableAbout, blocks: dict[int, BlockAt
             "row_id": rows.numbers("row_id", np.int64),
             "fate": rows.codes("fate", FATES),
             "age_s": rows.numbers("age_s", np.float64),
+            "stamped": rows.numbers("stamped", np.int64),
             **{name: rows.numbers(name, np.dtype(DTYPES[name])) for name in UNSET},
         },
         keys=rows.texts("key"),
