@@ -7,7 +7,8 @@ With pacing, `reserve(n)` is admitted while::
 
 `outstanding` counts rows that the pacing task is not done with: reserved and not yet put, put and not done,
 and members that a group was promised (refills). A refill is part of what was admitted before, so
-`new = n - refills`. The second line asks whether a row started now, and trained after all that is ahead of
+`new = n - refills`: a group is completed even if others have taken the places of its members since, and by so much
+what is ahead may exceed the first line. The second line asks whether a row started now, and trained after all that is ahead of
 it, would still be fresh enough.
 
 Room: rows resident and rows reserved together never exceed `limits.rows`. So a put under a reservation

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from transferqueue.policies import Refill
 from transferqueue.testing import history as h
 from transferqueue.testing.judges.fates import may_drop_alone
 from transferqueue.testing.judges.judge import Found, Judge, Operation, Violation
@@ -185,6 +186,9 @@ def _check_ahead(table: _Table, op: Operation) -> Found:
         yield Violation("memory bound", f"{promised} rows are promised, and {terms.rows_max} fit", op.number)
     if terms.pacing is None:
         return
+    pacer = next((task for task in terms.tasks if task.name == terms.pacing.task), None)
+    if pacer is not None and pacer.groups is not None and isinstance(pacer.groups.incomplete, Refill):
+        return  # members are asked for again though others have taken their places since
     ahead = promised + len(table.pace)
     if ahead > terms.pacing.rows_ahead_max:
         yield Violation(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
 from transferqueue.errors import TransferQueueError
+from transferqueue.ledger.table import Table
 from transferqueue.limits import PAGE_BYTES
+from transferqueue.policies import Refill
 from transferqueue.server.node import Node
 from transferqueue.testing.simulator.job import Job
 from transferqueue.testing.simulator.kept import Kept
@@ -50,6 +53,16 @@ def simulate(seed: int, rates: Rates | None = None) -> Result:
     except (TransferQueueError, LookupError, ValueError, TypeError, ArithmeticError, AttributeError) as error:
         broken = f"a state machine failed: {error!r}"
     return Result(seed, broken, run.world.faults, run.rows_put)
+
+
+def rows_ahead_max(table: Table) -> float:
+    """How many rows may be ahead of training. A group is refilled though others have taken its members' places since: at worst
+    each row ahead is the last of its group."""
+    if table.pacing is None:
+        return math.inf
+    rule = table.tasks[table.pacing.task].task.groups
+    refilled = rule is not None and isinstance(rule.incomplete, Refill)
+    return table.pacing.rows_ahead_max * (table.groups.largest if refilled else 1)
 
 
 class Run:
@@ -170,8 +183,8 @@ class Run:
                 raise Broken(
                     f"{table.rows_put} rows put are not {table.rows_live} live, {table.rows_done} done, {dropped} dropped"
                 )
-            if table.pacing is not None and table.outstanding > table.pacing.rows_ahead_max:
-                raise Broken(f"{table.outstanding} rows are ahead of training, above {table.pacing.rows_ahead_max}")
+            if table.outstanding > (most := rows_ahead_max(table)):
+                raise Broken(f"{table.outstanding} rows are ahead of training, above {most}")
             left = [one.left for one in table.flow.reservations.values()]
             if table.flow.reserved != sum(left) or table.flow.reserved < 0:
                 raise Broken(f"{table.flow.reserved} rows are reserved, by reservations of {sum(left)}")
