@@ -185,22 +185,18 @@ class TransferQueueClient:
     ) -> list[str]:
         """Write columns and merge tags of samples by key, made if they are new; return all fields that they have now."""
         table = self._table(partition_id)
-        with table.read(self._put_by_key(table, keys, fields, tags)) as found:
-            return list(found.fields)
-
-    def _put_by_key(
-        self, table: tq.Table, keys: list[str], fields: TensorDict | None, tags: Sequence[Mapping[str, Any]] | None
-    ) -> np.ndarray[Any, Any]:
         rows = table.find(keys)
         if (rows < 0).all():
             try:
-                return self._put(table, fields, keys, tags)
+                self._put(table, fields, keys, tags)
+                return [] if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118
             except AlreadyExists:  # another client was quicker with one of the keys
                 rows = table.find(keys)
         if (rows < 0).any():
             rows = self._create(table, keys)
         self._write(table, rows.tolist(), fields, tags)
-        return rows
+        with table.read(rows) as found:
+            return list(found.fields)
 
     def kv_get(self, keys: list[str], partition_id: str, select_fields: Sequence[str] | None) -> TensorDict:
         """Columns of samples by key: all that each of them has, or those of `select_fields` (unknown ones dropped)."""

@@ -24,7 +24,7 @@ from transferqueue.adapters.transfer_queue.columns import schema_of_field
 from transferqueue.adapters.transfer_queue.metadata import NOT_READY, READY, BatchMeta
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler, SequentialSampler
 from transferqueue.adapters.transfer_queue.tags import given_tags, partition_of, table_of
-from transferqueue.errors import AlreadyExists, DeadlineExceeded, NotFound
+from transferqueue.errors import AlreadyExists, DeadlineExceeded
 
 _AT_ONCE: Final = 1 << 16
 _HEARING_S: Final = 0.05
@@ -176,10 +176,6 @@ class Partition:
 
 def open_table(queue: tq.Queue, partition_id: str, rows_max: int) -> tq.Table:
     """The table of a partition, made if it is missing."""
-    try:
-        return queue.table(table_of(partition_id))
-    except NotFound:
-        pass
     try:
         return queue.create_table(
             table_of(partition_id),

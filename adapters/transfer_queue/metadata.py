@@ -294,7 +294,7 @@ class KVBatchMeta:
         if self.fields is not None and len(set(self.fields)) != len(self.fields):
             raise ValueError("Got duplicated fields")
         self.keys = list(self.keys)
-        self.tags = copy.deepcopy(self.tags)
+        self.tags = [copy.deepcopy(each) if each else {} for each in self.tags]  # mostly there are none
         self.fields = None if self.fields is None else list(self.fields)
         self.extra_info = copy.deepcopy(self.extra_info) or {}
 
