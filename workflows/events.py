@@ -19,6 +19,8 @@ WORK: Final = "work"
 """Name of the spans in which it has a batch."""
 SWAP: Final = "swap"
 """Name of the spans in which a generating stage stood still to load a version of the weights."""
+WEIGHTS: Final = "weights"
+"""Name of the spans in which it loaded one while it went on generating."""
 PUBLISH: Final = "publish"
 """Name of the spans in which a trainer publishes one."""
 

@@ -113,13 +113,13 @@ class Context:
         self.emit(Figures(kind=kind, at=time.monotonic(), values=values))
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Show what happens inside as a span of the timeline, beside the busy and waiting time."""
+    def span(self, name: str, version: int = -1) -> Iterator[None]:
+        """Show what happens inside as a span of the timeline, beside the busy and waiting time; of a version, or of none."""
         start = time.monotonic()
         try:
             yield
         finally:
-            self.emit(Span(name=name, start=start, end=time.monotonic()))
+            self.emit(Span(name=name, start=start, end=time.monotonic(), version=version))
 
 
 Factory = Callable[[Context], AbstractContextManager[Any]]

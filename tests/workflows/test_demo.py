@@ -60,8 +60,15 @@ def test_asynchronous_rows_stay_within_their_bound(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_delayed_rows_are_one_version_behind_but_for_those_of_the_first_step(tmp_path: Path) -> None:
     outcome = run(JobSettings(learning=SMALL, mode="delayed", rollouts=2), tmp_path)
-    assert outcome.summary.staleness_histogram == {"0": 64, "1": 192}
-    assert outcome.summary.swaps
+    found = outcome.summary
+    assert found.staleness_histogram == {"0": 64, "1": 192}
+    assert sum(found.staleness_in_flight.values()) == sum(found.staleness_in_queue.values()) == 256
+    behind = sum(
+        int(lag) * rows for part in (found.staleness_in_flight, found.staleness_in_queue) for lag, rows in part.items()
+    )
+    assert behind == 192
+    assert found.swaps
+    assert found.publish_lag_s > 0
 
 
 @pytest.mark.slow

@@ -25,6 +25,9 @@ KEYS = [
     "trainer_busy",
     "rollout_busy",
     "staleness_histogram",
+    "staleness_in_flight",
+    "staleness_in_queue",
+    "publish_lag_s",
     "publish_s",
     "swaps",
     "swap_s_max",
@@ -35,6 +38,8 @@ KEYS = [
     "rows_dropped",
 ]
 AUDIT = Audit(put=24, live=0, done=16, dropped={"stale": 8})
+
+STATS = {"staleness_in_flight": {"0": 16}, "staleness_in_queue": {"0": 10, "1": 6}}
 
 
 def step(number: int, at: float, staleness: dict[str, int]) -> Figures:
@@ -59,7 +64,7 @@ def record() -> Record:
 
 
 def summary(record: Record) -> Summary:
-    return summarize(record, JobSettings(), AUDIT, seconds=13.0)
+    return summarize(record, JobSettings(), AUDIT, table=STATS, seconds=13.0)
 
 
 def test_a_summary_says_what_the_processes_told(record: Record) -> None:
@@ -67,7 +72,8 @@ def test_a_summary_says_what_the_processes_told(record: Record) -> None:
     assert (found.mode, found.steps, found.seconds, found.samples_per_s) == ("async", 2, 13.0, 4.0)
     assert (found.heldout_reward_before, found.heldout_reward_after) == (0.25, 0.75)
     assert (found.trainer_busy, found.rollout_busy) == (0.75, 0.25)
-    assert found.staleness_histogram == {"0": 10, "1": 6}
+    assert found.staleness_histogram == found.staleness_in_queue == {"0": 10, "1": 6}
+    assert found.staleness_in_flight == {"0": 16}
     assert (found.rows_put, found.rows_done, found.rows_dropped) == (24, 16, 8)
 
 

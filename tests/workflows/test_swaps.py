@@ -1,7 +1,7 @@
 """Stops of generation around a change of weights, from made-up spans."""
 
 from transferqueue.workflows.events import Span
-from transferqueue.workflows.grpo.swaps import Swaps, measure
+from transferqueue.workflows.grpo.swaps import Swaps, measure, publish_lag_s
 
 
 def span(name: str, start: float, end: float) -> Span:
@@ -19,3 +19,13 @@ def test_the_first_weights_interrupt_nothing() -> None:
         count=0, swap_s_max=0.0, gap_s_max=0.0, request_s=2.0
     )
     assert measure([]).request_s == 0.0
+
+
+def test_the_publish_lag_is_of_each_process_that_loaded_a_version_that_the_trainer_published() -> None:
+    trained = [
+        Span(name="publish", start=at, end=at + 0.5, version=version) for version, at in ((1, 1.0), (2, 5.0), (1, 9.0))
+    ]
+    first = [Span(name="swap", start=2.0, end=2.5, version=1), Span(name="weights", start=6.0, end=8.5, version=2)]
+    second = [Span(name="swap", start=4.0, end=4.5, version=1), Span(name="swap", start=0.0, end=0.5, version=0)]
+    assert publish_lag_s([first, second], [trained]) == 3.0
+    assert publish_lag_s([[second[1]]], [trained]) == 0.0

@@ -50,9 +50,9 @@ def run_demo(
         with Flow(queue, jobs(settings), directory=directory, observe=hear) as flow:
             started(flow)
             flow.run()
-        found = audit(table)
+        found, stats = audit(table), table.stats()
     found.check_finished(TABLE)
-    summary = summarize(record, settings, found, seconds=time.monotonic() - began)
+    summary = summarize(record, settings, found, table=stats, seconds=time.monotonic() - began)
     return Outcome(summary=summary, audit=found, files=write_files(directory, record, summary))
 
 

@@ -18,6 +18,7 @@ from transferqueue.adapters.generation import Generate
 from transferqueue.adapters.protocols import Generator, Part, Sampling, WeightSource
 from transferqueue.adapters.weights import Follower
 from transferqueue.errors import PeerError
+from transferqueue.workflows.events import WEIGHTS
 from transferqueue.workflows.grpo.job import POLICY, JobSettings
 from transferqueue.workflows.grpo.llama import save_llama
 from transferqueue.workflows.grpo.tokenizer import EOS_ID
@@ -82,7 +83,7 @@ def _following(context: Context, engine: Generator, version: int) -> Iterator[Ca
     """Weights change in flight while entered. Gives a check that raises what ended that, if anything did."""
 
     def update(source: WeightSource, new: int) -> None:
-        with context.span("weights"):
+        with context.span(WEIGHTS, new):
             engine.update_weights(source, new)
 
     def follow() -> None:

@@ -14,7 +14,7 @@ from transferqueue.errors import InternalError
 from transferqueue.workflows.audit import Audit
 from transferqueue.workflows.events import PUBLISH, WAIT, WORK, Event, Figures, Span
 from transferqueue.workflows.grpo.job import JobSettings
-from transferqueue.workflows.grpo.swaps import measure
+from transferqueue.workflows.grpo.swaps import measure, publish_lag_s
 from transferqueue.workflows.timeline import busy_share, write_chrome_trace
 
 BLUE, GREEN, ORANGE, GREY = "#2b6cb0", "#2f855a", "#c05621", "#a0aec0"
@@ -30,7 +30,9 @@ class Summary:
     trainer's first wait for rows to its last step. trainer_busy, rollout_busy: share of that time in which the
     trainer, or a rollout process on average, had a batch. heldout_reward_*: mean reward at temperature 1 on problems not
     trained on; accuracy_*: share of right greedy answers. staleness_histogram: rows by the versions they were
-    behind when handed to the trainer. publish_s: median time of a publication of weights; swaps, swap_s_max, gap_s_max and
+    behind when handed to the trainer. staleness_in_flight, staleness_in_queue: rows handed over by the part of it from the
+    version of their first token to the trainer's version when they were put, and from then on. publish_lag_s: median time from a
+    publication to a rollout process having loaded it. publish_s: median time of a publication of weights; swaps, swap_s_max, gap_s_max and
     request_s: how long generation stood still for them, as `transferqueue.workflows.grpo.swaps` defines it.
     """
 
@@ -45,6 +47,9 @@ class Summary:
     trainer_busy: float
     rollout_busy: float
     staleness_histogram: dict[str, int]
+    staleness_in_flight: dict[str, int]
+    staleness_in_queue: dict[str, int]
+    publish_lag_s: float
     publish_s: float
     swaps: int
     swap_s_max: float
@@ -60,7 +65,6 @@ class Summary:
 
     def rows(self) -> list[tuple[str, str]]:
         """The same for people: names and values of a table."""
-        staleness = ", ".join(f"{versions}: {count:,}" for versions, count in self.staleness_histogram.items())
         return [
             ("mode", self.mode),
             ("steps", f"{self.steps}"),
@@ -70,7 +74,10 @@ class Summary:
             ("greedy accuracy", _change(self.accuracy_before, self.accuracy_after)),
             ("trainer busy", f"{self.trainer_busy:.0%}"),
             ("rollout busy", f"{self.rollout_busy:.0%}"),
-            ("rows by staleness", staleness or "none"),
+            ("rows by staleness", _counts(self.staleness_histogram)),
+            ("  of it in flight", _counts(self.staleness_in_flight)),
+            ("  of it in the queue", _counts(self.staleness_in_queue)),
+            ("published → applied", f"{1000 * self.publish_lag_s:.1f} ms (median)"),
             ("weights published in", f"{1000 * self.publish_s:.1f} ms (median)"),
             ("longest stop of a rollout", self._stop()),
             ("rows put / done / dropped", f"{self.rows_put:,} / {self.rows_done:,} / {self.rows_dropped:,}"),
@@ -83,6 +90,10 @@ class Summary:
             f"{1000 * self.swap_s_max:.1f} ms to take weights ({1000 * self.gap_s_max:.1f} with waiting for rows); "
             f"a request takes {1000 * self.request_s:.1f} ms"
         )
+
+
+def _counts(rows: Mapping[str, int]) -> str:
+    return ", ".join(f"{versions}: {count:,}" for versions, count in rows.items()) or "none"
 
 
 def _change(before: float, after: float) -> str:
@@ -129,8 +140,10 @@ class Record:
         return {versions: total[versions] for versions in sorted(total, key=int)}
 
 
-def summarize(record: Record, settings: JobSettings, audit: Audit, *, seconds: float) -> Summary:
-    """Sum a finished run up; ``audit`` is that of its table. `InternalError` when the run told no evaluation."""
+def summarize(
+    record: Record, settings: JobSettings, audit: Audit, *, table: Mapping[str, Any], seconds: float
+) -> Summary:
+    """Sum a finished run up; ``audit`` and ``table`` (stats) are of its table. `InternalError` when the run told no evaluation."""
     missing = [when for when in ("before", "after") if when not in record.evaluations]
     if missing:
         raise InternalError(
@@ -153,6 +166,9 @@ def summarize(record: Record, settings: JobSettings, audit: Audit, *, seconds: f
         trainer_busy=round(sum(trainers) / max(1, len(trainers)), 4),
         rollout_busy=round(sum(rollouts) / max(1, len(rollouts)), 4),
         staleness_histogram=record.staleness(),
+        staleness_in_flight=table["staleness_in_flight"],
+        staleness_in_queue=table["staleness_in_queue"],
+        publish_lag_s=publish_lag_s(record.of_stage("rollout"), record.of_stage("train")),
         publish_s=round(record.publish_s(), 4),
         swaps=swaps.count,
         swap_s_max=swaps.swap_s_max,

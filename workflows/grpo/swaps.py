@@ -7,6 +7,9 @@ A generating process changes weights between two requests. Two times are told of
   waited for rows: with a trainer that is the slower side, that is the pacing, not the weights.
 
 Generation does not pause when the longest swap is shorter than one request.
+
+The *publish lag* of a change is from the publication of its version to when a generating process had loaded it: what a
+process generates in between is a version late when it begins. It holds the rest of the request before.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from transferqueue.workflows.events import SWAP, WORK, Span
+from transferqueue.workflows.events import PUBLISH, SWAP, WEIGHTS, WORK, Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,3 +56,17 @@ def _changes(spans: Sequence[Span]) -> Iterator[tuple[float, float]]:
             before = span.end
         elif span.name == SWAP and before is not None:
             yield span.end - span.start, span.end - before
+
+
+def publish_lag_s(generators: Iterable[Sequence[Span]], trainers: Iterable[Sequence[Span]]) -> float:
+    """Median publish lag over all changes of weights, in seconds; 0 where none is known. A version has its first publication.
+
+    >>> publish_lag_s([[Span(name="swap", start=2.5, end=3.0, version=1)]], [[Span(name="publish", start=1.0, end=1.5, version=1)]])
+    1.5
+    """
+    published: dict[int, float] = {}
+    for span in (span for spans in trainers for span in spans if span.name == PUBLISH):
+        published.setdefault(span.version, span.end)
+    applied = [span for spans in generators for span in spans if span.name in (SWAP, WEIGHTS)]
+    lags = [max(0.0, span.end - published[span.version]) for span in applied if span.version in published]
+    return round(median(lags), 4) if lags else 0.0

@@ -239,7 +239,7 @@ class Train:
         """Step, publish, report; and once the batch is acknowledged, seal the table if it was the last."""
         metrics = self._learner.step(self._train_batch(batch))
         self.version += 1
-        with self._context.span(PUBLISH):
+        with self._context.span(PUBLISH, self.version):
             self._channel.publish(self.version, published(self._settings, self._learner.weights()))
         self._report(batch, metrics)
         yield Part(columns={})
