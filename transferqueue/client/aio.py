@@ -411,6 +411,10 @@ class AsyncWeightChannel(weighing.WeightChannelBase):
         """As `WeightChannel.publish`."""
         await self._drive(composing.publish(self._client, self._name, self._keep, version, tensors, adapter, timeout_s))
 
+    async def mirror(self, weights: weighing.Weights, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> None:
+        """As `WeightChannel.mirror`."""
+        await self._drive(weighing.mirror(self._client, self._name, self._keep, weights, timeout_s))
+
     async def pull(
         self,
         above: int = -1,

@@ -79,7 +79,26 @@ def publish(
     """One version, in one commit."""
     deadline = Deadline(client.clock, checks.seconds("timeout_s", timeout_s))
     number = checks.whole("version", version)
-    drafts = tensor_drafts(tensors, _prefix(adapter))
+    yield from _publish(client, channel, keep, number, tensor_drafts(tensors, _prefix(adapter)), adapter, deadline)
+
+
+def mirror(
+    client: Client, channel: str, keep: int, version: int, tensors: Mapping[str, Any], timeout_s: float
+) -> Operation[None]:
+    """One version of base and adapters, its tensors named as their fields are."""
+    deadline = Deadline(client.clock, checks.seconds("timeout_s", timeout_s))
+    yield from _publish(client, channel, keep, version, tensor_drafts(tensors, ""), None, deadline)
+
+
+def _publish(
+    client: Client,
+    channel: str,
+    keep: int,
+    number: int,
+    drafts: list[TensorDraft],
+    adapter: str | None,
+    deadline: Deadline,
+) -> Operation[None]:
     basis = yield from ask(m.Basis(channel=channel), m.BasisAt)
     beside = [] if adapter is None else _beside(channel, adapter, basis)
     unchanged = yield from _unchanged(drafts, basis)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transferqueue.client import checks, composing
 from transferqueue.client.client import Client
 from transferqueue.client.driving import Operation, Work, ask, drive
-from transferqueue.errors import Corruption, NotFound, listing
+from transferqueue.errors import Corruption, NotFound, UsageError, listing
 from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
 from transferqueue.schema import Field
 from transferqueue.storage.checksum import verify
@@ -116,6 +116,11 @@ class Weights(Mapping[str, Any]):
             )
         return f"{adapter}/"
 
+    def named(self) -> dict[str, Any]:
+        """All tensors, of base and adapters, by the names of their fields: what `mirror` publishes."""
+        torch = _has_torch()
+        return {name: (one.column.torch() if torch else one.column.numpy())[0] for name, one in self._tensors.items()}
+
     def _shared(self, field: Field, block: m.BlockAt) -> Tensor | None:
         """The tensor in `block`, if it is here, for another version to have as well."""
         mine = self._tensors.get(field.name)
@@ -190,6 +195,12 @@ class WeightChannel(WeightChannelBase):
         """
         operation = composing.publish(self._client, self._name, self._keep, version, tensors, adapter, timeout_s)
         drive(self._client.connection, operation)
+
+    def mirror(self, weights: Weights, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> None:
+        """Publish weights that were pulled from another channel, such as another deployment's, as the version they are there:
+        base and adapters, in one commit. Otherwise as `publish`; what is unchanged here is not written again.
+        """
+        drive(self._client.connection, mirror(self._client, self._name, self._keep, weights, timeout_s))
 
     def pull(
         self,
@@ -272,6 +283,13 @@ class Subscription:
 def channel_name(channel: str, keep: int) -> tuple[str, int]:
     """The two, checked."""
     return check_name("channel", channel), checks.positive("keep", keep)
+
+
+def mirror(client: Client, channel: str, keep: int, weights: Weights, timeout_s: float) -> Operation[None]:
+    """A version of another channel, as a version of this."""
+    if not isinstance(weights, Weights):
+        raise UsageError(f"weights are {type(weights).__name__}; mirror what was pulled, or publish tensors")
+    return composing.mirror(client, channel, keep, weights.version, weights.named(), timeout_s)
 
 
 def pull(
