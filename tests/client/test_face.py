@@ -291,3 +291,22 @@ def test_two_clients_see_each_others_fields(queue: Queue, name: str) -> None:
         mine.update(more, c=[np.zeros((2, 3), np.float32)])
         assert theirs.read(more)["c"][0].shape == (2, 3)
         assert len(rows) == 2
+
+
+def test_an_unfinished_row_is_given_back_with_what_was_made_of_it(queue: Queue, name: str) -> None:
+    table = queue.create_table(name, tasks=[tq.Task("write", needs=["so_far"], gives=["text"])])
+    table.put(so_far=[[1], [2]], policy_version=-1)
+    first = table.lease("write", rows=2, timeout_s=10)
+    first.release(first.rows[:1], so_far=[[1, 10]], policy_version=4, policy_version_max=5, tokens=2)
+    with pytest.raises(tq.SchemaError):
+        first.release(so_far=["not ids"])
+    first.release(so_far=[[2, 20]])
+    with pytest.raises(tq.BatchEnded):
+        first.release(so_far=[[2, 20]])
+    second = table.lease("write", rows=2, timeout_s=10)
+    assert [ids.tolist() for ids in second["so_far"]] == [[1, 10], [2, 20]]
+    assert second.policy_version.tolist() == [4, -1]
+    assert second.policy_version_max.tolist() == [5, -1]
+    assert second.tokens.tolist() == [2, 0]
+    second.ack(text=["a", "b"])
+    assert table.audit()["rows_done"] == 2

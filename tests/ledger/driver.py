@@ -260,9 +260,10 @@ class Driver:
         table: str = "t",
         failed: bool = False,
         reason: str = "",
+        columns: m.Columns | None = None,
     ) -> Any:
         named = None if rows is None else i64(rows)
-        return self.apply(m.Release(table, lease.lease, lease.token, named, failed, reason))
+        return self.apply(m.Release(table, lease.lease, lease.token, named, failed, reason, columns))
 
     def renew(self, lease: Given, lease_s: float = 0.0, *, table: str = "t") -> Any:
         return self.apply(m.Renew(table, lease.lease, lease.token, lease_s))

@@ -431,13 +431,23 @@ class Model:
             start += 1
         return start
 
-    def release(self, session: int, number: int, rows: list[int] | None, failed: bool) -> int:
+    def release(
+        self, session: int, number: int, rows: list[int] | None, failed: bool, fields: set[str], version: int | None,
+        commit: int,
+    ) -> int:  # fmt: skip
         lease, named, held = self._named(session, number, rows)
+        progress = bool(fields) or version is not None
+        if progress and named and not held:
+            raise Refused("LeaseExpired")
+        if progress:
+            self.write(held, fields, version, commit)
         lease.held -= set(named)
         lease.open -= set(named)
         self.give_back(lease.task, held, failed=failed)
         if not lease.open or not lease.held:
             self.end(lease)
+        if progress:
+            self.judge_stale(held)
         self.conclude()
         return len(held)
 

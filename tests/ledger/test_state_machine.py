@@ -356,13 +356,21 @@ class LedgerMachine(RuleBasedStateMachine):
         if not self.given:
             return
         failed = data.draw(st.booleans(), "failed")
+        fields = data.draw(st.sampled_from([set(), set(), {"b"}, {"a", "score"}]), "progress")
+        version_lag = data.draw(st.none() | st.integers(0, 2), "version_lag")
         driver, given, rows = self._some_lease(data)
+        lease = self.model.leases.get(given.lease)
+        version = None if version_lag is None else max(0, self.model.clock - version_lag)
+        count = len(rows) if rows is not None else len(lease.open) if lease else len(given.rows)
+        facts = {} if version is None else {"policy_version": version}
+        columns, commit = self._columns(driver, count, fields, **facts)
         reply, wanted = self.both(
-            lambda: driver.release(given, rows, failed=failed),
-            lambda: self.model.release(driver.session, given.lease, rows, failed),
+            lambda: driver.release(given, rows, failed=failed, columns=columns),
+            lambda: self.model.release(driver.session, given.lease, rows, failed, fields, version, commit),
         )
         if reply is not None:
             assert reply.rows == wanted
+        self._undo_grant(driver, columns)
 
     def renew(self, data: st.DataObject) -> None:
         if not self.given:

@@ -96,9 +96,28 @@ class AsyncBatch(BatchBase):
         """As `Batch.drop`."""
         await self._drive(leasing.drop(self._lent, reason, rows))
 
-    async def release(self, rows: Any = None, *, failed: bool = False, reason: str = "") -> None:
+    async def release(
+        self,
+        rows: Any = None,
+        *,
+        failed: bool = False,
+        reason: str = "",
+        policy_version: Ints = None,
+        policy_version_max: Ints = None,
+        tokens: Ints = None,
+        priority: Floats = None,
+        tags: TagsGiven = None,
+        **columns: Any,
+    ) -> None:
         """As `Batch.release`."""
-        await self._drive(leasing.release(self._lent, rows, failed, reason))
+        facts = Facts(
+            policy_version=policy_version,
+            policy_version_max=policy_version_max,
+            tokens=tokens,
+            priority=priority,
+            tags=tags,
+        )
+        await self._drive(leasing.release(self._lent, rows, failed, reason, facts, columns))
 
     async def renew(self, lease_s: float | None = None) -> float:
         """As `Batch.renew`."""

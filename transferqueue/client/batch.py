@@ -115,9 +115,43 @@ class Batch(BatchBase):
         """The rows (None: all that are left) end as dropped with this reason, for every task of the table."""
         drive(self._lent.client.connection, leasing.drop(self._lent, reason, rows))
 
-    def release(self, rows: Any = None, *, failed: bool = False, reason: str = "") -> None:
-        """The rows (None: all that are left) go back to ready. failed: counts as an attempt, with `reason`."""
-        drive(self._lent.client.connection, leasing.release(self._lent, rows, failed, reason))
+    def release(
+        self,
+        rows: Any = None,
+        *,
+        failed: bool = False,
+        reason: str = "",
+        policy_version: Ints = None,
+        policy_version_max: Ints = None,
+        tokens: Ints = None,
+        priority: Floats = None,
+        tags: TagsGiven = None,
+        **columns: Any,
+    ) -> None:
+        """The rows (None: all that are left) go back to ready. failed: counts as an attempt, with `reason`.
+
+        Columns and facts say how far an unfinished row is: they replace what it had, and commit together with the release, or
+        neither does. So any worker of the task may go on where this one stopped. One row of each for every row, in this
+        order. `LeaseExpired` and `SchemaError` as of `ack`.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect() as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("write", needs=["so_far"])])
+            ...     rows = table.put(so_far=["once"])
+            ...     table.lease("write", rows=1).release(so_far=["once upon"])
+            ...     with table.lease("write", rows=1) as batch:
+            ...         batch["so_far"].list()
+            ['once upon']
+        """
+        facts = Facts(
+            policy_version=policy_version,
+            policy_version_max=policy_version_max,
+            tokens=tokens,
+            priority=priority,
+            tags=tags,
+        )
+        drive(self._lent.client.connection, leasing.release(self._lent, rows, failed, reason, facts, columns))
 
     def renew(self, lease_s: float | None = None) -> float:
         """Keep the rows for `lease_s` seconds from now (None: the task's). Returns how long that is.

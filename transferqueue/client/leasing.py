@@ -91,8 +91,6 @@ def ack(lent: Lent, rows: object, facts: Facts, columns: Mapping[str, Any], step
     """The rows are done; results and facts about them are committed with that."""
     lent.check()
     chosen = lent.chosen(rows)
-    count = len(lent.left) if chosen is None else len(chosen) // 8
-    deadline = Deadline(lent.client.clock, TIMEOUT_S_DEFAULT)
 
     def request(_: int, carried: m.Columns | None) -> m.Request:
         return m.Ack(
@@ -104,11 +102,7 @@ def ack(lent: Lent, rows: object, facts: Facts, columns: Mapping[str, Any], step
             step=checks.whole("step", step, -1),
         )
 
-    if columns or facts.said():
-        verb = commit(lent.client, lent.terms, facts, columns, count, deadline, request, m.Done)
-    else:
-        verb = ask(request(count, None), m.Done)
-    yield from _ending(lent, verb)
+    yield from _ending(lent, _carrying(lent, chosen, facts, columns, request))
     lent.take(chosen, "was acked")
 
 
@@ -123,20 +117,41 @@ def drop(lent: Lent, reason: str, rows: object) -> Operation[None]:
     lent.take(chosen, "was dropped")
 
 
-def release(lent: Lent, rows: object, failed: bool, reason: str) -> Operation[None]:
-    """The rows go back to ready."""
+def release(
+    lent: Lent, rows: object, failed: bool, reason: str, facts: Facts, columns: Mapping[str, Any]
+) -> Operation[None]:
+    """The rows go back to ready; what was made of them so far is committed with that."""
     lent.check()
     chosen = lent.chosen(rows)
-    request = m.Release(
-        table=lent.table,
-        lease=lent.lease,
-        token=lent.token,
-        rows=chosen,
-        failed=bool(failed),
-        reason=str(reason)[:REASON_CHARS_MAX],
-    )
-    yield from _ending(lent, ask(request, m.Done))
+
+    def request(_: int, carried: m.Columns | None) -> m.Request:
+        return m.Release(
+            table=lent.table,
+            lease=lent.lease,
+            token=lent.token,
+            rows=chosen,
+            failed=bool(failed),
+            reason=str(reason)[:REASON_CHARS_MAX],
+            columns=carried,
+        )
+
+    yield from _ending(lent, _carrying(lent, chosen, facts, columns, request))
     lent.take(chosen, "was released")
+
+
+def _carrying(
+    lent: Lent,
+    chosen: bytes | None,
+    facts: Facts,
+    columns: Mapping[str, Any],
+    request: Callable[[int, m.Columns | None], m.Request],
+) -> Operation[m.Done]:
+    """A request about rows of a lease, with columns and facts about them where there are any."""
+    count = len(lent.left) if chosen is None else len(chosen) // 8
+    if not (columns or facts.said()):
+        return ask(request(count, None), m.Done)
+    deadline = Deadline(lent.client.clock, TIMEOUT_S_DEFAULT)
+    return commit(lent.client, lent.terms, facts, columns, count, deadline, request, m.Done)
 
 
 def renew(lent: Lent, lease_s: float | None) -> Operation[float]:

@@ -57,19 +57,26 @@ def ack(table: Table, request: Ack, session: int, now: float) -> Done:
 
 
 def _check_results(table: Table, one: Lease, request: Ack, session: int, named: IntArray) -> Staged | None:
+    staged = _check_columns(table, one, request, session, named)
+    if staged is None:
+        return None
+    if request.drop:
+        raise UsageError(f"an ack that drops its rows ({request.drop!r}) carries no columns; nobody would read them")
+    held = one.rows[named[one.held[named]]]
+    check_unset(table.rows, staged, held, table.rows.pages.index(held))
+    return staged
+
+
+def _check_columns(table: Table, one: Lease, request: Ack | Release, session: int, named: IntArray) -> Staged | None:
+    """What comes with the end of a lease, for the rows that it names; None when nothing does."""
     if request.columns is None:
         return None
     staged = check_columns(table.rows, table.core.blocks, session, request.columns, named.size)
     check_later(staged)
     if staged.empty:
         return None
-    if request.drop:
-        raise UsageError(f"an ack that drops its rows ({request.drop!r}) carries no columns; nobody would read them")
     if not named.size:
-        raise UsageError(f"lease {one.id} has no rows left; its ack carries no columns")
-    held = one.rows[named[one.held[named]]]
-    at = table.rows.pages.index(held)
-    check_unset(table.rows, staged, held, at)
+        raise UsageError(f"lease {one.id} has no rows left; its end carries no columns")
     check_size(staged, table.name, table.limits.bytes_max, named.size)
     if staged.facts.keys is not None:
         table.rows.check_keys(staged.facts.keys, one.rows[named])
@@ -187,20 +194,44 @@ def _ack_last(table: Table, one: Lease, request: Ack, session: int, now: float) 
 
 
 def release(table: Table, request: Release, session: int, now: float) -> Done:
-    """Rows of a lease go back to ready."""
+    """Rows of a lease go back to ready, with what was made of them so far: its columns replace what they had."""
     one = table.core.leases.get(request.lease, request.token, table.name, session)
     task = table.tasks[one.task]
     named = one.positions(None if request.rows is None else decode_rows(request.rows))
     if one.replicas > 1 and named.size != int(one.open.sum()):
         raise UsageError(f"lease {one.id} is shared by {one.replicas} replicas; release all of its rows")
     _check_whole(table, task, one, named, "release")
+    staged = _check_progress(table, one, request, session, named)
     rows = one.rows[named[one.held[named]]]
+    if staged is not None:
+        _stage(table, staged)
+        _commit(table, staged, rows, np.flatnonzero(one.held[named]), now)
+        retire(table, table.parts.prune(table.rows.pages.index(rows), staged.names))
     one.held[named] = one.open[named] = False
     table.history.add(now, "failed" if request.failed else "released", rows, one.task, session, request.reason)
     return_rows(table, task, rows, failed=request.failed, now=now)
     _end_if_empty(table, one, "it was released")
+    if staged is not None:
+        judge_stale(table, rows, now)
+        table.wake_room()
     conclude(table, now)
     return Done(rows.size)
+
+
+def _check_progress(table: Table, one: Lease, request: Release, session: int, named: IntArray) -> Staged | None:
+    staged = _check_columns(table, one, request, session, named)
+    if staged is None:
+        return None
+    if one.replicas > 1:
+        raise UsageError(
+            f"lease {one.id} is shared by {one.replicas} replicas, and one of them cannot say for all how far its rows "
+            "are; release them without columns"
+        )
+    if not one.held[named].any():
+        raise LeaseExpired(
+            f"row {some(one.rows[named])} of lease {one.id} was dropped meanwhile; there is nothing to give back"
+        )
+    return staged
 
 
 def renew(table: Table, request: Renew, session: int, now: float) -> Renewed:

@@ -445,7 +445,11 @@ class CursorAt(Message):
 
 
 class Release(Message):
-    """Rows of a lease go back to ready. failed: counts as an attempt (an exception), with its text."""
+    """Rows of a lease go back to ready. failed: counts as an attempt (an exception), with its text.
+
+    columns: what was made of the rows so far, in the order of `rows` (or of the lease); it replaces what they had, and
+    commits with the release.
+    """
 
     table: Name
     lease: int
@@ -453,6 +457,7 @@ class Release(Message):
     rows: Rows | None = None
     failed: bool = False
     reason: Annotated[str, Meta(max_length=4096)] = ""
+    columns: Columns | None = None
 
 
 class Renew(Message):
