@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import Completion, Prompt
+from transferqueue.client.table import TableBase
 from transferqueue.errors import DeadlineExceeded, EndOfTable, FlowSignal, NotFound, PeerError, SchemaError, UsageError
 
 GENERATE: Final = "generate"
@@ -167,7 +168,8 @@ def spans(versions: NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
 class StreamBase(Generic[B]):
     """What the streams of both fronts share: which rows are theirs, and how far they are."""
 
-    def __init__(self, request: int, left: int, burst: int, timeout_s: float) -> None:
+    def __init__(self, table: TableBase, request: int, left: int, burst: int, timeout_s: float) -> None:
+        self._whole = table.tasks[TRAIN].groups is not None
         self._request, self._left, self._burst, self._timeout_s = request, left, burst, timeout_s
         self._batch: B | None = None
         self._due: deque[Completion] = deque()
@@ -203,11 +205,15 @@ class StreamBase(Generic[B]):
         self._due.extend(completions(batch))
 
     def _split(self, failed: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows of the burst that were used, and those to hand back: the last that was given too, where using it failed."""
+        """Rows of the burst that were used, and those to hand back: the last that was given too, where using it failed, and
+        all of a group of which one goes back, where groups are taken whole."""
         if self._batch is None or self._batch.ended:
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        given = max(0, len(self._batch) - len(self._due) - failed)
-        return self._batch.rows[:given], self._batch.rows[given:]
+        used = np.arange(len(self._batch)) < len(self._batch) - len(self._due) - failed
+        if self._whole:
+            groups = self._batch.group_id
+            used = ~np.isin(groups, groups[~used])
+        return self._batch.rows[used], self._batch.rows[~used]
 
     def _check_lost(self, live: int, late: FlowSignal) -> None:
         if live < self._left:
@@ -223,12 +229,12 @@ _TAKEN: Final = ("request", "prompt", "sample", "prompt_ids", *_GIVEN)
 class Stream(StreamBase[tq.Batch]):
     """Finished samples of one request: an iterator of `Completion`, and a context manager. One thread at a time.
 
-    A wait for the next one ends after the stream's `timeout_s` (`DeadlineExceeded`, or `SamplesLost`). Leaving the ``with`` block
+    With groups, a sample is done with the last of its group. A wait for the next one ends after the stream's `timeout_s` (`DeadlineExceeded`, or `SamplesLost`). Leaving the ``with`` block
     by an exception hands back the sample that was being used, too.
     """
 
     def __init__(self, table: tq.Table, request: int, left: int, burst: int, timeout_s: float) -> None:
-        super().__init__(request, left, burst, timeout_s)
+        super().__init__(table, request, left, burst, timeout_s)
         self._table = table
 
     def __iter__(self) -> Self:
@@ -330,14 +336,14 @@ class StreamService:
         pacing: how far requests may run ahead (`pacing`); without it, `generate` waits for room alone.
         """
         table = queue.create_table(name, **terms(groups=groups, lease_s=lease_s, pacing=pacing, rows_max=rows_max))
-        return cls(queue, table, queue.weights(_channel_of(table)))
+        return cls(queue, table, queue.weights(channel_of(table)))
 
     @classmethod
     def join(cls, queue: tq.Queue, *, name: str = NAME, timeout_s: float = 30.0) -> Self:
         """The service of this name, which someone makes within `timeout_s`."""
         table = queue.table(name, timeout_s=timeout_s)
-        _check(table)
-        return cls(queue, table, queue.weights(_channel_of(table)))
+        check(table)
+        return cls(queue, table, queue.weights(channel_of(table)))
 
     @property
     def table(self) -> tq.Table:
@@ -385,11 +391,13 @@ class StreamService:
         self._table.seal()
 
 
-def _channel_of(table: tq.Table) -> str:
+def channel_of(table: TableBase) -> str:
+    """The weight channel of a service."""
     return table.pacing.channel if table.pacing and table.pacing.channel else table.name
 
 
-def _check(table: tq.Table) -> None:
+def check(table: TableBase) -> None:
+    """`SchemaError` unless the table is one of a service."""
     if not {GENERATE, TRAIN} <= table.tasks.keys():
         raise SchemaError(
             f'table "{table.name}" is no stream generation service: it has tasks {", ".join(table.tasks)}, a service has '
