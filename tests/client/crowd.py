@@ -26,6 +26,7 @@ from transferqueue.server import runtime
 from transferqueue.server.assembly import Server, first_epoch
 from transferqueue.server.durable import Durable
 from transferqueue.server.journal import Level
+from transferqueue.server.serving import Signals
 from transferqueue.transport import IpcAddress
 
 ARENA_BYTES = 64 << 20
@@ -46,10 +47,10 @@ class Crowd:
         return Durable(self.state, self.level, first_epoch=first_epoch(), arena_bytes=ARENA_BYTES, shared=self.shared)
 
     def serve(self, tell: Callable[[bytes], object]) -> None:
-        server = Server(self.place, self.foundation())
-        signal.signal(signal.SIGTERM, lambda *_: server.stop())
-        tell(b"r")
-        server.run()
+        with Signals() as signals:  # a handler alone is too late for a loop that is just about to sleep
+            signals.server = Server(self.place, self.foundation())
+            tell(b"r")
+            signals.server.run(woken_by=signals)
 
     def work(self, tell: Callable[[bytes], object]) -> None:
         queue = tq.connect(str(self.place), timeout_s=60)

@@ -45,7 +45,7 @@ def serve(
     place, ports = _places(address, tcp)
     level = _level(durability, state, ports)
     allow_many_files()
-    with _Signals() as signals:
+    with Signals() as signals:
         keyring = _keyring(keys, ports)
         server = Server(place, _foundation(level, state, arena_bytes), ports, keyring=keyring, snapshots=snapshots)
         signals.server = server
@@ -102,7 +102,7 @@ def _keyring(directory: Path | None, ports: Iterable[TcpAddress]) -> Keyring | N
     return Keyring(directory) if directory is not None else None
 
 
-class _Signals:
+class Signals:
     """While entered, SIGINT and SIGTERM stop the server (one that is only being made is unmade), and SIGHUP has it look
     at its keys at once."""
 
