@@ -25,6 +25,8 @@ from transferqueue.adapters.transfer_queue.interface import (
     kv_clear,
     kv_list,
     kv_put,
+    load_checkpoint,
+    save_checkpoint,
 )
 from transferqueue.adapters.transfer_queue.metadata import BatchMeta, KVBatchMeta
 from transferqueue.adapters.transfer_queue.sampler import (
@@ -68,4 +70,6 @@ __all__ = [
     "kv_clear",
     "kv_list",
     "kv_put",
+    "load_checkpoint",
+    "save_checkpoint",
 ]

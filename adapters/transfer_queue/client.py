@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 import transferqueue as tq
+from transferqueue.adapters.transfer_queue import checkpoint
+from transferqueue.adapters.transfer_queue.checkpoint import stored
 from transferqueue.adapters.transfer_queue.columns import columns_of, schema_of_field, stacked, tensordict_of
 from transferqueue.adapters.transfer_queue.controller import open_table
 from transferqueue.adapters.transfer_queue.errors import StorageKeyNotFoundError
@@ -215,6 +218,31 @@ class TransferQueueClient:
             if rows:
                 self._ask("clear_samples", rows, partition_id)
 
+    # ------------------------------------------------------------ checkpoints
+
+    def save_controller_checkpoint(self, path: str | Path) -> None:
+        """Write who was given what to a file of this process's machine, as JSON."""
+        checkpoint.save_controller(self._ask, Path(path))
+
+    def load_controller_checkpoint(self, path: str | Path) -> None:
+        """Continue from such a file. Damaged or foreign ones: `Corruption`, `UsageError`, and nothing changed."""
+        checkpoint.load_controller(self._ask, Path(path))
+
+    def save_storage_checkpoint(self, checkpoint_dir: str | Path) -> None:
+        """Write all partitions to ``checkpoint_dir/storage``, as Arrow files, from this process."""
+        stored.save(self._queue, self._have, Path(checkpoint_dir))
+
+    def load_storage_checkpoint(self, checkpoint_dir: str | Path) -> None:
+        """Make the partitions those of such a directory, and no others. To be called while nobody else writes.
+
+        Damaged or foreign ones: `Corruption`, `UsageError`, ``FileNotFoundError``, and nothing changed.
+        """
+        checkpoint.load_storage(self._queue, self._ask, Path(checkpoint_dir), self._rows_max)
+
+    def verify_checkpoint(self, checkpoint_dir: str | Path) -> None:
+        """Refuse a checkpoint that could not be loaded whole, as `load_storage_checkpoint` does. Changes nothing."""
+        checkpoint.verify(Path(checkpoint_dir), self._ask, self._rows_max)
+
     def close(self) -> None:
         """Detach; the service goes on for others."""
         self._queue.close()
@@ -229,6 +257,10 @@ class TransferQueueClient:
             return self._queue.table(table_of(partition_id))
         except NotFound:
             return None
+
+    def _have(self, field: str, partition_id: str) -> set[int]:
+        rows, has = self.get_production_status([field], partition_id)
+        return set() if rows is None or has is None else set(rows[has == 1].tolist())
 
     def _put_new(self, data: TensorDict, partition_id: str) -> BatchMeta:
         rows = self._put(self._table(partition_id), data, None, None)

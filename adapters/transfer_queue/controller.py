@@ -22,9 +22,10 @@ import torch
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue.columns import schema_of_field
 from transferqueue.adapters.transfer_queue.metadata import NOT_READY, READY, BatchMeta
+from transferqueue.adapters.transfer_queue.plain import plain, remembered
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler, SequentialSampler
 from transferqueue.adapters.transfer_queue.tags import given_tags, partition_of, table_of
-from transferqueue.errors import AlreadyExists, DeadlineExceeded
+from transferqueue.errors import AlreadyExists, DeadlineExceeded, UsageError
 
 _AT_ONCE: Final = 1 << 16
 _HEARING_S: Final = 0.05
@@ -137,6 +138,13 @@ class Partition:
         for ready in self._ready.values():
             if task in ready.before:
                 ready.before[task] = _without(ready.before[task], given)
+
+    def given(self, consumed: dict[str, list[int]]) -> None:
+        """By task: these were given to it, as far as they are there."""
+        with self.table.read(fields=()) as rows:
+            there = set(rows.rows.tolist())
+        for task, those in consumed.items():
+            self.consume(task, [row for row in those if row in there])
 
     def reset(self, task: str | None) -> None:
         """Nothing was given to `task` (None: to any)."""
@@ -340,6 +348,40 @@ class Controller:
                 production_status=status,
                 consumption_status={task: set(rows) for task, rows in partition.consumed.items()},
             )
+
+    # ------------------------------------------------------------ checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """Who was given what, as plain JSON. `UsageError` for a sampler's memory that has no such form."""
+        with self._guard:
+            return {
+                "consumed": {
+                    name: {task: sorted(rows) for task, rows in partition.consumed.items()}
+                    for name, partition in self._partitions.items()
+                },
+                "sampler": type(self.sampler).__name__,
+                "memory": plain(self.sampler.memory(), f"the memory of {type(self.sampler).__name__}"),
+            }
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """`UsageError` for a `state` of another sampler, `Corruption` for a memory that is none. Changes nothing."""
+        if state["sampler"] != type(self.sampler).__name__:
+            raise UsageError(
+                f"the checkpoint has the memory of a {state['sampler']}, the sampler here is a {type(self.sampler).__name__}: "
+                "start with the sampler that it was saved with"
+            )
+        remembered(state["memory"], "the sampler's memory")
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a `state`: of samples that are not there, nothing."""
+        self.check_state(state)
+        with self._guard:
+            there = self.list_partitions()
+            for name in there:
+                self._partition(name).reset(None)
+            for name in (name for name in state["consumed"] if name in there):
+                self._partition(name).given(state["consumed"][name])
+            self.sampler.remember(remembered(state["memory"], "the sampler's memory"))
 
     # ------------------------------------------------------------ clearing
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tensordict import TensorDict
 
-from transferqueue.adapters.transfer_queue import service
+from transferqueue.adapters.transfer_queue import checkpoint, service
+from transferqueue.adapters.transfer_queue.checkpoint import sealed
 from transferqueue.adapters.transfer_queue.client import Parser, TransferQueueClient, _keys, _parsed
 from transferqueue.adapters.transfer_queue.columns import single
 from transferqueue.adapters.transfer_queue.metadata import KVBatchMeta
@@ -104,6 +106,34 @@ def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
 def kv_clear(keys: list[str] | str, partition_id: str) -> None:
     """Delete samples by key. Keys and partitions that are not there: nothing."""
     get_client().kv_clear(_keys(keys), partition_id)
+
+
+def save_checkpoint(
+    checkpoint_dir: str | Path, *, include_storage: bool = True, metadata: Mapping[str, Any] | None = None
+) -> None:
+    """Write all partitions and who was given what to a directory of this process's machine; an earlier checkpoint is replaced.
+
+    metadata: JSON, kept as ``user_metadata`` of ``metadata.json``. include_storage: ignored, as documented for storage in
+    memory. Blocks until the files are on the disk; the directory is there whole or not at all. `UsageError` where something
+    else is there, for metadata or a sampler's memory that is not JSON.
+    """
+    client = get_client()
+    with sealed.directory(Path(checkpoint_dir).absolute(), sealed.METADATA) as path:
+        client.save_storage_checkpoint(path)
+        client.save_controller_checkpoint(path / checkpoint.CONTROLLER)
+        checkpoint.about(path, metadata)
+
+
+def load_checkpoint(checkpoint_dir: str | Path) -> None:
+    """Make everything what it was when `save_checkpoint` wrote the directory: indexes, keys, tags, fields, consumption.
+
+    To be called while nobody else writes. ``FileNotFoundError`` for one that is not there, `Corruption` for a file that is not
+    as it was written, `UsageError` for a directory of another origin, another sampler or more samples than fit: nothing is changed.
+    """
+    client, path = get_client(), Path(checkpoint_dir)
+    client.verify_checkpoint(path)
+    client.load_storage_checkpoint(path)
+    client.load_controller_checkpoint(path / checkpoint.CONTROLLER)
 
 
 def _names(names: Sequence[str] | str | None) -> list[str] | None:

@@ -20,9 +20,20 @@ from transferqueue.adapters.transfer_queue_hook import FOLDER
 
 DISTRIBUTION = "TransferQueue"
 
+_LAYOUT = (
+    "tests its own files (controller_state.pkl, simple_storage/storage_unit_info.json); here they are JSON and Arrow"
+)
+_PRIVATE = (
+    "sets a private variable of its interface; tests/adapters/test_transfer_queue_checkpoint.py tests the behaviour"
+)
 INTERNALS = {
     "test_put_data_length_mismatch_raises": "tests a class of its storage units",
     "test_dynamic_tensor_shape_nested_transition": "expects is_nested to say whether shapes differ; here it says how data come back",
+    "test_tensor_fields": _LAYOUT,
+    "test_storage_saved_is_true": _LAYOUT,
+    "test_load_raises_on_storage_unit_count_mismatch": _LAYOUT,
+    "test_save_raises_if_not_initialized": _PRIVATE,
+    "test_load_raises_if_not_initialized": _PRIVATE,
 }
 """Tests of the wheel that test what is no documented behaviour, and what."""
 
@@ -49,6 +60,7 @@ def folder() -> Path:
         ("test_streaming_dataset.py", 3),
         ("e2e/test_kv_interface_e2e.py", 56),
         ("e2e/test_e2e_lifecycle_consistency.py", 7),
+        ("e2e/test_checkpoint_e2e.py", 9),
     ],
 )
 def test_the_tests_of_the_original_pass(file: str, least: int, tmp_path: Path) -> None:

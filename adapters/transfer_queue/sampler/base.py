@@ -29,6 +29,15 @@ class BaseSampler(ABC):
         """Forget a partition."""
         self._states.pop(partition_id, None)
 
+    def memory(self) -> dict[str, Any]:
+        """What a checkpoint keeps: dicts, lists, tuples, sets, text and numbers. A sampler that remembers more adds it."""
+        return {"_states": self._states}
+
+    def remember(self, memory: dict[str, Any]) -> None:
+        """Remember what `memory` gave, and nothing else."""
+        for name, value in memory.items():
+            setattr(self, name, value)
+
     def remembered(self, partition_id: str, task_name: str, dp_rank: int) -> dict[int, Any]:
         """What a rank was given, by batch index."""
         found: dict[int, Any] = (

@@ -56,6 +56,10 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         super().clear_cache(partition_id)
         self._balanced_cache = {key: found for key, found in self._balanced_cache.items() if key[0] != partition_id}
 
+    def memory(self) -> dict[str, Any]:
+        """With the shares of batches that some ranks have not asked for."""
+        return {**super().memory(), "_balanced_cache": self._balanced_cache}
+
     def _shares(self, ready_indexes: list[int], batch_size: int, partition: Any) -> list[list[int]]:
         groups = self.groups(ready_indexes, batch_size * self.dp_size)
         if not groups:

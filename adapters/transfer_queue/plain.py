@@ -1,0 +1,40 @@
+"""What a sampler remembers, as plain JSON and back: dicts with any keys, tuples and sets are marked, the rest is JSON's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transferqueue.errors import Corruption, UsageError
+
+
+def plain(value: Any, subject: str) -> Any:
+    """A value as JSON. `UsageError` names what has no such form."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, list):
+        return [plain(each, subject) for each in value]
+    if isinstance(value, dict):
+        return {"dict": [[plain(key, subject), plain(each, subject)] for key, each in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": [plain(each, subject) for each in value]}
+    if isinstance(value, set):
+        return {"set": [plain(each, subject) for each in value]}
+    raise UsageError(
+        f"{subject} holds a {type(value).__name__}; a checkpoint keeps numbers, text, lists, tuples, sets and dicts of them: "
+        "let the sampler's memory() give those"
+    )
+
+
+def remembered(stored: Any, subject: str) -> Any:
+    """The value that `plain` made JSON of."""
+    if isinstance(stored, list):
+        return [remembered(each, subject) for each in stored]
+    if not isinstance(stored, dict):
+        return stored
+    try:
+        ((kind, items),) = stored.items()
+        if kind == "dict":
+            return {remembered(key, subject): remembered(each, subject) for key, each in items}
+        return {"tuple": tuple, "set": set}[kind](remembered(each, subject) for each in items)
+    except (ValueError, KeyError, TypeError) as error:
+        raise Corruption(f"{subject} is no value that was written so: {error!r}; take another checkpoint") from error

@@ -1,0 +1,183 @@
+# ruff: noqa: E402  (imports after a check that they are there)
+"""Checkpoints of the drop-in, without Ray: what comes back, and what is refused with nothing changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+tensordict = pytest.importorskip("tensordict")
+pytest.importorskip("omegaconf")
+
+from transferqueue.adapters import transfer_queue as shim
+from transferqueue.adapters.transfer_queue.plain import plain, remembered
+from transferqueue.errors import Corruption, UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+TensorDict, NonTensorStack = tensordict.TensorDict, tensordict.NonTensorStack
+
+
+@pytest.fixture(autouse=True)
+def local(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TRANSFERQUEUE_SHIM_LOCAL", "1")
+    shim.init({"controller": {"polling_mode": True, "sampler": "RankAwareSampler"}})
+    yield
+    shim.close()
+
+
+def fill() -> None:
+    """Samples of three shapes of field, some without `reward`, one cleared; two were given to `train`."""
+    texts = NonTensorStack("a", {"b": [1, None]}, b"c", "d")
+    nested = torch.nested.as_nested_tensor([torch.arange(n) for n in (1, 3, 0, 2)], layout=torch.jagged)
+    fields = TensorDict({"ids": nested, "text": texts, "half": torch.ones(4, 2, dtype=torch.bfloat16)}, batch_size=[4])
+    tags = [{"n": n, "deep": {"x": [n]}} for n in range(4)]
+    shim.kv_batch_put(["k0", "k1", "k2", "k3"], "train/1", fields, tags)
+    shim.kv_put("k1", "train/1", {"reward": torch.tensor(0.5)})
+    shim.kv_put("k3", "train/1", {"reward": torch.tensor(1.5)})
+    shim.kv_clear("k0", "train/1")
+    image = torch.nested.as_nested_tensor([torch.ones(2, 3), torch.zeros(1, 5)])
+    shim.get_client().put(TensorDict({"image": image}, batch_size=[2]), partition_id="plain")
+    assert len(take(0)) == 2
+
+
+def take(batch_index: int) -> Any:
+    config = {"dp_rank": 0, "batch_index": batch_index}
+    return shim.get_client().get_meta(["ids"], 2, "train/1", task_name="train", sampling_config=config)
+
+
+def everything() -> dict[str, Any]:
+    found: dict[str, Any] = {"list": shim.kv_list()}
+    for keys in (["k1", "k3"], ["k2"]):
+        data = shim.kv_batch_get(keys, "train/1")
+        found[str(keys)] = {name: [_plain(each) for each in data.get(name)] for name in sorted(data.keys())}
+    meta = shim.get_client().get_meta(["image"], 2, "plain", mode="force_fetch")
+    image = shim.get_client().get_data(meta)["image"]
+    found["image"] = meta.global_indexes, [each.tolist() for each in image.unbind()]
+    indexes, given = shim.get_client().get_consumption_status("train", "train/1")
+    assert indexes is not None
+    assert given is not None
+    found["given"] = indexes.tolist(), given.tolist()
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else getattr(value, "data", value)
+
+
+def test_all_comes_back_and_others_go(tmp_path: Path) -> None:
+    fill()
+    before, batch = everything(), take(0).global_indexes
+    shim.save_checkpoint(tmp_path / "ck", metadata={"step": 3, "by rank": {10: 1, 9: 2}})
+    assert everything() == before
+    shim.kv_put("later", "other", {"x": torch.tensor(1)})
+    shim.kv_clear("k2", "train/1")
+    shim.load_checkpoint(str(tmp_path / "ck"))
+    assert everything() == before
+    assert take(0).global_indexes == batch, "the sampler remembers what rank 0 was given"
+    assert not len(take(1)), "one sample is left, two are asked for"
+    shim.kv_put("k9", "train/1", {"ids": torch.tensor([7])})
+    assert take(1).global_indexes == [3, 4], "indexes go on where they were"
+    assert json.loads((tmp_path / "ck" / "metadata.json").read_text())["user_metadata"]["step"] == 3
+
+
+def test_a_checkpoint_moves_to_another_service_and_is_replaced(tmp_path: Path) -> None:
+    fill()
+    before = everything()
+    shim.save_checkpoint(tmp_path / "ck")
+    shim.save_checkpoint(tmp_path / "ck")
+    assert [path.name for path in tmp_path.iterdir()] == ["ck"]
+    shim.close()
+    shim.init({"controller": {"polling_mode": True, "sampler": "RankAwareSampler"}})
+    shim.load_checkpoint(tmp_path / "ck")
+    assert everything() == before
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "controller.json", "storage/manifest.json", "storage/000000.arrow"])
+def test_a_damaged_file_is_named_and_nothing_changes(name: str, tmp_path: Path) -> None:
+    fill()
+    shim.save_checkpoint(tmp_path / "ck")
+    path = tmp_path / "ck" / name
+    data = path.read_bytes()
+    at = len(data) * 2 // 3
+    for damaged in (data[:at], data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]):
+        path.write_bytes(damaged)
+        before = everything()
+        with pytest.raises(Corruption, match=f"{Path(name).name} .*take another checkpoint"):
+            shim.load_checkpoint(tmp_path / "ck")
+        assert everything() == before
+
+
+def test_a_file_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
+    fill()
+    shim.save_checkpoint(tmp_path / "one")
+    shim.get_client().reset_consumption("train/1")
+    shim.save_checkpoint(tmp_path / "two")
+    shutil.copy(tmp_path / "one" / "controller.json", tmp_path / "two" / "controller.json")
+    with pytest.raises(Corruption, match=r"controller\.json"):
+        shim.load_checkpoint(tmp_path / "two")
+
+
+def test_what_is_foreign_or_missing_is_refused(tmp_path: Path) -> None:
+    fill()
+    before = everything()
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        shim.load_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"metadata\.json"):
+        shim.load_checkpoint(tmp_path)
+    (tmp_path / "metadata.json").write_text('{"storage_saved": true}')
+    with pytest.raises(UsageError, match="has format None"):
+        shim.load_checkpoint(tmp_path)
+    assert everything() == before
+
+
+def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(UsageError, match="is no checkpoint"):
+        shim.save_checkpoint(tmp_path)
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_metadata_that_is_not_json_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
+    fill()
+    shim.save_checkpoint(tmp_path / "ck", metadata={"step": 1})
+    with pytest.raises(UsageError, match="is not JSON"):
+        shim.save_checkpoint(tmp_path / "ck", metadata={"step": object()})
+    assert json.loads((tmp_path / "ck" / "metadata.json").read_text())["user_metadata"] == {"step": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["ck"]
+
+
+def test_another_sampler_or_too_small_a_storage_is_refused(tmp_path: Path) -> None:
+    fill()
+    shim.save_checkpoint(tmp_path / "ck")
+    shim.close()
+    shim.init({"controller": {"sampler": "SequentialSampler"}})
+    with pytest.raises(UsageError, match="memory of a RankAwareSampler"):
+        shim.load_checkpoint(tmp_path / "ck")
+    shim.close()
+    small = {"storage_backend": "SimpleStorage", "SimpleStorage": {"total_storage_size": 2}}
+    shim.init({"controller": {"sampler": "RankAwareSampler"}, "backend": small})
+    with pytest.raises(UsageError, match="has 3 samples, here one may have 2"):
+        shim.load_checkpoint(tmp_path / "ck")
+    assert shim.kv_list() == {}
+
+
+def test_not_initialized() -> None:
+    shim.close()
+    for call in (shim.save_checkpoint, shim.load_checkpoint):
+        with pytest.raises(RuntimeError, match="not initialized"):
+            call("anywhere")
+
+
+def test_memories_as_json() -> None:
+    memory = {"_states": {"p": {"t": {0: {1: ([1, 2], [3])}}}}, ("p", 1): {4, 5}, "none": None}
+    assert remembered(json.loads(json.dumps(plain(memory, "it"))), "it") == memory
+    with pytest.raises(UsageError, match="it holds a object"):
+        plain({"x": object()}, "it")
+    with pytest.raises(Corruption, match="it is no value"):
+        remembered({"list": [1]}, "it")
