@@ -20,6 +20,7 @@ import pytest
 import transferqueue as tq
 from transferqueue.errors import Corruption, EndOfTable, FlowSignal, Full, NotFound, OutOfMemory, UsageError
 from transferqueue.server import embedded
+from transferqueue.server.cutfiles import _Rows
 from transferqueue.server.snapshots import SNAPSHOTS_VARIABLE
 from transferqueue.storage import snapshot as files
 
@@ -168,6 +169,13 @@ def test_an_empty_table_and_an_empty_deployment(queue: tq.Queue) -> None:
         with tq.connect() as other:
             other.restore(path)
             assert other.tables() == tables
+
+
+def test_a_column_that_older_snapshots_lack_is_what_it_was_before() -> None:
+    rows = _Rows(pa.table({"row_id": np.arange(3)}))
+    assert rows.numbers("stamped", np.int64, missing=-1).tolist() == [-1] * 3
+    assert rows.numbers("row_id", np.int64, missing=-1).tolist() == [0, 1, 2]
+    assert _Rows(None).numbers("stamped", np.int64, missing=-1).tolist() == []
 
 
 def test_the_newest_are_kept(queue: tq.Queue, root: Path) -> None:

@@ -282,7 +282,7 @@ def _read_table(snapshot: Snapshot, about: TableAbout, blocks: dict[int, BlockAt
             "row_id": rows.numbers("row_id", np.int64),
             "fate": rows.codes("fate", FATES),
             "age_s": rows.numbers("age_s", np.float64),
-            "stamped": rows.numbers("stamped", np.int64),
+            "stamped": rows.numbers("stamped", np.int64, missing=-1),
             **{name: rows.numbers(name, np.dtype(DTYPES[name])) for name in UNSET},
         },
         keys=rows.texts("key"),
@@ -356,8 +356,10 @@ class _Rows:
     def _column(self, name: str) -> Any:
         return self._table[name].combine_chunks() if self._table is not None else None
 
-    def numbers(self, name: str, dtype: Any) -> AnyArray:
-        """The values, whatever they are where there is none."""
+    def numbers(self, name: str, dtype: Any, *, missing: int | None = None) -> AnyArray:
+        """The values, whatever they are where there is none. missing: all of them, where an older snapshot lacks the column."""
+        if missing is not None and self._table is not None and name not in self._table.column_names:
+            return np.full(self._table.num_rows, missing, dtype)
         column, dtype = self._column(name), np.dtype(dtype)
         if column is None:
             return np.empty(0, dtype)
