@@ -1,0 +1,116 @@
+# ruff: noqa: E402  (imports after a check that they are there)
+"""The drop-in's controller without Ray: who waits, who is told, who ends what."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+tensordict = pytest.importorskip("tensordict")
+pytest.importorskip("omegaconf")
+
+from transferqueue.adapters.transfer_queue import controller, service
+from transferqueue.errors import Disconnected
+
+DEADLINE_S = 50.0
+TensorDict = tensordict.TensorDict
+
+
+@pytest.fixture
+def server() -> Iterator[service.Server]:
+    found = service.Server({})
+    yield found
+    found.shutdown()
+
+
+@pytest.fixture
+def client(server: service.Server) -> Iterator[Any]:
+    attached = attach(server)
+    yield attached.client
+    attached.close()
+
+
+def attach(server: service.Server) -> service.Service:
+    return service.Service(lambda name, *arguments: getattr(server, name)(*arguments), None)
+
+
+def put(client: Any, *names: str, rows: int = 2) -> Any:
+    return client.put(TensorDict({name: torch.arange(rows) for name in names}, batch_size=[rows]), partition_id="p")
+
+
+def test_an_early_reader_stops_nobody(client: Any) -> None:
+    made = put(client, "early")
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(client.get_meta, ["late"], 2, "p", "fetch", task) for task in ("one", "two")]
+        for _ in range(5):
+            other = put(client, "early")
+            assert client.get_meta(["early"], 2, "p", task_name="other").global_indexes
+            assert client.get_production_status(["late"], "p")[1].sum() == 0
+            client.clear_samples(other)
+        assert not any(wait.done() for wait in waits)
+        client.put(TensorDict({"late": torch.ones(2)}, batch_size=[2]), metadata=made)
+        assert [wait.result(DEADLINE_S).global_indexes for wait in waits] == [made.global_indexes] * 2
+
+
+def test_no_notification_is_lost(client: Any) -> None:
+    """Readers and writers race; each sample comes to each task once, and no reader waits for what is there."""
+    rounds, readers = 20, 2
+    put(client, "x", rows=1)
+    client.get_meta(["x"], 1, "p", task_name="first")
+
+    def read(task: str) -> list[int]:
+        return [index for _ in range(rounds) for index in client.get_meta(["x"], 2, "p", task_name=task).global_indexes]
+
+    def write() -> list[int]:
+        return [index for _ in range(rounds) for index in put(client, "x", rows=readers).global_indexes]
+
+    with ThreadPoolExecutor(4) as pool:
+        reads = [pool.submit(read, task) for task in ("shared", "shared", "alone")]
+        writes = [pool.submit(write) for _ in range(2)]
+        written = [0, *(index for one in writes for index in one.result(DEADLINE_S))]
+        shared = [index for one in reads[:2] for index in one.result(DEADLINE_S)]
+        alone = reads[2].result(DEADLINE_S)
+    assert len(shared) == len(set(shared)) == 2 * 2 * rounds
+    assert set(shared) <= set(written)
+    assert len(alone) == len(set(alone)) == 2 * rounds
+
+
+def test_a_guest_that_closes_detaches(server: service.Server) -> None:
+    host, guest = attach(server), attach(server)
+    made = put(guest.client, "x")
+    guest.close()
+    with pytest.raises(Disconnected):
+        guest.client.get_data(made)
+    assert host.client.get_data(made)["x"].tolist() == [0, 1]
+    assert host.client.get_meta(["x"], 2, "p", task_name="t").global_indexes == made.global_indexes
+    host.close()
+
+
+def test_a_guest_that_closes_leaves_waiting_readers_alone(server: service.Server) -> None:
+    host, guest = attach(server), attach(server)
+    begun = threading.Event()
+
+    def read() -> Any:
+        begun.set()
+        return host.client.get_meta(["x"], 2, "p", task_name="t")
+
+    with ThreadPoolExecutor(1) as pool:
+        wait = pool.submit(read)
+        assert begun.wait(DEADLINE_S)
+        made = put(guest.client, "x")
+        guest.close()
+        assert wait.result(DEADLINE_S).global_indexes == made.global_indexes
+    host.close()
+
+
+def test_a_wait_ends_by_its_deadline(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "WAIT_S", 0.05)
+    with pytest.raises(
+        TimeoutError, match=r"no batch of 2 samples with \['x'\] became ready in partition 'p' for task 't'"
+    ):
+        client.get_meta(["x"], 2, "p", task_name="t")
