@@ -244,8 +244,24 @@ class Part:
 
     at: their positions in the batch (None: all that are left). columns: results in that order. facts: `policy_version`,
     `policy_version_max`, `tokens` and the like, as `Batch.ack` takes them.
+
+    unfinished: the rows are not done: the columns replace what the rows have, and anybody may lease the rows again and go
+    on from there. drop: the rows end as dropped with this reason. `UsageError` for both, for an unfinished part that does not
+    say which rows, and for a dropped one that gives anything.
     """
 
     columns: Mapping[str, Any]
     at: npt.NDArray[np.intp] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    unfinished: bool = False
+    drop: str = ""
+
+    def __post_init__(self) -> None:
+        if self.unfinished and (self.drop or self.at is None):
+            raise UsageError(
+                f"unfinished part with at={self.at} and drop={self.drop!r}: say which rows, and do not drop them"
+            )
+        if self.drop and (self.columns or self.facts):
+            raise UsageError(
+                f"part dropped as {self.drop!r} with {[*self.columns, *self.facts]}: nobody would read them; leave them out"
+            )

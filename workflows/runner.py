@@ -2,13 +2,13 @@
 
 Rules:
 
-1. A row is acknowledged together with the columns that its stage gives, or not at all.
+1. A row is acknowledged, or handed back unfinished, together with the columns that its stage gives, or not at all.
 2. While the function works, the lease is renewed from a thread every third of its time; a process that hangs as a whole
    loses it.
 3. A function that raises gives its rows back as failed; the queue hands them out again, at most ``attempts_max`` times.
    As many failures in a row mean that the stage is broken, not a row: then the loop raises `StageBroken`.
 4. An ack that comes too late is refused and changes nothing: the rows are someone else's. It is reported, not fatal.
-5. The loop ends with the table (`EndOfTable`) or when asked to stop. It never waits longer than the stage allows.
+5. The loop ends with the table (`EndOfTable`; `Sealed` for a source) or when asked to stop. It never waits longer than the stage allows.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 import transferqueue as tq
 from transferqueue.adapters.protocols import Part
-from transferqueue.errors import EndOfTable, FlowSignal, LeaseExpired, PeerError, TransferQueueError, UsageError
+from transferqueue.errors import EndOfTable, FlowSignal, LeaseExpired, PeerError, Sealed, TransferQueueError, UsageError
 from transferqueue.workflows.events import WAIT, WORK, Event, Failure, Span
 from transferqueue.workflows.stage import STALL_S, Produce, Stage, Work
 
@@ -76,30 +79,34 @@ def run_source(
 ) -> int:
     """Put rows as fast as the table admits them, until the source has no more or ``stop`` is set; return how many.
 
-    Blocks: room is waited for at the server, at most ``stall_s`` (then `DeadlineExceeded`). Whatever ``produce`` raises
+    A table that somebody sealed takes no more: that is an end too. Blocks: room is waited for at the server, at most
+    ``stall_s`` (then `DeadlineExceeded`). Whatever ``produce`` raises
     passes through; its reservation returns.
     """
     done = 0
     while not (stop and stop.is_set()) and (rows := produce.wants()):
         waited = time.monotonic()
-        with table.reserve(rows, timeout_s=stall_s) as reservation:
-            started = time.monotonic()
-            emit(Span(name=WAIT, start=waited, end=started))
-            table.put(reservation=reservation, timeout_s=stall_s, **produce(rows))
+        try:
+            with table.reserve(rows, timeout_s=stall_s) as reservation:
+                started = time.monotonic()
+                emit(Span(name=WAIT, start=waited, end=started))
+                table.put(reservation=reservation, timeout_s=stall_s, **produce(rows))
+        except Sealed:
+            break
         emit(Span(name=WORK, start=started, end=time.monotonic(), rows=rows, version=reservation.version))
         done += rows
     return done
 
 
 def _serve(batch: tq.Batch, work: Work, lease_s: float) -> Exception | None:
-    """Call ``work`` and acknowledge what it gave. A failure is given back with the rows, not raised."""
+    """Call ``work`` and commit what it gave. A failure is given back with the rows, not raised."""
     left = len(batch)
     try:
         with _Renewal(batch, lease_s) as verbs:
             for part in _parts(work(batch)):
                 rows = None if part.at is None else batch.rows[part.at]
                 with verbs:
-                    batch.ack(rows, **part.facts, **part.columns)
+                    _commit(batch, part, rows)
                 left -= left if rows is None else len(rows)
         if left:
             raise UsageError(f"the stage gave results for all but {left} of {len(batch)} rows; it must for each")
@@ -109,6 +116,16 @@ def _serve(batch: tq.Batch, work: Work, lease_s: float) -> Exception | None:
         _give_back(batch, failure)
         return failure
     return None
+
+
+def _commit(batch: tq.Batch, part: Part, rows: npt.NDArray[np.int64] | None) -> None:
+    """End the lease of ``rows`` as ``part`` says."""
+    if part.drop:
+        batch.drop(part.drop, rows)
+    elif part.unfinished:
+        batch.release(rows, **part.facts, **part.columns)
+    else:
+        batch.ack(rows, **part.facts, **part.columns)
 
 
 def _parts(given: Mapping[str, Any] | Iterable[Part]) -> Iterator[Part]:

@@ -30,6 +30,7 @@ EXAMPLES = (
         "transferqueue demo --engine vllm",
         "generation by vLLM, its weights updated in place (make test-engines installs it)",
     ),
+    ("transferqueue demo --partial 2 --rollouts 2", "a response is generated in parts, by whoever is free"),
     ("transferqueue demo --kl 0.02 --steps 50", "with a reference stage and a KL term"),
 )
 
@@ -71,6 +72,20 @@ def demo(
         Literal["builtin", "transformers", "vllm"],
         typer.Option(help="What generates: the demo's own sampler, or a real engine with the same model as a Llama."),
     ] = "builtin",
+    partial: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Tokens that one lease adds to a response; what is unfinished then goes on under newer weights. 0: no bound.",
+        ),
+    ] = 0,
+    filter_zero_advantage: Annotated[
+        bool,
+        typer.Option(
+            "--filter-zero-advantage",
+            help="Drop groups with equal rewards, and generate as many others in their place.",
+        ),
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the results. Default: a new one in runs/.", show_default=False)
     ] = None,
@@ -92,6 +107,8 @@ def demo(
         kl=kl,
         engine=engine,
         weight_max=weight_max,
+        partial=partial,
+        filter_zero_advantage=filter_zero_advantage,
     )
     directory = out or Path("runs") / run_name(settings)
     console = Console(highlight=False)
@@ -113,6 +130,8 @@ def job_settings(
     kl: float,
     engine: Literal["builtin", "transformers", "vllm"] = "builtin",
     weight_max: float | None = None,
+    partial: int = 0,
+    filter_zero_advantage: bool = False,
 ) -> JobSettings:
     """The options as settings; `UsageError` or `Impossible` when they do not go together."""
     from transferqueue.errors import UsageError
@@ -129,7 +148,14 @@ def job_settings(
     staleness = max_staleness if max_staleness is not None else int(mode != "sync")
     depth = 0 if mode == "sync" else max(1, staleness)
     return JobSettings(
-        learning=learning, mode=mode, max_staleness=staleness, depth=depth, rollouts=rollouts, engine=engine
+        learning=learning,
+        mode=mode,
+        max_staleness=staleness,
+        depth=depth,
+        rollouts=rollouts,
+        engine=engine,
+        partial=partial,
+        filter_zero_advantage=filter_zero_advantage,
     )
 
 

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Final
+
+import numpy as np
 
 import transferqueue as tq
+from transferqueue.adapters.protocols import Part
 from transferqueue.workflows.grpo.advantages import group_advantages
+from transferqueue.workflows.grpo.job import JobSettings
 from transferqueue.workflows.stage import Context, Work
+
+ZERO_ADVANTAGE: Final = "zero_advantage"
+"""Why a group with nothing to teach was dropped."""
 
 
 @contextmanager
 def advantage(context: Context) -> Iterator[Work]:
-    """Factory of ``advantage``: how much better than its group each row did. Its task must ask for complete groups."""
+    """Factory of ``advantage``: how much better than its group each row did. Its task must ask for complete groups.
 
-    def compare(batch: tq.Batch) -> Mapping[str, Any]:
-        return {"advantages": group_advantages(batch["rewards"].numpy(), batch.group_id)}
+    Where the job filters, groups with equal rewards end here, for all tasks.
+    """
+    filtering = context.settings(JobSettings).filter_zero_advantage
+
+    def compare(batch: tq.Batch) -> Iterator[Part]:
+        advantages_B = group_advantages(batch["rewards"].numpy(), batch.group_id)
+        taught_B = (
+            np.isin(batch.group_id, batch.group_id[advantages_B != 0]) if filtering else np.ones(len(batch), bool)
+        )
+        at, flat = np.flatnonzero(taught_B), np.flatnonzero(~taught_B)
+        if at.size:
+            yield Part(at=at, columns={"advantages": advantages_B[at]})
+        if flat.size:
+            yield Part(at=flat, columns={}, drop=ZERO_ADVANTAGE)
 
     yield compare

@@ -30,6 +30,8 @@ REFERENCE: Final = "reference"
 """Weight channel of the policy that KL is measured against; one version, kept for ever."""
 
 Mode = Literal["sync", "delayed", "async"]
+BEGUN: Final = ("begun_ids", "begun_logprobs", "begun_versions")
+"""What an unfinished response has so far, a token each; empty where none is begun."""
 Engine = Literal["builtin", "transformers", "vllm"]
 """What generates: the job's own sampler, or a real engine with the same model as a Llama."""
 
@@ -60,6 +62,11 @@ class JobSettings:
 
     Raises `Impossible` for a sync job with staleness or depth, an async one without depth, a delayed one with anything but 1
     of both or with a real engine, whose weights change in flight.
+
+    ``partial``: tokens that one lease adds to a response at most (0: no bound). What is not finished then goes back with its
+    tokens, and any rollout process goes on with it, under the weights it has by then (partial rollouts; Kimi k1.5,
+    arXiv 2501.12599, section 2.6.2). ``filter_zero_advantage``: groups with equal rewards are dropped, and as many prompts
+    are admitted in their place (dynamic sampling; DAPO, arXiv 2503.14476, section 3.2).
     """
 
     learning: Settings = field(default_factory=Settings)
@@ -68,8 +75,17 @@ class JobSettings:
     depth: int = 1
     rollouts: int = 1
     engine: Engine = "builtin"
+    partial: int = 0
+    filter_zero_advantage: bool = False
 
     def __post_init__(self) -> None:
+        if self.partial < 0:
+            raise UsageError(f"partial={self.partial} is not a number of tokens; 0 is no bound")
+        if self.partial and self.engine != "builtin":
+            raise Impossible(
+                f"partial={self.partial} with engine {self.engine}: its requests have no budget, and its weights change in "
+                "flight anyway; use the builtin engine"
+            )
         if self.rollouts < 1:
             raise UsageError(f"rollouts={self.rollouts} is not a positive number of processes")
         if self.mode == "sync" and (self.depth or self.max_staleness):
@@ -115,14 +131,20 @@ class JobSettings:
         return max(1, min(share, _ROLLOUT_ROWS // self.learning.group_size))
 
     @property
+    def rows_per_put(self) -> int:
+        """Rows of one put. Single groups where groups are replaced: room for a larger put might never be there."""
+        groups = 1 if self.filter_zero_advantage else self.groups_per_put
+        return groups * self.learning.group_size
+
+    @property
     def with_reference(self) -> bool:
         """Whether the loss has a KL term, which needs a reference stage."""
         return self.learning.kl_weight > 0
 
 
-def fields() -> list[tq.Field]:
+def fields(settings: JobSettings) -> list[tq.Field]:
     """Columns of the table."""
-    return [
+    found = [
         tq.Field("prompt_ids", "int32", (None,)),
         tq.Field("problem", "value"),
         tq.Field("response_ids", "int32", (None,)),
@@ -132,17 +154,24 @@ def fields() -> list[tq.Field]:
         tq.Field("advantages", "float32"),
         tq.Field("ref_logprobs", "float32", (None,)),
     ]
+    if settings.partial:
+        dtypes = ("int32", "float32", "int32", "int32")
+        found += [
+            tq.Field(name, dtype, (None,)) for name, dtype in zip((*BEGUN, "token_versions"), dtypes, strict=True)
+        ]
+    return found
 
 
 def stages(settings: JobSettings) -> list[Stage]:
     """The tasks of the table, in the order in which a row meets them, and what one call of each gets."""
     generated = ("prompt_ids", "response_ids", "rollout_logprobs")
     reference = ("ref_logprobs",) if settings.with_reference else ()
+    begun, versions = (BEGUN, ("token_versions",)) if settings.partial else ((), ())
     per_put = settings.groups_per_put * settings.learning.group_size
     some = settings.rows_per_step
     found = [
         Stage(
-            task=_task("rollout", needs=("prompt_ids",), gives=(*generated[1:], "finish_reason")),
+            task=_task("rollout", needs=("prompt_ids", *begun), gives=(*generated[1:], "finish_reason", *versions)),
             rows=per_put,
             at_least=1,
         ),
@@ -155,7 +184,7 @@ def stages(settings: JobSettings) -> list[Stage]:
         Stage(
             task=_task(
                 "train",
-                needs=(*generated, "rewards", "advantages", *reference),
+                needs=(*generated, "rewards", "advantages", *versions, *reference),
                 groups=tq.Complete(),
                 selector=tq.OldestVersionFirst(),
             ),
@@ -184,7 +213,7 @@ def create_table(queue: tq.Queue, settings: JobSettings) -> tq.Table:
     """Create the table of the job."""
     return queue.create_table(
         TABLE,
-        fields=fields(),
+        fields=fields(settings),
         tasks=[stage.task for stage in stages(settings)],
         limits=tq.Limits(rows=(settings.depth + 1) * settings.rows_per_step),
         pacing=pacing(settings),

@@ -10,7 +10,7 @@ import numpy as np
 
 import transferqueue as tq
 from transferqueue.workflows.audit import audit
-from transferqueue.workflows.grpo.job import JobSettings
+from transferqueue.workflows.grpo.job import BEGUN, JobSettings
 from transferqueue.workflows.grpo.problems import Problem, ProblemSet, Split, problem_set
 from transferqueue.workflows.grpo.tokenizer import decode, encode_prompt
 from transferqueue.workflows.stage import Context, Produce, Work
@@ -19,7 +19,8 @@ _WHOLE_LIMIT: Final = 2**63
 
 
 class Prompts:
-    """The source: groups of one prompt each, by ordinal of a stream that its seed determines, as many as training takes.
+    """The source: groups of one prompt each, by ordinal of a stream that its seed determines, as many as training takes:
+    a number known before, or, where groups are filtered, until the trainer seals the table.
 
     A put holds whole groups, so the rows that the table ever got say at which ordinal a restarted source goes on.
     """
@@ -31,8 +32,10 @@ class Prompts:
 
     def wants(self) -> int:
         """Rows of the next put: groups for one request to a rollout process, fewer at the end."""
+        if self._settings.filter_zero_advantage:
+            return self._settings.rows_per_put
         left = self._settings.groups_total - self._ordinal
-        return self._settings.learning.group_size * max(0, min(self._settings.groups_per_put, left))
+        return min(self._settings.rows_per_put, self._settings.learning.group_size * left)
 
     def __call__(self, rows: int) -> Mapping[str, Any]:
         """Return the next groups: prompt and problem are stored once a group and shared by its rows."""
@@ -41,10 +44,15 @@ class Prompts:
         drawn = [self._problem(ordinal) for ordinal in ordinals]
         self._ordinal = ordinals.stop
         counts = [size] * len(drawn)
+        begun = {
+            name: tq.Repeat([np.empty(0, np.float32 if name == "begun_logprobs" else np.int32)] * len(drawn), counts)
+            for name in BEGUN * bool(self._settings.partial)
+        }
         group_id = np.repeat(np.asarray(ordinals, dtype=np.int64), size)
         return {
             "prompt_ids": tq.Repeat([encode_prompt(problem.prompt) for problem in drawn], counts),
             "problem": tq.Repeat([plain(problem) for problem in drawn], counts),
+            **begun,
             "group_id": group_id,
             "ordinal": group_id,
             "group_size": size,

@@ -18,7 +18,7 @@ from transferqueue.workflows.grpo.model import Cache, Transformer
 from transferqueue.workflows.grpo.tokenizer import EOS_ID, PAD_ID
 
 Ids = npt.NDArray[np.int32]
-FinishReason = Literal["eos", "length"]
+FinishReason = Literal["eos", "length", "abort"]
 
 _BUSY_SHARE_MIN: Final = 0.6
 """Drop finished rows when fewer than this share is busy: then a copy of the cache pays within two tokens."""
@@ -30,7 +30,7 @@ class Response:
 
     ``prompt`` is the index of its prompt in the request and ``sample`` its number among that prompt's. ``ids`` are int32
     ``[tokens]``, eos included; ``logprobs`` float32 ``[tokens]``: log-probability of each token under the very
-    distribution it was drawn from (temperature applied). ``finish_reason`` is ``"length"`` when the limit cut it.
+    distribution it was drawn from (temperature applied). ``finish_reason`` is ``"length"`` when the limit cut it, ``"abort"`` when it is not finished.
     """
 
     prompt: int
@@ -97,11 +97,15 @@ class Generation:
         self._length += 1
         ended_A = self._busy_A & ((tokens_A == EOS_ID) | (self._length == self._tokens_max))
         self._busy_A &= ~ended_A
-        responses = [self._response(row) for row in self._rows_A[ended_A].tolist()]
+        responses = [self._ended(row) for row in self._rows_A[ended_A].tolist()]
         if not self.done:
             tokens_A = self._drop_finished(tokens_A)
             self._logits_AV = self._model(tokens_A[:, None], self._cache)[:, -1]
         return responses
+
+    def unfinished(self) -> list[Response]:
+        """What the rows that are not finished have so far, with finish reason abort."""
+        return [self._response(row, "abort") for row in self._rows_A[self._busy_A].tolist()]
 
     def _read(self, prompts: Sequence[npt.NDArray[np.integer]]) -> tuple[Cache, Tensor]:
         longest = max(map(len, prompts))
@@ -125,10 +129,12 @@ class Generation:
         self._rows_A, self._busy_A = self._rows_A[kept], self._busy_A[kept]
         return tokens_A[kept]
 
-    def _response(self, row: int) -> Response:
+    def _ended(self, row: int) -> Response:
+        return self._response(row, "eos" if self._ids_BT[row, self._length - 1] == EOS_ID else "length")
+
+    def _response(self, row: int, reason: FinishReason) -> Response:
         ids = self._ids_BT[row, : self._length].numpy().copy()
         logprobs = self._logprobs_BT[row, : self._length].numpy().copy()
-        reason: FinishReason = "eos" if ids[-1] == EOS_ID else "length"
         return Response(row // self._samples, row % self._samples, ids, logprobs, reason)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import numpy as np
@@ -17,9 +17,10 @@ from transferqueue.adapters.protocols import Part
 from transferqueue.errors import DeadlineExceeded, NotFound, Sealed
 from transferqueue.workflows.audit import audit
 from transferqueue.workflows.events import PUBLISH, SWAP, Span
+from transferqueue.workflows.grpo.begun import NOTHING, Begun, places, same_length, same_prompt
 from transferqueue.workflows.grpo.evaluate import Evaluation, evaluate
 from transferqueue.workflows.grpo.grpo import Learner, Objective, TrainBatch
-from transferqueue.workflows.grpo.job import POLICY, REFERENCE, JobSettings
+from transferqueue.workflows.grpo.job import BEGUN, POLICY, REFERENCE, JobSettings
 from transferqueue.workflows.grpo.llama import from_llama, is_llama, to_llama
 from transferqueue.workflows.grpo.model import Transformer
 from transferqueue.workflows.grpo.packing import response_logprobs
@@ -31,6 +32,8 @@ from transferqueue.workflows.stage import STALL_S, Context, Work
 
 _PART_ROWS: Final = 32
 """Responses are handed on when so many are finished: the reward stage works while the rest is generated."""
+SURPLUS: Final = "surplus"
+"""Why a row was dropped that the run did not need."""
 _EVALUATION_SEED: Final = 1_000_003
 """Draws of the held-out evaluation: the same before and after, for all runs."""
 
@@ -102,7 +105,11 @@ def tokens_max(settings: Settings) -> int:
 
 
 class Rollout:
-    """Generates a response for each row, all of one batch with one version of the weights."""
+    """Generates a response for each row, all of one batch with one version of the weights.
+
+    With a budget, what is not finished within it goes back, and comes again with what was begun. A response that was begun
+    under weights too old to be trained is begun anew.
+    """
 
     def __init__(self, job: JobSettings, policy: Policy, context: Context) -> None:
         settings = job.learning
@@ -117,8 +124,21 @@ class Rollout:
         """Yield the rows as they are finished, some at a time."""
         self._swap(batch)
         prompts = list(batch["prompt_ids"])
-        for rows_PS in same_prompt(batch.group_id):
-            yield from self._generate([prompts[row] for row in rows_PS[:, 0]], rows_PS)
+        begun = self._begun(batch)
+        fresh = np.array([not len(one.ids) for one in begun])
+        for rows_PS in same_prompt(batch.group_id, np.flatnonzero(fresh)):
+            yield from self._generate([prompts[row] for row in rows_PS[:, 0]], rows_PS, begun)
+        for rows_PS in same_length(begun):
+            read = [np.concatenate([prompts[row], begun[row].ids]) for row in rows_PS[:, 0]]
+            yield from self._generate(read, rows_PS, begun)
+
+    def _begun(self, batch: tq.Batch) -> list[Begun]:
+        """What each row has so far: nothing where it would be too old to be trained."""
+        if not self._job.partial:
+            return [NOTHING] * len(batch)
+        oldest = batch.version - self._job.max_staleness
+        found = [Begun(*columns) for columns in zip(*(batch[name] for name in BEGUN), strict=True)]
+        return [one if one.versions.min(initial=oldest) >= oldest else NOTHING for one in found]
 
     def _swap(self, batch: tq.Batch) -> None:
         """Take the weights of the mode, and tell how long generation stood still for them."""
@@ -137,36 +157,58 @@ class Rollout:
             return False
         return self._policy.refresh_in_turn(0.0 if behind < self._job.max_staleness else STALL_S)
 
-    def _generate(self, prompts: Sequence[npt.NDArray[np.int32]], rows_PS: npt.NDArray[np.intp]) -> Iterator[Part]:
+    def _generate(
+        self, prompts: Sequence[npt.NDArray[np.int32]], rows_PS: npt.NDArray[np.intp], begun: Sequence[Begun]
+    ) -> Iterator[Part]:
+        """Generate from what is read; ``rows_PS`` have as many tokens begun as one another."""
+        left = self._tokens_max - len(begun[rows_PS[0, 0]].ids)
         generation = Generation(
             self._policy.model,
             prompts,
             samples=rows_PS.shape[1],
-            tokens_max=self._tokens_max,
+            tokens_max=left,
             temperature=self._settings.temperature,
             generator=self._generator,
         )
         finished: list[Response] = []
-        while not generation.done:
+        for _ in range(min(left, self._job.partial or left)):
             finished += generation.step()
-            if len(finished) >= _PART_ROWS or generation.done:
-                yield self._part(finished, rows_PS)
+            if len(finished) >= _PART_ROWS:
+                yield self._part(finished, rows_PS, begun)
                 finished = []
+        if finished:
+            yield self._part(finished, rows_PS, begun)
+        if not generation.done:
+            yield self._hand_back(generation.unfinished(), rows_PS, begun)
 
-    def _part(self, finished: Sequence[Response], rows_PS: npt.NDArray[np.intp]) -> Part:
+    def _part(self, finished: Sequence[Response], rows_PS: npt.NDArray[np.intp], begun: Sequence[Begun]) -> Part:
+        at = places(finished, rows_PS)
+        whole = [
+            begun[row].and_then(response, self._policy.version) for row, response in zip(at, finished, strict=True)
+        ]
+        columns = {
+            "response_ids": [one.ids for one in whole],
+            "rollout_logprobs": [one.logprobs for one in whole],
+            "finish_reason": [response.finish_reason for response in finished],
+        }
+        if self._job.partial:
+            columns["token_versions"] = [one.versions for one in whole]
         return Part(
-            at=np.array([rows_PS[response.prompt, response.sample] for response in finished], dtype=np.intp),
-            columns={
-                "response_ids": [response.ids for response in finished],
-                "rollout_logprobs": [response.logprobs for response in finished],
-                "finish_reason": [response.finish_reason for response in finished],
-            },
+            at=at,
+            columns=columns,
             facts={
-                "policy_version": self._policy.version,
+                "policy_version": np.array([one.versions.min() for one in whole], dtype=np.int64),
                 "policy_version_max": self._policy.version,
-                "tokens": np.array([len(response.ids) for response in finished], dtype=np.int64),
+                "tokens": np.array([len(one.ids) for one in whole], dtype=np.int64),
             },
         )
+
+    def _hand_back(self, unfinished: Sequence[Response], rows_PS: npt.NDArray[np.intp], begun: Sequence[Begun]) -> Part:
+        at = places(unfinished, rows_PS)
+        whole = [
+            begun[row].and_then(response, self._policy.version) for row, response in zip(at, unfinished, strict=True)
+        ]
+        return Part(at=at, columns=dict(zip(BEGUN, map(list, zip(*whole, strict=True)), strict=True)), unfinished=True)
 
 
 def delayed_version(batch: tq.Batch, settings: JobSettings) -> int:
@@ -176,19 +218,6 @@ def delayed_version(batch: tq.Batch, settings: JobSettings) -> int:
     """
     step = int(batch.group_id.max()) // settings.learning.prompts_per_step
     return max(0, step - 1, batch.version - 1)
-
-
-def same_prompt(group_id: npt.NDArray[np.int64]) -> list[npt.NDArray[np.intp]]:
-    """Positions of rows by group, as arrays ``[groups, rows]``: one for each size that groups have in the batch.
-
-    A group is read once, however many of its rows are here; after a redelivery that may be fewer than all.
-    """
-    _, member_B, sizes_G = np.unique(group_id, return_inverse=True, return_counts=True)
-    by_group = np.argsort(member_B, kind="stable")
-    starts_G = np.cumsum(sizes_G) - sizes_G
-    return [
-        by_group[starts_G[sizes_G == size][:, None] + np.arange(size)].astype(np.intp) for size in np.unique(sizes_G)
-    ]
 
 
 @contextmanager
@@ -253,12 +282,22 @@ class Train:
         if self.version < self._settings.learning.steps:
             return
         found = audit(self._context.table)
-        if found.done + found.dropped_rows < self._settings.rows_total:
+        replaced = 0 if self._settings.filter_zero_advantage else found.dropped_rows
+        if found.done + replaced < self._settings.rows_total:
             return
-        try:
+        with suppress(Sealed):  # an earlier life of this process did
             self._context.table.seal()
-        except Sealed:
-            return  # an earlier life of this process did
+        if self._settings.filter_zero_advantage:
+            self._drop_surplus()
+
+    def _drop_surplus(self) -> None:
+        """Drop the rows that were admitted in case that more groups would have to be replaced. None is put any more."""
+        table = self._context.table
+        while len(rows := table.read(fields=[])):
+            try:
+                table.drop(rows.rows, SURPLUS)
+            except NotFound:
+                continue  # one of them was dropped in between; each time there are fewer
 
     def _train_batch(self, batch: tq.Batch) -> TrainBatch:
         # Neighbours with one prompt are computed together.
@@ -282,6 +321,7 @@ class Train:
             step=self.version,
             rows=len(batch),
             reward=float(batch["rewards"].numpy().mean()),
+            rows_of_several_versions=int((batch.policy_version_max > batch.policy_version).sum()),
             staleness={str(versions): int(count) for versions, count in zip(stale, counts, strict=True)},
             **metrics,
         )
