@@ -191,8 +191,19 @@ def test_a_job_in_parts_trains_on_exactly_its_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_groups_with_nothing_to_teach_are_replaced_exactly(tmp_path: Path) -> None:
-    outcome = run(JobSettings(learning=SMALL, filter_zero_advantage=True), tmp_path)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        JobSettings(learning=SMALL, filter_zero_advantage=True),
+        JobSettings(
+            learning=SMALL, filter_zero_advantage=True, partial=2, mode="sync", max_staleness=0, depth=0, rollouts=2
+        ),
+    ],
+    ids=["async", "sync, in parts"],
+)
+def test_groups_with_nothing_to_teach_are_replaced_exactly(settings: JobSettings, tmp_path: Path) -> None:
+    outcome = run(settings, tmp_path)
+    assert outcome.audit.dropped[ZERO_ADVANTAGE] % settings.learning.group_size == 0
     assert set(outcome.audit.dropped) <= {ZERO_ADVANTAGE, SURPLUS}
     assert outcome.audit.dropped.get(SURPLUS, 0) <= 2 * 64
 
