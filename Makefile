@@ -12,11 +12,13 @@ ENGINES  := .venv-engines
 ENGINED  := $(ENGINES)/.installed
 SHIM     := .venv-shim
 SHIMMED  := $(SHIM)/.installed
+VERL     := .venv-verl
+VERLED   := $(VERL)/.installed
 
 export PYTHONUTF8 := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test test-engines test-shim test-ray engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test test-engines test-shim test-verl test-ray engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +92,17 @@ $(SHIMMED): tests/engines/shim.txt pyproject.toml
 test-shim: $(SHIMMED) ## the drop-in for transfer_queue against the original's public tests (2 minutes)
 	$(SHIM)/bin/python -m pytest tests/engines/test_shim.py $(ARGS)
 
+$(VERLED): tests/engines/verl.txt pyproject.toml
+	@test -x $(VERL)/bin/python || { echo 'verl: creating $(VERL) with verl 0.9.1 and what its data path needs'; $(PYTHON) -m venv $(VERL); }
+	@$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off 'torch==2.13.0'
+	@$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/engines/verl.txt
+	@$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --no-deps 'verl==0.9.1'
+	@$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@touch $@
+
+test-verl: $(VERLED) ## verl 0.9.1's agent loop, replay buffer, bridge, padding and checkpoint on the drop-in (seconds)
+	$(VERL)/bin/python -m pytest tests/engines/test_verl.py $(ARGS)
+
 test-ray: $(SHIMMED) ## a deployment on a Ray cluster of four nodes (a minute)
 	$(SHIM)/bin/python -m pytest tests/cluster tests/deploy $(ARGS)
 
@@ -111,5 +124,5 @@ lock: $(STAMP) ## rewrite constraints.txt from what is installed now
 	@touch $(STAMP)
 
 clean: ## remove .venv, .venv-peers, caches, builds (runs/ stays)
-	rm -rf $(VENV) $(PEERS) $(ENGINES) $(SHIM) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PEERS) $(ENGINES) $(SHIM) $(VERL) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
