@@ -167,7 +167,7 @@ def test_the_bridge_gives_data_and_takes_columns() -> None:
     assert isinstance(made, tq.KVBatchMeta)
     assert made.keys == batch.keys
     assert made.tags == batch.tags
-    assert "values" in made.fields
+    assert "values" in (made.fields or ())
     assert asyncio.run(total(made)) == 2 * (2 * 2 + 3 * 3)
 
 
