@@ -119,8 +119,9 @@ def save_checkpoint(
     """
     client = get_client()
     with sealed.directory(Path(checkpoint_dir).absolute(), sealed.METADATA) as path:
-        client.save_storage_checkpoint(path)
+        # In this order what is handed out meanwhile is handed out again after a load, rather than lost.
         client.save_controller_checkpoint(path / checkpoint.CONTROLLER)
+        client.save_storage_checkpoint(path)
         checkpoint.about(path, metadata)
 
 
