@@ -26,7 +26,9 @@ from transferqueue.wire import messages as m
 
 BURST: Final = 500
 """Frames on their way at once: no more than the server would keep for a peer that reads late."""
-PATIENCE_MS: Final = 30_000
+ASK_MS: Final = 2_000
+"""What is not answered is asked again, as clients do: answers to a peer that reads late may be dropped."""
+TRIES: Final = 15
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL" + bytes(16) + b"\x00" + bytes(31)
 _CURVE: Final = _GREETING.replace(b"NULL" + bytes(16), b"CURVE" + bytes(15))
 _READY_BODY: Final = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
@@ -127,10 +129,11 @@ class Stream:
     def _catch_up(self) -> None:
         """Send what is certainly answered, and read until that answer."""
         mark = random.getrandbits(40)
-        self._socket.send(codec.encode_call(m.Call(1, mark, 0, m.ListTables())))
-        while self._socket.poll(PATIENCE_MS):
-            if codec.decode_answer(self._socket.recv()).id == mark:
-                return
+        for _ in range(TRIES):
+            self._socket.send(codec.encode_call(m.Call(1, mark, 0, m.ListTables())))
+            while self._socket.poll(ASK_MS):
+                if codec.decode_answer(self._socket.recv()).id == mark:
+                    return
         raise TimeoutError(f"{self.address} does not answer any more")
 
 
@@ -145,13 +148,14 @@ class BulkStream(Stream):
         """A transfer that is not under way is certainly refused, by its number."""
         mark = random.getrandbits(40)
         head, _ = bulk.message(bulk.Taken(mark, 0))
-        self._socket.send(head)
-        while self._socket.poll(PATIENCE_MS):
-            answer = bulk.to_client(*_split(self._socket.recv_multipart()))
-            if isinstance(answer, bulk.Refused) and answer.error == "InternalError":
-                raise RuntimeError(answer.text)
-            if answer.transfer == mark:
-                return
+        for _ in range(TRIES):
+            self._socket.send(head)
+            while self._socket.poll(ASK_MS):
+                answer = bulk.to_client(*_split(self._socket.recv_multipart()))
+                if isinstance(answer, bulk.Refused) and answer.error == "InternalError":
+                    raise RuntimeError(answer.text)
+                if answer.transfer == mark:
+                    return
         raise TimeoutError(f"{self.address} does not answer any more")
 
 
