@@ -139,6 +139,11 @@ class Field(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
             return math.prod(size for size in self.shape if size is not None)
         return math.prod(size for size in self.shape[1:] if size is not None) if self.ragged else 1
 
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one offset step; of a row, if the field is dense."""
+        return self.step_elements * self.item_bytes
+
     def describe(self) -> str:
         """For messages: ``float32[None, 3]``, ``str``, ``int64``."""
         return f"{self.dtype}{list(self.shape)}" if self.shape else self.dtype

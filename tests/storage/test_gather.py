@@ -103,6 +103,25 @@ def test_blocks_that_came_unaligned_are_set_right(shard: Shard) -> None:
     assert column.list() == [[1, 2], [3]]
 
 
+def test_a_run_told_by_its_first_row_is_what_its_rows_are(shard: Shard) -> None:
+    blocks = shard.put({"x": np.arange(24.0).reshape(8, 3), "y": [[at] * at for at in range(8)], "z": ["a"] * 8})
+    held = shard.lease(blocks)
+    told = Placement.of_run(held, 0, 2, 5)
+    named = Placement(held, np.zeros(5, np.int32), np.arange(2, 7, dtype=np.int32))
+    assert told.run == named.run == (0, 2) and len(told) == len(named) == 5
+    assert (told.block_of_row == named.block_of_row).all() and (told.slot_of_row == named.slot_of_row).all()
+    for name, field in shard.fields.items():
+        one, other = Column(field, told), Column(field, named)
+        assert one.list() == other.list() and one[1:4].list() == other.list()[1:4]
+
+
+@pytest.mark.parametrize("run", [(1, 0, 1), (-1, 0, 1), (0, -1, 2), (0, 4, 5), (0, 9, 1)])
+def test_a_run_outside_its_block_is_refused(shard: Shard, run: tuple[int, int, int]) -> None:
+    held = shard.lease(shard.put({"x": np.arange(8.0)}))
+    with pytest.raises(Corruption, match=r"a row is (in block|beyond)"):
+        Placement.of_run(held, *run)
+
+
 FIELDS = st.lists(
     st.tuples(
         st.sampled_from(["int8", "float64", "str"]), st.sampled_from([(), (3,), (None,), (None, 2), (None, None)])

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transferqueue.errors import InternalError, UsageError
 from transferqueue.schema import Field, align
 from transferqueue.storage.dtypes import I64, stored, viewed
-from transferqueue.storage.gather import Loaded, load, offsets_of
+from transferqueue.storage.gather import Loaded, dense_run, load, offsets_of
 from transferqueue.storage.numbers import store_numbers
 from transferqueue.storage.placement import Placement
 from transferqueue.storage.show import arrow_array, plain_rows, row_value
@@ -50,7 +50,7 @@ class Column:
     def __init__(self, field: Field, placement: Placement) -> None:
         self.field = field
         self._placement: Placement | None = placement
-        self._rows = len(placement)
+        self._rows = placement.rows
         self._cell: dict[str, Loaded] = {}
 
     @classmethod
@@ -110,7 +110,8 @@ class Column:
     def numpy(self) -> NDArray[Any]:
         """Dense rows ``[rows, *shape]`` of the field's dtype, writable. bf16 and fp8 need ml_dtypes."""
         self._refuse_unless(self.field.dense, "numpy")
-        return self._dense().view(viewed(self.field.dtype))
+        dense, shown = self._dense(), viewed(self.field.dtype)
+        return dense if dense.dtype == shown else dense.view(shown)
 
     def torch(self) -> Tensor:
         """Dense rows ``[rows, *shape]`` of the field's dtype, on the CPU, over the same memory as `numpy()`."""
@@ -188,6 +189,11 @@ class Column:
             self._cell.clear()
 
     def _dense(self) -> NDArray[Any]:
+        placement = self._placement
+        if (
+            placement is not None and placement.run is not None
+        ):  # nothing is loaded, so nothing need be kept or forgotten
+            return dense_run(self.field, placement, *placement.run)
         return self._load().values.reshape(self._rows, *cast("tuple[int, ...]", self.field.shape))  # dense: no None
 
     def _steps(self, loaded: Loaded) -> NDArray[Any]:

@@ -10,7 +10,7 @@ once, in the order of the rows:
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 
@@ -60,6 +60,14 @@ def load(field: Field, placement: Placement) -> Loaded:
     return _gather_dense(field, placement, spans) if field.dense else _gather_varying(field, placement, spans)
 
 
+def dense_run(field: Field, placement: Placement, block: int, first: int) -> np.ndarray[Any, Any]:
+    """Dense rows ``[rows, *shape]`` in stored form that are one run of a block: a view of it, made in one step, since a batch
+    may have hundreds of them. Errors as of `load`."""
+    start = int(placement.blocks.spans(field).values[block]) + first * field.row_bytes
+    shape = (placement.rows, *cast("tuple[int, ...]", field.shape))  # dense: no None
+    return np.ndarray(shape, stored(field.dtype), placement.blocks.living()[block], start)
+
+
 def _nothing(field: Field) -> Loaded:
     offsets = None if field.dense else np.zeros(1, np.int64)
     shapes = np.zeros((0, len(field.shape)), np.int64) if field.varied else None
@@ -68,7 +76,7 @@ def _nothing(field: Field) -> Loaded:
 
 def _view(field: Field, placement: Placement, spans: Spans, block: int, first: int) -> Loaded:
     memory, rows = placement.blocks.living()[block], len(placement)
-    step, start = field.step_elements * field.item_bytes, int(spans.values[block])
+    step, start = field.row_bytes, int(spans.values[block])
     if field.dense:
         values = memory[start + first * step : start + (first + rows) * step].view(stored(field.dtype))
         return Loaded(rows, values, None, None)
@@ -101,7 +109,7 @@ def _checked(field: Field, loaded: Loaded) -> Loaded:
 
 
 def _gather_dense(field: Field, placement: Placement, spans: Spans) -> Loaded:
-    row = field.step_elements * field.item_bytes
+    row = field.row_bytes
     blocks, block = placement.block_of_row, int(placement.block_of_row[0])
     if row == 0:
         return Loaded(len(blocks), np.empty(0, stored(field.dtype)), None, None)
@@ -122,7 +130,7 @@ def _gather_varying(field: Field, placement: Placement, spans: Spans) -> Loaded:
     values = _taken(field, placement, spans, int(offsets[-1]))
     if values is None:
         low, stretch = placement.blocks.stretch()
-        step = field.step_elements * field.item_bytes
+        step = field.row_bytes
         starts = (placement.blocks.addresses - low + spans.values)[placement.block_of_row] + first * step
         values = copy_ranges(stretch, starts, starts + (last - first) * step)
     shapes = _gather_shapes(field, placement, spans) if field.varied else None
@@ -176,7 +184,7 @@ def _summed(lengths: I64) -> I64:
 
 def _taken(field: Field, placement: Placement, spans: Spans, count: int) -> U8 | None:
     """The rows by Arrow, if they are many short ones and a good part of one block; None otherwise."""
-    step, wanted, block = field.step_elements * field.item_bytes, len(placement), int(placement.block_of_row[0])
+    step, wanted, block = field.row_bytes, len(placement), int(placement.block_of_row[0])
     rows = int(placement.blocks.rows[block])
     if wanted <= FEW_RANGES or wanted * TAKEN_SHARE < rows or count * step >= LONG_RANGE_BYTES * wanted:
         return None

@@ -9,7 +9,7 @@ its block before it is followed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final, NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -73,19 +73,33 @@ class Blocks:
 
     def __init__(self, shapes: Sequence[BlockShape], memory: Sequence[U8], fields: Mapping[str, Field]) -> None:
         self.shapes, self.fields = shapes, fields
-        self.addresses: I64 = np.fromiter(map(_address, memory), np.int64, len(shapes))
         self.memory = memory
-        if (self.addresses % ALIGNMENT).any():
+        self._addresses = list(map(_address, memory))
+        if any(address % ALIGNMENT for address in self._addresses):
             self.memory = [_aligned(block) for block in memory]
-            self.addresses = np.fromiter(map(_address, self.memory), np.int64, len(shapes))
+            self._addresses = list(map(_address, self.memory))
+        self._sizes = list(map(len, self.memory))
         self.ended = ""
         self.columns: WeakSet[Forgets] = WeakSet()
         """Columns that have loaded rows of these blocks."""
-        self.rows: I64 = np.fromiter((shape.rows for shape in shapes), np.int64, len(shapes))
-        self.sizes: I64 = np.fromiter(map(len, self.memory), np.int64, len(shapes))
         self._spans: dict[str, Spans] = {}
         self._merged = False
         """Whether some blocks have other fields than others, so that one may lack a field."""
+
+    @cached_property
+    def addresses(self) -> I64:
+        """Where each block begins in this process's memory."""
+        return np.array(self._addresses, np.int64)
+
+    @cached_property
+    def rows(self) -> I64:
+        """Rows of each block."""
+        return np.fromiter((shape.rows for shape in self.shapes), np.int64, len(self.shapes))
+
+    @cached_property
+    def sizes(self) -> I64:
+        """Bytes of each block."""
+        return np.array(self._sizes, np.int64)
 
     def end(self, message: str) -> None:
         """Let the memory go; what is asked of it later is refused with `BatchEnded` and this message."""
@@ -103,9 +117,10 @@ class Blocks:
 
     def spans(self, field: Field) -> Spans:
         """Where a column lies in each block. Raises `Corruption` if a block is too small for its layout."""
-        if field.name not in self._spans:
-            self._lay_out()
         found = self._spans.get(field.name)
+        if found is None:
+            self._lay_out()
+            found = self._spans.get(field.name)
         if found is None or (self._merged and (found.values < 0).any()):
             raise Corruption(f'a block that should hold field "{field.name}" does not')
         return found
@@ -116,11 +131,24 @@ class Blocks:
         return low, expose(low, high - low)
 
     def _lay_out(self) -> None:
+        if len(self.shapes) == 1 and self._lay_out_dense(self.shapes[0]):
+            return
         alike: dict[tuple[str, ...], list[int]] = {}
         for at, shape in enumerate(self.shapes):
             alike.setdefault(tuple(shape.fields), []).append(at)
         for names, members in alike.items():
             self._lay_out_alike(names, members)
+
+    def _lay_out_dense(self, shape: BlockShape) -> bool:
+        """One block of dense columns, as training batches are step after step: from what is remembered. Whether it is one."""
+        names, rows = shape.fields, shape.rows
+        if any(shape.counts) or len(shape.counts) != len(names) or not 1 <= rows <= ROWS_PER_REQUEST_MAX:
+            return False
+        spans, size = _layout_of_dense(tuple([self.fields[name] for name in names]), rows)
+        if size > self._sizes[0]:
+            raise Corruption(f"a block with {', '.join(names)} is smaller than its layout")
+        self._spans = spans
+        return True
 
     def _lay_out_alike(self, names: Sequence[str], members: Sequence[int]) -> None:
         fields = [self.fields[name] for name in names]
@@ -130,11 +158,8 @@ class Blocks:
             raise Corruption(
                 f"a block says that it has {rows.min()} to {rows.max()} rows and counts down to {counts.min(initial=0)}"
             )
-        if len(members) == 1 and not counts.any():
-            spans, sizes = _layout_of_dense(tuple(fields), int(rows[0]))
-        else:
-            self._check_steps(names, fields, int(rows.max()), counts)
-            spans, sizes = layouts(fields, rows, counts)
+        self._check_steps(names, fields, int(rows.max()), counts)
+        spans, sizes = layouts(fields, rows, counts)
         if (sizes > self.sizes[members]).any():
             raise Corruption(f"a block with {', '.join(names)} is smaller than its layout")
         if len(members) == len(self.shapes):  # the common case: nothing to merge
@@ -155,8 +180,8 @@ class Blocks:
 
 
 @lru_cache(maxsize=32)
-def _layout_of_dense(fields: tuple[Field, ...], rows: int) -> tuple[list[Spans], I64]:
-    """`layouts` of one block without counts: step after step such blocks are alike, and may have hundreds of fields."""
+def _layout_of_dense(fields: tuple[Field, ...], rows: int) -> tuple[dict[str, Spans], int]:
+    """`layouts` of one block without counts, by name, and its size. Nobody may change what this gives."""
     spans, size = layout(fields, rows, [0] * len(fields))
     if size > np.iinfo(np.int64).max:
         raise Corruption(
@@ -164,7 +189,7 @@ def _layout_of_dense(fields: tuple[Field, ...], rows: int) -> tuple[list[Spans],
         )
     none = np.zeros(1, np.int64)
     found = [Spans._make([*np.array([[one.values], [one.offsets], [one.shapes]], np.int64), none]) for one in spans]
-    return found, np.array([size], np.int64)
+    return {field.name: span for field, span in zip(fields, found, strict=True)}, size
 
 
 def layouts(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list[Spans], I64]:
@@ -221,31 +246,65 @@ def _aligned(memory: U8) -> U8:
 class Placement:
     """Block and slot of each row, for columns that lie together. run: (block, first slot) if the rows are one run of one block."""
 
-    __slots__ = ("block_of_row", "blocks", "run", "slot_of_row")
+    __slots__ = ("_block_of_row", "_slot_of_row", "blocks", "rows", "run")
 
     def __init__(self, blocks: Blocks, block_of_row: I32, slot_of_row: I32) -> None:
-        self.blocks, self.block_of_row, self.slot_of_row = blocks, block_of_row, slot_of_row
+        self.blocks, self.rows = blocks, len(slot_of_row)
+        self._block_of_row: I32 | None = block_of_row
+        self._slot_of_row: I32 | None = slot_of_row
         if len(block_of_row) != len(slot_of_row):
             raise Corruption(f"{len(block_of_row)} rows have a block, but {len(slot_of_row)} a slot")
-        self.run = self._check()
+        self.run = self._check(block_of_row, slot_of_row)
+
+    @classmethod
+    def of_run(cls, blocks: Blocks, block: int, first: int, rows: int) -> Placement:
+        """Rows (at least one) that lie one after the other in one block, from slot `first` on."""
+        placement = cls.__new__(cls)
+        placement.blocks, placement.rows, placement.run = blocks, rows, (block, first)
+        placement._block_of_row = placement._slot_of_row = None
+        _check_block(block, block, len(blocks.shapes))
+        if first < 0 or first + rows > blocks.shapes[block].rows:
+            raise Corruption(_BEYOND)
+        return placement
 
     def __len__(self) -> int:
-        return len(self.slot_of_row)
+        return self.rows
+
+    @property
+    def block_of_row(self) -> I32:
+        """Index into `blocks` of each row."""
+        if self._block_of_row is None:
+            self._block_of_row = np.full(self.rows, 0 if self.run is None else self.run[0], np.int32)
+        return self._block_of_row
+
+    @property
+    def slot_of_row(self) -> I32:
+        """Row of its block that each row is."""
+        if self._slot_of_row is None:
+            first = 0 if self.run is None else self.run[1]
+            self._slot_of_row = np.arange(first, first + self.rows, dtype=np.int32)
+        return self._slot_of_row
 
     def select(self, rows: Any) -> Placement:
         """The same for some of the rows, by slice or index array."""
         return Placement(self.blocks, self.block_of_row[rows], self.slot_of_row[rows])
 
-    def _check(self) -> tuple[int, int] | None:
-        block, slot = self.block_of_row, self.slot_of_row
+    def _check(self, block: I32, slot: I32) -> tuple[int, int] | None:
         if not len(slot):
             return None
         first, last = int(block.min()), int(block.max())
-        if first < 0 or last >= len(self.blocks.rows):
-            raise Corruption(f"a row is in block {first if first < 0 else last} of {len(self.blocks.rows)}")
+        _check_block(first, last, len(self.blocks.shapes))
         if slot.min() < 0 or (slot >= self.blocks.rows[block]).any():
-            raise Corruption("a row is beyond the rows of its block")
+            raise Corruption(_BEYOND)
         start, end = int(slot[0]), int(slot[-1])
         if first != last or end - start != len(slot) - 1 or (np.diff(slot) != 1).any():
             return None
         return first, start
+
+
+_BEYOND: Final = "a row is beyond the rows of its block"
+
+
+def _check_block(first: int, last: int, blocks: int) -> None:
+    if first < 0 or last >= blocks:
+        raise Corruption(f"a row is in block {first if first < 0 else last} of {blocks}")
