@@ -5,7 +5,8 @@ import typing
 import pytest
 
 from tests.server.nodes import Bench, Client, lease
-from transferqueue.server.roles import MAY, Door, denied
+from transferqueue.errors import PermissionDenied
+from transferqueue.server.roles import MAY, Door, check_offer, denied
 from transferqueue.server.sessions import NOWHERE
 from transferqueue.transport import keyring
 from transferqueue.transport.keyring import Keyring
@@ -158,3 +159,16 @@ def test_a_frame_from_before_a_restart_does_not_end_the_session_of_a_key(ring):
     assert client.ask(client.hello) == client.welcome
     assert client.ask(client.put(1)) == m.PutRows(0, 1)
     bench.close()
+
+
+def test_a_shard_takes_orders_and_sees_nothing_else():
+    may = {kind.__name__ for kind in REQUESTS if "shard" in MAY[kind]}
+    assert may == {"Hello", "Heartbeat", "Goodbye", "TakeOrders"}
+
+
+def test_memory_is_offered_with_a_key_for_it_only():
+    hello = m.Hello(b"c" * 16, shard=m.Offer("/arena", 4096, "tcp://127.0.0.1:1", "", b"k" * 32))
+    for role in ("admin", "shard"):
+        check_offer(role, hello)
+    with pytest.raises(PermissionDenied, match="may not join with a key of role producer; join with a token of role"):
+        check_offer("producer", hello)

@@ -10,8 +10,8 @@ The law:
 - A request that is not in the table is the admin's.
 
 In a job: rollout workers are producers; reward and reference workers and the trainer are consumers, which bring results
-back with their acks and, as trainers, publish weights and move the clock; a dashboard is an observer; whoever makes tables
-is admin.
+back with their acks and, as trainers, publish weights and move the clock; a dashboard is an observer; a process that brings
+memory is a shard, and sees nothing but its orders; whoever makes tables is admin.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ from transferqueue.transport.zeromq import Keyed
 from transferqueue.wire import messages as m
 
 _EVERYONE: Final = frozenset(ROLES)
+_CLIENTS: Final = frozenset[Role](_EVERYONE - {"shard"})
 _WORKERS: Final = frozenset[Role]({"admin", "producer", "consumer"})
 _PRODUCERS: Final = frozenset[Role]({"admin", "producer"})
 _CONSUMERS: Final = frozenset[Role]({"admin", "consumer"})
 _ADMINS: Final = frozenset[Role]({"admin"})
+_SHARDS: Final = frozenset[Role]({"admin", "shard"})
 
 MAY: Final[dict[type[m.Request], frozenset[Role]]] = {
     # the session itself, and what there is
     m.Hello: _EVERYONE,
     m.Heartbeat: _EVERYONE,
     m.Goodbye: _EVERYONE,
-    m.Unpin: _EVERYONE,
-    m.OpenTable: _EVERYONE,
-    m.ListTables: _EVERYONE,
-    m.Observe: _EVERYONE,
-    m.Cursor: _EVERYONE,
+    m.Unpin: _CLIENTS,
+    m.OpenTable: _CLIENTS,
+    m.ListTables: _CLIENTS,
+    m.Observe: _CLIENTS,
+    m.Cursor: _CLIENTS,
+    m.ListShards: _WORKERS,
     # new rows
     m.Put: _PRODUCERS,
     m.Reserve: _PRODUCERS,
@@ -75,6 +78,9 @@ MAY: Final[dict[type[m.Request], frozenset[Role]]] = {
     m.AddTask: _ADMINS,
     m.AddFields: _ADMINS,
     m.DropTable: _ADMINS,
+    # memory that joins and leaves
+    m.TakeOrders: _SHARDS,
+    m.Drain: _ADMINS,
     # everything there is, and the server's files
     m.Snapshot: _ADMINS,
     m.Restore: _ADMINS,
@@ -101,6 +107,15 @@ def check_lock(peer: Peer, hello: m.Hello) -> None:
     if key_of(peer) and hello.lock and PurePath(hello.lock).parent.name != "sessions":
         raise UsageError(
             f"session refused: lock {hello.lock!r} is no session file; keep it in a directory named sessions"
+        )
+
+
+def check_offer(role: Role, hello: m.Hello) -> None:
+    """`PermissionDenied` if the memory of a session is offered by one whose key is not for that."""
+    if hello.shard is not None and role not in _SHARDS:
+        raise PermissionDenied(
+            f"a shard may not join with a key of role {role}; join with a token of role shard "
+            "(transferqueue keys new NAME --role shard)"
         )
 
 

@@ -23,7 +23,7 @@ from transferqueue.errors import UsageError
 from transferqueue.limits import check_name
 from transferqueue.transport.address import TcpAddress, parse_address
 
-Role = Literal["admin", "producer", "consumer", "observer"]
+Role = Literal["admin", "producer", "consumer", "observer", "shard"]
 """What a key may do; which requests, says `transferqueue.server.roles`."""
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 

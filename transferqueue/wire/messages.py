@@ -51,6 +51,7 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Checksum = Annotated[int, Meta(ge=0)]
 """xxh3-64: any unsigned integer that a message can hold."""
 Path = Annotated[str, Meta(max_length=4096)]
+Secret = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Step = Annotated[int, Meta(ge=0, le=1 << 53)]
 StepOrNone = Annotated[int, Meta(ge=-1, le=1 << 53)]
 
@@ -174,10 +175,26 @@ class Content(Message):
 # ---------------------------------------------------------------- session
 
 
+class Offer(Message):
+    """The memory that a session brings: it is a shard. path: of its arena, for processes of its host. capacity: bytes.
+
+    endpoint: tcp address of its bulk endpoint, as others reach it. key: public key of CURVE to expect there; "": none.
+    secret: 32 bytes that tickets for it are made with. number: of the shard; the coordinator gives it.
+    """
+
+    path: Path
+    capacity: Annotated[int, Meta(ge=1, lt=1 << 62)]
+    endpoint: Text
+    key: Text
+    secret: Secret
+    number: Count = 0
+
+
 class Hello(Message):
     """Opens a session. client: 16 random bytes. lock: path of a file the client holds an flock on, or "".
 
     remote: the client cannot map the arena, or was told not to: its bytes go over the bulk endpoint.
+    shard: of a process that joins with memory of its own.
     """
 
     client: Bytes
@@ -187,6 +204,7 @@ class Hello(Message):
     version: Text = ""
     label: Text = ""
     remote: bool = False
+    shard: Offer | None = None
 
 
 class Welcome(Message):
@@ -304,7 +322,7 @@ class Advance(Message):
 
 
 class Grant(Message):
-    """An extent of at least `nbytes` in the arena of the nearest shard, for this session to write."""
+    """An extent of at least `nbytes` in the arena of a near shard, else of another, for this session to write."""
 
     nbytes: Annotated[int, Meta(ge=1)]
     wait_s: Seconds = 0.0
@@ -324,6 +342,97 @@ class ReturnGrant(Message):
     """The session writes no more into this extent; what it committed there stays."""
 
     extent: int
+
+
+# ---------------------------------------------------------------- shards
+
+
+class ListShards(Message):
+    """Which further shards there are. Answer: Shards."""
+
+
+class ShardAt(Message):
+    """A further shard. path: of its arena, where this session maps it; else "": its bytes cross from `endpoint`.
+
+    key: public key of CURVE to expect there; "": none.
+    """
+
+    number: Count
+    path: Path
+    capacity: Count
+    endpoint: Text
+    key: Text
+
+
+class Shards(Message):
+    """Answer to ListShards, by number. Not among them: the coordinator's own, which `Welcome` names."""
+
+    shards: Annotated[list[ShardAt], Meta(max_length=SESSIONS_MAX)]
+
+
+class Drain(Message):
+    """Nothing more is granted in this shard, and when nothing is left in it, it ends. Answer: Done, at once."""
+
+    shard: Count
+
+
+class TakeOrders(Message):
+    """A shard has carried out its orders up to `done` of this `epoch`, but for `failed`; it waits for the next. Answer: Orders."""
+
+    epoch: Count
+    done: Count
+    failed: Counts = []
+    wait_s: Seconds = 0.0
+
+
+class Grow(Message):
+    """Give these bytes of the arena pages."""
+
+    offset: Count
+    nbytes: Annotated[int, Meta(ge=1, lt=1 << 62)]
+
+
+class Punch(Message):
+    """Nobody needs these bytes of the arena: give their pages back."""
+
+    offset: Count
+    nbytes: Annotated[int, Meta(ge=1, lt=1 << 62)]
+
+
+class Revoke(Message):
+    """Nothing of this extent is read or written from now on."""
+
+    extent: Count
+
+
+class CloseTransfers(Message):
+    """This session is over, and so are its transfers."""
+
+    ended: Count
+
+
+class Stand(Message):
+    """Of all extents numbered below `extents_to` only `extents` stand, of all sessions below `sessions_to` only `sessions`."""
+
+    extents_to: Count
+    extents: I64
+    sessions_to: Count
+    sessions: I64
+
+
+class Leave(Message):
+    """Nothing is left in the shard: it ends."""
+
+
+Order = Grow | Punch | Revoke | CloseTransfers | Stand | Leave
+
+
+class Orders(Message):
+    """What a shard is to do next, in order, numbered from `first` in this `epoch`."""
+
+    epoch: int
+    first: int
+    orders: Annotated[list[Order], Meta(max_length=ITEMS_MAX)]
 
 
 # ---------------------------------------------------------------- rows
@@ -693,11 +802,11 @@ Request = (
     Hello | Heartbeat | Goodbye | Unpin | CreateTable | OpenTable | AddTask | AddFields | DropTable | ListTables
     | Seal | Advance | Grant | ReturnGrant | Put | Update | Lease | Ack | Checkpointed | Rollback | Cursor | Release | Renew | Reserve | Unreserve
     | Drop | Delete | Find | Read | Publish | Basis | Pull | Applied | Turn | EndTurn | Observe
-    | Snapshot | Restore | Follow
+    | Snapshot | Restore | Follow | ListShards | Drain | TakeOrders
 )  # fmt: skip
 Reply = (
     Welcome | TableTerms | Tables | Granted | PutRows | Leased | Renewed | Reserved | Found | ReadRows | Weights
-    | BasisAt | Observed | CursorAt | Working | Done | Failed
+    | BasisAt | Observed | CursorAt | Working | Shards | Orders | Done | Failed
 )  # fmt: skip
 
 
