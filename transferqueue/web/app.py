@@ -1,4 +1,4 @@
-"""The page as an ASGI application: four files, a stream of frames, and the life of a row.
+"""The page as an ASGI application: four files, a stream of frames, the life of a row, and `/metrics` for Prometheus.
 
 One sampler asks the server once a second while somebody looks, and nobody asks it otherwise; all viewers get the same frame.
 A viewer that does not read gets the newest frame when it does, never a queue of old ones.
@@ -21,6 +21,7 @@ from starlette.routing import Route
 import transferqueue as tq
 from transferqueue.errors import FlowSignal, NotFound, TransferQueueError, UsageError
 from transferqueue.observe.frame import frame
+from transferqueue.observe.metrics import CONTENT_TYPE, exposition
 from transferqueue.observe.stall import diagnose
 from transferqueue.observe.stats import Stats, parse
 from transferqueue.web.door import HEADERS, Door
@@ -120,9 +121,23 @@ def make_app(queue: tq.AsyncQueue, door: Door) -> Starlette:
         "/page.css": _file("page.css"),
         "/events": events,
         "/row/{table}/{row:int}": row,
+        "/metrics": metrics_of(queue),
         "/{other:path}": nothing,
     }
     return Starlette(routes=[Route(path, _guarded(door, page), methods=METHODS) for path, page in pages.items()])
+
+
+def metrics_of(queue: tq.AsyncQueue) -> Endpoint:
+    """`/metrics`: one moment of `queue`, in the Prometheus text format. 503 where the server does not answer."""
+
+    async def metrics(_request: Request) -> Response:
+        try:
+            found = parse("stats", await queue.stats(), Stats)
+        except TransferQueueError as error:
+            return PlainTextResponse(f"{error}\n", HTTPStatus.SERVICE_UNAVAILABLE)
+        return Response(exposition(found), media_type=CONTENT_TYPE)
+
+    return metrics
 
 
 def _guarded(door: Door, page: Endpoint) -> Endpoint:

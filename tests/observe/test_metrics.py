@@ -1,0 +1,71 @@
+"""The Prometheus text of a real queue, read back by Prometheus' own library, says what its stats say."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import transferqueue as tq
+from transferqueue.observe.metrics import exposition
+from transferqueue.observe.stats import Stats, parse
+
+
+def read(stats: Stats) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    families = text_string_to_metric_families(exposition(stats).decode())
+    return {(one.name, frozenset(one.labels.items())): one.value for family in families for one in family.samples}
+
+
+@pytest.fixture(scope="module")
+def stats() -> Stats:
+    """Six rows put, two done, one leased, one dropped; a channel at version 3."""
+    with tq.connect() as queue:
+        pacing = tq.Pacing("train", batch_rows=4, max_staleness=1, channel="policy")
+        table = queue.create_table("rollouts", tasks=[tq.Task("train", needs=["rewards"])], pacing=pacing)
+        rows = table.put(rewards=np.arange(6, dtype=np.float32), policy_version=3)
+        queue.weights("policy").publish(3, {"w": np.zeros(4, np.float32)})
+        queue.weights("policy").applied(3)
+        with table.lease("train", rows=2):
+            pass
+        table.drop(rows[5:], "too_long")
+        with table.lease("train", rows=1):
+            found = parse("stats", queue.stats(), Stats)
+    return found
+
+
+def test_what_is_read_back_are_the_figures_of_the_stats(stats: Stats) -> None:
+    found = read(stats)
+    table, task = frozenset({("table", "rollouts")}), frozenset({("table", "rollouts"), ("task", "train")})
+    assert found["transferqueue_table_rows_put_total", table] == 6
+    assert found["transferqueue_table_rows_dropped_total", table | {("reason", "too_long")}] == 1
+    assert found["transferqueue_task_rows", task | {("state", "leased")}] == 1
+    assert found["transferqueue_task_rows", task | {("state", "ready")}] == 2
+    assert found["transferqueue_task_rows_done_total", task] == 2
+    assert found["transferqueue_table_staleness_rows_total", table | {("versions", "0")}] == 3
+    assert found["transferqueue_task_oldest_lease_age_seconds", task] >= 0
+    assert found["transferqueue_channel_version", frozenset({("channel", "policy")})] == 3
+    assert found["transferqueue_channel_applied_version_min", frozenset({("channel", "policy")})] == 3
+    assert found["transferqueue_server_used_bytes", frozenset()] == stats.server.used_bytes
+    assert found["transferqueue_table_sealed", table] == 0
+
+
+def test_what_is_not_known_has_no_sample(stats: Stats) -> None:
+    assert not [name for name, _ in read(stats) if name == "transferqueue_table_bytes_limit"]
+
+
+def test_every_family_is_told_once_with_its_kind_and_what_it_is(stats: Stats) -> None:
+    lines = exposition(stats).decode().splitlines()
+    helped = [line.split()[2] for line in lines if line.startswith("# HELP")]
+    typed = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert helped == typed
+    assert len(set(helped)) == len(helped) > 40
+    assert {line.partition("{")[0].split()[0] for line in lines if not line.startswith("#")} <= set(helped)
+
+
+def test_text_of_users_cannot_break_a_line(stats: Stats) -> None:
+    """A drop reason is a name and has none of these; a label of tomorrow may."""
+    nasty = 'a\\b"c\nd} 1'
+    table = msgspec.structs.replace(stats.tables["rollouts"], dropped={nasty: 7})
+    found = read(msgspec.structs.replace(stats, tables={"rollouts": table}))
+    assert found["transferqueue_table_rows_dropped_total", frozenset({("table", "rollouts"), ("reason", nasty)})] == 7

@@ -1,0 +1,206 @@
+"""One moment of a deployment as Prometheus text. Pure: from `Stats` to bytes.
+
+The law:
+
+- Nothing is kept between two moments, so a scrape shows what the server says, and a restart of it is a reset of its counters.
+- Names follow docs/OBSERVING.md, with ``transferqueue_`` and the place before them, and Prometheus' rules: base units (bytes,
+  seconds) at the end, ``_total`` after what only grows, one label for each word of the place (table, task, channel).
+- What is not known has no sample: an age of nothing is no 0.
+- The format is version 0.0.4, "Text-based format" of prometheus.io/docs/instrumenting/exposition_formats. It is a line a
+  sample, so it is written here, and read back in a test by Prometheus' own library.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Final, Literal, NamedTuple
+
+from transferqueue.observe.stats import ChannelStats, Stats, TableStats, TaskStats
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+Labels = tuple[tuple[str, str], ...]
+Sample = tuple[Labels, float | None]
+
+
+class Family(NamedTuple):
+    """A metric, without its prefix: what it is, and a sample for each set of labels."""
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    help: str
+    samples: Iterable[Sample]
+
+
+def exposition(stats: Stats) -> bytes:
+    """`stats` in the Prometheus text format, UTF-8."""
+    families = (*_server(stats), *_tables(stats), *_tasks(stats), *_channels(stats))
+    return "".join(line for family in families for line in _lines(family)).encode()
+
+
+# ---------------------------------------------------------------- what is told
+
+_SERVER: Final = (
+    ("capacity_bytes", "gauge", "Ceiling of the arena."),
+    ("used_bytes", "gauge", "Bytes of the arena lent to blocks and grants."),
+    ("backed_bytes", "gauge", "Bytes of the arena that have pages."),
+    ("extents", "gauge", "Extents of the arena."),
+    ("calls", "counter", "Requests that were carried out."),
+    ("garbage", "counter", "Frames that were no message."),
+    ("repeated", "counter", "Requests that came again."),
+    ("leases_ended", "counter", "Leases that expired, or were of a dead session."),
+    ("sessions_dropped", "counter", "Sessions that did not read their answers."),
+    ("internal_errors", "counter", "Defects of the server itself."),
+)
+_TABLE: Final = (
+    ("rows_put", "counter", "Rows put."),
+    ("rows_done", "counter", "Rows with which every task was done."),
+    ("rows_live", "gauge", "Rows that are neither done nor dropped."),
+    ("rows_resident", "gauge", "Rows that are live, or kept until deleted."),
+    ("rows_limit", "gauge", "Live rows that the table may hold."),
+    ("bytes", "gauge", "Bytes of live blocks."),
+    ("bytes_limit", "gauge", "Bytes of live blocks that the table may hold."),
+    ("groups", "gauge", "Groups with a resident row."),
+    ("version", "gauge", "The clock: the trainer's version."),
+    ("sealed", "gauge", "Whether no more rows may enter."),
+    ("max_staleness", "gauge", "Versions that a row may be behind when it is handed over."),
+    ("reserved", "gauge", "Rows of reservations that were not put yet."),
+    ("refills", "gauge", "Members of incomplete groups that are asked for again."),
+    ("outstanding", "gauge", "Rows reserved, or live and not yet done by the pacing task."),
+    ("outstanding_limit", "gauge", "Rows that may be outstanding."),
+)
+_TASK: Final = ("pending", "held", "ready", "leased", "kept")
+_TASK_TOTALS: Final = (
+    ("given", "Rows handed over; one given twice counts twice."),
+    ("done", "Rows the task was done with."),
+    ("failed", "Rows that came back: failed, expired, or of a dead session."),
+    ("dropped", "Rows that were dropped before the task was done with them."),
+)
+
+
+def _server(stats: Stats) -> Iterator[Family]:
+    yield _one("epoch", "gauge", "This life of the coordinator.", stats.epoch)
+    yield _one("uptime_seconds", "gauge", "Age of the server's process.", stats.server.uptime_s)
+    yield _one("sessions", "gauge", "Sessions that are open.", stats.sessions)
+    waiting = Counter(one.request for one in stats.waiting)
+    yield Family(
+        "waiting",
+        "gauge",
+        "Requests that wait at the server.",
+        [((("request", request),), count) for request, count in sorted(waiting.items())],
+    )
+    for name, kind, text in _SERVER:
+        yield _one(f"server_{name}", kind, text, getattr(stats.server, name))
+
+
+def _tables(stats: Stats) -> Iterator[Family]:
+    tables = [((("table", name),), table) for name, table in stats.tables.items()]
+    for name, kind, text in _TABLE:
+        yield Family(f"table_{name}", kind, text, [(labels, getattr(table, name)) for labels, table in tables])
+    yield Family(
+        "table_oldest_row_age_seconds",
+        "gauge",
+        "Age of the oldest resident row.",
+        [(labels, table.age_s) for labels, table in tables],
+    )
+    yield Family(
+        "table_rows_dropped",
+        "counter",
+        "Rows that ended as dropped.",
+        [((*labels, ("reason", reason)), rows) for labels, table in tables for reason, rows in table.dropped.items()],
+    )
+    yield from _staleness(tables)
+
+
+def _staleness(tables: list[tuple[Labels, TableStats]]) -> Iterator[Family]:
+    for name, text in (
+        ("staleness", "Rows handed to the pacing task, by versions behind the clock."),
+        ("staleness_in_flight", "The same rows, by the versions between their first token and their put."),
+        ("staleness_in_queue", "The same rows, by the versions between their put and the hand-over."),
+    ):
+        yield Family(
+            f"table_{name}_rows",
+            "counter",
+            text,
+            [
+                ((*labels, ("versions", lag)), rows)
+                for labels, table in tables
+                for lag, rows in getattr(table, name).items()
+            ],
+        )
+
+
+def _tasks(stats: Stats) -> Iterator[Family]:
+    tasks: list[tuple[Labels, TaskStats]] = [
+        ((("table", name), ("task", task)), state)
+        for name, table in stats.tables.items()
+        for task, state in table.tasks.items()
+    ]
+    yield Family(
+        "task_rows",
+        "gauge",
+        "Rows of a task by where they stand.",
+        [((*labels, ("state", state)), getattr(task, state)) for labels, task in tasks for state in _TASK],
+    )
+    for name, text in _TASK_TOTALS:
+        yield Family(f"task_rows_{name}", "counter", text, [(labels, getattr(task, name)) for labels, task in tasks])
+    for name, field, text in (
+        ("task_leases", "leases", "Leases that are open."),
+        ("task_oldest_lease_age_seconds", "oldest_lease_s", "Age of the oldest open lease."),
+        ("task_queue_age_seconds", "age_s", "Since the row that is next in line was put."),
+    ):
+        yield Family(name, "gauge", text, [(labels, getattr(task, field)) for labels, task in tasks])
+
+
+def _channels(stats: Stats) -> Iterator[Family]:
+    channels = [((("channel", name),), channel) for name, channel in stats.channels.items()]
+    yield Family("channel_version", "gauge", "Newest version.", [(labels, one.newest) for labels, one in channels])
+    yield Family(
+        "channel_bytes", "gauge", "Bytes of the versions kept.", [(labels, one.bytes) for labels, one in channels]
+    )
+    yield Family(
+        "channel_age_seconds",
+        "gauge",
+        "Since the newest version was published.",
+        [(labels, one.age_s) for labels, one in channels],
+    )
+    yield Family(
+        "channel_applied_version_min",
+        "gauge",
+        "Oldest version that a session generates with.",
+        [(labels, min(one.applied.values(), default=None)) for labels, one in channels],
+    )
+    yield Family(
+        "channel_publish_lag_seconds_max",
+        "gauge",
+        "Longest time from a publication to a session that generates with it.",
+        [(labels, _lag(one)) for labels, one in channels],
+    )
+
+
+def _lag(channel: ChannelStats) -> float | None:
+    return max((lag for lag in channel.publish_lag_s.values() if lag is not None), default=None)
+
+
+def _one(name: str, kind: Literal["gauge", "counter"], text: str, value: float) -> Family:
+    return Family(name, kind, text, [((), value)])
+
+
+# ---------------------------------------------------------------- how it is written
+
+
+def _lines(family: Family) -> Iterator[str]:
+    name = f"transferqueue_{family.name}" + ("_total" if family.kind == "counter" else "")
+    yield f"# HELP {name} {family.help}\n# TYPE {name} {family.kind}\n"
+    for labels, value in family.samples:
+        if value is not None:
+            yield f"{name}{_braces(labels)} {float(value)!r}\n"
+
+
+def _braces(labels: Labels) -> str:
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels) + "}" if labels else ""
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
