@@ -108,11 +108,14 @@ def test_a_run_told_by_its_first_row_is_what_its_rows_are(shard: Shard) -> None:
     held = shard.lease(blocks)
     told = Placement.of_run(held, 0, 2, 5)
     named = Placement(held, np.zeros(5, np.int32), np.arange(2, 7, dtype=np.int32))
-    assert told.run == named.run == (0, 2) and len(told) == len(named) == 5
-    assert (told.block_of_row == named.block_of_row).all() and (told.slot_of_row == named.slot_of_row).all()
-    for name, field in shard.fields.items():
+    assert told.run == named.run == (0, 2)
+    assert len(told) == len(named) == 5
+    assert (told.block_of_row == named.block_of_row).all()
+    assert (told.slot_of_row == named.slot_of_row).all()
+    for field in shard.fields.values():
         one, other = Column(field, told), Column(field, named)
-        assert one.list() == other.list() and one[1:4].list() == other.list()[1:4]
+        assert one.list() == other.list()
+        assert one[1:4].list() == other.list()[1:4]
 
 
 @pytest.mark.parametrize("run", [(1, 0, 1), (-1, 0, 1), (0, -1, 2), (0, 4, 5), (0, 9, 1)])
