@@ -221,10 +221,15 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
             raise UsageError(f'task "{self.name}": from_={self.from_!r} is neither "start" nor "now"')
 
 
+_DEPTH_MAX = 2**31
+"""Batches beyond any limit of rows; a larger number could overflow where it is multiplied."""
+
+
 class Pacing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How far production may run ahead of the task that sets the pace (usually the trainer).
 
-    batch_rows: rows per trainer step. depth: batches that may be outstanding beyond the one in work.
+    batch_rows: rows per trainer step. depth: batches that may be outstanding beyond the one in work; 0.25 is a quarter
+    of a batch more than one (over-sampling).
     max_staleness: versions a row may be behind at hand-over to `task` (None: no bound).
     on_stale: what happens to a row over the bound. channel: the weight channel whose versions are this
     table's clock (None: `table.advance`).
@@ -232,7 +237,7 @@ class Pacing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     task: str
     batch_rows: int
-    depth: int = 1
+    depth: int | float = 1
     max_staleness: int | None = None
     on_stale: OnStale = DropStale()
     channel: str | None = None
@@ -242,15 +247,15 @@ class Pacing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         _numbers("pacing", batch_rows=self.batch_rows, depth=self.depth, max_staleness=self.max_staleness)
         if self.batch_rows < 1:
             raise UsageError(f"batch_rows={self.batch_rows} is not a positive number of rows")
-        if self.depth < 0:
-            raise UsageError(f"depth={self.depth} is negative; 0 means one batch at a time")
+        if not 0 <= self.depth <= _DEPTH_MAX:
+            raise UsageError(f"depth={self.depth} is not from 0 to {_DEPTH_MAX} batches; 0 means one batch at a time")
         if self.max_staleness is not None and self.max_staleness < 0:
             raise Impossible(f"max_staleness={self.max_staleness}: no row could ever be handed over; 0 is synchronous")
 
     @property
     def rows_ahead_max(self) -> int:
         """Rows that may be reserved or live and not yet done by the pacing task."""
-        return (self.depth + 1) * self.batch_rows
+        return round((self.depth + 1) * self.batch_rows)
 
 
 Tags = dict[str, str | int | float | bool]

@@ -10,11 +10,12 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ledger.driver import Driver, Given, World, ids
-from transferqueue.errors import Full, TransferQueueError
+from transferqueue.errors import Full, TransferQueueError, UsageError
 from transferqueue.ledger import Wait
 from transferqueue.limits import Limits
 from transferqueue.policies import Complete, DropStale, KeepStale, Pacing, Refill, Requeue, Task
@@ -28,10 +29,10 @@ MOVES = ["reserve", "put", "generate", "finish", "hand_back", "train", "done", "
 class Schedule:
     """A paced table and the sessions at it. A move that the ledger refuses changes nothing."""
 
-    def __init__(self, depth: int, bound: int, on_stale: Any) -> None:
+    def __init__(self, depth: float, bound: int, on_stale: Any) -> None:
         self.world = World()
         self.clients = [self.world.client() for _ in range(SESSIONS)]
-        self.room = (depth + 1) * BATCH
+        self.room = round((depth + 1) * BATCH)
         self.bound = bound
         self.clock = 0
         self.promises: list[tuple[Driver, int, int]] = []
@@ -105,9 +106,9 @@ moves = st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, SESSIONS - 1))
 stale_rules = st.sampled_from([DropStale(), KeepStale(), Requeue("rollout")])
 
 
-@given(moves=moves, depth=st.integers(0, 2), bound=st.integers(0, 2), on_stale=stale_rules)
+@given(moves=moves, depth=st.sampled_from([0, 0.5, 1, 1.75, 2]), bound=st.integers(0, 2), on_stale=stale_rules)
 def test_nothing_over_its_bound_is_handed_over_and_what_was_reserved_returns(
-    moves: list[tuple[str, int]], depth: int, bound: int, on_stale: Any
+    moves: list[tuple[str, int]], depth: float, bound: int, on_stale: Any
 ) -> None:
     schedule = Schedule(depth, bound, on_stale)
     for name, who in moves:
@@ -120,6 +121,12 @@ def test_nothing_over_its_bound_is_handed_over_and_what_was_reserved_returns(
         last.drop(left, "over")
     assert schedule.world.stats()["outstanding"] == 0
     assert granted(last, 1) == (min(depth, bound) + 1) * BATCH
+
+
+@pytest.mark.parametrize("depth", [-0.5, float("nan"), float("inf"), 1e308])
+def test_a_depth_that_is_no_number_of_batches_is_refused(depth: float) -> None:
+    with pytest.raises(UsageError, match="is not from 0 to 2147483648 batches; 0 means one batch at a time"):
+        Pacing("train", BATCH, depth)
 
 
 def granted(client: Driver, at_once: int) -> int:

@@ -100,12 +100,16 @@ def pacing_sentence(pacing: Pacing | None) -> str:
     if pacing is None:
         return ""
     words = [
-        f"{pacing.task} takes {pacing.batch_rows:,} rows a step, production runs at most {plural(pacing.depth, 'batch')} ahead"
+        f"{pacing.task} takes {pacing.batch_rows:,} rows a step, production runs at most {_batches(pacing.depth)} ahead"
     ]
     if pacing.max_staleness is not None:
         words.append(f"rows over {plural(pacing.max_staleness, 'version')} behind {_stale(pacing.on_stale)}")
     words.append(f"the clock is weight channel {pacing.channel}" if pacing.channel else "the clock is table.advance")
     return "; ".join(words)
+
+
+def _batches(depth: float) -> str:
+    return plural(int(depth), "batch") if depth == int(depth) else f"{depth:g} batches"
 
 
 def _stale(policy: OnStale) -> str:
