@@ -23,6 +23,7 @@
     │   ├── Disconnected              the server or this session is gone, or the queue was closed
     │   ├── ProtocolError             a message that is not one
     │   ├── OutOfMemory               the arena or its disk cannot grow
+    │   ├── ShardLost                 the shard that had these bytes is gone, and no replica has them
     │   ├── JournalFailed             the server's journal cannot be written
     │   └── Corruption                bytes do not match their checksum or bounds
     └── InternalError             us: please report it
@@ -118,6 +119,10 @@ class ProtocolError(PeerError):
 
 class OutOfMemory(PeerError):
     """The arena, or the file system that holds it, cannot grow."""
+
+
+class ShardLost(PeerError):
+    """The shard that had, or was to have, these bytes is gone, and no replica has them. The message says what can be done."""
 
 
 class JournalFailed(PeerError):

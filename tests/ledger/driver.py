@@ -38,6 +38,8 @@ class World:
     capacity: int = 1 << 40
     taken: dict[int, tuple[int, int]] = field(default_factory=dict)
     """extent -> (offset, nbytes)"""
+    shard_of: dict[int, int] = field(default_factory=dict)
+    """extent -> shard, of extents ever granted"""
     freed: list[int] = field(default_factory=list)
     woken: list[tuple[str, ...]] = field(default_factory=list)
     ended: list[LeaseEnded] = field(default_factory=list)
@@ -49,9 +51,10 @@ class World:
         self.ledger.open_session(self.sessions, name, self.now, label=label)
         return Driver(self, self.sessions)
 
-    def allocate(self, nbytes: int) -> tuple[int, int]:
+    def allocate(self, nbytes: int, shard: int = 0) -> tuple[int, int]:
         size, at = align(nbytes, PAGE_BYTES), 0
-        for offset, taken in sorted(self.taken.values()):
+        mine = (place for extent, place in self.taken.items() if self.shard_of.get(extent, 0) == shard)
+        for offset, taken in sorted(mine):
             if offset - at >= size:
                 break
             at = offset + taken
@@ -63,12 +66,20 @@ class World:
         for effect in effects:
             if isinstance(effect, FreeExtent):
                 assert self.taken.pop(effect.extent) == (effect.offset, effect.nbytes)
+                assert self.shard_of.get(effect.extent, 0) == effect.shard
                 self.freed.append(effect.extent)
             elif isinstance(effect, Wake):
                 self.woken.append(effect.key)
             else:
                 self.ended.append(effect)
         return effects
+
+    def lose_shard(self, shard: int) -> dict[str, list[int]]:
+        """The shard's memory is gone: nothing of it is ever freed, and a new shard of the number begins with none taken."""
+        lost = self.ledger.lose_shard(shard, self.now)
+        self.taken = {extent: place for extent, place in self.taken.items() if self.shard_of.get(extent, 0) != shard}
+        self.collect()
+        return lost
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -119,6 +130,8 @@ class Driver:
     world: World
     session: int
     call: int = 0
+    shard: int = 0
+    """Where its grants are."""
 
     # ------------------------------------------------------------ raw
 
@@ -151,10 +164,11 @@ class Driver:
     # ------------------------------------------------------------ columns
 
     def grant(self, nbytes: int) -> m.Granted:
-        offset, size = self.world.allocate(nbytes)
+        offset, size = self.world.allocate(nbytes, self.shard)
         self.call += 1
-        reply = self.world.ledger.grant(self.session, 0, offset, size, self.world.now, call=self.call)
+        reply = self.world.ledger.grant(self.session, self.shard, offset, size, self.world.now, call=self.call)
         self.world.taken[reply.extent] = (offset, size)
+        self.world.shard_of[reply.extent] = self.shard
         return reply
 
     def block(

@@ -459,6 +459,9 @@ class Model:
             if task.groups:
                 self.units[name][row.unit].state = "forming"
                 self.changed[name][row.unit] = None
+        gone = [row for row in rows if not set(task.needs) <= set(self.rows[row].fields)]
+        if gone:
+            self.doomed.append((gone, "lost"))
         if failed:
             for number in rows:
                 self.rows[number].attempts[name] = self.rows[number].attempts.get(name, 0) + 1
@@ -553,15 +556,23 @@ class Model:
             for number in rows:
                 del self.rows[number]
 
-    def lose(self, commit: int) -> list[int]:
-        """The blocks of a commit are gone. No task gives a field that lies in blocks."""
-        lost = [row.id for row in self.rows.values() if any(
-            at == commit for name, at in row.fields.items() if name not in INLINE
-        )]  # fmt: skip
-        self.drop(lost, "lost")
+    def lose(self, commits: set[int]) -> list[int]:
+        """The blocks of commits are gone. No task gives a field that lies in blocks, so no value is made again."""
+        lost = []
+        for row in self.rows.values():
+            gone = {name for name, at in row.fields.items() if name not in INLINE and at in commits}
+            for name in gone:
+                del row.fields[name]
+            waits = (
+                name
+                for name, task in self.tasks.items()
+                if gone & set(task.needs) and row.state[name] in ("pending", "held", "ready")
+            )
+            if row.fate == "live" and any(waits):
+                lost.append(row.id)
+        if lost:
+            self.doomed.append((lost, "lost"))
         self.conclude()
-        for row in lost:
-            self.rows.pop(row, None)
         return lost
 
     def user_drop(self, rows: list[int]) -> None:

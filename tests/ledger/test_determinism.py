@@ -15,6 +15,7 @@ import pytest
 
 from transferqueue.errors import TransferQueueError
 from transferqueue.ledger import FreeExtent, Ledger, Wait
+from transferqueue.ledger.tasks import HELD, READY
 from transferqueue.limits import Limits
 from transferqueue.policies import (
     Compare,
@@ -241,8 +242,12 @@ class Fuzz:
         self.now += dice.choice([0.0, 0.0, 0.1, 1.0])
         if not self.extents or self.room > 50_000 or dice.random() < 0.02:
             self.writer = dice.choice([1, 1, 2])
-            self.extents.append(self.ledger.grant(self.writer, 0, len(self.extents) << 20, 1 << 16, self.now))
+            self.extents.append(
+                self.ledger.grant(self.writer, dice.randint(0, 2), len(self.extents) << 20, 1 << 16, self.now)
+            )
             self.room = 0
+        if dice.random() < 0.01:
+            self.note(repr(self.ledger.lose_shard(dice.randint(0, 2), self.now)).encode())
         if dice.random() < 0.003:
             session = dice.choice(list(self.calls))
             self.ledger.close_session(session, self.now)
@@ -285,6 +290,8 @@ class Fuzz:
             live = at[table.rows.pages.fate.a[at] == 1]
             counted = np.bincount(task.state.a[live], minlength=8)[:4].tolist()
             assert counted == task.counts[:4], name
+            ready = live[(task.state.a[live] == HELD) | (task.state.a[live] == READY)]
+            assert task.completed(ready).all(), name
             held = [row for one in self.ledger.state.core.leases.by_id.values() if one.task == name
                     for row in one.rows[one.held].tolist()]  # fmt: skip
             assert len(held) == len(set(held)) == task.counts[3]

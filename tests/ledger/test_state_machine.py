@@ -64,7 +64,7 @@ stale_rules = st.sampled_from([None, DropStale(), KeepStale(), HoldClock(), Requ
 WEIGHTS = {
     "put": 8, "lease": 8, "ack": 7, "update": 5, "release": 2, "pass_time": 2, "advance": 2, "reserve": 2, "drop": 1,
     "delete": 1, "renew": 1, "unreserve": 1, "unpin": 2, "die": 1, "seal": 1,
-    "reborn": 2, "checkpointed": 1, "rollback": 1, "lose": 1,
+    "reborn": 2, "checkpointed": 1, "rollback": 1, "lose": 1, "lose_shard": 1,
 }  # fmt: skip
 MOVES = [move for move, weight in WEIGHTS.items() for _ in range(weight)]
 
@@ -112,6 +112,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def _connect(self) -> None:
         driver = self.world.client()
+        driver.shard = driver.session % 2
         self.drivers[driver.session] = driver
         self.pinned_of: dict[int, list[int]] = getattr(self, "pinned_of", {})
         self.pinned_of[driver.session] = []
@@ -247,7 +248,14 @@ class LedgerMachine(RuleBasedStateMachine):
         self.model.tick(self.world.now)
         lost = self.world.ledger.lose(gone, self.world.now)
         self.world.collect()
-        assert lost.get("t", []) == sorted(self.model.lose(commit))
+        assert lost.get("t", []) == sorted(self.model.lose({commit}))
+
+    def lose_shard(self, data: st.DataObject) -> None:
+        shard = data.draw(st.integers(0, 3), "shard")
+        gone = {self.commit_of_extent[one] for one in self.world.taken if self.world.shard_of[one] == shard}
+        self.model.tick(self.world.now)
+        lost = self.world.lose_shard(shard)
+        assert lost.get("t", []) == sorted(self.model.lose(gone))
 
     def delete(self, data: st.DataObject) -> None:
         if not self.model.next_row:

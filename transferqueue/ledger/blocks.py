@@ -11,6 +11,7 @@ extent. The rules:
 - An extent is *open* until its session returns the grant, or commits a block set that begins at its start
   and ends in its last page (a put that asked for exactly its size: nothing more fits).
 - An extent is freed, once, when it is not open and no block in it is live or pinned.
+- An extent of a *lost* shard is forgotten then, and not freed: its memory is nobody's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from transferqueue.errors import NotFound, ProtocolError, UsageError
+from transferqueue.errors import NotFound, ProtocolError, ShardLost, UsageError
 from transferqueue.ledger.effects import Effects, FreeExtent
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES
 from transferqueue.wire.messages import BlockAt, Placed
@@ -36,7 +37,7 @@ class Usage:
 class Extent:
     """A piece of an arena. session: who may commit into it (0: nobody any more)."""
 
-    __slots__ = ("blocks", "id", "nbytes", "offset", "open", "session", "shard", "spans")
+    __slots__ = ("blocks", "id", "lost", "nbytes", "offset", "open", "session", "shard", "spans")
 
     def __init__(self, number: int, shard: int, offset: int, nbytes: int, session: int) -> None:
         self.id = number
@@ -45,6 +46,7 @@ class Extent:
         self.nbytes = nbytes
         self.session = session
         self.open = True
+        self.lost = False
         self.blocks = 0
         """Blocks that are live or pinned."""
         self.spans: list[tuple[int, int]] = []
@@ -123,7 +125,16 @@ class Blocks:
     def _free_if_unused(self, extent: Extent) -> None:
         if extent.open or extent.blocks or self.extents.pop(extent.id, None) is None:
             return
-        self._effects.add(FreeExtent(extent.id, extent.shard, extent.offset, extent.nbytes))
+        if not extent.lost:
+            self._effects.add(FreeExtent(extent.id, extent.shard, extent.offset, extent.nbytes))
+
+    # ------------------------------------------------------------ losses
+
+    def lose_shard(self, shard: int) -> list[int]:
+        """The bytes of the shard are gone. Returns its blocks that are needed or pinned: the caller's to give up."""
+        for extent in self.extents.values():
+            extent.lost |= extent.shard == shard
+        return [number for number, block in self.blocks.items() if block.extent.lost]
 
     # ------------------------------------------------------------ commits
 
@@ -135,6 +146,11 @@ class Blocks:
             if extent is None or extent.session != session:
                 raise NotFound(
                     f"extent {block.extent} is not granted to this session (or was returned); ask for a grant first"
+                )
+            if extent.lost:
+                raise ShardLost(
+                    f"extent {extent.id} was in shard {extent.shard}, which is gone with all that was written there; return it "
+                    "and write the columns again, into a new grant"
                 )
             self._check_place(extent, taken, block)
 

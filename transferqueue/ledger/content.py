@@ -6,42 +6,44 @@ Only fields that every row of the reply has are in it. Naming a block pins it fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from transferqueue.ledger.arrays import IntArray
 from transferqueue.ledger.blocks import Blocks
 from transferqueue.ledger.facts import DTYPES
 from transferqueue.ledger.parts import Places
 from transferqueue.ledger.table import Table
+from transferqueue.wire import short
 from transferqueue.wire.messages import Content, Inline, Part
 
 Value = TypeVar("Value")
 
+_FIRST: Final = short.alike(np.zeros(1, np.int32))
+"""Every row is in the first block."""
+
 
 def describe_rows(table: Table, rows: IntArray, at: IntArray, there: Sequence[str]) -> tuple[Content, list[int]]:
     """Content of `rows` with fields that all of them have (`complete_fields`), and the blocks it names."""
-    inline = [name for name in there if name in table.rows.inline]
-    placed = [name for name in there if name not in table.rows.inline]
+    inline, placed, definitions = table.rows.told(there)
     blocks: dict[int, None] = {}
     parts = [_part(table.core.blocks, places, blocks) for places in table.parts.locate(placed, at)]
     content = Content(
         rows=rows.tobytes(),
-        **{name: table.rows.facts[name].a[at].tobytes() for name in DTYPES},
+        **{name: short.alike(table.rows.facts[name].a[at]) for name in DTYPES},
         keys=_of_rows(table.rows.keys, rows, ""),
         tags=_of_rows(table.rows.tags, rows, {}),
         inline=[Inline(name, table.rows.inline[name].a[at].tobytes()) for name in inline],
         parts=parts,
-        fields=[table.rows.fields[name] for name in there],
+        definitions=definitions,
     )
     return content, list(blocks)
 
 
 def complete_fields(table: Table, at: IntArray, fields: Sequence[str]) -> list[str]:
     """Those of `fields` that all rows have."""
-    known = [name for name in dict.fromkeys(fields) if name in table.rows.fields]
+    known = list(filter(table.rows.fields.__contains__, dict.fromkeys(fields)))
     if bool(table.rows.has_all(at, table.rows.mask(known)).all()):
         return known
     return [name for name in known if bool(table.rows.has_all(at, table.rows.mask((name,))).all())]
@@ -61,14 +63,14 @@ def _part(blocks: Blocks, places: Places, named: dict[int, None]) -> Part:
     return Part(
         fields=places.fields,
         blocks=[blocks.blocks[number].at for number in numbers],
-        block_of_row=index.tobytes(),
-        slot_of_row=places.slots.tobytes(),
+        block_of_row=index,
+        slot_of_row=short.ascending(places.slots),
     )
 
 
-def _distinct(blocks: IntArray) -> tuple[list[int], npt.NDArray[np.int32]]:
-    """The distinct blocks, and for each row which of them it is in."""
+def _distinct(blocks: IntArray) -> tuple[list[int], bytes]:
+    """The distinct blocks, and for each row which of them it is in, as `short.alike`."""
     if blocks.size and (blocks == blocks[0]).all():
-        return [int(blocks[0])], np.zeros(blocks.size, np.int32)
+        return [int(blocks[0])], _FIRST
     found, index = np.unique(blocks, return_inverse=True)
-    return found.tolist(), index.astype(np.int32)
+    return found.tolist(), index.astype(np.int32).tobytes()

@@ -44,6 +44,11 @@ def explain_lease(table: Table, task: TaskState, request: LeaseRequest, now: flo
     return "; ".join([text, *_lacking(table, task, now)])
 
 
+def lost_rows(table: Table) -> list[str]:
+    """Rows that ended as bytes were lost, by what took them."""
+    return [f"{count} rows ended: {why}" for why, count in table.lost.items()]
+
+
 def _wanted(request: LeaseRequest) -> str:
     what = "rows" if request.rows else "tokens" if request.tokens else "groups"
     number = request.rows or request.tokens or request.groups

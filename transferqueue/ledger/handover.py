@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, UsageError
@@ -58,7 +60,13 @@ def _check(table: Table, task: TaskState, request: LeaseRequest) -> None:
     _check_peers(request)
     _check_possible(table, task, request)
     check_where(table.rows, request.where, table.expected_fields())
-    for name in request.fields or ():
+    _check_fields(table, request.fields or ())
+
+
+def _check_fields(table: Table, fields: Sequence[str]) -> None:
+    if all(map(table.rows.fields.__contains__, fields)):
+        return
+    for name in fields:
         if name not in table.rows.fields and name not in table.expected_fields():
             raise table.rows.unknown_field(name)
 

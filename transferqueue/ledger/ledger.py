@@ -168,9 +168,19 @@ class Ledger:
     # ------------------------------------------------------------ losses
 
     def lose(self, blocks: Collection[int], now: float) -> dict[str, list[int]]:
-        """The bytes of these blocks are gone: see `losses`. Returns the rows that ended for it, by table; others are made again."""
+        """The bytes of these blocks are damaged: see `losses`. Returns the rows that ended for it, by table; others are made again."""
         self.tick(now)
-        return losses.lose(self.state, [number for number in blocks if number in self.state.core.blocks.blocks])
+        there = [number for number in blocks if number in self.state.core.blocks.blocks]
+        return losses.lose(self.state, there, "damaged bytes")
+
+    def lose_shard(self, shard: int, now: float) -> dict[str, list[int]]:
+        """A shard is gone, with all it had: see `losses`. Returns as `lose`.
+
+        No `FreeExtent` comes for it any more: its memory is nobody's. Pins and grants in it may still be returned, which is no
+        error; a commit into such a grant is refused with `ShardLost`. The number may be used again, for a new shard.
+        """
+        self.tick(now)
+        return losses.lose(self.state, self.state.core.blocks.lose_shard(shard), f"lost with shard {shard}")
 
     # ------------------------------------------------------------ requests
 

@@ -1,14 +1,11 @@
-"""Bytes that are gone: what can be made again is, whatever else was read from them ends, counted and named.
+"""Bytes that are gone: what somebody still waits for is made again, or its rows end, counted and named.
 
-A live row goes back to the tasks that gave what it lost, as their terms declare (`gives`), and what was made of that is cleared
-with it. It ends as dropped ("lost") instead if
+- A row without a lost value goes on. It lacks the value from now on; whether that ends it, `again` decides.
+- Results that waited for a last ack go with their lease, whose rows return; that is no attempt.
+- A version of weights that is not whole is kept no more (see `channels`).
+- Extents of a lost shard are never freed, since nobody may use them again; whoever was granted one learns that when it commits.
 
-- it lost a field that no task gives, or that comes from a task which does not have the row (any more);
-- a task after those, which gives nothing, is done with it: its effect is outside (a trained row is trained once);
-- a task among them takes whole groups, and has handed over the row's group: members are not made again one by one.
-
-A finished row that is kept for reading is freed; results that waited for a last ack go with their lease, whose rows return;
-a version of weights is kept no more. Lost bytes are never handed over again.
+Lost bytes are never handed over again.
 """
 
 from __future__ import annotations
@@ -18,31 +15,32 @@ from collections.abc import Collection
 import numpy as np
 
 from transferqueue.ledger import returns
+from transferqueue.ledger.again import make_again
 from transferqueue.ledger.arrays import BoolArray, IntArray
-from transferqueue.ledger.fates import drop_rows, free_rows
-from transferqueue.ledger.gathering import GroupTaskState
 from transferqueue.ledger.pages import LIVE
-from transferqueue.ledger.settle import conclude, downstream, send_back
+from transferqueue.ledger.settle import conclude
 from transferqueue.ledger.state import State
 from transferqueue.ledger.table import Table
-from transferqueue.ledger.tasks import DONE, READY, STEPPED
-
-REASON = "lost"
+from transferqueue.ledger.tasks import LEASED, READY, TaskState
 
 
-def lose(state: State, blocks: Collection[int]) -> dict[str, list[int]]:
-    """The bytes of these blocks are gone. Returns the rows that ended for it, by table."""
-    _give_up_staged(state, frozenset(blocks))
-    _forget_versions(state, frozenset(blocks))
-    numbers = np.array(sorted(blocks), np.int64)
-    lost = {name: _lose_rows(table, numbers, state.now) for name, table in state.tables.items()}
+def lose(state: State, blocks: Collection[int], why: str) -> dict[str, list[int]]:
+    """The bytes of these blocks are gone. why: for people. Returns the rows that ended for it, by table."""
+    gone = frozenset(blocks)
+    if not gone:
+        return {}
+    _give_up_staged(state, gone)
+    _forget_versions(state, gone)
+    numbers = np.array(sorted(gone), np.int64)
+    lost = {name: _lose_values(table, numbers, why, state.now) for name, table in state.tables.items()}
     return {name: rows for name, rows in lost.items() if rows}
 
 
 def _give_up_staged(state: State, blocks: frozenset[int]) -> None:
     for lease in list(state.core.leases.by_id.values()):
         if lease.staged is not None and not blocks.isdisjoint(lease.staged.blocks):
-            returns.give_up(state.tables[lease.table], lease, "the bytes of its results were lost", state.now)
+            why = "the bytes of its results were lost"
+            returns.give_up(state.tables[lease.table], lease, why, state.now, failed=False)
 
 
 def _forget_versions(state: State, blocks: frozenset[int]) -> None:
@@ -53,64 +51,58 @@ def _forget_versions(state: State, blocks: frozenset[int]) -> None:
                     state.core.blocks.retire(block, 1)
 
 
-def _lose_rows(table: Table, blocks: IntArray, now: float) -> list[int]:
+def _lose_values(table: Table, blocks: IntArray, why: str, now: float) -> list[int]:
+    """Returns the rows that ended."""
     rows = table.rows.pages.resident_rows()
     rows = rows[table.parts.lies_in(table.rows.pages.index(rows), blocks)]
     if not rows.size:
         return []
     live = rows[table.rows.pages.fate.a[table.rows.pages.index(rows)] == LIVE]
-    again = _made_again(table, live, blocks, now)
-    rows = rows[~np.isin(rows, again)]
-    drop_rows(table, live[~np.isin(live, again)], REASON, now)
+    for name, lacking in _clear(table, rows, blocks, why, now).items():
+        lacking = lacking[np.isin(lacking, live)]
+        make_again(table, name, lacking[_waited_for(table, name, lacking)], now)
     conclude(table, now)
-    at, there = table.rows.pages.find(rows)
-    if there.any():
-        free_rows(table, rows[there], at[there])
+    at, _ = table.rows.pages.find(live)
+    ended: list[int] = live[table.rows.pages.fate.a[at] != LIVE].tolist()
+    if ended:
+        table.lost[why] = table.lost.get(why, 0) + len(ended)
     table.wake_room()
-    lost: list[int] = rows.tolist()
-    return lost
+    return ended
 
 
-def _made_again(table: Table, rows: IntArray, blocks: IntArray, now: float) -> IntArray:
-    """Send back those rows that can be; returns them."""
+def _clear(table: Table, rows: IntArray, blocks: IntArray, why: str, now: float) -> dict[str, IntArray]:
+    """Rows lack what lay in the blocks. Returns the rows of each field."""
     at = table.rows.pages.index(rows)
-    lost = {name: there for name in table.rows.fields if (there := _lost(table, name, at, blocks)).any()}
-    can = np.ones(rows.size, np.bool_)
-    wanted: dict[str, BoolArray] = {}
-    for name, there in lost.items():
-        givers = [task for task, state in table.tasks.items() if name in state.task.gives]
-        can &= bool(givers) | ~there
-        for task in givers:
-            wanted[task] = wanted.get(task, False) | there
-    for task, there in wanted.items():
-        can &= ~there | _can_again(table, task, rows, at)
-    for task, there in wanted.items():
-        if (there & can).any():
-            send_back(table, task, rows[there & can], "lost bytes", now)
-    again: IntArray = rows[can]
-    return again
+    found = {name: _lies_there(table, name, at, blocks) for name in table.rows.fields if name not in table.rows.inline}
+    gone = {name: there for name, there in found.items() if there.any()}
+    for name, there in gone.items():
+        table.rows.clear_fields(at[there], table.rows.mask((name,)))
+        table.history.add(now, why, rows[there], detail=name)
+    for number, count in table.parts.prune(at, gone):
+        table.core.blocks.retire(number, count)
+    return {name: rows[there] for name, there in gone.items()}
 
 
-def _lost(table: Table, name: str, at: IntArray, blocks: IntArray) -> BoolArray:
+def _lies_there(table: Table, name: str, at: IntArray, blocks: IntArray) -> BoolArray:
     """Which rows read the field from one of the blocks."""
-    if name in table.rows.inline:
-        return np.zeros(at.size, np.bool_)
     (places,) = table.parts.locate([name], at)
     return table.rows.has_all(at, table.rows.mask((name,))) & np.isin(places.blocks, blocks)
 
 
-def _can_again(table: Table, name: str, rows: IntArray, at: IntArray) -> BoolArray:
-    """Which rows the task, and those after it, can have anew (see above)."""
-    first = table.tasks[name]
-    can: BoolArray = first.state.a[at] <= DONE
-    for task in [
-        first,
-        *(table.tasks[one] for one in downstream([one.task for one in table.tasks.values()], first.task)[1]),
-    ]:
-        state = task.state.a[at]
-        if isinstance(task, GroupTaskState):
-            out = task.handed_over(table.groups.units(rows, at))
-            can &= ~out & (state <= READY)
-        elif not task.task.gives:
-            can &= (state != DONE) & (state != STEPPED)
-    return can
+def _waited_for(table: Table, name: str, rows: IntArray) -> BoolArray:
+    """Of which rows a task waits for the field."""
+    at = table.rows.pages.index(rows)
+    found = np.zeros(rows.size, np.bool_)
+    for task in table.tasks.values():
+        if name in task.needs:
+            found |= (task.state.a[at] <= READY) | _set_aside(table, task, at)
+    return found
+
+
+def _set_aside(table: Table, task: TaskState, at: IntArray) -> BoolArray:
+    """Rows in shares that no rank has claimed: nobody has read them."""
+    leases = table.core.leases.by_id
+    held = task.hold.a[at]
+    unclaimed = [number for number, one in leases.items() if one.table == table.name and not one.holders]
+    found: BoolArray = (task.state.a[at] == LEASED) & np.isin(held, unclaimed)
+    return found

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from transferqueue.errors import NotFound
+from transferqueue.ledger.again import LOST
 from transferqueue.ledger.arrays import IntArray
 from transferqueue.ledger.blocks import Blocks
 from transferqueue.ledger.channels import Channel
-from transferqueue.ledger.explain import explain_lease, session_name, who_holds_rows
+from transferqueue.ledger.explain import explain_lease, lost_rows, session_name, who_holds_rows
 from transferqueue.ledger.facts import UNSET
 from transferqueue.ledger.flowing import clock_held
 from transferqueue.ledger.gathering import FORMING, GroupTaskState
@@ -115,6 +116,7 @@ def table_audit(table: Table) -> Plain:
         "rows_done": table.rows_done,
         "rows_dropped": dropped,
         "dropped": dict(sorted(table.rows_dropped.items())),
+        "rows_lost": table.rows_dropped.get(LOST, 0),
         "balanced": table.rows_put == live + table.rows_done + dropped,
     }
 
@@ -284,7 +286,7 @@ def _diagnose(table: Table, now: float) -> list[Plain]:
 
 def _of_table(table: Table) -> list[str]:
     """What holds up producers, the clock, and the end."""
-    told = []
+    told = lost_rows(table)
     if table.rows.pages.resident + table.flow.reserved >= table.limits.rows:
         told.append(
             f"puts wait: {table.limits.rows} rows are there or reserved, the most there may be; {who_holds_rows(table)}"

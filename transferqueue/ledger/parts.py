@@ -23,6 +23,8 @@ from transferqueue.ledger.rows import Rows
 from transferqueue.limits import PARTS_MAX
 
 Slots = npt.NDArray[np.int32]
+TOGETHER_KEPT = 64
+"""Sets of fields that leases ask for, step after step the same few."""
 Retired = list[tuple[int, int]]
 """Blocks, and how many references to each are gone."""
 
@@ -55,6 +57,8 @@ class Parts:
         self._rows = rows
         self._by_fields: dict[tuple[str, ...], Part] = {}
         self._of_field: dict[str, list[Part]] = {}
+        self._together: dict[tuple[str, ...], list[list[str]]] = {}
+        """Fields asked for, and which of them lie in the same parts; until there is one more part."""
 
     def parts_of(self, fields: Iterable[str]) -> list[Part]:
         """The parts that a block with `fields` is written to: one, or one a field past `PARTS_MAX`."""
@@ -70,6 +74,7 @@ class Parts:
         pages = self._rows.pages
         part = Part(names, pages.column(np.int64), pages.column(np.int32))
         self._by_fields[names] = part
+        self._together.clear()
         for name in names:
             self._of_field.setdefault(name, []).append(part)
         return part
@@ -140,10 +145,19 @@ class Parts:
 
     def locate(self, fields: Iterable[str], at: IntArray) -> list[Places]:
         """Places of fields (that are set) for rows, fields that lie together in one entry."""
+        key = tuple(fields)
+        together = self._together.get(key)
+        if together is None:
+            if len(self._together) > TOGETHER_KEPT:
+                self._together.clear()
+            together = self._together[key] = self._grouped(key)
+        return [self._places(names, at) for names in together]
+
+    def _grouped(self, fields: Iterable[str]) -> list[list[str]]:
         together: dict[tuple[int, ...], list[str]] = {}
         for name in fields:
             together.setdefault(tuple(id(part) for part in self._of_field.get(name, ())), []).append(name)
-        return [self._places(names, at) for names in together.values()]
+        return list(together.values())
 
     def _places(self, names: list[str], at: IntArray) -> Places:
         parts = self._of_field.get(names[0], [])

@@ -17,10 +17,15 @@ from transferqueue.ledger.pages import DONE, LIVE, Column, Pages
 from transferqueue.limits import FIELDS_MAX
 from transferqueue.policies import Tags
 from transferqueue.schema import Field
+from transferqueue.wire.codec import encode_fields
 
 WORD = 64
 MASKS_KEPT = 4096
 """Masks of field sets kept ready; requests use the same few again and again."""
+
+
+TOLD_KEPT = 64
+"""As `MASKS_KEPT`, of `told`, which are larger."""
 
 
 class Mask:
@@ -53,6 +58,7 @@ class Rows:
         self.number: dict[str, int] = {}
         self.words: list[Column] = []
         self._masks: dict[tuple[str, ...], Mask] = {}
+        self._told: dict[tuple[str, ...], tuple[list[str], list[str], bytes]] = {}
         self.inline: dict[str, Column] = {}
         self.keys: dict[int, str] = {}
         self.row_of_key: dict[str, int] = {}
@@ -100,6 +106,18 @@ class Rows:
                 self._masks.clear()
             mask = self._masks[key] = Mask(self.number[name] for name in key)
         return mask
+
+    def told(self, names: Sequence[str]) -> tuple[list[str], list[str], bytes]:
+        """Of fields that the table has: those that are inline, the others, and the definitions of all as a reply tells them."""
+        key = tuple(names)
+        found = self._told.get(key)
+        if found is None:
+            if len(self._told) > TOLD_KEPT:
+                self._told.clear()
+            inline = [name for name in key if name in self.inline]
+            placed = [name for name in key if name not in self.inline]
+            found = self._told[key] = inline, placed, encode_fields([self.fields[name] for name in key])
+        return found
 
     def has_all(self, at: Index, mask: Mask) -> BoolArray:
         """Which rows have every field of `mask`."""

@@ -18,17 +18,16 @@ ever in that task's queue. Rows that the task has on lease were handed over in b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
+from transferqueue.ledger.again import downstream, missed, send_back
 from transferqueue.ledger.arrays import BoolArray, IntArray
-from transferqueue.ledger.fates import drop_rows, lose_leases, retire
+from transferqueue.ledger.fates import drop_rows, lose_leases
 from transferqueue.ledger.gathering import FORMING, Forming, GroupTaskState
 from transferqueue.ledger.pages import LIVE
 from transferqueue.ledger.table import Table
-from transferqueue.ledger.tasks import DONE, KEPT, LEASED, OPEN, PENDING, READY, STEPPED, TaskState
-from transferqueue.policies import KeepStale, Refill, Release, Requeue, Task
+from transferqueue.ledger.tasks import KEPT, LEASED, OPEN, PENDING, READY, TaskState
+from transferqueue.policies import KeepStale, Refill, Release, Requeue
 
 INCOMPLETE = "group_incomplete"
 
@@ -146,11 +145,14 @@ def doom_group(table: Table, unit: int) -> None:
 def return_rows(
     table: Table, task: TaskState, rows: IntArray, *, failed: bool, now: float, before: int = LEASED
 ) -> None:
-    """Leased (or stepped) rows that no lease holds any more go back to `task`, unless they failed too often or are stale."""
+    """Leased (or stepped) rows that no lease holds any more go back to `task`, unless they failed too often, are stale, or
+    something that it needs is gone meanwhile."""
     if not rows.size:
         return
     at = table.rows.pages.index(rows)
     task.give_back(rows, at, now, before)
+    if not task.completed(at).all():
+        missed(table, task, rows, now)
     if failed:
         task.tally.failed += rows.size
         task.attempts.a[at] += 1
@@ -211,21 +213,6 @@ def _keep(table: Table, pacer: TaskState, rows: IntArray, now: float) -> None:
     table.wake_task(pacer.task.name)
 
 
-def downstream(tasks: Sequence[Task], first: Task) -> tuple[frozenset[str], list[str]]:
-    """Fields that `first` gave, directly or through others, and the tasks that need one of them."""
-    fields = set(first.gives)
-    after: dict[str, None] = {}
-    grew = True
-    while grew:
-        grew = False
-        for task in tasks:
-            if task.name not in after and fields & set(task.needs):
-                after[task.name] = None
-                fields |= set(task.gives)
-                grew = True
-    return frozenset(fields), list(after)
-
-
 def requeue(table: Table, pacer: TaskState, target: str, rows: IntArray, now: float) -> None:
     """Rows go back to `target` as stale, the version cleared too.
 
@@ -255,38 +242,3 @@ def may_return(table: Table, task: TaskState) -> bool:
     first = table.tasks[pacing.on_stale.task]
     _, names = downstream([one.task for one in table.tasks.values()], first.task)
     return task is first or task.task.name in names
-
-
-def send_back(table: Table, target: str, rows: IntArray, what: str, now: float) -> None:
-    """Rows go back to `target`: what it and those after it gave is cleared. what: for the history."""
-    first = table.tasks[target]
-    fields, names = downstream([one.task for one in table.tasks.values()], first.task)
-    at = table.rows.pages.index(rows)
-    known = sorted(name for name in fields if name in table.rows.fields)
-    table.rows.clear_fields(at, table.rows.mask(known))
-    retire(table, table.parts.prune(at, known))
-    for name in names:
-        _recede(table, table.tasks[name], rows, at)
-    _again(table, first, rows, at, now)
-    for task in table.tasks.values():
-        task.rerank(rows, at)
-    table.history.add(now, what, rows, target)
-    table.wake_room()
-
-
-def _recede(table: Table, task: TaskState, rows: IntArray, at: IntArray) -> None:
-    seen = task.state.a[at] <= DONE
-    rows, at = rows[seen], at[seen]
-    lose_leases(table, task, rows, at, "its rows went back to an earlier task")
-    table.rows.tasks_left.a[at[task.state.a[at] == DONE]] += 1
-    task.recede(rows, at)
-
-
-def _again(table: Table, task: TaskState, rows: IntArray, at: IntArray, now: float) -> None:
-    done = (task.state.a[at] == DONE) | (task.state.a[at] == STEPPED)
-    if not done.any():
-        return
-    _recede(table, task, rows[done], at[done])
-    ready = done & task.completed(at)
-    task.complete(rows[ready], at[ready], now)
-    table.wake_task(task.task.name)

@@ -80,6 +80,8 @@ class Table:
         self.rows_put = 0
         self.rows_done = 0
         self.rows_dropped: dict[str, int] = {}
+        self.lost: dict[str, int] = {}
+        """Rows that ended as bytes were lost, by what took them: for people."""
         self.staleness: dict[int, int] = {}
         """Versions behind -> rows handed over to the pacing task."""
         self.staleness_in_flight: dict[int, int] = {}

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from transferqueue.errors import AlreadyExists, Impossible, UsageError, listing
+from transferqueue.ledger.again import downstream
 from transferqueue.ledger.fates import drop_rows, end_lease, forget_puts, free_rows
 from transferqueue.ledger.pages import LIVE
 from transferqueue.ledger.selectors import Ranker
-from transferqueue.ledger.settle import conclude, downstream
+from transferqueue.ledger.settle import conclude
 from transferqueue.ledger.table import Core, Table
 from transferqueue.ledger.tasks import ABSENT, PENDING
 from transferqueue.limits import FIELDS_MAX, TASKS_MAX, check_name

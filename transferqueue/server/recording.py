@@ -74,6 +74,11 @@ class _Lost(_Record):
     now: float
 
 
+class _ShardLost(_Record):
+    shard: int
+    now: float
+
+
 class _Ticked(_Record):
     now: float
 
@@ -86,7 +91,7 @@ class _Applied(_Record):
     failed: bool
 
 
-_Any = _Begun | _Opened | _Closed | _PinsEnded | _Granted | _Seen | _Lost | _Ticked | _Applied
+_Any = _Begun | _Opened | _Closed | _PinsEnded | _Granted | _Seen | _Lost | _ShardLost | _Ticked | _Applied
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(_Any).decode
 
@@ -155,6 +160,12 @@ class RecordedLedger(Ledger):
         """See `Ledger.lose`."""
         lost = super().lose(blocks, now)
         self._append(_Lost(list(blocks), self.state.now))
+        return lost
+
+    def lose_shard(self, shard: int, now: float) -> dict[str, list[int]]:
+        """See `Ledger.lose_shard`."""
+        lost = super().lose_shard(shard, now)
+        self._append(_ShardLost(shard, self.state.now))
         return lost
 
     def tick(self, now: float) -> None:
@@ -258,6 +269,8 @@ def _again(ledger: Ledger, record: _Any) -> None:
             ledger.seen(session, call)
         case _Lost(blocks=blocks, now=now):
             ledger.lose(blocks, now)
+        case _ShardLost(shard=shard, now=now):
+            ledger.lose_shard(shard, now)
         case _Ticked(now=now):
             ledger.tick(now)
         case _Applied():
