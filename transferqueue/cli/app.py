@@ -23,6 +23,7 @@ from transferqueue.cli import (
     keys,
     new_adapter,
     plan,
+    relay,
     replay,
     serve,
     shim,
@@ -94,6 +95,7 @@ def _group() -> typer.Typer:
     _add(found, "streamrl", streamrl.streamrl, streamrl.EXAMPLES)
     _add(found, "plan", plan.plan, plan.EXAMPLES)
     _add(found, "serve", serve.serve, serve.EXAMPLES)
+    _add(found, "relay", relay.relay, relay.EXAMPLES)
     _add(found, "top", top.top, top.EXAMPLES)
     _add(found, "inspect", inspect.inspect, inspect.EXAMPLES)
     _add(found, "doctor", doctor.doctor, doctor.EXAMPLES)

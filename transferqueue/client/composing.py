@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from transferqueue.client import checks
 from transferqueue.client.client import Client
@@ -62,6 +63,25 @@ class TensorDraft(Draft):
             self.sum = checksum(out)
 
 
+class TensorCopy(TensorDraft):
+    """What lies in a block of another channel, byte for byte. Its checksum goes along: what is damaged on the way, or in this
+    process, is refused by whoever pulls it from here."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, fields: list[Field], block: m.BlockAt, memory: NDArray[np.uint8]) -> None:
+        self.columns, self.spans, self.slots = [], [], None
+        self.rows = self.stored_rows = block.rows
+        self.fields, self.counts, self.nbytes = fields, list(block.counts), block.nbytes
+        self.memory, self.sum = memory, block.checksum
+
+    def write(self, out: Any) -> None:
+        """As `Draft.write`."""
+        np.frombuffer(out, np.uint8)[:] = self.memory
+        if self.sum == UNCHECKED:
+            self.sum = checksum(out)
+
+
 def same(field: Field, block: m.BlockAt, other: Field, nbytes: int, total: int) -> bool:
     """Whether the tensor in `block` is one of field `other` with this checksum."""
     return block.checksum == total != UNCHECKED and block.nbytes == nbytes and field == other and len(block.fields) == 1
@@ -83,11 +103,11 @@ def publish(
 
 
 def mirror(
-    client: Client, channel: str, keep: int, version: int, tensors: Mapping[str, Any], timeout_s: float
+    client: Client, channel: str, keep: int, version: int, copies: Sequence[TensorCopy], timeout_s: float
 ) -> Operation[None]:
-    """One version of base and adapters, its tensors named as their fields are."""
+    """One version of base and adapters, from that of another channel."""
     deadline = Deadline(client.clock, checks.seconds("timeout_s", timeout_s))
-    yield from _publish(client, channel, keep, version, tensor_drafts(tensors, ""), None, deadline)
+    yield from _publish(client, channel, keep, version, copies, None, deadline)
 
 
 def _publish(
@@ -95,7 +115,7 @@ def _publish(
     channel: str,
     keep: int,
     number: int,
-    drafts: list[TensorDraft],
+    drafts: Sequence[TensorDraft],
     adapter: str | None,
     deadline: Deadline,
 ) -> Operation[None]:
@@ -111,7 +131,7 @@ def _publish(
         request = m.Publish(
             channel=channel,
             version=number,
-            fields=[draft.field for draft in written],
+            fields=[field for draft in written for field in draft.fields],
             blocks=_placed(piece, written) if piece else [],
             keep=keep,
             wait_s=deadline.left(),
@@ -163,7 +183,8 @@ def _unchanged(drafts: Iterable[TensorDraft], basis: m.BasisAt) -> Operation[dic
     fields = {field.name: field for field in basis.fields}
     there = {block.fields[0]: block for block in basis.blocks if len(block.fields) == 1 and block.checksum}
     likely = [one for one in drafts if _alike(one, there.get(one.field.name), fields)]
-    yield Work(sum(draft.nbytes for draft in likely), lambda: _sum(likely))
+    unseen = [draft for draft in likely if draft.sum == UNCHECKED]
+    yield Work(sum(draft.nbytes for draft in unseen), lambda: _sum(unseen))
     return {
         one.field.name: there[one.field.name]
         for one in likely

@@ -116,10 +116,15 @@ class Weights(Mapping[str, Any]):
             )
         return f"{adapter}/"
 
-    def named(self) -> dict[str, Any]:
-        """All tensors, of base and adapters, by the names of their fields: what `mirror` publishes."""
-        torch = _has_torch()
-        return {name: (one.column.torch() if torch else one.column.numpy())[0] for name, one in self._tensors.items()}
+    def _copies(self) -> list[composing.TensorCopy]:
+        """All tensors, of base and adapters, as they lie: what `mirror` publishes."""
+        found = {id(one.blocks): one for one in self._tensors.values()}.values()
+        return [
+            composing.TensorCopy(
+                [self._tensors[name].column.field for name in one.block.fields], one.block, one.blocks.living()[0]
+            )
+            for one in found
+        ]
 
     def _shared(self, field: Field, block: m.BlockAt) -> Tensor | None:
         """The tensor in `block`, if it is here, for another version to have as well."""
@@ -198,7 +203,8 @@ class WeightChannel(WeightChannelBase):
 
     def mirror(self, weights: Weights, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> None:
         """Publish weights that were pulled from another channel, such as another deployment's, as the version they are there:
-        base and adapters, in one commit. Otherwise as `publish`; what is unchanged here is not written again.
+        base and adapters, in one commit, as they arrived (views that were changed in place since do not match their checksums,
+        and are refused by whoever pulls them). Otherwise as `publish`; what is unchanged here is neither read nor written.
         """
         drive(self._client.connection, mirror(self._client, self._name, self._keep, weights, timeout_s))
 
@@ -289,7 +295,7 @@ def mirror(client: Client, channel: str, keep: int, weights: Weights, timeout_s:
     """A version of another channel, as a version of this."""
     if not isinstance(weights, Weights):
         raise UsageError(f"weights are {type(weights).__name__}; mirror what was pulled, or publish tensors")
-    return composing.mirror(client, channel, keep, weights.version, weights.named(), timeout_s)
+    return composing.mirror(client, channel, keep, weights.version, weights._copies(), timeout_s)
 
 
 def pull(
@@ -341,7 +347,7 @@ def _fetch(
     """The tensors in `blocks`, whole."""
     zero = bytes(4)
     parts = [m.Part(block.fields, [block], block_of_row=zero, slot_of_row=zero) for block in blocks]
-    columns, held = yield from client.memory.columns(parts, fields, 1, subject)
+    columns, held = yield from client.memory.columns(parts, fields, 1)
     found = {
         name: Tensor(columns[name], memory, block)
         for memory, block in zip(held, blocks, strict=True)

@@ -1,10 +1,12 @@
 """The weight channel: versioned publication of model weights to generators.
 
 On one machine a version is blocks in the arena of the node, which every process maps: what `publish` writes once is what
-each `pull` views. Only tensors that changed are written, and only those are fetched by who holds an earlier version. The channel's handles are made by `Queue.weights`.
+each `pull` views. Only tensors that changed are written, and only those are fetched by who holds an earlier version. The channel's
+handles are made by `Queue.weights`. Other hosts have a `Relay` each, into which a version crosses once.
 """
 
 from transferqueue.client.aio import AsyncWeightChannel
 from transferqueue.client.weighing import Subscription, WeightChannel, Weights
+from transferqueue.weights.relay import Carrier, Relay
 
-__all__ = ["AsyncWeightChannel", "Subscription", "WeightChannel", "Weights"]
+__all__ = ["AsyncWeightChannel", "Carrier", "Relay", "Subscription", "WeightChannel", "Weights"]
