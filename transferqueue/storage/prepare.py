@@ -5,7 +5,7 @@ or the put is refused:
 
 - one array over all rows (numpy, torch, Arrow of fixed size) is dense, and fits only a dense field;
 - a nested tensor is ragged, and fits only a ragged field;
-- rows given one by one (lists of arrays, tensors or lists, Arrow lists) fit a dense field if all have its shape;
+- rows given one by one (lists of arrays, tensors or lists, Arrow lists, `Each`) fit a dense field if all have its shape;
 - Python numbers have no dtype of their own and take the field's (see `numbers`);
 - a single value for all rows (a number, text, bytes, dict, or an array of no dimensions) is stored once.
 
@@ -71,6 +71,31 @@ class Repeat:
         total = sum(self.counts.tolist()) if self.counts.ndim else int(self.counts) * stored_rows
         _check_rows(total, subject)
         return np.repeat(np.arange(stored_rows, dtype=np.int32), self.counts)
+
+
+class Each:
+    """An array or tensor ``[rows, ...]`` as its rows: what ``list(values)`` means, at the price of one array.
+
+    For a column whose rows may differ in size, where those of this put do not. Takes no copy of `values`.
+    """
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def parsed(self, subject: str) -> Parsed:
+        """The rows. `SchemaError` for values that are no array, or one of single numbers."""
+        found = _parse(self.values, None, subject)
+        if not isinstance(found, Dense) or not found.shape:
+            raise SchemaError(
+                f"{subject}: Each of {type(self.values).__name__} has no rows of numbers; give it as it is"
+            )
+        shapes = np.tile(np.array(found.shape, np.int64), (found.rows, 1))
+        return Listed(found.dtype, shapes, found.source)
 
 
 class Prepared:
@@ -153,6 +178,8 @@ def _broadcast(value: Any, field: Field | None, rows: int | None, subject: str) 
 
 def _parse(value: Any, field: Field | None, subject: str) -> Parsed:
     found: Parsed | list[Any]
+    if isinstance(value, Each):
+        return value.parsed(subject)
     if is_tensor(value):
         found = parse_tensor(value, subject)
     elif isinstance(value, np.ndarray):

@@ -1,0 +1,45 @@
+"""An array given as its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.storage.shards import Shard
+from transferqueue.errors import SchemaError
+from transferqueue.schema import Field
+from transferqueue.storage import Each, prepare
+
+
+@pytest.mark.parametrize("value", [[[1, 2], [3, 4]], ["a"], np.arange(3), torch.arange(3), {"a": 1}, 7])
+def test_what_is_no_array_of_rows_is_refused(value: Any) -> None:
+    with pytest.raises(SchemaError, match='field "x"'):
+        prepare("x", Each(value))
+
+
+@pytest.mark.parametrize(
+    ("values", "shape"),
+    [
+        (np.arange(12, dtype=np.int16).reshape(3, 4), (None,)),
+        (torch.arange(24, dtype=torch.bfloat16).reshape(3, 4, 2), (None, 2)),
+        (np.arange(12).reshape(4, 3).T, (None,)),
+        (np.empty((3, 0), np.float32), (None,)),
+    ],
+)
+def test_it_is_what_its_list_of_rows_is(shard: Shard, values: Any, shape: tuple[int | None, ...]) -> None:
+    each, listed = shard.round_trip(Each(values)), shard.round_trip(list(values))
+    assert each.field == listed.field == Field("x", str(values.dtype).removeprefix("torch."), shape)
+    assert each.list() == listed.list() == [row.tolist() for row in values]
+
+
+def test_it_fits_fields_that_its_rows_fit(shard: Shard) -> None:
+    values = np.arange(6).reshape(2, 3)
+    for shape in ((3,), (None,)):
+        assert shard.round_trip(Each(values), Field("x", "int64", shape)).list() == values.tolist()
+    with pytest.raises(SchemaError, match=r"row 0 has shape \[3\]"):
+        prepare("x", Each(values), Field("x", "int64", (4,)))
+    with pytest.raises(SchemaError, match="1 dimensions; give rows of 2"):
+        prepare("x", Each(values), Field("x", "int64", (None, None)))
