@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.ledger.driver import Driver, World
-from transferqueue.errors import ShardLost
-from transferqueue.ledger import FreeExtent, Ledger
+from transferqueue.errors import DeadlineExceeded, ShardLost, UsageError
+from transferqueue.ledger import FreeExtent, Ledger, Wait
 from transferqueue.policies import Complete, Manual, Pacing, Refill, Task
+from transferqueue.schema import Field
 from transferqueue.wire import messages as m
+from transferqueue.wire.codec import decode_fields
 
 
 @pytest.fixture
@@ -132,7 +136,7 @@ def test_a_finished_row_lacks_what_was_there(world: World, near: Driver, far: Dr
     far.update([0], ["more"])
     near.ack(near.lease("train", 1))
     assert world.lose_shard(1) == {}
-    assert [one.name for one in far.read([0]).fields] == ["more"]
+    assert [one.name for one in decode_fields(far.read([0]).definitions)] == ["more"]
     assert near.delete([0]).rows == 1
 
 
@@ -150,3 +154,70 @@ def test_an_image_goes_on_alike(world: World, near: Driver, far: Driver) -> None
     assert not world.ledger.state.core.blocks.extents
     assert world.audit()["tables"]["t"]["dropped"] == {"lost": 1}
     assert not [one for one in world.ledger.take_effects() if isinstance(one, FreeExtent)]
+
+
+# ---------------------------------------------------------------- weights
+
+FIELDS = [Field("w", "float32", (4,))]
+
+
+def publish(client: Driver, version: int, **terms: Any) -> Any:
+    return client.apply(m.Publish("policy", version, FIELDS, [client.block(FIELDS, 1)], **terms))
+
+
+def pull(client: Driver, **terms: Any) -> Any:
+    return client.apply(m.Pull("policy", **terms))
+
+
+def test_the_newest_whole_version_is_pulled(world: World, near: Driver, far: Driver) -> None:
+    publish(far, 1)
+    publish(near, 2)
+    world.lose_shard(1)
+    assert pull(far).version == 1
+    with pytest.raises(
+        ShardLost, match=r'version 2 of channel "policy" is gone \(lost with shard 1\), and the .* whole are 1; pull'
+    ):
+        pull(far, version=2)
+    assert isinstance(pull(far, above=1, wait_s=5.0), Wait)
+    with pytest.raises(DeadlineExceeded, match=r"version 2 .* is gone \(lost with shard 1\)"):
+        pull(far, above=1)
+    publish(far, 3)
+    assert pull(far, above=1).version == 3
+    stats = far.observe("stats")["channels"]["policy"]
+    assert (stats["kept"], stats["lost"], stats["newest"]) == ([1, 3], {"2": "lost with shard 1"}, 3)
+
+
+def test_a_version_goes_with_any_of_its_blocks_and_frees_the_others(world: World, near: Driver, far: Driver) -> None:
+    publish(far, 1)
+    (kept,) = world.ledger.state.channels["policy"].versions[1].blocks
+    more = [Field("v", "float32", (4,))]
+    near.apply(m.Publish("policy", 2, more, [near.block(more, 1)], 1, base=1, kept=[kept]))
+    world.lose_shard(1)
+    with pytest.raises(DeadlineExceeded, match="no version is whole"):
+        pull(far)
+    assert not world.taken
+    assert not world.ledger.state.core.blocks.blocks
+
+
+def test_the_publisher_is_told_and_publishes_all_again(world: World, near: Driver) -> None:
+    publish(near, 1)
+    (kept,) = world.ledger.state.channels["policy"].versions[1].blocks
+    world.lose_shard(1)
+    basis = near.apply(m.Basis("policy"))
+    assert (basis.version, basis.blocks, basis.lost) == (1, [], "lost with shard 1")
+    with pytest.raises(
+        ShardLost, match=r"version 1 .* is gone .*: version 2 cannot keep blocks of it; publish again, all"
+    ):
+        near.apply(m.Publish("policy", 2, base=1, kept=[kept], fields=[], blocks=[]))
+    near.shard = 2
+    publish(near, 2)
+    assert near.apply(m.Basis("policy")).lost == ""
+    with pytest.raises(UsageError, match="never goes back to 1"):
+        publish(near, 1)
+
+
+def test_what_was_lost_is_remembered_for_as_long_as_it_would_have_been_kept(world: World, near: Driver) -> None:
+    for version in range(5):
+        publish(near, version)
+        world.lose_shard(1)
+    assert list(world.ledger.state.channels["policy"].lost) == [3, 4]

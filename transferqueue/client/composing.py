@@ -30,7 +30,7 @@ from transferqueue.client.commits import CERTAIN, placed, write
 from transferqueue.client.deadline import Deadline
 from transferqueue.client.driving import Operation, Work, ask
 from transferqueue.client.writing import Fate, Piece
-from transferqueue.errors import NotFound, SchemaError, UsageError
+from transferqueue.errors import NotFound, SchemaError, ShardLost, UsageError
 from transferqueue.limits import check_name
 from transferqueue.schema import Field
 from transferqueue.storage.blocks import Draft
@@ -170,7 +170,12 @@ def _prefix(adapter: str | None) -> str:
 
 
 def _beside(channel: str, adapter: str, basis: m.BasisAt) -> list[int]:
-    """Blocks of everything but the adapter; `NotFound` without a base for it."""
+    """Blocks of everything but the adapter; `NotFound` without a base for it, `ShardLost` if that is gone."""
+    if basis.lost:
+        raise ShardLost(
+            f'adapter "{adapter}" has no base: version {basis.version} of channel "{channel}" is gone ({basis.lost}); '
+            "publish the base and its adapters again"
+        )
     if not any(name.startswith(BASE) for block in basis.blocks for name in block.fields):
         raise NotFound(
             f'adapter "{adapter}" has no base: nothing is published on channel "{channel}"; publish the base first'

@@ -6,6 +6,8 @@ The law:
   each kept version that it is part of, so its bytes end with the last of those, and never before.
 - The newest `keep` versions are kept, and any of them can be pulled at any time. What a reply names stays
   pinned for its session, so a version that is no longer kept keeps its bytes until the last reader lets go.
+- A version of which a block is lost is gone as a whole. The newest whole one is what is pulled; whoever asks for the lost one
+  is told, and nothing is composed over it: the next version is published with all its tensors.
 - Publication and application are different facts: `applied` says who generates with which version, since when.
 - A *turn* is the leave to change weights. At most `at_once` sessions have one (each request says its own bound), and
   each ends by its holder, by the end of its session, or after its length: a dead replica never blocks the others.
@@ -15,7 +17,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from transferqueue.errors import AlreadyExists, DeadlineExceeded, NotFound, SchemaError, UsageError, listing
+from transferqueue.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    NotFound,
+    SchemaError,
+    ShardLost,
+    UsageError,
+    listing,
+)
 from transferqueue.ledger.blocks import Blocks, Usage
 from transferqueue.ledger.commits import check_layout
 from transferqueue.ledger.deadlines import Deadlines
@@ -61,6 +71,8 @@ class Channel:
     keep: int = 2
     latest: int = -1
     versions: dict[int, Version] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
+    """Versions that are gone before their time, the newest `keep` of them: how."""
     applied: dict[int, Application] = field(default_factory=dict)
     """By session: the version it generates with."""
     turns: dict[int, Turn] = field(default_factory=dict)
@@ -102,6 +114,10 @@ def _check_kept(channel: Channel, blocks: Blocks, request: Publish) -> list[str]
     if request.base < 0 and not request.kept:
         return []
     base = channel.versions.get(request.base)
+    if request.base in channel.lost:
+        raise ShardLost(
+            f"{explain_lost(channel, request.base)}: version {request.version} cannot keep blocks of it; publish again, all tensors"
+        )
     if base is None:
         raise NotFound(
             f'version {request.base} of channel "{channel.name}", of which version {request.version} keeps blocks, is not kept; '
@@ -127,15 +143,27 @@ def publish(channel: Channel, blocks: Blocks, request: Publish, now: float) -> N
     channel.versions[request.version] = Version(fields, [*numbers, *request.kept], now)
     channel.latest, channel.keep = request.version, request.keep
     for version in list(channel.versions)[: -channel.keep]:
-        for number in channel.versions.pop(version).blocks:
-            blocks.retire(number, 1)
+        _forget(channel, blocks, version)
+
+
+def _forget(channel: Channel, blocks: Blocks, version: int) -> None:
+    for number in channel.versions.pop(version).blocks:
+        blocks.retire(number, 1)
+
+
+def lose(channel: Channel, blocks: Blocks, gone: frozenset[int], why: str) -> None:
+    """The bytes of some blocks are gone, and with them each version that has one. why: as `Channel.lost`."""
+    for version in [number for number, one in channel.versions.items() if not gone.isdisjoint(one.blocks)]:
+        _forget(channel, blocks, version)
+        channel.lost[version] = why
+    channel.lost = dict(sorted(channel.lost.items())[-channel.keep :])
 
 
 def basis(channel: Channel, blocks: Blocks) -> BasisAt:
     """What the next version may be made of. Nothing is pinned: a basis that ended meanwhile is refused by `check_publish`."""
     newest = channel.versions.get(channel.latest)
     if newest is None:
-        return BasisAt(channel.latest, [], [], {})
+        return BasisAt(channel.latest, [], [], {}, channel.lost.get(channel.latest, ""))
     found = [blocks.blocks[number] for number in newest.blocks]
     extents = {one.extent.id: 0 if one.extent.open else one.extent.nbytes for one in found}
     return BasisAt(channel.latest, list(newest.fields), [one.at for one in found], extents)
@@ -143,7 +171,9 @@ def basis(channel: Channel, blocks: Blocks) -> BasisAt:
 
 def pull(channel: Channel, blocks: Blocks, request: Pull, session: int) -> Weights | Wait:
     """The version asked for, pinned for the session."""
-    version = request.version if request.version >= 0 else channel.latest
+    version = request.version if request.version >= 0 else max(channel.versions, default=-1)
+    if version in channel.lost:
+        raise ShardLost(f"{explain_lost(channel, version)}; pull the newest, or wait for the next")
     if request.version >= 0 and request.version <= channel.latest and version not in channel.versions:
         raise NotFound(
             f'version {version} of channel "{channel.name}" is not kept; it has {listing(channel.versions)}: pull a newer one'
@@ -160,7 +190,9 @@ def pull(channel: Channel, blocks: Blocks, request: Pull, session: int) -> Weigh
 def explain_pull(channel: Channel, request: Pull) -> str:
     """What a pull waits for."""
     wanted = f"version {request.version}" if request.version >= 0 else f"a version above {request.above}"
-    has = f"its latest is {channel.latest}" if channel.versions else "nothing was published yet"
+    has = f"its latest is {channel.latest}" if channel.latest >= 0 else "nothing was published yet"
+    if channel.latest in channel.lost:
+        has = explain_lost(channel, channel.latest)
     return f'channel "{channel.name}" does not have {wanted}: {has}'
 
 
@@ -204,6 +236,14 @@ def explain_turn(channel: Channel, request: TakeTurn) -> str:
         f'channel "{channel.name}" lets {request.at_once} change weights at once, and {holders} do; a turn ends by its '
         "holder, or when it expires"
     )
+
+
+def explain_lost(channel: Channel, version: int) -> str:
+    """What became of a lost version, and what there is instead."""
+    whole = (
+        f"the versions that are whole are {listing(channel.versions)}" if channel.versions else "no version is whole"
+    )
+    return f'version {version} of channel "{channel.name}" is gone ({channel.lost[version]}), and {whole}'
 
 
 def explain_latest(channel: Channel) -> str:

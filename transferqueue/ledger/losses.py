@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from transferqueue.ledger import returns
+from transferqueue.ledger import channels, returns
 from transferqueue.ledger.again import make_again
 from transferqueue.ledger.arrays import BoolArray, IntArray
 from transferqueue.ledger.pages import LIVE
@@ -30,7 +30,8 @@ def lose(state: State, blocks: Collection[int], why: str) -> dict[str, list[int]
     if not gone:
         return {}
     _give_up_staged(state, gone)
-    _forget_versions(state, gone)
+    for channel in state.channels.values():
+        channels.lose(channel, state.core.blocks, gone, why)
     numbers = np.array(sorted(gone), np.int64)
     lost = {name: _lose_values(table, numbers, why, state.now) for name, table in state.tables.items()}
     return {name: rows for name, rows in lost.items() if rows}
@@ -41,14 +42,6 @@ def _give_up_staged(state: State, blocks: frozenset[int]) -> None:
         if lease.staged is not None and not blocks.isdisjoint(lease.staged.blocks):
             why = "the bytes of its results were lost"
             returns.give_up(state.tables[lease.table], lease, why, state.now, failed=False)
-
-
-def _forget_versions(state: State, blocks: frozenset[int]) -> None:
-    for channel in state.channels.values():
-        for number, version in list(channel.versions.items()):
-            if not blocks.isdisjoint(version.blocks):
-                for block in channel.versions.pop(number).blocks:
-                    state.core.blocks.retire(block, 1)
 
 
 def _lose_values(table: Table, blocks: IntArray, why: str, now: float) -> list[int]:

@@ -132,6 +132,7 @@ def channel_stats(channel: Channel, now: float) -> Plain:
     return {
         "newest": channel.latest,
         "kept": list(channel.versions),
+        "lost": {str(version): why for version, why in channel.lost.items()},
         "bytes": channel.usage.bytes,
         "age_s": None if newest is None else now - newest.at,
         "applied": {str(session): one.version for session, one in channel.applied.items()},

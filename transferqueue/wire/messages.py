@@ -683,13 +683,15 @@ class Basis(Message):
 class BasisAt(Message):
     """The newest version (-1: none yet) with its blocks, which are not pinned.
 
-    extents: size in bytes of each extent they lie in, 0 while more may be written there.
+    extents: size in bytes of each extent they lie in, 0 while more may be written there. lost: how the newest version was
+    lost, if it was: then it has no blocks, and the next is published with all its tensors.
     """
 
     version: int
     fields: Fields
     blocks: Annotated[list[BlockAt], Meta(max_length=ROWS_PER_REQUEST_MAX)]
     extents: Annotated[dict[int, int], Meta(max_length=ITEMS_MAX)]
+    lost: Text = ""
 
 
 class Pull(Message):
