@@ -93,6 +93,11 @@ class Blocks:
         """Blocks ever committed."""
         return self._next_block - 1
 
+    @property
+    def granted(self) -> int:
+        """Extents ever granted: the number of the last."""
+        return self._next_extent - 1
+
     # ------------------------------------------------------------ grants
 
     def grant(self, session: int, shard: int, offset: int, nbytes: int) -> Extent:

@@ -14,7 +14,7 @@ from transferqueue.limits import FAREWELL_S
 from transferqueue.server.bulk import Shard
 from transferqueue.server.durable import Durable
 from transferqueue.server.loop import Deaths, Descriptor, Loop
-from transferqueue.server.memory import Memory
+from transferqueue.server.memory import SHARD, Memory
 from transferqueue.server.node import Node, Place
 from transferqueue.server.resuming import resume
 from transferqueue.server.roles import Door
@@ -106,12 +106,13 @@ def _new(arena: ArenaHome, home: Home, deaths: Deaths, door: Door) -> Node:
 
 def _resumed(state: Durable, home: Home, deaths: Deaths, door: Door) -> Node:
     """A node that goes on from what an earlier server left."""
-    memory = Memory(state.arena.arena, state.allocator, len(state.ledger.state.core.blocks.extents))
+    extents = [one.id for one in state.ledger.state.core.blocks.extents.values() if one.shard == SHARD]
+    memory = Memory(state.arena.arena, state.allocator, len(extents))
     place = _place(state.ledger.epoch, home, state.clock())
     tickets = Tickets(key_in(state.path))
     node = Node(state.ledger, memory, place, watcher=deaths, door=door, durability=state, tickets=tickets)
     resume(node, state)
-    tickets.go_on([one.number for one in node.sessions if one.remote], state.ledger.state.core.blocks.extents)
+    tickets.go_on([one.number for one in node.sessions if one.remote], extents)
     return node
 
 

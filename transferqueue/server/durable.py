@@ -33,6 +33,7 @@ from transferqueue.errors import AddressInUse, Corruption, TransferQueueError, U
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import ARENA_BYTES_DEFAULT
 from transferqueue.server.journal import Level, SqliteJournal
+from transferqueue.server.memory import SHARD
 from transferqueue.server.recording import RecordedLedger, Tail, recover
 from transferqueue.server.runtime import (
     SHARED_MEMORY,
@@ -59,6 +60,9 @@ class Durability(Protocol):
     def sessions_stay(self) -> bool:
         """Whether clients go on with the next server."""
 
+    def check_offer(self, hello: m.Hello) -> None:
+        """`UsageError` if memory that joins could not keep what this level promises."""
+
     def stamp(self, request: m.Request) -> m.Request:
         """The request as it is carried out and written down: with checksums where those will be needed."""
 
@@ -70,6 +74,9 @@ class Volatile:
     """Level ``memory``: nothing outlives the server."""
 
     sessions_stay: Final = False
+
+    def check_offer(self, hello: m.Hello) -> None:
+        """Any will do."""
 
     def stamp(self, request: m.Request) -> m.Request:
         """The request as it is."""
@@ -135,6 +142,14 @@ class Durable:
         return time.monotonic() + self._behind_s
 
     # ------------------------------------------------------------ while it serves
+
+    def check_offer(self, hello: m.Hello) -> None:
+        """`UsageError` at level ``disk``: what lies in the memory of other processes does not survive a reboot."""
+        if hello.shard is not None and self.level is Level.DISK:
+            raise UsageError(
+                "shard refused: durability disk survives a reboot, and the memory of a further shard does not; serve with "
+                "--durability process, or give the server itself a larger --arena-bytes"
+            )
 
     def stamp(self, request: m.Request) -> m.Request:
         """At level ``disk``: the request with the checksum of each of its blocks. Reads them once, at memory speed."""
@@ -221,8 +236,9 @@ class Durable:
 
     def _attach(self, ledger: Ledger) -> tuple[ArenaHome, Allocator]:
         file = self._arena_file
-        extents = [(one.offset, one.nbytes) for one in ledger.state.core.blocks.extents.values()]
-        allocator = Allocator.holding(_size(file), extents)
+        extents = ledger.state.core.blocks.extents.values()
+        lent = [(one.offset, one.nbytes) for one in extents if one.shard == SHARD]
+        allocator = Allocator.holding(_size(file), lent)
         lock = None if file.parent == self.path else FileLock(file.parent / "lock", inherited=False)
         if lock is not None and not lock.take():
             raise AddressInUse(f"arena {file} is in use by another server; stop that one first")

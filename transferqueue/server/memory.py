@@ -11,7 +11,7 @@ from transferqueue.storage.allocator import Allocator
 from transferqueue.storage.arena import Arena
 
 SHARD: Final = 0
-"""The only shard of a node on one machine."""
+"""The coordinator's own shard."""
 TRIM_AFTER_S: Final = 1.0
 """Freed pages stay warm this long at least: a flow of puts finds them again."""
 
@@ -19,6 +19,8 @@ TRIM_AFTER_S: Final = 1.0
 class Memory:
     """An arena, lent in extents (of which there are `extents` now). An extent is lent only after the file system has promised its
     pages, and is taken back exactly as it was lent. allocator, extents: of what a server before this one has lent."""
+
+    number: Final = SHARD
 
     def __init__(self, arena: Arena, allocator: Allocator | None = None, extents: int = 0) -> None:
         self.arena = arena

@@ -14,7 +14,8 @@ answers from `outbox`. The rules:
   it gets the same answer, until the client says that it has `seen` it; after that it is ignored.
 - After every change, those whom it may concern are tried (see `parking`), before the next frame is read.
 - A session ends by Goodbye, by death, by silence where only silence can be judged, or because its peer
-  does not read. Its waits end with it, its leases return, and its memory returns once nobody can see it.
+  does not read. Its waits end with it, its leases return, and its memory returns once nobody can see it. If it brought
+  memory, that is lost then (see `shards`).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from transferqueue.server.memory import SHARD, Memory
 from transferqueue.server.parking import Parked, Parking, WakeKey, wait_of
 from transferqueue.server.resuming import origin_of
 from transferqueue.server.sessions import NOWHERE, Peer, Session, Sessions
+from transferqueue.server.shards import Shards, standing
 from transferqueue.server.snapshots import Snapshots
 from transferqueue.server.tickets import Tickets
 from transferqueue.server.withdrawing import withdraw
@@ -95,7 +97,7 @@ class Counters:
 
 
 class Node:
-    """One coordinator with one shard. Used by one thread; never blocks, but for the pages of a grown arena.
+    """One coordinator, with its own shard and those that join. Used by one thread; never blocks, but for the pages of a grown arena.
 
     watcher: told which pidfd belongs to which session, so that `died` is called when it is readable. bulk_port: where the
     shard listens that honours `tickets`; 0: nowhere.
@@ -120,6 +122,9 @@ class Node:
         self.parking: Final = Parking()
         self.counters: Final = Counters()
         self.tickets: Final = tickets or Tickets()
+        self.shards: Final = Shards(
+            memory, self.tickets, place.epoch, wake=self.parking.wake, standing=self._standing_in
+        )
         self.bulk_port = 0
         self.snapshots: Snapshots | None = None
         self.outbox: list[tuple[Peer, bytes]] = []
@@ -144,7 +149,7 @@ class Node:
             return
         self.counters.calls += 1
         if isinstance(call.request, m.Hello):
-            self._hello(peer, call.id, call.request, now)
+            self._hello(peer, role, call.id, call.request, now)
         else:
             self._call(peer, role, call, now)
         self._settle(now)
@@ -155,6 +160,7 @@ class Node:
         if due is not None and due <= now:
             self.commit()  # what was freed is free for good before its pages are given back
             self.memory.trim(now)
+        self.shards.trim(now)
         if self.snapshots is not None:
             self.snapshots.turn(now)
         due = self.ledger.next_deadline()
@@ -177,6 +183,7 @@ class Node:
             self.parking.next_deadline(),
             self.sessions.next_deadline(),
             self.memory.next_deadline(),
+            self.shards.next_deadline(),
         )
         return min((at for at in deadlines if at is not None), default=None)
 
@@ -231,9 +238,9 @@ class Node:
         self._end(session, now, "")
         self._settle(now)
 
-    def _hello(self, peer: Peer, call: int, hello: m.Hello, now: float) -> None:
+    def _hello(self, peer: Peer, role: Role, call: int, hello: m.Hello, now: float) -> None:
         try:
-            session = self.sessions.of_client(hello.client) or self._open(peer, hello, now)
+            session = self.sessions.of_client(hello.client) or self._open(peer, role, hello, now)
             roles.check_owner(session, peer, by_client=True)
         except TransferQueueError as error:
             self._answer(peer, call, _failed(error))
@@ -242,13 +249,17 @@ class Node:
             session.remote |= hello.remote
             self._answer(peer, call, self._welcome(session))
 
-    def _open(self, peer: Peer, hello: m.Hello, now: float) -> Session:
+    def _open(self, peer: Peer, role: Role, hello: m.Hello, now: float) -> Session:
         if len(hello.client) != 16:
             raise UsageError(f"session refused: client id has {len(hello.client)} bytes; send 16 random ones")
         roles.check_lock(peer, hello)
+        roles.check_offer(role, hello)
+        self._durability.check_offer(hello)
         self.sessions.check_room()
+        hello = self.shards.numbered(hello)
         session = self.sessions.open(hello, self._gather(hello), peer, now)
         self.ledger.open_session(session.number, hello.client, now, label=session.label, origin=origin_of(hello))
+        self.shards.join(session)
         self.watch(session)
         return session
 
@@ -271,11 +282,18 @@ class Node:
                 self._answer(session.peer, parked.call, _failed(Disconnected(f"session closed: {told}")))
         if session.evidence.pidfd >= 0:
             self._watcher.unwatch(session.evidence.pidfd)
-        self.tickets.close(session.number)
+        self.shards.close(session)
         lingers = self.sessions.close(session, now)
         self.ledger.close_session(session.number, now, pins=not lingers)
+        if session.hello.shard is not None:
+            self.ledger.lose_shard(session.hello.shard.number, now)
         if not lingers:
             session.evidence.close(self.place.swept)
+
+    def _standing_in(self, shard: int) -> m.Stand:
+        blocks = self.ledger.state.core.blocks
+        extents = [extent.id for extent in blocks.extents.values() if extent.shard == shard and not extent.lost]
+        return standing(extents, blocks.granted + 1, [one.number for one in self.sessions], self.sessions.last + 1)
 
     # ------------------------------------------------------------ calls
 
@@ -331,6 +349,8 @@ class Node:
                 return self._grant(session, call, request, now)
             if isinstance(request, m.Snapshot | m.Restore | m.Follow):
                 return self._work(session, call, request, now)
+            if isinstance(request, m.TakeOrders | m.ListShards | m.Drain):
+                return self._of_shards(session, request, now)
             if isinstance(request, m.Observe):
                 return m.Observed(codec.encode_plain(observing.observe(self, request, now)))
             return self.ledger.apply(request, session=session.number, call=call, now=now)
@@ -345,16 +365,27 @@ class Node:
         if (before := self.ledger.replied(session.number, call)) is not None:
             return before
         try:
-            taken = self.memory.take(request.nbytes)
+            taken = self.shards.take(session, request.nbytes)
         except OutOfMemory:
-            if not (request.wait_s and self.memory.used):
+            if not (request.wait_s and self.shards.used):
                 raise
             taken = None
         if taken is not None:
-            return self.ledger.grant(session.number, SHARD, *taken, now, call=call)
+            return self.ledger.grant(session.number, *taken, now, call=call)
         if request.wait_s:
             return Wait(keys=(_MEMORY,))
         raise Full(self._explain(request, now))
+
+    def _of_shards(
+        self, session: Session, request: m.TakeOrders | m.ListShards | m.Drain, now: float
+    ) -> m.Reply | Wait:
+        match request:
+            case m.TakeOrders():
+                return self.shards.of_session(session).orders(request, now)
+            case m.ListShards():
+                return self.shards.seen_by(session)
+            case m.Drain():
+                return self.shards.drain(request.shard)
 
     def _work(
         self, session: Session, call: int, request: m.Snapshot | m.Restore | m.Follow, now: float
@@ -387,9 +418,7 @@ class Node:
                 case Wake():
                     self.parking.wake(effect.key)
                 case FreeExtent():
-                    self.tickets.revoke(effect.extent)
-                    self.memory.give_back(effect.offset, effect.nbytes, now)
-                    self.parking.wake(_MEMORY)
+                    self.shards.give_back(effect, now)
                 case LeaseEnded():
                     self.counters.leases_ended += 1
 
@@ -413,15 +442,16 @@ class Node:
         if isinstance(request, m.Follow) and self.snapshots is not None:
             return self.snapshots.explain(request)
         if isinstance(request, m.Grant):
-            return self.memory.explain(request.nbytes, observing.holders(self, now))
+            return self.shards.explain(request.nbytes, observing.holders(self, now))
+        if isinstance(request, m.TakeOrders):
+            return "there are no orders"
         return self.ledger.explain(request, now)
 
     # ------------------------------------------------------------ answers
 
     def _reply(self, session: Session, call: int, request: m.Request, reply: m.Reply) -> None:
         """Answer a call of a session. A reply too large to travel is undone and refused instead."""
-        if session.remote:
-            reply = self.tickets.issue(session.number, reply)
+        reply = self.shards.issue(session, reply)
         try:
             frame = codec.encode_answer(m.Answer(self.place.epoch, call, reply))
         except UsageError as error:

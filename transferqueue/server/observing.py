@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
+from transferqueue.server.further import Further
 from transferqueue.server.parking import Parked, wait_of
 from transferqueue.server.sessions import Session
 from transferqueue.wire import messages as m
@@ -79,12 +80,26 @@ def _server(node: Node, now: float) -> Plain:
         "used_bytes": node.memory.used,
         "backed_bytes": node.memory.arena.backed,
         "extents": node.memory.extents,
+        "shards": [_shard(shard) for shard in node.shards],
         "calls": counters.calls,
         "garbage": counters.garbage,
         "repeated": counters.repeated,
         "leases_ended": counters.leases_ended,
         "sessions_dropped": counters.sessions_dropped,
         "internal_errors": counters.internal_errors,
+    }
+
+
+def _shard(shard: Further) -> Plain:
+    return {
+        "shard": shard.number,
+        "label": shard.session.label,
+        "host": shard.session.hello.host,
+        "endpoint": shard.offer.endpoint,
+        "capacity_bytes": shard.offer.capacity,
+        "used_bytes": shard.used,
+        "backed_bytes": shard.allocator.used + shard.allocator.warm,
+        "drains": shard.draining,
     }
 
 

@@ -2,6 +2,7 @@
 
 A client that lives goes on under the session it had, with its leases, grants and pins: nobody else gets them meanwhile.
 Who died while no server ran is told by the kernel, as ever: its leases return now, its memory once its lock is free.
+A shard is a session: it goes on with all that was lent of it, or is lost.
 """
 
 from __future__ import annotations
@@ -69,19 +70,32 @@ def _find_sessions(node: Node, now: float, find_again: FindAgain, *, rebooted: b
         hello = _hello_of(known)
         found, alive = (None, False) if rebooted else find_again(hello)
         if found is None:
-            _bury(node, known, now)
+            _bury(node, known, hello, now)
         else:
             session = node.sessions.restore(known.id, hello, found, now)
             if alive and known.open:
                 node.watch(session)
             else:
                 node.end(session, now)
+    _find_shards(node)
 
 
-def _bury(node: Node, known: Known, now: float) -> None:
+def _find_shards(node: Node) -> None:
+    """Those whose sessions go on; what the others held is lost already."""
+    extents = list(node.ledger.state.core.blocks.extents.values())
+    sessions = list(node.sessions)
+    for session in sessions:
+        if (offer := session.hello.shard) is not None:
+            lent = {one.id: (one.offset, one.nbytes) for one in extents if one.shard == offer.number and not one.lost}
+            node.shards.join(session, lent, [one.number for one in sessions])
+
+
+def _bury(node: Node, known: Known, hello: m.Hello, now: float) -> None:
     node.ledger.close_session(known.id, now)
     if known.id in node.ledger.state.sessions:  # it was closed before, and lingered
         node.ledger.end_pins(known.id)
+    if hello.shard is not None:
+        node.ledger.lose_shard(hello.shard.number, now)
 
 
 def _hello_of(known: Known) -> m.Hello:

@@ -109,6 +109,11 @@ class Sessions:
         """Closed, but somebody may still see memory through them."""
         return list(self._lingering.values())
 
+    @property
+    def last(self) -> int:
+        """The number of the last session that was opened."""
+        return self._last
+
     def of_client(self, client: bytes) -> Session | None:
         """The open session of a client, if it has one."""
         return self._by_client.get(client)

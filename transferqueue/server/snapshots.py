@@ -216,6 +216,11 @@ class Snapshots:
 
     def _snapshot(self, path: Path, keep: int, now: float) -> Work:
         cut = self._ledger.cut(now)
+        if further := {at.shard for at in cut.blocks.values()} - {SHARD}:
+            raise UsageError(
+                f"snapshot {path} refused: rows of it lie in further shards ({listing(further)}), and only the server's own "
+                "memory is written to snapshots; drain those first (transferqueue shard drain NUMBER)"
+            )
         extents = self._ledger.state.core.blocks.extents
         self._memory.hold({extents[at.extent].offset for at in cut.blocks.values()})
         try:

@@ -11,8 +11,10 @@ The law (docs/decisions/0013):
 3. `revoke` returns only when no byte of the extent can be written any more; so call it before the memory is lent again.
    The copy of one frame is what it may have to wait for.
 
-Beside the arena's pages this is all that a coordinator and its shard share. For a shard in another process the same calls
-are messages, and memory is given back when the answer to `revoke` has come.
+Beside the arena's pages this is all that a coordinator and its own shard share. For a shard in another process the same calls
+are messages (see `shards`), and memory is given back when the answer to `revoke` has come. There, where the first reader may
+be quicker than any message about an extent, what is told is the end of things: numbers of extents and sessions only ascend, so
+all that nobody has called over stand (`Standing`).
 """
 
 from __future__ import annotations
@@ -23,17 +25,15 @@ import os
 import secrets
 import struct
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 import msgspec
-import numpy as np
 
 from transferqueue.errors import Corruption, Disconnected, UsageError
 from transferqueue.limits import TICKET_BYTES
-from transferqueue.storage.dtypes import U8
 from transferqueue.transport import bulk as b
 from transferqueue.wire import messages as m
 
@@ -42,13 +42,50 @@ _READ: Final = 0
 _WRITE: Final = 1
 
 
-class Tickets:
-    """Issues and checks tickets. `issue`, `revoke` and `close` belong to the coordinator's thread, the rest to the shard's."""
+class Standing:
+    """Numbers that ascend and stand until they are called over. Looks like a set of them, as far as `Tickets` asks."""
 
-    def __init__(self, key: bytes | None = None) -> None:
+    def __init__(self) -> None:
+        self._below: tuple[int, frozenset[int]] = (0, frozenset())
+        self._over: set[int] = set()
+
+    def __contains__(self, number: object) -> bool:
+        floor, kept = self._below
+        return number not in self._over and (not isinstance(number, int) or number >= floor or number in kept)
+
+    def issuperset(self, numbers: Iterable[int]) -> bool:
+        """Whether all of these stand."""
+        return all(number in self for number in numbers)
+
+    def add(self, number: int) -> None:
+        """It stands already."""
+
+    def update(self, numbers: Iterable[int]) -> None:
+        """They stand already."""
+
+    def discard(self, number: int) -> None:
+        """It is over."""
+        self._over.add(number)
+
+    def only(self, floor: int, kept: Iterable[int]) -> None:
+        """Of all below `floor` no others stand: so nothing must be remembered of those."""
+        self._below = (floor, frozenset(kept))
+        self._over = {number for number in self._over if number >= floor}
+
+
+class Tickets:
+    """Issues and checks tickets of one shard. `issue`, `revoke` and `close` belong to the coordinator's thread (in a shard of
+    its own process: to the one that takes orders), the rest to the bulk endpoint's.
+
+    extents, sessions: those that stand, as one side knows them; None: those that tickets were issued for here.
+    """
+
+    def __init__(
+        self, key: bytes | None = None, extents: Standing | None = None, sessions: Standing | None = None
+    ) -> None:
         self._key: Final = key or secrets.token_bytes(_KEY_BYTES)
-        self._admitted: set[int] = set()
-        self._sessions: set[int] = set()
+        self._admitted: set[int] | Standing = set() if extents is None else extents
+        self._sessions: set[int] | Standing = set() if sessions is None else sessions
         self._writing: Final = threading.Lock()
         self.on_close: Callable[[], object] = lambda: None
         """Called when a session ended, so that the shard looks at its transfers."""
@@ -59,19 +96,15 @@ class Tickets:
 
     def issue(self, session: int, reply: m.Reply) -> m.Reply:
         """The reply with a ticket for each block or extent that it names."""
-        self._sessions.add(session)
-        match reply:
-            case m.Granted():
-                return self._granted(session, reply)
-            case m.Leased() | m.ReadRows():
-                parts = [
-                    msgspec.structs.replace(part, blocks=self._blocks(session, part.blocks))
-                    for part in reply.content.parts
-                ]
-                return msgspec.structs.replace(reply, content=msgspec.structs.replace(reply.content, parts=parts))
-            case m.Weights():
-                return msgspec.structs.replace(reply, blocks=self._blocks(session, reply.blocks))
-        return reply
+        return issue(lambda _: self, session, reply)
+
+    def admits(self, extent: int) -> bool:
+        """Whether a ticket for this extent may be about."""
+        return extent in self._admitted
+
+    def serves(self, session: int) -> bool:
+        """Whether this session may have a ticket."""
+        return session in self._sessions
 
     def go_on(self, sessions: Iterable[int], extents: Iterable[int]) -> None:
         """These sessions and extents are left from an earlier life with the same key."""
@@ -93,17 +126,18 @@ class Tickets:
                 self.revoked += 1
             self.on_close()
 
-    def _granted(self, session: int, granted: m.Granted) -> m.Granted:
+    def granted(self, session: int, granted: m.Granted) -> m.Granted:
+        """The grant with its ticket."""
+        self._sessions.add(session)
         self._admitted.add(granted.extent)
         ticket = self._ticket(
             _WRITE, session, granted.shard, granted.extent, granted.extent, granted.offset, granted.nbytes
         )
         return msgspec.structs.replace(granted, ticket=ticket)
 
-    def _blocks(self, session: int, blocks: Iterable[m.BlockAt]) -> list[m.BlockAt]:
-        return [self._block(session, block) for block in blocks]
-
-    def _block(self, session: int, at: m.BlockAt) -> m.BlockAt:
+    def block(self, session: int, at: m.BlockAt) -> m.BlockAt:
+        """The place of a block with its ticket."""
+        self._sessions.add(session)
         self._admitted.add(at.extent)
         ticket = self._ticket(_READ, session, at.shard, at.block, at.extent, at.offset, at.nbytes)
         return msgspec.structs.replace(at, ticket=ticket)
@@ -111,6 +145,15 @@ class Tickets:
     def _ticket(self, *facts: int) -> bytes:
         packed = struct.pack(f"<{len(facts)}q", *facts)
         return hashlib.blake2b(packed, key=self._key, digest_size=TICKET_BYTES).digest()
+
+    def stand(self, extents_to: int, extents: Iterable[int], sessions_to: int, sessions: Iterable[int]) -> None:
+        """Below these numbers no other extents and sessions stand than these: as `revoke` and `close` of all others."""
+        with self._writing:
+            for known, floor, kept in ((self._admitted, extents_to, extents), (self._sessions, sessions_to, sessions)):
+                if isinstance(known, Standing):
+                    known.only(floor, kept)
+            self.revoked += 1
+        self.on_close()
 
     # ------------------------------------------------------------ the shard's
 
@@ -148,11 +191,32 @@ class Tickets:
                 "ask for the rows or the grant again"
             )
 
-    def write(self, session: int, extents: frozenset[int], into: U8, frame: memoryview) -> None:
-        """Copy a frame into the extent, unless that is over (`check_standing`)."""
+    @contextmanager
+    def writing(self, session: int, extents: frozenset[int]) -> Iterator[None]:
+        """While this lasts bytes of these extents may be written. Does not begin where that is over (`check_standing`)."""
         with self._writing:
             self.check_standing(session, extents)
-            into[:] = np.frombuffer(frame, np.uint8)
+            yield
+
+
+def issue(of: Callable[[int], Tickets | None], session: int, reply: m.Reply) -> m.Reply:
+    """The reply with a ticket for each block or extent that it names. of: the tickets of a shard; None: this session needs none."""
+    match reply:
+        case m.Granted():
+            tickets = of(reply.shard)
+            return reply if tickets is None else tickets.granted(session, reply)
+        case m.Leased() | m.ReadRows():
+            parts = [
+                msgspec.structs.replace(part, blocks=_blocks(of, session, part.blocks)) for part in reply.content.parts
+            ]
+            return msgspec.structs.replace(reply, content=msgspec.structs.replace(reply.content, parts=parts))
+        case m.Weights():
+            return msgspec.structs.replace(reply, blocks=_blocks(of, session, reply.blocks))
+    return reply
+
+
+def _blocks(of: Callable[[int], Tickets | None], session: int, blocks: Iterable[m.BlockAt]) -> list[m.BlockAt]:
+    return [at if (tickets := of(at.shard)) is None else tickets.block(session, at) for at in blocks]
 
 
 def key_in(directory: Path) -> bytes:

@@ -148,12 +148,24 @@ class Allocator:
         if size > self.capacity - self.used:
             return None
         for ranges in (self._warm, self._cold):
-            start = ranges.fit(size)
-            if start is not None:
-                ranges.cut(start, start, size)
-                self._lent[start] = size
+            if (start := self._take(ranges, size)) is not None:
                 return start
         return self._straddle(size)
+
+    def allocate_warm(self, nbytes: int) -> int | None:
+        """Offset of a free extent whose pages are all there; None if none is large enough."""
+        return self._take(self._warm, align(nbytes, PAGE_BYTES))
+
+    def allocate_cold(self, nbytes: int) -> int | None:
+        """Offset of a free extent without pages; None if none is large enough."""
+        return self._take(self._cold, align(nbytes, PAGE_BYTES))
+
+    def _take(self, ranges: _Ranges, size: int) -> int | None:
+        start = ranges.fit(size)
+        if start is not None:
+            ranges.cut(start, start, size)
+            self._lent[start] = size
+        return start
 
     def free(self, offset: int, nbytes: int) -> None:
         """Take back an extent as it was lent. Anything else raises `InternalError` and changes nothing."""

@@ -49,6 +49,13 @@ def room(directory: Path | None) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
+def surplus(backed: int, used: int) -> int:
+    """How many bytes of pages to give back, in whole pages, where `backed` are held and `used` lent: 0 for few."""
+    if backed <= TRIM_RATIO * used + TRIM_BYTES:
+        return 0
+    return align(backed - int(KEEP_RATIO * used) - KEEP_BYTES, PAGE_BYTES)
+
+
 class Arena:
     """A file of `capacity` bytes that grows as it is used. One thread owns it.
 
@@ -163,15 +170,20 @@ class Arena:
         Cheap when there is nothing to do. Calling it a moment after a free rather than at once lets a flow of puts find
         its pages warm.
         """
-        if not self._can_punch or self.backed <= TRIM_RATIO * allocator.used + TRIM_BYTES:
+        excess = surplus(self.backed, allocator.used)
+        if not excess or not self._can_punch:
             return 0
-        excess = align(self.backed - int(KEEP_RATIO * allocator.used) - KEEP_BYTES, PAGE_BYTES)
         given = 0
         for offset, nbytes in list(allocator.coldest()):
             if given >= excess or not self._can_punch:
                 break
             given += self._punch(allocator, offset, min(nbytes, excess - given))
         return given
+
+    def punch(self, offset: int, nbytes: int) -> None:
+        """Give the pages of these bytes, which nobody needs, back to the system, where it takes them."""
+        if self._can_punch and self._remove(offset, nbytes):
+            self._backed.remove(offset, offset + nbytes)
 
     def close(self, unlink: bool = True) -> None:
         """Unmap and close; unlink the file too, so that its pages go with the last process that maps it.

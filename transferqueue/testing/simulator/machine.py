@@ -148,6 +148,9 @@ class Kept:
         self._ledger = ledger
         self.clock = clock
 
+    def check_offer(self, hello: m.Hello) -> None:
+        """Any will do."""
+
     def stamp(self, request: m.Request) -> m.Request:
         """The request as it is."""
         return request

@@ -1,0 +1,248 @@
+"""Further shards, as the coordinator keeps their books: a process joins with memory, is lent, drains, dies."""
+
+import os
+import struct
+
+import pytest
+
+from tests.server.nodes import Bench
+from transferqueue.errors import UsageError
+from transferqueue.limits import ARENA_STEP_BYTES, MIB, PAGE_BYTES
+from transferqueue.policies import Task
+from transferqueue.schema import Field, align
+from transferqueue.server.tickets import Standing, Tickets
+from transferqueue.transport import bulk as b
+from transferqueue.transport import this_host
+from transferqueue.wire import codec
+from transferqueue.wire import messages as m
+
+CAPACITY = 4 * ARENA_STEP_BYTES
+BIG = Field("x", "int64", (None,))
+
+
+@pytest.fixture
+def bench():
+    made = Bench(arena_bytes=MIB)
+    yield made
+    made.close()
+
+
+class Joined:
+    """A shard that carries out whatever it is told, when it is told to (`work`)."""
+
+    def __init__(self, bench, host=None, **offer):
+        facts = {
+            "path": "/arena",
+            "capacity": CAPACITY,
+            "endpoint": "tcp://127.0.0.1:9",
+            "key": "",
+            "secret": b"s" * 32,
+        }
+        hello = {"host": this_host(), "pid": os.getpid()} if host is None else {"host": host}
+        self.client = bench.client(**hello, shard=m.Offer(**(facts | offer)))
+        self.epoch = bench.node.place.epoch
+        self.done, self.failed, self.waiting = 0, [], None
+        self.told = []
+
+    def work(self, fail=()):
+        """Carry out all there is; the orders."""
+        found = []
+        while True:
+            if self.waiting is None:
+                self.waiting = self.client.post(m.TakeOrders(self.epoch, self.done, self.failed, wait_s=60.0))
+            reply = self.client.take(self.waiting)
+            if reply is None:
+                return found
+            assert isinstance(reply, m.Orders), reply
+            self.waiting, self.failed = None, []
+            for number, order in enumerate(reply.orders, reply.first):
+                assert number == self.done + 1
+                self.done = number
+                found.append(order)
+                if isinstance(order, fail):
+                    self.failed.append(number)
+
+
+def local(bench):
+    return bench.client(host=this_host(), pid=os.getpid())
+
+
+def shards(bench):
+    return codec.decode_plain(local(bench).ask(m.Observe("stats")).value)["server"]["shards"]
+
+
+def write(client, rows=2, nbytes=PAGE_BYTES):
+    """A put into wherever the grant is. Returns the grant."""
+    granted = client.ask(m.Grant(nbytes))
+    assert isinstance(client.ask(put_into(granted, rows)), m.PutRows)
+    return granted
+
+
+def put_into(granted, rows=2, at=0):
+    """Rows of one value each: their offsets, and the values."""
+    nbytes = align(8 * (rows + 1)) + align(8 * rows)
+    return m.Put(
+        "t", rows, m.Columns(blocks=[m.Placed(granted.extent, granted.offset + at, nbytes, rows, ["x"], [rows])])
+    )
+
+
+def create(client):
+    client.ask(m.CreateTable("t", fields=[BIG], tasks=[Task("train", ["x"])]))
+
+
+def test_one_that_joins_is_told_to_take_pages_and_is_lent_from_then_on(bench):
+    shard, client = Joined(bench), local(bench)
+    assert client.ask(m.Grant(PAGE_BYTES)).shard == 0, "no pages yet"
+    assert shard.work() == [m.Grow(0, ARENA_STEP_BYTES)]
+    assert client.ask(m.Grant(PAGE_BYTES)).shard == 1, "the least full one"
+    assert [(one["shard"], one["used_bytes"]) for one in shards(bench)] == [(1, PAGE_BYTES)]
+
+
+def test_pages_are_asked_for_ahead_and_when_an_extent_needs_more(bench):
+    shard, client = Joined(bench), local(bench)
+    shard.work()
+    large = client.post(m.Grant(2 * ARENA_STEP_BYTES, wait_s=5.0))
+    assert client.take(large) is None
+    assert shard.work() == [m.Grow(ARENA_STEP_BYTES, 2 * ARENA_STEP_BYTES)]
+    assert client.take(large).shard == 1
+    client.ask(m.Grant(ARENA_STEP_BYTES - PAGE_BYTES))
+    assert shard.work() == [m.Grow(3 * ARENA_STEP_BYTES, ARENA_STEP_BYTES)]
+
+
+def test_a_shard_that_gets_no_pages_is_not_asked_again_and_again(bench):
+    shard, client = Joined(bench), local(bench)
+    assert shard.work(fail=m.Grow) == [m.Grow(0, ARENA_STEP_BYTES)]
+    assert client.ask(m.Grant(PAGE_BYTES)).shard == 0
+    assert shard.work() == []
+    assert shards(bench)[0]["backed_bytes"] == 0
+
+
+def test_near_comes_before_far_and_far_before_nothing(bench):
+    near, far = Joined(bench, host="there"), Joined(bench, host="elsewhere else")
+    near.work(), far.work()
+    client = bench.client(host="there")
+    assert client.ask(m.Grant(PAGE_BYTES)).shard == 1
+    assert client.ask(m.Grant(ARENA_STEP_BYTES)).shard == 2, "the near one has no pages for so much"
+
+
+def test_who_maps_a_shard_is_told_its_arena_and_needs_no_ticket(bench):
+    Joined(bench).work()
+    client, stranger = local(bench), bench.client(host="elsewhere")
+    assert [one.path for one in client.ask(m.ListShards()).shards] == ["/arena"]
+    (at,) = stranger.ask(m.ListShards()).shards
+    assert (at.path, at.endpoint) == ("", "tcp://127.0.0.1:9")
+    granted = client.ask(m.Grant(PAGE_BYTES))
+    assert (granted.shard, granted.ticket) == (1, b"")
+    assert stranger.ask(m.Grant(PAGE_BYTES)).ticket
+
+
+def test_a_ticket_holds_in_the_shard_and_what_it_was_for_is_lent_again_only_when_it_is_over_there(bench):
+    shard = Joined(bench, host="there")
+    shard.work()
+    client = bench.client(host="there")
+    granted = client.ask(m.Grant(PAGE_BYTES))
+    there = Tickets(b"s" * 32, Standing(), Standing())
+    write_it = b.Write(
+        1, client.session, granted.shard, granted.extent, granted.offset, granted.nbytes, granted.ticket,
+        granted.offset, 64,
+    )  # fmt: skip
+    there.check_write(write_it)
+    there.check_standing(client.session, frozenset([granted.extent]))
+    client.ask(m.ReturnGrant(granted.extent))
+    assert shards(bench)[0]["used_bytes"] == PAGE_BYTES
+    assert shard.work() == [m.Revoke(granted.extent)]
+    assert shards(bench)[0]["used_bytes"] == 0
+    client.ask(m.Goodbye())
+    assert shard.work() == [m.CloseTransfers(client.session)]
+
+
+def test_what_stands_is_told_once_many_have_ended(bench, monkeypatch):
+    monkeypatch.setattr("transferqueue.server.further._ENDS_KEPT", 3)
+    shard = Joined(bench, host="there")
+    shard.work()
+    client = bench.client(host="there")
+    kept, *gone = [client.ask(m.Grant(PAGE_BYTES)).extent for _ in range(4)]
+    for extent in gone:
+        client.ask(m.ReturnGrant(extent))
+    *revoked, stand = shard.work()
+    assert revoked == [m.Revoke(extent) for extent in gone]
+    assert stand.extents_to == max(gone) + 1
+    assert struct.unpack("<q", stand.extents) == (kept,)
+    assert client.session in struct.unpack(f"<{len(stand.sessions) // 8}q", stand.sessions)
+
+
+def test_one_that_drains_is_lent_no_more_and_leaves_when_it_is_empty(bench):
+    shard, client = Joined(bench), local(bench)
+    shard.work()
+    create(client)
+    assert write(client).shard == 1
+    client.ask(m.Drain(1))
+    assert client.ask(m.Grant(PAGE_BYTES)).shard == 0
+    assert m.Leave() not in shard.work()
+    leased = client.ask(m.Lease("t", "train", rows=2))
+    client.ask(m.Ack("t", leased.lease, leased.token))
+    (block,) = {at.block for part in leased.content.parts for at in part.blocks}
+    client.post(m.Unpin(struct.pack("<q", block), struct.pack("<q", 1)))
+    assert shard.work()[-1:] == [m.Leave()]
+    shard.client.ask(m.Goodbye())
+    assert shards(bench) == []
+    assert codec.decode_plain(client.ask(m.Observe("audit")).value)["tables"]["t"]["rows_done"] == 2
+
+
+def test_with_a_shard_its_rows_are_lost_and_work_goes_on(bench):
+    shard, client = Joined(bench), local(bench)
+    shard.work()
+    create(client)
+    granted = write(client, nbytes=2 * PAGE_BYTES)
+    assert granted.shard == 1
+    bench.node.died(shard.client.session, bench.now)
+    assert client.ask(put_into(granted, at=1024)).error == "ShardLost"
+    audit = codec.decode_plain(client.ask(m.Observe("audit")).value)["tables"]["t"]
+    assert audit["rows_put"] == 2
+    assert (audit["rows_dropped"], audit["rows_lost"]) == (2, 2)
+    assert write(client).shard == 0
+    assert len(client.ask(m.Lease("t", "train", rows=2)).content.rows) == 16
+
+
+def test_an_extent_larger_than_every_shard_is_refused_at_once(bench):
+    Joined(bench).work()
+    client = local(bench)
+    assert client.ask(m.Grant(CAPACITY + PAGE_BYTES, wait_s=5.0)).error == "Impossible"
+
+
+def test_numbers_are_not_given_twice(bench):
+    first = Joined(bench)
+    first.client.ask(m.Goodbye())
+    Joined(bench)
+    assert [one["shard"] for one in shards(bench)] == [2]
+
+
+def test_orders_are_for_shards_only_and_only_those_that_joined_drain(bench):
+    client = local(bench)
+    refused = client.ask(m.TakeOrders(1, 0))
+    assert (refused.error, refused.text) == (
+        "UsageError",
+        f"session {client.session} is no shard, so there are no orders for it",
+    )
+    refused = client.ask(m.Drain(3))
+    assert refused.text.startswith("shard 3 is none that joined")
+    assert "the coordinator's own" in client.ask(m.Drain(0)).text
+
+
+def test_orders_that_were_not_confirmed_come_again(bench):
+    shard = Joined(bench)
+    first = shard.client.ask(m.TakeOrders(shard.epoch, 0))
+    assert shard.client.ask(m.TakeOrders(shard.epoch, 0)) == first
+    assert shard.client.ask(m.TakeOrders(shard.epoch - 1, first.first)) == first, "that was of another life"
+
+
+def test_standing():
+    numbers = Standing()
+    assert numbers.issuperset([1, 5, 9])
+    numbers.discard(5)
+    numbers.only(5, [1])
+    assert [n for n in range(8) if n in numbers] == [1, 6, 7]
+    numbers.discard(1)
+    assert 1 not in numbers
+    with pytest.raises(UsageError):
+        Tickets(b"k" * 32, numbers).check_read(1, 1, [b.Located(1, 1, 0, 64, 1, 0, [0], b"t" * 16)])

@@ -1,0 +1,217 @@
+"""The shards of a deployment: which there are, which of them lends the next extent, who needs tickets for which. No I/O.
+
+The law (docs/decisions/0022):
+
+1. Shard 0 is the coordinator's own arena. A process whose Hello has an `Offer` is a further one, for exactly as long as its
+   session lasts: so its death is seen as that of any session. What lies in it then is lost, as the ledger says.
+2. Numbers are not given twice in one life of the coordinator.
+3. An extent comes from a near shard (of the session's host) if one has room, else from another; from the least full of those.
+4. A session maps a shard if the coordinator sees both die, which needs one host for all three: only so does the kernel tell
+   when memory that a client saw may be used again (decision 4). In all other shards its bytes travel, by tickets.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import msgspec
+
+from transferqueue.errors import Full, NotFound, OutOfMemory, UsageError, listing
+from transferqueue.ledger.effects import FreeExtent
+from transferqueue.limits import SESSIONS_MAX
+from transferqueue.server.further import Further
+from transferqueue.server.memory import SHARD, Memory
+from transferqueue.server.parking import WakeKey
+from transferqueue.server.sessions import Session
+from transferqueue.server.tickets import Tickets, issue
+from transferqueue.wire import messages as m
+
+
+class Shards:
+    """The own shard and all further ones. wake: as of `Further`. standing: what stands of a shard, for `Further`."""
+
+    def __init__(
+        self,
+        own: Memory,
+        tickets: Tickets,
+        epoch: int,
+        *,
+        wake: Callable[[WakeKey], None],
+        standing: Callable[[int], m.Stand],
+    ) -> None:
+        self.own: Final = own
+        self._tickets = tickets
+        self._epoch = epoch
+        self._wake = wake
+        self._standing = standing
+        self._further: dict[int, Further] = {}
+        self._last = SHARD
+
+    def __iter__(self) -> Iterator[Further]:
+        """The further ones."""
+        return iter(self._further.values())
+
+    # ------------------------------------------------------------ who is there
+
+    def numbered(self, hello: m.Hello) -> m.Hello:
+        """The greeting of a process that joins with memory, with the number that its shard will have."""
+        if hello.shard is None:
+            return hello
+        if len(self._further) >= SESSIONS_MAX:
+            raise Full(f"shard refused: {SESSIONS_MAX} shards have joined, which is the most; drain some")
+        return msgspec.structs.replace(hello, shard=msgspec.structs.replace(hello.shard, number=self._last + 1))
+
+    def join(
+        self, session: Session, lent: dict[int, tuple[int, int]] | None = None, remote: list[int] | None = None
+    ) -> None:
+        """The session's memory, if it brings any, is a shard from now on. lent, remote: see `Further`."""
+        offer = session.hello.shard
+        if offer is None:
+            return
+        self._last = max(self._last, offer.number)
+        self._further[offer.number] = Further(
+            session,
+            offer,
+            self._epoch,
+            wake=self._wake,
+            standing=lambda: self._standing(offer.number),
+            lent=lent,
+            remote=remote or (),
+        )
+        self._wake(("memory",))
+
+    def close(self, session: Session) -> None:
+        """The session is over, and with it its tickets and the shard that it brought, if it did."""
+        self._tickets.close(session.number)
+        if session.hello.shard is not None and self._further.pop(session.hello.shard.number, None) is not None:
+            self._wake(("memory",))
+        for shard in self._further.values():
+            shard.close(session.number)
+
+    def drain(self, number: int) -> m.Done:
+        """Have a further shard leave as soon as nothing is in it. Again: nothing more."""
+        shard = self._further.get(number)
+        if shard is None:
+            raise NotFound(
+                f"shard {number} is none that joined; there are {listing(self._further)}"
+                + (", and 0 is the coordinator's own, which stays" if number == SHARD else "")
+            )
+        shard.drain()
+        return m.Done()
+
+    def of_session(self, session: Session) -> Further:
+        """The shard that the session brought, else `UsageError`."""
+        offer = session.hello.shard
+        shard = self._further.get(offer.number) if offer is not None else None
+        if shard is None:
+            raise UsageError(f"session {session.number} is no shard, so there are no orders for it")
+        return shard
+
+    def seen_by(self, session: Session) -> m.Shards:
+        """The further shards, as a session reaches them."""
+        return m.Shards([_at(shard, mapped=_maps(session, shard)) for _, shard in sorted(self._further.items())])
+
+    # ------------------------------------------------------------ extents
+
+    @property
+    def used(self) -> int:
+        """Bytes lent by all."""
+        return self.own.used + sum(shard.used for shard in self._further.values())
+
+    def take(self, session: Session, nbytes: int) -> tuple[int, int, int] | None:
+        """Shard, offset and size of an extent of at least `nbytes`; None if no shard has room now. Errors as of `Memory.take`."""
+        if all(shard.draining or nbytes > shard.offer.capacity for shard in self._further.values()):
+            self.own.check(nbytes)
+        refused: OutOfMemory | None = None
+        for number, shard in self._in_order(session):
+            try:
+                found = shard.take(nbytes) if nbytes <= shard.allocator.capacity else None
+            except OutOfMemory as error:
+                refused = error
+                continue
+            if found is not None:
+                return number, *found
+        if refused is not None:
+            raise refused
+        return None
+
+    def _in_order(self, session: Session) -> list[tuple[int, Memory | Further]]:
+        if not self._further:
+            return [(SHARD, self.own)]
+        ranked: list[tuple[bool, float, int, Memory | Further]] = [
+            (not _near(session, shard), _fill(shard), number, shard) for number, shard in self._further.items()
+        ]
+        ranked.append((session.remote, _fill(self.own), self._last + 1, self.own))
+        return [(shard.number, shard) for _, _, _, shard in sorted(ranked, key=lambda one: one[:3])]
+
+    def give_back(self, freed: FreeExtent, now: float) -> None:
+        """Nobody needs this extent any more. One of a shard that is gone is gone too."""
+        if freed.shard == SHARD:
+            self._tickets.revoke(freed.extent)
+            self.own.give_back(freed.offset, freed.nbytes, now)
+            self._wake(("memory",))
+        elif (shard := self._further.get(freed.shard)) is not None:
+            shard.give_back(freed.extent, freed.offset, freed.nbytes, now)
+
+    def next_deadline(self) -> float | None:
+        """When `trim` of one of the further shards has something to do."""
+        deadlines = [at for shard in self._further.values() if (at := shard.next_deadline()) is not None]
+        return min(deadlines, default=None)
+
+    def trim(self, now: float) -> None:
+        """Have pages that nobody needs given back."""
+        for shard in self._further.values():
+            shard.trim(now)
+
+    def explain(self, nbytes: int, holders: str) -> str:
+        """Why `nbytes` cannot be granted now."""
+        own = self.own.explain(nbytes, holders)
+        if not self._further:
+            return own
+        others = ", ".join(
+            f"shard {number}: {one.used:,} of {one.offer.capacity:,} bytes" + (", drains" if one.draining else "")
+            for number, one in sorted(self._further.items())
+        )
+        return f"{own}. Nor is one in a further shard ({others})"
+
+    # ------------------------------------------------------------ tickets
+
+    def issue(self, session: Session, reply: m.Reply) -> m.Reply:
+        """The reply with tickets for what the session does not map."""
+        if not session.remote and all(_maps(session, shard) for shard in self._further.values()):
+            return reply
+        return issue(lambda shard: self._tickets_of(session, shard), session.number, reply)
+
+    def _tickets_of(self, session: Session, number: int) -> Tickets | None:
+        if number == SHARD:
+            return self._tickets if session.remote else None
+        shard = self._further.get(number)
+        return None if shard is None or _maps(session, shard) else shard.tickets
+
+
+def _fill(shard: Memory | Further) -> float:
+    return shard.used / shard.allocator.capacity
+
+
+def _near(session: Session, shard: Further) -> bool:
+    return bool(session.hello.host) and session.hello.host == shard.session.hello.host
+
+
+def _maps(session: Session, shard: Further) -> bool:
+    return not session.remote and not shard.session.remote and _near(session, shard)
+
+
+def _at(shard: Further, *, mapped: bool) -> m.ShardAt:
+    offer = shard.offer
+    return m.ShardAt(offer.number, offer.path if mapped else "", offer.capacity, offer.endpoint, offer.key)
+
+
+def standing(extents: list[int], extents_to: int, sessions: list[int], sessions_to: int) -> m.Stand:
+    """What a shard is told of what stands."""
+    return m.Stand(extents_to, _packed(extents), sessions_to, _packed(sessions))
+
+
+def _packed(numbers: list[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}q", *numbers)
