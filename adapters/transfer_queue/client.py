@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,17 +14,14 @@ from tensordict import NonTensorStack, TensorDict
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue import checkpoint
 from transferqueue.adapters.transfer_queue.checkpoint import stored
-from transferqueue.adapters.transfer_queue.columns import columns_of, schema_of_field, stacked, tensordict_of
-from transferqueue.adapters.transfer_queue.controller import open_table
+from transferqueue.adapters.transfer_queue.columns import schema_of_field, stacked
 from transferqueue.adapters.transfer_queue.errors import StorageKeyNotFoundError
 from transferqueue.adapters.transfer_queue.metadata import READY, BatchMeta, schema_of
-from transferqueue.adapters.transfer_queue.tags import given_tags, partition_of, stored_tags, table_of
-from transferqueue.errors import AlreadyExists, NotFound
+from transferqueue.adapters.transfer_queue.partitions import Partitions, rows_of
+from transferqueue.adapters.transfer_queue.tags import given_tags
+from transferqueue.errors import NotFound
 
 Parser = Callable[[Any], Any]
-
-_TRIES: Final = 8
-"""A key that two clients put for the first time at once is new to one of them; the other updates it."""
 
 
 class TransferQueueClient:
@@ -36,6 +33,7 @@ class TransferQueueClient:
     def __init__(self, queue: tq.Queue, ask: Callable[..., Any], rows_max: int, client_id: str = "") -> None:
         self.client_id = client_id
         self._queue, self._ask, self._rows_max = queue, ask, rows_max
+        self._partitions = Partitions(queue, rows_max)
 
     # ------------------------------------------------------------ by index
 
@@ -74,11 +72,10 @@ class TransferQueueClient:
         if len(data) != len(metadata):
             raise ValueError(f"data of {len(data)} samples for metadata of {len(metadata)}")
         for part in metadata.chunk_by_partition():
-            table = self._table(part.partition_ids[0])
-            places = [at for at, name in enumerate(metadata.partition_ids) if name == part.partition_ids[0]]
-            self._write(
-                table, part.global_indexes, data if len(places) == len(data) else data[places], part.custom_meta
-            )
+            partition = part.partition_ids[0]
+            places = [at for at, name in enumerate(metadata.partition_ids) if name == partition]
+            some = data if len(places) == len(data) else data[places]
+            self._partitions.update(partition, part.global_indexes, some, part.custom_meta)
         return metadata.add_fields(data)
 
     def get_data(self, metadata: BatchMeta) -> TensorDict:
@@ -99,7 +96,7 @@ class TransferQueueClient:
     def set_custom_meta(self, metadata: BatchMeta) -> None:
         """Merge the custom meta of `metadata` into the samples' tags."""
         for part in metadata.chunk_by_partition():
-            self._merge_tags(self._table(part.partition_ids[0]), part.global_indexes, part.custom_meta)
+            self._partitions.update(part.partition_ids[0], part.global_indexes, None, part.custom_meta)
 
     def clear_samples(self, metadata: BatchMeta) -> None:
         """Delete samples."""
@@ -138,7 +135,7 @@ class TransferQueueClient:
 
     def get_partition_list(self) -> list[str]:
         """Names of the partitions."""
-        return [name for table in self._queue.tables() if (name := partition_of(table)) is not None]
+        return self._partitions.names()
 
     # ------------------------------------------------------------ by key
 
@@ -148,23 +145,19 @@ class TransferQueueClient:
         Without `create`, keys that do not exist are `ValueError`.
         """
         keys = _keys(keys)
-        table = self._table(partition_id) if create else self._existing(partition_id)
+        if create:
+            return _meta(*self._partitions.keyed(partition_id, keys), partition_id)
+        table = self._partitions.find(partition_id)
         if table is None:
             raise ValueError(f"partition {partition_id!r} not found")
-        rows = table.find(keys) if keys else np.empty(0, np.int64)
-        if (rows < 0).any():
-            if not create:
-                missing = [key for key, row in zip(keys, rows.tolist(), strict=True) if row < 0]
-                raise ValueError(f"keys {missing[:5]} not found in partition {partition_id!r}")
-            rows = self._create(table, keys)
-        return self._meta(table, partition_id, rows)
+        return _meta(table, rows_of(table, keys), partition_id)
 
     def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str]:
         """Keys of samples by index. ``RuntimeError`` for a sample without one."""
         indexes = [global_indexes] if isinstance(global_indexes, int) else global_indexes
         if not isinstance(indexes, list) or not all(isinstance(index, int) for index in indexes):
             raise TypeError(f"global_indexes is {type(global_indexes).__name__}; give an int or a list of int")
-        table = self._existing(partition_id)
+        table = self._partitions.find(partition_id)
         if table is None:
             raise RuntimeError(f"partition {partition_id!r} not found")
         with table.read(np.asarray(indexes, np.int64), fields=()) as rows:
@@ -177,7 +170,7 @@ class TransferQueueClient:
         """Keys and tags, by partition; a partition that is not there is not in it."""
         found: dict[str, dict[str, Any]] = {}
         for name in self.get_partition_list() if partition_id is None else [partition_id]:
-            table = self._existing(name)
+            table = self._partitions.find(name)
             if table is not None:
                 with table.read(fields=()) as rows:
                     found[name] = {key: given_tags(tags) for key, tags in zip(rows.keys, rows.tags, strict=True) if key}
@@ -187,32 +180,22 @@ class TransferQueueClient:
         self, keys: list[str], partition_id: str, fields: TensorDict | None, tags: Sequence[Mapping[str, Any]] | None
     ) -> list[str]:
         """Write columns and merge tags of samples by key, made if they are new; return all fields that they have now."""
-        table = self._table(partition_id)
-        rows = table.find(keys)
-        if (rows < 0).all():
-            try:
-                self._put(table, fields, keys, tags)
-                return [] if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118
-            except AlreadyExists:  # another client was quicker with one of the keys
-                rows = table.find(keys)
-        if (rows < 0).any():
-            rows = self._create(table, keys)
-        self._write(table, rows.tolist(), fields, tags)
+        put = self._partitions.put_keyed(partition_id, keys, fields, tags)
+        if put is None:  # all were new
+            return [] if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118
+        table, rows = put
         with table.read(rows) as found:
             return list(found.fields)
 
     def kv_get(self, keys: list[str], partition_id: str, select_fields: Sequence[str] | None) -> TensorDict:
         """Columns of samples by key: all that each of them has, or those of `select_fields` (unknown ones dropped)."""
-        table = self._existing(partition_id)
-        rows = table.find(keys) if table is not None and keys else np.full(len(keys), -1)
-        if table is None or (rows < 0).any() or not keys:
-            missing = [key for key, row in zip(keys, rows.tolist(), strict=True) if row < 0]
-            raise ValueError(f"keys {missing[:5]} not found in partition {partition_id!r}")
-        return self._get(partition_id, rows.tolist(), None if select_fields is None else list(select_fields))
+        if not keys:
+            raise ValueError(f"no keys for partition {partition_id!r}; name at least one")
+        return self._partitions.get(partition_id, keys, select_fields)
 
     def kv_clear(self, keys: list[str], partition_id: str) -> None:
         """Delete samples by key; those that are not there are passed over."""
-        table = self._existing(partition_id)
+        table = self._partitions.find(partition_id)
         if table is not None and keys:
             rows = [row for row in table.find(keys).tolist() if row >= 0]
             if rows:
@@ -249,21 +232,12 @@ class TransferQueueClient:
 
     # ------------------------------------------------------------ tables
 
-    def _table(self, partition_id: str) -> tq.Table:
-        return open_table(self._queue, partition_id, self._rows_max)
-
-    def _existing(self, partition_id: str) -> tq.Table | None:
-        try:
-            return self._queue.table(table_of(partition_id))
-        except NotFound:
-            return None
-
     def _have(self, field: str, partition_id: str) -> set[int]:
         rows, has = self.get_production_status([field], partition_id)
         return set() if rows is None or has is None else set(rows[has == 1].tolist())
 
     def _put_new(self, data: TensorDict, partition_id: str) -> BatchMeta:
-        rows = self._put(self._table(partition_id), data, None, None)
+        rows = self._partitions.put(partition_id, data)
         return BatchMeta(
             global_indexes=rows.tolist(),
             partition_ids=[partition_id] * len(rows),
@@ -271,83 +245,22 @@ class TransferQueueClient:
             production_status=np.full(len(rows), READY, np.int8),
         )
 
-    def _put(
-        self,
-        table: tq.Table,
-        data: TensorDict | None,
-        keys: Sequence[str] | None,
-        tags: Sequence[Mapping[str, Any]] | None,
-    ) -> np.ndarray[Any, Any]:
-        columns = self._columns(table, data)
-        facts: dict[str, Any] = {"tags": [stored_tags(each) for each in tags]} if tags else {}
-        if keys is not None:
-            facts["key"] = list(keys)
-        return table.put(timeout_s=0, **facts, **columns)
-
-    def _create(self, table: tq.Table, keys: Sequence[str]) -> np.ndarray[Any, Any]:
-        """Rows of all keys; those that do not exist are made, in one put."""
-        for _ in range(_TRIES):
-            rows = table.find(keys)
-            new = [key for key, row in zip(keys, rows.tolist(), strict=True) if row < 0]
-            if not new:
-                return rows
-            try:
-                table.put(key=new, timeout_s=0)
-            except AlreadyExists:
-                continue
-        raise AlreadyExists(f"keys of table {table.name} are put and deleted by others all the time; try again")
-
-    def _write(
-        self,
-        table: tq.Table,
-        rows: Sequence[int],
-        data: TensorDict | None,
-        tags: Sequence[Mapping[str, Any]] | None,
-    ) -> None:
-        facts: dict[str, Any] = {"tags": self._merged(table, rows, tags)} if tags and any(tags) else {}
-        columns = self._columns(table, data)
-        if facts or columns:
-            table.update(np.asarray(rows, np.int64), overwrite=True, **facts, **columns)
-
-    def _columns(self, table: tq.Table, data: TensorDict | None) -> dict[str, Any]:
-        if data is None:
-            return {}
-        new, columns = columns_of(data, table.fields)
-        if new:
-            table.add_fields(new)
-        return columns
-
-    def _merged(self, table: tq.Table, rows: Sequence[int], tags: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        with table.read(np.asarray(rows, np.int64), fields=()) as found:
-            return [{**old, **stored_tags(new)} for old, new in zip(found.tags, tags, strict=True)]
-
-    def _merge_tags(self, table: tq.Table, rows: Sequence[int], tags: Sequence[Mapping[str, Any]]) -> None:
-        table.update(np.asarray(rows, np.int64), tags=self._merged(table, rows, tags))
-
-    def _get(self, partition_id: str, rows: Sequence[int], names: Sequence[str] | None) -> TensorDict:
-        table = self._existing(partition_id)
-        if table is None:
-            raise StorageKeyNotFoundError(f"partition {partition_id!r} not found")
-        wanted = np.asarray(rows, np.int64)
+    def _get(self, partition_id: str, rows: Sequence[int], names: Sequence[str]) -> TensorDict:
         try:
-            if names is None:
-                with table.read(wanted) as found:
-                    return tensordict_of(found, found.fields)
-            chosen = [name for name in names if name in table.fields]
-            with table.read(wanted, fields=chosen) as found:
-                return tensordict_of(found, chosen)
+            return self._partitions.get_rows(partition_id, rows, names)
         except NotFound as error:
             raise StorageKeyNotFoundError(str(error)) from error
 
-    def _meta(self, table: tq.Table, partition_id: str, rows: np.ndarray[Any, Any]) -> BatchMeta:
-        with table.read(rows) as found:
-            return BatchMeta(
-                global_indexes=rows.tolist(),
-                partition_ids=[partition_id] * len(rows),
-                field_schema={name: schema_of_field(table.fields[name]) for name in found.fields},
-                production_status=np.full(len(rows), READY if found.fields else 0, np.int8),
-                custom_meta=[given_tags(tags) for tags in found.tags],
-            )
+
+def _meta(table: tq.Table, rows: np.ndarray[Any, Any], partition_id: str) -> BatchMeta:
+    with table.read(rows) as found:
+        return BatchMeta(
+            global_indexes=rows.tolist(),
+            partition_ids=[partition_id] * len(rows),
+            field_schema={name: schema_of_field(table.fields[name]) for name in found.fields},
+            production_status=np.full(len(rows), READY if found.fields else 0, np.int8),
+            custom_meta=[given_tags(tags) for tags in found.tags],
+        )
 
 
 def _twin(name: str) -> Callable[..., Any]:

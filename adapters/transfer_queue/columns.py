@@ -15,6 +15,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from transferqueue.schema import Field
+from transferqueue.storage import Each
 
 TORCH_DTYPE = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
@@ -108,28 +109,26 @@ def _column(name: str, value: Any, known: Field | None) -> tuple[Field, Any]:
         if not values or not all(isinstance(each, np.ndarray) and each.dtype.kind in "biufc" for each in values):
             return known or Field(name, "value"), [_value(each) for each in values]
         value = torch.nested.as_nested_tensor([torch.as_tensor(np.ascontiguousarray(each)) for each in values])
-    value = value.detach().cpu()
     if value.is_nested:
         return _nested(name, value, known)
     if value.ndim == 1:
         return known or Field(name, _dtype(value)), value
-    field = known or Field(name, _dtype(value), (None, *value.shape[2:]))
-    return field, _jagged(value) if field.ragged and field.shape[1:] == value.shape[2:] else list(value.unbind())
+    return known or Field(name, _dtype(value), (None, *value.shape[2:])), Each(value)
 
 
 def _nested(name: str, value: Tensor, known: Field | None) -> tuple[Field, Any]:
+    if flat(value):
+        field = known or Field(name, _dtype(value), (None, *value.shape[2:]))
+        return field, value if field.ragged else list(value.unbind())
     parts = list(value.unbind())
     trailing = {tuple(part.shape[1:]) for part in parts}
     shape = (None, *trailing.pop()) if len(trailing) == 1 else (None,) * parts[0].ndim
-    field = known or Field(name, _dtype(value), shape)
-    return field, value if value.layout == torch.jagged and field.ragged and value.is_contiguous() else parts
+    return known or Field(name, _dtype(value), shape), parts
 
 
-def _jagged(value_BT: Tensor) -> Tensor:
-    """The same bytes as rows of equal length."""
-    rows, length = value_BT.shape[:2]
-    offsets = torch.arange(0, (rows + 1) * length, length) if length else torch.zeros(rows + 1, dtype=torch.int64)
-    return torch.nested.nested_tensor_from_jagged(value_BT.reshape(rows * length, *value_BT.shape[2:]), offsets)
+def flat(value: Any) -> bool:
+    """Whether a nested tensor is one tensor of all values, row after row, ragged in its first dimension."""
+    return value.layout == torch.jagged and value._ragged_idx == 1 and value.lengths() is None
 
 
 def _dtype(value: Tensor) -> str:

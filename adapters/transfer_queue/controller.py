@@ -22,16 +22,15 @@ import torch
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue.columns import schema_of_field
 from transferqueue.adapters.transfer_queue.metadata import NOT_READY, READY, BatchMeta
+from transferqueue.adapters.transfer_queue.partitions import Partitions
 from transferqueue.adapters.transfer_queue.plain import plain, remembered
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler, SequentialSampler
 from transferqueue.adapters.transfer_queue.tags import given_tags, partition_of, table_of
-from transferqueue.errors import AlreadyExists, DeadlineExceeded, UsageError
+from transferqueue.errors import DeadlineExceeded, UsageError
 
 _AT_ONCE: Final = 1 << 16
 _HEARING_S: Final = 0.05
 """How long one thread waits for another that takes in what is there; one that waits for more takes longer, and is not waited for."""
-_KEPT: Final = tq.Task("kept", needs=("never.",))
-"""A task that gets nothing, so that a sample is never done: tasks that are added later still see it."""
 WAIT_S: Final = 60.0
 """How long a fetch waits for its samples when the controller does not poll."""
 
@@ -114,7 +113,7 @@ class Partition:
     def __init__(self, queue: tq.Queue, partition_id: str, rows_max: int, guard: threading.RLock) -> None:
         self.partition_id = partition_id
         self._guard = guard
-        self.table = open_table(queue, partition_id, rows_max)
+        self.table = Partitions(queue, rows_max).make(partition_id)[0]
         self.consumed: dict[str, set[int]] = {}
         self._ready: dict[tuple[str, ...], _Ready] = {}
 
@@ -180,20 +179,6 @@ class Partition:
             ),
             custom_meta=[tags[row] for row in rows],
         )
-
-
-def open_table(queue: tq.Queue, partition_id: str, rows_max: int) -> tq.Table:
-    """The table of a partition, made if it is missing."""
-    try:
-        return queue.create_table(
-            table_of(partition_id),
-            tasks=[_KEPT],
-            retention=tq.Manual(),
-            limits=tq.Limits(rows=rows_max),
-            exist_ok=True,
-        )
-    except AlreadyExists:
-        return queue.table(table_of(partition_id))
 
 
 @dataclass

@@ -364,15 +364,24 @@ def schema_of(value: Any) -> dict[str, Any]:
     if not hasattr(value, "dtype") or not hasattr(value, "is_nested"):
         return {"dtype": None, "shape": (), "is_nested": False, "is_non_tensor": True}
     if value.is_nested:
-        shapes = [tuple(part.shape) for part in value.unbind()]
         return {
             "dtype": value.dtype,
             "shape": None,
             "is_nested": True,
             "is_non_tensor": False,
-            "per_sample_shapes": shapes,
+            "per_sample_shapes": _shapes(value),
         }
     return {"dtype": value.dtype, "shape": tuple(value.shape[1:]), "is_nested": False, "is_non_tensor": False}
+
+
+def _shapes(value: Any) -> list[tuple[int, ...]]:
+    """The shape of each sample of a nested tensor."""
+    from transferqueue.adapters.transfer_queue.columns import flat
+
+    if flat(value):
+        trailing = tuple(value.shape[2:])
+        return [(length, *trailing) for length in value.offsets().diff().tolist()]
+    return [tuple(part.shape) for part in value.unbind()]
 
 
 def _status(given: Status | None, size: int) -> Status:

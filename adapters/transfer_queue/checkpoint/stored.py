@@ -22,7 +22,7 @@ import torch
 
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue.checkpoint import sealed
-from transferqueue.adapters.transfer_queue.controller import open_table
+from transferqueue.adapters.transfer_queue.partitions import Partitions
 from transferqueue.adapters.transfer_queue.tags import partition_of, table_of
 from transferqueue.errors import Corruption, NotFound, UsageError
 from transferqueue.schema import Field
@@ -173,8 +173,9 @@ def admit(found: Manifest, rows_max: int) -> None:
 
 def load(queue: tq.Queue, found: Manifest, parent: Path, rows_max: int) -> None:
     """Make partitions of what was `verified`; there are none by their names."""
+    partitions = Partitions(queue, rows_max)
     for partition in found.partitions:
-        table = open_table(queue, partition.partition_id, rows_max)
+        table = partitions.make(partition.partition_id)[0]
         table.add_fields(list(partition.schema().values()))
         files = [parent / FOLDER / group.file for group in partition.groups]
         indexes = [np.asarray(batch["index"]) for file in files for batch in _batches(file)]
