@@ -21,12 +21,13 @@ from transferqueue.errors import Disconnected, Forked, NotFound, ProtocolError, 
 from transferqueue.limits import RESEND_S
 from transferqueue.transport import dial
 from transferqueue.wire import messages as m
+from transferqueue.wire.codec import encode_fields
 
 BLOCK = m.BlockAt(block=11, shard=0, extent=1, offset=0, nbytes=64, rows=1, fields=["x"], counts=[0])
 NUMBERS = struct.pack("<q", 3)
 CONTENT = m.Content(
     NUMBERS, NUMBERS, NUMBERS, NUMBERS, bytes(4), NUMBERS, NUMBERS, bytes(8), None, None, [],
-    [m.Part(["x"], [BLOCK], bytes(4), bytes(4))], [],
+    [m.Part(["x"], [BLOCK], bytes(4), bytes(4))], encode_fields([]),
 )  # fmt: skip
 LEASED = m.Leased(lease=4, token=9, lease_s=60.0, version=0, content=CONTENT)
 LEASE = m.Lease("t", "train", rows=1, wait_s=60.0)

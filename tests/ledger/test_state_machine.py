@@ -42,6 +42,8 @@ from transferqueue.policies import (
     VersionBetween,
 )
 from transferqueue.wire import messages as m
+from transferqueue.wire import short
+from transferqueue.wire.codec import decode_fields
 
 ROWS_MAX = 24
 UNITS = {FORMING: "forming", QUEUED: "queued", OUT: "out", OVER: "over"}
@@ -295,11 +297,11 @@ class LedgerMachine(RuleBasedStateMachine):
         """The places of the task's fields are those of the last commit that wrote them."""
         blocks = self.world.ledger.state.core.blocks.blocks
         for part in reply.reply.content.parts:
-            at = np.frombuffer(part.block_of_row, "<i4")
+            at = short.each(part.block_of_row, "<i4", len(reply.rows))
             for name in part.fields:
                 found = [self.commit_of_extent[blocks[part.blocks[one].block].at.extent] for one in at]
                 assert found == [self.model.rows[row].fields[name] for row in reply.rows]
-        named = {field.name for field in reply.reply.content.fields}
+        named = {field.name for field in decode_fields(reply.reply.content.definitions)}
         assert named == set(self.model.tasks[task].needs)
 
     def _some_lease(self, data: st.DataObject) -> tuple[Any, Given, list[int] | None]:

@@ -425,11 +425,11 @@ def test_a_grant_that_could_never_be_is_refused_at_once(bench):
 def test_a_reply_too_large_to_send_gives_its_rows_back(bench, monkeypatch):
     client, other = bench.client(), bench.client()
     client.create_table()
-    client.ask(client.put(500))
+    client.ask(client.put(1000))
     monkeypatch.setattr(codec, "MESSAGE_BYTES_MAX", 8192)
-    refused = client.ask(lease(500))
+    refused = client.ask(lease(1000))
     failed(refused, "UsageError", "use fewer rows or fields at a time")
-    assert client.ask(lease(500), call=client.ids) == refused
+    assert client.ask(lease(1000), call=client.ids) == refused
     assert len(rows_of(other.ask(lease(10)))) == 10
 
 

@@ -17,12 +17,16 @@ from numpy.typing import NDArray
 from transferqueue.client.driving import Operation, Work
 from transferqueue.client.sessionlock import SessionLock
 from transferqueue.client.writing import Fate, Piece
-from transferqueue.errors import Corruption, Unreachable
+from transferqueue.errors import Unreachable
 from transferqueue.schema import Field
 from transferqueue.storage import Mapping as Arena
 from transferqueue.storage.column import Column
 from transferqueue.storage.placement import Blocks, Placement
 from transferqueue.wire import messages as m
+from transferqueue.wire import short
+
+_ONE: Final = 4
+"""Bytes of one item of `Part`."""
 
 
 class Memory:
@@ -65,7 +69,7 @@ class Memory:
             self._count(-1)
 
     def columns(
-        self, parts: Sequence[m.Part], fields: Mapping[str, Field], rows: int, subject: str
+        self, parts: Sequence[m.Part], fields: Mapping[str, Field], rows: int
     ) -> Operation[tuple[dict[str, Column], list[Blocks]]]:
         """Columns of the parts of one reply, and what holds their memory. No bytes are read. The pins return when the
         last view is collected, or at once if this fails."""
@@ -75,11 +79,7 @@ class Memory:
         held: list[Blocks] = []
         for part in parts:
             blocks = Blocks(part.blocks, [memory[block.block] for block in part.blocks], fields)
-            placement = Placement(
-                blocks, np.frombuffer(part.block_of_row, "<i4"), np.frombuffer(part.slot_of_row, "<i4")
-            )
-            if len(placement) != rows:
-                raise Corruption(f"{subject}: a reply places {len(placement)} rows of {rows}")
+            placement = _placement(part, blocks, rows)
             held.append(blocks)
             columns |= {name: Column(fields[name], placement) for name in part.fields}
         return columns, held
@@ -127,3 +127,13 @@ class Memory:
             self._pins += change
             if self._closed and self._pins == 0 and self._lock_file is not None:
                 self._lock_file.release()
+
+
+def _placement(part: m.Part, blocks: Blocks, rows: int) -> Placement:
+    """Where the rows of a reply are, as its part says; one run of one block needs no array."""
+    if rows and len(part.block_of_row) == len(part.slot_of_row) == _ONE:
+        block, first = (int.from_bytes(item, "little", signed=True) for item in (part.block_of_row, part.slot_of_row))
+        return Placement.of_run(blocks, block, first, rows)
+    return Placement(
+        blocks, short.each(part.block_of_row, "<i4", rows), short.each_ascending(part.slot_of_row, "<i4", rows)
+    )

@@ -98,13 +98,11 @@ class RemoteMemory:
         self._carry(lambda number: Store(number, session, piece.granted, piece.offset, staged.data), given_up)
 
     def columns(
-        self, parts: Sequence[m.Part], fields: Mapping[str, Field], rows: int, subject: str
+        self, parts: Sequence[m.Part], fields: Mapping[str, Field], rows: int
     ) -> Operation[tuple[dict[str, Column], list[Blocks]]]:
         """Columns of the parts of one reply, received, and what holds them. The pins return in any case."""
         try:
-            asked = [rows_of(part) for part in parts]
-            if any(len(one.slot_of_row) != rows for one in asked):
-                raise Corruption(f"{subject}: a reply places {[len(one.slot_of_row) for one in asked]} rows of {rows}")
+            asked = [rows_of(part, rows) for part in parts]
             found: list[Fetch] = []
             if asked and rows:
                 given_up = threading.Event()

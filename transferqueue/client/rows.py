@@ -14,6 +14,7 @@ from transferqueue.client.source import Source
 from transferqueue.policies import Tags
 from transferqueue.storage.column import Column
 from transferqueue.wire import messages as m
+from transferqueue.wire import short
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -53,42 +54,42 @@ class RowsBase:
     @cached_property
     def rows(self) -> NDArray[np.int64]:
         """Row ids ``[rows]``."""
-        return _own(self._content.rows, "<i8")
+        return short.each(self._content.rows, "<i8", len(self))
 
     @cached_property
     def policy_version(self) -> NDArray[np.int64]:
         """Oldest policy version that produced a trainable token of each row ``[rows]``; -1: never stamped."""
-        return _own(self._content.policy_version, "<i8")
+        return short.each(self._content.policy_version, "<i8", len(self))
 
     @cached_property
     def policy_version_max(self) -> NDArray[np.int64]:
         """Newest policy version that produced a token of each row ``[rows]``; -1: never stamped."""
-        return _own(self._content.policy_version_max, "<i8")
+        return short.each(self._content.policy_version_max, "<i8", len(self))
 
     @cached_property
     def group_id(self) -> NDArray[np.int64]:
         """Group of each row ``[rows]``; -1: none."""
-        return _own(self._content.group_id, "<i8")
+        return short.each(self._content.group_id, "<i8", len(self))
 
     @cached_property
     def group_size(self) -> NDArray[np.int32]:
         """Rows that the group of each row has when it is whole ``[rows]``."""
-        return _own(self._content.group_size, "<i4")
+        return short.each(self._content.group_size, "<i4", len(self))
 
     @cached_property
     def ordinal(self) -> NDArray[np.int64]:
         """Place of each row in its group, or in a data set, as its producer numbered it ``[rows]``; -1: not said."""
-        return _own(self._content.ordinal, "<i8")
+        return short.each(self._content.ordinal, "<i8", len(self))
 
     @cached_property
     def tokens(self) -> NDArray[np.int64]:
         """Tokens of each row ``[rows]``, as told or taken at the put."""
-        return _own(self._content.tokens, "<i8")
+        return short.each(self._content.tokens, "<i8", len(self))
 
     @cached_property
     def priority(self) -> NDArray[np.float64]:
         """Priority of each row ``[rows]``."""
-        return _own(self._content.priority, "<f8")
+        return short.each(self._content.priority, "<f8", len(self))
 
     @property
     def keys(self) -> list[str]:
@@ -142,7 +143,3 @@ class Rows(RowsBase):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
-
-
-def _own(data: bytes, dtype: str) -> NDArray[Any]:
-    return np.frombuffer(data, dtype).copy()

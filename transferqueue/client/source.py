@@ -48,14 +48,14 @@ def content_source(client: Client, content: m.Content, terms: Terms, subject: st
     """Columns of a reply. Its pins return when the source has ended and no view is left, or at once if this fails."""
     rows = len(content.rows) // 8
     named = {block.block: block for part in content.parts for block in part.blocks}
-    fields = terms.fields | {field.name: field for field in content.fields if terms.fields.get(field.name) != field}
-    if any(name not in fields for block in named.values() for name in block.fields):
+    fields = terms.told(content.definitions)
+    if not all(all(map(fields.__contains__, block.fields)) for block in named.values()):
         try:  # a block may hold fields that were not asked for, of which this client never heard
             terms.hear((yield from ask(m.OpenTable(name=terms.name), m.TableTerms)))
         except BaseException:
             client.connection.unpin(list(named))
             raise
-        fields = terms.fields | fields
+        fields = terms.told(content.definitions)
     columns = {value.field: Column.of_inline(fields[value.field], value.data) for value in content.inline}
-    placed, held = yield from client.memory.columns(content.parts, fields, rows, subject)
+    placed, held = yield from client.memory.columns(content.parts, fields, rows)
     return Source(subject, rows, columns | placed, held)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
+from transferqueue.wire.codec import decode_fields
 
 
 class Terms:
@@ -14,6 +15,8 @@ class Terms:
     def __init__(self, found: m.TableTerms) -> None:
         self.last = found
         self.fields: dict[str, Field] = {}
+        self._told: tuple[bytes, dict[str, Field], dict[str, Field]] = b"", {}, {}
+        """Definitions, what was known when they came, and both together."""
         self.hear(found)
 
     @property
@@ -25,9 +28,25 @@ class Terms:
         """Take over what the server says now; whether the fields differ from what was known."""
         fields = {field.name: field for field in found.fields}
         changed = fields != self.fields
-        self.last, self.fields = found, fields
+        self.last = found
+        if changed:
+            self.fields = fields
         return changed
 
     def learn(self, fields: Iterable[Field]) -> None:
         """The server has accepted a commit with these fields, so this is what they are."""
-        self.fields |= {field.name: field for field in fields}
+        new = {field.name: field for field in fields if self.fields.get(field.name) != field}
+        if new:
+            self.fields = self.fields | new  # not changed in place: others compare and iterate
+
+    def told(self, definitions: bytes) -> Mapping[str, Field]:
+        """All fields that are known, and those that a reply defines as it does. `ProtocolError` if `definitions` are none.
+
+        Kept for the next reply: step after step both are the same.
+        """
+        before, known, both = self._told
+        if before != definitions or known is not self.fields:
+            known = self.fields
+            both = known | {field.name: field for field in decode_fields(definitions)}
+            self._told = definitions, known, both
+        return both

@@ -12,12 +12,15 @@ The rules:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final, TypeVar
 
 import msgspec
 
 from transferqueue.errors import ProtocolError, UsageError
 from transferqueue.limits import MESSAGE_BYTES_MAX, VALUE_DEPTH_MAX
+from transferqueue.schema import Field
 from transferqueue.wire import messages as m
 
 _Decoded = TypeVar("_Decoded")
@@ -35,6 +38,10 @@ _calls: Final = msgspec.msgpack.Decoder(m.Call)
 _answers: Final = msgspec.msgpack.Decoder(m.Answer)
 _envelopes: Final = msgspec.msgpack.Decoder(_Envelope)
 _plain: Final = msgspec.msgpack.Decoder()
+_fields: Final = msgspec.msgpack.Decoder(m.Fields)
+
+DEFINITIONS_KEPT: Final = 64
+"""Sets of fields of which the last bytes are remembered: one for each task that a process takes rows of, at most."""
 
 
 def encode_call(call: m.Call) -> bytes:
@@ -75,6 +82,19 @@ def decode_plain(raw: msgspec.Raw) -> object:
     """What `encode_plain` was given (tuples come back as lists), or `ProtocolError`."""
     value: object = _decoded(_plain, bytes(raw))
     return value
+
+
+def encode_fields(fields: Sequence[Field]) -> bytes:
+    """Definitions of fields as they travel in `Content`."""
+    return _encoder.encode(fields)
+
+
+@lru_cache(maxsize=DEFINITIONS_KEPT)
+def decode_fields(data: bytes) -> tuple[Field, ...]:
+    """What `encode_fields` was given, or `ProtocolError`. The same bytes give the same objects: to make a hundred fields
+    takes longer than the rest of a reply that names them."""
+    found: list[Field] = _decoded(_fields, data)
+    return tuple(found)
 
 
 def _bounded(message: object, name: str) -> bytes:

@@ -19,6 +19,7 @@ from transferqueue.policies import Task
 from transferqueue.schema import Field
 from transferqueue.testing.simulator.machine import Broken
 from transferqueue.wire import messages as m
+from transferqueue.wire import short
 
 if TYPE_CHECKING:
     from transferqueue.testing.simulator.process import Process
@@ -54,9 +55,9 @@ def unpack(data: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(data) // 8}q", data))
 
 
-def unpack_short(data: bytes) -> list[int]:
-    """The int32 in `data`."""
-    return list(struct.unpack(f"<{len(data) // 4}i", data))
+def fact(content: m.Content, name: str) -> list[int]:
+    """A fact of each row, such as its group."""
+    return [int(value) for value in short.each(getattr(content, name), "<i8", len(content.rows) // 8)]
 
 
 def persistently(process: Process, act: Callable[[], Steps]) -> Steps:
@@ -108,7 +109,9 @@ def stamps_of(process: Process, content: m.Content) -> dict[int, int]:
     """Row -> the stamp in its bytes."""
     rows, found = unpack(content.rows), {}
     for part in content.parts:
-        for row, block, slot in zip(rows, unpack_short(part.block_of_row), unpack_short(part.slot_of_row), strict=True):
+        blocks = short.each(part.block_of_row, "<i4", len(rows)).tolist()
+        slots = short.each_ascending(part.slot_of_row, "<i4", len(rows)).tolist()
+        for row, block, slot in zip(rows, blocks, slots, strict=True):
             found[row] = look(process, part.blocks[block], slot, f"row {row}")
     return found
 

@@ -32,6 +32,7 @@ from transferqueue.testing.simulator.job import (
     Job,
     Steps,
     blocks_of,
+    fact,
     inline,
     let_go,
     pack,
@@ -132,7 +133,7 @@ class Books:
                     raise Broken(
                         f"group {group} was given with {groups.count(group)} of {self.size}, at least {self.least}"
                     )
-            for row, version in zip(rows, unpack(lease.content.policy_version), strict=True):
+            for row, version in zip(rows, fact(lease.content, "policy_version"), strict=True):
                 if self.version_of.get(self.stamp_of.get(row, 0), version) != version and not self.is_redone("score"):
                     raise Broken(f"row {row} is said to be of version {version}, which it was not put with")
                 lag = clock - version
@@ -263,7 +264,7 @@ def consumer(process: Process, books: Books, task: str) -> Steps:
 def _consume(process: Process, books: Books, task: str) -> Steps:
     clock, chance = books.clock, process.world.random
     lease = yield _lease_of(process, books, task)
-    rows, groups = unpack(lease.content.rows), unpack(lease.content.group_id)
+    rows, groups = unpack(lease.content.rows), fact(lease.content, "group_id")
     blocks = blocks_of(lease.content)
     view(process, blocks)
     try:
