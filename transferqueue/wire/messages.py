@@ -17,7 +17,6 @@ import msgspec
 from msgspec import Meta
 
 from transferqueue.limits import (
-    COPIES_MAX,
     ITEMS_MAX,
     KEY_CHARS_MAX,
     MESSAGE_BYTES_MAX,
@@ -95,20 +94,13 @@ class RowFacts(Message):
     tags: RowTags | None = None
 
 
-class CopyAt(Message):
-    """Where else a block was written, in a grant of the sender's: the same bytes, in another shard."""
-
-    extent: Count
-    offset: Count
-
-
 class Placed(Message):
     """A block that the sender has written into an extent granted to it.
 
     offset: Bytes from the start of the arena, inside the extent. rows: rows of the block. fields: the
     columns in it. counts: one per field (`schema.layout`). slots: for each row of the request the row
     of the block that holds it (int32; None: the same order, one to one); several rows may share one.
-    checksum: xxh3-64 of the bytes, 0 where they never leave the machine. copies: as many more as the table has replicas.
+    checksum: xxh3-64 of the bytes, 0 where they never leave the machine.
     """
 
     extent: Count
@@ -119,7 +111,6 @@ class Placed(Message):
     counts: Counts
     slots: I32 | None = None
     checksum: Checksum = 0
-    copies: Annotated[list[CopyAt], Meta(max_length=COPIES_MAX)] = []
 
 
 class Columns(Message):
@@ -132,19 +123,10 @@ class Columns(Message):
     facts: RowFacts = RowFacts()
 
 
-class Copy(Message):
-    """A further place of a block. ticket: as of `BlockAt`."""
-
-    shard: int
-    extent: int
-    offset: int
-    ticket: Bytes = b""
-
-
 class BlockAt(Message):
     """Where a committed block lies: shard, extent, bytes [offset, offset + nbytes) of the arena, layout.
 
-    ticket: for a session that reads over the bulk endpoint, what it shows there; else empty. copies: where the same bytes lie too.
+    ticket: for a session that reads over the bulk endpoint, what it shows there; else empty.
     """
 
     block: int
@@ -157,7 +139,6 @@ class BlockAt(Message):
     counts: Annotated[list[int], Meta(max_length=ITEMS_MAX)]
     checksum: int = 0
     ticket: Bytes = b""
-    copies: Annotated[list[Copy], Meta(max_length=COPIES_MAX)] = []
 
 
 class Part(Message):
@@ -265,7 +246,7 @@ class Unpin(Message):
 
 
 class CreateTable(Message):
-    """A table and its terms. exist_ok: an existing table with the same terms is no error. replicas: shards that have each block."""
+    """A table and its terms. exist_ok: an existing table with the same terms is no error."""
 
     name: Name
     fields: Fields = []
@@ -274,7 +255,6 @@ class CreateTable(Message):
     pacing: Pacing | None = None
     retention: Retention | None = None
     exist_ok: bool = False
-    replicas: Annotated[int, Meta(ge=1)] = 1
 
 
 class OpenTable(Message):
@@ -295,7 +275,6 @@ class TableTerms(Message):
     retention: Retention
     sealed: bool
     version: int
-    replicas: int = 1
 
 
 class AddTask(Message):
@@ -346,14 +325,10 @@ class Advance(Message):
 
 
 class Grant(Message):
-    """An extent of at least `nbytes` in the arena of a near shard, else of another, for this session to write.
-
-    apart: shards that it must not be in, since they have the other copies. `Impossible` if there is no further one.
-    """
+    """An extent of at least `nbytes` in the arena of a near shard, else of another, for this session to write."""
 
     nbytes: Annotated[int, Meta(ge=1)]
     wait_s: Seconds = 0.0
-    apart: Annotated[list[Count], Meta(max_length=COPIES_MAX)] = []
 
 
 class Granted(Message):
