@@ -42,6 +42,8 @@ REASONS_MAX: Final = 256
 """Distinct reasons for which rows of a table were dropped: each is counted for ever."""
 REPLICAS_MAX: Final = 4096
 """Peers that share one batch: no more than sessions."""
+COPIES_MAX: Final = 4
+"""Shards that a table keeps each block in (`replicas`). Two outlive the loss of any one; each more costs its bytes again."""
 LEASES_REMEMBERED_MAX: Final = 4096
 """Ended leases whose reason is kept, to tell a late worker what happened to its rows."""
 HISTORY_EVENTS_MAX: Final = 4096

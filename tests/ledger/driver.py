@@ -132,6 +132,8 @@ class Driver:
     call: int = 0
     shard: int = 0
     """Where its grants are."""
+    copies: list[int] = field(default_factory=list)
+    """Shards where it writes each block too."""
 
     # ------------------------------------------------------------ raw
 
@@ -156,19 +158,21 @@ class Driver:
         pacing: Pacing | None = None,
         retention: Retention | None = None,
         exist_ok: bool = False,
+        replicas: int = 1,
     ) -> m.TableTerms:
         return self.apply(
-            m.CreateTable(name, list(fields), list(tasks), limits or Limits(), pacing, retention, exist_ok)
+            m.CreateTable(name, list(fields), list(tasks), limits or Limits(), pacing, retention, exist_ok, replicas)
         )
 
     # ------------------------------------------------------------ columns
 
-    def grant(self, nbytes: int) -> m.Granted:
-        offset, size = self.world.allocate(nbytes, self.shard)
+    def grant(self, nbytes: int, shard: int | None = None) -> m.Granted:
+        shard = self.shard if shard is None else shard
+        offset, size = self.world.allocate(nbytes, shard)
         self.call += 1
-        reply = self.world.ledger.grant(self.session, self.shard, offset, size, self.world.now, call=self.call)
+        reply = self.world.ledger.grant(self.session, shard, offset, size, self.world.now, call=self.call)
         self.world.taken[reply.extent] = (offset, size)
-        self.world.shard_of[reply.extent] = self.shard
+        self.world.shard_of[reply.extent] = shard
         return reply
 
     def block(
@@ -178,9 +182,11 @@ class Driver:
         counts = list(counts or [0 if field.dense else rows for field in fields])
         _, nbytes = layout(fields, rows, counts)
         given = self.grant(max(nbytes, 1))
+        others = [self.grant(max(nbytes, 1), shard) for shard in self.copies]
         return m.Placed(
             given.extent, given.offset, nbytes, rows, [field.name for field in fields], counts,
             None if slots is None else np.asarray(slots, "<i4").tobytes(),
+            copies=[m.CopyAt(one.extent, one.offset) for one in others],
         )  # fmt: skip
 
     def columns(

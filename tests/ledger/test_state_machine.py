@@ -82,6 +82,7 @@ class LedgerMachine(RuleBasedStateMachine):
         on_stale=stale_rules,
         manual=st.booleans(),
         attempts_max=st.integers(0, 2),
+        replicas=st.sampled_from([1, 1, 2]),
     )
     def begin(
         self,
@@ -92,6 +93,7 @@ class LedgerMachine(RuleBasedStateMachine):
         on_stale: Any,
         manual: bool,
         attempts_max: int,
+        replicas: int,
     ) -> None:
         tasks = [
             Task("grade", ["a"], ["score"], selector, grade_groups, lease_s=10, attempts_max=attempts_max),
@@ -102,11 +104,14 @@ class LedgerMachine(RuleBasedStateMachine):
         pacing = Pacing("train", 5, 3, bound, on_stale or DropStale())
         retention = Manual() if manual else Acked()
         self.world = World()
+        self.replicas = replicas
         self.drivers = {}
         self.model = Model(tasks, ROWS_MAX, pacing, retention)
         for _ in range(3):
             self._connect()
-        self.any.create(tasks=tasks, limits=Limits(rows=ROWS_MAX), pacing=pacing, retention=retention)
+        self.any.create(
+            tasks=tasks, limits=Limits(rows=ROWS_MAX), pacing=pacing, retention=retention, replicas=replicas
+        )
         self.table = self.world.ledger.state.tables["t"]
         self.given: dict[int, Given] = {}
         self.commit_of_extent: dict[int, int] = {}
@@ -115,6 +120,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def _connect(self) -> None:
         driver = self.world.client()
         driver.shard = driver.session % 2
+        driver.copies = [1 - driver.shard][: self.replicas - 1]
         self.drivers[driver.session] = driver
         self.pinned_of: dict[int, list[int]] = getattr(self, "pinned_of", {})
         self.pinned_of[driver.session] = []
@@ -157,15 +163,16 @@ class LedgerMachine(RuleBasedStateMachine):
         self.model.commit += 1
         columns = driver.columns(rows, big, dict.fromkeys(fields & INLINE, 1.0), **facts)
         for block in columns.blocks:
-            self.commit_of_extent[block.extent] = self.model.commit
+            for place in (block, *block.copies):
+                self.commit_of_extent[place.extent] = self.model.commit
         return columns, self.model.commit
 
     def _undo_grant(self, driver: Any, columns: m.Columns) -> None:
         """A refused commit leaves its grant open; give it back, as a client does."""
-        for block in columns.blocks:
-            extent = self.world.ledger.state.core.blocks.extents.get(block.extent)
+        for place in [place for block in columns.blocks for place in (block, *block.copies)]:
+            extent = self.world.ledger.state.core.blocks.extents.get(place.extent)
             if extent is not None and extent.session == driver.session:
-                driver.apply(m.ReturnGrant(block.extent))
+                driver.apply(m.ReturnGrant(place.extent))
 
     # ------------------------------------------------------------ rows
 
@@ -254,7 +261,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def lose_shard(self, data: st.DataObject) -> None:
         shard = data.draw(st.integers(0, 3), "shard")
-        gone = {self.commit_of_extent[one] for one in self.world.taken if self.world.shard_of[one] == shard}
+        commits: dict[bool, set[int]] = {True: set(), False: set()}
+        for extent in self.world.taken:
+            commits[self.world.shard_of[extent] == shard].add(self.commit_of_extent[extent])
+        gone = commits[True] - commits[False]
         self.model.tick(self.world.now)
         lost = self.world.lose_shard(shard)
         assert lost.get("t", []) == sorted(self.model.lose(gone))
@@ -553,13 +563,13 @@ class LedgerMachine(RuleBasedStateMachine):
         pinned = {number for held in self.pinned_of.values() for number in held}
         needed = self.model.commits_alive()
         for extent in self.world.taken:
-            mine = [one for one in blocks.blocks.values() if one.at.extent == extent]
+            mine = [one for one in blocks.blocks.values() if any(place.id == extent for place in one.extents)]
             read = self.commit_of_extent[extent] in needed
             assert read or any(one.at.block in pinned for one in mine), extent
         assert needed <= {self.commit_of_extent[extent] for extent in self.world.taken}
         assert pinned <= set(blocks.blocks)
         live = [one for one in blocks.blocks.values() if one.refs]
-        assert self.table.usage.bytes == sum(one.at.nbytes for one in live)
+        assert self.table.usage.bytes == sum(one.nbytes for one in live)
 
     def teardown(self) -> None:
         """Whatever happened: when all clients are gone and all rows dropped, every byte is free again."""

@@ -169,6 +169,7 @@ def test_the_account_has_every_key_that_is_shown(world: World, maker: Driver) ->
         "rows_live": 4,
         "rows_done": 0,
         "rows_dropped": 0,
+        "rows_lost": 0,
         "dropped": {},
         "balanced": True,
     }

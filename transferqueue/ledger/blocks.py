@@ -12,6 +12,8 @@ extent. The rules:
   and ends in its last page (a put that asked for exactly its size: nothing more fits).
 - An extent is freed, once, when it is not open and no block in it is live or pinned.
 - An extent of a *lost* shard is forgotten then, and not freed: its memory is nobody's.
+- A block may have *copies*: the same bytes in extents of other shards, committed with it and needed as long as it is. What is said
+  above of its extent holds for each of them. Where its shard is lost, a copy takes its place.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from transferqueue.errors import NotFound, ProtocolError, ShardLost, UsageError
+from msgspec.structs import replace
+
+from transferqueue.errors import NotFound, ProtocolError, ShardLost, UsageError, listing
 from transferqueue.ledger.effects import Effects, FreeExtent
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES
-from transferqueue.wire.messages import BlockAt, Placed
+from transferqueue.wire.messages import BlockAt, Copy, Placed
 
 
 class Usage:
@@ -64,16 +68,27 @@ class Extent:
 
 
 class Block:
-    """Committed columns. refs: rows (per set of fields) that need them. pins: views that may exist."""
+    """Committed columns. extents: where they are, `at` first, then its copies. refs: rows (per set of fields) that need them.
+    pins: views that may exist."""
 
-    __slots__ = ("at", "extent", "pins", "refs", "usage")
+    __slots__ = ("at", "extents", "pins", "refs", "usage")
 
-    def __init__(self, at: BlockAt, extent: Extent, usage: Usage) -> None:
+    def __init__(self, at: BlockAt, extents: list[Extent], usage: Usage) -> None:
         self.at = at
-        self.extent = extent
+        self.extents = extents
         self.usage = usage
         self.refs = 0
         self.pins = 0
+
+    @property
+    def extent(self) -> Extent:
+        """Where it is read, unless a copy is nearer."""
+        return self.extents[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes, with its copies."""
+        return self.at.nbytes * len(self.extents)
 
 
 class Blocks:
@@ -136,31 +151,47 @@ class Blocks:
     # ------------------------------------------------------------ losses
 
     def lose_shard(self, shard: int) -> list[int]:
-        """The bytes of the shard are gone. Returns its blocks that are needed or pinned: the caller's to give up."""
+        """The bytes of the shard are gone. Returns blocks that lie nowhere else: the caller's to give up."""
         for extent in self.extents.values():
             extent.lost |= extent.shard == shard
-        return [number for number, block in self.blocks.items() if block.extent.lost]
+        lost = []
+        for number, block in self.blocks.items():
+            if all(extent.lost for extent in block.extents):
+                lost.append(number)
+            elif any(extent.lost for extent in block.extents):
+                self._lose_copies(block)
+        return lost
+
+    def _lose_copies(self, block: Block) -> None:
+        """What is left of the block in shards that are not lost is the block."""
+        at = block.at
+        places = [Copy(at.shard, at.extent, at.offset), *at.copies]
+        first, *copies = [place for place, one in zip(places, block.extents, strict=True) if not one.lost]
+        block.at = replace(at, shard=first.shard, extent=first.extent, offset=first.offset, copies=copies)
+        gone = [extent for extent in block.extents if extent.lost]
+        block.extents = [extent for extent in block.extents if not extent.lost]
+        if block.refs:
+            block.usage.bytes -= at.nbytes * len(gone)
+        for extent in gone:
+            extent.blocks -= 1
+            self._free_if_unused(extent)
 
     # ------------------------------------------------------------ commits
 
-    def check(self, session: int, placed: Sequence[Placed]) -> None:
-        """Raise unless `session` may commit all of `placed` together."""
+    def check(self, session: int, placed: Sequence[Placed], replicas: int = 1) -> None:
+        """Raise unless `session` may commit all of `placed` together, each in `replicas` shards."""
         taken: dict[int, Extent] = {}
         for block in placed:
-            extent = self.extents.get(block.extent)
-            if extent is None or extent.session != session:
-                raise NotFound(
-                    f"extent {block.extent} is not granted to this session (or was returned); ask for a grant first"
+            shards = [self._check_place(session, taken, block, *place) for place in _places(block)]
+            if len(shards) != replicas or len(set(shards)) != replicas:
+                raise UsageError(
+                    f"block of {', '.join(block.fields)} was written to shards {listing(shards)}; each block goes to "
+                    f"{replicas} different ones here"
                 )
-            if extent.lost:
-                raise ShardLost(
-                    f"extent {extent.id} was in shard {extent.shard}, which is gone with all that was written there; return it "
-                    "and write the columns again, into a new grant"
-                )
-            self._check_place(extent, taken, block)
 
-    def _check_place(self, extent: Extent, taken: dict[int, Extent], block: Placed) -> None:
-        start, end = block.offset, block.offset + block.nbytes
+    def _check_place(self, session: int, taken: dict[int, Extent], block: Placed, number: int, start: int) -> int:
+        """Raise unless the bytes of the block may be at `start` in this extent. Returns its shard."""
+        extent, end = self._granted(session, number), start + block.nbytes
         if start % ALIGNMENT:
             raise UsageError(f"block at offset {start} is not aligned; blocks begin at multiples of {ALIGNMENT} bytes")
         if start < extent.offset or end > extent.offset + extent.nbytes:
@@ -174,36 +205,48 @@ class Blocks:
                 f"block [{start}, {end}) overlaps bytes that were committed before; bytes are written once"
             )
         new.write(start, end)
+        return extent.shard
+
+    def _granted(self, session: int, number: int) -> Extent:
+        extent = self.extents.get(number)
+        if extent is None or extent.session != session:
+            raise NotFound(f"extent {number} is not granted to this session (or was returned); ask for a grant first")
+        if extent.lost:
+            raise ShardLost(
+                f"extent {number} was in shard {extent.shard}, which is gone with all that was written there; return it "
+                "and write the columns again, into a new grant"
+            )
+        return extent
 
     def commit(self, placed: Sequence[Placed], usage: Usage, refs: Sequence[int]) -> list[int]:
         """Numbers of the new blocks, in order; `refs` rows will refer to each. Checked before."""
-        numbers = [
-            self._commit(block, self.extents[block.extent], usage, count)
-            for block, count in zip(placed, refs, strict=True)
-        ]
-        for number in {block.extent: None for block in placed}:
-            self._close_if_full(self.extents[number], [block for block in placed if block.extent == number])
+        numbers = [self._commit(block, usage, count) for block, count in zip(placed, refs, strict=True)]
+        written: dict[int, list[tuple[int, int]]] = {}
+        for block in placed:
+            for number, start in _places(block):
+                written.setdefault(number, []).append((start, start + block.nbytes))
+        for number, spans in written.items():
+            self._close_if_full(self.extents[number], spans)
         return numbers
 
-    def _commit(self, placed: Placed, extent: Extent, usage: Usage, refs: int) -> int:
+    def _commit(self, placed: Placed, usage: Usage, refs: int) -> int:
         number = self._next_block
         self._next_block += 1
-        extent.write(placed.offset, placed.offset + placed.nbytes)
+        extents = [self.extents[extent] for extent, _ in _places(placed)]
+        for extent, (_, start) in zip(extents, _places(placed), strict=True):
+            extent.write(start, start + placed.nbytes)
         if refs:
-            at = BlockAt(
-                number, extent.shard, extent.id, placed.offset, placed.nbytes, placed.rows,
-                list(placed.fields), list(placed.counts), placed.checksum,
-            )  # fmt: skip
-            block = self.blocks[number] = Block(at, extent, usage)
+            block = self.blocks[number] = Block(_block_at(number, placed, extents), extents, usage)
             block.refs = refs
-            extent.blocks += 1
-            usage.bytes += placed.nbytes
+            usage.bytes += block.nbytes
+            for extent in extents:
+                extent.blocks += 1
         return number
 
-    def _close_if_full(self, extent: Extent, placed: Sequence[Placed]) -> None:
+    def _close_if_full(self, extent: Extent, spans: Sequence[tuple[int, int]]) -> None:
         end = extent.offset + extent.nbytes
-        starts = min(block.offset for block in placed) == extent.offset
-        if starts and max(block.offset + block.nbytes for block in placed) > end - PAGE_BYTES:
+        starts = min(start for start, _ in spans) == extent.offset
+        if starts and max(last for _, last in spans) > end - PAGE_BYTES:
             extent.open = False
             self._free_if_unused(extent)
 
@@ -217,15 +260,16 @@ class Blocks:
         block = self.blocks[number]
         block.refs -= refs
         if not block.refs:
-            block.usage.bytes -= block.at.nbytes
+            block.usage.bytes -= block.nbytes
             self._forget_if_unused(block)
 
     def _forget_if_unused(self, block: Block) -> None:
         if block.refs or block.pins:
             return
         del self.blocks[block.at.block]
-        block.extent.blocks -= 1
-        self._free_if_unused(block.extent)
+        for extent in block.extents:
+            extent.blocks -= 1
+            self._free_if_unused(extent)
 
     # ------------------------------------------------------------ pins
 
@@ -262,3 +306,19 @@ class Blocks:
         block = self.blocks[number]
         block.pins -= count
         self._forget_if_unused(block)
+
+
+def _places(placed: Placed) -> list[tuple[int, int]]:
+    """Extent and offset of each copy of a block, the first first."""
+    return [(placed.extent, placed.offset), *((one.extent, one.offset) for one in placed.copies)]
+
+
+def _block_at(number: int, placed: Placed, extents: Sequence[Extent]) -> BlockAt:
+    """How replies name a block."""
+    copies = [
+        Copy(extent.shard, one.extent, one.offset) for extent, one in zip(extents[1:], placed.copies, strict=True)
+    ]
+    return BlockAt(
+        number, extents[0].shard, placed.extent, placed.offset, placed.nbytes, placed.rows, list(placed.fields),
+        list(placed.counts), placed.checksum, copies=copies,
+    )  # fmt: skip

@@ -49,8 +49,8 @@ class Staged:
 # ---------------------------------------------------------------- checks: nothing is changed
 
 
-def check_columns(rows: Rows, blocks: Blocks, session: int, columns: Columns, count: int) -> Staged:
-    """`columns` for `count` rows, checked for all that does not depend on which rows."""
+def check_columns(rows: Rows, blocks: Blocks, session: int, columns: Columns, count: int, replicas: int) -> Staged:
+    """`columns` for `count` rows, each block in `replicas` shards, checked for all that does not depend on which rows."""
     known = rows.check_fields(columns.fields)
     inline = [(one.field, _check_inline(rows, known, one.field, one.data, count)) for one in columns.inline]
     slots = [_check_block(rows, known, placed, count) for placed in columns.blocks]
@@ -58,10 +58,10 @@ def check_columns(rows: Rows, blocks: Blocks, session: int, columns: Columns, co
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f'field "{twice}" is given twice in one request; give each field once')
-    blocks.check(session, columns.blocks)
+    blocks.check(session, columns.blocks, replicas)
     facts = check_facts(columns.facts, count)
     new = [] if known is rows.fields else [known[name] for name in known if name not in rows.fields]
-    nbytes = sum(placed.nbytes for placed in columns.blocks)
+    nbytes = replicas * sum(placed.nbytes for placed in columns.blocks)
     return Staged(count, new, list(columns.blocks), slots, inline, facts, names, nbytes)
 
 

@@ -68,7 +68,7 @@ def _check_put(table: Table, request: Put, session: int) -> Staged:
             f'a put of {request.rows} rows can never enter table "{table.name}", which holds at most '
             f"{table.limits.rows}: {request.rows} > {table.limits.rows}"
         )
-    staged = check_columns(table.rows, table.core.blocks, session, request.columns, request.rows)
+    staged = check_columns(table.rows, table.core.blocks, session, request.columns, request.rows, table.replicas)
     check_size(staged, table.name, table.limits.bytes_max, request.rows if request.reservation else 1)
     if "group_id" in staged.facts.numbers:
         numbers = staged.facts.numbers
@@ -168,7 +168,7 @@ def _remember(table: Table, author: tuple[bytes, int], first: int, rows: int) ->
 def update(table: Table, request: Update, session: int, now: float) -> Done:
     """More columns or facts for live rows."""
     rows = decode_rows(request.rows)
-    staged = check_columns(table.rows, table.core.blocks, session, request.columns, rows.size)
+    staged = check_columns(table.rows, table.core.blocks, session, request.columns, rows.size, table.replicas)
     at = table.rows.live_places(rows)
     check_later(staged)
     check_size(staged, table.name, table.limits.bytes_max, rows.size)

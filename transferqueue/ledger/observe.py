@@ -48,6 +48,7 @@ def table_stats(table: Table, now: float) -> Plain:
         "version": table.clock,
         "cursor": table.ordinals.cursor(),
         "sealed": table.sealed,
+        "replicas": table.replicas,
         "age_s": _oldest(table, now),
         "staleness": _by_lag(table.staleness),
         "staleness_in_flight": _by_lag(table.staleness_in_flight),

@@ -31,7 +31,7 @@ PLANTER = -1
 
 def plant(state: State, cut: Cut, now: float) -> None:
     """Make the tables and channels of `cut`. Each of its blocks lies in an extent of its own, of whole
-    pages, which is this ledger's from now on.
+    pages, which is this ledger's from now on; it has no copies, whatever the terms of its table say of new ones.
 
     `UsageError` if there is a table or channel already; nothing is changed then.
     """
@@ -51,7 +51,9 @@ def plant(state: State, cut: Cut, now: float) -> None:
 
 def _request(cut: TableCut) -> CreateTable:
     terms = cut.terms
-    return CreateTable(terms.name, terms.fields, terms.tasks, terms.limits, terms.pacing, terms.retention)
+    return CreateTable(
+        terms.name, terms.fields, terms.tasks, terms.limits, terms.pacing, terms.retention, replicas=terms.replicas
+    )
 
 
 class _Planting:

@@ -71,7 +71,7 @@ def _check_columns(table: Table, one: Lease, request: Ack | Release, session: in
     """What comes with the end of a lease, for the rows that it names; None when nothing does."""
     if request.columns is None:
         return None
-    staged = check_columns(table.rows, table.core.blocks, session, request.columns, named.size)
+    staged = check_columns(table.rows, table.core.blocks, session, request.columns, named.size, table.replicas)
     check_later(staged)
     if staged.empty:
         return None

@@ -56,12 +56,16 @@ class Core:
 class Table:
     """State of one table."""
 
-    def __init__(self, core: Core, name: str, limits: Limits, pacing: Pacing | None, retention: Retention) -> None:
+    def __init__(
+        self, core: Core, name: str, limits: Limits, pacing: Pacing | None, retention: Retention, replicas: int
+    ) -> None:
         self.core = core
         self.name = name
         self.limits = limits
         self.pacing = pacing
         self.retention = retention
+        self.replicas = replicas
+        """Shards that each block is committed to."""
         self.sealed = False
         self.clock = 0
         self.rows = Rows(name, limits.rows)
@@ -111,7 +115,7 @@ class Table:
         """The terms as a reply."""
         return TableTerms(
             self.name, list(self.rows.fields.values()), [one.task for one in self.tasks.values()], self.limits,
-            self.pacing, self.retention, self.sealed, self.clock,
+            self.pacing, self.retention, self.sealed, self.clock, self.replicas,
         )  # fmt: skip
 
     def expected_fields(self) -> frozenset[str]:

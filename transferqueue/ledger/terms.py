@@ -14,7 +14,7 @@ from transferqueue.ledger.selectors import Ranker
 from transferqueue.ledger.settle import conclude
 from transferqueue.ledger.table import Core, Table
 from transferqueue.ledger.tasks import ABSENT, PENDING
-from transferqueue.limits import FIELDS_MAX, TASKS_MAX, check_name
+from transferqueue.limits import COPIES_MAX, FIELDS_MAX, TASKS_MAX, check_name
 from transferqueue.policies import Acked, Pacing, Requeue, Task
 from transferqueue.wire.messages import CreateTable, TableTerms
 
@@ -28,6 +28,10 @@ def check_create(core: Core, request: CreateTable) -> None:
     names = [task.name for task in request.tasks]
     _check_once("task", names, TASKS_MAX)
     _check_once("field", [field.name for field in request.fields], FIELDS_MAX)
+    if request.replicas > COPIES_MAX:
+        raise Impossible(
+            f'table "{request.name}" would have replicas={request.replicas}; at most {COPIES_MAX} shards keep each block'
+        )
     for task in request.tasks:
         _check_task(core, task)
     if request.pacing is not None:
@@ -90,7 +94,7 @@ def _check_requeue(pacing: Pacing, target: str, tasks: dict[str, Task]) -> None:
 
 def create_table(core: Core, request: CreateTable) -> Table:
     """A new table of checked terms."""
-    table = Table(core, request.name, request.limits, request.pacing, request.retention or Acked())
+    table = Table(core, request.name, request.limits, request.pacing, request.retention or Acked(), request.replicas)
     for field in request.fields:
         table.rows.add_field(field)
     for task in request.tasks:
@@ -105,7 +109,7 @@ def same_terms(table: Table, request: CreateTable) -> bool:
         all(table.rows.fields.get(field.name) == field for field in request.fields)
         and all(tasks.get(task.name) == task for task in request.tasks)
         and (table.limits, table.pacing) == (request.limits, request.pacing)
-        and table.retention == (request.retention or Acked())
+        and (table.retention, table.replicas) == (request.retention or Acked(), request.replicas)
     )
 
 

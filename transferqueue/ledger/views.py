@@ -86,7 +86,7 @@ def _of_lease(state: State, request: m.Lease) -> str:
 
 def _of_put(state: State, request: m.Put) -> str:
     table = state.table(request.table)
-    why = intake.no_room(table, request.rows, sum(block.nbytes for block in request.columns.blocks))
+    why = intake.no_room(table, request.rows, table.replicas * sum(block.nbytes for block in request.columns.blocks))
     return explain_room(table, why or "there is room by now")
 
 

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from transferqueue.limits import (
+    COPIES_MAX,
     ITEMS_MAX,
     KEY_CHARS_MAX,
     MESSAGE_BYTES_MAX,
@@ -94,13 +95,20 @@ class RowFacts(Message):
     tags: RowTags | None = None
 
 
+class CopyAt(Message):
+    """Where else a block was written, in a grant of the sender's: the same bytes, in another shard."""
+
+    extent: Count
+    offset: Count
+
+
 class Placed(Message):
     """A block that the sender has written into an extent granted to it.
 
     offset: Bytes from the start of the arena, inside the extent. rows: rows of the block. fields: the
     columns in it. counts: one per field (`schema.layout`). slots: for each row of the request the row
     of the block that holds it (int32; None: the same order, one to one); several rows may share one.
-    checksum: xxh3-64 of the bytes, 0 where they never leave the machine.
+    checksum: xxh3-64 of the bytes, 0 where they never leave the machine. copies: as many more as the table has replicas.
     """
 
     extent: Count
@@ -111,6 +119,7 @@ class Placed(Message):
     counts: Counts
     slots: I32 | None = None
     checksum: Checksum = 0
+    copies: Annotated[list[CopyAt], Meta(max_length=COPIES_MAX)] = []
 
 
 class Columns(Message):
@@ -123,10 +132,19 @@ class Columns(Message):
     facts: RowFacts = RowFacts()
 
 
+class Copy(Message):
+    """A further place of a block. ticket: as of `BlockAt`."""
+
+    shard: int
+    extent: int
+    offset: int
+    ticket: Bytes = b""
+
+
 class BlockAt(Message):
     """Where a committed block lies: shard, extent, bytes [offset, offset + nbytes) of the arena, layout.
 
-    ticket: for a session that reads over the bulk endpoint, what it shows there; else empty.
+    ticket: for a session that reads over the bulk endpoint, what it shows there; else empty. copies: where the same bytes lie too.
     """
 
     block: int
@@ -139,6 +157,7 @@ class BlockAt(Message):
     counts: Annotated[list[int], Meta(max_length=ITEMS_MAX)]
     checksum: int = 0
     ticket: Bytes = b""
+    copies: Annotated[list[Copy], Meta(max_length=COPIES_MAX)] = []
 
 
 class Part(Message):
@@ -246,7 +265,7 @@ class Unpin(Message):
 
 
 class CreateTable(Message):
-    """A table and its terms. exist_ok: an existing table with the same terms is no error."""
+    """A table and its terms. exist_ok: an existing table with the same terms is no error. replicas: shards that have each block."""
 
     name: Name
     fields: Fields = []
@@ -255,6 +274,7 @@ class CreateTable(Message):
     pacing: Pacing | None = None
     retention: Retention | None = None
     exist_ok: bool = False
+    replicas: Annotated[int, Meta(ge=1)] = 1
 
 
 class OpenTable(Message):
@@ -275,6 +295,7 @@ class TableTerms(Message):
     retention: Retention
     sealed: bool
     version: int
+    replicas: int = 1
 
 
 class AddTask(Message):
@@ -325,10 +346,14 @@ class Advance(Message):
 
 
 class Grant(Message):
-    """An extent of at least `nbytes` in the arena of a near shard, else of another, for this session to write."""
+    """An extent of at least `nbytes` in the arena of a near shard, else of another, for this session to write.
+
+    apart: shards that it must not be in, since they have the other copies. `Impossible` if there is no further one.
+    """
 
     nbytes: Annotated[int, Meta(ge=1)]
     wait_s: Seconds = 0.0
+    apart: Annotated[list[Count], Meta(max_length=COPIES_MAX)] = []
 
 
 class Granted(Message):
