@@ -50,6 +50,13 @@ def decode_rows(data: bytes) -> IntArray:
     return rows
 
 
+def run_of(at: IntArray) -> Index:
+    """The same places, as a slice where they are contiguous: what is taken there is then viewed, not copied."""
+    if at.size and int(at[-1]) - int(at[0]) == at.size - 1 and bool((at[1:] > at[:-1]).all()):
+        return slice(int(at[0]), int(at[-1]) + 1)
+    return at
+
+
 def some(rows: IntArray, limit: int = 5) -> str:
     """Row ids for a message: ``3, 4, 5 and 9 more``."""
     shown = ", ".join(str(int(row)) for row in rows[:limit])

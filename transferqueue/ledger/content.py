@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from transferqueue.ledger.arrays import IntArray
+from transferqueue.ledger.arrays import Index, IntArray
 from transferqueue.ledger.blocks import Blocks
 from transferqueue.ledger.facts import DTYPES
 from transferqueue.ledger.parts import Places
@@ -24,7 +24,7 @@ _FIRST: Final = short.alike(np.zeros(1, np.int32))
 """Every row is in the first block."""
 
 
-def describe_rows(table: Table, rows: IntArray, at: IntArray, there: Sequence[str]) -> tuple[Content, list[int]]:
+def describe_rows(table: Table, rows: IntArray, at: Index, there: Sequence[str]) -> tuple[Content, list[int]]:
     """Content of `rows` with fields that all of them have (`complete_fields`), and the blocks it names."""
     inline, placed, definitions = table.rows.told(there)
     blocks: dict[int, None] = {}

@@ -8,7 +8,7 @@ import numpy as np
 
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, UsageError
 from transferqueue.ledger.agreed import Agreement
-from transferqueue.ledger.arrays import NO_ROWS, IntArray, tally
+from transferqueue.ledger.arrays import NO_ROWS, IntArray, run_of, tally
 from transferqueue.ledger.choose import Choice, check_groups_fit, choose, tokens_of
 from transferqueue.ledger.content import complete_fields, describe_rows
 from transferqueue.ledger.effects import Wait
@@ -60,13 +60,7 @@ def _check(table: Table, task: TaskState, request: LeaseRequest) -> None:
     _check_peers(request)
     _check_possible(table, task, request)
     check_where(table.rows, request.where, table.expected_fields())
-    _check_fields(table, request.fields or ())
-
-
-def _check_fields(table: Table, fields: Sequence[str]) -> None:
-    if all(map(table.rows.fields.__contains__, fields)):
-        return
-    for name in fields:
+    for name in _asked(task, request) or ():
         if name not in table.rows.fields and name not in table.expected_fields():
             raise table.rows.unknown_field(name)
 
@@ -120,26 +114,32 @@ def _lend(table: Table, task: TaskState, request: LeaseRequest, session: int, no
     if choice is None:
         return None
     choice.queue.taken(choice.sizes.size)
-    one = _open(table, task, choice.rows, request, now)
+    at = table.rows.pages.index(choice.rows)
+    one = _open(table, task, choice.rows, at, request, now)
     table.core.leases.hold(one, session, 0)
-    return _reply(table, one, request, session, now)
+    return _reply(table, one, at, request, session, now)
 
 
-def _open(table: Table, task: TaskState, rows: IntArray, request: LeaseRequest, now: float) -> Lease:
-    """The rows leave the queue; nobody holds the lease yet."""
+def _open(table: Table, task: TaskState, rows: IntArray, at: IntArray, request: LeaseRequest, now: float) -> Lease:
+    """The rows, at these places, leave the queue; nobody holds the lease yet."""
     length = request.lease_s or task.task.lease_s
     one = table.core.leases.open(table.name, task.task.name, rows, length, now)
     one.replicas = request.replicas
-    task.lend(rows, table.rows.pages.index(rows), one.id)
+    task.lend(rows, at, one.id)
     table.core.deadlines.add(one, now + length)
     return one
 
 
-def _reply(table: Table, one: Lease, request: LeaseRequest, session: int, now: float) -> Leased:
-    at = table.rows.pages.index(one.rows)
-    needs = table.tasks[one.task].task.needs
-    fields = needs if request.fields is None else complete_fields(table, at, request.fields)
-    content, blocks = describe_rows(table, one.rows, at, fields)
+def _asked(task: TaskState, request: LeaseRequest) -> Sequence[str] | None:
+    """Fields that the request names; None where they are those that each of its rows has because it is ready."""
+    return None if request.fields is None or tuple(request.fields) == task.task.needs else request.fields
+
+
+def _reply(table: Table, one: Lease, at: IntArray, request: LeaseRequest, session: int, now: float) -> Leased:
+    task = table.tasks[one.task]
+    asked = _asked(task, request)
+    fields = task.task.needs if asked is None else complete_fields(table, at, asked)
+    content, blocks = describe_rows(table, one.rows, run_of(at), fields)
     table.core.blocks.pin(session, blocks)
     table.history.add(now, "leased", one.rows, one.task, session, f"lease {one.id}")
     if table.pacing and table.pacing.task == one.task:
@@ -192,7 +192,8 @@ def _make_shares(table: Table, task: TaskState, choice: Choice, request: LeaseRe
     weights = tokens_of(table, choice.rows, choice.sizes)
     for units in shares(weights, request.world, equal_counts=task.ranker.equal_counts):
         rows = [choice.rows[starts[unit] : starts[unit] + choice.sizes[unit]] for unit in units]
-        one = _open(table, task, np.concatenate(rows) if rows else NO_ROWS, request, now)
+        share = np.concatenate(rows) if rows else NO_ROWS
+        one = _open(table, task, share, table.rows.pages.index(share), request, now)
         one.share = (request.world, request.replicas)
         made.append(one.id)
     return made
@@ -209,13 +210,13 @@ def _join(table: Table, one: Lease, request: LeaseRequest, session: int, now: fl
     table.core.leases.hold(one, session, request.replica)
     if first:
         _begin(table, one, now)
-        reply = _reply(table, one, request, session, now)
+        reply = _reply(table, one, table.rows.pages.index(one.rows), request, session, now)
         if one.replicas > 1:
             # Pinned for the lease too: the first replica may let go before the last has asked.
             one.reply, one.fields = reply, request.fields
             table.core.blocks.pin(-one.id, _blocks(reply))
         return reply
-    reply = one.reply or _reply(table, one, request, session, now)
+    reply = one.reply or _reply(table, one, table.rows.pages.index(one.rows), request, session, now)
     table.core.blocks.pin(session, _blocks(reply))
     left = one.length_s if one.deadline is None else max(0.0, one.deadline - now)
     return Leased(reply.lease, reply.token, left, reply.version, reply.content)

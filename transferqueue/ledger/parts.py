@@ -143,7 +143,7 @@ class Parts:
                 found |= np.isin(part.block.a[at], blocks)
         return found
 
-    def locate(self, fields: Iterable[str], at: IntArray) -> list[Places]:
+    def locate(self, fields: Iterable[str], at: Index) -> list[Places]:
         """Places of fields (that are set) for rows, fields that lie together in one entry."""
         key = tuple(fields)
         together = self._together.get(key)
@@ -159,12 +159,13 @@ class Parts:
             together.setdefault(tuple(id(part) for part in self._of_field.get(name, ())), []).append(name)
         return list(together.values())
 
-    def _places(self, names: list[str], at: IntArray) -> Places:
+    def _places(self, names: list[str], at: Index) -> Places:
         parts = self._of_field.get(names[0], [])
         if len(parts) == 1:
             return Places(names, parts[0].block.a[at], parts[0].slot.a[at])
         if not parts:
-            return Places(names, np.zeros(at.size, np.int64), np.zeros(at.size, np.int32))
+            count = self._rows.pages.fate.a[at].size
+            return Places(names, np.zeros(count, np.int64), np.zeros(count, np.int32))
         blocks = np.stack([part.block.a[at] for part in parts])
         newest = blocks.argmax(axis=0)[np.newaxis]
         slots = np.stack([part.slot.a[at] for part in parts])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from transferqueue.errors import NotFound
-from transferqueue.ledger.arrays import IntArray, decode_rows, some
+from transferqueue.ledger.arrays import IntArray, decode_rows, run_of, some
 from transferqueue.ledger.content import complete_fields, describe_rows
 from transferqueue.ledger.pages import DROPPED
 from transferqueue.ledger.predicates import check_where, matches
@@ -36,7 +36,7 @@ def read(table: Table, request: Read, session: int) -> ReadRows:
     else:
         fields = list(dict.fromkeys(request.fields))
         _check_complete(table, rows, at, fields)
-    content, blocks = describe_rows(table, rows, at, fields)
+    content, blocks = describe_rows(table, rows, run_of(at), fields)
     table.core.blocks.pin(session, blocks)
     return ReadRows(content)
 
