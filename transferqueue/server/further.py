@@ -22,7 +22,7 @@ import msgspec
 from transferqueue.ledger.effects import Wait
 from transferqueue.limits import ARENA_STEP_BYTES, ITEMS_MAX, PAGE_BYTES
 from transferqueue.schema import align
-from transferqueue.server.memory import TRIM_AFTER_S
+from transferqueue.server.memory import TRIM_AFTER_S, check_size
 from transferqueue.server.parking import WakeKey
 from transferqueue.server.sessions import Session
 from transferqueue.server.tickets import Tickets
@@ -106,6 +106,10 @@ class Further:
         self._ask_ahead()
 
     # ------------------------------------------------------------ what is lent
+
+    def check(self, nbytes: int) -> None:
+        """`Impossible` if an extent of `nbytes` could never be lent."""
+        check_size(nbytes, self.allocator)
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
         """Offset and size of an extent of at least `nbytes`, in whole pages; None if there are no such pages now."""

@@ -16,6 +16,15 @@ TRIM_AFTER_S: Final = 1.0
 """Freed pages stay warm this long at least: a flow of puts finds them again."""
 
 
+def check_size(nbytes: int, allocator: Allocator) -> None:
+    """`Impossible` if this arena could never lend an extent of `nbytes`."""
+    if nbytes > allocator.capacity:
+        raise Impossible(
+            f"{nbytes:,} bytes in one extent can never be granted: the arena has {allocator.capacity:,} in all; "
+            "write fewer rows at a time, or start the server with a larger --arena-bytes"
+        )
+
+
 class Memory:
     """An arena, lent in extents (of which there are `extents` now). An extent is lent only after the file system has promised its
     pages, and is taken back exactly as it was lent. allocator, extents: of what a server before this one has lent."""
@@ -51,11 +60,7 @@ class Memory:
 
     def check(self, nbytes: int) -> None:
         """`Impossible` if an extent of `nbytes` could never be lent."""
-        if nbytes > self.allocator.capacity:
-            raise Impossible(
-                f"{nbytes:,} bytes in one extent can never be granted: the arena has {self.allocator.capacity:,} in all; "
-                "write fewer rows at a time, or start the server with a larger --arena-bytes"
-            )
+        check_size(nbytes, self.allocator)
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
         """Offset and size of an extent of at least `nbytes`, in whole pages; None if there is no room now."""

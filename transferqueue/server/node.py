@@ -365,7 +365,7 @@ class Node:
         if (before := self.ledger.replied(session.number, call)) is not None:
             return before
         try:
-            taken = self.shards.take(session, request.nbytes)
+            taken = self.shards.take(session, request.nbytes, request.apart)
         except OutOfMemory:
             if not (request.wait_s and self.shards.used):
                 raise

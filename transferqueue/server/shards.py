@@ -13,12 +13,12 @@ The law (docs/decisions/0022):
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
 import msgspec
 
-from transferqueue.errors import Full, NotFound, OutOfMemory, UsageError, listing
+from transferqueue.errors import Full, Impossible, NotFound, OutOfMemory, UsageError, listing
 from transferqueue.ledger.effects import FreeExtent
 from transferqueue.limits import SESSIONS_MAX
 from transferqueue.server.further import Further
@@ -120,31 +120,43 @@ class Shards:
         """Bytes lent by all."""
         return self.own.used + sum(shard.used for shard in self._further.values())
 
-    def take(self, session: Session, nbytes: int) -> tuple[int, int, int] | None:
-        """Shard, offset and size of an extent of at least `nbytes`; None if no shard has room now. Errors as of `Memory.take`."""
-        if all(shard.draining or nbytes > shard.offer.capacity for shard in self._further.values()):
-            self.own.check(nbytes)
+    def take(self, session: Session, nbytes: int, apart: Collection[int] = ()) -> tuple[int, int, int] | None:
+        """Shard, offset and size of an extent of at least `nbytes`, in none of the shards `apart`; None if no shard has room now.
+
+        `Impossible` if none could ever have it, errors as of `Memory.take`.
+        """
+        able = [one for one in self._in_order(session) if one.number not in apart]
+        if not able:
+            raise Impossible(
+                f"an extent apart from shards {listing(apart)} can never be granted: there are no others; start further "
+                "shards (transferqueue shard), or make the table with fewer replicas"
+            )
+        if all(nbytes > one.allocator.capacity for one in able):
+            max(able, key=lambda one: one.allocator.capacity).check(nbytes)
         refused: OutOfMemory | None = None
-        for number, shard in self._in_order(session):
+        for shard in able:
             try:
                 found = shard.take(nbytes) if nbytes <= shard.allocator.capacity else None
             except OutOfMemory as error:
                 refused = error
                 continue
             if found is not None:
-                return number, *found
+                return shard.number, *found
         if refused is not None:
             raise refused
         return None
 
-    def _in_order(self, session: Session) -> list[tuple[int, Memory | Further]]:
+    def _in_order(self, session: Session) -> list[Memory | Further]:
+        """Those that lend, the best first."""
         if not self._further:
-            return [(SHARD, self.own)]
+            return [self.own]
         ranked: list[tuple[bool, float, int, Memory | Further]] = [
-            (not _near(session, shard), _fill(shard), number, shard) for number, shard in self._further.items()
+            (not _near(session, shard), _fill(shard), number, shard)
+            for number, shard in self._further.items()
+            if not shard.draining
         ]
         ranked.append((session.remote, _fill(self.own), self._last + 1, self.own))
-        return [(shard.number, shard) for _, _, _, shard in sorted(ranked, key=lambda one: one[:3])]
+        return [shard for *_, shard in sorted(ranked, key=lambda one: one[:3])]
 
     def give_back(self, freed: FreeExtent, now: float) -> None:
         """Nobody needs this extent any more. One of a shard that is gone is gone too."""

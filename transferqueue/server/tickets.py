@@ -142,6 +142,11 @@ class Tickets:
         ticket = self._ticket(_READ, session, at.shard, at.block, at.extent, at.offset, at.nbytes)
         return msgspec.structs.replace(at, ticket=ticket)
 
+    def copy(self, session: int, at: m.BlockAt, copy: m.Copy) -> m.Copy:
+        """A further place of the block, in this shard, with its ticket."""
+        place = msgspec.structs.replace(at, shard=copy.shard, extent=copy.extent, offset=copy.offset)
+        return msgspec.structs.replace(copy, ticket=self.block(session, place).ticket)
+
     def _ticket(self, *facts: int) -> bytes:
         packed = struct.pack(f"<{len(facts)}q", *facts)
         return hashlib.blake2b(packed, key=self._key, digest_size=TICKET_BYTES).digest()
@@ -216,7 +221,15 @@ def issue(of: Callable[[int], Tickets | None], session: int, reply: m.Reply) -> 
 
 
 def _blocks(of: Callable[[int], Tickets | None], session: int, blocks: Iterable[m.BlockAt]) -> list[m.BlockAt]:
-    return [at if (tickets := of(at.shard)) is None else tickets.block(session, at) for at in blocks]
+    return [_block(of, session, at) for at in blocks]
+
+
+def _block(of: Callable[[int], Tickets | None], session: int, at: m.BlockAt) -> m.BlockAt:
+    if at.copies:
+        copies = [one if (there := of(one.shard)) is None else there.copy(session, at, one) for one in at.copies]
+        at = msgspec.structs.replace(at, copies=copies)
+    tickets = of(at.shard)
+    return at if tickets is None else tickets.block(session, at)
 
 
 def key_in(directory: Path) -> bytes:
