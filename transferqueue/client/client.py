@@ -20,12 +20,13 @@ from transferqueue.client.connection import Connection
 from transferqueue.client.memory import Memory
 from transferqueue.client.remote import RemoteMemory
 from transferqueue.client.sessionlock import SessionLock, session_lock
+from transferqueue.client.shards import Shards
 from transferqueue.client.terms import Terms
 from transferqueue.client.writing import Ground
-from transferqueue.errors import UsageError
+from transferqueue.errors import Unreachable, UsageError
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
 from transferqueue.transport.bulk_sockets import BulkLine
-from transferqueue.transport.keys import ClientKeys
+from transferqueue.transport.keys import ClientKeys, KeyPair
 from transferqueue.wire import messages as m
 
 Data = Literal["auto", "remote"]
@@ -48,7 +49,10 @@ class Server(Protocol):
 
 
 class Client:
-    """One session, shared by its handles: its connection, memory, places to write, and known tables."""
+    """One session, shared by its handles: its connection, memory, places to write, and known tables.
+
+    memory: of the coordinator's own shard. dial: the way to a further shard that is not mapped; None: there are none.
+    """
 
     def __init__(
         self,
@@ -57,16 +61,19 @@ class Client:
         memory: Memory | RemoteMemory,
         server: Server | None,
         *,
+        dial: Callable[[m.ShardAt], RemoteMemory] | None = None,
         ground: Ground | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address: Final = address
         self.connection: Final = connection
         self.memory: Final = memory
+        self.shards: Final = Shards(memory, dial or _no_way, connection.unpin)
         self.ground: Final = ground or Ground(connection.post)
         self.clock: Final[Callable[[], float]] = clock
         self.tables: Final[dict[str, Terms]] = {}
-        self._end: Final = weakref.finalize(self, _close, os.getpid(), connection, memory, server)
+        connection.on_welcome = self.shards.welcomed
+        self._end: Final = weakref.finalize(self, _close, os.getpid(), connection, self.shards, server)
 
     def terms(self, found: m.TableTerms) -> Terms:
         """The terms of a table as just heard, shared by all handles on it."""
@@ -117,7 +124,13 @@ def open_client(
     except BaseException:
         connection.close()
         raise
-    return Client(server.address if server else known_as or address, connection, memory, server)
+    return Client(
+        server.address if server else known_as or address,
+        connection,
+        memory,
+        server,
+        dial=lambda at: _further(at, welcome, keys, connection),
+    )
 
 
 def _check_data(address: str, data: Data) -> None:
@@ -141,25 +154,53 @@ def _memory(
         return Memory(welcome.arenas, welcome.arena_bytes, connection.unpin, lock)
     if welcome.arenas:  # the server sees this process, but this process not its files
         welcome = connection.greet_again(msgspec.structs.replace(hello, remote=True))
-    memory = RemoteMemory(
-        lambda told: BulkLine(place.host, told.bulk_port, told.epoch, keys),
+    return _remote(place.host, welcome, keys, connection, lock)
+
+
+def _further(at: m.ShardAt, welcome: m.Welcome, keys: ClientKeys | None, connection: Connection) -> RemoteMemory:
+    """The memory of a further shard, which asks for a key of ours only so that nobody else can listen."""
+    place = parse_address(at.endpoint)
+    if not isinstance(place, TcpAddress):
+        raise Unreachable(f"shard {at.number} says that it is reached at {at.endpoint!r}, which is no tcp address")
+    mine = ClientKeys(at.key, keys.own if keys else KeyPair.new()) if at.key else None
+    welcome = msgspec.structs.replace(welcome, bulk_port=place.port)
+    return _remote(place.host, welcome, mine, connection, None, port=place.port)
+
+
+def _remote(
+    host: str,
+    welcome: m.Welcome,
+    keys: ClientKeys | None,
+    connection: Connection,
+    lock: SessionLock | None,
+    port: int = 0,
+) -> RemoteMemory:
+    """Memory behind a bulk endpoint. port: 0: as the welcome says."""
+    return RemoteMemory(
+        lambda told: _line(host, port or told.bulk_port, told.epoch, keys),
         welcome,
-        connection.unpin,
+        unpin=lambda _: None,  # `Shards` does that
         over=lambda: connection.over,
         on_close=lock.release if lock else lambda: None,
     )
-    connection.on_welcome = memory.welcomed
-    return memory
+
+
+def _line(host: str, port: int, epoch: int, keys: ClientKeys | None) -> BulkLine:
+    return BulkLine(host, port, epoch, keys)
 
 
 def _can_map(path: str) -> bool:
     return os.access(path, os.R_OK | os.W_OK)
 
 
-def _close(pid: int, connection: Connection, memory: Memory | RemoteMemory, server: Server | None) -> None:
+def _no_way(at: m.ShardAt) -> RemoteMemory:
+    raise Unreachable(f"shard {at.number} is not one that this client can reach")
+
+
+def _close(pid: int, connection: Connection, shards: Shards, server: Server | None) -> None:
     if os.getpid() != pid:  # a forked child: all of this is its parent's
         return
-    memory.close()  # first, so that the lock is free, if no view is left, when the server hears the goodbye
+    shards.close()  # first, so that the lock is free, if no view is left, when the server hears the goodbye
     connection.close()
     if server is not None:
         server.stop()

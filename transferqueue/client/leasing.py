@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from transferqueue.client import checks
 from transferqueue.client.client import Client
 from transferqueue.client.commits import commit
@@ -14,7 +16,7 @@ from transferqueue.client.facts import Facts
 from transferqueue.client.lent import Lent
 from transferqueue.client.source import content_source
 from transferqueue.client.terms import Terms
-from transferqueue.errors import LeaseExpired, UsageError
+from transferqueue.errors import LeaseExpired, ShardLost, UsageError
 from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
 from transferqueue.policies import Predicate
 from transferqueue.wire import messages as m
@@ -22,6 +24,8 @@ from transferqueue.wire import messages as m
 B = TypeVar("B")
 
 REASON_CHARS_MAX = 4096
+LOST_MAX = 8
+"""Rows of lost shards that are given back before the loss is told; each time they are others."""
 
 
 def lease_request(
@@ -75,7 +79,18 @@ def predicates(where: Predicate | Iterable[Predicate]) -> list[Predicate]:
 
 
 def lease(client: Client, terms: Terms, request: m.Lease, batch: Callable[[Lent, m.Leased], B]) -> Operation[B]:
-    """Rows lent, as what `batch` makes of them. If that fails, the rows go back."""
+    """Rows lent, as what `batch` makes of them. If that fails, the rows go back; others are asked for where a shard that had
+    some is gone."""
+    until = client.clock() + request.wait_s
+    for _ in range(LOST_MAX):
+        try:
+            return (yield from _lease(client, terms, request, batch))
+        except ShardLost:
+            request = msgspec.structs.replace(request, wait_s=max(0.0, until - client.clock()))
+    return (yield from _lease(client, terms, request, batch))
+
+
+def _lease(client: Client, terms: Terms, request: m.Lease, batch: Callable[[Lent, m.Leased], B]) -> Operation[B]:
     leased = yield from ask(request, m.Leased)
     try:
         source = yield from content_source(

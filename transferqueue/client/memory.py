@@ -44,14 +44,25 @@ class Memory:
         open_arena: Callable[[str, int, Callable[[list[int]], object]], Arena] = Arena.open,
     ) -> None:
         self._open = open_arena
+        self._own = dict(arenas)
         self._paths = dict(arenas)
-        self._capacity = capacity
+        self._capacities = dict.fromkeys(arenas, capacity)
         self._tell = on_release
         self._lock_file = lock
         self._arenas: dict[int, Arena] = {}
         self._guard = threading.RLock()  # reentrant: a finalizer may run inside
         self._pins = 0
         self._closed = False
+
+    def map(self, further: Mapping[int, tuple[str, int]]) -> None:
+        """Beside its own the deployment has these shards now: path and capacity by number. Views of others stay valid."""
+        with self._guard:
+            paths = self._own | {number: path for number, (path, _) in further.items()}
+            gone = [number for number in self._arenas if paths.get(number) != self._paths[number]]
+            self._paths = paths
+            self._capacities |= {number: capacity for number, (_, capacity) in further.items()}
+            for number in gone:
+                self._arenas.pop(number).close()
 
     torn: Final = Fate.REFUSED
     """What a piece is whose writing failed: nobody else writes there, so it may be written again."""
@@ -79,7 +90,7 @@ class Memory:
         held: list[Blocks] = []
         for part in parts:
             blocks = Blocks(part.blocks, [memory[block.block] for block in part.blocks], fields)
-            placement = _placement(part, blocks, rows)
+            placement = placement_of(part, blocks, rows)
             held.append(blocks)
             columns |= {name: Column(fields[name], placement) for name in part.fields}
         return columns, held
@@ -114,7 +125,7 @@ class Memory:
             if found is None:
                 if shard not in self._paths:
                     raise Unreachable(f"shard {shard} is not one that the server named ({sorted(self._paths)})")
-                found = self._open(self._paths[shard], self._capacity, self._released)
+                found = self._open(self._paths[shard], self._capacities[shard], self._released)
                 self._arenas[shard] = found
         return found
 
@@ -129,7 +140,7 @@ class Memory:
                 self._lock_file.release()
 
 
-def _placement(part: m.Part, blocks: Blocks, rows: int) -> Placement:
+def placement_of(part: m.Part, blocks: Blocks, rows: int) -> Placement:
     """Where the rows of a reply are, as its part says; one run of one block needs no array."""
     if rows and len(part.block_of_row) == len(part.slot_of_row) == _ONE:
         block, first = (int.from_bytes(item, "little", signed=True) for item in (part.block_of_row, part.slot_of_row))

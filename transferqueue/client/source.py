@@ -57,5 +57,5 @@ def content_source(client: Client, content: m.Content, terms: Terms, subject: st
             raise
         fields = terms.told(content.definitions)
     columns = {value.field: Column.of_inline(fields[value.field], value.data) for value in content.inline}
-    placed, held = yield from client.memory.columns(content.parts, fields, rows)
+    placed, held = yield from client.shards.columns(content.parts, fields, rows)
     return Source(subject, rows, columns | placed, held)

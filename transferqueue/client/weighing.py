@@ -347,7 +347,7 @@ def _fetch(
     """The tensors in `blocks`, whole."""
     zero = bytes(4)
     parts = [m.Part(block.fields, [block], block_of_row=zero, slot_of_row=zero) for block in blocks]
-    columns, held = yield from client.memory.columns(parts, fields, 1)
+    columns, held = yield from client.shards.columns(parts, fields, 1)
     found = {
         name: Tensor(columns[name], memory, block)
         for memory, block in zip(held, blocks, strict=True)

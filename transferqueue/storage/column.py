@@ -62,6 +62,13 @@ class Column:
         column._cell = {"rows": Loaded(len(values), values, None, None)}
         return column
 
+    @property
+    def placement(self) -> Placement:
+        """Where its rows are, of one that nothing was taken of yet."""
+        if self._placement is None:
+            raise InternalError(f'column "{self.field.name}" lies in no blocks (any more)')
+        return self._placement
+
     def __len__(self) -> int:
         return self._rows
 

@@ -1,0 +1,316 @@
+"""All shards of a deployment as one session uses them: where a piece is written, where the columns of a reply come from.
+
+The law:
+
+- What the session maps is viewed in place; from every other shard the rows of a reply cross in one transfer, and all of them
+  at once. Rows that lie in several places are one column: its blocks are simply from here and there.
+- Shards come and go. One that a reply names and this session has not heard of is asked for, once, with all others; the
+  server never tells of its own accord.
+- Pins of what was received return when it has been received; pins of what is mapped, with the last view.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NoReturn, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferqueue.client.driving import Operation, Work, ask
+from transferqueue.client.memory import Memory, placement_of
+from transferqueue.client.remote import RemoteMemory
+from transferqueue.client.writing import Fate, Piece
+from transferqueue.errors import Corruption, PeerError, ShardLost
+from transferqueue.schema import Field
+from transferqueue.storage.column import Column
+from transferqueue.storage.placement import Blocks, Placement
+from transferqueue.wire import messages as m
+from transferqueue.wire import short
+
+OWN: Final = 0
+"""The coordinator's shard."""
+_MAPPED: Final = -1
+"""Stands for all shards that are mapped here: their blocks are viewed together."""
+T = TypeVar("T")
+Rows = NDArray[np.intp] | None
+"""Which rows of a reply; None: all."""
+Found = tuple[Rows, Blocks, Placement]
+Key = tuple[int, int]
+"""Where rows lie, and how many of them."""
+
+
+class Shards:
+    """Safe from any thread. own: the coordinator's memory. dial: the way to another shard. unpin: told blocks whose pins return.
+
+    What `dial` makes, and `own` if it is remote, returns no pins itself.
+    """
+
+    def __init__(
+        self,
+        own: Memory | RemoteMemory,
+        dial: Callable[[m.ShardAt], RemoteMemory],
+        unpin: Callable[[list[int]], object],
+    ) -> None:
+        self._own = own
+        self._dial = dial
+        self._unpin = unpin
+        self._guard = threading.Lock()
+        self._known: dict[int, m.ShardAt] = {}
+        self._lines: dict[int, RemoteMemory] = {}
+
+    # ------------------------------------------------------------ which there are
+
+    def know(self, numbers: Iterable[int]) -> Operation[None]:
+        """Hear of these shards, if that is not done. `ShardLost` for one that is there no more."""
+        unknown = [number for number in numbers if number != OWN and number not in self._known]
+        if unknown:
+            yield from self.look()
+        for number in unknown:
+            self._at(number)
+
+    def look(self) -> Operation[None]:
+        """Hear which shards there are now."""
+        found = yield from ask(m.ListShards(), m.Shards)
+        self._heard({at.number: at for at in found.shards})
+
+    def _heard(self, found: dict[int, m.ShardAt]) -> None:
+        with self._guard:
+            gone = [number for number, at in self._known.items() if found.get(number) != at]
+            closing = [line for number in gone if (line := self._lines.pop(number, None)) is not None]
+            self._known = found
+            if isinstance(self._own, Memory):
+                self._own.map({at.number: (at.path, at.capacity) for at in found.values() if at.path})
+        for line in closing:
+            line.close()
+
+    def has(self, number: int) -> bool:
+        """Whether the shard was there when this session last heard."""
+        return number == OWN or number in self._known
+
+    def welcomed(self, welcome: m.Welcome) -> None:
+        """The server was found again, or one that took its place: what is known of shards may not be true any more."""
+        with self._guard:
+            self._known = {}
+            lines = list(self._lines.values())
+        for memory in (self._own, *lines):
+            if isinstance(memory, RemoteMemory):
+                memory.welcomed(welcome)
+
+    def close(self) -> None:
+        """Let go of all of them."""
+        self._own.close()
+        with self._guard:
+            lines, self._lines = list(self._lines.values()), {}
+        for line in lines:
+            line.close()
+
+    def _at(self, number: int) -> m.ShardAt:
+        found = self._known.get(number)
+        if found is None:
+            raise ShardLost(f"shard {number} is gone, and the bytes there with it; ask for the rows again")
+        return found
+
+    def _is_mapped(self, number: int) -> bool:
+        return isinstance(self._own, Memory) and (number == OWN or bool(self._at(number).path))
+
+    def _memory(self, number: int) -> Memory | RemoteMemory:
+        if number == OWN or self._is_mapped(number):
+            return self._own
+        with self._guard:
+            if number not in self._lines:
+                self._lines[number] = self._dial(self._at(number))
+            return self._lines[number]
+
+    # ------------------------------------------------------------ writing
+
+    def write(self, piece: Piece, nbytes: int, fill: Callable[[memoryview], object]) -> Operation[None]:
+        """Let `fill` write `nbytes` into a piece of an extent granted to this session; the piece is done with if that fails."""
+        torn = Fate.REFUSED
+        try:
+            yield from self.know([piece.shard])
+            memory = self._memory(piece.shard)
+            torn = memory.torn
+            yield memory.write(piece, nbytes, fill)
+        except PeerError as error:
+            piece.done(Fate.TORN)
+            yield from self._explain([piece.shard], error)
+        except BaseException:
+            piece.done(torn)
+            raise
+
+    def _explain(self, numbers: Iterable[int], error: PeerError) -> Operation[NoReturn]:
+        """`ShardLost` if that is why bytes did not cross, else `error`."""
+        if not isinstance(error, ShardLost | Corruption) and any(number != OWN for number in numbers):
+            yield from self.look()
+            for number in numbers:
+                if not self.has(number):
+                    raise ShardLost(f"shard {number} is gone, and the bytes there with it; ask again") from error
+        raise error
+
+    # ------------------------------------------------------------ reading
+
+    def columns(
+        self, parts: Sequence[m.Part], fields: Mapping[str, Field], rows: int
+    ) -> Operation[tuple[dict[str, Column], list[Blocks]]]:
+        """Columns of the parts of one reply, and what holds the memory of each part. The pins return at once if this fails."""
+        named = {block.block: block for part in parts for block in part.blocks}
+        shards = {block.shard for block in named.values()}
+        received = list(named)
+        try:
+            yield from self.know(shards)
+            received = [at.block for at in named.values() if not self._is_mapped(at.shard)]
+            places = {self._place(number) for number in shards}
+            if len(places) < 2:
+                memory = self._memory(shards.pop()) if shards else self._own
+                return (yield from memory.columns(parts, fields, rows))
+            found = yield from self._gathered(parts, fields, rows)
+        except PeerError as error:
+            yield from self._explain(shards, error)
+        finally:
+            if received:
+                self._unpin(received)
+        return _joined(parts, found, fields, rows)
+
+    def _place(self, number: int) -> int:
+        return _MAPPED if self._is_mapped(number) else number
+
+    def _gathered(
+        self, parts: Sequence[m.Part], fields: Mapping[str, Field], rows: int
+    ) -> Operation[list[list[Found]]]:
+        """What each part has here and there."""
+        found: list[list[Found]] = [[] for _ in parts]
+        wanted: dict[Key, list[tuple[int, Rows, m.Part]]] = {}
+        for at, part in enumerate(parts):
+            for place, which, some in _split(part, rows, self._place):
+                count = rows if which is None else len(which)
+                wanted.setdefault((place, count), []).append((at, which, some))
+        self._view(wanted, fields, found)
+        keys = [key for key in wanted if key[0] != _MAPPED]
+        received = yield from together(
+            [self._memory(key[0]).columns([some for _, _, some in wanted[key]], fields, key[1]) for key in keys]
+        )
+        for key, (columns, held) in zip(keys, received, strict=True):
+            for (at, which, some), blocks in zip(wanted[key], held, strict=True):
+                found[at].append((which, blocks, columns[some.fields[0]].placement))
+        return found
+
+    def _view(
+        self,
+        wanted: Mapping[Key, list[tuple[int, Rows, m.Part]]],
+        fields: Mapping[str, Field],
+        found: list[list[Found]],
+    ) -> None:
+        here = [(count, *one) for (place, count), every in wanted.items() if place == _MAPPED for one in every]
+        if not here or not isinstance(self._own, Memory):
+            return
+        memory = self._own.pin({at.block: at for _, _, _, some in here for at in some.blocks}.values())
+        for count, at, which, some in here:
+            blocks = Blocks(some.blocks, [memory[one.block] for one in some.blocks], fields)
+            found[at].append((which, blocks, placement_of(some, blocks, count)))
+
+
+def _split(part: m.Part, rows: int, place: Callable[[int], int]) -> list[tuple[int, Rows, m.Part]]:
+    """The part as parts, each of which lies in one place."""
+    place_of_block = np.array([place(block.shard) for block in part.blocks], np.int64)
+    places = np.unique(place_of_block)
+    if places.size == 1:
+        return [(int(places[0]), None, part)]
+    block_of_row = short.each(part.block_of_row, "<i4", rows)
+    slot_of_row = short.each_ascending(part.slot_of_row, "<i4", rows)
+    found: list[tuple[int, Rows, m.Part]] = []
+    for one in places.tolist():
+        there = place_of_block == one
+        which = np.flatnonzero(there[block_of_row])
+        renumbered = (np.cumsum(there) - 1).astype("<i4")
+        blocks = [block for block, is_there in zip(part.blocks, there.tolist(), strict=True) if is_there]
+        some = m.Part(
+            part.fields, blocks, renumbered[block_of_row[which]].tobytes(), slot_of_row[which].astype("<i4").tobytes()
+        )
+        found.append((one, which, some))
+    return found
+
+
+def _joined(
+    parts: Sequence[m.Part], found: Sequence[Sequence[Found]], fields: Mapping[str, Field], rows: int
+) -> tuple[dict[str, Column], list[Blocks]]:
+    columns: dict[str, Column] = {}
+    held: list[Blocks] = []
+    for part, pieces in zip(parts, found, strict=True):
+        blocks, placement = _one(pieces, fields, rows)
+        held.append(blocks)
+        columns |= {name: Column(fields[name], placement) for name in part.fields}
+    return columns, held
+
+
+def _one(pieces: Sequence[Found], fields: Mapping[str, Field], rows: int) -> tuple[Blocks, Placement]:
+    """One placement for rows that lie here and there."""
+    if len(pieces) == 1:
+        return pieces[0][1:]
+    shapes = [shape for _, blocks, _ in pieces for shape in blocks.shapes]
+    blocks = Blocks(shapes, [memory for _, blocks, _ in pieces for memory in blocks.memory], fields)
+    block_of_row, slot_of_row = np.empty(rows, np.int32), np.empty(rows, np.int32)
+    before = 0
+    for which, some, placement in pieces:
+        block_of_row[which] = placement.block_of_row + before
+        slot_of_row[which] = placement.slot_of_row
+        before += len(some.shapes)
+    return blocks, Placement(blocks, block_of_row, slot_of_row)
+
+
+def together(operations: Sequence[Operation[T]]) -> Operation[list[T]]:
+    """The results of operations that ask for one `Work` each, or for nothing; all works at once. If one fails, all end."""
+    begun: list[tuple[Operation[T], Work]] = []
+    results: dict[int, T] = {}
+    try:
+        for at, operation in enumerate(operations):
+            _step(operation, None, at, begun, results)
+        if begun:
+            yield _at_once([work for _, work in begun])
+    except BaseException:
+        for operation, _ in begun:
+            operation.close()
+        raise
+    positions = [at for at in range(len(operations)) if at not in results]
+    ended: list[tuple[Operation[T], Work]] = []
+    for at, (operation, _) in zip(positions, begun, strict=True):
+        _step(operation, None, at, ended, results)
+    return [results[at] for at in range(len(operations))]
+
+
+def _step(
+    operation: Operation[T], given: Any, at: int, asked: list[tuple[Operation[T], Work]], results: dict[int, T]
+) -> None:
+    try:
+        wanted = operation.send(given)
+    except StopIteration as end:
+        results[at] = end.value
+    else:
+        if not isinstance(wanted, Work):
+            raise TypeError(f"an operation asked for {type(wanted).__name__}, where only works can run together")
+        asked.append((operation, wanted))
+
+
+def _at_once(works: Sequence[Work]) -> Work:
+    def abandon() -> None:
+        for work in works:
+            if work.abandon is not None:
+                work.abandon()
+
+    def run() -> None:
+        if len(works) == 1:
+            works[0].run()
+            return
+        with ThreadPoolExecutor(len(works) - 1, thread_name_prefix="transferqueue read") as pool:
+            others = [pool.submit(work.run) for work in works[1:]]
+            try:
+                works[0].run()
+                for other in others:
+                    other.result()
+            except BaseException:
+                abandon()
+                raise
+
+    return Work(sum(work.nbytes for work in works), run, abandon=abandon)
