@@ -77,7 +77,7 @@ class Server:
     def _serve_bytes(self, made: ExitStack, keyring: Keyring | None) -> None:
         """The bulk endpoint, on the hosts of the tcp addresses."""
         arena = self.node.memory.arena
-        shard = Shard(arena.path, arena.capacity, self.node.tickets, keyring)
+        shard = Shard(arena.path, arena.capacity, self.node.tickets, keyring and Keyring(keyring.directory))
         made.callback(shard.stop)
         self.node.bulk_port = shard.listen(self.tcp_addresses)
         shard.start()

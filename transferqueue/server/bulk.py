@@ -34,7 +34,7 @@ from transferqueue.storage.dtypes import U8
 from transferqueue.transport import TcpAddress, Wakeup, parse_address
 from transferqueue.transport import bulk as b
 from transferqueue.transport.bulk_sockets import BulkPort
-from transferqueue.transport.keyring import Keyring
+from transferqueue.transport.gate import Ring
 
 _log: Final = logging.getLogger("transferqueue.server")
 _EVERYWHERE: Final = ("*", "0.0.0.0", "[::]")  # noqa: S104  (asked for so by who serves)
@@ -171,8 +171,8 @@ class Exchange:
 class Shard:
     """The bulk endpoint of the arena at `path`: listens once `listen` returns, answers from `start` to `stop`."""
 
-    def __init__(self, path: str, capacity: int, tickets: Tickets, keyring: Keyring | None = None) -> None:
-        self._port = BulkPort(None if keyring is None else Keyring(keyring.directory))
+    def __init__(self, path: str, capacity: int, tickets: Tickets, keyring: Ring | None = None) -> None:
+        self._port = BulkPort(keyring)
         self._exchange = Exchange(_view(path, capacity), tickets)
         self._wakeup = Wakeup()
         tickets.on_close = self._wakeup.set

@@ -17,8 +17,7 @@ import zmq
 from transferqueue.errors import AddressInUse, Unreachable, UsageError
 from transferqueue.limits import BULK_TRANSFERS_MAX, BULK_WINDOW_FRAMES, FRAME_BYTES, KIB, MESSAGE_BYTES_MAX
 from transferqueue.transport.bulk import PIECES_MAX, Message, Piece
-from transferqueue.transport.gate import Gate
-from transferqueue.transport.keyring import Keyring
+from transferqueue.transport.gate import Gate, Ring
 from transferqueue.transport.keys import ClientKeys, secure
 from transferqueue.transport.wakeup import Wakeup
 from transferqueue.transport.zeromq import HANDSHAKE_MS, PING_MS, RECONNECT_MS, RECONNECT_MS_MAX
@@ -80,7 +79,7 @@ class BulkLine:
 class BulkPort:
     """The shard's end of all connections. Used by one thread."""
 
-    def __init__(self, keyring: Keyring | None = None) -> None:
+    def __init__(self, keyring: Ring | None = None) -> None:
         self._context, self._socket = _open(zmq.ROUTER, MESSAGE_BYTES_MAX)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._gate = None if keyring is None else Gate(self._context, keyring)

@@ -7,26 +7,55 @@ ZeroMQ attaches it to every message (`KEY_PROPERTY`), and no peer can set it.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Protocol
 
 import zmq
 
 from transferqueue.errors import UsageError
 from transferqueue.limits import FRAMES_DRAINED_MAX
-from transferqueue.transport.keyring import Keyring
+from transferqueue.transport.keys import KeyPair
 
 KEY_PROPERTY: Final = "User-Id"
 _QUESTIONS: Final = "inproc://zeromq.zap.01"
 _QUESTION_PARTS: Final = 7
 
 
+class Ring(Protocol):
+    """The keys of whoever listens, and whom it lets in."""
+
+    @property
+    def server(self) -> KeyPair:
+        """Its own."""
+
+    def owner(self, public: str) -> object | None:
+        """Who has this public key; None: nobody that is let in."""
+
+    def refresh(self) -> bool:
+        """Look at the keys again; whether they changed."""
+
+
+class Anyone:
+    """A pair of keys for this life, that lets in everyone: where a connection alone gives nothing, and only must be private."""
+
+    def __init__(self) -> None:
+        self.server: Final = KeyPair.new()
+
+    def owner(self, public: str) -> object | None:
+        """Whoever it is."""
+        return public
+
+    def refresh(self) -> bool:
+        """They never change."""
+        return False
+
+
 class Gate:
-    """Lets the clients of a key file into the listening sockets of one context. Used by one thread.
+    """Lets the clients of a ring of keys into the listening sockets of one context. Used by one thread.
 
     Whoever owns it polls `socket` for reading and then calls `decide`. It is closed with its context.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keyring: Keyring) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keyring: Ring) -> None:
         if not zmq.has("curve"):
             raise UsageError("keys need a ZeroMQ with CURVE, and this one has none; install pyzmq from its wheel")
         self.keyring: Final = keyring
