@@ -485,9 +485,10 @@ class AsyncQueue:
         pacing: Pacing | None = None,
         retention: Retention = Acked(),  # noqa: B008  (frozen)
         exist_ok: bool = False,
+        replicas: int = 1,
     ) -> AsyncTable:
         """As `Queue.create_table`."""
-        operation = verbs.create_table(self._client, name, fields, tasks, limits, pacing, retention, exist_ok)
+        operation = verbs.create_table(self._client, name, fields, tasks, limits, pacing, retention, exist_ok, replicas)
         return AsyncTable(self._client, await self._drive(operation))
 
     async def table(self, name: str, timeout_s: float = 0.0) -> AsyncTable:

@@ -44,13 +44,15 @@ class Queue:
         pacing: Pacing | None = None,
         retention: Retention = Acked(),  # noqa: B008  (frozen)
         exist_ok: bool = False,
+        replicas: int = 1,
     ) -> Table:
         """Make a table. Fields not declared here are added by the first put that brings them.
 
-        `AlreadyExists` unless `exist_ok` and the terms are the same; `Impossible` for terms under which rows would
-        wait for ever, with the arithmetic.
+        replicas: shards that each block of columns is written to, all in one commit, so that rows outlive the loss of one
+        less; their bytes count as often. `AlreadyExists` unless `exist_ok` and the terms are the same; `Impossible` for
+        terms under which rows would wait for ever, with the arithmetic, and with fewer shards than `replicas`.
         """
-        operation = verbs.create_table(self._client, name, fields, tasks, limits, pacing, retention, exist_ok)
+        operation = verbs.create_table(self._client, name, fields, tasks, limits, pacing, retention, exist_ok, replicas)
         return Table(self._client, self._drive(operation))
 
     def table(self, name: str, timeout_s: float = 0.0) -> Table:

@@ -37,6 +37,7 @@ def create_table(
     pacing: Pacing | None,
     retention: Retention | None,
     exist_ok: bool,
+    replicas: int,
 ) -> Operation[Terms]:
     """A new table, or an existing one with the same terms."""
     request = m.CreateTable(
@@ -47,6 +48,7 @@ def create_table(
         pacing=None if pacing is None else _one("pacing", pacing, Pacing),
         retention=None if retention is None else _one("retention", retention, Acked | Manual),
         exist_ok=bool(exist_ok),
+        replicas=checks.whole("replicas", replicas, least=1),
     )
     return client.terms((yield from ask(request, m.TableTerms)))
 

@@ -11,6 +11,8 @@ Rules:
 5. A piece that was to be carried to another machine and was not may still be written by what is on its way: it is never
    written again, and its extent takes no further put.
 6. An extent that a commit filled is closed by that commit, and needs no word.
+7. The copies of a piece are pieces in other shards, with the same bytes. They end as it does.
+8. An extent whose shard was lost takes no further put.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from transferqueue.client.deadline import Deadline
@@ -28,7 +30,7 @@ from transferqueue.schema import align
 from transferqueue.wire import messages as m
 
 OPEN_MAX: Final = 2
-"""Open extents kept: the one in use, and one that another thread asked for at the same moment."""
+"""Open extents kept for each copy that puts have: the one in use, and one that another thread asked for at the same moment."""
 
 
 class Fate(enum.Enum):
@@ -52,11 +54,12 @@ class _Extent:
 class Piece:
     """Bytes [offset, offset + nbytes) of the arena of `shard`, this put's to write until `done`."""
 
-    __slots__ = ("_extent", "_ground", "nbytes", "offset")
+    __slots__ = ("_extent", "_ground", "copies", "nbytes", "offset")
 
     def __init__(self, ground: Ground, extent: _Extent, offset: int, nbytes: int) -> None:
         self._ground, self._extent = ground, extent
         self.offset, self.nbytes = offset, nbytes
+        self.copies: list[Piece] = []
 
     @property
     def shard(self) -> int:
@@ -75,7 +78,8 @@ class Piece:
 
     def done(self, fate: Fate) -> None:
         """The put has ended, and this has become of it."""
-        self._ground._done(self._extent, self, fate)
+        for one in (self, *self.copies):
+            self._ground._done(one._extent, one, fate)
 
 
 class Ground:
@@ -94,15 +98,14 @@ class Ground:
         self._whole_from, self._shared = whole_from, shared
         self._guard = threading.RLock()
         self._open: deque[_Extent] = deque()
+        self._open_max = OPEN_MAX
 
-    def piece(self, nbytes: int, deadline: Deadline) -> Operation[Piece]:
-        """Room for `nbytes`, waiting for memory until the deadline."""
+    def piece(self, nbytes: int, deadline: Deadline, apart: Sequence[int] = ()) -> Operation[Piece]:
+        """Room for `nbytes` in a shard that is none of `apart`, waiting for memory until the deadline."""
         if nbytes >= self._whole_from:
-            granted = yield from ask(m.Grant(nbytes=nbytes, wait_s=deadline.left()), m.Granted)
-            return self._whole(granted, nbytes)
-        while (found := self._take(nbytes)) is None:
-            granted = yield from ask(m.Grant(nbytes=self._shared, wait_s=deadline.left()), m.Granted)
-            self._adopt(granted)
+            return self._whole((yield from _ask(nbytes, deadline, apart)), nbytes)
+        while (found := self._take(nbytes, apart)) is None:
+            self._adopt((yield from _ask(self._shared, deadline, apart)), len(apart) + 1)
         return found
 
     def _whole(self, granted: m.Granted, nbytes: int) -> Piece:
@@ -110,21 +113,22 @@ class Ground:
         extent.retired, extent.writers = True, 1
         return Piece(self, extent, granted.offset, nbytes)
 
-    def _take(self, nbytes: int) -> Piece | None:
+    def _take(self, nbytes: int, apart: Sequence[int]) -> Piece | None:
         size = align(nbytes)
         with self._guard:
             for extent in reversed(self._open):
-                if extent.used + size <= extent.granted.nbytes:
+                if extent.granted.shard not in apart and extent.used + size <= extent.granted.nbytes:
                     offset = extent.granted.offset + extent.used
                     extent.used += size
                     extent.writers += 1
                     return Piece(self, extent, offset, nbytes)
         return None
 
-    def _adopt(self, granted: m.Granted) -> None:
+    def _adopt(self, granted: m.Granted, copies: int) -> None:
         with self._guard:
             self._open.append(_Extent(granted))
-            while len(self._open) > OPEN_MAX:
+            self._open_max = max(self._open_max, copies * OPEN_MAX)
+            while len(self._open) > self._open_max:
                 retired = self._open.popleft()
                 retired.retired = True
                 self._return_if_left(retired)
@@ -144,3 +148,7 @@ class Ground:
     def _return_if_left(self, extent: _Extent) -> None:
         if extent.retired and extent.writers == 0:
             self._give_back(m.ReturnGrant(extent=extent.granted.extent))
+
+
+def _ask(nbytes: int, deadline: Deadline, apart: Sequence[int]) -> Operation[m.Granted]:
+    return ask(m.Grant(nbytes=nbytes, wait_s=deadline.left(), apart=list(apart)), m.Granted)

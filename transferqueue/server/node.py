@@ -353,6 +353,8 @@ class Node:
                 return self._of_shards(session, request, now)
             if isinstance(request, m.Observe):
                 return m.Observed(codec.encode_plain(observing.observe(self, request, now)))
+            if isinstance(request, m.CreateTable) and request.name not in self.ledger.state.tables:
+                self.shards.check_replicas(request.name, request.replicas)
             return self.ledger.apply(request, session=session.number, call=call, now=now)
         except TransferQueueError as error:
             return _failed(error)

@@ -7,7 +7,8 @@ The law (docs/decisions/0022):
 2. Numbers are not given twice in one life of the coordinator.
 3. An extent comes from a near shard (of the session's host) if one has room, else from another; from the least full of those.
 4. A session maps a shard if the coordinator sees both die, which needs one host for all three: only so does the kernel tell
-   when memory that a client saw may be used again (decision 4). In all other shards its bytes travel, by tickets.
+   when memory that a client saw may be used again (decision 4). In all other shards its bytes travel, by tickets. Of a block with
+   copies it is told first the one that it maps, if it maps one.
 """
 
 from __future__ import annotations
@@ -146,6 +147,15 @@ class Shards:
             raise refused
         return None
 
+    def check_replicas(self, table: str, replicas: int) -> None:
+        """`Impossible` if there are fewer shards that lend."""
+        lending = 1 + sum(not shard.draining for shard in self._further.values())
+        if replicas > lending:
+            raise Impossible(
+                f'table "{table}" would keep each block in replicas={replicas} shards, and {lending} lend memory: '
+                f"{replicas} > {lending}; start further shards (transferqueue shard), or make it with fewer replicas"
+            )
+
     def _in_order(self, session: Session) -> list[Memory | Further]:
         """Those that lend, the best first."""
         if not self._further:
@@ -194,7 +204,9 @@ class Shards:
         """The reply with tickets for what the session does not map."""
         if not session.remote and all(_maps(session, shard) for shard in self._further.values()):
             return reply
-        return issue(lambda shard: self._tickets_of(session, shard), session.number, reply)
+        near = {number for number, shard in self._further.items() if _maps(session, shard)}
+        near |= set() if session.remote else {SHARD}
+        return issue(lambda shard: self._tickets_of(session, shard), session.number, reply, near)
 
     def _tickets_of(self, session: Session, number: int) -> Tickets | None:
         if number == SHARD:

@@ -25,7 +25,7 @@ import os
 import secrets
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -204,24 +204,39 @@ class Tickets:
             yield
 
 
-def issue(of: Callable[[int], Tickets | None], session: int, reply: m.Reply) -> m.Reply:
-    """The reply with a ticket for each block or extent that it names. of: the tickets of a shard; None: this session needs none."""
+def issue(
+    of: Callable[[int], Tickets | None], session: int, reply: m.Reply, near: Collection[int] = frozenset()
+) -> m.Reply:
+    """The reply with a ticket for each block or extent that it names. of: the tickets of a shard; None: this session needs none.
+
+    near: shards of which a copy is named first, if there is one.
+    """
     match reply:
         case m.Granted():
             tickets = of(reply.shard)
             return reply if tickets is None else tickets.granted(session, reply)
         case m.Leased() | m.ReadRows():
             parts = [
-                msgspec.structs.replace(part, blocks=_blocks(of, session, part.blocks)) for part in reply.content.parts
+                msgspec.structs.replace(part, blocks=_blocks(of, session, part.blocks, near))
+                for part in reply.content.parts
             ]
             return msgspec.structs.replace(reply, content=msgspec.structs.replace(reply.content, parts=parts))
         case m.Weights():
-            return msgspec.structs.replace(reply, blocks=_blocks(of, session, reply.blocks))
+            return msgspec.structs.replace(reply, blocks=_blocks(of, session, reply.blocks, near))
     return reply
 
 
-def _blocks(of: Callable[[int], Tickets | None], session: int, blocks: Iterable[m.BlockAt]) -> list[m.BlockAt]:
-    return [_block(of, session, at) for at in blocks]
+def _blocks(
+    of: Callable[[int], Tickets | None], session: int, blocks: Iterable[m.BlockAt], near: Collection[int]
+) -> list[m.BlockAt]:
+    return [_block(of, session, _turned(at, near) if at.copies else at) for at in blocks]
+
+
+def _turned(at: m.BlockAt, near: Collection[int]) -> m.BlockAt:
+    """The block with a near copy of it first."""
+    places = [m.Copy(at.shard, at.extent, at.offset), *at.copies]
+    first, *others = sorted(places, key=lambda place: place.shard not in near)
+    return msgspec.structs.replace(at, shard=first.shard, extent=first.extent, offset=first.offset, copies=others)
 
 
 def _block(of: Callable[[int], Tickets | None], session: int, at: m.BlockAt) -> m.BlockAt:
