@@ -5,7 +5,8 @@
 2. If a column does not fit, the table is asked once more: perhaps the field is new, or the table is another one
    than it was. If it changed, the columns are checked again; if not, the refusal stands.
 3. Inline columns travel in the message; the others are written into granted memory, one piece for the call.
-4. The commit is one message. Refused, it changed nothing, and the piece is written again by the next put.
+4. The commit is one message. Refused, it changed nothing, and the piece is written again by the next put; one in a shard that
+   is gone is given up, and the columns are written elsewhere.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from transferqueue.client.deadline import Deadline
 from transferqueue.client.driving import Operation, ask
 from transferqueue.client.facts import Facts
 from transferqueue.client.terms import Terms
-from transferqueue.client.writing import Fate, Piece
-from transferqueue.errors import FlowSignal, SchemaError, UsageError
+from transferqueue.client.writing import OPEN_MAX, Fate, Piece
+from transferqueue.errors import FlowSignal, SchemaError, ShardLost, UsageError
 from transferqueue.limits import check_name
 from transferqueue.schema import Field, align
 from transferqueue.storage.blocks import Draft, drafts
@@ -67,10 +68,29 @@ def commit(
     if any(check_name("field", name) not in terms.fields for name in columns):
         yield from _refresh(terms)
     try:
-        return (yield from _commit(client, terms, facts, columns, rows, deadline, request, kind))
+        return (yield from _placed(client, terms, facts, columns, rows, deadline, request, kind))
     except SchemaError:
         if not (yield from _refresh(terms)):
             raise
+    return (yield from _placed(client, terms, facts, columns, rows, deadline, request, kind))
+
+
+def _placed(
+    client: Client,
+    terms: Terms,
+    facts: Facts,
+    columns: Mapping[str, Any],
+    rows: int | None,
+    deadline: Deadline,
+    request: Request,
+    kind: type[R],
+) -> Operation[R]:
+    """The commit, its columns written again elsewhere where the shard that was to have them is gone."""
+    for _ in range(OPEN_MAX + 1):  # each time an extent of that shard is given up, of which no more are kept
+        try:
+            return (yield from _commit(client, terms, facts, columns, rows, deadline, request, kind))
+        except ShardLost:
+            continue
     return (yield from _commit(client, terms, facts, columns, rows, deadline, request, kind))
 
 
@@ -94,7 +114,7 @@ def _commit(
 ) -> Operation[R]:
     out = outgoing(columns, facts, terms.fields, rows)
     blocks = drafts([column for column in out.columns if not column.field.inline])
-    piece = (yield from write(client, blocks, deadline)) if blocks else None
+    piece = (yield from write(client, blocks, deadline, terms.last.replicas)) if blocks else None
     fate = Fate.UNKNOWN
     try:
         carried = m.Columns(
@@ -108,6 +128,9 @@ def _commit(
     except CERTAIN:
         fate = Fate.REFUSED
         raise
+    except ShardLost:
+        fate = Fate.TORN
+        raise
     finally:
         if piece:
             piece.done(fate)
@@ -115,15 +138,24 @@ def _commit(
     return reply
 
 
-def write(client: Client, blocks: Sequence[Draft], deadline: Deadline) -> Operation[Piece]:
-    """Memory for the blocks, with them in it."""
-    nbytes = sum(align(block.nbytes) for block in blocks)
-    piece = yield from client.ground.piece(nbytes, deadline)
+def write(client: Client, blocks: Sequence[Draft], deadline: Deadline, replicas: int = 1) -> Operation[Piece]:
+    """Memory for the blocks, with them in it, in `replicas` shards."""
+    piece = yield from _written(client, blocks, deadline, [])
     try:
-        yield client.memory.write(piece, nbytes, lambda out: fill(out, blocks))
+        while len(piece.copies) + 1 < replicas:
+            apart = [one.shard for one in (piece, *piece.copies)]
+            piece.copies.append((yield from _written(client, blocks, deadline, apart)))
     except BaseException:
-        piece.done(client.memory.torn)
+        piece.done(Fate.REFUSED)
         raise
+    return piece
+
+
+def _written(client: Client, blocks: Sequence[Draft], deadline: Deadline, apart: list[int]) -> Operation[Piece]:
+    """One copy, in a shard that is none of `apart`."""
+    nbytes = sum(align(block.nbytes) for block in blocks)
+    piece = yield from client.ground.piece(nbytes, deadline, apart)
+    yield from client.shards.write(piece, nbytes, lambda out: fill(out, blocks))
     return piece
 
 
@@ -149,6 +181,7 @@ def placed(piece: Piece, blocks: Sequence[Draft]) -> list[m.Placed]:
                 fields=[field.name for field in block.fields],
                 counts=block.counts,
                 slots=None if block.slots is None else block.slots.astype("<i4").tobytes(),
+                copies=[m.CopyAt(one.extent, one.offset + at - piece.offset) for one in piece.copies],
             )
         )
         at += align(block.nbytes)
