@@ -26,6 +26,7 @@ from transferqueue.cli import (
     relay,
     replay,
     serve,
+    shard,
     shim,
     snapshot,
     streamrl,
@@ -95,6 +96,7 @@ def _group() -> typer.Typer:
     _add(found, "streamrl", streamrl.streamrl, streamrl.EXAMPLES)
     _add(found, "plan", plan.plan, plan.EXAMPLES)
     _add(found, "serve", serve.serve, serve.EXAMPLES)
+    found.add_typer(shard.commands, name="shard", epilog=examples(shard.EXAMPLES), context_settings=_HELP_NAMES)
     _add(found, "relay", relay.relay, relay.EXAMPLES)
     _add(found, "top", top.top, top.EXAMPLES)
     _add(found, "inspect", inspect.inspect, inspect.EXAMPLES)

@@ -35,7 +35,7 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", show_default=False,
 def new(
     name: NameArgument,
     role: Annotated[
-        str, typer.Option("--role", help="admin, producer, consumer or observer; what each may do: SECURITY.md.")
+        str, typer.Option("--role", help="admin, producer, consumer, observer or shard; what each may do: SECURITY.md.")
     ] = "producer",
     keys: KeysOption = None,
 ) -> None:

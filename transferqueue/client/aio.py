@@ -527,6 +527,10 @@ class AsyncQueue:
         """As `Queue.sessions`."""
         return await self._drive(verbs.observe("sessions"))
 
+    async def drain_shard(self, number: int) -> None:
+        """See `Queue.drain_shard`."""
+        await self._drive(verbs.drain_shard(number))
+
     async def snapshot(
         self,
         path: str | os.PathLike[str],

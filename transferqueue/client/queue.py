@@ -91,6 +91,11 @@ class Queue:
         """Connected clients: label, process, last heard of, what they hold."""
         return self._drive(verbs.observe("sessions"))
 
+    def drain_shard(self, number: int) -> None:
+        """Lend nothing more of a further shard (see ``stats()["server"]["shards"]``). Returns at once; the shard's process ends when
+        the last row in it is done and the last view of it is gone. Again: nothing. `NotFound` for one that has not joined."""
+        self._drive(verbs.drain_shard(number))
+
     def snapshot(
         self,
         path: str | os.PathLike[str],

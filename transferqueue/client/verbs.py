@@ -241,3 +241,8 @@ def _each(name: str, values: Any, kind: Any) -> list[Any]:
     if isinstance(values, kind | str | Mapping) or not isinstance(values, Iterable):
         raise UsageError(f"{name}={values!r} is not a list; give a list of {kind.__name__}")
     return [_one(name, value, kind) for value in values]
+
+
+def drain_shard(number: int) -> Operation[None]:
+    """Have a further shard end once it is empty."""
+    yield from ask(m.Drain(checks.whole("number", number)), m.Done)
