@@ -26,6 +26,7 @@ OURS: Final[Mapping[str, str]] = {
     "rewards": "transferqueue.adapters.callables:Rewards",
     "agents": "transferqueue.adapters.callables:Agents",
     "episodes": "transferqueue.adapters.environments:Episodes",
+    "nemo-rl": "transferqueue.adapters.nemo_rl:QueueDataPlaneClient",
 }
 
 

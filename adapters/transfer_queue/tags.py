@@ -17,7 +17,12 @@ _MARK: Final = "\x01json:"
 
 def table_of(partition_id: str) -> str:
     """The table of a partition."""
-    return _TABLE + quote(partition_id, safe="").replace("~", "%7E").replace("%", "/")
+    return _TABLE + name_of(partition_id)
+
+
+def name_of(text: str) -> str:
+    """Any text in the characters of a name; it needs one before it that names may begin with."""
+    return quote(text, safe="").replace("~", "%7E").replace("%", "/")
 
 
 def partition_of(table: str) -> str | None:
