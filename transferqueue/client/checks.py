@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -60,7 +61,17 @@ def names(kind: str, values: Iterable[str] | None) -> list[str] | None:
         return None
     if isinstance(values, str):
         raise UsageError(f"{kind}s are one string, {values!r}; give a list of names")
-    return [check_name(kind, name) for name in values]
+    found = tuple(values)
+    try:
+        return list(_checked(kind, found))
+    except TypeError:  # one is a list or the like: remembered can only be what has a hash
+        return [check_name(kind, name) for name in found]
+
+
+@lru_cache(maxsize=64)
+def _checked(kind: str, values: tuple[str, ...]) -> tuple[str, ...]:
+    """Step after step the same names are asked for."""
+    return tuple(check_name(kind, name) for name in values)
 
 
 def peer(replica: object) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Final, Protocol
 
 import zmq
@@ -105,8 +105,7 @@ class Loop:
             poller.register(source, zmq.POLLIN)
         try:
             while not self._stopping:
-                poller.poll(self._patience_ms())
-                self._turn()
+                self._turn({source for source, _ in poller.poll(self._patience_ms())})
         finally:
             self._node.stop()
             self._send()
@@ -119,14 +118,16 @@ class Loop:
             return None
         return min(max(math.ceil((deadline - self._clock()) * 1000), 0), POLL_MS_MAX)
 
-    def _turn(self) -> None:
+    def _turn(self, ready: Container[object]) -> None:
+        """ready: what poll found, a socket or the number of a descriptor. Looking in vain costs more than a frame."""
         self.turns += 1
-        self._wakeup.clear()
+        if self._wakeup.fileno() in ready:
+            self._wakeup.clear()
         now = self._clock()
         if self._port.decide():
             self._node.keys_changed(now)
         self._node.tick(now)
-        for session in self._deaths.take():
+        for session in self._deaths.take() if self._deaths.fileno() in ready else ():
             self._node.died(session, now)
         self._send()
         drained = self._drain(self._port.recv_nowait) + self._drain(self._hub.recv_nowait)

@@ -94,12 +94,13 @@ class ZmqChannel:
         if self._is_given_up:
             timeout_ms = REDIAL_MS if timeout_ms is None else min(timeout_ms, REDIAL_MS)
         ready = self._poller.poll(timeout_ms)
-        wakeup.clear()
         if self._is_given_up and not ready:
             self._dial_again()
         for source, _ in ready:
             if source is self._events:
                 self._hear_events()
+            elif source == wakeup.fileno():
+                wakeup.clear()
 
     def _hear_events(self) -> None:
         with suppress(zmq.Again):
