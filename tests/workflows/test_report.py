@@ -33,6 +33,8 @@ KEYS = [
     "swap_s_max",
     "gap_s_max",
     "request_s",
+    "rows_aborted",
+    "tokens_kept",
     "rows_put",
     "rows_done",
     "rows_dropped",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Iterator
@@ -31,6 +32,10 @@ EXAMPLES = (
         "generation by vLLM, its weights updated in place (make test-engines installs it)",
     ),
     ("transferqueue demo --partial 2 --rollouts 2", "a response is generated in parts, by whoever is free"),
+    (
+        "transferqueue demo --mode sync --over-sample 1.25",
+        "a quarter more is begun than a batch needs; the unfinished rest goes on under the next weights",
+    ),
     ("transferqueue demo --kl 0.02 --steps 50", "with a reference stage and a KL term"),
 )
 
@@ -46,7 +51,7 @@ def demo(
         int | None,
         typer.Option(
             min=0,
-            help="Versions a trained row may be behind. Default: 1; in mode sync 0. Mode delayed takes 1.",
+            help="Versions a trained row may be behind. Default: 1; in mode sync 0, or what over-sampling needs. Mode delayed takes 1.",
             show_default=False,
         ),
     ] = None,
@@ -79,6 +84,14 @@ def demo(
             help="Tokens that one lease adds to a response; what is unfinished then goes on under newer weights. 0: no bound.",
         ),
     ] = 0,
+    over_sample: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            help="Begin so many times a batch (mode sync). When the batch is full, the unfinished rest is handed back, and goes "
+            "on under the next weights.",
+        ),
+    ] = 1.0,
     filter_zero_advantage: Annotated[
         bool,
         typer.Option(
@@ -108,6 +121,7 @@ def demo(
         engine=engine,
         weight_max=weight_max,
         partial=partial,
+        over_sample=over_sample,
         filter_zero_advantage=filter_zero_advantage,
     )
     directory = out or Path("runs") / run_name(settings)
@@ -131,6 +145,7 @@ def job_settings(
     engine: Literal["builtin", "transformers", "vllm"] = "builtin",
     weight_max: float | None = None,
     partial: int = 0,
+    over_sample: float = 1.0,
     filter_zero_advantage: bool = False,
 ) -> JobSettings:
     """The options as settings; `UsageError` or `Impossible` when they do not go together."""
@@ -145,7 +160,8 @@ def job_settings(
     if engine != "builtin":
         learning = for_engine(learning)
     learning = replace(learning, steps=steps or learning.steps, kl_weight=kl, weight_max=weight_max)
-    staleness = max_staleness if max_staleness is not None else int(mode != "sync")
+    least = math.ceil(over_sample) - 1 if mode == "sync" else 1
+    staleness = max_staleness if max_staleness is not None else least
     depth = 0 if mode == "sync" else max(1, staleness)
     return JobSettings(
         learning=learning,
@@ -155,6 +171,7 @@ def job_settings(
         rollouts=rollouts,
         engine=engine,
         partial=partial,
+        over_sample=over_sample,
         filter_zero_advantage=filter_zero_advantage,
     )
 

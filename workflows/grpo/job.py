@@ -60,12 +60,13 @@ class JobSettings:
     of AsyncFlow, arXiv 2507.01663, section 4). async: up to ``depth`` batches are generated ahead, by weights at most
     ``max_staleness`` versions old, taken as soon as they are there. ``rollouts``: generating processes.
 
-    Raises `Impossible` for a sync job with staleness or depth, an async one without depth, a delayed one with anything but 1
+    Raises `Impossible` for a sync job with depth, or with staleness unless it over-samples, an async one without depth, a delayed one with anything but 1
     of both or with a real engine, whose weights change in flight.
 
     ``partial``: tokens that one lease adds to a response at most (0: no bound). What is not finished then goes back with its
     tokens, and any rollout process goes on with it, under the weights it has by then (partial rollouts; Kimi k1.5,
-    arXiv 2501.12599, section 2.6.2). ``filter_zero_advantage``: groups with equal rewards are dropped, and as many prompts
+    arXiv 2501.12599, section 2.6.2). ``over_sample``: so many times a batch is begun in a synchronous job; when the batch is full the
+    rest is handed back, and goes on under the next weights (`over_sampling`). ``filter_zero_advantage``: groups with equal rewards are dropped, and as many prompts
     are admitted in their place (dynamic sampling; DAPO, arXiv 2503.14476, section 3.2).
     """
 
@@ -76,6 +77,7 @@ class JobSettings:
     rollouts: int = 1
     engine: Engine = "builtin"
     partial: int = 0
+    over_sample: float = 1.0
     filter_zero_advantage: bool = False
 
     def __post_init__(self) -> None:
@@ -86,16 +88,36 @@ class JobSettings:
                 f"partial={self.partial} with engine {self.engine}: its requests have no budget, and its weights change in "
                 "flight anyway; use the builtin engine"
             )
+        self._check_over_sample()
         if self.rollouts < 1:
             raise UsageError(f"rollouts={self.rollouts} is not a positive number of processes")
-        if self.mode == "sync" and (self.depth or self.max_staleness):
+        if self.mode == "sync" and (self.depth or (self.max_staleness and self.over_sample == 1)):
             raise Impossible(
-                f"mode sync with depth={self.depth} and max_staleness={self.max_staleness}: a synchronous job has 0 of both"
+                f"mode sync with depth={self.depth} and max_staleness={self.max_staleness}: a synchronous job has 0 of both; "
+                "one that over-samples may have staleness"
             )
         if self.mode == "delayed":
             self._check_delayed()
         if self.mode == "async" and self.depth < 1:
             raise Impossible(f"mode async with depth={self.depth}: nothing could be generated ahead; give at least 1")
+
+    def _check_over_sample(self) -> None:
+        if not 1 <= self.over_sample < math.inf:
+            raise UsageError(
+                f"over_sample={self.over_sample} is not a finite number from 1 on; 1 begins what a batch needs"
+            )
+        if self.over_sample == 1:
+            return
+        if self.mode != "sync" or self.engine != "builtin":
+            raise Impossible(
+                f"over_sample={self.over_sample} with mode {self.mode} and engine {self.engine}: it is for a synchronous job "
+                "with the builtin engine; a job with depth begins more than a batch anyway, and never stops"
+            )
+        if self.over_sample > self.max_staleness + 1:
+            raise Impossible(
+                f"over_sample={self.over_sample} with max_staleness={self.max_staleness}: the last rows begun would be trained "
+                f"{math.ceil(self.over_sample) - 1} versions later; give at least that as max_staleness"
+            )
 
     def _check_delayed(self) -> None:
         if (self.depth, self.max_staleness) != (1, 1):
@@ -125,16 +147,36 @@ class JobSettings:
         return self.groups_total * self.learning.group_size
 
     @property
-    def groups_per_put(self) -> int:
-        """Groups of one put: those of one request to a rollout process, such that all processes get some of a step."""
+    def surplus_groups(self) -> int:
+        """Groups that are begun beyond those of a batch, and beyond depth."""
+        return math.ceil(self.over_sample * self.learning.prompts_per_step) - self.learning.prompts_per_step
+
+    @property
+    def batches_ahead(self) -> float:
+        """Batches that may be outstanding beyond the one in work: the depth, and the part of one that is over-sampled."""
+        return self.depth + self.surplus_groups / self.learning.prompts_per_step if self.surplus_groups else self.depth
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether a response may be generated in parts, under several versions."""
+        return bool(self.partial or self.surplus_groups)
+
+    @property
+    def groups_per_request(self) -> int:
+        """Groups of one request to a rollout process, such that all processes get some of a step."""
         share = math.ceil(self.learning.prompts_per_step / self.rollouts)
         return max(1, min(share, _ROLLOUT_ROWS // self.learning.group_size))
 
     @property
     def rows_per_put(self) -> int:
-        """Rows of one put. Single groups where groups are replaced: room for a larger put might never be there."""
-        groups = 1 if self.filter_zero_advantage else self.groups_per_put
-        return groups * self.learning.group_size
+        """Rows of one put: those of a request; fewer where the room is no multiple of them, single groups where groups are
+        replaced: room for a larger put might never be there."""
+        if self.filter_zero_advantage:
+            return self.learning.group_size
+        if not self.surplus_groups:
+            return self.groups_per_request * self.learning.group_size
+        even = math.gcd(self.groups_per_request, self.learning.prompts_per_step, self.surplus_groups)
+        return even * self.learning.group_size
 
     @property
     def with_reference(self) -> bool:
@@ -154,7 +196,7 @@ def fields(settings: JobSettings) -> list[tq.Field]:
         tq.Field("advantages", "float32"),
         tq.Field("ref_logprobs", "float32", (None,)),
     ]
-    if settings.partial:
+    if settings.in_parts:
         dtypes = ("int32", "float32", "int32", "int32")
         found += [
             tq.Field(name, dtype, (None,)) for name, dtype in zip((*BEGUN, "token_versions"), dtypes, strict=True)
@@ -166,13 +208,13 @@ def stages(settings: JobSettings) -> list[Stage]:
     """The tasks of the table, in the order in which a row meets them, and what one call of each gets."""
     generated = ("prompt_ids", "response_ids", "rollout_logprobs")
     reference = ("ref_logprobs",) if settings.with_reference else ()
-    begun, versions = (BEGUN, ("token_versions",)) if settings.partial else ((), ())
-    per_put = settings.groups_per_put * settings.learning.group_size
+    begun, versions = (BEGUN, ("token_versions",)) if settings.in_parts else ((), ())
+    per_request = settings.groups_per_request * settings.learning.group_size
     some = settings.rows_per_step
     found = [
         Stage(
             task=_task("rollout", needs=("prompt_ids", *begun), gives=(*generated[1:], "finish_reason", *versions)),
-            rows=per_put,
+            rows=per_request,
             at_least=1,
         ),
         Stage(task=_task("reward", needs=("response_ids", "problem"), gives=("rewards",)), rows=some, at_least=1),
@@ -193,7 +235,7 @@ def stages(settings: JobSettings) -> list[Stage]:
     ]
     if settings.with_reference:
         task = _task("reference", needs=generated[:2], gives=reference)
-        found.append(Stage(task=task, rows=per_put, at_least=1))
+        found.append(Stage(task=task, rows=per_request, at_least=1))
     return found
 
 
@@ -202,7 +244,7 @@ def pacing(settings: JobSettings) -> tq.Pacing:
     return tq.Pacing(
         "train",
         batch_rows=settings.rows_per_step,
-        depth=settings.depth,
+        depth=settings.batches_ahead,
         max_staleness=settings.max_staleness,
         on_stale=tq.Requeue("rollout"),
         channel=POLICY,
@@ -211,12 +253,13 @@ def pacing(settings: JobSettings) -> tq.Pacing:
 
 def create_table(queue: tq.Queue, settings: JobSettings) -> tq.Table:
     """Create the table of the job."""
+    ahead = pacing(settings)
     return queue.create_table(
         TABLE,
         fields=fields(settings),
         tasks=[stage.task for stage in stages(settings)],
-        limits=tq.Limits(rows=(settings.depth + 1) * settings.rows_per_step),
-        pacing=pacing(settings),
+        limits=tq.Limits(rows=ahead.rows_ahead_max),
+        pacing=ahead,
     )
 
 

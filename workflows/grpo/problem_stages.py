@@ -46,7 +46,7 @@ class Prompts:
         counts = [size] * len(drawn)
         begun = {
             name: tq.Repeat([np.empty(0, np.float32 if name == "begun_logprobs" else np.int32)] * len(drawn), counts)
-            for name in BEGUN * bool(self._settings.partial)
+            for name in BEGUN * self._settings.in_parts
         }
         group_id = np.repeat(np.asarray(ordinals, dtype=np.int64), size)
         return {

@@ -14,6 +14,7 @@ from transferqueue.errors import InternalError
 from transferqueue.workflows.audit import Audit
 from transferqueue.workflows.events import PUBLISH, WAIT, WORK, Event, Figures, Span
 from transferqueue.workflows.grpo.job import JobSettings
+from transferqueue.workflows.grpo.over_sampling import ABORTED
 from transferqueue.workflows.grpo.swaps import measure, publish_lag_s
 from transferqueue.workflows.timeline import busy_share, write_chrome_trace
 
@@ -33,7 +34,8 @@ class Summary:
     behind when handed to the trainer. staleness_in_flight, staleness_in_queue: rows handed over by the part of it from the
     version of their first token to the trainer's version when they were put, and from then on. publish_lag_s: median time from a
     publication to a rollout process having loaded it. publish_s: median time of a publication of weights; swaps, swap_s_max, gap_s_max and
-    request_s: how long generation stood still for them, as `transferqueue.workflows.grpo.swaps` defines it.
+    request_s: how long generation stood still for them, as `transferqueue.workflows.grpo.swaps` defines it. rows_aborted,
+    tokens_kept: responses that stopped because their batch was full (one may several times), and the tokens that they had.
     """
 
     mode: str
@@ -55,6 +57,8 @@ class Summary:
     swap_s_max: float
     gap_s_max: float
     request_s: float
+    rows_aborted: int
+    tokens_kept: int
     rows_put: int
     rows_done: int
     rows_dropped: int
@@ -80,8 +84,13 @@ class Summary:
             ("published → applied", f"{1000 * self.publish_lag_s:.1f} ms (median)"),
             ("weights published in", f"{1000 * self.publish_s:.1f} ms (median)"),
             ("longest stop of a rollout", self._stop()),
+            *self._aborted(),
             ("rows put / done / dropped", f"{self.rows_put:,} / {self.rows_done:,} / {self.rows_dropped:,}"),
         ]
+
+    def _aborted(self) -> list[tuple[str, str]]:
+        told = f"{self.rows_aborted:,} rows, {self.tokens_kept:,} tokens kept"
+        return [("stopped at a full batch", told)] if self.rows_aborted else []
 
     def _stop(self) -> str:
         if not self.swaps:
@@ -106,6 +115,7 @@ class Record:
 
     spans: dict[str, list[Span]] = field(default_factory=dict)
     steps: list[Figures] = field(default_factory=list)
+    aborted: Counter[str] = field(default_factory=Counter)
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, label: str, event: Event) -> None:
@@ -114,6 +124,8 @@ class Record:
             self.spans.setdefault(label, []).append(event)
         elif isinstance(event, Figures) and event.kind == "step":
             self.steps.append(event)
+        elif isinstance(event, Figures) and event.kind == ABORTED:
+            self.aborted.update(event.values)
         elif isinstance(event, Figures) and event.kind == "evaluation":
             self.evaluations[event.values["when"]] = event.values
 
@@ -174,6 +186,8 @@ def summarize(
         swap_s_max=swaps.swap_s_max,
         gap_s_max=swaps.gap_s_max,
         request_s=swaps.request_s,
+        rows_aborted=record.aborted["rows"],
+        tokens_kept=record.aborted["tokens"],
         rows_put=audit.put,
         rows_done=audit.done,
         rows_dropped=audit.dropped_rows,

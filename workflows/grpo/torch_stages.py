@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +23,7 @@ from transferqueue.workflows.grpo.grpo import Learner, Objective, TrainBatch
 from transferqueue.workflows.grpo.job import BEGUN, POLICY, REFERENCE, JobSettings
 from transferqueue.workflows.grpo.llama import from_llama, is_llama, to_llama
 from transferqueue.workflows.grpo.model import Transformer
+from transferqueue.workflows.grpo.over_sampling import ABORTED, Due, hearing, nothing_due, tell_full
 from transferqueue.workflows.grpo.packing import response_logprobs
 from transferqueue.workflows.grpo.problems import problem_set
 from transferqueue.workflows.grpo.sampling import Generation, Response
@@ -107,34 +108,33 @@ def tokens_max(settings: Settings) -> int:
 class Rollout:
     """Generates a response for each row, all of one batch with one version of the weights.
 
-    With a budget, what is not finished within it goes back, and comes again with what was begun. A response that was begun
-    under weights too old to be trained is begun anew.
+    With a budget, what is not finished within it goes back, and comes again with what was begun; so does what is not finished
+    when newer weights are due. A response that was begun under weights too old to be trained is begun anew.
     """
 
-    def __init__(self, job: JobSettings, policy: Policy, context: Context) -> None:
+    def __init__(self, job: JobSettings, policy: Policy, context: Context, due: Due = nothing_due) -> None:
         settings = job.learning
         self._job = job
         self._settings = settings
         self._policy = policy
         self._context = context
+        self._due = due
         self._generator = torch.Generator().manual_seed((settings.seed << 8) + context.instance + 1)
         self._tokens_max = tokens_max(settings)
 
     def __call__(self, batch: tq.Batch) -> Iterator[Part]:
-        """Yield the rows as they are finished, some at a time."""
+        """Yield the rows as they are finished, some at a time; those that were begun first, lest they grow too old."""
         self._swap(batch)
         prompts = list(batch["prompt_ids"])
         begun = self._begun(batch)
-        fresh = np.array([not len(one.ids) for one in begun])
-        for rows_PS in same_prompt(batch.group_id, np.flatnonzero(fresh)):
-            yield from self._generate([prompts[row] for row in rows_PS[:, 0]], rows_PS, begun)
-        for rows_PS in same_length(begun):
+        fresh = np.flatnonzero([not len(one.ids) for one in begun])
+        for rows_PS in (*same_length(begun), *same_prompt(batch.group_id, fresh)):
             read = [np.concatenate([prompts[row], begun[row].ids]) for row in rows_PS[:, 0]]
             yield from self._generate(read, rows_PS, begun)
 
     def _begun(self, batch: tq.Batch) -> list[Begun]:
         """What each row has so far: nothing where it would be too old to be trained."""
-        if not self._job.partial:
+        if not self._job.in_parts:
             return [NOTHING] * len(batch)
         oldest = batch.version - self._job.max_staleness
         found = [Begun(*columns) for columns in zip(*(batch[name] for name in BEGUN), strict=True)]
@@ -148,6 +148,10 @@ class Rollout:
 
     def _swapped(self, batch: tq.Batch) -> bool:
         """Replicas change one after another. One that is not let generates on, while its rows stay within bound."""
+        if self._overdue():
+            while self._overdue():
+                self._policy.refresh(timeout_s=STALL_S)
+            return True
         if self._job.mode == "delayed":
             return self._policy.advance(delayed_version(batch, self._job))
         behind = batch.version - self._policy.version
@@ -157,10 +161,18 @@ class Rollout:
             return False
         return self._policy.refresh_in_turn(0.0 if behind < self._job.max_staleness else STALL_S)
 
+    def _overdue(self) -> bool:
+        """Whether a batch is full that newer weights are made of: nothing more is generated with these."""
+        return self._due() > self._policy.version
+
     def _generate(
         self, prompts: Sequence[npt.NDArray[np.int32]], rows_PS: npt.NDArray[np.intp], begun: Sequence[Begun]
     ) -> Iterator[Part]:
         """Generate from what is read; ``rows_PS`` have as many tokens begun as one another."""
+        if self._overdue():
+            at = rows_PS.ravel()
+            yield self._hand_back(at, [begun[row] for row in at.tolist()])
+            return
         left = self._tokens_max - len(begun[rows_PS[0, 0]].ids)
         generation = Generation(
             self._policy.model,
@@ -172,6 +184,8 @@ class Rollout:
         )
         finished: list[Response] = []
         for _ in range(min(left, self._job.partial or left)):
+            if self._overdue():
+                break
             finished += generation.step()
             if len(finished) >= _PART_ROWS:
                 yield self._part(finished, rows_PS, begun)
@@ -179,19 +193,26 @@ class Rollout:
         if finished:
             yield self._part(finished, rows_PS, begun)
         if not generation.done:
-            yield self._hand_back(generation.unfinished(), rows_PS, begun)
+            unfinished = generation.unfinished()
+            yield self._hand_back(*self._with(unfinished, rows_PS, begun))
+
+    def _with(
+        self, responses: Sequence[Response], rows_PS: npt.NDArray[np.intp], begun: Sequence[Begun]
+    ) -> tuple[npt.NDArray[np.intp], list[Begun]]:
+        """Where the responses belong, and each with what was begun before it."""
+        at = places(responses, rows_PS)
+        return at, [
+            begun[row].and_then(response, self._policy.version) for row, response in zip(at, responses, strict=True)
+        ]
 
     def _part(self, finished: Sequence[Response], rows_PS: npt.NDArray[np.intp], begun: Sequence[Begun]) -> Part:
-        at = places(finished, rows_PS)
-        whole = [
-            begun[row].and_then(response, self._policy.version) for row, response in zip(at, finished, strict=True)
-        ]
+        at, whole = self._with(finished, rows_PS, begun)
         columns = {
             "response_ids": [one.ids for one in whole],
             "rollout_logprobs": [one.logprobs for one in whole],
             "finish_reason": [response.finish_reason for response in finished],
         }
-        if self._job.partial:
+        if self._job.in_parts:
             columns["token_versions"] = [one.versions for one in whole]
         return Part(
             at=at,
@@ -203,11 +224,10 @@ class Rollout:
             },
         )
 
-    def _hand_back(self, unfinished: Sequence[Response], rows_PS: npt.NDArray[np.intp], begun: Sequence[Begun]) -> Part:
-        at = places(unfinished, rows_PS)
-        whole = [
-            begun[row].and_then(response, self._policy.version) for row, response in zip(at, unfinished, strict=True)
-        ]
+    def _hand_back(self, at: npt.NDArray[np.intp], whole: Sequence[Begun]) -> Part:
+        """Rows that are not finished, with what they have; told, where a full batch is why."""
+        if self._overdue():
+            self._context.figures(ABORTED, rows=len(whole), tokens=sum(len(one.ids) for one in whole))
         return Part(at=at, columns=dict(zip(BEGUN, map(list, zip(*whole, strict=True)), strict=True)), unfinished=True)
 
 
@@ -227,7 +247,8 @@ def rollout(context: Context) -> Iterator[Work]:
     job = context.settings(JobSettings)
     policy = Policy(job.learning, context.queue.weights(POLICY))
     policy.refresh(timeout_s=STALL_S)
-    yield Rollout(job, policy, context)
+    with hearing(context.queue) if job.surplus_groups else nullcontext(nothing_due) as due:
+        yield Rollout(job, policy, context, due)
 
 
 # ---------------------------------------------------------------- reference
@@ -266,6 +287,8 @@ class Train:
 
     def __call__(self, batch: tq.Batch) -> Iterator[Part]:
         """Step, publish, report; and once the batch is acknowledged, seal the table if it was the last."""
+        if self._settings.surplus_groups:
+            tell_full(self._context.queue, self.version + 1, batch.rows)
         metrics = self._learner.step(self._train_batch(batch))
         self.version += 1
         with self._context.span(PUBLISH, self.version):
