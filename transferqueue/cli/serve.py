@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +19,10 @@ EXAMPLES = (
     ("transferqueue serve --tcp 0.0.0.0:7777", "reachable from other machines too, with keys: transferqueue keys"),
     ("transferqueue serve --durability process --state DIR --supervise", "one that outlives its crashes"),
     ("transferqueue serve --web 8787", "with a page that shows what it does, at 127.0.0.1:8787"),
+    (
+        "transferqueue serve --http 8788 --token-file TOKEN",
+        "with an HTTP service, for programs that import nothing of it",
+    ),
     ("transferqueue serve --runtime /tmp/tq", "another one, in a directory of its own"),
     ("transferqueue serve --address ipc:///tmp/tq/control.sock", "the same, by the address that clients give"),
 )
@@ -102,6 +105,24 @@ def serve(
             help="Show a page at 127.0.0.1:PORT: tables, tasks, rates, waits, live. Prints a link, which is a password.",
         ),
     ] = None,
+    http: Annotated[
+        str | None,
+        typer.Option(
+            "--http",
+            metavar="PORT",
+            show_default=False,
+            help="Serve put_prompts, get_experience and the like over HTTP at 127.0.0.1:PORT; its page says how. Prints a link, too.",
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file",
+            metavar="FILE",
+            show_default=False,
+            help="File of the token that --web and --http ask for, made (0600) if there is none. Default: a new one in each link.",
+        ),
+    ] = None,
     supervised: Annotated[
         bool,
         typer.Option("--supervise", help="Start the server again when it crashes; clients go on where it is durable."),
@@ -109,13 +130,13 @@ def serve(
 ) -> None:
     """Start a server and run it until Ctrl-C or SIGTERM; it leaves no file behind, except in --state.
 
-    Prints one line when it listens: "ready", then its addresses (and "web" and the link of its page, with --web). Clients give the first of them to connect().
+    Prints one line when it listens: "ready", then its addresses (and "web" or "http" and a link, with --web or --http). Clients give the first of them to connect().
     """
     from transferqueue.limits import parse_bytes
     from transferqueue.server.serving import serve as serve_until_stopped
     from transferqueue.server.supervising import supervise
 
-    announce = _announce if web is None else _with_page(web)
+    announce = _announcing({"web": web, "http": http}, token_file)
     ceiling = parse_bytes(arena_bytes) if arena_bytes else None
     place = place_of(address, runtime)
 
@@ -137,20 +158,32 @@ def serve(
         raise typer.Exit(code)
 
 
-def _with_page(where: str) -> Callable[[list[str]], None]:
-    """`_announce`, and the page. One token for all lives of a supervised server: links go on to work."""
-    from transferqueue.web.beside import check_installed, start_page
+def _announcing(wanted: Mapping[str, str | None], token_file: Path | None) -> Callable[[list[str]], None]:
+    """`_announce`, with the page and the HTTP service that are wanted. One token for all lives of a supervised server: links
+    go on to work."""
+    places = {name: where for name, where in wanted.items() if where is not None}
+    if not places and token_file is None:
+        return _announce
+    from transferqueue.errors import UsageError
+    from transferqueue.web.beside import KINDS, check_installed, start_page
     from transferqueue.web.door import web_place
+    from transferqueue.web.token import kept_token, new_token
 
+    if not places:
+        raise UsageError(f"--token-file {token_file} is the token of --web and --http; give one of them too")
     check_installed()
-    place, token = web_place(where), secrets.token_urlsafe(24)
-    kept: list[object] = []  # its process lasts as long as the pipe to it
+    found = {name: web_place(where) for name, where in places.items()}
+    token = new_token() if token_file is None else kept_token(token_file)
+    kept: list[object] = []  # a process lasts as long as the pipe to it
 
     def announce(addresses: list[str]) -> None:
-        process, link = start_page(addresses[0], f"{place.host}:{place.port}", token)
-        kept.append(process)
+        started = {
+            name: start_page(addresses[0], f"{at.host}:{at.port}", token, KINDS[name]) for name, at in found.items()
+        }
+        kept.append(started)
         _announce(addresses)
-        typer.echo(f"web {link}")
+        for name, (_, link) in started.items():
+            typer.echo(f"{name} {link}")
         sys.stdout.flush()
 
     return announce

@@ -21,6 +21,7 @@ from transferqueue.observe.stats import ChannelStats, Stats, TableStats, TaskSta
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 Labels = tuple[tuple[str, str], ...]
+Kind = Literal["gauge", "counter"]
 Sample = tuple[Labels, float | None]
 
 
@@ -28,7 +29,7 @@ class Family(NamedTuple):
     """A metric, without its prefix: what it is, and a sample for each set of labels."""
 
     name: str
-    kind: Literal["gauge", "counter"]
+    kind: Kind
     help: str
     samples: Iterable[Sample]
 
@@ -41,7 +42,7 @@ def exposition(stats: Stats) -> bytes:
 
 # ---------------------------------------------------------------- what is told
 
-_SERVER: Final = (
+_SERVER: Final[tuple[tuple[str, Kind, str], ...]] = (
     ("capacity_bytes", "gauge", "Ceiling of the arena."),
     ("used_bytes", "gauge", "Bytes of the arena lent to blocks and grants."),
     ("backed_bytes", "gauge", "Bytes of the arena that have pages."),
@@ -53,7 +54,7 @@ _SERVER: Final = (
     ("sessions_dropped", "counter", "Sessions that did not read their answers."),
     ("internal_errors", "counter", "Defects of the server itself."),
 )
-_TABLE: Final = (
+_TABLE: Final[tuple[tuple[str, Kind, str], ...]] = (
     ("rows_put", "counter", "Rows put."),
     ("rows_done", "counter", "Rows with which every task was done."),
     ("rows_live", "gauge", "Rows that are neither done nor dropped."),
@@ -95,7 +96,7 @@ def _server(stats: Stats) -> Iterator[Family]:
 
 
 def _tables(stats: Stats) -> Iterator[Family]:
-    tables = [((("table", name),), table) for name, table in stats.tables.items()]
+    tables: list[tuple[Labels, TableStats]] = [((("table", name),), table) for name, table in stats.tables.items()]
     for name, kind, text in _TABLE:
         yield Family(f"table_{name}", kind, text, [(labels, getattr(table, name)) for labels, table in tables])
     yield Family(
@@ -154,7 +155,9 @@ def _tasks(stats: Stats) -> Iterator[Family]:
 
 
 def _channels(stats: Stats) -> Iterator[Family]:
-    channels = [((("channel", name),), channel) for name, channel in stats.channels.items()]
+    channels: list[tuple[Labels, ChannelStats]] = [
+        ((("channel", name),), channel) for name, channel in stats.channels.items()
+    ]
     yield Family("channel_version", "gauge", "Newest version.", [(labels, one.newest) for labels, one in channels])
     yield Family(
         "channel_bytes", "gauge", "Bytes of the versions kept.", [(labels, one.bytes) for labels, one in channels]
@@ -183,7 +186,7 @@ def _lag(channel: ChannelStats) -> float | None:
     return max((lag for lag in channel.publish_lag_s.values() if lag is not None), default=None)
 
 
-def _one(name: str, kind: Literal["gauge", "counter"], text: str, value: float) -> Family:
+def _one(name: str, kind: Kind, text: str, value: float) -> Family:
     return Family(name, kind, text, [((), value)])
 
 

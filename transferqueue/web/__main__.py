@@ -1,7 +1,8 @@
-"""The process of the page: ``python -m transferqueue.web ADDRESS HOST:PORT``, started by ``transferqueue serve --web``.
+"""The process of the page, ``python -m transferqueue.web page ADDRESS HOST:PORT``, and, with ``service``, of the HTTP service.
+Started by ``transferqueue serve --web`` and ``--http``.
 
-A process of its own, so that a page costs the server no more than one client does. Its standard input is its lifeline: first
-the token in one line, then nothing; when the other end closes, the server is gone, and so is the page.
+A process of its own, so that it costs the server no more than one client does. Its standard input is its lifeline: first
+the token in one line, then nothing; when the other end closes, the server is gone, and so is this.
 """
 
 from __future__ import annotations
@@ -9,45 +10,54 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+from collections.abc import Callable
+from typing import Final
 
 import uvicorn
+from starlette.applications import Starlette
 
 import transferqueue as tq
 from transferqueue.errors import AddressInUse, TransferQueueError
 from transferqueue.transport import TcpAddress
 from transferqueue.web.app import make_app
 from transferqueue.web.door import Door, web_place
+from transferqueue.web.service import make_service
+from transferqueue.web.token import TOKEN_CHARS_MAX
 
-TOKEN_CHARS_MAX = 256
+Make = Callable[[tq.AsyncQueue, Door], Starlette]
+APPS: Final[dict[str, tuple[Make, int]]] = {"page": (make_app, 64), "service": (make_service, 512)}
+"""What is served, and how many connections it has at most: each of the service may be a
+wait for rows, of which a session has at most 1024, those that were given up and are not over yet among them."""
 
 
 def main(arguments: list[str]) -> int:
     """Serve until standard input ends; the exit code. 1: it cannot be, and stderr says why."""
-    address, where = arguments
-    token = sys.stdin.readline(TOKEN_CHARS_MAX).strip()
+    kind, address, where = arguments
+    token = sys.stdin.readline(TOKEN_CHARS_MAX + 1).strip()
     try:
-        asyncio.run(_serve(address, web_place(where), token))
+        asyncio.run(_serve(kind, address, web_place(where), token))
     except TransferQueueError as error:
         sys.stderr.write(f"transferqueue web: {error}\n")
         return 1
     return 0
 
 
-async def _serve(address: str, place: TcpAddress, token: str) -> None:
+async def _serve(kind: str, address: str, place: TcpAddress, token: str) -> None:
+    make, connections = APPS[kind]
     with _listening(place) as listener:
         here = TcpAddress(place.host, listener.getsockname()[1])
         sys.stdout.write(f"http://{here.host}:{here.port}/\n")  # now: the server that waits for this answers only then
         sys.stdout.flush()
-        async with tq.aconnect(address, label="web page") as queue:
+        async with tq.aconnect(address, label=f"web {kind}") as queue:
             config = uvicorn.Config(
-                make_app(queue, Door(here, token)),
+                make(queue, Door(here, token)),
                 log_level="warning",
                 access_log=False,
                 server_header=False,
                 lifespan="off",
                 ws="none",
                 timeout_graceful_shutdown=1,
-                limit_concurrency=64,
+                limit_concurrency=connections,
             )
             server = uvicorn.Server(config)
             loop = asyncio.get_running_loop()

@@ -7,7 +7,7 @@ A viewer that does not read gets the newest frame when it does, never a queue of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from http import HTTPStatus
 from importlib.resources import files
 from typing import Any, Final
@@ -24,7 +24,8 @@ from transferqueue.observe.frame import frame
 from transferqueue.observe.metrics import CONTENT_TYPE, exposition
 from transferqueue.observe.stall import diagnose
 from transferqueue.observe.stats import Stats, parse
-from transferqueue.web.door import HEADERS, Door
+from transferqueue.web.door import HEADERS, SHOWING, Door
+from transferqueue.web.timeline import Timeline
 
 SAMPLE_S: Final = 1.0
 VIEWERS_MAX: Final = 16
@@ -34,7 +35,7 @@ _KINDS: Final = {"page.html": "text/html", "page.js": "text/javascript", "page.c
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-"""All that the door looks at; it lets the first two in."""
+"""All that the door looks at."""
 
 
 class Sampler:
@@ -44,6 +45,7 @@ class Sampler:
         self.viewers = 0
         self._queue = queue
         self._before: Stats | None = None
+        self._past = Timeline()
         self._event = b""
         self._number = 0
         self._changed = asyncio.Condition()
@@ -51,13 +53,14 @@ class Sampler:
         self._gone = False
 
     async def watch(self) -> AsyncIterator[bytes]:
-        """Events, each the newest there is, until nobody reads them or the server is gone."""
+        """Events, the first of the past, then each the newest there is, until nobody reads them or the server is gone."""
         self.viewers += 1
         if self._task is None or self._task.done():
             self._gone = False
             self._task = asyncio.create_task(self._sample())
         seen = self._number
         try:
+            yield _event("past", list(self._past.moments))
             while not self._gone:
                 async with self._changed:
                     while self._number == seen:
@@ -84,7 +87,8 @@ class Sampler:
         found = diagnose(await self._queue.doctor())
         shown = frame(stats.server.address, self._before, stats)
         self._before = stats
-        return _event("frame", {"frame": shown, "doctor": found, "stalled": found.stalled})
+        moment = self._past.add(shown)
+        return _event("frame", {"frame": shown, "moment": moment, "doctor": found, "stalled": found.stalled})
 
     async def _tell(self, event: bytes) -> None:
         async with self._changed:
@@ -116,15 +120,15 @@ def make_app(queue: tq.AsyncQueue, door: Door) -> Starlette:
         return PlainTextResponse("there is no such page\n", HTTPStatus.NOT_FOUND)
 
     pages: dict[str, Endpoint] = {
-        "/": _file("page.html"),
-        "/page.js": _file("page.js"),
-        "/page.css": _file("page.css"),
+        "/": page_file("page.html"),
+        "/page.js": page_file("page.js"),
+        "/page.css": page_file("page.css"),
         "/events": events,
         "/row/{table}/{row:int}": row,
         "/metrics": metrics_of(queue),
         "/{other:path}": nothing,
     }
-    return Starlette(routes=[Route(path, _guarded(door, page), methods=METHODS) for path, page in pages.items()])
+    return Starlette(routes=[Route(path, guarded(door, page), methods=METHODS) for path, page in pages.items()])
 
 
 def metrics_of(queue: tq.AsyncQueue) -> Endpoint:
@@ -140,12 +144,12 @@ def metrics_of(queue: tq.AsyncQueue) -> Endpoint:
     return metrics
 
 
-def _guarded(door: Door, page: Endpoint) -> Endpoint:
-    """`page` for those whom `door` lets in."""
+def guarded(door: Door, page: Endpoint, methods: Sequence[str] = SHOWING) -> Endpoint:
+    """`page`, by these methods, for those whom `door` lets in."""
 
-    async def guarded(request: Request) -> Response:
+    async def behind(request: Request) -> Response:
         asked = request.query_params.get("token")
-        refusal = door.refuses(request.method, request.headers, request.cookies, asked)
+        refusal = door.refuses(request.method, request.headers, request.cookies, asked, methods)
         if refusal is not None:
             response: Response = PlainTextResponse(f"{refusal.why}\n", refusal.status)
         elif asked is not None:  # out of the address bar, the history and whatever logs them
@@ -156,10 +160,11 @@ def _guarded(door: Door, page: Endpoint) -> Endpoint:
         response.headers.update(HEADERS)
         return response
 
-    return guarded
+    return behind
 
 
-def _file(name: str) -> Endpoint:
+def page_file(name: str) -> Endpoint:
+    """A file of the page, as it is."""
     body = files("transferqueue.web").joinpath(name).read_bytes()
 
     async def give(_request: Request) -> Response:

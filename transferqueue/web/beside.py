@@ -1,4 +1,5 @@
-"""The page's process as `serve` has it: started when the server listens, ended by the end of the server's process."""
+"""The processes of the page and of the HTTP service as `serve` has them: started when the server listens, ended by the end of the
+server's process."""
 
 from __future__ import annotations
 
@@ -7,10 +8,13 @@ import subprocess
 import sys
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import Final
+from typing import Final, Literal
 
 from transferqueue.errors import UsageError
 
+Kind = Literal["page", "service"]
+KINDS: Final[dict[str, Kind]] = {"web": "page", "http": "service"}
+"""What each option of `serve` starts."""
 START_S: Final = 30.0
 """It loads its libraries in half a second."""
 
@@ -20,17 +24,17 @@ def check_installed() -> None:
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"--web needs {' and '.join(missing)}, not installed here: pip install 'asyncflow-transferqueue[web]'"
+            f"--web and --http need {' and '.join(missing)}, not installed here: pip install 'asyncflow-transferqueue[web]'"
         )
 
 
-def start_page(address: str, where: str, token: str) -> tuple[subprocess.Popen[str], str]:
-    """The page of the server at `address`, and the link to it, which holds the token: a password.
+def start_page(address: str, where: str, token: str, kind: Kind = "page") -> tuple[subprocess.Popen[str], str]:
+    """The page (or HTTP service) of the server at `address`, and the link to it, which holds the token: a password.
 
     The process ends when this one does, however that comes about. `UsageError` if it cannot be there.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "transferqueue.web", address, where],
+        [sys.executable, "-m", "transferqueue.web", kind, address, where],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -49,5 +53,5 @@ def start_page(address: str, where: str, token: str) -> tuple[subprocess.Popen[s
         process.stdout.close()
         process.wait()
         why = "it said why above" if told else f"it did not listen within {START_S:g} s"
-        raise UsageError(f"the page at {where} could not be started; {why}")
+        raise UsageError(f"the {kind} at {where} could not be started; {why}")
     return process, f"{url}?token={token}"

@@ -1,4 +1,4 @@
-"""Who may see the page. Pure.
+"""Who may see the page, and who may ask the HTTP service. Pure.
 
 The law:
 
@@ -7,13 +7,14 @@ The law:
   gets nothing. One that says where it comes from (Origin) must come from the page itself.
 - Every request must bring the token: in the link that `serve` printed, in a cookie that the link is exchanged for (not readable
   by scripts, sent to no other site), or as ``Authorization: Bearer``. Compared in constant time.
-- Only GET and HEAD. The page may load nothing but its own files, and be framed by nobody.
+- The page is shown (GET, HEAD), and nothing can be done through it. The service's actions are asked by POST alone.
+- A page may load nothing but its own files, and be framed by nobody.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Final, NamedTuple
 
@@ -29,6 +30,10 @@ HEADERS: Final = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+
+
+SHOWING: Final = ("GET", "HEAD")
+"""Methods that change nothing."""
 
 
 class Refusal(NamedTuple):
@@ -60,16 +65,22 @@ class Door:
         """Named by the port: browsers keep one jar for all ports of a host."""
 
     def refuses(
-        self, method: str, headers: Mapping[str, str], cookies: Mapping[str, str], asked: str | None
+        self,
+        method: str,
+        headers: Mapping[str, str],
+        cookies: Mapping[str, str],
+        asked: str | None,
+        methods: Sequence[str] = SHOWING,
     ) -> Refusal | None:
-        """Why a request is not answered; None: it is. asked: the token in its link, if any."""
+        """Why a request is not answered; None: it is. asked: the token in its link, if any. methods: those that fit."""
         if headers.get("host", "") not in self._hosts:
             return Refusal(HTTPStatus.MISDIRECTED_REQUEST, f"this page is at {', '.join(sorted(self._hosts))} only")
         origin = headers.get("origin")
         if origin is not None and origin.removeprefix("http://") not in self._hosts:
             return Refusal(HTTPStatus.FORBIDDEN, "another site may not ask this page")
-        if method not in ("GET", "HEAD"):
-            return Refusal(HTTPStatus.METHOD_NOT_ALLOWED, "this page only shows")
+        if method not in methods:
+            why = "this page only shows" if "GET" in methods else "an action is asked by POST"
+            return Refusal(HTTPStatus.METHOD_NOT_ALLOWED, why)
         shown = asked or headers.get("authorization", "").removeprefix("Bearer ") or cookies.get(self.cookie, "")
         if not hmac.compare_digest(shown.encode(), self._token):
             return Refusal(HTTPStatus.UNAUTHORIZED, "open the link that serve printed; it holds the token")

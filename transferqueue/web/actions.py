@@ -1,0 +1,240 @@
+"""What the HTTP service can be asked for: each call, and what it does with its body (`schemas`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Final, NamedTuple
+
+import transferqueue as tq
+from transferqueue.errors import LeaseExpired, UsageError
+from transferqueue.web.columns import Values, nbytes, pack, unpack, unpack_tensors
+from transferqueue.web.loans import Loan, Loans
+from transferqueue.web.schemas import (
+    Done,
+    Experience,
+    GetExperience,
+    GetWeights,
+    Job,
+    Lasting,
+    NotifyWeights,
+    PromptRows,
+    PutExperience,
+    PutPrompts,
+    ReleaseExperience,
+    RenewExperience,
+    Settled,
+    Status,
+    Table,
+    Tensor,
+    WeightsOf,
+)
+from transferqueue.workflows.service import NOTICE, check_columns, notice_of
+from transferqueue.workflows.service_aio import AsyncService
+from transferqueue.workflows.service_terms import Engines
+
+ANSWER_BYTES_MAX: Final = 256 << 20
+"""Columns or tensors of one answer: it is made whole before the first byte leaves."""
+
+
+class Actions:
+    """The calls, over one connected queue."""
+
+    def __init__(self, queue: tq.AsyncQueue) -> None:
+        self._queue = queue
+        self._loans = Loans()
+
+    async def init_engines(self, body: Engines) -> Job:
+        """Declare a job: its stages, what each needs and gives, and how far prompts may run ahead. Again in the same words:
+        nothing changes."""
+        service = await AsyncService.init_engines(self._queue, body)
+        return Job(table=service.name, stages=service.stages)
+
+    async def put_prompts(self, body: PutPrompts) -> PromptRows:
+        """Put prompts, once there is room; all or nothing."""
+        service = await self._service(body.table)
+        columns = await asyncio.to_thread(unpack, body.columns)
+        rows = await service.put_prompts(columns, samples=body.samples, timeout_s=body.timeout_s, **body.facts.said())
+        return PromptRows(rows=rows.tolist())
+
+    async def get_experience(self, body: GetExperience) -> Experience:
+        """Get rows of a stage, waiting for them. They are lent: give results back, or they go to others at the deadline."""
+        self._loans.check_room()
+        service = await self._service(body.table)
+        batch = await service.get_experience(
+            body.stage,
+            rows=body.rows,
+            groups=body.groups,
+            tokens=body.tokens,
+            at_least=body.at_least,
+            timeout_s=body.timeout_s,
+            lease_s=body.lease_s,
+            fields=body.columns,
+        )
+        async with _released_if_refused(batch):
+            columns = await asyncio.to_thread(_packed, batch, body.packed)
+        return Experience(
+            lease=self._loans.lend(batch),
+            lease_s=batch.lease_s,
+            version=batch.version,
+            rows=batch.rows.tolist(),
+            columns=columns,
+            policy_version=batch.policy_version.tolist(),
+            group_id=batch.group_id.tolist(),
+            group_size=batch.group_size.tolist(),
+            tokens=batch.tokens.tolist(),
+            keys=list(batch.keys),
+        )
+
+    async def put_experience(self, body: PutExperience) -> Settled:
+        """Give results back. They and the end of the loan are one commit; a late one is refused and changes nothing."""
+        given = body.facts.said() | dict(check_columns(await asyncio.to_thread(unpack, body.columns)))
+        if body.lease is not None:
+            return await self._settle(
+                body.lease, body.rows, "was given back", lambda batch: batch.ack(body.rows, **given)
+            )
+        if body.rows is None:
+            raise UsageError("neither lease nor rows: name the lease that the rows came with, or the ids of rows")
+        service = await self._service(body.table)
+        await service.table.update(body.rows, **given)
+        return Settled(rows=len(body.rows), left=0)
+
+    async def release_experience(self, body: ReleaseExperience) -> Settled:
+        """Hand rows back to others, or drop them."""
+        columns = check_columns(await asyncio.to_thread(unpack, body.columns))
+        if body.drop is None:
+            return await self._settle(
+                body.lease,
+                body.rows,
+                "was released",
+                lambda batch: batch.release(body.rows, failed=body.failed, reason=body.reason, **columns),
+            )
+        if columns or body.failed or body.reason:
+            raise UsageError(f'drop="{body.drop}" is itself the reason, and no row comes back; give no more than rows')
+        reason = body.drop
+        return await self._settle(body.lease, body.rows, "was dropped", lambda batch: batch.drop(reason, body.rows))
+
+    async def renew_experience(self, body: RenewExperience) -> Lasting:
+        """Keep rows for longer."""
+        loan = self._loans.find(body.lease)
+        async with self._turn(loan, body.lease):
+            lease_s = await loan.batch.renew(body.lease_s)
+            self._loans.renewed(body.lease, lease_s)
+        return Lasting(lease_s=lease_s)
+
+    async def notify_weights(self, body: NotifyWeights) -> Done:
+        """Say that a version of the weights is there. It is the clock of the job; it waits where rows would be too old then."""
+        service = await self._service(body.table)
+        tensors = await asyncio.to_thread(unpack_tensors, body.tensors)
+        await service.notify_weights(body.version, tensors, notice=body.notice, timeout_s=body.timeout_s)
+        return Done()
+
+    async def get_weights(self, body: GetWeights) -> WeightsOf:
+        """Wait for a version of the weights."""
+        service = await self._service(body.table)
+        with await service.get_weights(body.above, timeout_s=body.timeout_s) as weights:
+            found = {name: tensor for name, tensor in weights.numpy().items() if name != NOTICE}
+            _check_size(sum(tensor.nbytes for tensor in found.values()) if body.tensors else 0, "tensors=false")
+            tensors = await asyncio.to_thread(_tensors, found, body.tensors)
+            return WeightsOf(version=weights.version, notice=notice_of(weights), tensors=tensors)
+
+    async def seal(self, body: Table) -> Done:
+        """No more prompts: engines drain what is there, then are told EndOfTable."""
+        service = await self._service(body.table)
+        await service.seal()
+        return Done()
+
+    async def status(self, body: Table) -> Status:
+        """What the job's table says of itself."""
+        service = await self._service(body.table)
+        return Status(stats=await service.status())
+
+    async def _service(self, name: str) -> AsyncService:
+        return await AsyncService.join(self._queue, name=name, timeout_s=0.0)
+
+    async def _settle(
+        self, name: str, rows: list[int] | None, how: str, verb: Callable[[tq.AsyncBatch], Awaitable[None]]
+    ) -> Settled:
+        loan = self._loans.find(name)
+        async with self._turn(loan, name):
+            before = len(loan.left)
+            await verb(loan.batch)
+            loan.left.difference_update(loan.left.copy() if rows is None else rows)
+            if not loan.left:
+                self._loans.end(name, how)
+        return Settled(rows=before - len(loan.left), left=len(loan.left))
+
+    @asynccontextmanager
+    async def _turn(self, loan: Loan, name: str) -> AsyncIterator[None]:
+        """The only call about the loan, which is open when it begins."""
+        async with loan.turn:
+            self._loans.find(name)
+            try:
+                yield
+            except LeaseExpired:
+                self._loans.end(name, "has expired, and its rows went to others")
+                raise
+
+
+class Action(NamedTuple):
+    """A call by its name: the body it takes, the answer it gives, whether it may wait."""
+
+    name: str
+    takes: Any
+    gives: Any
+    waits: bool = False
+
+    def of(self, actions: Actions) -> Callable[[Any], Awaitable[Any]]:
+        """The call itself."""
+        found: Callable[[Any], Awaitable[Any]] = getattr(actions, self.name)
+        return found
+
+    @property
+    def about(self) -> str:
+        """What it does, in words."""
+        return " ".join((getattr(Actions, self.name).__doc__ or "").split())
+
+
+ACTIONS: Final = (
+    Action("init_engines", Engines, Job),
+    Action("put_prompts", PutPrompts, PromptRows, waits=True),
+    Action("get_experience", GetExperience, Experience, waits=True),
+    Action("put_experience", PutExperience, Settled),
+    Action("release_experience", ReleaseExperience, Settled),
+    Action("renew_experience", RenewExperience, Lasting),
+    Action("notify_weights", NotifyWeights, Done, waits=True),
+    Action("get_weights", GetWeights, WeightsOf, waits=True),
+    Action("seal", Table, Done),
+    Action("status", Table, Status),
+)
+
+
+@asynccontextmanager
+async def _released_if_refused(batch: tq.AsyncBatch) -> AsyncIterator[None]:
+    """Rows that cannot be told to whoever asked go back at once."""
+    try:
+        yield
+    except BaseException:
+        await batch.release()
+        raise
+
+
+def _packed(batch: tq.AsyncBatch, packed: bool) -> dict[str, Values]:
+    found: dict[str, Values] = {}
+    for name in batch.fields:
+        found[name] = pack(batch[name], packed=packed)
+        _check_size(sum(nbytes(one) for one in found.values()), "fewer rows, or fewer columns")
+    return found
+
+
+def _tensors(tensors: Mapping[str, Any], whole: bool) -> dict[str, Tensor]:
+    return {
+        name: Tensor(dtype=str(one.dtype), shape=list(one.shape), data=one.tobytes() if whole else None)
+        for name, one in tensors.items()
+    }
+
+
+def _check_size(size: int, remedy: str) -> None:
+    if size > ANSWER_BYTES_MAX:
+        raise UsageError(f"the answer would have {size} bytes and more; at most {ANSWER_BYTES_MAX}: ask for {remedy}")

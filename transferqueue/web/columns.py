@@ -1,0 +1,201 @@
+"""Columns as they travel over HTTP: a list of plain values, or elements packed as bytes. Pure.
+
+The law:
+
+- A column is a list with one value for each row (numbers, text, lists of numbers, plain values), or a `Packed`.
+- A list is given where JSON carries every value exactly: finite numbers and text. All else is packed, or whatever the caller
+  asks to have packed. Nothing is rounded, padded or left out.
+- In JSON the bytes of a `Packed` are base64; a body of MessagePack has them as they are.
+- What is received is checked whole, against its own dtype and shape, before the queue sees it. Nothing of it is code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Annotated, Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from transferqueue.errors import SchemaError
+from transferqueue.limits import ROWS_PER_REQUEST_MAX
+from transferqueue.schema import BLOB_DTYPES, Field
+from transferqueue.storage.column import Column
+from transferqueue.storage.dtypes import viewed
+
+_LISTED: Final = frozenset({"bool", "str", "float16", "float32", "float64"})
+"""Dtypes that JSON has, besides integers."""
+_BLOBS: Final[dict[str, Callable[[bytes], Any]]] = {
+    "str": lambda data: data.decode(),
+    "bytes": bytes,
+    "value": msgspec.msgpack.Decoder().decode,
+}
+
+Sizes = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=8 * ROWS_PER_REQUEST_MAX)]
+
+
+class Packed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A column as bytes: the elements of all rows one after the other, in C order, little-endian, without padding.
+
+    dtype: such as int64, float32, bfloat16, bool, str (UTF-8), bytes, or value (each a MessagePack). shape: of one row's value,
+    null where rows differ. sizes: for each row, its size in every dimension that is null, in their order; of str, bytes and
+    value, the bytes of each row.
+    """
+
+    dtype: Annotated[str, msgspec.Meta(max_length=32)]
+    data: bytes
+    shape: Annotated[list[int | None], msgspec.Meta(max_length=8)] = []
+    sizes: Sizes = []
+
+
+Values = list[Any] | Packed
+"""A column of several rows."""
+
+
+def unpack(columns: Mapping[str, Values]) -> dict[str, Any]:
+    """Columns as the queue takes them; `SchemaError` for one whose parts do not fit each other."""
+    return {name: _rows(name, one) if isinstance(one, Packed) else one for name, one in columns.items()}
+
+
+def unpack_tensors(tensors: Mapping[str, Packed]) -> dict[str, NDArray[Any]]:
+    """Tensors of the shapes they say, none of which may be null."""
+    return {name: _tensor(name, one) for name, one in tensors.items()}
+
+
+def pack(column: Column, *, packed: bool) -> Values:
+    """A column for the way back. packed: as bytes, even if a list would do."""
+    field = column.field
+    listed = field.dtype in _LISTED or "int" in field.dtype
+    if not packed and listed and (not field.dtype.startswith("float") or _finite(column)):
+        return column.list()
+    if field.dtype == "value" and not packed and all(_exact(value) for value in column):
+        return column.list()
+    return _packed(column)
+
+
+def nbytes(values: Values) -> int:
+    """About what a column adds to a body."""
+    if isinstance(values, Packed):
+        return len(values.data) + 8 * len(values.sizes)
+    return 8 * len(values)
+
+
+# ---------------------------------------------------------------- from bytes
+
+
+def _rows(name: str, packed: Packed) -> Any:
+    subject = f'field "{name}"'
+    if packed.dtype in BLOB_DTYPES:
+        return _blobs(packed, subject)
+    field = Field(name, packed.dtype, tuple(packed.shape))
+    if field.dense:
+        return _dense(packed, field, subject)
+    shapes = _shapes(packed, subject)
+    values = _elements(packed, subject, sum(math.prod(shape) for shape in shapes))
+    found, at = [], 0
+    for shape in shapes:
+        found.append(values[at : at + math.prod(shape)].reshape(shape))
+        at += math.prod(shape)
+    return found
+
+
+def _dense(packed: Packed, field: Field, subject: str) -> NDArray[Any]:
+    if packed.sizes:
+        raise SchemaError(f"{subject}: sizes are given, but no dimension of {packed.shape} is null")
+    of_row = field.step_elements * field.item_bytes
+    if not of_row or len(packed.data) % of_row or not packed.data:
+        raise SchemaError(f"{subject}: {len(packed.data)} bytes are no rows of {field.describe()}, {of_row} bytes each")
+    count = len(packed.data) // of_row
+    return _elements(packed, subject, count * field.step_elements).reshape(count, *_known(packed.shape))
+
+
+def _blobs(packed: Packed, subject: str) -> list[Any]:
+    if packed.shape:
+        raise SchemaError(f"{subject}: dtype {packed.dtype} has no shape, but {packed.shape} was given")
+    if sum(packed.sizes) != len(packed.data) or not packed.sizes:
+        raise SchemaError(f"{subject}: {len(packed.data)} bytes, but sizes add up to {sum(packed.sizes)}")
+    edges = np.cumsum([0, *packed.sizes]).tolist()
+    try:
+        return [_BLOBS[packed.dtype](packed.data[start:end]) for start, end in pairwise(edges)]
+    except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
+        raise SchemaError(f"{subject}: the bytes of a row are no {packed.dtype}: {error}") from error
+
+
+def _tensor(name: str, packed: Packed) -> NDArray[Any]:
+    subject = f'tensor "{name}"'
+    if packed.sizes or None in packed.shape or packed.dtype in BLOB_DTYPES:
+        raise SchemaError(f"{subject}: {packed.dtype} {packed.shape} is no tensor; give its shape, and no sizes")
+    Field(name, packed.dtype, tuple(packed.shape))
+    shape = _known(packed.shape)
+    return _elements(packed, subject, math.prod(shape)).reshape(shape)
+
+
+def _shapes(packed: Packed, subject: str) -> list[list[int]]:
+    """The shape of each row, its null dimensions filled in."""
+    free = packed.shape.count(None)
+    if not packed.sizes or len(packed.sizes) % free:
+        raise SchemaError(
+            f"{subject}: {len(packed.sizes)} sizes for shape {packed.shape}; give {free} for each row, one for each null"
+        )
+    sizes = iter(packed.sizes)
+    rows = len(packed.sizes) // free
+    return [[next(sizes) if size is None else size for size in packed.shape] for _ in range(rows)]
+
+
+def _elements(packed: Packed, subject: str, count: int) -> NDArray[Any]:
+    dtype = viewed(packed.dtype)
+    if count * dtype.itemsize != len(packed.data):
+        raise SchemaError(
+            f"{subject}: {len(packed.data)} bytes, but shape and sizes are of {count} elements of {packed.dtype}, "
+            f"{count * dtype.itemsize} bytes"
+        )
+    if packed.dtype == "bool" and packed.data.translate(None, b"\0\1"):
+        raise SchemaError(f"{subject}: a bool is a byte of 0 or 1, and there are others")
+    return np.frombuffer(packed.data, dtype)
+
+
+def _known(shape: Sequence[int | None]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size is not None)
+
+
+# ---------------------------------------------------------------- to bytes
+
+
+def _exact(value: Any) -> bool:
+    """Whether JSON carries a plain value as it is."""
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _exact(one) for name, one in value.items())
+    if isinstance(value, list | tuple):
+        return all(_exact(one) for one in value)
+    return value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _blob(dtype: str, row: Any) -> bytes:
+    if dtype == "value":
+        return msgspec.msgpack.encode(row)
+    return row.encode() if isinstance(row, str) else bytes(row)
+
+
+def _finite(column: Column) -> bool:
+    if column.field.dense:
+        return bool(np.isfinite(column.numpy()).all())
+    return all(np.isfinite(row).all() for row in column)
+
+
+def _packed(column: Column) -> Packed:
+    field, shape = column.field, list(column.field.shape)
+    if field.blob:
+        blobs = [_blob(field.dtype, row) for row in column]
+        return Packed(dtype=field.dtype, data=b"".join(blobs), sizes=[len(blob) for blob in blobs])
+    if field.dense:
+        return Packed(dtype=field.dtype, shape=shape, data=column.numpy().tobytes())
+    if field.ragged:
+        values, offsets = column.ragged()
+        return Packed(dtype=field.dtype, shape=shape, data=values.tobytes(), sizes=np.diff(offsets).tolist())
+    rows = list(column)
+    free = [at for at, size in enumerate(shape) if size is None]
+    sizes = [row.shape[at] for row in rows for at in free]
+    return Packed(dtype=field.dtype, shape=shape, data=b"".join(row.tobytes() for row in rows), sizes=sizes)

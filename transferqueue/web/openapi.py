@@ -1,0 +1,155 @@
+"""What the HTTP service is, as an OpenAPI 3.1 document and as a page for people. Both come from the structs that the calls read
+(`actions`), so neither can say anything else. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from html import escape
+from typing import Any, Final
+
+import msgspec
+
+import transferqueue as tq
+from transferqueue.web.actions import ACTIONS, Action
+from transferqueue.web.bodies import BODY_BYTES_MAX, JSON, MSGPACK
+from transferqueue.web.schemas import WAIT_S_MAX, Refused
+
+_REF: Final = "#/components/schemas/"
+_REFUSALS: Final = {
+    "400": "The call is wrong; the text says what, and how it is right. Nothing was changed.",
+    "401": "No token, or another one. (Plain text, as are 403, 405 and 421.)",
+    "404": "A table, stage, row or key that is not there.",
+    "409": "AlreadyExists, Sealed, or LeaseExpired: the rows are somebody else's, or this was done before.",
+    "410": "EndOfTable: sealed and drained, there will be no more rows.",
+    "413": f"More than {BODY_BYTES_MAX >> 20} MiB; send fewer rows at a time.",
+    "503": "No room, or the queue's server is gone; ask again.",
+    "504": "DeadlineExceeded: not within timeout_s; the text says what is missing and who holds it. Ask again.",
+}
+_ABOUT: Final = f"""\
+Five calls by which engines share one queue without importing anything of it (AsyncFlow, arXiv 2507.01663, section 5), and what a
+user needs to finish. Bodies are JSON, or MessagePack if the content type says {MSGPACK.media_type}; the answer is what the request was.
+Send the token as Authorization: Bearer TOKEN. Calls that wait do so for at most timeout_s (up to {WAIT_S_MAX:g} s); rows that were got
+and not given back go to others when their lease ends."""
+
+
+def described() -> dict[str, Any]:
+    """The OpenAPI document."""
+    kinds = [kind for action in ACTIONS for kind in (action.takes, action.gives)]
+    _, schemas = msgspec.json.schema_components([*kinds, Refused], ref_template=_REF + "{name}")
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "TransferQueue", "version": tq.__version__, "description": _ABOUT},
+        "security": [{"token": []}],
+        "paths": {f"/action/{action.name}": {"post": _operation(action)} for action in ACTIONS}
+        | {"/metrics": {"get": _METRICS}},
+        "components": {
+            "schemas": {name: _plain(schema) for name, schema in schemas.items()},
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+_METRICS: Final = {
+    "operationId": "metrics",
+    "summary": "One moment of the queue in the Prometheus text format.",
+    "responses": {"200": {"description": "The metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}}},
+}
+
+
+def _operation(action: Action) -> dict[str, Any]:
+    refused: dict[str, dict[str, Any]] = {status: {"description": text} for status, text in _REFUSALS.items()}
+    for status, refusal in refused.items():
+        if status != "401":
+            refusal |= {"content": _content(Refused)}
+    return {
+        "operationId": action.name,
+        "summary": action.about,
+        "requestBody": {"required": True, "content": _content(action.takes)},
+        "responses": {"200": {"description": _doc(action.gives), "content": _content(action.gives)}} | refused,
+    }
+
+
+def _content(kind: Any) -> dict[str, Any]:
+    schema = {"$ref": f"{_REF}{kind.__name__}"}
+    return {codec.media_type: {"schema": schema} for codec in (JSON, MSGPACK)}
+
+
+def _doc(kind: Any) -> str:
+    return " ".join((kind.__doc__ or "").split())
+
+
+def _plain(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema whose description is of one line."""
+    if "description" in schema:
+        return schema | {"description": " ".join(schema["description"].split())}
+    return schema
+
+
+# ---------------------------------------------------------------- for people
+
+
+def shown(document: Mapping[str, Any]) -> bytes:
+    """The document as one HTML page without scripts; it loads nothing but `/page.css` beside it."""
+    return "".join(_page(document)).encode()
+
+
+def _page(document: Mapping[str, Any]) -> Iterator[str]:
+    about = document["info"]
+    yield '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>TransferQueue: HTTP service</title>'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="stylesheet" href="/page.css">'
+    yield f"</head><body><main><h1>TransferQueue {escape(about['version'])}: HTTP service</h1>"
+    yield f"<p>{escape(about['description'])}</p>"
+    yield '<p>The same for programs: <a href="/openapi.json">openapi.json</a>. Figures: <a href="/metrics">metrics</a>.</p>'
+    yield f"<pre>{escape(_EXAMPLE)}</pre>"
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield from _shown_operation(f"{method.upper()} {path}", operation)
+    yield "<h2>Refusals</h2><table>"
+    yield from (f"<tr><td>{status}</td><td>{escape(text)}</td></tr>" for status, text in _REFUSALS.items())
+    yield "</table>"
+    for name, schema in document["components"]["schemas"].items():
+        yield from _shown_schema(name, schema)
+    yield "</main></body></html>\n"
+
+
+_EXAMPLE: Final = """\
+curl -H "Authorization: Bearer $TOKEN" -H "Content-Type: application/json" http://127.0.0.1:8788/action/get_experience \\
+     -d '{"stage": "rollout", "rows": 8, "at_least": 1, "timeout_s": 60}'"""
+
+
+def _shown_operation(name: str, operation: Mapping[str, Any]) -> Iterator[str]:
+    yield f"<h2><code>{escape(name)}</code></h2><p>{escape(operation['summary'])}</p>"
+    if "requestBody" not in operation:
+        return
+    takes, gives = (
+        one["content"][JSON.media_type]["schema"] for one in (operation["requestBody"], operation["responses"]["200"])
+    )
+    yield f"<p>takes {_type(takes)}, gives {_type(gives)}</p>"
+
+
+def _shown_schema(name: str, schema: Mapping[str, Any]) -> Iterator[str]:
+    yield f'<h3 id="{escape(name)}">{escape(name)}</h3><p>{escape(schema.get("description", ""))}</p><table>'
+    required = set(schema.get("required", ()))
+    for member, kind in schema.get("properties", {}).items():
+        default = "required" if member in required else f"default {JSON.encode(kind.get('default')).decode()}"
+        yield f"<tr><td><code>{escape(member)}</code></td><td>{_type(kind)}</td><td>{escape(default)}</td></tr>"
+    yield "</table>"
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    """A schema in a few words, with links to those it names."""
+    if "$ref" in schema:
+        name = re.sub(f"^{re.escape(_REF)}", "", schema["$ref"])
+        return f'<a href="#{escape(name)}">{escape(name)}</a>'
+    if "anyOf" in schema:
+        return " or ".join(_type(one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return " or ".join(escape(JSON.encode(one).decode()) for one in schema["enum"])
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    if schema.get("type") == "object":
+        return (
+            f"object of {_type(inner)}" if isinstance(inner := schema.get("additionalProperties"), dict) else "object"
+        )
+    return escape(" ".join(["base64" if "contentEncoding" in schema else str(schema.get("type", "anything"))]))

@@ -1,0 +1,138 @@
+"""The HTTP service: the calls of `actions` as ``POST /action/…``, what they are (`/openapi.json`, and a page at `/`), `/metrics`.
+
+The law:
+
+- Who may ask is the business of `door`: loopback addresses, and the token.
+- A call that waits, waits at the queue, for at most as long as its body says; a client that hangs up is seen, and takes nothing.
+- Every refusal has the name and the text of an error of the queue, and a status that says who must act: 4xx the caller, 5xx
+  somebody else, or nobody (504: not yet, ask again; 410: there will be no more). After any but 5xx nothing was changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from http import HTTPStatus
+from typing import Any, Final
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import transferqueue as tq
+from transferqueue.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    EndOfTable,
+    FlowSignal,
+    LeaseExpired,
+    NotFound,
+    OutOfMemory,
+    PeerError,
+    PermissionDenied,
+    Sealed,
+    TransferQueueError,
+    UsageError,
+)
+from transferqueue.web.actions import ACTIONS, Action, Actions
+from transferqueue.web.app import METHODS, Endpoint, guarded, metrics_of, page_file
+from transferqueue.web.bodies import JSON, Codec, Refusal, Room, codec_of, decode
+from transferqueue.web.door import Door
+from transferqueue.web.openapi import described, shown
+from transferqueue.web.schemas import Refused
+
+STATUS: Final[tuple[tuple[type[TransferQueueError], HTTPStatus], ...]] = (
+    (NotFound, HTTPStatus.NOT_FOUND),
+    (AlreadyExists, HTTPStatus.CONFLICT),
+    (Sealed, HTTPStatus.CONFLICT),
+    (PermissionDenied, HTTPStatus.FORBIDDEN),
+    (UsageError, HTTPStatus.BAD_REQUEST),
+    (LeaseExpired, HTTPStatus.CONFLICT),
+    (EndOfTable, HTTPStatus.GONE),
+    (DeadlineExceeded, HTTPStatus.GATEWAY_TIMEOUT),
+    (FlowSignal, HTTPStatus.SERVICE_UNAVAILABLE),
+    (OutOfMemory, HTTPStatus.INSUFFICIENT_STORAGE),
+    (PeerError, HTTPStatus.SERVICE_UNAVAILABLE),
+    (TransferQueueError, HTTPStatus.INTERNAL_SERVER_ERROR),
+)
+"""Of an error: that of its first class here."""
+
+
+def make_service(queue: tq.AsyncQueue, door: Door) -> Starlette:
+    """The application that serves `queue` to whom `door` lets in."""
+    actions, room, document = Actions(queue), Room(), described()
+    pages: dict[str, tuple[Endpoint, tuple[str, ...]]] = {
+        f"/action/{action.name}": (_call(action, actions, room), ("POST",)) for action in ACTIONS
+    }
+    pages |= {
+        "/": (_fixed(shown(document), "text/html"), ("GET", "HEAD")),
+        "/page.css": (page_file("page.css"), ("GET", "HEAD")),
+        "/openapi.json": (_fixed(JSON.encode(document), JSON.media_type), ("GET", "HEAD")),
+        "/metrics": (metrics_of(queue), ("GET", "HEAD")),
+        "/{other:path}": (_nothing, ("GET", "HEAD", "POST")),
+    }
+    return Starlette(
+        routes=[Route(path, guarded(door, page, methods), methods=METHODS) for path, (page, methods) in pages.items()]
+    )
+
+
+def status_of(error: TransferQueueError) -> HTTPStatus:
+    """The status that goes with an error."""
+    return next(status for kind, status in STATUS if isinstance(error, kind))
+
+
+def _call(action: Action, actions: Actions, room: Room) -> Endpoint:
+    call = action.of(actions)
+
+    async def endpoint(request: Request) -> Response:
+        codec = JSON
+        try:
+            codec = codec_of(request)
+            async with room.body(request) as body:
+                asked = await asyncio.to_thread(decode, codec, body, action.takes)
+                answer = await (_unless_gone(request, call(asked)) if action.waits else call(asked))
+                return Response(await asyncio.to_thread(codec.encode, answer), media_type=codec.media_type)
+        except Refusal as refusal:
+            return _refused(codec, refusal.status, "UsageError", str(refusal))
+        except TransferQueueError as error:
+            return _refused(codec, status_of(error), type(error).__name__, str(error))
+
+    return endpoint
+
+
+async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
+    """The result of `work`, which is given up when the client hangs up: a lease that nobody reads goes back."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Refusal(HTTPStatus.BAD_REQUEST, "the client hung up while it waited")
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.wait({task, gone})
+        _ = task.cancelled() or task.exception()  # looked at, or asyncio would say that nobody did
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
+
+
+def _refused(codec: Codec, status: HTTPStatus, error: str, text: str) -> Response:
+    return Response(codec.encode(Refused(error=error, text=text)), status, media_type=codec.media_type)
+
+
+def _fixed(body: bytes, media_type: str) -> Endpoint:
+    async def give(_request: Request) -> Response:
+        return Response(body, media_type=media_type)
+
+    return give
+
+
+async def _nothing(request: Request) -> Response:
+    names = ", ".join(action.name for action in ACTIONS)
+    return _refused(JSON, HTTPStatus.NOT_FOUND, "NotFound", f"there is no {request.url.path}; actions are {names}")

@@ -1,0 +1,79 @@
+"""What the last minutes were like: for each moment who of a table's workers worked, and who waited. Pure.
+
+The law: a worker of a task works while it holds a lease, and is idle while it waits for one and holds none. A producer is idle while
+it waits to reserve, to put or for memory; producers work where rows came in since the moment before. Workers are told apart by
+the names that the server shows: those that share a label are one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from transferqueue.observe.frame import Frame
+from transferqueue.observe.stats import TableStats, TaskStats, Waiting
+
+MOMENTS_MAX: Final = 300
+"""Five minutes, a moment a second."""
+_PRODUCING: Final = frozenset({"Reserve", "Put", "Grant"})
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """Workers of one task, or producers: how many work, how many are idle."""
+
+    busy: int
+    idle: int
+
+
+class TableMoment(msgspec.Struct, frozen=True):
+    """One table at one moment. put_s, done_s: rows per second since the one before."""
+
+    put_s: float
+    done_s: float
+    producers: Lane
+    tasks: dict[str, Lane]
+
+
+class Moment(msgspec.Struct, frozen=True):
+    """All tables at one moment. at_s: by the server's clock."""
+
+    at_s: float
+    tables: dict[str, TableMoment]
+
+
+class Timeline:
+    """The newest moments."""
+
+    def __init__(self) -> None:
+        self.moments: deque[Moment] = deque(maxlen=MOMENTS_MAX)
+
+    def add(self, frame: Frame) -> Moment:
+        """The moment of a frame, which is the newest from now on."""
+        tables = {name: _table(name, table, frame) for name, table in frame.stats.tables.items()}
+        found = Moment(frame.stats.now_s, tables)
+        self.moments.append(found)
+        return found
+
+
+def _table(name: str, table: TableStats, frame: Frame) -> TableMoment:
+    rates = frame.rates.get(name)
+    put_s, done_s = (rates.put_s, rates.done_s) if rates else (0.0, 0.0)
+    waiting = [one for one in frame.stats.waiting if one.table == name]
+    producers = Lane(int(put_s > 0), len(_names(one for one in waiting if one.request in _PRODUCING)))
+    return TableMoment(
+        put_s, done_s, producers, {task: _lane(task, shown, waiting) for task, shown in table.tasks.items()}
+    )
+
+
+def _lane(task: str, shown: TaskStats, waiting: Iterable[Waiting]) -> Lane:
+    holders = set(shown.holders)
+    idle = _names(one for one in waiting if one.request == "Lease" and one.task == task)
+    return Lane(len(holders), len(idle - holders))
+
+
+def _names(waiting: Iterable[Waiting]) -> set[str]:
+    """As `holders` names them."""
+    return {one.label or f"session {one.session}" for one in waiting}

@@ -1,0 +1,56 @@
+"""The token of a page: drawn anew, or kept in a file that programs and Prometheus read too."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+from typing import Final
+
+from transferqueue.errors import UsageError
+
+TOKEN_CHARS_MAX: Final = 256
+_TOKEN_CHARS_MIN: Final = 20
+"""Of the 64 characters below: 120 bits."""
+_TOKEN: Final = re.compile(rf"[A-Za-z0-9_\-]{{{_TOKEN_CHARS_MIN},{TOKEN_CHARS_MAX}}}")
+
+
+def new_token() -> str:
+    """192 bits, fit for a link."""
+    return secrets.token_urlsafe(24)
+
+
+def kept_token(path: Path) -> str:
+    """The token in the file at `path`, which is made (0600) if there is none.
+
+    `UsageError` if others than its owner may read it, or if it holds no token: 20 to 256 letters, digits, ``_ -``.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError:
+        return _read(path)
+    except OSError as error:
+        raise UsageError(f"token file {path} cannot be made: {error.strerror}; name another") from error
+    token = new_token()
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"{token}\n")
+    return token
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            mode, content = stat.S_IMODE(os.fstat(file.fileno()).st_mode), file.read(TOKEN_CHARS_MAX + 2)
+    except OSError as error:
+        raise UsageError(f"token file {path} cannot be read: {error.strerror}; name another") from error
+    if mode & 0o077:
+        raise UsageError(f"token file {path} has mode {mode:o}, and the token is a password; chmod 600 it")
+    token = content.decode("ascii", errors="replace").removesuffix("\n")
+    if not _TOKEN.fullmatch(token):
+        raise UsageError(
+            f"token file {path} holds no token, which has {_TOKEN_CHARS_MIN} to {TOKEN_CHARS_MAX} letters, digits, _ or -; "
+            "remove the file, and a token is made"
+        )
+    return token

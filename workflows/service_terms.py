@@ -1,0 +1,141 @@
+"""What `init_engines` is told, as one plain value: it comes as JSON from stacks that know none of our types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+import transferqueue as tq
+from transferqueue.errors import UsageError
+from transferqueue.limits import (
+    ATTEMPTS_MAX_DEFAULT,
+    FIELDS_MAX,
+    LEASE_S_DEFAULT,
+    NAME_CHARS_MAX,
+    TASKS_MAX,
+)
+
+NAME: Final = "experience"
+"""Name of the table, and of the weight channel, unless told otherwise."""
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+Names = Annotated[list[Name], msgspec.Meta(max_length=FIELDS_MAX)]
+
+_STALE: Final[dict[str, Callable[[], tq.OnStale]]] = {"drop": tq.DropStale, "keep": tq.KeepStale, "wait": tq.HoldClock}
+_INCOMPLETE: Final[dict[str, Callable[[], tq.DropGroup | tq.Refill | tq.Release]]] = {
+    "drop": tq.DropGroup,
+    "refill": tq.Refill,
+    "release": tq.Release,
+}
+_ORDERS: Final[dict[str, Callable[[], tq.Selector]]] = {
+    "fifo": tq.Fifo,
+    "oldest_version_first": tq.OldestVersionFirst,
+    "freshest": tq.Freshest,
+    "longest_first": tq.LongestFirst,
+    "priority": tq.Priority,
+}
+
+
+class Column(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A declared column: its dtype, and the shape of one row's value, null where rows differ. One that is not declared is taken
+    from the first values that are put."""
+
+    name: Name
+    dtype: Annotated[str, msgspec.Meta(max_length=32)]
+    shape: Annotated[list[int | None], msgspec.Meta(max_length=8)] = []
+
+
+class Groups(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whole groups only. What happens to one that is not whole `deadline_s` after its first row was ready, or that lost a row."""
+
+    incomplete: Literal["drop", "refill", "release"] = "drop"
+    min_size: int | None = None
+    deadline_s: float | None = None
+
+
+class EngineStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the engines of one stage take and give: a row is theirs once all it `needs` is there, and each row once."""
+
+    name: Name
+    needs: Names
+    gives: Names = []
+    order: Literal["fifo", "oldest_version_first", "freshest", "longest_first", "priority"] = "fifo"
+    groups: Groups | None = None
+    lease_s: float = LEASE_S_DEFAULT
+    attempts_max: int = ATTEMPTS_MAX_DEFAULT
+
+    def task(self) -> tq.Task:
+        """The same as the queue says it."""
+        return tq.Task(
+            self.name,
+            needs=self.needs,
+            gives=self.gives,
+            selector=_ORDERS[self.order](),
+            groups=None if self.groups is None else _groups(self.groups),
+            lease_s=self.lease_s,
+            attempts_max=self.attempts_max,
+        )
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far prompts may run ahead of `stage`, the trainer's: `depth` batches beyond the one in work, `max_staleness` versions.
+    A row that is too old is dropped, kept aside, holds the clock (wait), or goes back to the stage `requeue_to`."""
+
+    stage: Name
+    batch_rows: int
+    depth: int = 1
+    max_staleness: int | None = None
+    on_stale: Literal["drop", "keep", "wait", "requeue"] = "drop"
+    requeue_to: str = ""
+
+    def pacing(self, channel: str) -> tq.Pacing:
+        """The same as the queue says it; the clock is `channel`."""
+        return tq.Pacing(
+            self.stage,
+            batch_rows=self.batch_rows,
+            depth=self.depth,
+            max_staleness=self.max_staleness,
+            on_stale=self._on_stale(),
+            channel=channel,
+        )
+
+    def _on_stale(self) -> tq.OnStale:
+        if (self.on_stale == "requeue") != bool(self.requeue_to):
+            raise UsageError(
+                f'pace of stage "{self.stage}": on_stale={self.on_stale!r} with requeue_to={self.requeue_to!r}; '
+                "on_stale=requeue names the stage that rows go back to, and nothing else does"
+            )
+        return tq.Requeue(self.requeue_to) if self.requeue_to else _STALE[self.on_stale]()
+
+
+class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A job: its stages, and how far it may run ahead. Told again in the same words it changes nothing.
+
+    keep_rows: rows stay readable after the last stage, until they are deleted. rows_max: live rows; put_prompts waits beyond.
+    """
+
+    stages: Annotated[list[EngineStage], msgspec.Meta(min_length=1, max_length=TASKS_MAX)]
+    table: Name = NAME
+    columns: Annotated[list[Column], msgspec.Meta(max_length=FIELDS_MAX)] = []
+    pace: Pace | None = None
+    rows_max: int = 1 << 16
+    bytes_max: int | None = None
+    keep_rows: bool = False
+
+    def terms(self) -> dict[str, Any]:
+        """The table, as `Queue.create_table` takes it; `UsageError` for what cannot be one."""
+        return {
+            "fields": [tq.Field(one.name, one.dtype, tuple(one.shape)) for one in self.columns],
+            "tasks": [stage.task() for stage in self.stages],
+            "limits": tq.Limits(rows=self.rows_max, bytes=self.bytes_max),
+            "pacing": None if self.pace is None else self.pace.pacing(self.table),
+            "retention": tq.Manual() if self.keep_rows else tq.Acked(),
+            "exist_ok": True,
+        }
+
+
+def _groups(groups: Groups) -> tq.Complete:
+    incomplete = _INCOMPLETE[groups.incomplete]()
+    return tq.Complete(min_size=groups.min_size, deadline_s=groups.deadline_s, incomplete=incomplete)
