@@ -8,7 +8,7 @@ The law (docs/decisions/0022):
 3. An extent comes from a near shard (of the session's host) if one has room, else from another; from the least full of those.
 4. A session maps a shard if the coordinator sees both die, which needs one host for all three: only so does the kernel tell
    when memory that a client saw may be used again (decision 4). In all other shards its bytes travel, by tickets. Of a block with
-   copies it is told first the one that it maps, if it maps one.
+   copies it is told one, which it maps if it maps any.
 """
 
 from __future__ import annotations

@@ -142,11 +142,6 @@ class Tickets:
         ticket = self._ticket(_READ, session, at.shard, at.block, at.extent, at.offset, at.nbytes)
         return msgspec.structs.replace(at, ticket=ticket)
 
-    def copy(self, session: int, at: m.BlockAt, copy: m.Copy) -> m.Copy:
-        """A further place of the block, in this shard, with its ticket."""
-        place = msgspec.structs.replace(at, shard=copy.shard, extent=copy.extent, offset=copy.offset)
-        return msgspec.structs.replace(copy, ticket=self.block(session, place).ticket)
-
     def _ticket(self, *facts: int) -> bytes:
         packed = struct.pack(f"<{len(facts)}q", *facts)
         return hashlib.blake2b(packed, key=self._key, digest_size=TICKET_BYTES).digest()
@@ -209,7 +204,7 @@ def issue(
 ) -> m.Reply:
     """The reply with a ticket for each block or extent that it names. of: the tickets of a shard; None: this session needs none.
 
-    near: shards of which a copy is named first, if there is one.
+    near: shards of which a copy is named, if there is one; of each block one copy is.
     """
     match reply:
         case m.Granted():
@@ -229,22 +224,16 @@ def issue(
 def _blocks(
     of: Callable[[int], Tickets | None], session: int, blocks: Iterable[m.BlockAt], near: Collection[int]
 ) -> list[m.BlockAt]:
-    return [_block(of, session, _turned(at, near) if at.copies else at) for at in blocks]
+    told = [_nearest(at, near) if at.copies else at for at in blocks]
+    return [at if (tickets := of(at.shard)) is None else tickets.block(session, at) for at in told]
 
 
-def _turned(at: m.BlockAt, near: Collection[int]) -> m.BlockAt:
-    """The block with a near copy of it first."""
-    places = [m.Copy(at.shard, at.extent, at.offset), *at.copies]
-    first, *others = sorted(places, key=lambda place: place.shard not in near)
-    return msgspec.structs.replace(at, shard=first.shard, extent=first.extent, offset=first.offset, copies=others)
-
-
-def _block(of: Callable[[int], Tickets | None], session: int, at: m.BlockAt) -> m.BlockAt:
-    if at.copies:
-        copies = [one if (there := of(one.shard)) is None else there.copy(session, at, one) for one in at.copies]
-        at = msgspec.structs.replace(at, copies=copies)
-    tickets = of(at.shard)
-    return at if tickets is None else tickets.block(session, at)
+def _nearest(at: m.BlockAt, near: Collection[int]) -> m.BlockAt:
+    """The block as only one of its copies: a near one, if there is any."""
+    for one in at.copies if at.shard not in near else ():
+        if one.shard in near:
+            return msgspec.structs.replace(at, shard=one.shard, extent=one.extent, offset=one.offset, copies=[])
+    return msgspec.structs.replace(at, copies=[])
 
 
 def key_in(directory: Path) -> bytes:

@@ -133,18 +133,18 @@ class Columns(Message):
 
 
 class Copy(Message):
-    """A further place of a block. ticket: as of `BlockAt`."""
+    """A further place of a block."""
 
     shard: int
     extent: int
     offset: int
-    ticket: Bytes = b""
 
 
 class BlockAt(Message):
     """Where a committed block lies: shard, extent, bytes [offset, offset + nbytes) of the arena, layout.
 
-    ticket: for a session that reads over the bulk endpoint, what it shows there; else empty. copies: where the same bytes lie too.
+    ticket: for a session that reads over the bulk endpoint, what it shows there; else empty. copies: where the same bytes lie too; who
+    needs tickets is told only the one to read.
     """
 
     block: int
@@ -313,9 +313,10 @@ class AddFields(Message):
 
 
 class DropTable(Message):
-    """Removes a table: its rows are dropped (reason ``table_dropped``), its waiters told."""
+    """Removes a table: its rows are dropped (reason ``table_dropped``), its waiters told. empty: refused while it has rows."""
 
     name: Name
+    empty: bool = False
 
 
 class ListTables(Message):
