@@ -78,12 +78,14 @@ ARENA_STEP_BYTES: Final = 64 * MIB
 ARENA_SLICE_BYTES: Final = 4 * MIB
 """Pages are taken ahead so many at a time, between two requests: about a millisecond, which is what a request may wait."""
 FRAME_BYTES: Final = MIB
-"""Bulk frames over TCP: one ZeroMQ stream is fastest near 1 MiB."""
+"""Bulk frames over TCP: what still is in the cache when its checksum is taken; a ZeroMQ stream is fastest near it, too."""
 BULK_WINDOW_FRAMES: Final = 8
 """Bulk frames on their way before the receiver must have said that it took some: what a reader that stalls holds at
 the server. At 2 GB/s eight frames last 4 ms, longer than a round trip."""
 BULK_TRANSFERS_MAX: Final = 4
 """Transfers of one session that are under way at once over the bulk endpoint; a further one waits in its process."""
+BULK_CONNECTIONS_MAX: Final = 4096
+"""Connections to the bulk endpoint: those of a thousand sessions. The longest unheard of makes room."""
 BULK_SILENCE_S: Final = 10.0
 """A bulk transfer of which nothing was heard this long is tried again, over a new connection."""
 BULK_STALL_S: Final = 30.0

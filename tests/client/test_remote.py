@@ -21,6 +21,9 @@ import transferqueue as tq
 from tests.client.deployments import Served, Worker
 from transferqueue.client import remote
 from transferqueue.client.received import Buffers
+from transferqueue.limits import BULK_TRIES
+from transferqueue.transport.bulk_sockets import BulkLine
+from transferqueue.wire.messages import Welcome
 
 MIB = 1 << 20
 HOST = "127.0.0.2"
@@ -182,6 +185,26 @@ def test_connections_that_are_cut_are_made_again(
     assert cut
 
 
+def test_a_server_that_was_started_anew_costs_no_attempt() -> None:
+    """Attempts are counted within one life of the server: a caller's own deadline ends a wait for one that keeps dying."""
+    welcomes = [Welcome(1, epoch, "t", "t", {}, 0, bulk_port=1) for epoch in range(1, 9)]
+    dials = iter(welcomes[1:])
+
+    def dial(_told: Welcome) -> BulkLine:
+        if (told := next(dials, None)) is not None:
+            memory.welcomed(told)
+        else:
+            again.append(1)
+        raise tq.Unreachable("it died again")
+
+    again: list[int] = []
+    memory = remote.RemoteMemory(dial, welcomes[0], lambda _: None, lambda: None, lambda: None)
+    with pytest.raises(tq.Unreachable, match=f"{BULK_TRIES} attempts; at last: it died again"):
+        memory._carry(lambda _: None, lambda: False)
+    assert len(again) == BULK_TRIES
+    memory.close()
+
+
 def test_silence_is_waited_for_so_long_and_then_told(
     between: Between, table: tq.Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,10 +246,10 @@ def test_a_reader_that_stalls_holds_few_bytes_at_the_server(server: Served, name
     program = """
         import transferqueue.client.remote as remote
         class Stalled(remote.Fetch):
-            def receive(self, head, content):
+            def receive(self):
                 print("stalled", flush=True)
                 sys.stdin.readline()
-                return super().receive(head, content)
+                return super().receive()
         remote.Fetch = Stalled
         print(len(tq.connect(sys.argv[1], data="remote").table(sys.argv[2]).read(limit=10**6)["x"].list()))
     """

@@ -101,7 +101,7 @@ def with_digest(decode: Any) -> Any:
     """A decoder of bulk heads whose frames need no checksum: what is fuzzed lies behind it."""
 
     def decode_head(frame: bytes) -> Any:
-        return decode(bulk._digest(frame, ()) + frame, ())
+        return decode(bulk.framed(frame))
 
     return decode_head
 

@@ -53,11 +53,20 @@ class Bench:
         return b.Write(number, at=granted.offset if at is None else at, total=total, **facts)
 
     def say(self, head, pieces=(), peer=b"p"):
-        encoded, pieces = b.message(head, pieces)
-        self.exchange.receive(peer, encoded, [memoryview(piece) for piece in pieces], self.now)
+        self.hand_over(*b.message(head, pieces), peer=peer)
+
+    def hand_over(self, head, pieces, peer=b"p"):
+        """As a port does, with what came whole."""
+        self.exchange.now = self.now
+        try:
+            b.hand_over(head, [memoryview(piece) for piece in pieces], self.exchange.desk(peer))
+        except BY_NAME["Corruption"] as error:
+            self.exchange.spoiled(peer, error)
+        else:
+            self.exchange.receive(peer)
 
     def heard(self):
-        found = [(peer, b.to_client(*message), message[1]) for peer, message in self.exchange.outbox]
+        found = [(peer, b.to_client(message[0]), message[1]) for peer, message in self.exchange.outbox]
         self.exchange.outbox.clear()
         return found
 
@@ -248,7 +257,7 @@ def test_a_reader_that_stalls_holds_its_window_and_not_more(bench, scattered):
         tracemalloc.stop()
     assert len(bench.exchange.outbox) == 3 * BULK_WINDOW_FRAMES
     assert held < 3 * ((BULK_WINDOW_FRAMES + 2) * FRAME_BYTES if scattered else 2 * MIB)
-    assert not bench.exchange.busy
+    assert not bench.exchange.busy()
     bench.now = bench.exchange.next_deadline()
     assert bench.now == BULK_STALL_S
     bench.exchange.tick(bench.now)
@@ -282,8 +291,8 @@ def test_what_cannot_be_believed_ends_what_is_under_way_there_and_nowhere_else(b
     at = bench.put(x=np.zeros((32, MIB), np.uint8))
     for peer in (b"p", b"q"):
         bench.say(bench.read(at), peer=peer)
-    bench.exchange.receive(b"p", b"garbage that is no message", [], bench.now)
-    with pytest.raises(BY_NAME["Corruption"], match="does not match its checksum"):
+    bench.hand_over(b"garbage that is no message", [])
+    with pytest.raises(BY_NAME["Corruption"], match="its bytes changed on the way"):
         raise refused(bench)
     assert len(bench.exchange) == 1
 

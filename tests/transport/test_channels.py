@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import time
 
 import pytest
 
@@ -303,13 +304,25 @@ def test_a_client_that_heard_bytes_which_are_no_frame_opens_its_connection_anew(
         echo.close()
 
 
-def send_until_refused(line, wakeup):
+class Silent:
+    """Takes messages that nobody sends."""
+
+    def expect(self, head, nbytes):
+        raise AssertionError("nobody answers here")
+
+    fill = expect
+
+
+SILENT = Silent()
+
+
+def send_until_refused(line):
     for _ in range(200):
         line.send((b"more", ()))
-        line.receive(wakeup, 0.05)
+        line.receive(SILENT, 0.05)
 
 
-def test_a_bulk_line_that_heard_bytes_which_are_no_frame_says_that_another_is_needed(wakeup, tmp_path):
+def test_a_bulk_line_that_heard_bytes_which_are_no_frame_says_that_another_is_needed(tmp_path):
     echo = Echo("tcp", tmp_path)
     wire = Wire(echo.address)
     line = BulkLine("127.0.0.1", int(wire.address.rpartition(":")[2]), epoch=1)
@@ -318,8 +331,24 @@ def test_a_bulk_line_that_heard_bytes_which_are_no_frame_says_that_another_is_ne
         assert echo.next()[1] == b"heard"
         wire.garble()
         with pytest.raises(Unreachable, match="bytes need another one"):
-            send_until_refused(line, wakeup)
+            send_until_refused(line)
     finally:
         line.close()
         wire.close()
         echo.close()
+
+
+def test_a_bulk_line_that_waits_can_be_interrupted_from_another_thread(tmp_path):
+    echo = Echo("tcp", tmp_path)
+    line = BulkLine("127.0.0.1", int(echo.address.rpartition(":")[2]), epoch=1)
+    interrupter = threading.Timer(0.05, line.interrupt)
+    try:
+        interrupter.start()
+        began = time.monotonic()
+        assert not line.receive(SILENT, 60.0)
+        assert time.monotonic() - began < 30
+    finally:
+        interrupter.join()
+        line.close()
+        echo.close()
+    line.interrupt()  # nobody is there to be woken: nothing happens

@@ -26,6 +26,7 @@ from transferqueue.client.writing import Ground
 from transferqueue.errors import Unreachable, UsageError
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
 from transferqueue.transport.bulk_sockets import BulkLine
+from transferqueue.transport.bulk_streams import StreamLine
 from transferqueue.transport.keys import ClientKeys, KeyPair
 from transferqueue.wire import messages as m
 
@@ -185,8 +186,8 @@ def _remote(
     )
 
 
-def _line(host: str, port: int, epoch: int, keys: ClientKeys | None) -> BulkLine:
-    return BulkLine(host, port, epoch, keys)
+def _line(host: str, port: int, epoch: int, keys: ClientKeys | None) -> BulkLine | StreamLine:
+    return StreamLine(host, port, epoch) if keys is None else BulkLine(host, port, epoch, keys)
 
 
 def _can_map(path: str) -> bool:

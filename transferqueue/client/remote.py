@@ -33,12 +33,13 @@ from transferqueue.limits import BULK_SILENCE_S, BULK_TRANSFERS_MAX, BULK_TRIES,
 from transferqueue.schema import Field
 from transferqueue.storage.column import Column
 from transferqueue.storage.placement import Blocks, Placement
-from transferqueue.transport import Wakeup
-from transferqueue.transport import bulk as b
 from transferqueue.transport.bulk_sockets import BulkLine
+from transferqueue.transport.bulk_streams import StreamLine
 from transferqueue.wire import messages as m
 
 T = TypeVar("T", bound=Transfer)
+Line = StreamLine | BulkLine
+"""What carries one transfer at a time: the latter where keys are asked for."""
 
 ASK_S: Final = 1.0
 """After this silence the shard is asked whether it still knows of a transfer: a connection that was lost and found
@@ -53,7 +54,7 @@ class RemoteMemory:
 
     def __init__(
         self,
-        dial: Callable[[m.Welcome], BulkLine],
+        dial: Callable[[m.Welcome], Line],
         welcome: m.Welcome,
         unpin: Callable[[list[int]], object],
         over: Callable[[], TransferQueueError | None],
@@ -73,8 +74,8 @@ class RemoteMemory:
         self._on_close = on_close
         self._clock = clock
         self._room = threading.BoundedSemaphore(BULK_TRANSFERS_MAX)
-        self._idle: list[BulkLine] = []
-        self._stop = Wakeup()
+        self._idle: list[Line] = []
+        self._busy: set[Line] = set()
         self._closed = False
         self._pid = os.getpid()
 
@@ -84,7 +85,8 @@ class RemoteMemory:
     def write(self, piece: Piece, nbytes: int, fill: Callable[[memoryview], object]) -> Work:
         """Let `fill` write `nbytes`, and carry them into a piece of an extent granted to this session.
 
-        The work ends when they are there. `Unreachable` or `Corruption` if they did not arrive in `BULK_TRIES` attempts.
+        The work ends when they are there. `Unreachable` or `Corruption` if they did not arrive in `BULK_TRIES` attempts
+        at one life of the server.
         """
         given_up = threading.Event()
         return Work(nbytes, lambda: self._write(piece, nbytes, fill, given_up.is_set), abandon=given_up.set)
@@ -118,16 +120,22 @@ class RemoteMemory:
     def welcomed(self, welcome: m.Welcome) -> None:
         """The server was found again, or one that took its place: what is under way is begun again with that one."""
         self._welcome = welcome
+        self._interrupt()
 
     def close(self) -> None:
         """End transfers under way (`Disconnected`), and close. What was received stays. Again, or in a forked child: nothing."""
         if os.getpid() != self._pid or self._closed:
             return
         self._closed = True
-        self._stop.set()
+        self._interrupt()
         while self._idle:
             self._idle.pop().close()
         self._on_close()
+
+    def _interrupt(self) -> None:
+        """Let whoever waits for bytes look at what has changed."""
+        for line in self._busy.copy():
+            line.interrupt()
 
     def _fetch(
         self, shard: int, fields: Mapping[str, Field], asked: Sequence[Rows], given_up: Callable[[], bool]
@@ -136,9 +144,13 @@ class RemoteMemory:
         return self._carry(lambda number: Fetch(number, session, shard, fields, asked, self.buffers), given_up)
 
     def _carry(self, begin: Callable[[int], T], given_up: Callable[[], bool]) -> T:
-        """One transfer, begun again over another connection when it fails on the way."""
+        """One transfer, begun again over another connection when it fails on the way.
+
+        What fails because the server was started anew is no attempt: with the next life of it they are counted afresh.
+        """
         failed: Corruption | Unreachable | None = None
-        for _ in range(BULK_TRIES):
+        life, left = self._welcome.epoch, BULK_TRIES
+        while left:
             try:
                 with self._line() as line:
                     line.transfers += 1
@@ -147,29 +159,34 @@ class RemoteMemory:
                     return transfer
             except (Corruption, Unreachable) as error:
                 failed = error
+            left = left - 1 if self._welcome.epoch == life else BULK_TRIES
+            life = self._welcome.epoch
         kind = Corruption if isinstance(failed, Corruption) else Unreachable
         raise kind(f"the bytes did not cross in {BULK_TRIES} attempts; at last: {failed}") from failed
 
-    def _drive(self, line: BulkLine, transfer: Transfer, given_up: Callable[[], bool]) -> None:
+    def _drive(self, line: Line, transfer: Transfer, given_up: Callable[[], bool]) -> None:
+        heard = _Heard(line, self._clock)
+        while not line.open(ASK_S):
+            self._check(line, heard, given_up)
         for message in transfer.opening():
             line.send(message)
-        heard_at = self._clock()
         while not transfer.done:
-            self._check_living(given_up)
-            if self._welcome.epoch != line.epoch:
-                raise Unreachable("the server was started anew while bytes were on their way")
-            arrived = line.receive(self._stop, ASK_S)
-            if arrived is not None:
-                heard_at = self._clock()
-                head, content = arrived
-                for message in transfer.receive(b.to_client(head, content), content):
+            self._check(line, heard, given_up)
+            if line.receive(transfer, ASK_S):
+                for message in transfer.receive():
                     line.send(message)
-            elif self._clock() - heard_at >= BULK_SILENCE_S:
-                raise Unreachable(
-                    f"the bulk endpoint at port {self._welcome.bulk_port} was silent for {BULK_SILENCE_S:g} s"
-                )
             else:
-                line.send(transfer.ask())
+                line.ask(transfer.ask())
+
+    def _check(self, line: Line, heard: _Heard, given_up: Callable[[], bool]) -> None:
+        """Whether it is worth going on with this connection."""
+        self._check_living(given_up)
+        if self._welcome.epoch != line.epoch:
+            raise Unreachable("the server was started anew while bytes were on their way")
+        if heard.silence_s >= BULK_SILENCE_S:
+            raise Unreachable(
+                f"the bulk endpoint at port {self._welcome.bulk_port} was silent for {BULK_SILENCE_S:g} s"
+            )
 
     def _check_living(self, given_up: Callable[[], bool]) -> None:
         if os.getpid() != self._pid:
@@ -182,7 +199,7 @@ class RemoteMemory:
             raise Disconnected("the caller went away while bytes were on their way")
 
     @contextmanager
-    def _line(self) -> Iterator[BulkLine]:
+    def _line(self) -> Iterator[Line]:
         """A connection for one transfer. Kept for the next one if all went well, closed otherwise."""
         self._check_living(_never)
         if not self._room.acquire(timeout=TIMEOUT_S_DEFAULT):
@@ -192,30 +209,49 @@ class RemoteMemory:
             )
         try:
             line = self._take()
+            self._busy.add(line)
             try:
                 yield line
             except BaseException:
                 line.close()
                 raise
+            finally:
+                self._busy.discard(line)
             self._keep(line)
         finally:
             self._room.release()
 
-    def _take(self) -> BulkLine:
+    def _take(self) -> Line:
         while True:
             try:
                 line = self._idle.pop()
             except IndexError:
                 return self._dial(self._welcome)
-            if line.epoch == self._welcome.epoch:
+            if line.epoch == self._welcome.epoch and line.quiet:
                 return line
             line.close()
 
-    def _keep(self, line: BulkLine) -> None:
+    def _keep(self, line: Line) -> None:
         self._idle.append(line)
         if self._closed:  # perhaps `close` has emptied the list before
             while self._idle:
                 self._idle.pop().close()
+
+
+class _Heard:
+    """How long a connection has stood still. A slow one moves: what counts is bytes, not messages."""
+
+    def __init__(self, line: Line, clock: Callable[[], float]) -> None:
+        self._line, self._clock = line, clock
+        self._moved, self._at = line.moved, clock()
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since this was last called and anything had moved."""
+        moved, now = self._line.moved, self._clock()
+        if moved > self._moved:
+            self._moved, self._at = moved, now
+        return now - self._at
 
 
 def _never() -> bool:

@@ -1,7 +1,8 @@
 """The two kinds of transfer of the bulk protocol, at the client: columns that arrive, and bytes that leave. No I/O.
 
-Both are driven alike: send `opening`, give what arrives to `receive` and send what it answers, until `done`. What is wrong
-with what arrives is `Corruption`, after which the transfer is begun again, from nothing, over another connection.
+Both are driven alike: send `opening`, let a connection hand over what arrives (`expect`, `fill`), send what `receive` answers
+to each message, until `done`. Bytes go from the connection to where they belong. What is wrong with what arrives is
+`Corruption`, after which the transfer is begun again, from nothing, over another connection.
 """
 
 from __future__ import annotations
@@ -33,8 +34,14 @@ class Transfer(Protocol):
     def opening(self) -> list[b.Message]:
         """What to send first."""
 
-    def receive(self, head: b.ToClient, content: Sequence[memoryview]) -> list[b.Message]:
-        """Something arrived: what to send now. Raises what the shard refused it with, or `Corruption`."""
+    def expect(self, head: bytes, nbytes: int) -> None:
+        """A message begins to arrive. Raises what the shard refused the transfer with, or `Corruption`."""
+
+    def fill(self, read: b.Reader) -> int:
+        """Its next bytes arrive."""
+
+    def receive(self) -> list[b.Message]:
+        """It has arrived whole, and matches: what to send now."""
 
     def ask(self) -> b.Message:
         """What to send when nothing has come for a while: does the shard still know of this?"""
@@ -106,7 +113,8 @@ class Fetch:
         self._session, self._shard = session, shard
         self._fields, self._parts, self._buffers = fields, parts, buffers
         self._intake = b.Intake()
-        self._due: deque[U8] = deque()
+        self._due: deque[memoryview] = deque()
+        self._arriving: b.Frame | None = None
 
     def opening(self) -> list[b.Message]:
         """The request."""
@@ -120,19 +128,36 @@ class Fetch:
         """Whether more will come."""
         return b.message(b.Taken(self._number, self._intake.taken))
 
-    def receive(self, head: b.ToClient, content: Sequence[memoryview]) -> list[b.Message]:
-        """Put a frame where it belongs."""
-        _check_refusal(head, self._number)
-        if not isinstance(head, b.Frame) or head.transfer != self._number:
+    def expect(self, head: bytes, nbytes: int) -> None:
+        """A frame begins to arrive: from now on there is a place for each of its bytes."""
+        told = _believed(head, self._number)
+        self._arriving = told if isinstance(told, b.Frame) and told.transfer == self._number else None
+        if self._arriving is not None:
+            self._intake.take(self._arriving.number)
+            for begun in self._arriving.begun:
+                self._begin(begun)
+        if nbytes > sum(map(len, self._due)):
+            raise Corruption(f"{nbytes} bytes came that belong to no part")
+
+    def fill(self, read: b.Reader) -> int:
+        """Put bytes where they belong."""
+        into = self._due.popleft()
+        try:
+            size = read(into)
+            into = into[size:]
+        finally:
+            if len(into):
+                self._due.appendleft(into)
+        return size
+
+    def receive(self) -> list[b.Message]:
+        """A frame is where it belongs."""
+        if self._arriving is None:
             return []
-        self._intake.take(head.number)
-        for begun in head.begun:
-            self._begin(begun)
-        for piece in content:
-            self._land(np.frombuffer(piece, np.uint8))
-        if head.last:
+        last = self._arriving.last
+        if last:
             self._end()
-        return [self.ask()] if self._intake.due(last=head.last) else []
+        return [self.ask()] if self._intake.due(last=last) else []
 
     def _begin(self, begun: b.Begun) -> None:
         if begun.part >= len(self._parts):
@@ -145,25 +170,12 @@ class Fetch:
         memory = self._buffers.take(nbytes)
         self.landed[begun.part] = Landed(0, nbytes, part.count, names, begun.counts, memory)
         if nbytes:
-            self._due.append(memory)
+            self._due.append(memory.data)
 
     def _bound(self, part: Rows) -> int:
         """Rows are distinct, so their values are no more than the blocks have; offsets, shapes and padding come on top."""
         extra = sum(8 * (part.count + 1) * (1 + len(self._fields[name].shape)) + 256 for name in part.wanted.fields)
         return sum(at.nbytes for at in part.wanted.blocks) + extra
-
-    def _land(self, piece: U8) -> None:
-        while len(piece):
-            if not self._due:
-                raise Corruption(f"{len(piece)} bytes came that belong to no part")
-            into = self._due[0]
-            size = min(len(into), len(piece))
-            into[:size] = piece[:size]
-            piece = piece[size:]
-            if size == len(into):
-                self._due.popleft()
-            else:
-                self._due[0] = into[size:]
 
     def _end(self) -> None:
         if self._due or len(self.landed) != len(self._parts):
@@ -201,13 +213,21 @@ class Store:
         """Whether it has arrived."""
         return b.message(b.Taken(self._number, self._window.taken))
 
-    def receive(self, head: b.ToClient, content: Sequence[memoryview]) -> list[b.Message]:
+    def expect(self, head: bytes, nbytes: int) -> None:
+        """The shard tells what it has taken."""
+        told = _believed(head, self._number)
+        if nbytes:
+            raise Corruption(f"{nbytes} bytes came where a write was under way")
+        if isinstance(told, b.Taken) and told.transfer == self._number:
+            self._window.took(told.frames)
+            self.done = told.done
+
+    def fill(self, read: b.Reader) -> int:
+        """Nothing has a place here."""
+        raise Corruption("bytes came where a write was under way")
+
+    def receive(self) -> list[b.Message]:
         """The shard has taken frames: send further ones."""
-        _check_refusal(head, self._number)
-        if not isinstance(head, b.Taken) or head.transfer != self._number:
-            return []
-        self._window.took(head.frames)
-        self.done = head.done
         return self._more()
 
     def _more(self) -> list[b.Message]:
@@ -223,7 +243,9 @@ class Store:
             yield b.message(b.Data(self._number, number), [data[start : start + FRAME_BYTES]])
 
 
-def _check_refusal(head: b.ToClient, number: int) -> None:
-    if isinstance(head, b.Refused) and head.transfer in (0, number):
-        error = from_wire(head.error, head.text)
-        raise Unreachable(str(error)) if head.error == "ProtocolError" and not head.transfer else error
+def _believed(head: bytes, number: int) -> b.ToClient:
+    told = b.to_client(head)
+    if isinstance(told, b.Refused) and told.transfer in (0, number):
+        error = from_wire(told.error, told.text)
+        raise Unreachable(str(error)) if told.error == "ProtocolError" and not told.transfer else error
+    return told

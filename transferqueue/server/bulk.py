@@ -1,12 +1,15 @@
 """The bulk endpoint of a shard: reads and writes of sessions that cannot map its arena.
 
-`Exchange` decides and does no I/O: messages in (`receive`), messages out (`outbox`), frames one at a time (`advance`), so that
-transfers take turns. `Shard` is the thread around it, beside the coordinator's: they share the arena's pages and the
+`Exchange` decides and does no I/O: messages in (each peer's `desk` takes one, then `receive`), messages out (`outbox`),
+frames one at a time (`advance`), so that transfers take turns. `Shard` is the thread around it, beside the coordinator's: they share the arena's pages and the
 `Tickets`, nothing else. The rules of the protocol are in `transport.bulk`; here:
 
 - A peer (a connection) has one transfer; a new one replaces it. Of one session `BULK_TRANSFERS_MAX` are kept; the longest
   unheard of makes room.
-- What a stalled reader holds here is its window of frames. It is forgotten after `BULK_STALL_S`, when its session ends,
+- Bytes of a write go from the connection to where they belong. So of two writes to the same place the earlier one ends when
+  the later one begins: what is left of it on its way finds no place.
+- What a stalled reader holds here is its window of frames, or one frame where the connection tells that it is clogged. It is
+  forgotten after `BULK_STALL_S`, when its session ends,
   or when its connection is found gone.
 - Whatever cannot be carried out is answered with `Refused`, and the transfer is over; nothing else is touched.
 """
@@ -20,57 +23,122 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Final
 
 import numpy as np
 import zmq
 
-from transferqueue.errors import Disconnected, InternalError, TransferQueueError, Unreachable, UsageError
-from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, FAREWELL_S, FRAMES_DRAINED_MAX
+from transferqueue.errors import (
+    Corruption,
+    Disconnected,
+    InternalError,
+    ProtocolError,
+    TransferQueueError,
+    Unreachable,
+    UsageError,
+)
+from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, FAREWELL_S, KIB
 from transferqueue.server.tickets import Tickets
 from transferqueue.server.transfers import Reading, Writing
 from transferqueue.storage.dtypes import U8
 from transferqueue.transport import TcpAddress, Wakeup, parse_address
 from transferqueue.transport import bulk as b
+from transferqueue.transport.bulk_listener import StreamPort
 from transferqueue.transport.bulk_sockets import BulkPort
 from transferqueue.transport.gate import Ring
 
 _log: Final = logging.getLogger("transferqueue.server")
 _EVERYWHERE: Final = ("*", "0.0.0.0", "[::]")  # noqa: S104  (asked for so by who serves)
+_DROPPED_BYTES: Final = 64 * KIB
 _TRIES: Final = 16
 """Ports tried for one that is free on every host."""
 
 
+class Desk:
+    """Takes the messages of one peer: where their bytes belong is known to the exchange."""
+
+    __slots__ = ("_exchange", "_peer")
+
+    def __init__(self, exchange: Exchange, peer: bytes) -> None:
+        self._exchange, self._peer = exchange, peer
+
+    def expect(self, head: bytes, nbytes: int) -> None:
+        """A message begins to come. `Corruption` if it cannot be believed."""
+        self._exchange.expect(self._peer, head, nbytes)
+
+    def fill(self, read: b.Reader) -> int:
+        """Its next bytes come."""
+        return self._exchange.fill(self._peer, read)
+
+
 class Exchange:
-    """All transfers of one arena. Used by one thread. `outbox`: messages to send, each to a peer."""
+    """All transfers of one arena. Used by one thread. `outbox`: messages to send, each to a peer. now: set before each use."""
 
     def __init__(self, arena: U8, tickets: Tickets) -> None:
         self.outbox: deque[tuple[bytes, b.Message]] = deque()
         self._arena = arena
         self._tickets = tickets
+        self.now = 0.0
         self._transfers: dict[bytes, Reading | Writing] = {}
+        self._coming: dict[bytes, b.ToShard] = {}
+        self._dropped = memoryview(bytearray(_DROPPED_BYTES))
         self._looked_at = tickets.revoked
 
     def __len__(self) -> int:
         return len(self._transfers)
 
-    def receive(self, peer: bytes, head: b.Piece, pieces: list[memoryview], now: float) -> None:
-        """A message came from `peer`."""
-        number = 0
-        try:
-            told = b.to_shard(head, pieces)
-            number = told.transfer
-            self._obey(peer, told, pieces, now)
-        except TransferQueueError as error:
-            self._refuse(peer, number, error)
-        except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the peer)
-            self._fail(peer, number, error)
+    def desk(self, peer: bytes) -> Desk:
+        """Where messages of `peer` are to be taken; after each, `receive`."""
+        return Desk(self, peer)
 
-    def advance(self) -> None:
-        """One frame more for each reader whose window is open."""
+    def expect(self, peer: bytes, head: bytes, nbytes: int) -> None:
+        """A message begins to come from `peer`. What is refused comes all the same, and is dropped."""
+        self._coming.pop(peer, None)
+        try:
+            told = b.to_shard(head)
+        except ProtocolError as error:  # its checksum matches: so where the next message begins is known
+            self._refuse(peer, 0, error)
+            return
+        try:
+            self._expect(peer, told, nbytes)
+            self._coming[peer] = told
+        except TransferQueueError as error:
+            self._refuse(peer, told.transfer, error)
+        except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the peer)
+            self._fail(peer, told.transfer, error)
+
+    def fill(self, peer: bytes, read: b.Reader) -> int:
+        """The next bytes of that message: into the arena, or nowhere."""
+        transfer, told = self._transfers.get(peer), self._coming.get(peer)
+        if told is not None and isinstance(transfer, Writing) and transfer.number == told.transfer:
+            try:
+                return transfer.fill(read)
+            except Disconnected as error:
+                self._refuse(peer, told.transfer, error)
+        return read(self._dropped)
+
+    def receive(self, peer: bytes) -> None:
+        """That message has come whole, and matches."""
+        told = self._coming.pop(peer, None)
+        if told is None:
+            return
+        try:
+            self._obey(peer, told)
+        except TransferQueueError as error:
+            self._refuse(peer, told.transfer, error)
+        except Exception as error:  # noqa: BLE001  (as above)
+            self._fail(peer, told.transfer, error)
+
+    def spoiled(self, peer: bytes, error: Corruption) -> None:
+        """What came of `peer` cannot be believed."""
+        self._coming.pop(peer, None)
+        self._refuse(peer, 0, error)
+
+    def advance(self, clogged: Container[bytes] = ()) -> None:
+        """One frame more for each reader whose window is open, and who took what was sent before."""
         for peer, transfer in list(self._transfers.items()):
-            if isinstance(transfer, Reading) and transfer.ready:
+            if isinstance(transfer, Reading) and transfer.ready and peer not in clogged:
                 try:
                     self.outbox.append((peer, transfer.frame()))
                 except TransferQueueError as error:
@@ -78,10 +146,12 @@ class Exchange:
                 except Exception as error:  # noqa: BLE001  (as above)
                     self._fail(peer, transfer.number, error)
 
-    @property
-    def busy(self) -> bool:
+    def busy(self, clogged: Container[bytes] = ()) -> bool:
         """Whether `advance` has something to do."""
-        return any(isinstance(transfer, Reading) and transfer.ready for transfer in self._transfers.values())
+        return any(
+            isinstance(transfer, Reading) and transfer.ready and peer not in clogged
+            for peer, transfer in self._transfers.items()
+        )
 
     def tick(self, now: float) -> None:
         """Forget transfers that have stalled, and end those whose session is over."""
@@ -96,46 +166,66 @@ class Exchange:
         """When `tick` must be called; None: not by itself."""
         return min((one.heard_at + BULK_STALL_S for one in self._transfers.values()), default=None)
 
+    def heard(self, peer: bytes) -> None:
+        """Bytes of `peer` have moved, if only slowly."""
+        if (transfer := self._transfers.get(peer)) is not None:
+            transfer.heard_at = self.now
+
     def lost(self, peer: bytes) -> None:
         """`peer` is gone."""
         self._transfers.pop(peer, None)
+        self._coming.pop(peer, None)
 
     def stop(self) -> None:
         """Tell every peer that the shard stops."""
         for peer, transfer in list(self._transfers.items()):
             self._refuse(peer, transfer.number, Disconnected("the server was stopped"))
 
-    def _obey(self, peer: bytes, told: b.ToShard, content: list[memoryview], now: float) -> None:
+    def _expect(self, peer: bytes, told: b.ToShard, nbytes: int) -> None:
+        match told:
+            case b.Write():
+                writing = Writing(told, self._arena, self._tickets, self.now)
+                self._begin(peer, writing)
+                writing.expect(0, nbytes)
+            case b.Data():
+                transfer = self._of(peer, told)
+                if isinstance(transfer, Writing):
+                    transfer.expect(told.number, nbytes)
+            case _:
+                if nbytes:
+                    raise ProtocolError(f"a bulk {type(told).__name__} has no content, and this one {nbytes} bytes")
+
+    def _obey(self, peer: bytes, told: b.ToShard) -> None:
         match told:
             case b.Read():
-                self._begin(peer, Reading(told, self._arena, self._tickets, now))
-            case b.Write():
-                writing = Writing(told, self._arena, self._tickets, now)
-                self._begin(peer, writing)
-                self._write(peer, writing, 0, content)
-            case b.Data():
-                transfer = self._of(peer, told, now)
-                if isinstance(transfer, Writing):
-                    self._write(peer, transfer, told.number, content)
+                self._begin(peer, Reading(told, self._arena, self._tickets, self.now))
             case b.Taken():
-                self._taken(peer, self._of(peer, told, now), told.frames)
+                self._taken(peer, self._of(peer, told), told.frames)
+            case _:
+                transfer = self._transfers.get(peer)
+                if isinstance(transfer, Writing) and transfer.number == told.transfer:
+                    self._wrote(peer, transfer)
 
     def _begin(self, peer: bytes, transfer: Reading | Writing) -> None:
         self._transfers.pop(peer, None)
+        if isinstance(transfer, Writing):
+            for at, other in list(self._transfers.items()):
+                if isinstance(other, Writing) and other.overlaps(transfer):
+                    del self._transfers[at]
         others = [at for at, other in self._transfers.items() if other.session == transfer.session]
         if len(others) >= BULK_TRANSFERS_MAX:
             del self._transfers[min(others, key=lambda at: self._transfers[at].heard_at)]
         self._transfers[peer] = transfer
 
-    def _of(self, peer: bytes, told: b.ToShard, now: float) -> Reading | Writing:
+    def _of(self, peer: bytes, told: b.ToShard) -> Reading | Writing:
         transfer = self._transfers.get(peer)
         if transfer is None or transfer.number != told.transfer:
             raise Unreachable(f"bulk transfer {told.transfer} is not under way on this connection; begin it again")
-        transfer.heard_at = now
+        transfer.heard_at = self.now
         return transfer
 
-    def _write(self, peer: bytes, writing: Writing, number: int, content: list[memoryview]) -> None:
-        answer = writing.take(number, content)
+    def _wrote(self, peer: bytes, writing: Writing) -> None:
+        answer = writing.took()
         if answer is not None:
             self.outbox.append((peer, b.message(answer)))
         if writing.done:
@@ -172,7 +262,7 @@ class Shard:
     """The bulk endpoint of the arena at `path`: listens once `listen` returns, answers from `start` to `stop`."""
 
     def __init__(self, path: str, capacity: int, tickets: Tickets, keyring: Ring | None = None) -> None:
-        self._port = BulkPort(keyring)
+        self._port: Final = StreamPort() if keyring is None else BulkPort(keyring)
         self._exchange = Exchange(_view(path, capacity), tickets)
         self._wakeup = Wakeup()
         tickets.on_close = self._wakeup.set
@@ -210,22 +300,19 @@ class Shard:
         self._send()
 
     def _patience_ms(self) -> int | None:
-        if self._exchange.busy:
+        if self._exchange.busy(self._port.clogged):
             return 0
-        deadline = self._exchange.next_deadline()
-        return None if deadline is None else max(0, math.ceil((deadline - time.monotonic()) * 1000))
+        deadlines = [at for at in (self._exchange.next_deadline(), self._port.next_deadline()) if at is not None]
+        return max(0, math.ceil((min(deadlines) - time.monotonic()) * 1000)) if deadlines else None
 
     def _turn(self, now: float) -> None:
+        self._exchange.now = now
         self._exchange.tick(now)
-        self._port.decide()
-        for _ in range(FRAMES_DRAINED_MAX):
-            arrived = self._port.receive()
-            if arrived is None:
-                break
-            peer, (head, pieces) = arrived
-            self._exchange.receive(peer, head, pieces, now)
+        self._port.tick(self._exchange, now)
+        for peer in self._port.arrivals(self._exchange, now):
+            self._exchange.receive(peer)
             self._send()
-        self._exchange.advance()
+        self._exchange.advance(self._port.clogged)
         self._send()
 
     def _send(self) -> None:

@@ -91,17 +91,26 @@ class Writing(Transfer):
         """Whether every byte is in the arena."""
         return self._written == len(self._into)
 
-    def take(self, number: int, content: list[memoryview]) -> b.Taken | None:
-        """Write a frame; what to answer, if anything now. `Corruption` if it is not the next, or more than was told."""
+    def overlaps(self, other: Writing) -> bool:
+        """Whether some byte is written by both."""
+        return np.may_share_memory(self._into, other._into)
+
+    def expect(self, number: int, nbytes: int) -> None:
+        """A frame comes. `Corruption` if it is not the next, or more than was told."""
         self._intake.take(number)
-        for piece in content:
-            end = self._written + len(piece)
-            if end > len(self._into):
-                raise Corruption(
-                    f"a bulk write of {len(self._into)} bytes has {end - len(self._into)} more than it said"
-                )
-            self._tickets.write(self.session, self._extents, self._into[self._written : end], piece)
-            self._written = end
+        more = self._written + nbytes - len(self._into)
+        if more > 0:
+            raise Corruption(f"a bulk write of {len(self._into)} bytes has {more} more than it said")
+
+    def fill(self, read: b.Reader) -> int:
+        """Have the next bytes of a frame written; how many it were. `Disconnected` if they may not be any more."""
+        with self._tickets.writing(self.session, self._extents):
+            size = read(self._into[self._written :].data)
+        self._written += size
+        return size
+
+    def took(self) -> b.Taken | None:
+        """The frame has come whole: what to answer, if anything now."""
         return self.told() if self._intake.due(last=self.done) else None
 
     def told(self) -> b.Taken:

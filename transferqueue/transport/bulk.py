@@ -4,34 +4,48 @@ The law (docs/decisions/0013):
 
 1. A *transfer* reads columns or writes into a granted extent. A connection carries one at a time; a client opens as
    many connections as it has transfers under way. Its number tells the frames of one from what is left of an earlier one.
-2. A message is a head and pieces of bytes. The head begins with the xxh3-64 of all that follows it in the message; what
-   does not match is `Corruption`, and nothing in it is believed.
+2. A message is a head and its content, which is bytes. The head begins with the xxh3-64 of the rest of itself, and that
+   has the length and the xxh3-64 of the content: so it can be believed before its content has come, and the content be
+   received where it belongs. Nothing that is written there is believed before it matches. What does not is `Corruption`.
 3. Bytes travel in frames of about `FRAME_BYTES`, numbered from 0; a gap is `Corruption`.
 4. No more than `BULK_WINDOW_FRAMES` are on their way beyond those that the receiver said it took (`Taken`). So a reader
    that stalls holds that much at the shard, and a shard that stalls that much at a writer.
 5. Only the client tries again: when something did not match, was missing or stayed away for `BULK_SILENCE_S`, it closes
    the connection and begins the transfer anew over another, `BULK_TRIES` times in all. That is safe: blocks never change,
    and a write that comes twice writes the same bytes.
+   The bytes of a later one are the last ones to be written: it ends what is under way into the same place.
 6. Who may touch which bytes is told by tickets, which the control plane gave (`server.tickets`).
+
+What carries messages is `transport.bulk_streams` where nobody asks for keys, and `transport.bulk_sockets` where somebody does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Final, TypeVar, dataclass_transform
+import struct
+from collections.abc import Callable, Sequence
+from typing import Annotated, Final, Protocol, TypeVar, dataclass_transform
 
 import msgspec
 import xxhash
 from msgspec import Meta
 
 from transferqueue.errors import Corruption, ProtocolError
-from transferqueue.limits import BULK_WINDOW_FRAMES, FIELDS_MAX, FRAME_BYTES, ROWS_PER_REQUEST_MAX, TICKET_BYTES
+from transferqueue.limits import (
+    BULK_WINDOW_FRAMES,
+    FIELDS_MAX,
+    FRAME_BYTES,
+    MESSAGE_BYTES_MAX,
+    ROWS_PER_REQUEST_MAX,
+    TICKET_BYTES,
+)
 from transferqueue.wire.messages import I32, Count, Counts, Fields, Names, Text
 
 Piece = bytes | memoryview
 """Contiguous bytes, as whoever has them holds them (of an array: its ``data``)."""
 Message = tuple[bytes, Sequence[Piece]]
-"""A head and the pieces that follow it."""
+"""A head and the pieces of its content."""
+Reader = Callable[[memoryview], int]
+"""Puts the next bytes of a content at the beginning of some memory, which is not empty; how many it were."""
 Ticket = Annotated[bytes, Meta(max_length=TICKET_BYTES)]
 
 PIECES_MAX: Final = 256
@@ -42,7 +56,11 @@ PARTS_BEGUN_MAX: Final = 4
 """Parts that begin in one frame: each says a number for each of its columns, and a head stays small."""
 TAKEN_EVERY: Final = BULK_WINDOW_FRAMES // 2
 """A receiver says what it took after so many frames: before the window closes, and not after each."""
+_LENGTHS: Final = struct.Struct("<II8s")
+"""What follows the checksum of a head: the length of what is encoded after this, then length and checksum of the content."""
 _DIGEST_BYTES: Final = 8
+PRELUDE_BYTES: Final = _DIGEST_BYTES + _LENGTHS.size
+"""The part of a head that tells how long the rest is."""
 
 
 @dataclass_transform(frozen_default=True)
@@ -150,37 +168,97 @@ _to_shard: Final[msgspec.msgpack.Decoder[ToShard]] = msgspec.msgpack.Decoder(ToS
 _to_client: Final[msgspec.msgpack.Decoder[ToClient]] = msgspec.msgpack.Decoder(ToClient)
 
 
-def message(head: ToShard | ToClient, pieces: Sequence[Piece] = ()) -> Message:
-    """A message with its checksum. The pieces must not change before they have left."""
-    encoded = _encoder.encode(head)
-    return _digest(encoded, pieces) + encoded, pieces
+class Taker(Protocol):
+    """Who receives messages: told of each by its head, then asked where its content belongs."""
+
+    def expect(self, head: bytes, nbytes: int) -> None:
+        """A head came; content of `nbytes` follows it. `Corruption` if that cannot be believed."""
+
+    def fill(self, read: Reader) -> int:
+        """Let `read` put the next bytes where they belong; how many it put there."""
 
 
-def to_shard(head: Piece, pieces: Sequence[Piece]) -> ToShard:
-    """What a client sent. `Corruption` if the checksum does not match, `ProtocolError` for what is no message."""
-    return _decode(_to_shard, head, pieces)
+def message(head: ToShard | ToClient, content: Sequence[Piece] = ()) -> Message:
+    """A message with its checksums. The content must not change before it has left."""
+    return framed(_encoder.encode(head), content), content
 
 
-def to_client(head: Piece, pieces: Sequence[Piece]) -> ToClient:
+def framed(encoded: bytes, content: Sequence[Piece] = ()) -> bytes:
+    """A head with its checksums, of what it says."""
+    nbytes = sum(memoryview(piece).nbytes for piece in content)
+    rest = _LENGTHS.pack(len(encoded), nbytes, digest(content)) + encoded
+    return digest((rest,)) + rest
+
+
+def to_shard(head: bytes) -> ToShard:
+    """What a client sent. `Corruption` if the head does not match its checksum, `ProtocolError` for what is none."""
+    return _decode(_to_shard, head)
+
+
+def to_client(head: bytes) -> ToClient:
     """What a shard sent; errors as `to_shard`."""
-    return _decode(_to_client, head, pieces)
+    return _decode(_to_client, head)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_Head], head: Piece, pieces: Sequence[Piece]) -> _Head:
-    told, encoded = bytes(memoryview(head)[:_DIGEST_BYTES]), memoryview(head)[_DIGEST_BYTES:]
-    if _digest(encoded, pieces) != told:
-        raise Corruption("a bulk message does not match its checksum: its bytes changed on the way")
+def lengths(prelude: Piece | bytearray) -> tuple[int, int]:
+    """Of a head that begins so: all its bytes, and those of its content. `Corruption` if no message is so long."""
+    if len(prelude) < PRELUDE_BYTES:
+        raise Corruption(f"a bulk message of {len(prelude)} bytes does not match its checksum, since it has none")
+    encoded, content, _ = _LENGTHS.unpack_from(prelude, _DIGEST_BYTES)
+    if encoded > MESSAGE_BYTES_MAX or content > FRAME_BYTES:
+        raise Corruption(
+            f"a bulk message says that its head has {encoded} bytes and its content {content}, and none has so many: "
+            "its bytes changed on the way"
+        )
+    return PRELUDE_BYTES + encoded, content
+
+
+def check_content(head: Piece | bytearray, found: bytes) -> None:
+    """`Corruption` unless the content that belongs to this head has `found` as its checksum."""
+    if _LENGTHS.unpack_from(head, _DIGEST_BYTES)[2] != found:
+        raise Corruption("the content of a bulk message does not match its checksum: its bytes changed on the way")
+
+
+def digest(content: Sequence[Piece]) -> bytes:
+    """The checksum of these pieces, one after the other."""
+    found = xxhash.xxh3_64()
+    for piece in content:
+        found.update(piece)
+    return found.digest()
+
+
+def hand_over(head: bytes, content: Sequence[memoryview], taker: Taker) -> None:
+    """Give a message that came whole to its taker. `Corruption` if it does not match; then nothing was given."""
+    size, nbytes = lengths(head)
+    if (size, nbytes) != (len(head), sum(map(len, content))):
+        raise Corruption("a bulk message is not as long as it says, so it does not match its checksum")
+    check_content(head, digest(content))
+    taker.expect(head, nbytes)
+    for piece in content:
+        left = piece
+        while len(left):
+            left = left[taker.fill(_copy_of(left)) :]
+
+
+def _copy_of(piece: memoryview) -> Reader:
+    def read(into: memoryview) -> int:
+        size = min(len(into), len(piece))
+        into[:size] = piece[:size]
+        return size
+
+    return read
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Head], head: bytes) -> _Head:
+    lengths(head)
+    told, rest = head[:_DIGEST_BYTES], memoryview(head)[_DIGEST_BYTES:]
+    if digest((rest,)) != told:
+        raise Corruption("the head of a bulk message does not match its checksum: its bytes changed on the way")
+    encoded = rest[_LENGTHS.size :]
     try:
         return decoder.decode(encoded)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a bulk message of {len(encoded)} bytes is not one: {error}") from error
-
-
-def _digest(encoded: Piece, pieces: Sequence[Piece]) -> bytes:
-    digest = xxhash.xxh3_64(encoded)
-    for piece in pieces:
-        digest.update(piece)
-    return digest.digest()
 
 
 class Window:

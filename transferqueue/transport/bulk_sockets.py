@@ -1,22 +1,29 @@
-"""The connections of the bulk protocol: ZeroMQ over TCP, DEALER at the client, ROUTER at the shard.
+"""The connections of the bulk protocol where keys are asked for: ZeroMQ over TCP, which encrypts (CURVE).
 
-Frames leave without a copy: ZeroMQ's own thread reads them from where they lie, so they must not change before they have
-left. They arrive in ZeroMQ's memory and are copied once, to where they belong. Measured in one run with one raw TCP stream
-(`bench/remote.py`), that and both checksums included, it reaches about three quarters of it.
+DEALER at the client, ROUTER at the shard. Messages arrive whole in ZeroMQ's memory and are copied to where they belong.
+Encryption is what costs (docs/decisions/0013).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Final
 
 import zmq
 
-from transferqueue.errors import AddressInUse, Unreachable, UsageError
-from transferqueue.limits import BULK_TRANSFERS_MAX, BULK_WINDOW_FRAMES, FRAME_BYTES, KIB, MESSAGE_BYTES_MAX
-from transferqueue.transport.bulk import PIECES_MAX, Message, Piece
+from transferqueue.errors import AddressInUse, Corruption, Unreachable, UsageError
+from transferqueue.limits import (
+    BULK_TRANSFERS_MAX,
+    BULK_WINDOW_FRAMES,
+    FRAME_BYTES,
+    FRAMES_DRAINED_MAX,
+    KIB,
+    MESSAGE_BYTES_MAX,
+)
+from transferqueue.transport.bulk import PIECES_MAX, Message, Piece, Taker, hand_over
+from transferqueue.transport.bulk_listener import Desks
 from transferqueue.transport.gate import Gate, Ring
 from transferqueue.transport.keys import ClientKeys, secure
 from transferqueue.transport.wakeup import Wakeup
@@ -40,12 +47,22 @@ class BulkLine:
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
         self._socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
+        self._wakeup = Wakeup()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wakeup, zmq.POLLIN)
         self._socket.connect(f"tcp://{host}:{port}")
         self.epoch: Final = epoch
         self.transfers = 0
         """How many it has carried."""
+        self.moved = 0
+        """Messages that have come."""
+
+    quiet: Final = True
+
+    def open(self, timeout_s: float) -> bool:
+        """ZeroMQ connects by itself, now or later."""
+        return True
 
     def send(self, message: Message) -> None:
         """Hand a message over; it leaves in order, now or once there is a connection.
@@ -59,25 +76,36 @@ class BulkLine:
                 "the bulk connection was lost, or its peer takes nothing; bytes need another one"
             ) from None
 
-    def receive(self, stop: Wakeup, timeout_s: float) -> Received | None:
-        """The next message; None if there is none within `timeout_s`, or when `stop` was set."""
-        found = _receive(self._socket)
-        if found is not None or not timeout_s:
-            return found
-        self._poller.register(stop, zmq.POLLIN)
-        try:
-            self._poller.poll(math.ceil(timeout_s * 1000))
-        finally:
-            self._poller.unregister(stop)
+    ask = send
+
+    def receive(self, taker: Taker, timeout_s: float) -> bool:
+        """Take one message; False if there is none within `timeout_s`, or after `interrupt`. `Corruption`: no match."""
+        found = _receive(self._socket) or self._wait(timeout_s)
+        if found is None:
+            return False
+        self.moved += 1
+        hand_over(bytes(found[0]), found[1], taker)
+        return True
+
+    def _wait(self, timeout_s: float) -> Received | None:
+        self._poller.poll(math.ceil(timeout_s * 1000))
+        self._wakeup.clear()
         return _receive(self._socket)
+
+    def interrupt(self) -> None:
+        """End a `receive` that waits, or the next one. From any thread, at any time."""
+        self._wakeup.set()
 
     def close(self) -> None:
         """Close the connection; what has not left is lost."""
         self._context.destroy(linger=0)
+        self._wakeup.close()
 
 
 class BulkPort:
-    """The shard's end of all connections. Used by one thread."""
+    """The shard's end of all connections. Used by one thread. clogged: nobody, since ZeroMQ keeps what has not left."""
+
+    clogged: Final[frozenset[bytes]] = frozenset()
 
     def __init__(self, keyring: Ring | None = None) -> None:
         self._context, self._socket = _open(zmq.ROUTER, MESSAGE_BYTES_MAX)
@@ -91,10 +119,13 @@ class BulkPort:
         """What to poll for reading."""
         return [self._socket] if self._gate is None else [self._socket, self._gate.socket]
 
-    def decide(self) -> None:
+    def tick(self, desks: Desks, now: float) -> None:
         """Answer those who want to connect, if keys are asked for."""
         if self._gate is not None:
             self._gate.decide()
+
+    def next_deadline(self) -> None:
+        """ZeroMQ keeps its own time."""
 
     def listen_at_all(self, hosts: Sequence[str], port: int, tries: int) -> int:
         """Listen at one port of all hosts; returns it (0: one that is free on all). `AddressInUse`, or `UsageError`."""
@@ -125,13 +156,19 @@ class BulkPort:
             raise UsageError(f"bulk port {port} of {host} cannot be listened at: {error.strerror}") from error
         return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
-    def receive(self) -> tuple[bytes, Received] | None:
-        """Who sent the next message, and it; None if there is none."""
-        found = _receive(self._socket)
-        if found is None:
-            return None
-        peer, parts = found
-        return bytes(peer), (parts[0] if parts else memoryview(b""), parts[1:])
+    def arrivals(self, desks: Desks, now: float) -> Iterator[bytes]:
+        """Take what has come; yields the peer of each message that matches."""
+        for _ in range(FRAMES_DRAINED_MAX):
+            found = _receive(self._socket)
+            if found is None:
+                return
+            peer, parts = bytes(found[0]), found[1]
+            try:
+                hand_over(bytes(parts[0]) if parts else b"", parts[1:], desks.desk(peer))
+            except Corruption as error:
+                desks.spoiled(peer, error)
+            else:
+                yield peer
 
     def send(self, peer: bytes, message: Message) -> bool:
         """Hand a message over. False: the peer is gone, or reads nothing."""
