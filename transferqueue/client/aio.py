@@ -499,9 +499,9 @@ class AsyncQueue:
         """As `Queue.tables`."""
         return await self._drive(verbs.tables())
 
-    async def drop_table(self, name: str) -> None:
+    async def drop_table(self, name: str, *, empty: bool = False) -> None:
         """As `Queue.drop_table`."""
-        await self._drive(verbs.drop_table(self._client, name))
+        await self._drive(verbs.drop_table(self._client, name, empty))
 
     def weights(self, channel: str, keep: int = 2) -> AsyncWeightChannel:
         """As `Queue.weights`; not awaited."""

@@ -63,9 +63,9 @@ class Queue:
         """Names of all tables."""
         return self._drive(verbs.tables())
 
-    def drop_table(self, name: str) -> None:
-        """Remove a table: its rows are dropped, whoever waits for it gets `NotFound`."""
-        self._drive(verbs.drop_table(self._client, name))
+    def drop_table(self, name: str, *, empty: bool = False) -> None:
+        """Remove a table: its rows are dropped, whoever waits for it gets `NotFound`. empty: `UsageError` while it has rows."""
+        self._drive(verbs.drop_table(self._client, name, empty))
 
     def weights(self, channel: str, keep: int = 2) -> WeightChannel:
         """The weight channel of this name; it exists once something is published. keep: versions kept."""

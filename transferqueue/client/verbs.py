@@ -59,9 +59,9 @@ def open_table(client: Client, name: str, timeout_s: float) -> Operation[Terms]:
     return client.terms((yield from ask(request, m.TableTerms)))
 
 
-def drop_table(client: Client, name: str) -> Operation[None]:
+def drop_table(client: Client, name: str, empty: bool) -> Operation[None]:
     """The table and its rows end."""
-    yield from ask(m.DropTable(name=check_name("table", name)), m.Done)
+    yield from ask(m.DropTable(name=check_name("table", name), empty=bool(empty)), m.Done)
     client.tables.pop(name, None)
 
 

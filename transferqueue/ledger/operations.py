@@ -61,6 +61,9 @@ def _add_fields(state: State, request: m.AddFields, session: Session, call: int)
 def _drop_table(state: State, request: m.DropTable, session: Session, call: int) -> Answer:
     table = state.table(request.name)
     rows = table.rows_live
+    resident = len(table.rows.pages.resident_rows()) if request.empty else 0
+    if resident:
+        raise UsageError(f'table "{table.name}" has {resident} rows and is dropped only when empty; delete them first')
     terms.drop_table(table, state.now)
     del state.tables[request.name]
     kept = state.dropped_tables
