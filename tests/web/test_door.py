@@ -66,3 +66,9 @@ def test_a_page_for_other_machines_is_refused_with_the_way_to_have_it(where):
         web_place(where)
     with pytest.raises(UsageError, match="has port 'x'"):
         web_place("x")
+
+
+def test_an_action_is_asked_by_post_alone(door):
+    assert door.refuses("POST", HOST, {}, "secret", ("POST",)) is None
+    assert status(door.refuses("GET", HOST, {}, "secret", ("POST",))) is HTTPStatus.METHOD_NOT_ALLOWED
+    assert status(door.refuses("POST", HOST, {}, "wrong", ("POST",))) is HTTPStatus.UNAUTHORIZED
