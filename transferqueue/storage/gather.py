@@ -63,7 +63,7 @@ def load(field: Field, placement: Placement) -> Loaded:
 def dense_run(field: Field, placement: Placement, block: int, first: int) -> np.ndarray[Any, Any]:
     """Dense rows ``[rows, *shape]`` in stored form that are one run of a block: a view of it, made in one step, since a batch
     may have hundreds of them. Errors as of `load`."""
-    start = int(placement.blocks.spans(field).values[block]) + first * field.row_bytes
+    start = placement.blocks.spans(field).values.item(block) + first * field.row_bytes
     shape = (placement.rows, *cast("tuple[int, ...]", field.shape))  # dense: no None
     return np.ndarray(shape, stored(field.dtype), placement.blocks.living()[block], start)
 
