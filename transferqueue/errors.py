@@ -122,7 +122,8 @@ class OutOfMemory(PeerError):
 
 
 class ShardLost(PeerError):
-    """The shard that had, or was to have, these bytes is gone, and no replica has them. The message says what can be done."""
+    """The shard that had, or was to have, these bytes is gone (or a disk damaged them), and no replica has them. The message says
+    what can be done."""
 
 
 class JournalFailed(PeerError):
