@@ -33,7 +33,7 @@ class TransferQueueClient:
     def __init__(self, queue: tq.Queue, ask: Callable[..., Any], rows_max: int, client_id: str = "") -> None:
         self.client_id = client_id
         self._queue, self._ask, self._rows_max = queue, ask, rows_max
-        self._partitions = Partitions(queue, rows_max)
+        self._partitions = Partitions(queue, rows_max, renew=lambda *asked: ask("renew", *asked))
 
     # ------------------------------------------------------------ by index
 

@@ -10,6 +10,7 @@ them, and this leases what has become ready since. A call that may wait does so 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -22,15 +23,13 @@ import torch
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue.columns import schema_of_field
 from transferqueue.adapters.transfer_queue.metadata import NOT_READY, READY, BatchMeta
-from transferqueue.adapters.transfer_queue.partitions import Partitions
+from transferqueue.adapters.transfer_queue.partitions import Partitions, described
 from transferqueue.adapters.transfer_queue.plain import plain, remembered
+from transferqueue.adapters.transfer_queue.readiness import Ready, without
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler, SequentialSampler
 from transferqueue.adapters.transfer_queue.tags import given_tags, partition_of, table_of
-from transferqueue.errors import DeadlineExceeded, UsageError
+from transferqueue.errors import NotFound, UsageError
 
-_AT_ONCE: Final = 1 << 16
-_HEARING_S: Final = 0.05
-"""How long one thread waits for another that takes in what is there; one that waits for more takes longer, and is not waited for."""
 WAIT_S: Final = 60.0
 """How long a fetch waits for its samples when the controller does not poll."""
 
@@ -48,65 +47,6 @@ class PartitionSnapshot:
     consumption_status: dict[str, set[int]]
 
 
-class _Ready:
-    """Samples that have a set of fields: those that are ready, and what each task still has before it, ascending.
-
-    One thread at a time listens to the table, since what it hears it alone has heard, until it is taken in under `guard`.
-    """
-
-    def __init__(self, table: tq.Table, name: str, fields: Sequence[str], guard: threading.RLock) -> None:
-        self.rows: set[int] = set()
-        self.before: dict[str, list[int]] = {}
-        self.changes = 0
-        self._table, self._name, self._guard = table, name, guard
-        self._ear = threading.Lock()
-        table.add_task(tq.Task(name, needs=tuple(fields)))
-
-    def hear(self) -> None:
-        """Take in what has become ready by now. If another thread waits for more, it takes that in."""
-        if self._ear.acquire(timeout=_HEARING_S):
-            try:
-                while self._listen(0.0):
-                    pass
-            finally:
-                self._ear.release()
-
-    def wait(self, changes: int, wait_s: float) -> None:
-        """Return when something was taken in since there were `changes` of them, or after `wait_s`. Holds no guard."""
-        deadline = time.monotonic() + wait_s
-        if self._ear.acquire(timeout=wait_s):
-            try:
-                if self.changes == changes:
-                    self._listen(max(0.0, deadline - time.monotonic()))
-            finally:
-                self._ear.release()
-
-    def _listen(self, wait_s: float) -> bool:
-        try:
-            batch = self._table.lease(self._name, rows=_AT_ONCE, at_least=1, timeout_s=wait_s, fields=())
-        except DeadlineExceeded:
-            return False
-        with self._guard, batch:
-            new = batch.rows.tolist()
-            self.changes += 1
-            self.rows.update(new)
-            for waiting in self.before.values():
-                _merge(waiting, new)
-        return True
-
-    def of_task(self, task: str, consumed: set[int]) -> list[int]:
-        """What `task` has before it."""
-        if task not in self.before:
-            self.before[task] = sorted(self.rows - consumed)
-        return self.before[task]
-
-    def gone(self, rows: set[int]) -> None:
-        """These samples were cleared."""
-        self.rows -= rows
-        for task in self.before:
-            self.before[task] = _without(self.before[task], rows)
-
-
 class Partition:
     """One partition: its table, and who was given which of its samples."""
 
@@ -115,13 +55,13 @@ class Partition:
         self._guard = guard
         self.table = Partitions(queue, rows_max).make(partition_id)[0]
         self.consumed: dict[str, set[int]] = {}
-        self._ready: dict[tuple[str, ...], _Ready] = {}
+        self._ready: dict[tuple[str, ...], Ready] = {}
 
-    def ready(self, fields: Iterable[str]) -> _Ready:
-        """Readiness of a set of fields; `_Ready.hear` brings it up to date."""
+    def ready(self, fields: Iterable[str]) -> Ready:
+        """Readiness of a set of fields; `Ready.hear` brings it up to date."""
         names = tuple(sorted(fields))
         if names not in self._ready:
-            self._ready[names] = _Ready(self.table, f"ready.{len(self._ready)}", names, self._guard)
+            self._ready[names] = Ready(self.table, f"ready.{len(self._ready)}", names, self._guard)
         return self._ready[names]
 
     def have(self, fields: Iterable[str]) -> set[int]:
@@ -136,7 +76,7 @@ class Partition:
         self.consumed.setdefault(task, set()).update(given)
         for ready in self._ready.values():
             if task in ready.before:
-                ready.before[task] = _without(ready.before[task], given)
+                ready.before[task] = without(ready.before[task], given)
 
     def given(self, consumed: dict[str, list[int]]) -> None:
         """By task: these were given to it, as far as they are there."""
@@ -222,16 +162,13 @@ class Controller:
         task, config = task_name or "", dict(sampling_config or {})
         deadline = time.monotonic() + (0.0 if self.polling_mode else WAIT_S)
         while True:
-            with self._guard:
-                partition = self._partition(partition_id)
-                ready = partition.ready(data_fields)
-            ready.hear()
+            partition, ready = self._heard(partition_id, data_fields)
             with self._guard:
                 found, changes = self._fetch(partition, ready, data_fields, batch_size, task, config), ready.changes
             left_s = deadline - time.monotonic()
             if len(found) or batch_size <= 0 or left_s <= 0:
                 break
-            ready.wait(changes, left_s)
+            self._wait(partition, ready, changes, left_s)
         if not len(found) and batch_size > 0 and not self.polling_mode:
             raise TimeoutError(
                 f"no batch of {batch_size} samples with {list(data_fields)} became ready in partition {partition_id!r} for "
@@ -242,7 +179,7 @@ class Controller:
     def _fetch(
         self,
         partition: Partition,
-        ready: _Ready,
+        ready: Ready,
         fields: Sequence[str],
         batch_size: int,
         task: str,
@@ -281,7 +218,36 @@ class Controller:
                 changes, consumed = ready.changes, partition.consumed.get(task_name, set())
                 if len(ready.of_task(task_name, consumed)) >= batch_size:
                     return
-            ready.wait(changes, left_s)
+            self._wait(partition, ready, changes, left_s)
+
+    def _heard(self, partition_id: str, fields: Sequence[str]) -> tuple[Partition, Ready]:
+        """A partition, and what has become ready in it by now."""
+        with self._guard:
+            partition = self._partition(partition_id)
+        try:
+            return partition, self._ready(partition, fields)
+        except NotFound:  # its table was dropped under it
+            partition = self._anew(partition)
+            return partition, self._ready(partition, fields)
+
+    def _ready(self, partition: Partition, fields: Sequence[str]) -> Ready:
+        with self._guard:
+            ready = partition.ready(fields)
+        ready.hear()
+        return ready
+
+    def _wait(self, partition: Partition, ready: Ready, changes: int, wait_s: float) -> None:
+        try:
+            ready.wait(changes, wait_s)
+        except NotFound:
+            self._anew(partition)
+
+    def _anew(self, partition: Partition) -> Partition:
+        """The partition that there is now that the table of this one is gone."""
+        with self._guard:
+            if self._partitions.get(partition.partition_id) is partition:
+                del self._partitions[partition.partition_id]
+            return self._partition(partition.partition_id)
 
     # ------------------------------------------------------------ status
 
@@ -383,23 +349,19 @@ class Controller:
             if table_of(partition_id) in self._queue.tables():
                 self._queue.drop_table(table_of(partition_id))
 
+    def renew(self, partition_id: str, fields: dict[str, str]) -> None:
+        """Drop the table of a partition that has no samples and, by their types, still these fields. Else: nothing.
+
+        Who waits for samples of it goes on waiting, on the table that the next put makes.
+        """
+        with self._guard, contextlib.suppress(UsageError):  # it has samples after all, or is gone
+            found = self._queue.table(table_of(partition_id))
+            if described(found) == fields:
+                self._queue.drop_table(found.name, empty=True)
+                self._partitions.pop(partition_id, None)
+
     def _partition(self, partition_id: str) -> Partition:
         found = self._partitions.get(partition_id)
         if found is None:
             found = self._partitions[partition_id] = Partition(self._queue, partition_id, self.rows_max, self._guard)
         return found
-
-
-def _merge(waiting: list[int], new: list[int]) -> None:
-    """Add to an ascending list; what comes mostly belongs at its end."""
-    in_order = not waiting or not new or min(new) > waiting[-1]
-    waiting.extend(new)
-    if not in_order or new != sorted(new):
-        waiting.sort()
-
-
-def _without(waiting: list[int], gone: set[int]) -> list[int]:
-    """An ascending list without some: mostly its first."""
-    if set(waiting[: len(gone)]) == gone:
-        return waiting[len(gone) :]
-    return [row for row in waiting if row not in gone]

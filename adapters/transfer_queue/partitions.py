@@ -4,6 +4,9 @@ A table that was opened is remembered: a put of known fields is one question for
 table that this very call made. Another process may drop a table, and make it again with other fields; its name is the same. So
 what fails since something is gone is tried once more on the table that is there now, and a field that a remembered table lacks is
 asked for before it counts as unknown.
+
+A table keeps the types of its fields, a partition without samples does not: a stack may name its fields by a put of placeholders that
+it clears at once. So columns that do not fit an empty table are given a new one.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ from tensordict import TensorDict
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue.columns import columns_of, tensordict_of
 from transferqueue.adapters.transfer_queue.tags import partition_of, stored_tags, table_of
-from transferqueue.errors import AlreadyExists, NotFound
+from transferqueue.errors import AlreadyExists, NotFound, SchemaError
 from transferqueue.schema import Field
 
 T = TypeVar("T")
 Rows = npt.NDArray[np.int64]
 Tags = Sequence[Mapping[str, Any]]
 Columns = dict[str, Any]
+Renew = Callable[[str, dict[str, str]], object]
 
 _KEPT: Final = tq.Task("kept", needs=("never.",))
 """A task that gets nothing, so that a sample is never done: tasks that are added later still see it."""
@@ -35,11 +39,12 @@ _TRIES: Final = 8
 class Partitions:
     """The partitions of a deployment. Every method may be called from any thread.
 
-    rows_max: samples of a partition that is made here.
+    rows_max: samples of a partition that is made here. renew: drops the table of a partition if it has no samples and still the
+    fields named, by their types.
     """
 
-    def __init__(self, queue: tq.Queue, rows_max: int) -> None:
-        self._queue, self._rows_max = queue, rows_max
+    def __init__(self, queue: tq.Queue, rows_max: int, renew: Renew | None = None) -> None:
+        self._queue, self._rows_max, self._renew = queue, rows_max, renew
         self._tables: dict[str, tq.Table] = {}
 
     def names(self) -> list[str]:
@@ -116,6 +121,17 @@ class Partitions:
 
     def _on(self, partition_id: str, data: TensorDict | None, work: Callable[[tq.Table, Columns | None], T]) -> T:
         """What `work` does with the table; it is given the columns of `data` if this call made the table for them."""
+        try:
+            return self._tried(partition_id, data, work)
+        except SchemaError:
+            table = self.find(partition_id)
+            if self._renew is None or table is None:
+                raise
+            self._renew(partition_id, described(table))
+            self._tables.pop(partition_id, None)
+        return self._tried(partition_id, data, work)
+
+    def _tried(self, partition_id: str, data: TensorDict | None, work: Callable[[tq.Table, Columns | None], T]) -> T:
         remembered = self._tables.get(partition_id)
         if remembered is not None:
             try:
@@ -125,6 +141,11 @@ class Partitions:
         new, columns = ([], {}) if data is None else columns_of(data, {})
         table, made = self.make(partition_id, new)
         return work(table, columns if made else None)
+
+
+def described(table: tq.Table) -> dict[str, str]:
+    """The fields of a table by their types."""
+    return {name: field.describe() for name, field in table.fields.items()}
 
 
 def rows_of(table: tq.Table, keys: Sequence[str]) -> Rows:

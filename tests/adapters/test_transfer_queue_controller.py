@@ -15,7 +15,7 @@ tensordict = pytest.importorskip("tensordict")
 pytest.importorskip("omegaconf")
 
 from transferqueue.adapters.transfer_queue import controller, service
-from transferqueue.errors import Disconnected
+from transferqueue.errors import Disconnected, SchemaError
 
 DEADLINE_S = 50.0
 TensorDict = tensordict.TensorDict
@@ -114,3 +114,17 @@ def test_a_wait_ends_by_its_deadline(client: Any, monkeypatch: pytest.MonkeyPatc
         TimeoutError, match=r"no batch of 2 samples with \['x'\] became ready in partition 'p' for task 't'"
     ):
         client.get_meta(["x"], 2, "p", task_name="t")
+
+
+def test_fields_of_an_empty_partition_may_be_of_other_types(client: Any) -> None:
+    """As a stack does that names its fields by a put of placeholders, which it clears at once."""
+    client.kv_put(["placeholder"], "p", TensorDict({"x": torch.zeros(1)}, batch_size=[1]), None)
+    with pytest.raises(SchemaError):
+        client.kv_put(["a"], "p", TensorDict({"x": torch.arange(1)}, batch_size=[1]), None)
+    assert list(client.kv_list("p")["p"]) == ["placeholder"]
+    client.kv_clear(["placeholder"], "p")
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(client.get_meta, ["x"], 1, "p", "fetch", "task")
+        client.kv_put(["a"], "p", TensorDict({"x": torch.arange(1)}, batch_size=[1]), None)
+        assert client.get_data(early.result(DEADLINE_S))["x"].tolist() == [0]
+    assert client.kv_get(["a"], "p", ["x"])["x"].dtype == torch.int64

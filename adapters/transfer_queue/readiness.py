@@ -1,0 +1,89 @@
+"""What is ready of a partition: heard by leasing what has become so, never looked for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import transferqueue as tq
+from transferqueue.errors import DeadlineExceeded
+
+_AT_ONCE: Final = 1 << 16
+_HEARING_S: Final = 0.05
+"""How long one thread waits for another that takes in what is there; one that waits for more takes longer, and is not waited for."""
+
+
+class Ready:
+    """Samples that have a set of fields: those that are ready, and what each task still has before it, ascending.
+
+    One thread at a time listens to the table, since what it hears it alone has heard, until it is taken in under `guard`.
+    """
+
+    def __init__(self, table: tq.Table, name: str, fields: Sequence[str], guard: threading.RLock) -> None:
+        self.rows: set[int] = set()
+        self.before: dict[str, list[int]] = {}
+        self.changes = 0
+        self._table, self._name, self._guard = table, name, guard
+        self._ear = threading.Lock()
+        table.add_task(tq.Task(name, needs=tuple(fields)))
+
+    def hear(self) -> None:
+        """Take in what has become ready by now. If another thread waits for more, it takes that in."""
+        if self._ear.acquire(timeout=_HEARING_S):
+            try:
+                while self._listen(0.0):
+                    pass
+            finally:
+                self._ear.release()
+
+    def wait(self, changes: int, wait_s: float) -> None:
+        """Return when something was taken in since there were `changes` of them, or after `wait_s`. Holds no guard."""
+        deadline = time.monotonic() + wait_s
+        if self._ear.acquire(timeout=wait_s):
+            try:
+                if self.changes == changes:
+                    self._listen(max(0.0, deadline - time.monotonic()))
+            finally:
+                self._ear.release()
+
+    def _listen(self, wait_s: float) -> bool:
+        try:
+            batch = self._table.lease(self._name, rows=_AT_ONCE, at_least=1, timeout_s=wait_s, fields=())
+        except DeadlineExceeded:
+            return False
+        with self._guard, batch:
+            new = batch.rows.tolist()
+            self.changes += 1
+            self.rows.update(new)
+            for waiting in self.before.values():
+                _merge(waiting, new)
+        return True
+
+    def of_task(self, task: str, consumed: set[int]) -> list[int]:
+        """What `task` has before it."""
+        if task not in self.before:
+            self.before[task] = sorted(self.rows - consumed)
+        return self.before[task]
+
+    def gone(self, rows: set[int]) -> None:
+        """These samples were cleared."""
+        self.rows -= rows
+        for task in self.before:
+            self.before[task] = without(self.before[task], rows)
+
+
+def _merge(waiting: list[int], new: list[int]) -> None:
+    """Add to an ascending list; what comes mostly belongs at its end."""
+    in_order = not waiting or not new or min(new) > waiting[-1]
+    waiting.extend(new)
+    if not in_order or new != sorted(new):
+        waiting.sort()
+
+
+def without(waiting: list[int], gone: set[int]) -> list[int]:
+    """An ascending list without some: mostly its first."""
+    if set(waiting[: len(gone)]) == gone:
+        return waiting[len(gone) :]
+    return [row for row in waiting if row not in gone]
