@@ -98,7 +98,7 @@ def _shard(shard: Further) -> Plain:
         "endpoint": shard.offer.endpoint,
         "capacity_bytes": shard.offer.capacity,
         "used_bytes": shard.used,
-        "backed_bytes": shard.allocator.used + shard.allocator.warm,
+        "backed_bytes": shard.used + shard.allocator.warm,
         "drains": shard.draining,
     }
 
