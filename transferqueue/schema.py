@@ -133,11 +133,14 @@ class Field(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return self.dense and self.shape == () and self.item_bytes <= 8 and self.dtype not in TORCH_ONLY_DTYPES
 
     @cached_property
+    def fixed(self) -> tuple[int, ...]:
+        """Sizes of the dimensions that do not vary: the shape of a dense row, and of one step of a ragged one."""
+        return tuple(size for size in self.shape if size is not None)
+
+    @cached_property
     def step_elements(self) -> int:
         """Elements of one offset step: of a dense row, of one step of a ragged row, else 1."""
-        if self.dense:
-            return math.prod(size for size in self.shape if size is not None)
-        return math.prod(size for size in self.shape[1:] if size is not None) if self.ragged else 1
+        return math.prod(self.fixed) if self.dense or self.ragged else 1
 
     @cached_property
     def row_bytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,24 +116,28 @@ class Column:
 
     def numpy(self) -> NDArray[Any]:
         """Dense rows ``[rows, *shape]`` of the field's dtype, writable. bf16 and fp8 need ml_dtypes."""
-        self._refuse_unless(self.field.dense, "numpy")
+        if not self.field.dense:
+            raise self._unfit("numpy")
         dense, shown = self._dense(), viewed(self.field.dtype)
         return dense if dense.dtype == shown else dense.view(shown)
 
     def torch(self) -> Tensor:
         """Dense rows ``[rows, *shape]`` of the field's dtype, on the CPU, over the same memory as `numpy()`."""
-        self._refuse_unless(self.field.dense, "torch")
+        if not self.field.dense:
+            raise self._unfit("torch")
         return as_torch(self._dense(), self.field.dtype)  # type: ignore[no-any-return]
 
     def ragged(self) -> tuple[NDArray[Any], I64]:
         """Values ``[steps, *shape[1:]]`` of all rows one after the other, and offsets int64 ``[rows + 1]``; row i has ``values[offsets[i]:offsets[i + 1]]``."""
-        self._refuse_unless(self.field.ragged, "ragged")
+        if not self.field.ragged:
+            raise self._unfit("ragged")
         loaded = self._load()
         return self._steps(loaded).view(viewed(self.field.dtype)), offsets_of(loaded)
 
     def nested(self) -> Tensor:
         """A jagged nested tensor ``[rows, None, *shape[1:]]`` over the same memory, on the CPU."""
-        self._refuse_unless(self.field.ragged, "nested")
+        if not self.field.ragged:
+            raise self._unfit("nested")
         import torch
 
         loaded = self._load()
@@ -146,7 +150,8 @@ class Column:
         multiple_of: the size of each varying dimension is rounded up to a multiple of it. side: where the padding of the first
         dimension goes. ``torch.from_numpy`` takes the result without a copy.
         """
-        self._refuse_unless(not self.field.blob, "padded")
+        if self.field.blob:
+            raise self._unfit("padded")
         if multiple_of < 1 or side not in ("left", "right"):
             raise UsageError(
                 f"padded(multiple_of={multiple_of}, side={side!r}): give a positive multiple, and left or right"
@@ -201,19 +206,17 @@ class Column:
             placement is not None and placement.run is not None
         ):  # nothing is loaded, so nothing need be kept or forgotten
             return dense_run(self.field, placement, *placement.run)
-        return self._load().values.reshape(self._rows, *cast("tuple[int, ...]", self.field.shape))  # dense: no None
+        return self._load().values.reshape(self._rows, *self.field.fixed)
 
     def _steps(self, loaded: Loaded) -> NDArray[Any]:
-        trailing = [size for size in self.field.shape[1:] if size is not None]
-        return loaded.values.reshape(int(offsets_of(loaded)[-1]), *trailing)
+        return loaded.values.reshape(int(offsets_of(loaded)[-1]), *self.field.fixed)
 
     def _shapes(self) -> I64:
         """The shape of each row, int64 ``[rows, dimensions]``."""
         shapes = self._load().shapes
         if shapes is not None:
             return shapes
-        trailing = [size for size in self.field.shape[1:] if size is not None]
-        return np.column_stack([self.lengths, *(np.full(self._rows, size, np.int64) for size in trailing)])
+        return np.column_stack([self.lengths, *(np.full(self._rows, size, np.int64) for size in self.field.fixed)])
 
     def _filling(self, value: float) -> NDArray[Any]:
         if self.field.dtype == "bool" and value in (0, 1):
@@ -236,9 +239,7 @@ class Column:
             into[(first, *(slice(extent) for extent in shape[1:]))] = values[at : at + size].reshape(shape)
             at += size
 
-    def _refuse_unless(self, fits: bool, method: str) -> None:
-        if fits:
-            return
+    def _unfit(self, method: str) -> UsageError:
         field, remedy = self.field, ".numpy(), .torch()"
         if field.blob:
             remedy = ".list() or .arrow()"
@@ -246,4 +247,4 @@ class Column:
             remedy = ".nested(), .padded(value), .ragged() or .list()"
         elif field.varied:
             remedy = ".padded(value), .list(), or iterate over its rows"
-        raise UsageError(f'.{method}() does not fit field "{field.name}", which is {field.describe()}; use {remedy}')
+        return UsageError(f'.{method}() does not fit field "{field.name}", which is {field.describe()}; use {remedy}')

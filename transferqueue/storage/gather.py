@@ -10,7 +10,7 @@ once, in the order of the rows:
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -63,9 +63,8 @@ def load(field: Field, placement: Placement) -> Loaded:
 def dense_run(field: Field, placement: Placement, block: int, first: int) -> np.ndarray[Any, Any]:
     """Dense rows ``[rows, *shape]`` in stored form that are one run of a block: a view of it, made in one step, since a batch
     may have hundreds of them. Errors as of `load`."""
-    start = placement.blocks.spans(field).values.item(block) + first * field.row_bytes
-    shape = (placement.rows, *cast("tuple[int, ...]", field.shape))  # dense: no None
-    return np.ndarray(shape, stored(field.dtype), placement.blocks.living()[block], start)
+    memory, start = placement.blocks.values(field, block)
+    return np.ndarray((placement.rows, *field.fixed), stored(field.dtype), memory, start + first * field.row_bytes)
 
 
 def _nothing(field: Field) -> Loaded:

@@ -125,6 +125,13 @@ class Blocks:
             raise Corruption(f'a block that should hold field "{field.name}" does not')
         return found
 
+    def values(self, field: Field, block: int) -> tuple[U8, int]:
+        """The memory of one block, and where in it the values of a column begin. Errors as of `spans` and `living`."""
+        found = self._spans.get(field.name)
+        if found is None or self._merged:
+            found = self.spans(field)
+        return self.living()[block], found.values.item(block)
+
     def stretch(self) -> tuple[int, U8]:
         """The lowest address, and the memory from there to the end of the last block. Only bytes inside blocks may be touched."""
         low, high = int(self.addresses.min()), int((self.addresses + self.sizes).max())
