@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
+
 import transferqueue as tq
 from transferqueue.workflows.audit import Audit, audit
-from transferqueue.workflows.events import Event
+from transferqueue.workflows.events import Event, Figures
 from transferqueue.workflows.flow import Flow
 from transferqueue.workflows.grpo.job import TABLE, JobSettings, create_table, jobs
 from transferqueue.workflows.grpo.report import Record, Summary, summarize, write_files
+from transferqueue.workflows.loggers import STEP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,7 @@ def run_demo(
     record = Record()
 
     def hear(label: str, event: Event) -> None:
+        event = aged(event, table)
         record.add(label, event)
         observe(label, event)
 
@@ -54,6 +58,15 @@ def run_demo(
     found.check_finished(TABLE)
     summary = summarize(record, settings, found, table=stats, seconds=time.monotonic() - began)
     return Outcome(summary=summary, audit=found, files=write_files(directory, record, summary))
+
+
+def aged(event: Event, table: tq.Table) -> Event:
+    """The figures of a step with ``queue_age_s``: for each task, how long ago the row that is next in line was put, as the
+    supervisor hears of the step; None where no row waits."""
+    if not isinstance(event, Figures) or event.kind != STEP:
+        return event
+    ages = {name: task["age_s"] for name, task in table.stats()["tasks"].items()}
+    return msgspec.structs.replace(event, values=event.values | {"queue_age_s": ages})
 
 
 def run_name(settings: JobSettings, now: datetime | None = None) -> str:

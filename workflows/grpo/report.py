@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 from transferqueue.errors import InternalError
 from transferqueue.workflows.audit import Audit
@@ -16,9 +17,11 @@ from transferqueue.workflows.events import PUBLISH, WAIT, WORK, Event, Figures, 
 from transferqueue.workflows.grpo.job import JobSettings
 from transferqueue.workflows.grpo.over_sampling import ABORTED
 from transferqueue.workflows.grpo.swaps import measure, publish_lag_s
+from transferqueue.workflows.loggers import mean_staleness
 from transferqueue.workflows.timeline import busy_share, write_chrome_trace
 
 BLUE, GREEN, ORANGE, GREY = "#2b6cb0", "#2f855a", "#c05621", "#a0aec0"
+_COLOURS: Final = {"train": BLUE, "rollout": ORANGE, "reward": GREEN}
 _SMOOTH_STEPS = 10
 _DOTS_PER_INCH = 130
 
@@ -215,25 +218,26 @@ def write_timeline(path: Path, record: Record) -> None:
 
 
 def draw(path: Path, record: Record, summary: Summary) -> None:
-    """Draw the learning curve: reward of each step, held-out reward before and after, staleness, throughput."""
+    """Draw the learning curve: reward of each step, held-out reward before and after, staleness, age of queues, throughput."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 7), layout="constrained")
+    figure = Figure(figsize=(9, 8.5), layout="constrained")
     FigureCanvasAgg(figure)
-    reward, staleness, speed = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
+    reward, staleness, age, speed = figure.subplots(4, 1, sharex=True, height_ratios=(3, 1, 1, 1))
     steps = [step.values["step"] for step in record.steps]
     _draw_reward(reward, steps, [step.values["reward"] for step in record.steps], summary)
     staleness.step(
-        steps, [_mean_staleness(step.values["staleness"]) for step in record.steps], where="mid", color=ORANGE
+        steps, [mean_staleness(step.values["staleness"]) for step in record.steps], where="mid", color=ORANGE
     )
     staleness.set_ylabel("staleness\n(versions)")
     staleness.set_ylim(bottom=-0.05)
+    _draw_ages(age, steps, [step.values.get("queue_age_s", {}) for step in record.steps])
     speed.plot(steps, _rows_per_s(record), color=BLUE, linewidth=1)
     speed.set_ylabel("rows/s")
     speed.set_ylim(bottom=0)
     speed.set_xlabel("trainer step")
-    for axes in (reward, staleness, speed):
+    for axes in (reward, staleness, age, speed):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e2e8f0", linewidth=0.7)
     figure.savefig(path, dpi=_DOTS_PER_INCH)
@@ -255,13 +259,26 @@ def _draw_reward(axes: Any, steps: list[int], rewards: list[float], summary: Sum
     axes.legend(frameon=False, loc="lower right")
 
 
+def _draw_ages(axes: Any, steps: list[int], ages: list[Mapping[str, float | None]]) -> None:
+    """A line for each task; a gap where nothing waited for it."""
+    for task in dict.fromkeys(task for of_step in ages for task in of_step):
+        of_task = [of_step.get(task) for of_step in ages]
+        axes.plot(
+            steps,
+            [math.nan if one is None else one for one in of_task],
+            linewidth=1,
+            label=task,
+            color=_COLOURS.get(task),
+        )
+    if axes.lines:
+        axes.legend(frameon=False, loc="upper right", ncols=len(axes.lines))
+    axes.set_ylabel("queue age\n(s)")
+    axes.set_ylim(bottom=0)
+
+
 def _smooth(values: list[float]) -> list[float]:
     windows = (values[max(0, end - _SMOOTH_STEPS) : end] for end in range(1, len(values) + 1))
     return [sum(window) / len(window) for window in windows]
-
-
-def _mean_staleness(counts: Mapping[str, int]) -> float:
-    return sum(int(versions) * count for versions, count in counts.items()) / max(1, sum(counts.values()))
 
 
 def _rows_per_s(record: Record) -> list[float]:
