@@ -1,14 +1,16 @@
-"""Messages to bytes and back: the put and the lease reply of 512 rows."""
+"""Messages to bytes and back: the put of 512 rows, and the lease reply, alike and in one run or as different as can be."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import pytest
 
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
-from transferqueue.wire.codec import decode_answer, decode_call, encode_answer, encode_call
+from transferqueue.wire import short
+from transferqueue.wire.codec import decode_answer, decode_call, encode_answer, encode_call, encode_fields
 
 ROWS = 512
 FIELDS = [Field(f"field_{number:03d}", "float32", (None,)) for number in range(32)]
@@ -29,22 +31,25 @@ def put() -> m.Call:
     return m.Call(1, 2, 1, m.Put("rollouts", ROWS, m.Columns(fields=FIELDS, blocks=[placed], facts=facts)))
 
 
-def leased() -> m.Answer:
+def leased(*, alike: bool) -> m.Answer:
+    values = np.full(ROWS, -1) if alike else np.arange(ROWS)
+    slots = np.arange(ROWS, dtype=np.int32) if alike else np.arange(ROWS, dtype=np.int32)[::-1].copy()
+    fact, short_fact = short.alike(values), short.alike(values.astype(np.int32))
     block = m.BlockAt(3, 0, 7, 0, 1 << 25, ROWS, NAMES, [1 << 18] * 32)
     content = m.Content(
         rows=i64(),
-        policy_version=i64(),
-        policy_version_max=i64(),
-        group_id=i64(),
-        group_size=i32(),
-        ordinal=i64(),
-        tokens=i64(),
-        priority=i64(),
+        policy_version=fact,
+        policy_version_max=fact,
+        group_id=fact,
+        group_size=short_fact,
+        ordinal=fact,
+        tokens=fact,
+        priority=fact,
         keys=None,
         tags=None,
         inline=[],
-        parts=[m.Part(NAMES, [block], i32(), i32())],
-        fields=FIELDS,
+        parts=[m.Part(NAMES, [block], bytes(4), short.ascending(slots))],
+        definitions=encode_fields(FIELDS),
     )
     return m.Answer(1, 2, m.Leased(lease=1, token=2, lease_s=60.0, version=3, content=content))
 
@@ -54,6 +59,8 @@ def test_put_to_bytes_and_back(benchmark: Any) -> None:
     assert benchmark(lambda: decode_call(encode_call(call))) == call
 
 
-def test_lease_reply_to_bytes_and_back(benchmark: Any) -> None:
-    answer = leased()
+@pytest.mark.parametrize("alike", [True, False], ids=["alike", "different"])
+def test_lease_reply_to_bytes_and_back(benchmark: Any, alike: bool) -> None:
+    answer = leased(alike=alike)
+    benchmark.extra_info["nbytes"] = len(encode_answer(answer))
     assert benchmark(lambda: decode_answer(encode_answer(answer))) == answer

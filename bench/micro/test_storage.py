@@ -1,8 +1,9 @@
-"""Encode, gather and allocate: the data plane without a server. `nbytes` is what one round moves."""
+"""Encode, gather, pin and allocate: the data plane without a server. `nbytes` is what one round moves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from bench.contenders.tensors import flat_bytes, tensor
-from bench.workloads import MIB, WORKLOADS, Flat, Workload, columns, same
+from bench.workloads import KIB, MIB, WORKLOADS, Flat, Workload, columns, same
 from transferqueue.schema import Field
 from transferqueue.storage import Allocator, Arena, Blocks, Column, Draft, Mapping, Placement, drafts, prepare
 
@@ -55,6 +56,16 @@ def test_encode(benchmark: Any, shared: Callable[[int], memoryview], name: str) 
     benchmark.extra_info["nbytes"] = sum(flat.values.nbytes for flat in expected.values())
     draft = benchmark(encode, batch, out)
     check(draft, out, expected)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Where a block lies in an arena."""
+
+    block: int
+    extent: int
+    offset: int
+    nbytes: int
 
 
 class At:
@@ -102,7 +113,7 @@ def _blocks(workload: Workload, count: int) -> list[tuple[Draft, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "random"])
-@pytest.mark.parametrize("name", ["dense_8", "ragged_8", "ragged_128"])
+@pytest.mark.parametrize("name", ["dense_8", "dense_128", "ragged_8", "ragged_128"])
 def test_get_one_block(benchmark: Any, name: str, kind: str) -> None:
     """All columns of 1,024 rows, or of 256 at random, of one block."""
     workload = WORKLOADS[name]
@@ -136,6 +147,25 @@ def test_gather_of_small_blocks(benchmark: Any, blocks: int) -> None:
 
     tensors = benchmark(get)
     assert all(len(got) == blocks for got in tensors)
+
+
+@pytest.mark.parametrize("blocks", [1, 64])
+def test_pin_and_let_go(benchmark: Any, blocks: int) -> None:
+    """What holding the blocks of a batch costs that reads none of them: an extent and 64 KiB each."""
+    told: list[int] = []
+    arena = Arena.create(None, 256 * MIB)
+    mapping = Mapping.open(arena.path, arena.capacity, told.extend)
+    arena.ensure(0, blocks * MIB)
+    held = [Held(block, block, block * MIB, 64 * KIB) for block in range(blocks)]
+
+    def pin() -> None:
+        mapping.pin(held)
+
+    benchmark(pin)
+    assert len(told) % blocks == 0
+    assert sorted(told[-blocks:]) == list(range(blocks))
+    mapping.close()
+    arena.close()
 
 
 def test_allocate_and_free(benchmark: Any) -> None:
