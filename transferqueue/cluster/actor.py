@@ -32,7 +32,7 @@ from transferqueue.server.runtime import SHARED_MEMORY, ArenaHome, arena_root, s
 from transferqueue.server.serving import allow_many_files
 from transferqueue.server.supervising import EXIT_AGAIN, EXIT_DEFECT
 from transferqueue.transport import IpcAddress, TcpAddress, runtime_directory, this_host
-from transferqueue.transport.keyring import Keyring, add, key_file, token_of
+from transferqueue.transport.keyring import Keyring, add, key_file, load, token_of
 from transferqueue.transport.keys import ROLES, write_token
 from transferqueue.transport.private import private_directory, write_private
 
@@ -157,9 +157,10 @@ class Coordinator(QueueActor):
 
 
 def _keyring(directory: Path) -> Keyring:
-    """The server's keys and one for each role, made in its first life."""
-    if not key_file(directory).exists():
-        for role in ROLES:
+    """The server's keys and one for each role, made when they are missing."""
+    there = {owner.name for owner in load(directory).clients} if key_file(directory).exists() else set()
+    for role in ROLES:
+        if role not in there:
             add(directory, role, role)
     return Keyring(directory)
 

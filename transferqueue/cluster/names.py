@@ -69,6 +69,14 @@ class Ways(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
         return f"Ways({self.ipc!r})"
 
 
+class Lend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the actor of a shard is told: the server it joins, with a token of role shard; most bytes that it lends (0: the default)."""
+
+    ways: Ways
+    arena_bytes: int
+    label: str
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Why there is no server."""
 
@@ -77,6 +85,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 DEPLOY: Final[msgspec.json.Decoder[Deploy]] = msgspec.json.Decoder(Deploy)
+LEND: Final[msgspec.json.Decoder[Lend]] = msgspec.json.Decoder(Lend)
 SAID: Final[msgspec.json.Decoder[Ways | Refused]] = msgspec.json.Decoder(Ways | Refused)
 
 

@@ -7,6 +7,7 @@ The law:
 - Whoever made it owns it: closing its `Deployment` ends the service, and so does, unless it is detached, the end of
   its driver or of the last handle on it. Everyone else is a guest: queues come and go, also by SIGKILL, and the service stays.
 - It stays on one node (`nodes`), and Ray starts it again there; clients go on with the next life (decision 9).
+- Its shards are actors beside it, one for each node or as many as were asked for; they end with it (`lenders`).
 - Ray carries names, ways and keys, once for each queue that is opened. No row and no call crosses it.
 """
 
@@ -14,12 +15,13 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
+from transferqueue.cluster.lenders import check_shards, end_lenders, places, start_lenders
 from transferqueue.cluster.names import (
     NAME,
     NAMESPACE,
@@ -46,13 +48,14 @@ LEVELS: Final = ("memory", "process", "disk")
 class Deployment:
     """A service on Ray. Its owner ends it with `close` or ``with``; for whom else it is, nothing happens then."""
 
-    def __init__(self, named: Named, actor: Any, *, owned: bool) -> None:
+    def __init__(self, named: Named, actor: Any, *, owned: bool, lenders: Sequence[Any] = ()) -> None:
         self.address: Final = str(named)
         """What `connect` takes, in any process of the cluster."""
         self.owned: Final = owned
         """Whether `close` ends the service."""
         self._named = named
         self._actor = actor
+        self._lenders = list(lenders)
 
     def token(self, role: str = "producer", timeout_s: float = DEPLOY_S) -> str:
         """A join token for processes outside Ray; role: admin, producer, consumer or observer (SECURITY.md). A password."""
@@ -62,6 +65,7 @@ class Deployment:
         """If this owns the service: end it, and everything of it that no `state` keeps. Again: nothing."""
         actor, self._actor = self._actor, None
         if actor is not None and self.owned:
+            end_lenders(self._lenders)
             _end(self._named, actor)
 
     def __enter__(self) -> Self:
@@ -83,6 +87,8 @@ def deploy_ray(
     durability: str = "process",
     state: str | os.PathLike[str] | None = None,
     arena_bytes: int | str | None = None,
+    shards: int | Literal["per-node"] = 0,
+    shard_bytes: int | str | None = None,
     snapshots: str | os.PathLike[str] | None = None,
     node: str | None = None,
     resources: Mapping[str, float] | None = None,
@@ -101,6 +107,9 @@ def deploy_ray(
     deployment that is given it goes on from there. None: a directory of its own, which ends with it. arena_bytes, snapshots: as of
     `transferqueue serve`. node: a Ray node id; None: this process's node if it has `resources` and `labels`, else the first that
     does. The actor reserves these resources (``{"CPU": 1}``; None: nothing) and stays on its node.
+    shards: further shards of memory, each an actor: so many, spread over the nodes, or ``"per-node"``: one on each node but the
+    server's, which lends its own. shard_bytes: most that each of them lends. What lies in one is lost with its node (`replicas`
+    of `create_table` says otherwise), and the others go on.
     port: where it listens for other machines, with keys; 0: a free one, kept. max_restarts: how often Ray starts it again; -1: ever.
     detached: it outlives the `Deployment` and this driver, until that is closed or by ``ray.kill``. exist_ok: if there is one, that one, as a guest.
 
@@ -113,6 +122,8 @@ def deploy_ray(
     """
     named = checked(Named(namespace, name))
     deploy = _checked_deploy(named, durability, state, arena_bytes, snapshots, port, max_restarts)
+    check_shards(shards, durability)
+    lent = parse_bytes(shard_bytes) if shard_bytes is not None else 0
     ray = _joined(start=True)
     wanted = dict(resources or {})
     there = choose(
@@ -129,11 +140,21 @@ def deploy_ray(
         guest.token("observer", timeout_s)
         return guest
     try:
-        _ways(named, actor, timeout_s)
+        ways = _ways(named, actor, timeout_s, "shard")
+        lenders = start_lenders(
+            ray,
+            named,
+            ways,
+            places(ray.nodes(), there, shards),
+            lent,
+            max_restarts,
+            detached=detached,
+            timeout_s=timeout_s,
+        )
     except BaseException:
         _end(named, actor)
         raise
-    return Deployment(named, actor, owned=True)
+    return Deployment(named, actor, owned=True, lenders=lenders)
 
 
 def way_to(named: Named, timeout_s: float, *, near: bool) -> tuple[str, ClientKeys | None]:
