@@ -46,6 +46,7 @@ STATS = {"staleness_in_flight": {"0": 16}, "staleness_in_queue": {"0": 10, "1": 
 
 def step(number: int, at: float, staleness: dict[str, int]) -> Figures:
     values = {"step": number, "rows": 8, "reward": 0.1 * number, "loss": 0.5, "staleness": staleness}
+    values["queue_age_s"] = {"rollout": None, "train": 0.25 * number}
     return Figures(kind="step", at=at, values=values)
 
 

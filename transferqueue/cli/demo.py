@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -21,6 +21,7 @@ from transferqueue.cli.demo_screen import Bar, Lines, Watch
 if TYPE_CHECKING:
     from transferqueue.workflows.grpo.demo import Outcome
     from transferqueue.workflows.grpo.job import JobSettings
+    from transferqueue.workflows.loggers import Logger
 
 EXAMPLES = (
     ("transferqueue demo", "the default run: asynchronous, staleness at most 1, at most three minutes"),
@@ -36,6 +37,7 @@ EXAMPLES = (
         "transferqueue demo --mode sync --over-sample 1.25",
         "a quarter more is begun than a batch needs; the unfinished rest goes on under the next weights",
     ),
+    ("transferqueue demo --log tensorboard", "every step is logged there too (pip install tensorboard)"),
     ("transferqueue demo --kl 0.02 --steps 50", "with a reference stage and a KL term"),
 )
 
@@ -99,6 +101,10 @@ def demo(
             help="Drop groups with equal rewards, and generate as many others in their place.",
         ),
     ] = False,
+    log: Annotated[
+        Literal["tensorboard", "wandb"] | None,
+        typer.Option(help="Log each step there too: event files, or a run of W&B, in the folder of the results."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the results. Default: a new one in runs/.", show_default=False)
     ] = None,
@@ -109,6 +115,7 @@ def demo(
     https://ui.perfetto.dev). Ctrl-C ends every process and leaves none.
     """
     from transferqueue.workflows.grpo.demo import run_demo, run_name
+    from transferqueue.workflows.loggers import logged
 
     settings = job_settings(
         mode,
@@ -126,9 +133,17 @@ def demo(
     )
     directory = out or Path("runs") / run_name(settings)
     console = Console(highlight=False)
-    with _ended_like_ctrl_c(signal.SIGTERM), _watched(console, settings) as watch, _last_words_shown():
+    with (
+        _logging(log, directory) as logger,
+        _ended_like_ctrl_c(signal.SIGTERM),
+        _watched(console, settings) as watch,
+        _last_words_shown(),
+    ):
         outcome = run_demo(
-            settings, directory=directory, observe=watch, started=lambda flow: watch.started(flow.pids())
+            settings,
+            directory=directory,
+            observe=logged(logger, watch) if logger else watch,
+            started=lambda flow: watch.started(flow.pids()),
         )
     show(outcome, console)
 
@@ -188,6 +203,12 @@ def show(outcome: Outcome, console: Console) -> None:
     console.print()
     for path in outcome.files:
         console.print(f"[dim]wrote[/dim] {path}", soft_wrap=True)
+
+
+def _logging(name: str | None, directory: Path) -> AbstractContextManager[Logger | None]:
+    from transferqueue.workflows.loggers import logger_named
+
+    return nullcontext() if name is None else logger_named(name)(directory / name)
 
 
 @contextmanager

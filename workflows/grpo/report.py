@@ -21,7 +21,7 @@ from transferqueue.workflows.loggers import mean_staleness
 from transferqueue.workflows.timeline import busy_share, write_chrome_trace
 
 BLUE, GREEN, ORANGE, GREY = "#2b6cb0", "#2f855a", "#c05621", "#a0aec0"
-_COLOURS: Final = {"train": BLUE, "rollout": ORANGE, "reward": GREEN}
+_COLOURS: Final = {"train": BLUE, "rollout": ORANGE, "reward": GREEN, "advantage": GREY}
 _SMOOTH_STEPS = 10
 _DOTS_PER_INCH = 130
 
@@ -260,20 +260,14 @@ def _draw_reward(axes: Any, steps: list[int], rewards: list[float], summary: Sum
 
 
 def _draw_ages(axes: Any, steps: list[int], ages: list[Mapping[str, float | None]]) -> None:
-    """A line for each task; a gap where nothing waited for it."""
-    for task in dict.fromkeys(task for of_step in ages for task in of_step):
-        of_task = [of_step.get(task) for of_step in ages]
-        axes.plot(
-            steps,
-            [math.nan if one is None else one for one in of_task],
-            linewidth=1,
-            label=task,
-            color=_COLOURS.get(task),
-        )
+    """A line for each task that rows waited for, with gaps where none did; the first rows wait while a trainer warms up."""
+    for task in dict.fromkeys(task for of_step in ages for task, one in of_step.items() if one):
+        of_task = [of_step.get(task) or math.nan for of_step in ages]
+        axes.plot(steps, of_task, linewidth=1, marker=".", markersize=3, label=task, color=_COLOURS.get(task))
+    axes.set_yscale("log")
     if axes.lines:
         axes.legend(frameon=False, loc="upper right", ncols=len(axes.lines))
     axes.set_ylabel("queue age\n(s)")
-    axes.set_ylim(bottom=0)
 
 
 def _smooth(values: list[float]) -> list[float]:
