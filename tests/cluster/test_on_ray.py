@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 import transferqueue as tq
+from tests.cluster.shards import await_shards, shards
 from transferqueue.errors import AlreadyExists, Impossible, NotFound, UsageError
 from transferqueue.transport import runtime_directory
 
@@ -237,3 +239,32 @@ def test_nothing_is_left_of_deployments_that_were_not_closed(cluster):
     with tq.deploy_ray("driven"):
         assert len(list(runtime_directory().glob("ray-*/owner.json"))) == 1
     assert list(runtime_directory().glob("ray-*/owner.json")) == []
+
+
+def test_shards_on_every_node_and_a_node_is_removed(cluster):
+    node = cluster.add_node(num_cpus=1)
+    with (
+        tq.deploy_ray(name="spread", shards="per-node", shard_bytes="256MiB") as deployment,
+        tq.connect(deployment.address) as queue,
+    ):
+        there = await_shards(queue, len(cluster.list_all_nodes()) - 1)
+        assert sorted(one["label"] for one in there) == [f"spread.shard-{at}" for at in range(len(there))]
+        table = table_of(queue)
+        for number in range(12):
+            table.put(x=[np.full(50_000, number) for _ in range(8)])
+        assert all(one["used_bytes"] for one in shards(queue))
+        cluster.remove_node(node)
+        left = await_shards(queue, len(there) - 1)
+        assert len(left) == len(there) - 1
+        audit = queue.audit()["tables"]["rows"]
+        assert audit["balanced"]
+        assert 0 < audit["rows_lost"] == audit["rows_dropped"] < 96
+        table.put(x=[np.full(50_000, 12)])
+        rows = 97 - audit["rows_lost"]
+        with table.lease("double", rows=rows, timeout_s=GENEROUS_S) as batch:
+            assert all((row == row[0]).all() for row in batch["x"])
+            batch.ack(y=[1.0] * rows)
+        del batch
+    with pytest.raises(NotFound):
+        tq.connect("ray://transferqueue/spread")
+    assert not [name for name in ray.util.list_named_actors(all_namespaces=True) if name["name"].startswith("spread")]
