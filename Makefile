@@ -14,11 +14,17 @@ SHIM     := .venv-shim
 SHIMMED  := $(SHIM)/.installed
 VERL     := .venv-verl
 VERLED   := $(VERL)/.installed
+WEB      := .venv-web
+WEBBED   := $(WEB)/.installed
+NEMO      := .venv-nemo
+NEMO_FROM ?= https://github.com/NVIDIA-NeMo/RL
+NEMO_AT   ?= 7ea279abfbeb698b092856d0dab61e7cf39bc909
+NEMOED    := $(NEMO)/.installed-$(NEMO_AT)
 
 export PYTHONUTF8 := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test test-engines test-shim test-verl test-ray engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test test-engines test-shim test-verl test-nemo test-ray test-web engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -103,8 +109,33 @@ $(VERLED): tests/engines/verl.txt pyproject.toml
 test-verl: $(VERLED) ## verl 0.9.1's agent loop, replay buffer, bridge, padding and checkpoint on the drop-in (seconds)
 	$(VERL)/bin/python -m pytest tests/engines/test_verl.py $(ARGS)
 
+# The folders of its source that the data plane and its tests are in, of one commit. It asks for a newer Python than its data plane needs.
+$(NEMOED): tests/engines/nemo.txt pyproject.toml
+	@test -x $(NEMO)/bin/python || { echo 'nemo: creating $(NEMO) with the data plane of NeMo-RL and what it needs'; $(PYTHON) -m venv $(NEMO); }
+	@$(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off 'torch==2.13.0'
+	@$(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/engines/nemo.txt
+	@rm -rf $(NEMO)/src && git init --quiet $(NEMO)/src
+	@git -C $(NEMO)/src sparse-checkout set nemo_rl tests/unit/data_plane
+	@git -C $(NEMO)/src fetch --quiet --depth 1 --filter=blob:none $(NEMO_FROM) $(NEMO_AT)
+	@git -C $(NEMO)/src checkout --quiet FETCH_HEAD
+	@$(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --ignore-requires-python --editable $(NEMO)/src
+	@$(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@touch $@
+
+test-nemo: $(NEMOED) ## NeMo-RL's data plane on the queue, by its own tests too (a minute; NEMO_AT=main: as it is today)
+	$(NEMO)/bin/python -m pytest tests/engines/test_nemo.py $(ARGS)
+
 test-ray: $(SHIMMED) ## a deployment on a Ray cluster of four nodes (a minute)
 	$(SHIM)/bin/python -m pytest tests/cluster tests/deploy $(ARGS)
+
+$(WEBBED): tests/web/browser.txt pyproject.toml
+	@test -x $(WEB)/bin/python || { echo 'web: creating $(WEB) with selenium; Chromium and chromedriver come from the system'; $(PYTHON) -m venv $(WEB); }
+	@$(WEB)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/web/browser.txt
+	@$(WEB)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@touch $@
+
+test-web: $(WEBBED) ## the page in headless Chromium (seconds; skipped without chromium and chromedriver)
+	$(WEB)/bin/python -m pytest tests/web/test_browser.py $(ARGS)
 
 bench: $(STAMP) $(PEERED) ## the queue beside its peers and the machine's limits: record, table, pictures (25 minutes)
 	$(BIN)/python -m bench.run $(ARGS)
@@ -124,5 +155,5 @@ lock: $(STAMP) ## rewrite constraints.txt from what is installed now
 	@touch $(STAMP)
 
 clean: ## remove .venv, .venv-peers, caches, builds (runs/ stays)
-	rm -rf $(VENV) $(PEERS) $(ENGINES) $(SHIM) $(VERL) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PEERS) $(ENGINES) $(SHIM) $(VERL) $(WEB) $(NEMO) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

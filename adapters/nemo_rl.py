@@ -99,6 +99,10 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         for a partition or task that was not registered; `UsageError` for other fields than the task claimed by before.
         """
         del dp_rank
+        if batch_size < 1:
+            raise UsageError(
+                f"task {task_name!r} claims {batch_size} samples of partition {partition_id!r}; claim at least 1"
+            )
         table = self._partition(partition_id)
         task = _claiming(table, partition_id, task_name, required_fields)
         wait_s, least = (max(0.0, timeout_s), batch_size) if blocking else (0.0, 1)

@@ -15,7 +15,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from transferqueue.schema import Field
-from transferqueue.storage import Each
+from transferqueue.storage import Each, Plain
 
 TORCH_DTYPE = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
@@ -107,7 +107,7 @@ def _column(name: str, value: Any, known: Field | None) -> tuple[Field, Any]:
     if not isinstance(value, Tensor):
         values = _each(value)
         if not values or not all(isinstance(each, np.ndarray) and each.dtype.kind in "biufc" for each in values):
-            return known or Field(name, "value"), [_value(each) for each in values]
+            return known or Field(name, "value"), Plain([_value(each) for each in values])
         value = torch.nested.as_nested_tensor([torch.as_tensor(np.ascontiguousarray(each)) for each in values])
     if value.is_nested:
         return _nested(name, value, known)

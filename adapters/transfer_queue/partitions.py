@@ -217,6 +217,9 @@ def _columns(table: tq.Table, data: TensorDict | None) -> Columns:
     if data is None:
         return {}
     new, columns = columns_of(data, table.fields)
-    if new:
-        table.add_fields(new)
+    declared = [
+        field for field in new if field.shape.count(None) > 1
+    ]  # what a put would take for narrower than it may be
+    if declared:
+        table.add_fields(declared)
     return columns

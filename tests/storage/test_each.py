@@ -1,4 +1,4 @@
-"""An array given as its rows."""
+"""An array given as its rows, and values given as plain ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from tests.storage.shards import Shard
 from transferqueue.errors import SchemaError
 from transferqueue.schema import Field
-from transferqueue.storage import Each, prepare
+from transferqueue.storage import Each, Plain, prepare
 
 
 @pytest.mark.parametrize("value", [[[1, 2], [3, 4]], ["a"], np.arange(3), torch.arange(3), {"a": 1}, 7])
@@ -43,3 +43,19 @@ def test_it_fits_fields_that_its_rows_fit(shard: Shard) -> None:
         prepare("x", Each(values), Field("x", "int64", (4,)))
     with pytest.raises(SchemaError, match="1 dimensions; give rows of 2"):
         prepare("x", Each(values), Field("x", "int64", (None, None)))
+
+
+@pytest.mark.parametrize("values", [["a", "b"], [1, 2], [[1], [2.5]], [None, {"a": 1}], [b"x", True]])
+def test_plain_values_stay_plain(shard: Shard, values: list[Any]) -> None:
+    for field in (None, Field("x", "value")):
+        column = shard.round_trip(Plain(values), field)
+        assert column.field == Field("x", "value")
+        assert column.list() == values
+
+
+@pytest.mark.parametrize("values", [[object()], [{1, 2}], []])
+def test_what_is_not_plain_is_refused(values: list[Any]) -> None:
+    with pytest.raises(SchemaError, match='field "x"'):
+        prepare("x", Plain(values))
+    with pytest.raises(SchemaError, match='field "x" is str'):
+        prepare("x", Plain(["a"]), Field("x", "str"))

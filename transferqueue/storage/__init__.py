@@ -1,6 +1,6 @@
 """The data plane: arenas, extents, blocks and the gathering of rows.
 
-Server side: `Allocator`, `Arena`, `room`. Client side: `Mapping`, `prepare`, `Repeat`, `Each`, `drafts`, `Blocks`, `Placement`, `Column`.
+Server side: `Allocator`, `Arena`, `room`. Client side: `Mapping`, `prepare`, `Repeat`, `Each`, `Plain`, `drafts`, `Blocks`, `Placement`, `Column`.
 """
 
 from transferqueue.storage.allocator import Allocator
@@ -10,7 +10,7 @@ from transferqueue.storage.checksum import checksum, verify
 from transferqueue.storage.column import Column
 from transferqueue.storage.mapping import Mapping
 from transferqueue.storage.placement import Blocks, Placement
-from transferqueue.storage.prepare import Each, Prepared, Repeat, prepare
+from transferqueue.storage.prepare import Each, Plain, Prepared, Repeat, prepare
 
 __all__ = [
     "Allocator",
@@ -21,6 +21,7 @@ __all__ = [
     "Each",
     "Mapping",
     "Placement",
+    "Plain",
     "Prepared",
     "Repeat",
     "checksum",

@@ -98,6 +98,27 @@ class Each:
         return Listed(found.dtype, shapes, found.source)
 
 
+class Plain:
+    """Plain values, one a row, whatever they are: a column of dtype ``value`` also where all are text, or all numbers."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def parsed(self, subject: str) -> Parsed:
+        """The values. `SchemaError` for one that is not plain."""
+        rows = list(self.values)
+        _check_rows(len(rows), subject)
+        return parse_list(rows, _VALUE, subject)
+
+
+_VALUE: Final = Field("plain", "value")
+
+
 class Prepared:
     """A column that fits its field, ready to be written. Keeps the caller's buffers: they must not change before `write`.
 
@@ -178,7 +199,7 @@ def _broadcast(value: Any, field: Field | None, rows: int | None, subject: str) 
 
 def _parse(value: Any, field: Field | None, subject: str) -> Parsed:
     found: Parsed | list[Any]
-    if isinstance(value, Each):
+    if isinstance(value, Each | Plain):
         return value.parsed(subject)
     if is_tensor(value):
         found = parse_tensor(value, subject)
