@@ -19,6 +19,7 @@ import torch
 import transferqueue as tq
 from tests.workflows.test_demo import SMALL
 from transferqueue.errors import DeadlineExceeded, Full, Impossible, UsageError
+from transferqueue.workflows.events import Event, Figures
 from transferqueue.workflows.grpo.demo import run_demo
 from transferqueue.workflows.grpo.job import POLICY, JobSettings, create_table, pacing, stages
 from transferqueue.workflows.grpo.model import Transformer
@@ -31,7 +32,7 @@ from transferqueue.workflows.stage import Context
 
 OVER = JobSettings(learning=SMALL, mode="sync", depth=0, max_staleness=1, over_sample=1.5)
 STEPS = 3
-TINY = replace(OVER, learning=replace(SMALL, steps=STEPS, prompts_per_step=2, group_size=2))
+TINY = replace(OVER, learning=replace(SMALL, steps=STEPS, prompts_per_step=2, group_size=2), over_sample=2.0)
 
 
 @pytest.mark.parametrize("over_sample", [0.5, float("nan"), float("inf")])
@@ -78,11 +79,12 @@ class Job:
         self.publish()
         self.policy = Policy(TINY.learning, self.channel)
         self.policy.refresh(timeout_s=30)
-        self.context = Context(queue=queue, table=self.table, emit=lambda event: None)
+        self.events: list[Event] = []
+        self.context = Context(queue=queue, table=self.table, emit=self.events.append)
         self.rollout = Rollout(TINY, self.policy, self.context, self.due)
         self.source = Prompts(TINY, problem_set(TINY.learning.dataset), rows_put=0)
         self.stops = iter(stops)
-        self.tokens_left = next(self.stops, 0)
+        self.stop, self.asked = next(self.stops, 0), 0
         self.told = 0
         self.trained: Counter[int] = Counter()
         self.batch: tq.Batch | None = None
@@ -95,12 +97,12 @@ class Job:
         self.channel.publish(self.version, model.state_dict())
 
     def due(self) -> int:
-        """Asked between two tokens. The batch that the trainer has is told as full after so many of them as are drawn."""
-        self.tokens_left -= 1
+        """Asked before a request, before each part of it, and before each token. The trainer's batch is told at one of the latter."""
+        self.asked += 1
         if self.batch is None:
             self.take()
-        if self.batch is not None and self.told <= self.version and self.tokens_left <= 0:
-            self.told, self.tokens_left = self.version + 1, next(self.stops, 0)
+        if self.batch is not None and self.told <= self.version and self.asked > 1 + self.stop:
+            self.told, self.stop = self.version + 1, next(self.stops, 0)
         return self.told
 
     def take(self) -> None:
@@ -144,20 +146,41 @@ class Job:
         batch.ack()
 
     def step(self) -> None:
-        """Generate until the trainer has a batch, or is told to stop; then train."""
+        """Generate while there are rows and no full batch is told; else train."""
         self.admit()
         self.most = max(self.most, self.table.stats()["outstanding"])
-        stage = next(stage for stage in stages(TINY) if stage.task.name == "rollout")
-        if self.told <= self.policy.version:
-            with suppress(DeadlineExceeded):
-                batch = self.table.lease("rollout", rows=stage.rows, at_least=1, timeout_s=0)
-                for part in self.rollout(batch):
-                    _commit(batch, part, batch.rows[part.at])
-        if self.batch is None:
-            self.take()
-        if self.batch is not None:
+        if self.told > self.version or not self.generate():
+            if self.batch is None:
+                self.take()
             self.train()
             self.policy.refresh()
+
+    def generate(self) -> bool:
+        """One request, if there are rows."""
+        self.asked = 0
+        stage = next(stage for stage in stages(TINY) if stage.task.name == "rollout")
+        try:
+            batch = self.table.lease("rollout", rows=stage.rows, at_least=1, timeout_s=0)
+        except (DeadlineExceeded, tq.EndOfTable):
+            return False
+        for part in self.rollout(batch):
+            _commit(batch, part, batch.rows[part.at])
+        return True
+
+
+def run(job: Job) -> None:
+    for _ in range(20 * STEPS):
+        if sum(job.trained.values()) == TINY.rows_total:
+            return
+        job.step()
+
+
+def test_what_stopped_between_two_tokens_is_told_with_its_tokens() -> None:
+    with tq.connect() as queue:
+        job = Job(queue, [3] * STEPS)
+        run(job)
+        told = [event.values for event in job.events if isinstance(event, Figures) and event.kind == "aborted"]
+        assert 0 < sum(values["rows"] for values in told) < sum(values["tokens"] for values in told)
 
 
 @pytest.mark.slow
@@ -166,10 +189,7 @@ class Job:
 def test_whenever_a_batch_is_full_nothing_is_lost_and_nothing_doubled(stops: list[int]) -> None:
     with tq.connect() as queue:
         job = Job(queue, stops)
-        for _ in range(20 * STEPS):
-            if sum(job.trained.values()) == TINY.rows_total:
-                break
-            job.step()
+        run(job)
         audit = job.table.audit()
         assert (audit["rows_put"], audit["rows_done"], audit["balanced"]) == (TINY.rows_total, TINY.rows_total, True)
         assert set(job.trained.values()) == {1}
@@ -183,4 +203,3 @@ def test_a_job_that_over_samples_trains_on_exactly_its_rows(filtered: bool, tmp_
     assert outcome.summary.rows_done == OVER.rows_total
     assert (outcome.summary.rows_dropped > 0) == filtered
     assert set(outcome.summary.staleness_histogram) <= {"0", "1"}
-    assert outcome.summary.rows_aborted > 0
