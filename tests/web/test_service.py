@@ -387,8 +387,8 @@ def test_the_page_says_every_call_and_loads_nothing_from_any_network(service):
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert "POST /action/get_experience" in text
     assert "<script" not in text
-    assert 'href="/page.css"' in text
-    assert service.request("GET", "/page.css").status == 200
+    assert 'href="/service.css"' in text
+    assert service.request("GET", "/service.css").status == 200
     for target in text.split('href="#')[1:]:
         assert f'id="{target.partition(chr(34))[0]}"' in text
 

@@ -40,7 +40,6 @@ _EXTRAS: Final = {
     "matplotlib": "demo",
     "ray": "ray",
     "vllm": "vllm",
-    "prometheus_client": "metrics",
 }
 """The extra that brings each optional library."""
 

@@ -90,14 +90,14 @@ def _plain(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown(document: Mapping[str, Any]) -> bytes:
-    """The document as one HTML page without scripts; it loads nothing but `/page.css` beside it."""
+    """The document as one HTML page without scripts; it loads nothing but `/service.css` beside it."""
     return "".join(_page(document)).encode()
 
 
 def _page(document: Mapping[str, Any]) -> Iterator[str]:
     about = document["info"]
     yield '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>TransferQueue: HTTP service</title>'
-    yield '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="stylesheet" href="/page.css">'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="stylesheet" href="/service.css">'
     yield f"</head><body><main><h1>TransferQueue {escape(about['version'])}: HTTP service</h1>"
     yield f"<p>{escape(about['description'])}</p>"
     yield '<p>The same for programs: <a href="/openapi.json">openapi.json</a>. Figures: <a href="/metrics">metrics</a>.</p>'

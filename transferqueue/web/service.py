@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from http import HTTPStatus
+from importlib.resources import files
 from typing import Any, Final
 
 from starlette.applications import Starlette
@@ -36,9 +37,9 @@ from transferqueue.errors import (
     UsageError,
 )
 from transferqueue.web.actions import ACTIONS, Action, Actions
-from transferqueue.web.app import METHODS, Endpoint, guarded, metrics_of, page_file
+from transferqueue.web.app import METHODS, Endpoint, guarded, metrics_of
 from transferqueue.web.bodies import JSON, Codec, Refusal, Room, codec_of, decode
-from transferqueue.web.door import Door
+from transferqueue.web.door import SHOWING, Door
 from transferqueue.web.openapi import described, shown
 from transferqueue.web.schemas import Refused
 
@@ -66,11 +67,11 @@ def make_service(queue: tq.AsyncQueue, door: Door) -> Starlette:
         f"/action/{action.name}": (_call(action, actions, room), ("POST",)) for action in ACTIONS
     }
     pages |= {
-        "/": (_fixed(shown(document), "text/html"), ("GET", "HEAD")),
-        "/page.css": (page_file("page.css"), ("GET", "HEAD")),
-        "/openapi.json": (_fixed(JSON.encode(document), JSON.media_type), ("GET", "HEAD")),
-        "/metrics": (metrics_of(queue), ("GET", "HEAD")),
-        "/{other:path}": (_nothing, ("GET", "HEAD", "POST")),
+        "/": (_fixed(shown(document), "text/html"), SHOWING),
+        "/service.css": (_fixed(files("transferqueue.web").joinpath("service.css").read_bytes(), "text/css"), SHOWING),
+        "/openapi.json": (_fixed(JSON.encode(document), JSON.media_type), SHOWING),
+        "/metrics": (metrics_of(queue), SHOWING),
+        "/{other:path}": (_nothing, (*SHOWING, "POST")),
     }
     return Starlette(
         routes=[Route(path, guarded(door, page, methods), methods=METHODS) for path, (page, methods) in pages.items()]
