@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.harness import ROOT
@@ -17,15 +18,27 @@ START_S = 20
 
 
 class Server:
-    """Start it, use `address`, `stop` it. tcp: listen at a loopback port too, `tcp_address`. durability: its level."""
+    """Start it, use `address`, `stop` it. tcp: listen at a port of loopback, or of this host, too: `tcp_address`.
 
-    def __init__(self, arena_bytes: str = "6GiB", tcp: bool = False, durability: str = "memory") -> None:
+    durability: its level. before: what its command is put after, such as what has it run on another host. words: more of it.
+    """
+
+    def __init__(
+        self,
+        arena_bytes: str = "6GiB",
+        tcp: bool | str = False,
+        durability: str = "memory",
+        before: Sequence[str] = (),
+        words: Sequence[str] = (),
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="bench-tq-"))
         wanted = ["--address", f"ipc://{self.folder}/control.sock", "--arena-bytes", arena_bytes]
+        if tcp:
+            wanted += ["--tcp", f"{tcp if isinstance(tcp, str) else '127.0.0.1'}:0"]
         if durability != "memory":
             wanted += ["--durability", durability, "--state", f"{self.folder}/state"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "transferqueue.server", *wanted, *(["--tcp", "127.0.0.1:0"] if tcp else [])],
+            [*before, sys.executable, "-m", "transferqueue.server", *wanted, *words],
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,

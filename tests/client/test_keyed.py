@@ -178,3 +178,24 @@ def test_a_key_is_refused_where_none_is_asked_for(tmp_path):
     with pytest.raises(tq.UsageError, match="arena_bytes and runtime for an embedded one"):
         tq.connect(key=token, arena_bytes="1MiB")
     assert Keyring(tmp_path / "keys").server.public == read_token(token).keys.server
+
+
+def test_bytes_may_go_plain_while_calls_are_encrypted(tmp_path):
+    server = Keyed(tmp_path, "--plain-bytes")
+    try:
+        with pytest.raises(tq.Unreachable):
+            tq.connect(server.tcp, data="remote", timeout_s=QUIET_S)
+        with tq.connect(server.token("admin"), data="remote") as queue:
+            table = queue.create_table("t")
+            with table.read(table.put(x=range(7))) as found:
+                assert found["x"].list() == list(range(7))
+            port = queue.stats()["server"]["bulk_port"]
+        assert _spoken_to(port) == b"", "who says nothing is told nothing"
+    finally:
+        server.stop()
+
+
+def _spoken_to(port):
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as stranger:
+        stranger.shutdown(socket.SHUT_WR)
+        return stranger.recv(100)

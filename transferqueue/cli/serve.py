@@ -69,6 +69,14 @@ def serve(
             "else those of `transferqueue keys`, without which no other address is listened at.",
         ),
     ] = None,
+    plain_bytes: Annotated[
+        bool,
+        typer.Option(
+            "--plain-bytes",
+            help="With keys too, send columns to other machines unencrypted: several times as fast, for networks on which "
+            "nobody listens. Calls stay encrypted, and only who was given a ticket in one gets bytes.",
+        ),
+    ] = False,
     durability: Annotated[
         str,
         typer.Option(
@@ -146,6 +154,7 @@ def serve(
             tcp=tcp or (),
             arena_bytes=ceiling,
             keys=keys,
+            plain_bytes=plain_bytes,
             durability=durability,
             state=state,
             snapshots=snapshots,

@@ -176,9 +176,9 @@ def _remote(
     lock: SessionLock | None,
     port: int = 0,
 ) -> RemoteMemory:
-    """Memory behind a bulk endpoint. port: 0: as the welcome says."""
+    """Memory behind a bulk endpoint. port: 0: as the welcome says, also of whether it asks for keys."""
     return RemoteMemory(
-        lambda told: _line(host, port or told.bulk_port, told.epoch, keys),
+        lambda told: _line(host, port or told.bulk_port, told.epoch, None if told.bulk_plain and not port else keys),
         welcome,
         unpin=lambda _: None,  # `Shards` does that
         over=lambda: connection.over,

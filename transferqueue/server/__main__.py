@@ -22,6 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
             tcp=options.tcp,
             arena_bytes=parse_bytes(options.arena_bytes) if options.arena_bytes else None,
             keys=options.keys,
+            plain_bytes=options.plain_bytes,
             durability=options.durability,
             state=options.state,
             on_ready=lambda addresses: print("ready", *addresses, flush=True),  # noqa: T201
@@ -37,6 +38,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--arena-bytes", metavar="SIZE", help="ceiling of the memory for rows, such as 8GiB")
     parser.add_argument(
         "--keys", type=Path, metavar="DIR", help="keys that tcp asks for; default: the user's, where needed"
+    )
+    parser.add_argument(
+        "--plain-bytes",
+        action="store_true",
+        help="send columns to other machines unencrypted, by ticket, with keys too",
     )
     parser.add_argument("--durability", choices=list(Level), default=Level.MEMORY, help="what outlives this process")
     parser.add_argument("--state", type=Path, metavar="DIR", help="directory that keeps it, for process and disk")

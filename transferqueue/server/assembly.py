@@ -33,6 +33,8 @@ class Server:
     place: the socket, in a private directory. foundation: its memory, or what an earlier server left, closed with it,
     also if this fails. tcp: more
     addresses to listen at; any but loopback needs a keyring, and with one every tcp address asks for keys.
+    plain_bytes: with keys too, columns cross to other machines as they are; only who was given a ticket over the control
+    connection gets any, but whoever can listen to the network can read them.
     snapshots: the directory under which clients name snapshots; None: `SNAPSHOTS_VARIABLE`, else "snapshots" where it runs.
     `AddressInUse` and `UsageError` as they say; then nothing is left behind.
     """
@@ -44,6 +46,7 @@ class Server:
         tcp: Iterable[TcpAddress] = (),
         *,
         keyring: Keyring | None = None,
+        plain_bytes: bool = False,
         snapshots: Path | None = None,
     ) -> None:
         with ExitStack() as made:
@@ -70,16 +73,16 @@ class Server:
                 self.node = _new(foundation, home, deaths, Door(keyring))
                 self.loop = Loop(self.node, port, hub, wakeup, deaths)
             if self.tcp_addresses:
-                self._serve_bytes(made, keyring)
+                self._serve_bytes(made, None if plain_bytes else keyring)
             self._keep_snapshots(made, snapshots or Path(os.environ.get(SNAPSHOTS_VARIABLE) or "snapshots"), wakeup)
             self._files = made.pop_all()
 
     def _serve_bytes(self, made: ExitStack, keyring: Keyring | None) -> None:
-        """The bulk endpoint, on the hosts of the tcp addresses."""
+        """The bulk endpoint, on the hosts of the tcp addresses. keyring: None: it asks for no keys."""
         arena = self.node.memory.arena
         shard = Shard(arena.path, arena.capacity, self.node.tickets, keyring and Keyring(keyring.directory))
         made.callback(shard.stop)
-        self.node.bulk_port = shard.listen(self.tcp_addresses)
+        self.node.bulk_port, self.node.bulk_plain = shard.listen(self.tcp_addresses), keyring is None
         shard.start()
 
     def _keep_snapshots(self, made: ExitStack, root: Path, wakeup: Wakeup) -> None:

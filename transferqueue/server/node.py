@@ -123,9 +123,15 @@ class Node:
         self.counters: Final = Counters()
         self.tickets: Final = tickets or Tickets()
         self.shards: Final = Shards(
-            memory, self.tickets, place.epoch, wake=self.parking.wake, standing=self._standing_in
+            memory,
+            self.tickets,
+            place.epoch,
+            last=ledger.state.core.blocks.last_shard,
+            wake=self.parking.wake,
+            standing=self._standing_in,
         )
         self.bulk_port = 0
+        self.bulk_plain = False
         self.snapshots: Snapshots | None = None
         self.outbox: list[tuple[Peer, bytes]] = []
         self._watcher = watcher
@@ -273,6 +279,7 @@ class Node:
             arena_bytes=self.memory.arena.capacity,
             bulk_port=self.bulk_port,
             durable=self._durability.sessions_stay,
+            bulk_plain=self.bulk_plain,
         )
 
     def _end(self, session: Session, now: float, told: str) -> None:

@@ -30,6 +30,7 @@ def serve(
     tcp: Iterable[str] = (),
     arena_bytes: int | None = None,
     keys: Path | None = None,
+    plain_bytes: bool = False,
     durability: Level | str = Level.MEMORY,
     state: Path | None = None,
     snapshots: Path | None = None,
@@ -39,7 +40,7 @@ def serve(
 
     address: ipc or tcp; None: the user's own. A server at a tcp address has a socket file in the user's runtime
     directory too. tcp: more addresses, ``host:port``. keys: directory of the keys that every tcp address then asks for;
-    None: the user's, where an address is not loopback, which is refused without keys. durability, state: what outlives this
+    None: the user's, where an address is not loopback, which is refused without keys. plain_bytes: see `Server`. durability, state: what outlives this
     process, and the directory that keeps it (see `durable`). snapshots: see `Server`. on_ready: called once with all addresses, when it listens.
     """
     place, ports = _places(address, tcp)
@@ -47,7 +48,8 @@ def serve(
     allow_many_files()
     with Signals() as signals:
         keyring = _keyring(keys, ports)
-        server = Server(place, _foundation(level, state, arena_bytes), ports, keyring=keyring, snapshots=snapshots)
+        foundation = _foundation(level, state, arena_bytes)
+        server = Server(place, foundation, ports, keyring=keyring, plain_bytes=plain_bytes, snapshots=snapshots)
         signals.server = server
         addresses = [server.address, *server.tcp_addresses]
         on_ready(addresses if address is None or not address.startswith("tcp:") else addresses[::-1])

@@ -232,7 +232,8 @@ class Hello(Message):
 class Welcome(Message):
     """A session is open. epoch: this life of the coordinator. arenas: shard -> path of its memory.
 
-    bulk_port: of the bulk endpoint, on the host that the client dialled; 0: the server has none.
+    bulk_port: of the bulk endpoint, on the host that the client dialled; 0: the server has none. bulk_plain: it asks for no
+    keys and encrypts nothing, whatever the control port does.
     durable: the session outlives the server: when it is gone, wait for the next one at the same address.
     """
 
@@ -244,6 +245,7 @@ class Welcome(Message):
     arena_bytes: int
     bulk_port: int = 0
     durable: bool = False
+    bulk_plain: bool = False
 
 
 class Heartbeat(Message):
