@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -64,9 +65,11 @@ class Stream:
         self.answer = self.client.getresponse()
 
     def event(self):
-        kind = self.answer.readline().decode().removeprefix("event: ").strip()
-        data = self.answer.readline().decode().removeprefix("data: ")
-        assert self.answer.readline() == b"\n"
+        kind, data = "past", "[]"
+        while kind == "past":  # comes first
+            kind = self.answer.readline().decode().removeprefix("event: ").strip()
+            data = self.answer.readline().decode().removeprefix("data: ")
+            assert self.answer.readline() == b"\n"
         return kind, json.loads(data)
 
     def close(self):
@@ -87,7 +90,9 @@ def test_the_link_is_exchanged_for_a_cookie_and_the_token_leaves_the_address(pag
     assert "<title>TransferQueue</title>" in body
 
 
-@pytest.mark.parametrize("path", ["/", "/page.js", "/page.css", "/events", "/row/rows/0", "/no/such"])
+@pytest.mark.parametrize(
+    "path", ["/", "/icon.svg", "/draw.js", "/page.js", "/page.css", "/events", "/row/rows/0", "/no/such"]
+)
 def test_nothing_is_told_to_who_has_no_token_or_comes_by_another_name(page, path):
     status, headers, body = get(page, path, Authorization="Bearer wrong")
     assert (status, body) == (401, "open the link that serve printed; it holds the token\n")
@@ -98,7 +103,7 @@ def test_nothing_is_told_to_who_has_no_token_or_comes_by_another_name(page, path
 
 
 def test_its_files_load_nothing_from_any_network(page):
-    for path in ("/", "/page.js", "/page.css"):
+    for path in ("/", "/icon.svg", "/draw.js", "/page.js", "/page.css"):
         status, headers, body = get(page, path)
         assert status == 200
         assert "no-store" in headers["cache-control"]
@@ -129,9 +134,12 @@ def test_frames_show_tables_rates_ages_staleness_the_doctor_and_the_arena(page, 
 
 
 def test_a_rows_life_and_a_row_that_is_none(page):
-    status, _, body = get(page, "/row/rows/1")
+    status, _, body = get(page, "/row/rows/0")
     assert status == 200
-    assert json.loads(body)
+    found = json.loads(body)
+    me = f"pid {os.getpid()}"
+    assert (found["put_by"], found["held_by"]) == (me, {"train": "", "reward": ""})
+    assert (found["life"]["events"][0]["what"], found["done_by"][0]) == ("put", me)
     status, _, body = get(page, "/row/rows/999999")
     assert status in (400, 404)
     status, _, body = get(page, "/row/none/1")
@@ -213,8 +221,9 @@ def test_serve_refuses_a_page_that_others_could_reach(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("name", ["draw.js", "page.js"])
 @pytest.mark.skipif(shutil.which("node") is None, reason="node checks the grammar")
-def test_the_script_is_one(tmp_path):
-    script = tmp_path / "page.js"
-    script.write_bytes(files("transferqueue.web").joinpath("page.js").read_bytes())
+def test_the_script_is_one(tmp_path, name):
+    script = tmp_path / name
+    script.write_bytes(files("transferqueue.web").joinpath(name).read_bytes())
     subprocess.run(["node", "--check", script], check=True, timeout=GENEROUS_S)

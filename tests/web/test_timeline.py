@@ -25,7 +25,7 @@ def test_who_holds_a_lease_works_and_who_waits_for_one_is_idle():
         before = stats(queue)
         table.put(x=[1.0, 2.0, 3.0])
         waits = [
-            threading.Thread(target=pytest.raises, args=(tq.FlowSignal, work))
+            threading.Thread(target=pytest.raises, args=(tq.NotFound, work))
             for work in (
                 lambda: other.table("rows").lease("b", rows=1, timeout_s=30),
                 lambda: other.table("rows").put(x=[4.0], timeout_s=30),

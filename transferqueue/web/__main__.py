@@ -56,7 +56,7 @@ async def _serve(kind: str, address: str, place: TcpAddress, token: str) -> None
                 server_header=False,
                 lifespan="off",
                 ws="none",
-                timeout_graceful_shutdown=1,
+                timeout_graceful_shutdown=3,  # open pages are told within a second that the server is gone
                 limit_concurrency=connections,
             )
             server = uvicorn.Server(config)

@@ -1,4 +1,4 @@
-"""The page as an ASGI application: four files, a stream of frames, the life of a row, and `/metrics` for Prometheus.
+"""The page as an ASGI application: its files, a stream of frames, the life of a row, and `/metrics` for Prometheus.
 
 One sampler asks the server once a second while somebody looks, and nobody asks it otherwise; all viewers get the same frame.
 A viewer that does not read gets the newest frame when it does, never a queue of old ones.
@@ -22,15 +22,24 @@ import transferqueue as tq
 from transferqueue.errors import FlowSignal, NotFound, TransferQueueError, UsageError
 from transferqueue.observe.frame import frame
 from transferqueue.observe.metrics import CONTENT_TYPE, exposition
+from transferqueue.observe.row import RowLife
+from transferqueue.observe.sessions import labels, parse_sessions
 from transferqueue.observe.stall import diagnose
 from transferqueue.observe.stats import Stats, parse
 from transferqueue.web.door import HEADERS, SHOWING, Door
+from transferqueue.web.life import named
 from transferqueue.web.timeline import Timeline
 
 SAMPLE_S: Final = 1.0
 VIEWERS_MAX: Final = 16
 """Open streams: each is a connection of one page."""
-_KINDS: Final = {"page.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
+_KINDS: Final = {
+    "page.html": "text/html",
+    "draw.js": "text/javascript",
+    "page.js": "text/javascript",
+    "page.css": "text/css",
+    "icon.svg": "image/svg+xml",
+}
 
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -109,11 +118,13 @@ def make_app(queue: tq.AsyncQueue, door: Door) -> Starlette:
 
     async def row(request: Request) -> Response:
         try:
-            found = await queue.inspect(request.path_params["table"], request.path_params["row"])
+            answer = await queue.inspect(request.path_params["table"], request.path_params["row"])
         except UsageError as error:
             return PlainTextResponse(
                 str(error), HTTPStatus.NOT_FOUND if isinstance(error, NotFound) else HTTPStatus.BAD_REQUEST
             )
+        names = labels(parse_sessions(await queue.sessions()))
+        found = named(parse("row", answer, RowLife), names)
         return Response(msgspec.json.encode(found), media_type="application/json")
 
     async def nothing(_request: Request) -> Response:
@@ -121,8 +132,10 @@ def make_app(queue: tq.AsyncQueue, door: Door) -> Starlette:
 
     pages: dict[str, Endpoint] = {
         "/": page_file("page.html"),
+        "/draw.js": page_file("draw.js"),
         "/page.js": page_file("page.js"),
         "/page.css": page_file("page.css"),
+        "/icon.svg": page_file("icon.svg"),
         "/events": events,
         "/row/{table}/{row:int}": row,
         "/metrics": metrics_of(queue),

@@ -1,57 +1,54 @@
-// Draws the frames that /events sends. All text is set as text, so that no name in a table can be markup.
+// Shows the frames that /events sends, and a row's life when asked.
 "use strict";
 
-const KEPT = 300; // frames of rates: five minutes
-const MAX_HEIGHT = 48; // pixels of the tallest bar of a histogram
-const history = new Map(); // table -> [{put, done}]
-const at = (id) => document.getElementById(id);
-
-function made(tag, text = "", className = "") {
-  const element = document.createElement(tag);
-  element.textContent = text;
-  if (className) element.className = className;
-  return element;
-}
-
-const count = (n) => (n === null ? "–" : n.toLocaleString("en"));
-const rate = (n) => (n === undefined ? "–" : n < 10 ? n.toFixed(1) : count(Math.round(n)));
-
-function span(s) {
-  if (s === null) return "–";
-  if (s < 1) return `${Math.round(s * 1000)} ms`;
-  if (s < 120) return `${s.toFixed(s < 10 ? 1 : 0)} s`;
-  return s < 7200 ? `${Math.floor(s / 60)} min` : `${Math.floor(s / 3600)} h`;
-}
-
-function size(n) {
-  for (const [unit, name] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]) {
-    if (n >= unit) return `${(n / unit).toFixed(1)} ${name}`;
-  }
-  return `${n} B`;
-}
+const BAR_PX = 48; // the tallest bar of a histogram
+const STATES = ["pending", "held", "ready", "leased", "done", "dropped"];
+let moments = [];
 
 function head(frame) {
-  const server = frame.stats.server;
-  at("where").textContent =
-    `${frame.address} · up ${span(server.uptime_s)} · ${count(frame.stats.sessions)} sessions · ${server.version}`;
+  const { server, sessions } = frame.stats;
+  at("where").textContent = `${frame.address} · up ${span(server.uptime_s)} · ${count(sessions)} sessions · ${server.version}`;
   at("arena").value = server.capacity_bytes ? server.used_bytes / server.capacity_bytes : 0;
   at("arena-text").textContent =
-    ` ${size(server.used_bytes)} lent of ${size(server.capacity_bytes)}, ${size(server.backed_bytes)} taken from the system`;
+    `${size(server.used_bytes)} lent of ${size(server.capacity_bytes)}, ${size(server.backed_bytes)} taken from the system`;
+}
+
+function channels(found) {
+  const lines = Object.entries(found).map(([name, one]) => {
+    const lags = Object.values(one.applied).map((version) => one.newest - version);
+    const behind = lags.length ? `${lags.filter((lag) => lag === 0).length} of ${lags.length}` : "–";
+    return [name, count(one.newest), `${one.kept.length}, ${size(one.bytes)}`, span(one.age_s), behind];
+  });
+  const shown = grid(["weights", "version", "kept", "published ago", "applied by"], lines, "Weight channels");
+  at("channels").replaceChildren(...(lines.length ? shown.firstChild.childNodes : []));
 }
 
 function doctor(found) {
   const told = [...Object.entries(found.tables), ["", found.elsewhere]];
-  at("doctor").replaceChildren(
-    ...told.flatMap(([table, findings]) =>
-      findings.map((one) => made("li", table ? `${table}: ${one.text}` : one.text, one.stalled ? "bad" : ""))),
-  );
+  const lines = told.flatMap(([table, findings]) =>
+    findings.map((one) => made("li", table ? `${table}: ${one.text}` : one.text, one.stalled ? "bad" : "")));
+  at("doctor").replaceChildren(...(lines.length ? lines : [made("li", "nobody")]));
 }
 
-function facts(table, rates) {
+function pipeline(tables) {
+  const lanes = Object.entries(tables).flatMap(([table, shown]) => [
+    [`${table}: producers`, (one) => one.tables[table]?.producers],
+    ...Object.keys(shown.tasks).map((task) => [`${table}: ${task}`, (one) => one.tables[table]?.tasks[task]]),
+  ]);
+  const lines = lanes.map(([label, value]) => {
+    const [drawn, sums] = lane(moments, label, value);
+    const idle = made("span", `idle ${share(sums.idle, sums.busy + sums.idle)}`, "share");
+    return holding("div", "strip", made("span", label), drawn, idle);
+  });
+  at("pipeline-title").textContent = `Pipeline, the last ${span(axis(moments))}`;
+  at("pipeline").replaceChildren(...(lines.length ? lines : [made("p", "there is no table yet", "facts")]));
+}
+
+function facts(table, moving) {
   const parts = [
     `${count(table.rows_live)} of ${count(table.rows_limit)} rows`,
     table.bytes_limit ? `${size(table.bytes)} of ${size(table.bytes_limit)}` : size(table.bytes),
-    `${rate(rates?.put_s)} in/s`, `${rate(rates?.done_s)} done/s`, `oldest ${span(table.age_s)}`, `version ${table.version}`,
+    `${rate(moving?.put_s)} in/s`, `${rate(moving?.done_s)} done/s`, `oldest ${span(table.age_s)}`, `version ${table.version}`,
   ];
   if (table.outstanding_limit !== null) parts.push(`${count(table.outstanding)} of ${count(table.outstanding_limit)} ahead`);
   for (const [reason, rows] of Object.entries(table.dropped)) parts.push(`${count(rows)} dropped (${reason})`);
@@ -59,97 +56,118 @@ function facts(table, rates) {
   return made("p", parts.join(" · "), "facts");
 }
 
-function tasks(table, rates) {
-  const names = ["pending", "held", "ready", "leased", "done", "dropped", "failed"];
-  const grid = made("table");
-  const top = grid.createTHead().insertRow();
-  for (const name of ["task", ...names, "given/s", "done/s", "oldest"]) top.append(made("th", name));
-  const body = grid.createTBody();
-  for (const [name, task] of Object.entries(table.tasks)) {
-    const line = body.insertRow();
-    const moving = rates?.tasks[name];
-    const values = [name, ...names.map((one) => count(task[one])), rate(moving?.given_s), rate(moving?.done_s), span(task.age_s)];
-    for (const value of values) line.append(made("td", value));
-  }
-  const scroll = made("div", "", "scroll");
-  scroll.append(grid);
-  return scroll;
+function tasks(table, moving) {
+  const lines = Object.entries(table.tasks).map(([name, task]) => [
+    name, ...STATES.map((one) => count(task[one])), count(task.failed),
+    rate(moving?.tasks[name]?.given_s), rate(moving?.tasks[name]?.done_s), span(task.age_s),
+  ]);
+  return grid(["task", ...STATES, "failed", "given/s", "done/s", "oldest"], lines);
 }
 
-function line(kind, points, most) {
-  const drawn = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
-  drawn.setAttribute("class", kind);
-  drawn.setAttribute("points", points.map((y, x) => `${x + KEPT - points.length},${100 - (98 * y) / most}`).join(" "));
-  return drawn;
-}
-
-function timeline(name, rates) {
-  const kept = history.get(name) ?? [];
-  if (rates) kept.push({ put: rates.put_s, done: rates.done_s });
-  history.set(name, kept.slice(-KEPT));
-  const drawn = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  drawn.setAttribute("viewBox", `0 0 ${KEPT} 100`);
-  drawn.setAttribute("preserveAspectRatio", "none");
-  const most = Math.max(1, ...kept.flatMap((one) => [one.put, one.done]));
-  for (const kind of ["put", "done"]) drawn.append(line(kind, kept.map((one) => one[kind]), most));
-  const key = made("p", "", "facts");
-  key.append(made("span", "put", "put-key"), " and ", made("span", "done", "done-key"), ` per second, five minutes, up to ${rate(most)}`);
-  const both = made("div");
-  both.append(drawn, key);
-  return both;
+function flow(name) {
+  const [drawn, most] = rates(moments, name);
+  const key = holding("p", "facts", made("span", "put", "put-key"), " and ", made("span", "done", "done-key"),
+    ` per second, the last ${span(axis(moments))}, up to ${rate(most)}`);
+  return holding("div", "", drawn, key);
 }
 
 function staleness(table) {
   const lags = Object.entries(table.staleness).map(([lag, rows]) => [Number(lag), rows]).sort((a, b) => a[0] - b[0]);
-  const bars = made("div", "", "lags");
-  const most = Math.max(1, ...lags.map(([, rows]) => rows));
-  for (const [lag, rows] of lags) {
-    const bar = made("div", "", table.max_staleness !== null && lag > table.max_staleness ? "over" : "");
+  if (!lags.length) return made("div");
+  const most = Math.max(...lags.map(([, rows]) => rows), 1);
+  const bars = lags.map(([lag, rows]) => {
     const filled = made("i");
-    filled.style.height = `${(MAX_HEIGHT * rows) / most}px`;
-    bar.append(filled, made("span", String(lag)));
+    filled.style.height = `${(BAR_PX * rows) / most}px`;
+    const over = table.max_staleness !== null && lag > table.max_staleness;
+    const bar = holding("div", over ? "over" : "", made("b", count(rows)), filled, made("span", String(lag)));
     bar.title = `${count(rows)} rows were ${lag} versions old when they were handed over`;
-    bars.append(bar);
-  }
-  const shown = made("div");
-  if (lags.length) shown.append(made("p", `Staleness at hand-over, in versions (bound: ${table.max_staleness ?? "none"})`, "facts"), bars);
-  return shown;
+    return bar;
+  });
+  const text = `Staleness at hand-over: rows by versions (bound: ${table.max_staleness ?? "none"})`;
+  return holding("div", "", holding("div", "lags", ...bars), made("p", text, "facts"));
 }
 
 function tables(frame) {
   const names = Object.keys(frame.stats.tables);
-  for (const name of history.keys()) if (!names.includes(name)) history.delete(name);
-  at("tables").replaceChildren(
-    ...names.map((name) => {
-      const table = frame.stats.tables[name];
-      const rates = frame.rates[name];
-      const shown = made("article");
-      shown.append(made("h2", name), facts(table, rates), tasks(table, rates), timeline(name, rates), staleness(table));
-      return shown;
-    }),
-  );
+  at("tables").replaceChildren(...names.map((name) => {
+    const table = frame.stats.tables[name];
+    const moving = frame.rates[name];
+    const below = holding("div", "pair", flow(name), staleness(table));
+    const shown = holding("section", "", made("h2", name), facts(table, moving), tasks(table, moving), below);
+    shown.setAttribute("aria-label", `Table ${name}`);
+    return shown;
+  }));
   const chosen = at("row-table");
   if ([...chosen.options].map((one) => one.value).join("\n") !== names.join("\n")) {
     chosen.replaceChildren(...names.map((name) => made("option", name)));
   }
 }
 
+// ------------------------------------------------------------------ a row
+
+function rowFacts({ life, put_by }) {
+  const parts = [life.reason ? `${life.state} (${life.reason})` : life.state];
+  if (life.age_s !== null) parts.push(`put ${span(life.age_s)} ago${put_by ? ` by ${put_by}` : ""}`);
+  if (life.key) parts.push(`key ${life.key}`);
+  if (life.group_id >= 0) parts.push(`group ${life.group_id} of ${life.group_size}`);
+  if (life.policy_version >= 0) parts.push(`policy version ${life.policy_version}`);
+  if (life.tokens > 0) parts.push(`${count(life.tokens)} tokens`);
+  for (const [name, value] of Object.entries(life.tags)) parts.push(`${name}=${value}`);
+  return made("p", parts.join(" · "), "facts");
+}
+
+function fieldLine([name, field]) {
+  if (!field.set) return [name, ["missing", "idle-key"]];
+  const place = `${field.bytes === null ? "" : `${size(field.bytes)} `}in block ${field.block}, slot ${field.slot}`;
+  return [name, field.inline ? String(field.value) : place];
+}
+
+function standing(task, by) {
+  if (task.lease === null) return task.lacks.length ? `lacks ${task.lacks.join(", ")}` : "";
+  return `by ${by}${task.left_s === null ? "" : `, ${span(task.left_s)} left`}`;
+}
+
+function showRow(shown) {
+  const { life, held_by, done_by } = shown;
+  const tasks = Object.entries(life.tasks).map(([name, task]) => [name, task.state, count(task.attempts), standing(task, held_by[name])]);
+  const happened = life.events.map((one, i) => [`${span(one.ago_s)} ago`, one.what, one.task, done_by[i], one.detail]);
+  const parts = [["Fields", ["field", "value"], Object.entries(life.fields).map(fieldLine)],
+    ["Tasks", ["task", "state", "attempts", ""], tasks], ["Events", ["when", "what", "task", "by", ""], happened]];
+  at("row").replaceChildren(
+    made("h3", `Row ${life.row} of ${life.table}`), rowFacts(shown),
+    ...parts.filter(([, , lines]) => lines.length).map(([label, columns, lines]) => grid(columns, lines, label)));
+  if (!life.events_complete) at("row").append(made("p", "earlier events are forgotten", "facts"));
+}
+
+async function askRow(event) {
+  event.preventDefault();
+  const path = `/row/${encodeURIComponent(at("row-table").value)}/${Number(at("row-id").value) || 0}`;
+  try {
+    const answer = await fetch(path);
+    if (answer.ok) showRow(await answer.json());
+    else at("row").replaceChildren(made("p", await answer.text(), "bad"));
+  } catch {
+    at("row").replaceChildren(made("p", "the page's server does not answer", "bad"));
+  }
+}
+
+// ------------------------------------------------------------------ events
+
 function say(text, bad) {
   at("state").textContent = text;
   at("state").className = bad ? "bad" : "";
 }
 
-async function showRow() {
-  const answer = await fetch(`/row/${encodeURIComponent(at("row-table").value)}/${Number(at("row-id").value) || 0}`);
-  at("row-text").textContent = answer.ok ? JSON.stringify(await answer.json(), null, 2) : await answer.text();
-}
-
-at("row-show").addEventListener("click", showRow);
+at("row-form").addEventListener("submit", askRow);
 const events = new EventSource("/events");
+events.addEventListener("past", (event) => { moments = JSON.parse(event.data); });
 events.addEventListener("frame", (event) => {
   const told = JSON.parse(event.data);
+  moments = [...moments.filter((one) => one.at_s > told.moment.at_s - KEPT_S && one.at_s < told.moment.at_s), told.moment];
   head(told.frame);
+  channels(told.frame.stats.channels);
   doctor(told.doctor);
+  pipeline(told.frame.stats.tables);
   tables(told.frame);
   say(told.stalled.length ? `stalled: ${told.stalled.join(", ")}` : "live", told.stalled.length > 0);
 });
