@@ -100,7 +100,7 @@ def test_a_commit_into_it_is_refused_and_the_same_rows_go_elsewhere(world: World
     assert near.put(1, ["text"]) == [0]
 
 
-def test_the_number_may_be_used_again(world: World, near: Driver) -> None:
+def test_what_is_held_of_it_does_not_matter_to_one_of_the_same_number(world: World, near: Driver) -> None:
     near.create(tasks=[Task("train", ["text"])])
     near.put(1, ["text"])
     held = near.lease("train", 1)

@@ -99,6 +99,8 @@ class Blocks:
         self.blocks: dict[int, Block] = {}
         self.pins: dict[int, dict[int, int]] = {}
         """Holder (a session, or minus a lease) -> block -> how many."""
+        self.last_shard = 0
+        """The highest number of a shard that anything was ever granted in. Replies that are kept may name it for ever."""
         self._effects = effects
         self._next_extent = 1
         self._next_block = 1
@@ -120,6 +122,7 @@ class Blocks:
         extent = Extent(self._next_extent, shard, offset, nbytes, session)
         self._next_extent += 1
         self.extents[extent.id] = extent
+        self.last_shard = max(self.last_shard, shard)
         return extent
 
     def return_grant(self, session: int, number: int) -> None:

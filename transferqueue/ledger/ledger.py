@@ -177,7 +177,8 @@ class Ledger:
         """A shard is gone, with all it had: see `losses`. Returns as `lose`.
 
         No `FreeExtent` comes for it any more: its memory is nobody's. Pins and grants in it may still be returned, which is no
-        error; a commit into such a grant is refused with `ShardLost`. The number may be used again, for a new shard.
+        error; a commit into such a grant is refused with `ShardLost`. The number must not be used again: replies name it (see
+        `Blocks.last_shard`).
         """
         self.tick(now)
         return losses.lose(self.state, self.state.core.blocks.lose_shard(shard), f"lost with shard {shard}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from transferqueue.errors import Corruption
+from transferqueue.ledger.blocks import Extent
 from transferqueue.ledger.sessions import Session as Known
 from transferqueue.server import evidence
 from transferqueue.wire import messages as m
@@ -66,6 +67,7 @@ def resume(node: Node, state: Past, find_again: FindAgain = evidence.find_again)
 
 def _find_sessions(node: Node, now: float, find_again: FindAgain, *, rebooted: bool) -> None:
     """rebooted: no process of then can live."""
+    lent = list(node.ledger.state.core.blocks.extents.values())  # before those of sessions that ended are given back
     for known in list(node.ledger.state.sessions.values()):
         hello = _hello_of(known)
         found, alive = (None, False) if rebooted else find_again(hello)
@@ -77,12 +79,11 @@ def _find_sessions(node: Node, now: float, find_again: FindAgain, *, rebooted: b
                 node.watch(session)
             else:
                 node.end(session, now)
-    _find_shards(node)
+    _find_shards(node, lent)
 
 
-def _find_shards(node: Node) -> None:
-    """Those whose sessions go on; what the others held is lost already."""
-    extents = list(node.ledger.state.core.blocks.extents.values())
+def _find_shards(node: Node, extents: list[Extent]) -> None:
+    """Those whose sessions go on; what the others held is lost already. extents: lent when the last life ended."""
     sessions = list(node.sessions)
     for session in sessions:
         if (offer := session.hello.shard) is not None:

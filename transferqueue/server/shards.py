@@ -4,7 +4,7 @@ The law (docs/decisions/0022):
 
 1. Shard 0 is the coordinator's own arena. A process whose Hello has an `Offer` is a further one, for exactly as long as its
    session lasts: so its death is seen as that of any session. What lies in it then is lost, as the ledger says.
-2. Numbers are not given twice in one life of the coordinator.
+2. Numbers are not given twice, also not in a later life of the coordinator: a session may still hold a reply that names one.
 3. An extent comes from a near shard (of the session's host) if one has room, else from another; from the least full of those.
 4. A session maps a shard if the coordinator sees both die, which needs one host for all three: only so does the kernel tell
    when memory that a client saw may be used again (decision 4). In all other shards its bytes travel, by tickets. Of a block with
@@ -31,7 +31,8 @@ from transferqueue.wire import messages as m
 
 
 class Shards:
-    """The own shard and all further ones. wake: as of `Further`. standing: what stands of a shard, for `Further`."""
+    """The own shard and all further ones. last: the highest number given so far. wake: as of `Further`. standing: what stands of a
+    shard, for `Further`."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class Shards:
         tickets: Tickets,
         epoch: int,
         *,
+        last: int = SHARD,
         wake: Callable[[WakeKey], None],
         standing: Callable[[int], m.Stand],
     ) -> None:
@@ -48,7 +50,7 @@ class Shards:
         self._wake = wake
         self._standing = standing
         self._further: dict[int, Further] = {}
-        self._last = SHARD
+        self._last = last
 
     def __iter__(self) -> Iterator[Further]:
         """The further ones."""

@@ -113,6 +113,17 @@ def _oldest(was: Any) -> Any:
     return pull
 
 
+def _copies_too(was: Any) -> Any:
+    def lose_shard(self: Any, shard: int) -> list[int]:
+        touched = [
+            number for number, one in self.blocks.items() if any(extent.shard == shard for extent in one.extents)
+        ]
+        was(self, shard)
+        return touched
+
+    return lose_shard
+
+
 def _all(_was: Any) -> Any:
     return lambda _rows, _where, ids, _at: np.ones(ids.size, np.bool_)
 
@@ -146,6 +157,9 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "a predicate is not heeded": ((tasks, "matches", _all),),
     "a kept row is freed when it is done": ((fates, "Acked", lambda _was: object),),
     "the bytes of a table are not bounded": ((intake, "no_room", lambda was: lambda table, rows, _nbytes: was(table, rows, 0)),),
+    "a lost shard is not noticed": ((Blocks, "lose_shard", lambda _was: lambda _self, _shard: []),),
+    "a copy does not take the place of what is lost": ((Blocks, "_lose_copies", _nothing),),
+    "a lost shard takes the copies elsewhere with it": ((Blocks, "lose_shard", _copies_too),),
 }  # fmt: skip
 
 

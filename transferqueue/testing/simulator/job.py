@@ -40,6 +40,10 @@ class Job:
         """Its workers, by name."""
         raise NotImplementedError
 
+    def offer(self, role: str, number: int) -> m.Offer | None:
+        """The memory that process `number` of a role joins with, if it is a shard."""
+        return None
+
     def judge(self, state: State) -> None:
         """Raise `Broken` unless everything has come to the end that clients were told of. All roles have ended."""
         raise NotImplementedError
@@ -98,8 +102,12 @@ def write(process: Process, stamps: Sequence[int]) -> Steps:
 
 def look(process: Process, at: m.BlockAt, slot: int, what: str) -> int:
     """The stamp in one row of a block: all of its bytes must agree."""
-    start = at.offset + slot * ROW_BYTES
-    values = set(unpack(bytes(process.server.arena.bytes[start : start + ROW_BYTES])))
+    return stamp_at(process.server.arena.bytes, at.offset + slot * ROW_BYTES, what)
+
+
+def stamp_at(memory: bytearray, start: int, what: str) -> int:
+    """The stamp in the row that begins there."""
+    values = set(unpack(bytes(memory[start : start + ROW_BYTES])))
     if len(values) != 1:
         raise Broken(f"{what} is torn: it holds {sorted(values)}")
     return values.pop()

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from transferqueue.errors import JournalFailed, UsageError
+from transferqueue.ledger.blocks import Extent
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.server.evidence import Evidence
-from transferqueue.server.memory import Memory
+from transferqueue.server.memory import SHARD, Memory
 from transferqueue.server.node import Node, Place
 from transferqueue.server.recording import RecordedLedger, recover
 from transferqueue.server.resuming import resume
@@ -164,6 +165,11 @@ class Kept:
         return []
 
 
+def own_extents(ledger: Ledger) -> list[Extent]:
+    """Those in the server's own arena."""
+    return [one for one in ledger.state.core.blocks.extents.values() if one.shard == SHARD]
+
+
 class Server:
     """The server of a world, one life after the other. `deliver` brings an answer to a peer. durable: else level ``memory``."""
 
@@ -205,7 +211,7 @@ class Server:
         self.epoch = ledger.epoch + 1
         recorded = RecordedLedger(ledger, journal, tail, epoch=self.epoch)
         kept = Kept(recorded, self._clock)
-        extents = [(one.offset, one.nbytes) for one in ledger.state.core.blocks.extents.values()]
+        extents = [(one.offset, one.nbytes) for one in own_extents(ledger)]
         memory = Memory(self.arena, Allocator.holding(self.arena.capacity, extents), len(extents))  # type: ignore[arg-type]
         self.node = Node(recorded, memory, self._place(), watcher=self, gather=self._gather, durability=kept)
         self._guarded(lambda node: resume(node, kept, self._find_again))

@@ -22,9 +22,19 @@ Role = Generator[m.Request | float, Any, Any]
 
 
 class Process:
-    """One client, one life after the other. `sights`: the arena ranges it may see now."""
+    """One client, one life after the other. `sights`: ranges of the server's own arena that it may see now.
 
-    def __init__(self, world: World, server: Server, name: str, role: Callable[[Process], Role]) -> None:
+    offer: the memory that it joins with, by its number.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        server: Server,
+        name: str,
+        role: Callable[[Process], Role],
+        offer: Callable[[int], m.Offer | None] = lambda _: None,
+    ) -> None:
         self.name: Final = name
         self.world: Final = world
         self.server: Final = server
@@ -32,6 +42,7 @@ class Process:
         self.done = False
         self.sights: dict[int, tuple[int, int]] = {}
         self._role: Final = role
+        self._offer: Final = offer
         self._running: Role | None = None
         self._ways = 0
         self._jumped = 0.0
@@ -45,7 +56,13 @@ class Process:
         self.number = number
         self.sights, self._missed, self._paused = {}, [], False
         self._calls, self._epoch, self._late_at = Calls(), 0, -1.0
-        self._hello = m.Hello(client=number.to_bytes(16, "little"), pid=number, host="simulated", label=self.name)
+        self._hello = m.Hello(
+            client=number.to_bytes(16, "little"),
+            pid=number,
+            host="simulated",
+            label=self.name,
+            shard=self._offer(number),
+        )
         self._running = self._role(self)
         self._connect()
         self._ask(self._hello, lambda _: self._resume(None))

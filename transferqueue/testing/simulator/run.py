@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from transferqueue.errors import TransferQueueError
@@ -12,9 +14,10 @@ from transferqueue.ledger.table import Table
 from transferqueue.limits import PAGE_BYTES
 from transferqueue.policies import Refill
 from transferqueue.server.node import Node
+from transferqueue.testing.simulator.copied import Copied
 from transferqueue.testing.simulator.job import Job
 from transferqueue.testing.simulator.kept import Kept
-from transferqueue.testing.simulator.machine import Broken, Server
+from transferqueue.testing.simulator.machine import Broken, Server, own_extents
 from transferqueue.testing.simulator.process import Process
 from transferqueue.testing.simulator.ranks import Ranks
 from transferqueue.testing.simulator.roles import Rollouts
@@ -25,6 +28,8 @@ from transferqueue.testing.simulator.world import Rates, World
 CHAOS_S: Final = 9.0
 DRAIN_S: Final = 45.0
 """Less than a lease request waits: who is not woken is late."""
+SHARDED: Final = 0.12
+"""How many worlds have further shards, and nothing else: what the other uses write must not be lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +89,23 @@ class Run:
     def _employ(self) -> None:
         """What the deployment is used for, and who works there: rollouts always, and something else beside."""
         chance = self.world.random
+        if chance.random() < SHARDED:
+            self.jobs: list[Job] = [Copied(chance)]
+        else:
+            self._employ_all(chance)
+        self.workers = [
+            Process(self.world, self.server, name, role, partial(job.offer, name))
+            for job in self.jobs
+            for name, role in job.roles().items()
+        ]
+
+    def _employ_all(self, chance: random.Random) -> None:
         rollouts = Rollouts(chance, roomy=self.roomy)
         beside: list[Job] = [Ranks(), Stepped(), Kept()]
-        self.jobs: list[Job] = [rollouts, chance.choice(beside)]
+        self.jobs = [rollouts, chance.choice(beside)]
         if self.roomy and chance.random() < 0.5:
             rollouts.books.channel = CHANNEL
             self.jobs[1] = Weights(chance.randint(1, 3), rollouts.books.advanced)
-        self.workers = [
-            Process(self.world, self.server, name, role) for job in self.jobs for name, role in job.roles().items()
-        ]
 
     def _bereave(self) -> None:
         """The server is gone and, at level ``memory``, all that it knew: its clients end, and all begins anew."""
@@ -194,7 +207,7 @@ class Run:
                 )
             if table.limits.bytes_max is not None and table.usage.bytes > table.limits.bytes_max:
                 raise Broken(f"{table.usage.bytes} bytes are in a table, above {table.limits.bytes_max}")
-        extents = sum(one.nbytes for one in node.ledger.state.core.blocks.extents.values())
+        extents = sum(one.nbytes for one in own_extents(node.ledger))
         if node.memory.used != extents:
             raise Broken(f"{node.memory.used} bytes are lent, by extents of {extents}")
 

@@ -1,0 +1,217 @@
+"""A table whose rows lie in further shards, once or in two; the shards crash, and their bytes with them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from transferqueue.errors import (
+    DeadlineExceeded,
+    EndOfTable,
+    FlowSignal,
+    Impossible,
+    NotFound,
+    OutOfMemory,
+    Sealed,
+    ShardLost,
+    Unreachable,
+)
+from transferqueue.limits import PAGE_BYTES, Limits
+from transferqueue.policies import Task
+from transferqueue.server.memory import SHARD
+from transferqueue.testing.simulator.job import (
+    BODY,
+    ROW_BYTES,
+    Job,
+    Steps,
+    blocks_of,
+    let_go,
+    pack,
+    stamp_at,
+    unpack,
+    view,
+)
+from transferqueue.testing.simulator.machine import Broken
+from transferqueue.wire import messages as m
+from transferqueue.wire import short
+
+if TYPE_CHECKING:
+    from transferqueue.ledger.state import State
+    from transferqueue.testing.simulator.process import Process
+
+PUTS: Final = 12
+ROWS: Final = 2
+FIRST_STAMP: Final = 4_000_000
+CAPACITY: Final = 8 * PAGE_BYTES
+LATER: Final = (FlowSignal, OutOfMemory, Unreachable, NotFound, ShardLost, Impossible)
+"""Try again in a while: among other things a shard is there no more, or not yet again."""
+
+
+class Copied(Job):
+    """One process puts, two use the rows; each of the others is a further shard, a new one after each death."""
+
+    table = "copied"
+
+    def __init__(self, chance: random.Random) -> None:
+        self.replicas: Final = chance.choice((1, 2, 2))
+        self._further: Final = chance.choice((1, 2))
+        self._arenas: dict[str, tuple[Process, int, bytearray]] = {}
+        """By path: the process, its number in the life whose memory it was, and that memory."""
+        self._told = self._sent = 0
+        self._used: set[int] = set()
+        self._maybe_used: set[int] = set()
+        """Stamps whose ack was confirmed, or sent."""
+        self._over = False
+
+    def roles(self) -> dict[str, Callable[[Process], Steps]]:
+        """See `Job`."""
+        shards = {f"shard {number}": self._lend for number in range(self._further)}
+        return {**shards, "copier": self._write, "user a": self._use, "user b": self._use}
+
+    def offer(self, role: str, number: int) -> m.Offer | None:
+        """See `Job`."""
+        if not role.startswith("shard"):
+            return None
+        return m.Offer(str(number), CAPACITY, "tcp://simulated:1", "", bytes(32))
+
+    def judge(self, state: State) -> None:
+        """See `Job`. What has a copy in the server's own memory, which is not lost, is not lost."""
+        table = state.tables[self.table]
+        lost = table.rows_dropped.get("lost", 0)
+        if table.rows_live or table.rows_put != table.rows_done + lost:
+            raise Broken(f"{table.rows_put} rows were put; {table.rows_done} are done and {lost} lost")
+        if lost and (len(self._arenas) == self._further or (self.replicas, self._further) == (2, 1)):
+            raise Broken(
+                f"{lost} rows were lost; {self.replicas} shards had each, {len(self._arenas)} lives of shards ended"
+            )
+        if not len(self._used) <= table.rows_done <= len(self._maybe_used):
+            raise Broken(
+                f"{table.rows_done} rows are done; clients finished {len(self._used)} to {len(self._maybe_used)}"
+            )
+        if not self._told <= table.rows_put <= self._sent:
+            raise Broken(f"{table.rows_put} rows were put; clients were told of {self._told}, and sent {self._sent}")
+
+    # ------------------------------------------------------------ shards
+
+    def _lend(self, process: Process) -> Steps:
+        """Memory that is there as long as the process. It has all its pages, so orders about them are carried out at once."""
+        self._arenas[str(process.number)] = process, process.number, bytearray(CAPACITY)
+        epoch = done = 0
+        while not self._over:
+            try:
+                orders = yield m.TakeOrders(epoch, done, wait_s=1.0)
+            except DeadlineExceeded:
+                continue
+            epoch, done = orders.epoch, orders.first + len(orders.orders) - 1
+
+    def _bytes(self, process: Process, shard: int) -> Steps:
+        """Memory of a shard, as a process that maps it sees it."""
+        if shard == SHARD:
+            return process.server.arena.bytes
+        there = yield m.ListShards()
+        for at in there.shards:
+            if at.number == shard and at.path in self._arenas:
+                owner, number, memory = self._arenas[at.path]
+                if owner.number == number and owner.alive:
+                    return memory
+        raise ShardLost(f"shard {shard} is gone")
+
+    # ------------------------------------------------------------ in
+
+    def _open(self) -> Steps:
+        task = Task("use", needs=["body"], lease_s=2.0, attempts_max=0)
+        limits = Limits(rows=4 * ROWS)
+        yield m.CreateTable(self.table, [BODY], [task], limits, exist_ok=True, replicas=self.replicas)
+
+    def _insist(self, act: Callable[[], Steps]) -> Steps:
+        while True:
+            try:
+                return (yield from act())
+            except EndOfTable:
+                raise
+            except LATER:
+                yield 0.1
+
+    def _write(self, process: Process) -> Steps:
+        yield from self._insist(self._open)
+        while self._told < PUTS * ROWS:
+            yield from self._insist(partial(self._write_once, process))
+        try:
+            yield m.Seal(self.table)
+        except Sealed:
+            return
+
+    def _write_once(self, process: Process) -> Steps:
+        stamps = list(range(self._sent, self._sent + ROWS))
+        grants: list[m.Granted] = []
+        try:
+            while len(grants) < self.replicas:
+                yield from self._write_to(process, grants, stamps)
+            first, *others = grants
+            copies = [m.CopyAt(one.extent, one.offset) for one in others]
+            placed = m.Placed(first.extent, first.offset, ROWS * ROW_BYTES, ROWS, ["body"], [0], copies=copies)
+            self._sent += ROWS
+            yield m.Put(self.table, ROWS, m.Columns([BODY], [placed]), wait_s=3.0)
+            self._told += ROWS
+        finally:
+            process.sights.clear()
+            for grant in grants if process.alive else ():
+                process.post(m.ReturnGrant(grant.extent))
+        yield process.world.random.uniform(0.0, 0.5)
+
+    def _write_to(self, process: Process, grants: list[m.Granted], stamps: list[int]) -> Steps:
+        grant = yield m.Grant(ROWS * ROW_BYTES, wait_s=3.0, apart=[one.shard for one in grants])
+        grants.append(grant)
+        if grant.shard == SHARD:
+            process.sights[-grant.extent] = grant.offset, grant.nbytes
+        memory = yield from self._bytes(process, grant.shard)
+        for at, stamp in enumerate(stamps):
+            start = grant.offset + at * ROW_BYTES
+            memory[start : start + ROW_BYTES] = pack([FIRST_STAMP + stamp] * 8)
+            yield process.world.random.uniform(0.001, 0.05)
+
+    # ------------------------------------------------------------ out
+
+    def _use(self, process: Process) -> Steps:
+        yield from self._insist(self._open)
+        try:
+            while True:
+                yield from self._insist(partial(self._use_once, process))
+        except EndOfTable:
+            self._over = True
+
+    def _use_once(self, process: Process) -> Steps:
+        wait_s = 60.0 if process.world.healed else 2.0
+        lease = yield m.Lease(self.table, "use", rows=ROWS, at_least=1, wait_s=wait_s)
+        view(process, [at for at in blocks_of(lease.content) if at.shard == SHARD])
+        try:
+            stamps = yield from self._seen(process, lease.content)
+            yield process.world.random.uniform(0.01, 0.3)
+            if stamps != (yield from self._seen(process, lease.content)):
+                raise Broken(f"rows {unpack(lease.content.rows)} changed under a view")
+            self._maybe_used.update(stamps)
+            yield m.Ack(self.table, lease.lease, lease.token)
+            if again := self._used & set(stamps):
+                raise Broken(f"the acks of rows {sorted(again)} were accepted twice")
+            self._used.update(stamps)
+        except ShardLost:
+            process.post(m.Release(self.table, lease.lease, lease.token))
+            raise
+        finally:
+            let_go(process, blocks_of(lease.content))
+
+    def _seen(self, process: Process, content: m.Content) -> Steps:
+        """The stamps of the rows, in their order, which were put."""
+        rows, found = len(content.rows) // 8, []
+        (part,) = content.parts
+        blocks = short.each(part.block_of_row, "<i4", rows).tolist()
+        slots = short.each_ascending(part.slot_of_row, "<i4", rows).tolist()
+        for block, slot in zip(blocks, slots, strict=True):
+            at = part.blocks[block]
+            memory = yield from self._bytes(process, at.shard)
+            found.append(stamp_at(memory, at.offset + slot * ROW_BYTES, f"a row in shard {at.shard}") - FIRST_STAMP)
+        if wrong := [stamp for stamp in found if not 0 <= stamp < self._sent]:
+            raise Broken(f"rows {wrong} were given out; {self._sent} were put")
+        return found
