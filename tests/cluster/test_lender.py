@@ -10,15 +10,19 @@ from transferqueue.cluster.lenders import check_shards, places
 from transferqueue.cluster.names import SAID, Deploy, Lend, Named, Refused, Ways, read, write
 from transferqueue.errors import UsageError
 
+NAMED = Named("tests", "lender")
+
+
+def lender(ways, host="127.0.0.1"):
+    return LenderActor(Lend(NAMED, 1 << 27, "one"), ways, host)
+
 
 @pytest.fixture
 def ways(tmp_path, monkeypatch):
     directory = tmp_path / "run"
     directory.mkdir(mode=0o700)
     monkeypatch.setenv("TRANSFERQUEUE_RUNTIME", str(directory))
-    actor = QueueActor(
-        write(Deploy(Named("tests", "lender"), "id", "process", "", 1 << 26, 0, "")), "127.0.0.1", "c", False
-    )
+    actor = QueueActor(write(Deploy(NAMED, "id", "process", "", 1 << 26, 0, "")), "127.0.0.1", "c", False)
 
     def of(role="shard"):
         said = read(actor.ways(role), SAID)
@@ -32,7 +36,7 @@ def ways(tmp_path, monkeypatch):
 @pytest.mark.parametrize("near", [True, False])
 def test_it_lends_until_it_is_stopped_or_drained(ways, near):
     found = ways() if near else Ways("another host", "ipc:///nowhere", ways().token)
-    actor = LenderActor(write(Lend(found, 1 << 27, "one")), "127.0.0.1")
+    actor = lender(found)
     assert actor.joined().startswith("tcp://127.0.0.1:")
     with tq.connect(ways("admin").token) as queue:
         (shard,) = await_shards(queue, 1)
@@ -44,7 +48,7 @@ def test_it_lends_until_it_is_stopped_or_drained(ways, near):
 
 
 def test_bytes_are_encrypted_on_their_way_from_a_host_that_is_not_loopback(ways):
-    actor = LenderActor(write(Lend(ways(), 1 << 27, "one")), "0.0.0.0")  # noqa: S104
+    actor = lender(ways(), "0.0.0.0")  # noqa: S104
     with tq.connect(ways("admin").token, data="remote") as queue:
         await_shards(queue, 1)
         table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
@@ -56,7 +60,7 @@ def test_bytes_are_encrypted_on_their_way_from_a_host_that_is_not_loopback(ways)
 
 
 def test_a_key_of_another_role_is_refused(ways):
-    actor = LenderActor(write(Lend(Ways("another host", "", ways("producer").token), 1 << 27, "one")), "127.0.0.1")
+    actor = lender(Ways("another host", "", ways("producer").token))
     said = read(actor.joined(), SAID)
     assert isinstance(said, Refused)
     assert said.error == "PermissionDenied"

@@ -12,7 +12,7 @@ import os
 import threading
 from typing import Final
 
-from transferqueue.cluster.names import LEND, Refused, Ways, read, write
+from transferqueue.cluster.names import LEND, Lend, Refused, Ways, read, write
 from transferqueue.cluster.shard import Shard
 from transferqueue.errors import TransferQueueError
 from transferqueue.server.supervising import EXIT_AGAIN
@@ -25,11 +25,10 @@ _log: Final = logging.getLogger("transferqueue.cluster")
 class LenderActor:
     """A shard in a process that Ray starts. Methods give text, see `names`."""
 
-    def __init__(self, told: str, host: str) -> None:
-        """told: a `Lend`. host: this node as others see it."""
-        lend = read(told, LEND)
+    def __init__(self, lend: Lend, ways: Ways, host: str) -> None:
+        """ways: to the server, for role shard. host: this node as others see it."""
         self._refused: TransferQueueError | None = None
-        address, keys = way_of(lend.ways)
+        address, keys = way_of(ways)
         try:
             self._shard = Shard(address, arena_bytes=lend.arena_bytes or None, host=host, keys=keys, label=lend.label)
         except TransferQueueError as error:
@@ -67,10 +66,13 @@ class Lender(LenderActor):
     """`LenderActor`, told what a process of Ray knows by itself."""
 
     def __init__(self, told: str) -> None:
-        """told: a `Lend`."""
+        """told: a `Lend`. The deployment is asked for the way in each life: keys are in no argument that Ray keeps."""
         import ray
 
-        super().__init__(told, ray.util.get_node_ip_address())
+        from transferqueue.cluster.on_ray import ways_of
+
+        lend = read(told, LEND)
+        super().__init__(lend, ways_of(lend.named, "shard"), ray.util.get_node_ip_address())
 
 
 def way_of(ways: Ways) -> tuple[str, ClientKeys | None]:

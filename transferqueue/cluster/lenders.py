@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal
 
-from transferqueue.cluster.names import SAID, Lend, Named, Refused, Ways, read, write
+from transferqueue.cluster.names import SAID, Lend, Named, Refused, read, write
 from transferqueue.errors import UsageError, from_wire
 from transferqueue.limits import SESSIONS_MAX
 
@@ -42,7 +42,6 @@ def places(nodes: Iterable[Mapping[str, Any]], server: str, shards: int | Litera
 def start_lenders(
     ray: Any,
     named: Named,
-    ways: Ways,
     nodes: Sequence[str],
     arena_bytes: int,
     max_restarts: int,
@@ -67,7 +66,7 @@ def start_lenders(
                 "max_restarts": max_restarts,
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
             }
-            told = write(Lend(ways, arena_bytes, name))
+            told = write(Lend(named, arena_bytes, name))
             made.append(ray.remote(Lender).options(**options).remote(told))
         for said in ray.get([one.joined.remote() for one in made], timeout=timeout_s):
             _check(said)

@@ -70,9 +70,9 @@ class Ways(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Lend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the actor of a shard is told: the server it joins, with a token of role shard; most bytes that it lends (0: the default)."""
+    """What the actor of a shard is told: the deployment it joins, which tells it the way; most bytes that it lends (0: the default)."""
 
-    ways: Ways
+    named: Named
     arena_bytes: int
     label: str
 

@@ -140,11 +140,10 @@ def deploy_ray(
         guest.token("observer", timeout_s)
         return guest
     try:
-        ways = _ways(named, actor, timeout_s, "shard")
+        _ways(named, actor, timeout_s)
         lenders = start_lenders(
             ray,
             named,
-            ways,
             places(ray.nodes(), there, shards),
             lent,
             max_restarts,
@@ -258,6 +257,11 @@ def _actor(ray: Any, named: Named) -> Any:
             f"deployment {named} does not exist in this Ray cluster; its named actors are {', '.join(sorted(there)) or 'none'}: "
             "make it with deploy_ray"
         ) from None
+
+
+def ways_of(named: Named, role: str, timeout_s: float = DEPLOY_S) -> Ways:
+    """The ways to the server of this deployment, for a process of its Ray cluster that takes this role. Errors as of `way_to`."""
+    return _ways(named, _actor(_joined(start=False), named), timeout_s, role)
 
 
 def _ways(named: Named, actor: Any, timeout_s: float, role: str = "admin") -> Ways:
