@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -53,6 +53,13 @@ def _send(control: Connection, port: int, size: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as stream:
         while control.recv() == "send":
             stream.sendall(data)
+
+
+class Raw(Protocol):
+    """A raw stream from elsewhere."""
+
+    def once(self) -> None:
+        """Receive as many bytes as a workload has."""
 
 
 class Stream:
@@ -86,7 +93,13 @@ def _read(table: tq.Table, workload: Workload, rows: Any) -> tuple[tq.Rows, dict
     return found, {name: found[name].nested() if kind == "ragged" else found[name].torch() for name in workload.wanted}
 
 
-def moving(address: str, name: str) -> list[Result]:
+def moving(
+    address: str,
+    name: str,
+    scenario: str = SCENARIO,
+    open_stream: Callable[[int, ExitStack], Raw] = Stream,
+    turns: int = TURNS,
+) -> list[Result]:
     """Puts and gets of one workload by turns with the stream. Each get is compared with what was put."""
     workload = WORKLOADS[name]
     expected = columns(workload, 0)
@@ -95,8 +108,8 @@ def moving(address: str, name: str) -> list[Result]:
     with ExitStack() as opened:
         queue = opened.enter_context(tq.connect(address, data="remote"))
         table = queue.create_table(name, tasks=[tq.Task("train", needs=workload.names)])
-        stream = Stream(workload.bytes_got, opened)
-        for turn in range(WARM + TURNS):
+        stream = open_stream(workload.bytes_got, opened)
+        for turn in range(WARM + turns):
             raw_s, _ = _seconds(stream.once)
             put_s, rows = _seconds(lambda: table.put(**prepared))
             order = np.random.default_rng(turn).permutation(len(rows))[: workload.pick] if workload.pick else None
@@ -109,7 +122,7 @@ def moving(address: str, name: str) -> list[Result]:
             if turn >= WARM:
                 for metric, seconds in (("stream", raw_s), ("put", put_s), ("get", get_s)):
                     times[metric].append(seconds)
-    return _moved(workload, times)
+    return _moved(scenario, workload, times)
 
 
 def _compare(expected: dict[str, Any], got: dict[str, Any], order: Any) -> None:
@@ -119,15 +132,15 @@ def _compare(expected: dict[str, Any], got: dict[str, Any], order: Any) -> None:
             raise ValueError(f"{field} did not come back as it was put")
 
 
-def _moved(workload: Workload, times: dict[str, list[float]]) -> list[Result]:
+def _moved(scenario: str, workload: Workload, times: dict[str, list[float]]) -> list[Result]:
     size, name = workload.bytes_got, workload.name
-    found = [Result(SCENARIO, "raw", name, "stream", "s", times["stream"], size)]
+    found = [Result(scenario, "raw", name, "stream", "s", times["stream"], size)]
     for metric in ("get", "put"):
         if metric == "put" and workload.pick:
             continue  # it moves other bytes than the stream
-        found.append(Result(SCENARIO, OURS, name, metric, "s", times[metric], size, checked=True))
+        found.append(Result(scenario, OURS, name, metric, "s", times[metric], size, checked=True))
         ratios = [raw / ours for raw, ours in zip(times["stream"], times[metric], strict=True)]
-        found.append(Result(SCENARIO, OURS, name, f"{metric}_of_stream", "ratio", ratios, size, checked=True))
+        found.append(Result(scenario, OURS, name, f"{metric}_of_stream", "ratio", ratios, size, checked=True))
     return found
 
 
