@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -12,39 +13,39 @@ import numpy as np
 
 from transferqueue.workflows.sim.generation import (
     RANDOM_FIFO,
+    Lengths,
     Site,
     choose,
     generation_s,
-    published_lengths,
     ranked,
     recall,
 )
+from transferqueue.workflows.sim.streamrl import predicted_batch
 
 INSTANCES: Final = (2, 8)
 SLOTS: Final = (8, 32, 128)
 ROWS: Final = (128, 512)
-NOISE: Final = (0.0, 0.25, 1.0)
-"""0 is an oracle; 0.25 has about the published recall (0.87, 0.82, 0.76); 1 is a poor ranker."""
+NOISE: Final = {"noise 0.25": 0.25, "noise 1.0": 1.0}
+"""The true order with log-normal noise: 0.25 has about the published recall (0.87, 0.82, 0.76); 1 is a poor ranker."""
+BY: Final = ("oracle", "ranker", "history", *NOISE)
 SEEDS: Final = 3
 SEED: Final = 100
 """The first seed: others than those that `GAIN_MIN` was chosen with."""
 
 
-def compare(site: Site, rows: int, noise: float, *, seeds: int = SEEDS) -> dict[str, Any]:
-    """Means over ``seeds`` batches of published lengths: ours, random order, their ratio, recall at the top fifth."""
+def compare(site: Site, batches: Sequence[Mapping[str, Lengths]], by: str) -> dict[str, Any]:
+    """Means over ``batches``: ours with lengths predicted ``by``, random order, their ratio, recall at the top fifth."""
     ours, fifo, found = [], [], []
-    for seed in range(SEED, SEED + seeds):
-        rng = np.random.default_rng(seed)
-        lengths = published_lengths(rows, rng)
-        predicted = ranked(lengths, noise, rng)
+    for batch in batches:
+        lengths, predicted = batch["oracle"], batch[by]
         ours.append(generation_s(lengths, predicted, site, choose(predicted, site)))
         fifo.append(generation_s(lengths, predicted, site, RANDOM_FIFO))
         found.append(recall(lengths, predicted, 0.2))
     return {
         "instances": site.instances,
         "slots": site.slots,
-        "rows": rows,
-        "noise": noise,
+        "rows": batches[0]["oracle"].size,
+        "by": by,
         "recall": round(float(np.mean(found)), 3),
         "ours_s": round(float(np.mean(ours)), 1),
         "random_fifo_s": round(float(np.mean(fifo)), 1),
@@ -53,12 +54,20 @@ def compare(site: Site, rows: int, noise: float, *, seeds: int = SEEDS) -> dict[
     }
 
 
+def batch_of(rows: int, seed: int) -> dict[str, Lengths]:
+    """Lengths of a batch by who predicts them."""
+    found = predicted_batch(rows, seed)
+    rng = np.random.default_rng((seed, 2))
+    return found | {name: ranked(found["oracle"], noise, rng) for name, noise in NOISE.items()}
+
+
 def sweep() -> list[dict[str, Any]]:
     """Every setting, once."""
-    return [
-        compare(Site(instances, slots), rows, noise)
-        for instances, slots, rows, noise in product(INSTANCES, SLOTS, ROWS, NOISE)
-    ]
+    found = []
+    for rows in ROWS:
+        batches = [batch_of(rows, seed) for seed in range(SEED, SEED + SEEDS)]
+        found += [compare(Site(*site), batches, by) for *site, by in product(INSTANCES, SLOTS, BY)]
+    return found
 
 
 def main() -> None:
@@ -67,12 +76,11 @@ def main() -> None:
     Path(sys.argv[1]).write_bytes(
         msgspec.json.format(msgspec.json.encode({"kind": "dispatch-sweep", "settings": found}), indent=1) + b"\n"
     )
-    for noise in NOISE:
-        ratios = [one["ratio"] for one in found if one["noise"] == noise]
-        sys.stdout.write(
-            f"noise {noise}: ratio {min(ratios)} to {max(ratios)}, worst seed "
-            f"{max(one['ratio_worst_seed'] for one in found if one['noise'] == noise)}\n"
-        )
+    for by in BY:
+        mine = [one for one in found if one["by"] == by]
+        ratios = [one["ratio"] for one in mine]
+        worst = max(one["ratio_worst_seed"] for one in mine)
+        sys.stdout.write(f"{by}: ratio {min(ratios)} to {max(ratios)}, worst seed {worst}\n")
 
 
 if __name__ == "__main__":
