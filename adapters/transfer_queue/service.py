@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ import transferqueue as tq
 from transferqueue.adapters.transfer_queue import sampler as samplers
 from transferqueue.adapters.transfer_queue.client import TransferQueueClient
 from transferqueue.adapters.transfer_queue.controller import Controller
+from transferqueue.adapters.transfer_queue.metrics import Metrics
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler
 
 ACTOR: Final = "TransferQueueController"
@@ -34,14 +36,25 @@ class Server:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = dict(config)
-        self._queue = tq.connect(label="transfer_queue")
         control = config.get("controller") or {}
-        self.controller = Controller(
-            self._queue.address,
-            sampler=make_sampler(control.get("sampler")),
-            polling_mode=bool(control.get("polling_mode")),
-            rows_max=_rows_max(config),
-        )
+        with ExitStack() as ending:
+            self._queue = ending.enter_context(tq.connect(label="transfer_queue"))
+            self._measure(config.get("metrics") or {}, ending)
+            self.controller = Controller(
+                self._queue.address,
+                sampler=make_sampler(control.get("sampler")),
+                polling_mode=bool(control.get("polling_mode")),
+                rows_max=_rows_max(config),
+            )
+            ending.callback(self.controller.close)
+            self._ending = ending.pop_all()
+
+    def _measure(self, asked: Mapping[str, Any], ending: ExitStack) -> None:
+        """Start the endpoint, which the configuration then names, if it is asked for."""
+        if asked.get("enabled"):
+            found = Metrics(self._queue, asked.get("port", 0))
+            ending.callback(found.close)
+            self._config["metrics"] = {**asked, "endpoint": found.address}
 
     def hello(self) -> tuple[str, dict[str, Any]]:
         """The address of the queue, and the configuration."""
@@ -52,8 +65,7 @@ class Server:
 
     def shutdown(self) -> None:
         """End both."""
-        self.controller.close()
-        self._queue.close()
+        self._ending.close()
 
 
 class Service:
