@@ -2,14 +2,17 @@
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.server.nodes import Bench, Client, Watched
+from tests.server.test_shards import Joined
 from transferqueue.errors import AddressInUse, Corruption, UsageError
-from transferqueue.limits import MIB
+from transferqueue.limits import MIB, PAGE_BYTES
 from transferqueue.policies import Manual, Task
 from transferqueue.schema import Field
 from transferqueue.server import durable, evidence
@@ -435,3 +438,30 @@ def test_a_block_outside_the_arena_is_for_the_ledger_to_refuse(lives):
     for offset, nbytes in [(1 << 60, 64), (granted.offset, 1 << 50)]:
         placed = m.Placed(granted.extent, offset, nbytes, 1, ["x"], [1])
         assert isinstance(client.ask(m.Put("t", 1, m.Columns(fields=[BIG], blocks=[placed]))), m.Failed)
+
+
+def test_what_a_client_had_in_a_further_shard_is_free_if_it_died_while_no_server_ran(lives):
+    first = lives()
+    shard = Joined(first)
+    shard.work()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        client = first.client(host=this_host(), pid=process.pid)
+        assert client.ask(m.Grant(PAGE_BYTES)).shard == 1
+        process.kill()
+    second = lives()
+    shard.client, shard.epoch, shard.done, shard.waiting = again(second, shard.client), 101, 0, None
+    shard.work()
+    (there,) = second.node.shards
+    assert there.used == 0
+
+
+def test_the_number_of_a_shard_is_not_given_again_in_a_later_life(lives):
+    """A session may have a reply from then, or ask for it again."""
+    first = lives()
+    shard = Joined(first)
+    shard.work()
+    assert first.client(host=this_host(), pid=os.getpid()).ask(m.Grant(PAGE_BYTES)).shard == 1
+    shard.client.ask(m.Goodbye())
+    second = lives()
+    Joined(second)
+    assert [one.number for one in second.node.shards] == [2]
