@@ -10,9 +10,12 @@ from transferqueue.errors import UsageError
 from transferqueue.limits import ARENA_STEP_BYTES, MIB, PAGE_BYTES
 from transferqueue.policies import Task
 from transferqueue.schema import Field, align
+from transferqueue.server.roles import Door
 from transferqueue.server.tickets import Standing, Tickets
 from transferqueue.transport import bulk as b
 from transferqueue.transport import this_host
+from transferqueue.transport.keyring import Keyring, add, load
+from transferqueue.transport.zeromq import Keyed
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
@@ -215,6 +218,33 @@ def test_numbers_are_not_given_twice(bench):
     first.client.ask(m.Goodbye())
     Joined(bench)
     assert [one["shard"] for one in shards(bench)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("offer", "said"),
+    [
+        ({"capacity": 100}, "its arena of 100 bytes is none; offer whole pages of 4096"),
+        ({"endpoint": "ipc:///x"}, "endpoint 'ipc:///x' is none of tcp; offer tcp://host:port"),
+    ],
+)
+def test_an_offer_that_is_none_is_refused_and_nothing_is_open(bench, offer, said):
+    refused = Joined(bench, **offer).client.welcome
+    assert (refused.error, refused.text) == ("UsageError", f"shard refused: {said}")
+    assert len(bench.node.sessions) == 0
+
+
+def test_nobody_opens_a_file_that_a_holder_of_a_key_names(tmp_path):
+    add(tmp_path / "keys", "memory", "shard")
+    ring = Keyring(tmp_path / "keys")
+    bench = Bench(door=Door(ring))
+    key = load(tmp_path / "keys").clients[0].pair.public
+    hello = m.Hello(
+        b"k" * 16, os.getpid(), this_host(), shard=m.Offer("/etc/x", 4096, "tcp://1.2.3.4:5", "", b"s" * 32)
+    )
+    bench.receive(Keyed(b"one", key), codec.encode_call(m.Call(0, 1, 0, hello)))
+    (at,) = local(bench).ask(m.ListShards()).shards
+    assert (at.path, at.endpoint) == ("", "tcp://1.2.3.4:5")
+    bench.close()
 
 
 def test_orders_are_for_shards_only_and_only_those_that_joined_drain(bench):

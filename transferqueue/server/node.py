@@ -262,7 +262,7 @@ class Node:
         roles.check_offer(role, hello)
         self._durability.check_offer(hello)
         self.sessions.check_room()
-        hello = self.shards.numbered(hello)
+        hello = self.shards.numbered(hello, keyed=bool(roles.key_of(peer)))
         session = self.sessions.open(hello, self._gather(hello), peer, now)
         self.ledger.open_session(session.number, hello.client, now, label=session.label, origin=origin_of(hello))
         self.shards.join(session)

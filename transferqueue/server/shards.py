@@ -8,7 +8,8 @@ The law (docs/decisions/0022):
 3. An extent comes from a near shard (of the session's host) if one has room, else from another; from the least full of those.
 4. A session maps a shard if the coordinator sees both die, which needs one host for all three: only so does the kernel tell
    when memory that a client saw may be used again (decision 4). In all other shards its bytes travel, by tickets. Of a block with
-   copies it is told one, which it maps if it maps any.
+   copies it is told one, which it maps if it maps any. Nor is a shard mapped that showed a key: nobody opens a file because a
+   stranger names it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import msgspec
 
 from transferqueue.errors import Full, Impossible, NotFound, OutOfMemory, UsageError, listing
 from transferqueue.ledger.effects import FreeExtent
-from transferqueue.limits import SESSIONS_MAX
+from transferqueue.limits import PAGE_BYTES, SESSIONS_MAX
 from transferqueue.server.further import Further
 from transferqueue.server.memory import SHARD, Memory
 from transferqueue.server.parking import WakeKey
 from transferqueue.server.sessions import Session
 from transferqueue.server.tickets import Tickets, issue
+from transferqueue.transport import TcpAddress, parse_address
 from transferqueue.wire import messages as m
 
 
@@ -58,13 +60,24 @@ class Shards:
 
     # ------------------------------------------------------------ who is there
 
-    def numbered(self, hello: m.Hello) -> m.Hello:
-        """The greeting of a process that joins with memory, with the number that its shard will have."""
-        if hello.shard is None:
+    def numbered(self, hello: m.Hello, *, keyed: bool) -> m.Hello:
+        """The greeting of a process that joins with memory, with the number that its shard will have.
+
+        keyed: it showed a key, so it may be any user on any machine: nobody is told a path that it says. `UsageError` for
+        an offer that is none, `Full` past `SESSIONS_MAX`.
+        """
+        if (offer := hello.shard) is None:
             return hello
         if len(self._further) >= SESSIONS_MAX:
             raise Full(f"shard refused: {SESSIONS_MAX} shards have joined, which is the most; drain some")
-        return msgspec.structs.replace(hello, shard=msgspec.structs.replace(hello.shard, number=self._last + 1))
+        if offer.capacity < PAGE_BYTES or offer.capacity % PAGE_BYTES:
+            raise UsageError(
+                f"shard refused: its arena of {offer.capacity} bytes is none; offer whole pages of {PAGE_BYTES}"
+            )
+        if not isinstance(parse_address(offer.endpoint), TcpAddress):
+            raise UsageError(f"shard refused: endpoint {offer.endpoint!r} is none of tcp; offer tcp://host:port")
+        offer = msgspec.structs.replace(offer, number=self._last + 1, path="" if keyed else offer.path)
+        return msgspec.structs.replace(hello, shard=offer)
 
     def join(
         self, session: Session, lent: dict[int, tuple[int, int]] | None = None, remote: list[int] | None = None
@@ -226,7 +239,7 @@ def _near(session: Session, shard: Further) -> bool:
 
 
 def _maps(session: Session, shard: Further) -> bool:
-    return not session.remote and not shard.session.remote and _near(session, shard)
+    return bool(shard.offer.path) and not session.remote and not shard.session.remote and _near(session, shard)
 
 
 def _at(shard: Further, *, mapped: bool) -> m.ShardAt:
