@@ -76,6 +76,7 @@ class RemoteMemory:
         self._room = threading.BoundedSemaphore(BULK_TRANSFERS_MAX)
         self._idle: list[Line] = []
         self._busy: set[Line] = set()
+        self._news = threading.Event()
         self._closed = False
         self._pid = os.getpid()
 
@@ -134,6 +135,7 @@ class RemoteMemory:
 
     def _interrupt(self) -> None:
         """Let whoever waits for bytes look at what has changed."""
+        self._news.set()
         for line in self._busy.copy():
             line.interrupt()
 
@@ -146,7 +148,8 @@ class RemoteMemory:
     def _carry(self, begin: Callable[[int], T], given_up: Callable[[], bool]) -> T:
         """One transfer, begun again over another connection when it fails on the way.
 
-        What fails because the server was started anew is no attempt: with the next life of it they are counted afresh.
+        What fails because the server was started anew is no attempt: with the next life of it they are counted afresh. Attempts
+        are a while apart: a server that dies still takes connections until all of it is gone.
         """
         failed: Corruption | Unreachable | None = None
         life, left = self._welcome.epoch, BULK_TRIES
@@ -159,6 +162,9 @@ class RemoteMemory:
                     return transfer
             except (Corruption, Unreachable) as error:
                 failed = error
+                if isinstance(error, Unreachable) and left > 1 and self._welcome.epoch == life:
+                    self._news.wait(ASK_S)
+                    self._news.clear()
             left = left - 1 if self._welcome.epoch == life else BULK_TRIES
             life = self._welcome.epoch
         kind = Corruption if isinstance(failed, Corruption) else Unreachable
