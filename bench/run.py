@@ -95,6 +95,7 @@ def full() -> list[Job]:
         Job("memory", OURS, "bench.memory", ("--rows", "1000000")),
         Job("wire", OURS, "bench.wire", ()),
         Job("remote", OURS, "bench.remote", ()),
+        Job("weight_relay", OURS, "bench.weight_relay", ()),
         Job("durability", OURS, "bench.durability", ()),
         Job("idle", OURS, "bench.idle", ()),
         Job("micro", OURS, "bench.micro", ()),
