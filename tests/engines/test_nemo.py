@@ -81,6 +81,7 @@ LEFT_OUT = {
     "test_sync_utils_module_imports": _TRAINERS,
     "test_sync_rollout_actor_prompt_extraction_and_masks_match_grpo": _TRAINERS,
     "test_apply_dynamic_sampling": _TRAINERS,
+    "test_leader_broadcast_round_trip": "two processes of torch.distributed, against a short deadline; no data plane is in it",
     "test_kv_batch_put_rejects_non_tensor_leaves": _PLAIN,
     "test_double_register_partition_is_idempotent_overwrite": "looks into its in-memory client",
 }
@@ -93,7 +94,7 @@ LEFT_OUT = {
 @pytest.mark.parametrize(
     ("conftest", "files", "least"),
     [
-        (OURS, ["."], 115),
+        (OURS, ["."], 110),
         (DROP_IN, ["test_tq_lifecycle.py", "test_seqpack_equivalence.py", "test_codec_mooncake.py"], 24),
     ],
     ids=["ours", "drop-in"],
