@@ -215,3 +215,47 @@ def test_a_snapshot_says_which_shards_to_drain_first(server: Served) -> None:
         put_into_all(queue, make(queue), 1)
         with pytest.raises(tq.errors.UsageError, match=r"lie in further shards \(1\).*transferqueue shard drain"):
             queue.snapshot("s")
+
+
+@pytest.mark.parametrize("data", ["auto", "remote"])
+def test_columns_of_one_row_may_lie_in_several_shards_and_rows_of_one_column_too(server: Served, data: str) -> None:
+    with (
+        ShardProcess(server.tcp),
+        ShardProcess(server.tcp),
+        tq.connect(server.tcp, data=data) as queue,
+    ):
+        await_shards(queue, 2)
+        table = queue.create_table("t", tasks=[tq.Task("a", needs=["x"]), tq.Task("b", needs=["x", "y", "z"])])
+        for number in range(4):
+            table.put(x=values(number), ordinal=np.arange(ROWS) + ROWS * number)
+        for _ in range(2):
+            with table.lease("a", rows=2 * ROWS, timeout_s=PATIENCE_S) as batch:
+                batch.ack(y=[row * 2 for row in batch["x"]], z=np.full((2 * ROWS, WIDTH), 7))
+        del batch
+        with table.lease("b", rows=4 * ROWS, timeout_s=PATIENCE_S) as batch:
+            check_all(batch)
+            for x, y in zip(batch["x"], batch["y"], strict=True):
+                np.testing.assert_array_equal(y, 2 * x)
+            assert (batch["z"].numpy() == 7).all()
+        assert balanced(queue)["rows_done"] == 4 * ROWS
+
+
+@pytest.mark.parametrize("data", ["auto", "remote"])
+def test_weights_lie_in_further_shards_too_and_one_version_goes_with_one(server: Served, data: str) -> None:
+    with (
+        ShardProcess(server.tcp) as shard,
+        tq.connect(server.ipc) as trainer,
+        tq.connect(server.tcp, data=data) as generator,
+    ):
+        await_shards(trainer, 1)
+        tensors = {name: np.full((64, 1024), at, np.float32) for at, name in enumerate(["w", "b"])}
+        trainer.weights("policy").publish(1, tensors)
+        assert shards(trainer)[0]["used_bytes"]
+        with generator.weights("policy").pull() as pulled:
+            for name, tensor in tensors.items():
+                np.testing.assert_array_equal(np.asarray(pulled[name]), tensor)
+        shard.kill()
+        await_shards(trainer, 0)
+        trainer.weights("policy").publish(2, tensors)
+        with generator.weights("policy").pull(above=1) as pulled:
+            np.testing.assert_array_equal(np.asarray(pulled["w"]), tensors["w"])
