@@ -46,6 +46,20 @@ class Extents(RuleBasedStateMachine):
         self.lent[at] = count
         self.warm -= mine
 
+    @rule(count=st.integers(1, 12), warm=st.booleans())
+    def allocate_of_one_temperature(self, count: int, warm: bool) -> None:
+        free = set(range(PAGES)) - self.pages()
+        of_it = free & self.warm if warm else free - self.warm
+        fits = any(set(range(at, at + count)) <= of_it for at in range(PAGES))
+        allocate = self.allocator.allocate_warm if warm else self.allocator.allocate_cold
+        offset = allocate(count * PAGE_BYTES)
+        assert (offset is not None) == fits
+        if offset is not None:
+            at = offset // PAGE_BYTES
+            assert set(range(at, at + count)) <= of_it
+            self.lent[at] = count
+            self.warm -= set(range(at, at + count))
+
     @precondition(lambda self: self.lent)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:

@@ -14,7 +14,7 @@ import pytest
 from transferqueue.errors import OutOfMemory, UsageError
 from transferqueue.limits import ARENA_SLICE_BYTES, MIB, PAGE_BYTES
 from transferqueue.storage import Allocator, Arena, Mapping, room
-from transferqueue.storage.arena import KEEP_BYTES, TRIM_BYTES
+from transferqueue.storage.arena import KEEP_BYTES, TRIM_BYTES, surplus
 
 
 def pages_of(path: str) -> int:
@@ -158,6 +158,24 @@ def test_cold_pages_go_back_and_what_is_lent_stays() -> None:
     assert bytes(mapping.writable(whole + 100 * MIB, 8)) == bytes(8), "what was given back comes back as zeros"
     mapping.close()
     arena.close()
+
+
+def test_pages_that_nobody_needs_are_given_back_when_told() -> None:
+    arena = Arena.create(None, 4 * MIB)
+    arena.ensure(0, 4 * MIB)
+    arena.punch(MIB, 2 * MIB)
+    assert pages_of(arena.path) == arena.backed == 2 * MIB
+    arena.ensure(0, 4 * MIB)
+    assert pages_of(arena.path) == 4 * MIB
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("backed", "used", "given"),
+    [(0, 0, 0), (TRIM_BYTES, 0, 0), (TRIM_BYTES + PAGE_BYTES, 0, TRIM_BYTES + PAGE_BYTES - KEEP_BYTES), (MIB, MIB, 0)],
+)
+def test_how_many_pages_are_too_many(backed: int, used: int, given: int) -> None:
+    assert surplus(backed, used) == given
 
 
 def test_a_small_arena_is_never_trimmed() -> None:
