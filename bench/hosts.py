@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -91,13 +91,13 @@ def send(size: int) -> None:
 # ---------------------------------------------------------------- flat
 
 
-def flat(results: list[Result]) -> list[Result]:
+def flat(results: list[Result], names: Sequence[str]) -> list[Result]:
     """The time of each number of fields over that of one field, turn by turn."""
     found = []
     for metric in ("get", "put"):
         raw = {one.workload: one.raw for one in results if one.metric == metric}
-        for name in WORKLOADS[1:]:
-            ratio = statistics.median(raw[name]) / statistics.median(raw[WORKLOADS[0]])
+        for name in names[1:]:
+            ratio = statistics.median(raw[name]) / statistics.median(raw[names[0]])
             found.append(Result(SCENARIO, OURS, name, f"{metric}_flat", "ratio", [ratio], checked=True))
     return found
 
@@ -223,13 +223,15 @@ def _expect(reader: subprocess.Popen[str], line: str) -> None:
 # ---------------------------------------------------------------- the run
 
 
-def run(turns: int, mib: int) -> list[Result]:
+def run(turns: int, mib: int, names: Sequence[str], encrypted: bool) -> list[Result]:
     with Far() as far:
         with serving(far, "--plain-bytes") as server:
-            results = moved(far, server, SCENARIO, WORKLOADS, turns)
-            results += [*flat(results), *slow(far, server, mib), *stalled(server, mib)]
-        with serving(far) as server:
-            return [*results, *moved(far, server, f"{SCENARIO}_encrypted", (WORKLOADS[0], WORKLOADS[-1]), turns)]
+            results = moved(far, server, SCENARIO, names, turns)
+            results += [*flat(results, names), *slow(far, server, mib), *stalled(server, mib)]
+        if encrypted:
+            with serving(far) as server:
+                results += moved(far, server, f"{SCENARIO}_encrypted", (names[0], names[-1]), turns)
+        return results
 
 
 @contextmanager
@@ -257,19 +259,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--turns", type=int, default=11)
     parser.add_argument("--mib", type=int, default=96, help="read over the slow link, and by readers that stall")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--workloads", nargs="*", default=WORKLOADS)
+    parser.add_argument("--no-encrypted", action="store_true", help="leave out what CURVE makes of it")
+    parser.add_argument("--out", type=Path, default=Path("hosts.json"))
     parser.add_argument("--send", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.send is not None:
         send(chosen.send)
     elif chosen.inside:
-        save_results(chosen.out, run(chosen.turns, chosen.mib))
+        save_results(chosen.out, run(chosen.turns, chosen.mib, chosen.workloads, not chosen.no_encrypted))
     elif reason := why_not():
         raise SystemExit(f"no network namespaces here: {reason}")
     else:
-        told = ["--turns", str(chosen.turns), "--mib", str(chosen.mib), "--out", str(chosen.out.absolute())]
-        inside("bench.hosts", "--inside", *told, timeout_s=LIMIT_S)
+        inside("bench.hosts", "--inside", *sys.argv[1:], timeout_s=LIMIT_S)
 
 
 if __name__ == "__main__":

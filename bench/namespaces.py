@@ -1,7 +1,7 @@
 """Two hosts on one machine: network namespaces with a veth pair between them, made without privileges.
 
 `inside(module, ...)` runs a module of this package in a user and a network namespace of its own; there `Far` makes a
-second network namespace and the pair. All of it goes away with the processes.
+second network namespace and the pair. All of it goes away with the first process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from bench.harness import ROOT
 
 NEAR, FAR = "10.77.0.1", "10.77.0.2"
 START_S = 20
-_UNSHARE = ("unshare", "--user", "--map-root-user", "--net")
+_UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""With process numbers of their own: when the first process ends, so does every other."""
 
 
 def why_not() -> str:
