@@ -1,0 +1,84 @@
+"""A table of a snapshot as one Arrow table: for polars, duckdb, pandas, or whatever else reads Arrow. No server is asked.
+
+::
+
+    rows = read_table("snapshots/run-7", "rollouts")
+    polars.from_arrow(rows).group_by("policy_version").agg(polars.col("rewards").mean())
+    duckdb.sql("select fate, count(*), avg(tokens) from rows group by fate")
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from transferqueue.errors import Corruption, NotFound, listing
+from transferqueue.server.cutfiles import About, TableAbout
+from transferqueue.storage.snapshot import Snapshot
+
+INLINE, PLACED = "field/", "at/"
+"""How the rows' file names a field that lies in it, and where another field's value is in that field's file."""
+
+
+def read_table(path: str | os.PathLike[str], table: str, *, fields: Sequence[str] | None = None) -> pa.Table:
+    """The rows of `table` in the snapshot at `path`, or in the newest under it: facts, fields, and how they stand for each task.
+
+    fields: those that come (None: all); a value that was not set is null. The columns' types are those of `Column.arrow`, facts
+    and tasks are named as in docs/SNAPSHOTS.md; a field with the name of a fact is ``field/NAME``. Every file is compared with
+    its checksum first. What rows share is repeated, what is in files is mapped.
+
+    `NotFound` for a snapshot, table or field that is not there, `Corruption` for a file that is not as it was written.
+    """
+    snapshot = Snapshot.open(Path(path), lambda _: None)
+    about = _about(snapshot, table)
+    rows = _file(snapshot, f"{about.directory}/rows.arrow")
+    known = [name.removeprefix(INLINE).removeprefix(PLACED) for name in rows.column_names if _is_field(name)]
+    missing = [name for name in fields or () if name not in known]
+    if missing:
+        raise NotFound(
+            f"fields {missing} are not in table {table!r} of snapshot {snapshot.path}; it has {listing(known)}"
+        )
+    wanted = set(known if fields is None else fields)
+    return pa.table(dict(_columns(snapshot, about, rows, wanted)))
+
+
+def _columns(snapshot: Snapshot, about: TableAbout, rows: pa.Table, wanted: set[str]) -> Iterator[tuple[str, Any]]:
+    """Names and values, in the order of the rows' file."""
+    for column in rows.column_names:
+        name = column.removeprefix(INLINE).removeprefix(PLACED)
+        if not _is_field(column):
+            yield column, rows[column]
+        elif name in wanted:
+            values = rows[column] if column.startswith(INLINE) else _placed(snapshot, about, name, rows[column])
+            yield f"{INLINE}{name}" if name in rows.column_names else name, values
+
+
+def _placed(snapshot: Snapshot, about: TableAbout, name: str, at: Any) -> Any:
+    """The values of a field that has a file of its own, row by row."""
+    return _file(snapshot, f"{about.directory}/field-{about.placed.index(name)}.arrow")[name].take(at)
+
+
+def _is_field(column: str) -> bool:
+    return column.startswith((INLINE, PLACED))
+
+
+def _about(snapshot: Snapshot, table: str) -> TableAbout:
+    try:
+        tables = {one.name: one for one in msgspec.json.decode(snapshot.about, type=About).tables}
+    except msgspec.MsgspecError as error:
+        raise Corruption(f"snapshot {snapshot.path}: its manifest is none ({error}); read another") from error
+    if table not in tables:
+        raise NotFound(f"table {table!r} is not in snapshot {snapshot.path}; it has {listing(tables)}")
+    return tables[table]
+
+
+def _file(snapshot: Snapshot, name: str) -> pa.Table:
+    if name not in snapshot.files:
+        raise Corruption(f"snapshot {snapshot.path}: the manifest names no file {name}; read another")
+    with pa.memory_map(str(snapshot.path / name)) as source:
+        return pa.ipc.open_file(source).read_all()
