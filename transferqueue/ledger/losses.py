@@ -15,7 +15,7 @@ from collections.abc import Collection
 import numpy as np
 
 from transferqueue.ledger import channels, returns
-from transferqueue.ledger.again import make_again
+from transferqueue.ledger.again import LOST, make_again
 from transferqueue.ledger.arrays import BoolArray, IntArray
 from transferqueue.ledger.pages import LIVE
 from transferqueue.ledger.settle import conclude
@@ -25,7 +25,7 @@ from transferqueue.ledger.tasks import LEASED, READY, TaskState
 
 
 def lose(state: State, blocks: Collection[int], why: str) -> dict[str, list[int]]:
-    """The bytes of these blocks are gone. why: for people. Returns the rows that ended for it, by table."""
+    """The bytes of these blocks are gone. why: for people. Returns the rows that ended as lost, by table."""
     gone = frozenset(blocks)
     if not gone:
         return {}
@@ -45,7 +45,7 @@ def _give_up_staged(state: State, blocks: frozenset[int]) -> None:
 
 
 def _lose_values(table: Table, blocks: IntArray, why: str, now: float) -> list[int]:
-    """Returns the rows that ended."""
+    """Returns the rows that ended as lost."""
     rows = table.rows.pages.resident_rows()
     rows = rows[table.parts.lies_in(table.rows.pages.index(rows), blocks)]
     if not rows.size:
@@ -54,9 +54,8 @@ def _lose_values(table: Table, blocks: IntArray, why: str, now: float) -> list[i
     for name, lacking in _clear(table, rows, blocks, why, now).items():
         lacking = lacking[np.isin(lacking, live)]
         make_again(table, name, lacking[_waited_for(table, name, lacking)], now)
+    ended = sorted({row for doomed, reason in table.doomed if reason == LOST for row in doomed.tolist()})
     conclude(table, now)
-    at, _ = table.rows.pages.find(live)
-    ended: list[int] = live[table.rows.pages.fate.a[at] != LIVE].tolist()
     if ended:
         table.lost[why] = table.lost.get(why, 0) + len(ended)
     table.wake_room()
