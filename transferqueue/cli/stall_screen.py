@@ -12,11 +12,13 @@ _INDENT = 4
 
 def stall_lines(diagnosis: Diagnosis, width: int) -> list[Text]:
     """Lines of the whole report."""
-    if not diagnosis.tables and not diagnosis.elsewhere:
+    if not diagnosis.tables and not diagnosis.channels and not diagnosis.elsewhere:
         return [Text("no tables yet", style="dim")]
     lines: list[Text] = []
     for name, findings in diagnosis.tables.items():
         lines += [Text(name, style="bold"), *_findings(findings, width), Text()]
+    for name, findings in diagnosis.channels.items():
+        lines += [Text(f"weights {name}", style="bold"), *_findings(findings, width), Text()]
     if diagnosis.elsewhere:
         lines += [Text("elsewhere", style="bold"), *_findings(diagnosis.elsewhere, width), Text()]
     return [*lines, _verdict(diagnosis)]

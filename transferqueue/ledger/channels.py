@@ -15,7 +15,9 @@ The law:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from transferqueue.errors import (
     AlreadyExists,
@@ -229,9 +231,9 @@ def end_turn(channel: Channel, session: int, effects: Effects) -> bool:
     return True
 
 
-def explain_turn(channel: Channel, request: TakeTurn) -> str:
-    """Whom a turn waits for."""
-    holders = listing(f"session {number}" for number in channel.turns)
+def explain_turn(channel: Channel, request: TakeTurn, labels: Mapping[int, str] = MappingProxyType({})) -> str:
+    """Whom a turn waits for. labels: of sessions."""
+    holders = listing(labels.get(number) or f"session {number}" for number in channel.turns)
     return (
         f'channel "{channel.name}" lets {request.at_once} change weights at once, and {holders} do; a turn ends by its '
         "holder, or when it expires"

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from transferqueue.errors import NotFound, UsageError, listing
 from transferqueue.ledger import channels, flowing, intake, observe
+from transferqueue.ledger.channel_lines import channel_lines
 from transferqueue.ledger.channels import Channel
 from transferqueue.ledger.explain import explain_lease, explain_room, who_holds_rows
 from transferqueue.ledger.state import State
@@ -48,7 +49,9 @@ def _row(state: State, request: m.Observe, tables: Mapping[str, Table]) -> dict[
 
 
 def _doctor(state: State, request: m.Observe, tables: Mapping[str, Table]) -> dict[str, Any]:
-    return {"now_s": state.now, **observe.doctor(tables, state.now)}
+    told = {} if request.table else state.channels
+    lines = {name: channel_lines(one, state.core, state.now) for name, one in told.items()}
+    return {"now_s": state.now, **observe.doctor(tables, state.now), "channels": lines}
 
 
 def _sessions(state: State, request: m.Observe, tables: Mapping[str, Table]) -> dict[str, Any]:
@@ -110,7 +113,9 @@ def _of_pull(state: State, request: m.Pull) -> str:
 
 
 def _of_turn(state: State, request: m.Turn) -> str:
-    return channels.explain_turn(state.channels.get(request.channel) or Channel(request.channel), request)
+    return channels.explain_turn(
+        state.channels.get(request.channel) or Channel(request.channel), request, state.core.labels
+    )
 
 
 def _of_open(state: State, request: m.OpenTable) -> str:

@@ -32,6 +32,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     now_s: float
     tables: dict[str, list[Told]]
+    channels: dict[str, list[str]] = {}
     waiting: list[Waiting]
     sessions: dict[str, SessionStats]
 
@@ -45,10 +46,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """What every table has to say, the stalled parts first. elsewhere: requests that concern no table."""
+    """What every table has to say, the stalled parts first. elsewhere: requests that concern no table. channels: how each
+    weight channel stands; who waits for a version or a turn of it is elsewhere."""
 
     tables: dict[str, list[Finding]]
     elsewhere: list[Finding]
+    channels: dict[str, list[Finding]] = {}
 
     @property
     def stalled(self) -> list[str]:
@@ -62,7 +65,10 @@ def diagnose(answer: object, *, patience_s: float = PATIENCE_S) -> Diagnosis:
     found = parse("doctor", answer, Answer)
     known = {name: _table(name, told, found, patience_s) for name, told in found.tables.items()}
     others = [wait for wait in found.waiting if wait.table not in found.tables]
-    return Diagnosis(tables=known, elsewhere=_waits(others, patience_s))
+    channels = {
+        name: [Finding(task="", stalled=False, text=text) for text in told] for name, told in found.channels.items()
+    }
+    return Diagnosis(tables=known, elsewhere=_waits(others, patience_s), channels=channels)
 
 
 def _table(name: str, told: list[Told], found: Answer, patience_s: float) -> list[Finding]:
