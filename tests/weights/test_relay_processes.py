@@ -17,6 +17,7 @@ import pytest
 
 import transferqueue as tq
 from tests.client.deployments import Served, Worker, served
+from tests.client.test_keyed import Keyed
 from tests.client.test_remote import Between
 from tests.weights.relays import GENEROUS_S, MIB, TENSORS, Crossed, RelayProcess, model, relaying
 
@@ -27,8 +28,8 @@ REPLICA = """
     with channel.subscribe() as versions:
         while True:
             found = versions.pull(timeout_s=60)
-            right = all((np.asarray(found[name]) == np.random.default_rng(seed).integers(0, 255, 1 << 20, dtype=np.uint8)).all()
-                        for name, seed in zip(found, map(int, sys.argv[2:])))
+            sent = (np.random.default_rng(int(seed)).integers(0, 255, 1 << 20, dtype=np.uint8) for seed in sys.argv[2:])
+            right = all(map(np.array_equal, found.numpy().values(), sent))
             channel.applied(found.version)
             print(found.version, len(found.changed()), right)
 """
@@ -162,12 +163,12 @@ def test_a_host_whose_server_is_killed_with_its_relay_begins_anew(directory: Pat
 
 
 class Origin:
-    """A server at the same address in each of its lives."""
+    """A server at the same address in each of its lives; leaving it is its death."""
 
-    def __init__(self, directory: Path, port: int) -> None:
+    def __init__(self, directory: Path, port: int, *words: str) -> None:
         self.ipc, self.tcp = f"ipc://{directory}/q.sock", f"tcp://127.0.0.1:{port}"
         command = [sys.executable, "-m", "transferqueue.server", "--address", self.ipc, "--tcp", f"127.0.0.1:{port}"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen([*command, *words], stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         assert self.process.stdout.readline().startswith("ready")
 
@@ -180,10 +181,14 @@ class Origin:
         self.process.stdout.close()  # type: ignore[union-attr]
 
 
+def free_port(directory: Path) -> int:
+    """One that a server had a moment ago."""
+    with served(private(directory, "x")) as before:
+        return int(before.tcp.rpartition(":")[2])
+
+
 def test_relays_go_on_when_their_source_was_started_again_with_nothing_and_only_changes_cross(directory: Path) -> None:
-    at = private(directory, "a")
-    with served(private(directory, "x")) as free:
-        port = int(free.tcp.rpartition(":")[2])
+    at, port = private(directory, "a"), free_port(directory)
     with ExitStack() as opened:
         with Origin(at, port) as origin, tq.connect(origin.ipc) as trainer:
             relay = opened.enter_context(relaying("--from", origin.tcp, served=private(directory, "b")))
@@ -197,6 +202,43 @@ def test_relays_go_on_when_their_source_was_started_again_with_nothing_and_only_
             found = versions.pull(timeout_s=GENEROUS_S)
             assert right(found, w5=77)
             assert found.changed() == {"w5"}
+
+
+def test_replicas_and_relay_of_a_durable_host_wait_for_its_next_life_and_only_changes_cross(directory: Path) -> None:
+    at, port = private(directory, "b"), free_port(directory)
+    durable = ("--durability", "process", "--state", str(directory / "state"), "--arena-bytes", "64MiB")
+    with ExitStack() as opened:
+        origin = opened.enter_context(served(private(directory, "a")))
+        between, crossed = opened.enter_context(counted(origin))
+        trainer = opened.enter_context(tq.connect(origin.ipc)).weights("policy")
+        with Origin(at, port, *durable) as host:
+            relay = opened.enter_context(relaying("--from", between.control.address, "--into", host.ipc))
+            versions = opened.enter_context(tq.connect(host.ipc)).weights("policy").subscribe()
+            trainer.publish(1, model())
+            assert right(versions.pull(timeout_s=GENEROUS_S))
+            relay.told("version 1 is here")
+        with Origin(at, port, *durable):
+            first = crossed.bytes
+            trainer.publish(2, model(w6=60))
+            found = versions.pull(timeout_s=GENEROUS_S)
+            assert right(found, w6=60)
+            assert found.changed() == {"w6"}
+            assert MIB < crossed.bytes - first < 1.5 * MIB
+            versions.close()
+
+
+def test_a_relay_with_a_key_of_a_producer_is_let_in(directory: Path) -> None:
+    origin = Keyed(private(directory, "a"))
+    with (
+        relaying("--from", origin.token("producer"), served=private(directory, "b")) as relay,
+        tq.connect(origin.ipc) as trainer,
+        tq.connect(relay.ipc) as replica,
+    ):
+        trainer.weights("policy").publish(1, model())
+        with replica.weights("policy").pull(timeout_s=GENEROUS_S) as found:
+            assert right(found)
+        relay.told("version 1 is here")
+    origin.stop()
 
 
 def test_the_next_source_is_taken_when_one_is_gone(directory: Path) -> None:
