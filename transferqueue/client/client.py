@@ -20,7 +20,7 @@ from transferqueue.client.connection import Connection
 from transferqueue.client.memory import Memory
 from transferqueue.client.remote import RemoteMemory
 from transferqueue.client.sessionlock import SessionLock, session_lock
-from transferqueue.client.shards import Shards
+from transferqueue.client.shards import Presence, Shards
 from transferqueue.client.terms import Terms
 from transferqueue.client.writing import Ground
 from transferqueue.errors import Unreachable, UsageError
@@ -155,7 +155,13 @@ def _memory(
         return Memory(welcome.arenas, welcome.arena_bytes, connection.unpin, lock)
     if welcome.arenas:  # the server sees this process, but this process not its files
         welcome = connection.greet_again(msgspec.structs.replace(hello, remote=True))
-    return _remote(place.host, welcome, keys, connection, lock)
+    return RemoteMemory(
+        lambda told: _line(place.host, told.bulk_port, told.epoch, None if told.bulk_plain else keys),
+        welcome,
+        unpin=_unpinned_by_shards,
+        over=lambda: connection.over,
+        on_close=lock.release if lock else lambda: None,
+    )
 
 
 def _further(at: m.ShardAt, welcome: m.Welcome, keys: ClientKeys | None, connection: Connection) -> RemoteMemory:
@@ -164,26 +170,17 @@ def _further(at: m.ShardAt, welcome: m.Welcome, keys: ClientKeys | None, connect
     if not isinstance(place, TcpAddress):
         raise Unreachable(f"shard {at.number} says that it is reached at {at.endpoint!r}, which is no tcp address")
     mine = ClientKeys(at.key, keys.own if keys else KeyPair.new()) if at.key else None
-    welcome = msgspec.structs.replace(welcome, bulk_port=place.port)
-    return _remote(place.host, welcome, mine, connection, None, port=place.port)
-
-
-def _remote(
-    host: str,
-    welcome: m.Welcome,
-    keys: ClientKeys | None,
-    connection: Connection,
-    lock: SessionLock | None,
-    port: int = 0,
-) -> RemoteMemory:
-    """Memory behind a bulk endpoint. port: 0: as the welcome says, also of whether it asks for keys."""
     return RemoteMemory(
-        lambda told: _line(host, port or told.bulk_port, told.epoch, None if told.bulk_plain and not port else keys),
-        welcome,
-        unpin=lambda _: None,  # `Shards` does that
-        over=lambda: connection.over,
-        on_close=lock.release if lock else lambda: None,
+        lambda told: _line(place.host, place.port, told.epoch, mine),
+        msgspec.structs.replace(welcome, bulk_port=place.port),
+        unpin=_unpinned_by_shards,
+        over=Presence(connection, at.number).over,
+        on_close=lambda: None,
     )
+
+
+def _unpinned_by_shards(_: list[int]) -> None:
+    """`Shards` returns the pins of what was received, from wherever it came."""
 
 
 def _line(host: str, port: int, epoch: int, keys: ClientKeys | None) -> BulkLine | StreamLine:

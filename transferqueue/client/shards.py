@@ -12,6 +12,7 @@ The law:
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NoReturn, TypeVar
@@ -19,11 +20,12 @@ from typing import Any, Final, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from transferqueue.client.connection import Connection
 from transferqueue.client.driving import Operation, Work, ask
 from transferqueue.client.memory import Memory, placement_of
-from transferqueue.client.remote import RemoteMemory
+from transferqueue.client.remote import ASK_S, RemoteMemory
 from transferqueue.client.writing import Fate, Piece
-from transferqueue.errors import Corruption, PeerError, ShardLost
+from transferqueue.errors import Corruption, PeerError, ShardLost, TransferQueueError
 from transferqueue.schema import Field
 from transferqueue.storage.column import Column
 from transferqueue.storage.placement import Blocks, Placement
@@ -110,7 +112,7 @@ class Shards:
     def _at(self, number: int) -> m.ShardAt:
         found = self._known.get(number)
         if found is None:
-            raise ShardLost(f"shard {number} is gone, and the bytes there with it; ask for the rows again")
+            raise _lost(number)
         return found
 
     def _is_mapped(self, number: int) -> bool:
@@ -147,7 +149,7 @@ class Shards:
             yield from self.look()
             for number in numbers:
                 if not self.has(number):
-                    raise ShardLost(f"shard {number} is gone, and the bytes there with it; ask again") from error
+                    raise _lost(number) from error
         raise error
 
     # ------------------------------------------------------------ reading
@@ -210,6 +212,33 @@ class Shards:
         for count, at, which, some in here:
             blocks = Blocks(some.blocks, [memory[one.block] for one in some.blocks], fields)
             found[at].append((which, blocks, placement_of(some, blocks, count)))
+
+
+class Presence:
+    """Whether a further shard is still there, as the coordinator sees it: asked while bytes are on their way, not more often than
+    `ASK_S`. So who waits for a shard that was killed hears of it sooner than by its silence."""
+
+    def __init__(self, connection: Connection, number: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._connection = connection
+        self._number = number
+        self._clock = clock
+        self._asked_at = clock()
+
+    def over(self) -> TransferQueueError | None:
+        """Why nothing crosses any more: the session is over, or the shard is gone; None: neither."""
+        if self._connection.over is not None:
+            return self._connection.over
+        if self._clock() - self._asked_at < ASK_S:
+            return None
+        self._asked_at = self._clock()
+        found = self._connection.call(m.ListShards())
+        if isinstance(found, m.Shards) and all(at.number != self._number for at in found.shards):
+            return _lost(self._number)
+        return None
+
+
+def _lost(number: int) -> ShardLost:
+    return ShardLost(f"shard {number} is gone, and the bytes there with it; ask for the rows again")
 
 
 def _split(part: m.Part, rows: int, place: Callable[[int], int]) -> list[tuple[int, Rows, m.Part]]:
