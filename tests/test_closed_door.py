@@ -20,6 +20,7 @@ ALLOWED = {
     ("client/client.py", "dial"),
     # the host that the user gave, at the port that Welcome told
     ("transport/bulk_sockets.py", "self._socket.connect"),
+    ("transport/bulk_streams.py", "connection.connect_ex"),
     # files, and the front for commands
     ("server/journal.py", "sqlite3.connect"),
     ("cli/connecting.py", "transferqueue.connect"),
