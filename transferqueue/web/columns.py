@@ -3,7 +3,7 @@
 The law:
 
 - A column is a list with one value for each row (numbers, text, lists of numbers, plain values), or a `Packed`.
-- A list is given where JSON carries every value exactly: finite numbers and text. All else is packed, or whatever the caller
+- A list is given where JSON carries every value and its shape exactly: finite numbers and text. All else is packed, or whatever the caller
   asks to have packed. Nothing is rounded, padded or left out.
 - In JSON the bytes of a `Packed` are base64; a body of MessagePack has them as they are.
 - What is received is checked whole, against its own dtype and shape, before the queue sees it. Nothing of it is code.
@@ -33,6 +33,9 @@ _BLOBS: Final[dict[str, Callable[[bytes], Any]]] = {
     "bytes": bytes,
     "value": msgspec.msgpack.Decoder().decode,
 }
+
+_ELEMENTS_MAX: Final = 1 << 40
+"""Of one row, its empty dimensions left out: far over any body."""
 
 Sizes = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=8 * ROWS_PER_REQUEST_MAX)]
 
@@ -68,12 +71,7 @@ def unpack_tensors(tensors: Mapping[str, Packed]) -> dict[str, NDArray[Any]]:
 def pack(column: Column, *, packed: bool) -> Values:
     """A column for the way back. packed: as bytes, even if a list would do."""
     field = column.field
-    listed = field.dtype in _LISTED or "int" in field.dtype
-    if not packed and listed and (not field.dtype.startswith("float") or _finite(column)):
-        return column.list()
-    if field.dtype == "value" and not packed and all(_exact(value) for value in column):
-        return column.list()
-    return _packed(column)
+    return column.list() if not packed and _listable(field, column) else _packed(column)
 
 
 def nbytes(values: Values) -> int:
@@ -97,7 +95,7 @@ def _rows(name: str, packed: Packed) -> Any:
     values = _elements(packed, subject, sum(math.prod(shape) for shape in shapes))
     found, at = [], 0
     for shape in shapes:
-        found.append(values[at : at + math.prod(shape)].reshape(shape))
+        found.append(_shaped(values[at : at + math.prod(shape)], shape, subject))
         at += math.prod(shape)
     return found
 
@@ -130,7 +128,7 @@ def _tensor(name: str, packed: Packed) -> NDArray[Any]:
         raise SchemaError(f"{subject}: {packed.dtype} {packed.shape} is no tensor; give its shape, and no sizes")
     Field(name, packed.dtype, tuple(packed.shape))
     shape = _known(packed.shape)
-    return _elements(packed, subject, math.prod(shape)).reshape(shape)
+    return _shaped(_elements(packed, subject, math.prod(shape)), shape, subject)
 
 
 def _shapes(packed: Packed, subject: str) -> list[list[int]]:
@@ -157,6 +155,12 @@ def _elements(packed: Packed, subject: str, count: int) -> NDArray[Any]:
     return np.frombuffer(packed.data, dtype)
 
 
+def _shaped(values: NDArray[Any], shape: Sequence[int], subject: str) -> NDArray[Any]:
+    if math.prod(max(size, 1) for size in shape) > _ELEMENTS_MAX:
+        raise SchemaError(f"{subject}: shape {list(shape)} is none that an array may have, even of nothing")
+    return values.reshape(shape)
+
+
 def _known(shape: Sequence[int | None]) -> tuple[int, ...]:
     return tuple(size for size in shape if size is not None)
 
@@ -177,6 +181,17 @@ def _blob(dtype: str, row: Any) -> bytes:
     if dtype == "value":
         return msgspec.msgpack.encode(row)
     return row.encode() if isinstance(row, str) else bytes(row)
+
+
+def _listable(field: Field, column: Column) -> bool:
+    """Whether a JSON list says all of a column."""
+    if field.dtype == "value":
+        return all(_exact(value) for value in column)
+    if field.dtype.startswith("float"):
+        exact = field.dtype in _LISTED and _finite(column)
+    else:
+        exact = field.dtype in _LISTED or "int" in field.dtype
+    return exact and not (field.varied and any(row.size == 0 for row in column))  # [] does not say 0 of how many
 
 
 def _finite(column: Column) -> bool:
