@@ -261,10 +261,12 @@ def test_shards_on_every_node_and_a_node_is_removed(cluster):
         assert 0 < audit["rows_lost"] == audit["rows_dropped"] < 96
         table.put(x=[np.full(50_000, 12)])
         rows = 97 - audit["rows_lost"]
+        kill_server(queue)
         with table.lease("double", rows=rows, timeout_s=GENEROUS_S) as batch:
             assert all((row == row[0]).all() for row in batch["x"])
             batch.ack(y=[1.0] * rows)
         del batch
+        assert len(await_shards(queue, len(left))) == len(left), "they go on with the next life of the server"
     with pytest.raises(NotFound):
         tq.connect("ray://transferqueue/spread")
     assert not [name for name in ray.util.list_named_actors(all_namespaces=True) if name["name"].startswith("spread")]

@@ -16,6 +16,7 @@ from tests.client.deployments import Served, served
 from tests.client.test_restart import Supervised
 from tests.cluster.shards import PATIENCE_S, ShardProcess, await_shards, shards
 from transferqueue.limits import MIB, SMALL_EXTENT_BYTES
+from transferqueue.wire import messages as m
 
 pytestmark = pytest.mark.slow
 
@@ -172,6 +173,18 @@ def test_a_drained_shard_ends_when_its_last_row_is_done(server: Served) -> None:
         assert balanced(queue)["rows_done"] == 3 * ROWS
         with pytest.raises(tq.errors.NotFound, match="shard 1 is none that joined"):
             queue.drain_shard(1)
+
+
+def test_a_shard_that_is_told_to_stop_ends_in_order_and_leaves_no_file(server: Served) -> None:
+    with ShardProcess(server.tcp) as shard, tq.connect(server.ipc) as queue:
+        await_shards(queue, 1)
+        (at,) = queue._client.connection.call(m.ListShards()).shards  # type: ignore[union-attr]
+        assert Path(at.path).exists()
+        put_into_all(queue, make(queue), 1)
+        shard.process.terminate()
+        assert shard.ended() == 0
+        assert not Path(at.path).exists()
+        assert (shards(queue), balanced(queue)["rows_lost"]) == ([], ROWS)
 
 
 def test_a_shard_goes_on_with_the_next_life_of_its_coordinator(tmp_path: Path) -> None:
