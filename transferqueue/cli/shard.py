@@ -19,11 +19,7 @@ EXAMPLES = (
     ),
     ("transferqueue shard drain 2", "lend nothing more of shard 2, which ends when nothing is left in it"),
 )
-commands = typer.Typer(
-    help="Lend memory to a deployment: puts go to a near shard, reads come from wherever rows are.",
-    invoke_without_command=True,
-    rich_markup_mode="rich",
-)
+commands = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
 
 
 @commands.callback()
@@ -63,7 +59,7 @@ def shard(
 ) -> None:
     """Lend this machine's memory to the server's deployment until it is drained, or until Ctrl-C or SIGTERM.
 
-    Stopped, it takes with it what lies in it: rows are made again where tasks give their fields, or end as lost. Drain it first.
+    Puts go to a near shard while it has room; reads come from wherever rows are. Stopped, it takes with it what lies in it: rows are made again where tasks give their fields, or end as lost. Drain it first.
     Prints one line when it has joined: "ready", then where its bytes are reached.
     """
     if context.invoked_subcommand is not None:
@@ -72,13 +68,14 @@ def shard(
     from transferqueue.cluster.shard import Shard, serve_shard
     from transferqueue.limits import parse_bytes
 
-    signal.signal(signal.SIGTERM, _stop)
     named = address_of(address)
     place, keys = way_in(named)
-    joined = Shard(
-        place or named, arena_bytes=parse_bytes(arena_bytes) if arena_bytes else None, host=host, keys=keys, label=label
-    )
-    serve_shard(joined, _announce)
+    before = signal.signal(signal.SIGTERM, _stop)
+    ceiling = parse_bytes(arena_bytes) if arena_bytes else None
+    try:
+        serve_shard(Shard(place or named, arena_bytes=ceiling, host=host, keys=keys, label=label), _announce)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @commands.command()

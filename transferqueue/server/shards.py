@@ -111,7 +111,7 @@ class Shards:
         shard = self._further.get(number)
         if shard is None:
             raise NotFound(
-                f"shard {number} is none that joined; there are {listing(self._further)}"
+                f"shard {number} is none that joined; this deployment has {listing(self._further)}"
                 + (", and 0 is the coordinator's own, which stays" if number == SHARD else "")
             )
         shard.drain()
