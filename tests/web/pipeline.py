@@ -101,6 +101,9 @@ def running(address: str) -> Iterator[Pipeline]:
         pipeline.stopped.set()
         with tq.connect(address) as queue:
             queue.drop_table("rollouts")
-            queue.weights("policy").publish(1_000_000, {"w": np.zeros(1, np.float32)})  # the generator's last
-        for one in stages:
-            one.join(WAIT_S)
+            for one in stages[:-1]:
+                one.join(WAIT_S)
+            queue.weights("policy").publish(
+                pipeline.version + 1, {"w": np.zeros(1, np.float32)}
+            )  # the generator's last
+        stages[-1].join(WAIT_S)

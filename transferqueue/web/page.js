@@ -20,7 +20,7 @@ function channels(found) {
     return [name, count(one.newest), `${one.kept.length}, ${size(one.bytes)}`, span(one.age_s), behind];
   });
   const shown = grid(["weights", "version", "kept", "published ago", "applied by"], lines, "Weight channels");
-  at("channels").replaceChildren(...(lines.length ? shown.firstChild.childNodes : []));
+  at("channels").replaceChildren(...(lines.length ? [shown] : []));
 }
 
 function doctor(found) {
