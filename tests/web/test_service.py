@@ -4,9 +4,11 @@ import base64
 import json
 import os
 import re
+import select
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -317,6 +319,19 @@ def test_bodies_without_a_length_or_too_long_or_in_another_tongue_are_refused_un
     assert answer.status == 415
 
 
+def test_more_than_may_be_in_one_process_at_once_is_refused(service):
+    """Five bodies of 60 MiB are told, and none is sent: four have room and are waited for, one is refused."""
+    head = f"POST /action/status HTTP/1.1\r\nHost: {service.host}:{service.port}\r\nAuthorization: Bearer {TOKEN}\r\n"
+    told = f"{head}Content-Length: {60 << 20}\r\n\r\n".encode()
+    with ExitStack() as stack:
+        at = (service.host, service.port)
+        five = [stack.enter_context(socket.create_connection(at, timeout=GENEROUS_S)) for _ in range(5)]
+        for raw in five:
+            raw.sendall(told)
+        (refused,), _, _ = select.select(five, [], [], GENEROUS_S)
+        assert refused.recv(64).split()[1] == b"503"
+
+
 def test_only_post_with_the_token_from_nowhere_else_does_anything(service):
     for path in ("/action/status", "/openapi.json", "/metrics", "/", "/none"):
         method = "POST" if path.startswith("/action") else "GET"
@@ -362,6 +377,21 @@ def test_a_client_that_hangs_up_while_it_waits_takes_nothing(service, job, queue
         service.call("status", table=job)
     service.call("put_prompts", table=job, columns={"prompt": ["a"]})
     assert len(service.call("get_experience", table=job, stage="rollout", rows=1)["rows"]) == 1
+
+
+@pytest.mark.slow
+def test_a_service_tells_that_its_server_is_gone(tmp_path):
+    tmp_path.chmod(0o700)
+    queue = tq.connect(runtime=tmp_path, arena_bytes="64MiB")
+    process, link = start_page(queue.address, "127.0.0.1:0", TOKEN, "service")
+    service = Asking(urlsplit(link).hostname, urlsplit(link).port)
+    service.call("init_engines", stages=STAGES)
+    queue.close()
+    assert error_of(service.refused("status")) == (503, "Disconnected")
+    assert service.request("GET", "/metrics").status == 503
+    process.stdin.close()
+    assert process.wait(GENEROUS_S) == 0
+    process.stdout.close()
 
 
 # ---------------------------------------------------------------- pages

@@ -1,0 +1,87 @@
+"""Whatever is asked of the HTTP service, it answers as documented, and no row is lost."""
+
+import datetime as dt
+import random
+from collections import Counter
+from urllib.parse import urlsplit
+
+import msgspec
+import pytest
+
+import transferqueue as tq
+from tests.web.service_client import GENEROUS_S, TOKEN, Asking
+from transferqueue.web.actions import ACTIONS
+from transferqueue.web.beside import start_page
+
+STAGES = [{"name": "rollout", "needs": ["prompt"], "gives": ["ids"]}, {"name": "train", "needs": ["ids"]}]
+REQUESTS = 1500
+NAMES = ["prompt", "ids", "x", "key", "tags", "group_id", "priority", "\0", ""]
+WEIRD = [
+    *(None, True, -1, 0, 1, 2**63, 2**64 - 1, 1e308, 0.5, "", "a", "\0", "x" * 5000, [], [[]], {}, {"a": 1}, b"\xff"),
+    *("experience", "rollout", [1, "a"], [1.5, 2], [[1], ["a"]], [True, 2], [float("nan")], [None], [1, [2, ["x"]]]),
+    msgspec.msgpack.Ext(5, b"ab"),
+    dt.datetime(2026, 1, 1, tzinfo=dt.UTC),
+    {"dtype": "int32", "data": b"1234"},
+    {"dtype": "float32", "shape": [None, None], "sizes": [1, 1], "data": b"1234"},
+    {"dtype": "value", "sizes": [1], "data": b"\xd4"},
+    {"dtype": "bool", "shape": [None, None], "sizes": [0, 2**62], "data": b""},
+]
+
+
+def value(rng, depth=0):
+    kind = rng.random() if depth < 3 else 0.0
+    if kind < 0.6:
+        return rng.choice(WEIRD)
+    if kind < 0.8:
+        return [value(rng, depth + 1) for _ in range(rng.randrange(4))]
+    return {rng.choice(NAMES): value(rng, depth + 1) for _ in range(rng.randrange(4))}
+
+
+def right(action, lease, number):
+    """A body that may well be right."""
+    return {
+        "init_engines": {"stages": STAGES, "table": f"t{number % 20}"},
+        "put_prompts": {"columns": {"prompt": ["a", "b"]}},
+        "get_experience": {"stage": "rollout", "rows": 1},
+        "put_experience": {"lease": lease, "columns": {"ids": [[1]]}},
+        "release_experience": {"lease": lease},
+        "renew_experience": {"lease": lease},
+        "notify_weights": {"version": number},
+        "seal": {"table": f"t{number % 20}"},
+    }.get(action.name, {})
+
+
+def asked(rng, action, lease, number):
+    """The right body, with some members replaced, and no wait."""
+    body = right(action, lease, number)
+    for name in rng.sample(action.takes.__struct_fields__, k=rng.randrange(3) % len(action.takes.__struct_fields__)):
+        columns = name in ("columns", "facts") and rng.random() < 0.7
+        body[name] = {rng.choice(NAMES): value(rng) for _ in range(2)} if columns else value(rng)
+    if "timeout_s" in action.takes.__struct_fields__:
+        body["timeout_s"] = 0
+    if action.name == "seal":
+        body["table"] = f"t{number % 20}"
+    return body
+
+
+@pytest.mark.slow
+def test_nothing_that_is_asked_is_a_defect(tmp_path):
+    tmp_path.chmod(0o700)
+    rng, lease, seen = random.Random(5), "", Counter()
+    with tq.connect(runtime=tmp_path, arena_bytes="64MiB") as queue:
+        process, link = start_page(queue.address, "127.0.0.1:0", TOKEN, "service")
+        service = Asking(urlsplit(link).hostname, urlsplit(link).port)
+        service.call("init_engines", stages=STAGES)
+        for number in range(REQUESTS):
+            action = rng.choices(ACTIONS, weights=[1, 5, 3, 3, 1, 1, 1, 1, 1, 1])[0]
+            body = msgspec.msgpack.encode(asked(rng, action, lease, number))
+            answer = service.request("POST", f"/action/{action.name}", body, **{"Content-Type": "application/msgpack"})
+            assert answer.status in (200, 400, 404, 409, 410, 504), (number, action.name, body, answer.body)
+            assert answer.status == 200 or set(answer.msgpack) == {"error", "text"}
+            lease = answer.msgpack["lease"] if (action.name, answer.status) == ("get_experience", 200) else lease
+            seen[answer.status] += 1
+        assert min(seen[200], seen[400]) > REQUESTS // 5
+        assert queue.audit()["balanced"]
+        process.stdin.close()
+        assert process.wait(GENEROUS_S) == 0
+        process.stdout.close()
