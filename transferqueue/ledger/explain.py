@@ -63,7 +63,7 @@ def _lacking(table: Table, task: TaskState, now: float) -> list[str]:
         found += _forming(table, task)
     if not found and not task.open_rows:
         found.append("the table is sealed" if table.sealed else "no row that it has not done is in the table")
-    return found
+    return found + lost_rows(table)
 
 
 def _leased(table: Table, tasks: Iterable[TaskState], now: float) -> list[str]:
