@@ -454,3 +454,18 @@ def test_serve_starts_it_with_a_token_of_a_file_and_the_example_runs_on_it(tmp_p
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines()[-1] == "rows put 64, done 64, dropped 0"
     assert ran.stdout.count("16 rows, mean reward") == 4
+
+
+@pytest.mark.slow
+def test_serve_refuses_a_token_for_nobody(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-m", "transferqueue.cli", "serve", "--runtime", tmp_path / "run", "--token-file", "token"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=GENEROUS_S,
+        check=False,
+    )
+    assert ran.returncode == 2
+    assert "is the token of --web and --http; give one of them too" in " ".join(ran.stderr.split())
+    assert list(tmp_path.iterdir()) == []
