@@ -1,14 +1,31 @@
-"""A generator as a stage of a flow: prompts of leased rows in, completions out as each is finished."""
+"""A generator as a stage of a flow: prompts of leased rows in, completions out as each is finished.
+
+With a budget, completions are made in parts: what a lease did not finish goes back with its tokens, log-probs and versions, and
+any generator goes on with it under the weights that it has by then (`Prompt.begun`). What was cut short goes back likewise.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Final
+from dataclasses import replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
-from transferqueue.adapters.protocols import GENERATE_S, Completion, Generator, Part, Prompt, Sampling
+from transferqueue.adapters.protocols import (
+    ABORT,
+    GENERATE_S,
+    LENGTH,
+    Completion,
+    Generator,
+    Part,
+    Prompt,
+    Sampling,
+)
+from transferqueue.errors import UsageError
 
 if TYPE_CHECKING:
     import transferqueue as tq
@@ -16,12 +33,17 @@ if TYPE_CHECKING:
 PART_ROWS: Final = 16
 """Completions are handed on when so many are finished, so that the next stage works while the rest is generated."""
 
+BEGUN: Final = ("begun_ids", "begun_logprobs", "begun_versions")
+"""Columns of what an unfinished completion has so far, a token each; empty where none is begun."""
+
 
 class Generate:
     """The stage ``generate``: a completion for each row, by any `Generator`.
 
     Rows come back as parts, `part_rows` at a time, each stamped with the versions of its tokens. token_versions: give the
-    version of each token as a column too, for weights that change in flight.
+    version of each token as a column too, for weights that change in flight. budget: tokens that one lease adds to a completion
+    at most (0: no bound, and the columns `BEGUN` are not read); what was begun more than `max_staleness` versions ago is begun
+    anew. `UsageError` for a negative budget.
     """
 
     def __init__(
@@ -32,19 +54,25 @@ class Generate:
         prompt_field: str = "prompt_ids",
         part_rows: int = PART_ROWS,
         token_versions: bool = False,
+        budget: int = 0,
+        max_staleness: int | None = None,
         timeout_s: float = GENERATE_S,
     ) -> None:
+        if budget < 0:
+            raise UsageError(f"budget={budget} is not a number of tokens; 0 is no bound")
         self._generator = generator
         self._sampling = sampling
         self._prompt_field = prompt_field
         self._part_rows = part_rows
         self._token_versions = token_versions
+        self._budget = budget
+        self._max_staleness = max_staleness
         self._timeout_s = timeout_s
 
     @property
     def needs(self) -> Sequence[str]:
-        """The prompt."""
-        return (self._prompt_field,)
+        """The prompt, and with a budget what was begun."""
+        return (self._prompt_field, *(BEGUN * bool(self._budget)))
 
     @property
     def gives(self) -> Sequence[str]:
@@ -52,17 +80,47 @@ class Generate:
         return ("response_ids", "rollout_logprobs", "finish_reason", *(("token_versions",) * self._token_versions))
 
     def __call__(self, batch: tq.Batch) -> Iterator[Part]:
-        """Yield the rows of a batch as they are finished."""
-        prompts = [Prompt.of(ids) for ids in batch[self._prompt_field]]
+        """Yield the rows of a batch as they are finished; those with most tokens first."""
+        prompts = [
+            replace(Prompt.of(ids), begun=begun)
+            for ids, begun in zip(batch[self._prompt_field], self._begun(batch), strict=True)
+        ]
+        if not self._budget:
+            yield from self._generate(range(len(prompts)), prompts, self._sampling.tokens_max)
+            return
+        by_length = sorted(range(len(prompts)), key=lambda at: -_tokens(prompts[at]))
+        for begun, rows in groupby(by_length, key=lambda at: _tokens(prompts[at])):
+            yield from self._generate([*rows], prompts, min(begun + self._budget, self._sampling.tokens_max))
+
+    def _begun(self, batch: tq.Batch) -> list[Completion | None]:
+        if not self._budget:
+            return [None] * len(batch)
+        oldest = batch.version - self._max_staleness if self._max_staleness is not None else 0
+        found = zip(*(batch[name] for name in BEGUN), strict=True)
+        return [_resumed(at, oldest, *columns) for at, columns in enumerate(found)]
+
+    def _generate(self, rows: Sequence[int], prompts: Sequence[Prompt], tokens_max: int) -> Iterator[Part]:
+        """Complete the prompts of ``rows``, to ``tokens_max`` tokens at most."""
+        asked = [prompts[row] for row in rows]
+        sampling = replace(self._sampling, tokens_max=tokens_max)
         finished: list[Completion] = []
-        with closing(self._generator.generate(prompts, self._sampling, timeout_s=self._timeout_s)) as completions:
+        unfinished: list[Completion] = []
+        with closing(self._generator.generate(asked, sampling, timeout_s=self._timeout_s)) as completions:
             for completion in completions:
-                finished.append(completion)
+                (unfinished if self._goes_on(completion) else finished).append(
+                    replace(completion, prompt=rows[completion.prompt])
+                )
                 if len(finished) >= self._part_rows:
                     yield self._part(finished)
                     finished = []
         if finished:
             yield self._part(finished)
+        if unfinished:
+            yield _hand_back(unfinished)
+
+    def _goes_on(self, completion: Completion) -> bool:
+        short = completion.finish_reason == LENGTH and len(completion.ids) < self._sampling.tokens_max
+        return bool(self._budget) and (short or completion.finish_reason == ABORT)
 
     def _part(self, finished: Sequence[Completion]) -> Part:
         columns = {
@@ -81,3 +139,32 @@ class Generate:
                 "tokens": np.array([len(completion.ids) for completion in finished]),
             },
         )
+
+
+def _tokens(prompt: Prompt) -> int:
+    return 0 if prompt.begun is None else len(prompt.begun.ids)
+
+
+def _resumed(
+    at: int,
+    oldest: int,
+    ids: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32],
+    versions: npt.NDArray[np.int32],
+) -> Completion | None:
+    """What a row has so far; None where that is nothing, or too old to go on with."""
+    if not len(ids) or versions.min() < oldest:
+        return None
+    spans = tuple((version, sum(1 for _ in same)) for version, same in groupby(versions.tolist()))
+    return Completion(prompt=at, sample=0, ids=ids, logprobs=logprobs, finish_reason=ABORT, spans=spans)
+
+
+def _hand_back(unfinished: Sequence[Completion]) -> Part:
+    columns: Mapping[str, Any] = dict(
+        zip(
+            BEGUN,
+            map(list, zip(*((one.ids, one.logprobs, one.versions) for one in unfinished), strict=True)),
+            strict=True,
+        )
+    )
+    return Part(at=np.array([one.prompt for one in unfinished], dtype=np.intp), columns=columns, unfinished=True)

@@ -25,13 +25,14 @@ SMALL = Settings(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("partial", [0, 2])
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_the_job_runs_on_a_real_engine(engine: str, tmp_path: Path) -> None:
+def test_the_job_runs_on_a_real_engine(engine: str, partial: int, tmp_path: Path) -> None:
     if engine == "vllm":
         pytest.importorskip("vllm")
     events: list[tuple[str, Event]] = []
     learning = replace(for_engine(SMALL), steps=STEPS, prompts_per_step=PROMPTS, group_size=GROUP)
-    settings = JobSettings(learning=learning, engine=engine)  # type: ignore[arg-type]
+    settings = JobSettings(learning=learning, engine=engine, partial=partial)  # type: ignore[arg-type]
     outcome = run_demo(settings, directory=tmp_path, observe=lambda label, event: events.append((label, event)))
     assert outcome.summary.steps == STEPS
     assert (outcome.audit.put, outcome.audit.done) == (STEPS * PROMPTS * GROUP,) * 2

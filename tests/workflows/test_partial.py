@@ -17,9 +17,11 @@ pytest.importorskip("torch", exc_type=ImportError)
 import torch
 
 import transferqueue as tq
+from tests.workflows.stream_engine import Countdown
 from tests.workflows.test_demo import SMALL
-from transferqueue.adapters.protocols import Part
-from transferqueue.errors import Impossible, UsageError
+from transferqueue.adapters.generation import Generate
+from transferqueue.adapters.protocols import Part, Sampling
+from transferqueue.errors import UsageError
 from transferqueue.workflows.events import WORK, Event, Failure, Span
 from transferqueue.workflows.flow import Flow
 from transferqueue.workflows.grpo.advantage_stage import ZERO_ADVANTAGE
@@ -42,8 +44,8 @@ PARTIAL = JobSettings(learning=replace(SMALL, steps=1), partial=2, max_staleness
 def test_a_budget_that_nobody_can_keep_is_refused() -> None:
     with pytest.raises(UsageError, match="partial=-1 is not a number of tokens"):
         JobSettings(partial=-1)
-    with pytest.raises(Impossible, match="partial=2 with engine vllm"):
-        JobSettings(partial=2, engine="vllm")
+    with pytest.raises(UsageError, match="budget=-1 is not a number of tokens"):
+        Generate(Countdown(), Sampling(tokens_max=2), budget=-1)
 
 
 def test_an_unfinished_part_says_which_rows_and_nothing_else() -> None:

@@ -68,7 +68,13 @@ def rollout(context: Context) -> Iterator[Work]:
     )
     with tempfile.TemporaryDirectory(prefix="transferqueue-model-") as directory, context.span("engine start"):
         engine = ENGINES[settings.engine](save_llama(policy.model, Path(directory)), policy.version)
-    generate = Generate(engine, sampling)
+    generate = Generate(
+        engine,
+        sampling,
+        token_versions=settings.in_parts,
+        budget=settings.partial,
+        max_staleness=settings.max_staleness,
+    )
     with closing(engine), _following(context, engine, policy.version) as check:
 
         def work(batch: tq.Batch) -> Iterator[Part]:

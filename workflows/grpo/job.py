@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Final, Literal
 
 import transferqueue as tq
+from transferqueue.adapters.generation import BEGUN
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.workflows.grpo.settings import Settings
 from transferqueue.workflows.stage import Stage
@@ -30,8 +31,6 @@ REFERENCE: Final = "reference"
 """Weight channel of the policy that KL is measured against; one version, kept for ever."""
 
 Mode = Literal["sync", "delayed", "async"]
-BEGUN: Final = ("begun_ids", "begun_logprobs", "begun_versions")
-"""What an unfinished response has so far, a token each; empty where none is begun."""
 Engine = Literal["builtin", "transformers", "vllm"]
 """What generates: the job's own sampler, or a real engine with the same model as a Llama."""
 
@@ -83,11 +82,6 @@ class JobSettings:
     def __post_init__(self) -> None:
         if self.partial < 0:
             raise UsageError(f"partial={self.partial} is not a number of tokens; 0 is no bound")
-        if self.partial and self.engine != "builtin":
-            raise Impossible(
-                f"partial={self.partial} with engine {self.engine}: its requests have no budget, and its weights change in "
-                "flight anyway; use the builtin engine"
-            )
         self._check_over_sample()
         if self.rollouts < 1:
             raise UsageError(f"rollouts={self.rollouts} is not a positive number of processes")

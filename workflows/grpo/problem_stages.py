@@ -9,8 +9,9 @@ from typing import Any, Final
 import numpy as np
 
 import transferqueue as tq
+from transferqueue.adapters.generation import BEGUN
 from transferqueue.workflows.audit import audit
-from transferqueue.workflows.grpo.job import BEGUN, JobSettings
+from transferqueue.workflows.grpo.job import JobSettings
 from transferqueue.workflows.grpo.problems import Problem, ProblemSet, Split, problem_set
 from transferqueue.workflows.grpo.tokenizer import decode, encode_prompt
 from transferqueue.workflows.stage import Context, Produce, Work

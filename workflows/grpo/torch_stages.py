@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import transferqueue as tq
+from transferqueue.adapters.generation import BEGUN
 from transferqueue.adapters.protocols import Part
 from transferqueue.errors import DeadlineExceeded, NotFound, Sealed
 from transferqueue.workflows.audit import audit
@@ -20,7 +21,7 @@ from transferqueue.workflows.events import PUBLISH, SWAP, Span
 from transferqueue.workflows.grpo.begun import NOTHING, Begun, places, same_length, same_prompt
 from transferqueue.workflows.grpo.evaluate import Evaluation, evaluate
 from transferqueue.workflows.grpo.grpo import Learner, Objective, TrainBatch
-from transferqueue.workflows.grpo.job import BEGUN, POLICY, REFERENCE, JobSettings
+from transferqueue.workflows.grpo.job import POLICY, REFERENCE, JobSettings
 from transferqueue.workflows.grpo.llama import from_llama, is_llama, to_llama
 from transferqueue.workflows.grpo.model import Transformer
 from transferqueue.workflows.grpo.over_sampling import ABORTED, Due, hearing, nothing_due, tell_full

@@ -285,6 +285,28 @@ def _cut(subject: GeneratorSubject, engine: Generator, prompts: Sequence[Prompt]
     raise Broken("some were cut short by a pause while they ran")
 
 
+def goes_on_in_parts_under_newer_weights(subject: GeneratorSubject) -> None:
+    """What a length limit ended is gone on with after an update; the limit counts what was begun, and each token keeps its weights."""
+    with opened(subject) as engine:
+        prompts, sampling = _prompts(subject), replace(_short(subject), tokens_max=4)
+        begun = [
+            replace(each, finish_reason=ABORT)
+            for each in _all(engine, prompts, sampling)
+            if each.finish_reason == LENGTH
+        ]
+        engine.update_weights(subject.weights(1), 1)
+        again = [replace(prompts[each.prompt], begun=each) for each in begun]
+        ended = _all(engine, again, replace(sampling, tokens_max=8))
+    require(len(ended) == len(begun) > 0, "each that was begun is gone on with", len(begun))
+    for each in ended:
+        before = begun[each.prompt]
+        require(each.ids[:4].tolist() == before.ids.tolist(), "what was begun is its beginning")
+        require(each.logprobs[:4].tolist() == before.logprobs.tolist(), "with its log-probs")
+        require(each.spans == ((0, 4), (1, len(each.ids) - 4)), "each token has the version that drew it", each.spans)
+        require(len(each.ids) == 8 or each.finish_reason == STOP, "the limit counts what was begun", len(each.ids))
+    _check_logprobs(subject, again, ended)
+
+
 def pause_waits(subject: GeneratorSubject) -> None:
     """`WAIT`: what runs is finished first."""
     with opened(subject) as engine:
@@ -359,6 +381,7 @@ GENERATOR_CHECKS: Final[tuple[Callable[[GeneratorSubject], None], ...]] = (
     requests_wait_while_paused,
     pause_aborts_and_another_goes_on,
     another_goes_on_under_other_weights,
+    goes_on_in_parts_under_newer_weights,
     pause_waits,
     a_deadline_ends_a_request,
     closing_aborts_the_rest,
