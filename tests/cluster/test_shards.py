@@ -136,6 +136,7 @@ def test_small_puts_of_a_producer_go_elsewhere_when_their_shard_is_gone(server: 
         first.kill()
         await_shards(queue, 0)
         table.put(x=[np.arange(4)])
+        assert sorted(queue._client.memory._paths) == [0], "memory that nobody owns is not held"  # type: ignore[union-attr]
         with table.lease("train", rows=1, timeout_s=PATIENCE_S) as batch:
             assert batch["x"].list()[0] == [0, 1, 2, 3]
         assert (balanced(queue)["rows_lost"], balanced(queue)["rows_done"]) == (1, 1)

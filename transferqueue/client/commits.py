@@ -90,7 +90,7 @@ def _placed(
         try:
             return (yield from _commit(client, terms, facts, columns, rows, deadline, request, kind))
         except ShardLost:
-            continue
+            yield from client.shards.look()  # and let go of its memory, if it was mapped
     return (yield from _commit(client, terms, facts, columns, rows, deadline, request, kind))
 
 
