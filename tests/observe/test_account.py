@@ -151,7 +151,7 @@ def test_a_wait_is_explained_by_groups_holders_and_silence(world: World, maker: 
 
 def test_doctor_has_a_line_for_each_task_and_for_its_table(world: World, maker: Driver) -> None:
     answer = world.ledger.observe(m.Observe("doctor"), world.now)
-    assert set(answer) == {"now_s", "tables"}
+    assert set(answer) == {"now_s", "tables", "channels"}
     assert [one["task"] for one in answer["tables"]["t"]] == ["reward", "train"]
 
 
