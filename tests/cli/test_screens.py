@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from rich.text import Text
 
-from tests.observe.snapshots import stats, table, task
+from tests.observe.snapshots import server, stats, table, task
 from transferqueue.cli.inspect_screen import tables_lines, terms_lines
 from transferqueue.cli.machine_screen import machine_lines
 from transferqueue.cli.row_screen import row_lines
@@ -17,7 +17,7 @@ from transferqueue.observe.frame import frame
 from transferqueue.observe.machine import Section
 from transferqueue.observe.row import RowEvent, RowField, RowLife, RowTask
 from transferqueue.observe.stall import Diagnosis, Finding
-from transferqueue.observe.stats import ChannelStats, Stats, Waiting
+from transferqueue.observe.stats import ChannelStats, ShardStats, Stats, Waiting
 from transferqueue.observe.terms import policy_text, table_terms
 from transferqueue.policies import Acked, Complete, Fifo, Pacing, Release, Task, TokenBalanced
 from transferqueue.schema import Field
@@ -243,3 +243,17 @@ def test_a_finding_is_followed_by_its_remedy() -> None:
 def test_stalled_tables_are_named() -> None:
     assert DIAGNOSIS.stalled == ["rollouts"]
     assert plain(stall_lines(DIAGNOSIS, 80)).endswith("Stalled: rollouts.")
+
+
+def test_further_shards_are_one_line_that_says_who_leaves():
+    shards = [
+        ShardStats(
+            shard=n, label="shard", capacity_bytes=8 << 30, used_bytes=n << 30, backed_bytes=n << 30, drains=n == 2
+        )
+        for n in (1, 2, 3)
+    ]
+    lines = top_lines(frame(ADDRESS, None, stats(server=server(shards=shards))), 80)
+    (line,) = [line.plain for line in lines if line.plain.startswith("shards")]
+    assert line.endswith("6 GiB of 24 GiB in 3 further shards · 2 drains")
+    assert len(line) <= 80
+    assert not [line for line in top_lines(frame(ADDRESS, None, stats()), 80) if line.plain.startswith("shards")]

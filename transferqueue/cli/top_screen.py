@@ -36,14 +36,26 @@ def _head(frame: Frame, width: int) -> list[Text]:
     server = frame.stats.server
     left = Text(frame.address, style="bold cyan")
     right = Text(f"up {q.span(server.uptime_s)} · {q.plural(frame.stats.sessions, 'session')}", style="dim")
-    return [*spread(left, right, width), _arena(server)]
+    return [*spread(left, right, width), _arena("arena ", server.used_bytes, server.capacity_bytes), *_shards(server)]
 
 
-def _arena(server: ServerStats) -> Text:
-    used, capacity = server.used_bytes, server.capacity_bytes
+def _arena(name: str, used: int, capacity: int) -> Text:
     share = used / capacity if capacity else 0.0
-    text = Text("arena ").append_text(bar(share, _BAR, style=_level(share)))
+    text = Text(name).append_text(bar(share, _BAR, style=_level(share)))
     return text.append(f" {q.size(used)} of {q.size(capacity)}")
+
+
+def _shards(server: ServerStats) -> list[Text]:
+    """All further shards, in one line."""
+    if not server.shards:
+        return []
+    used, capacity = (
+        sum(one.used_bytes for one in server.shards),
+        sum(one.capacity_bytes for one in server.shards),
+    )
+    drain = ", ".join(str(one.shard) for one in server.shards if one.drains)
+    text = _arena("shards ", used, capacity).append(f" in {q.plural(len(server.shards), 'further shard')}")
+    return [text.append(f" · {drain} drains", style="yellow") if drain else text]
 
 
 def _level(share: float) -> str:

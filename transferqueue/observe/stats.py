@@ -92,6 +92,17 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
+class ShardStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A further shard: its number, what people call it, its arena, and whether it is to leave."""
+
+    shard: int
+    label: str
+    capacity_bytes: int
+    used_bytes: int
+    backed_bytes: int
+    drains: bool
+
+
 class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     """The process that answers, its arena, and what befell it."""
 
@@ -109,6 +120,7 @@ class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     leases_ended: int
     sessions_dropped: int
     internal_errors: int
+    shards: list[ShardStats] = []
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
