@@ -11,6 +11,7 @@ no process asks twice, and no sample is claimed twice for one task, whoever asks
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -104,7 +105,7 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
                 f"task {task_name!r} claims {batch_size} samples of partition {partition_id!r}; claim at least 1"
             )
         table = self._partition(partition_id)
-        task = _claiming(table, partition_id, task_name, required_fields)
+        task = self._claiming(table, partition_id, task_name, required_fields)
         wait_s, least = (max(0.0, timeout_s), batch_size) if blocking else (0.0, 1)
         try:
             with table.lease(task, rows=batch_size, at_least=least, timeout_s=wait_s, fields=()) as batch:
@@ -203,6 +204,25 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
             raise NotThere(f"partition {partition_id!r} is not there; register_partition makes it")
         return table
 
+    def _claiming(self, table: tq.Table, partition_id: str, task: str, fields: Sequence[str]) -> str:
+        """The name of the task by which `task` claims samples with `fields`, declared if it is its first claim."""
+        known, needs = table.tasks, tuple(sorted(set(fields)))
+        if _declared(task) not in known:
+            raise NotThere(
+                f"task {task!r} is not registered as a consumer of partition {partition_id!r}; register_partition"
+            )
+        if _claims(task) not in known:
+            with contextlib.suppress(AlreadyExists):  # another process was quicker, perhaps with other fields
+                table.add_task(tq.Task(_claims(task), needs=needs))
+            known = self._partition(partition_id).tasks
+        claims = known[_claims(task)]
+        if claims.needs != needs:
+            raise UsageError(
+                f"task {task!r} of partition {partition_id!r} claims by other fields than {list(needs)}: what it has claimed is "
+                f"counted by the fields of its first claim, {list(claims.needs)}; register another task for these"
+            )
+        return claims.name
+
 
 # ------------------------------------------------------------ how NeMo-RL comes by one
 
@@ -256,23 +276,6 @@ def _declared(task: str) -> str:
 def _claims(task: str) -> str:
     """The task by which a consumer claims."""
     return f"claims.{name_of(task)}"
-
-
-def _claiming(table: tq.Table, partition_id: str, task: str, fields: Sequence[str]) -> str:
-    """The name of the task by which `task` claims samples with `fields`, declared if it is its first claim."""
-    known, needs = table.tasks, tuple(sorted(set(fields)))
-    if _declared(task) not in known:
-        raise NotThere(
-            f"task {task!r} is not registered as a consumer of partition {partition_id!r}; register_partition"
-        )
-    try:
-        table.add_task(tq.Task(_claims(task), needs=needs))
-    except AlreadyExists as error:
-        raise UsageError(
-            f"task {task!r} of partition {partition_id!r} claims by other fields than {list(needs)}: what it has claimed is "
-            "counted by the fields of its first claim; register another task for these"
-        ) from error
-    return _claims(task)
 
 
 def _before(task: Mapping[str, Any]) -> int:
