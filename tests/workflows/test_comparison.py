@@ -39,6 +39,8 @@ SUMMARY = Summary(
     rows_put=8,
     rows_done=8,
     rows_dropped=0,
+    rows_aborted=0,
+    tokens_kept=0,
 )
 
 
