@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.harness import RECORDS, ROOT, Record, Result, commit, load_results, machine
+from bench.namespaces import why_not
 
 OURS = "transferqueue"
 LAST_LINES = 12
@@ -74,6 +75,7 @@ def quick() -> list[Job]:
         Job("memory", OURS, "bench.memory", ("--rows", "200000")),
         Job("wire", OURS, "bench.wire", ()),
         Job("remote", OURS, "bench.remote", ()),
+        Job("hosts", OURS, "bench.hosts", ("--turns", "7"), limit_s=420),
         _transfer("incumbent", _FIELDS, 3, 1.0, through=False),
         _lease_cost("incumbent", [1000, 200_000], peer=True, repetitions=10),
         *peers,
@@ -95,6 +97,7 @@ def full() -> list[Job]:
         Job("memory", OURS, "bench.memory", ("--rows", "1000000")),
         Job("wire", OURS, "bench.wire", ()),
         Job("remote", OURS, "bench.remote", ()),
+        Job("hosts", OURS, "bench.hosts", ("--turns", "7"), limit_s=420),
         Job("weight_relay", OURS, "bench.weight_relay", ()),
         Job("durability", OURS, "bench.durability", ()),
         Job("idle", OURS, "bench.idle", ()),
@@ -119,6 +122,8 @@ def unavailable(job: Job, peers: Path) -> str:
         return f"no environment for peers at {peers}; `make bench` creates it"
     if job.contender == "redis" and not shutil.which("redis-server"):
         return "no redis-server on this machine"
+    if job.scenario == "hosts" and (reason := why_not()):
+        return f"no network namespaces here: {reason}"
     return ""
 
 
