@@ -320,3 +320,50 @@ def test_tickets_of_a_kept_key_go_on_for_what_is_left(bench, tmp_path):
 def test_local_replies_carry_no_ticket(bench):
     assert m.Granted(1, 0, 0, 64).ticket == b""
     assert bench.tickets.issue(SESSION, m.Done(3)) == m.Done(3)
+
+
+def test_a_later_write_to_the_same_place_ends_the_earlier_one_and_late_bytes_find_no_place(bench):
+    granted = bench.grant(4 * MIB)
+    bench.say(bench.write(granted, 2 * MIB), [b"a" * MIB], peer=b"p")
+    bench.say(bench.write(granted, 1 * MIB, at=granted.offset + 3 * MIB), [b"c" * MIB], peer=b"r")
+    bench.say(bench.write(granted, 2 * MIB), [b"b" * MIB], peer=b"q")
+    bench.say(b.Data(1, 1), [b"b" * MIB], peer=b"q")
+    bench.heard()
+    bench.say(b.Data(1, 1), [b"a" * MIB], peer=b"p")
+    with pytest.raises(BY_NAME["Unreachable"], match="is not under way"):
+        raise refused(bench)
+    place = bench.arena[granted.offset : granted.offset + 4 * MIB]
+    assert bytes(place[: 2 * MIB]) == b"b" * 2 * MIB
+    assert bytes(place[3 * MIB :]) == b"c" * MIB
+
+
+def test_bytes_that_come_after_their_memory_was_lent_again_are_dropped(bench):
+    granted = bench.grant(2 * MIB)
+    head, _ = b.message(bench.write(granted, MIB), [bytes(MIB)])
+    desk = bench.exchange.desk(b"p")
+    desk.expect(head, MIB)
+    assert desk.fill(lambda into: into.__setitem__(slice(0, 3), b"new") or 3) == 3
+    bench.tickets.revoke(EXTENT)
+    bench.arena[granted.offset : granted.offset + MIB] = 7
+    assert desk.fill(lambda into: into.__setitem__(slice(0, 3), b"old") or 3) == 3
+    assert (bench.arena[granted.offset : granted.offset + MIB] == 7).all()
+    with pytest.raises(BY_NAME["Disconnected"], match="freed since"):
+        raise refused(bench)
+
+
+def test_who_is_clogged_gets_no_frame(bench):
+    at = bench.put(x=np.zeros((4, MIB), np.uint8))
+    for peer in (b"p", b"q"):
+        bench.say(bench.read(at), peer=peer)
+    assert bench.exchange.busy({b"p"})
+    bench.exchange.advance({b"p"})
+    assert [peer for peer, _, _ in bench.heard()] == [b"q"]
+    assert not bench.exchange.busy({b"p", b"q"})
+
+
+def test_only_writes_have_content(bench):
+    at = bench.put(x=np.arange(6))
+    bench.say(bench.read(at), [b"what for"])
+    with pytest.raises(BY_NAME["ProtocolError"], match="a bulk Read has no content, and this one 8 bytes"):
+        raise refused(bench)
+    assert len(bench.exchange) == 0
