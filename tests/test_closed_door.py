@@ -18,7 +18,12 @@ ALLOWED = {
     ("transport/zeromq.py", "self._socket.connect"),
     ("transport/channel.py", "inproc.connect"),
     ("client/client.py", "dial"),
-    # the host that the user gave, at the port that Welcome told
+    ("cluster/shard.py", "dial"),
+    ("weights/relay.py", "tq.connect"),
+    # the host of that address: sends nothing, asks the kernel which of this machine's addresses it would send from
+    ("cluster/shard.py", "asked.connect"),
+    # the host that the user gave, at the port that Welcome told; or a further shard, at the place that the server which the
+    # user named has checked and told (SECURITY.md)
     ("transport/bulk_sockets.py", "self._socket.connect"),
     ("transport/bulk_streams.py", "connection.connect_ex"),
     # files, and the front for commands
