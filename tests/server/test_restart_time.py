@@ -1,5 +1,6 @@
 """A restarted server serves within two seconds, whatever the rows came in."""
 
+import itertools
 import time
 
 import pytest
@@ -19,7 +20,8 @@ def live_rows(path, batch, *, checkpoint):
     journal = SqliteJournal(path, Level.PROCESS)
     ledger, tail = recover(journal)
     world = World(RecordedLedger(ledger, journal, tail, epoch=1))
-    world.allocate = lambda nbytes, at=[0]: (at.__setitem__(0, at[0] + 4096) or at[0], 4096)
+    places = itertools.count(0, 4096)
+    world.allocate = lambda nbytes, shard: (next(places), 4096)
     client = world.client()
     tasks = [Task("reward", ["x"], ["reward"]), Task("train", ["x", "reward"], groups=Complete())]
     client.create(tasks=tasks, limits=Limits(rows=2 * ROWS))
