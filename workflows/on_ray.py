@@ -44,12 +44,16 @@ def run_on_ray(
 ) -> None:
     """Run ``jobs`` against the queue at ``address`` until all have ended well; blocks. Ray must be there (``ray.init``).
 
-    observe: called for each event, with the label of its job, in this thread. options: by the name of a job, what Ray's
-    ``options`` takes (``num_gpus``, ``resources``, ``runtime_env``, …). Raises `StageFailed` (rule 2).
+    observe: called for each event, with the label of its job, in this thread. options: what Ray's ``options`` takes
+    (``num_gpus``, ``resources``, ``scheduling_strategy``, …), by the name of a job or the label of one of its processes. Raises `StageFailed` (rule 2).
     """
     import ray
 
-    running = [_Running(ray, job, address, dict((options or {}).get(job.name, {})), restarts_max) for job in jobs]
+    given = options or {}
+    running = [
+        _Running(ray, job, address, {**given.get(job.name, {}), **given.get(job.label, {})}, restarts_max)
+        for job in jobs
+    ]
     try:
         while running:
             ready, _ = ray.wait([one.stream for one in running], num_returns=1, fetch_local=False)

@@ -1,9 +1,12 @@
-"""The main job: asynchronous GRPO of a small transformer, every stage a process, connected by nothing but the queue."""
+"""The main job: asynchronous GRPO of a small transformer, every stage a process, connected by nothing but the queue.
+
+`run_demo` runs it on this machine, `grpo.on_ray` on a cluster; `run_job` is what both have in common.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,10 +16,11 @@ import msgspec
 import transferqueue as tq
 from transferqueue.workflows.audit import Audit, audit
 from transferqueue.workflows.events import Event, Figures
-from transferqueue.workflows.flow import Flow
+from transferqueue.workflows.flow import Flow, Observe
 from transferqueue.workflows.grpo.job import TABLE, JobSettings, create_table, jobs
 from transferqueue.workflows.grpo.report import Record, Summary, summarize, write_files
 from transferqueue.workflows.loggers import STEP
+from transferqueue.workflows.stage_main import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,28 @@ def run_demo(
     left when this returns or raises. ``observe`` is called for every event, ``started`` once the processes run.
     Raises `StageFailed` when a stage cannot work, and `InternalError` when the rows do not balance at the end.
     """
+    with tq.connect(label="supervisor") as queue:
+
+        def in_processes(wanted: Sequence[Job], hear: Observe) -> None:
+            with Flow(queue, wanted, directory=directory, observe=hear) as flow:
+                started(flow)
+                flow.run()
+
+        return run_job(queue, settings, in_processes, directory=directory, observe=observe)
+
+
+def run_job(
+    queue: tq.Queue,
+    settings: JobSettings,
+    run: Callable[[Sequence[Job], Observe], None],
+    *,
+    directory: Path,
+    observe: Observe,
+) -> Outcome:
+    """Create the table of the job in ``queue``, let ``run`` do its jobs until all have ended, and sum up what was heard.
+
+    Files go to ``directory``. Raises what ``run`` does, and `InternalError` when the rows do not balance at the end.
+    """
     began = time.monotonic()
     record = Record()
 
@@ -49,12 +75,10 @@ def run_demo(
         record.add(label, event)
         observe(label, event)
 
-    with tq.connect(label="supervisor") as queue:
-        table = create_table(queue, settings)
-        with Flow(queue, jobs(settings), directory=directory, observe=hear) as flow:
-            started(flow)
-            flow.run()
-        found, stats = audit(table), table.stats()
+    directory.mkdir(parents=True, exist_ok=True)
+    table = create_table(queue, settings)
+    run(jobs(settings), hear)
+    found, stats = audit(table), table.stats()
     found.check_finished(TABLE)
     summary = summarize(record, settings, found, table=stats, seconds=time.monotonic() - began)
     return Outcome(summary=summary, audit=found, files=write_files(directory, record, summary))

@@ -66,7 +66,9 @@ class JobSettings:
     tokens, and any rollout process goes on with it, under the weights it has by then (partial rollouts; Kimi k1.5,
     arXiv 2501.12599, section 2.6.2). ``over_sample``: so many times a batch is begun in a synchronous job; when the batch is full the
     rest is handed back, and goes on under the next weights (`over_sampling`). ``filter_zero_advantage``: groups with equal rewards are dropped, and as many prompts
-    are admitted in their place (dynamic sampling; DAPO, arXiv 2503.14476, section 3.2).
+    are admitted in their place (dynamic sampling; DAPO, arXiv 2503.14476, section 3.2). ``replace_lost``: so it is with groups
+    whose bytes are lost with a shard; without, the run ends that much shorter, or waits in vain for the rest of a batch.
+    ``replicas``: shards that hold each row; it takes as many that lend memory.
     """
 
     learning: Settings = field(default_factory=Settings)
@@ -78,6 +80,8 @@ class JobSettings:
     partial: int = 0
     over_sample: float = 1.0
     filter_zero_advantage: bool = False
+    replace_lost: bool = False
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         if self.partial < 0:
@@ -162,10 +166,15 @@ class JobSettings:
         return max(1, min(share, _ROLLOUT_ROWS // self.learning.group_size))
 
     @property
+    def replaces(self) -> bool:
+        """Whether groups may end untrained and others are trained in their place: prompts are put until the table is sealed."""
+        return self.filter_zero_advantage or self.replace_lost
+
+    @property
     def rows_per_put(self) -> int:
         """Rows of one put: those of a request; fewer where the room is no multiple of them, single groups where groups are
         replaced: room for a larger put might never be there."""
-        if self.filter_zero_advantage:
+        if self.replaces:
             return self.learning.group_size
         if not self.surplus_groups:
             return self.groups_per_request * self.learning.group_size
@@ -254,6 +263,7 @@ def create_table(queue: tq.Queue, settings: JobSettings) -> tq.Table:
         tasks=[stage.task for stage in stages(settings)],
         limits=tq.Limits(rows=ahead.rows_ahead_max),
         pacing=ahead,
+        replicas=settings.replicas,
     )
 
 

@@ -21,7 +21,7 @@ _WHOLE_LIMIT: Final = 2**63
 
 class Prompts:
     """The source: groups of one prompt each, by ordinal of a stream that its seed determines, as many as training takes:
-    a number known before, or, where groups are filtered, until the trainer seals the table.
+    a number known before, or, where groups are replaced, until the trainer seals the table.
 
     A put holds whole groups, so the rows that the table ever got say at which ordinal a restarted source goes on.
     """
@@ -33,7 +33,7 @@ class Prompts:
 
     def wants(self) -> int:
         """Rows of the next put: groups for one request to a rollout process, fewer at the end."""
-        if self._settings.filter_zero_advantage:
+        if self._settings.replaces:
             return self._settings.rows_per_put
         left = self._settings.groups_total - self._ordinal
         return min(self._settings.rows_per_put, self._settings.learning.group_size * left)

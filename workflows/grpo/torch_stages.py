@@ -306,12 +306,12 @@ class Train:
         if self.version < self._settings.learning.steps:
             return
         found = audit(self._context.table)
-        replaced = 0 if self._settings.filter_zero_advantage else found.dropped_rows
-        if found.done + replaced < self._settings.rows_total:
+        untrained = 0 if self._settings.replaces else found.dropped_rows
+        if found.done + untrained < self._settings.rows_total:
             return
         with suppress(Sealed):  # an earlier life of this process did
             self._context.table.seal()
-        if self._settings.filter_zero_advantage:
+        if self._settings.replaces:
             self._drop_surplus()
 
     def _drop_surplus(self) -> None:
