@@ -1,7 +1,8 @@
 """What the processes of a flow tell their supervisor: one line of JSON an event, over a pipe.
 
 A pipe needs no server, keeps order, loses nothing of a process that was killed, and its end says that the
-process has gone. Times are ``time.monotonic()`` seconds, which all processes of a machine share.
+process has gone. Times are ``time.monotonic()`` seconds, which all processes of a machine share; from another machine they come as
+those of the supervisor's.
 """
 
 from __future__ import annotations
@@ -56,19 +57,36 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Event).decode
 
 
-class Sender:
-    """Writes events to a file descriptor. Safe from any thread; raises `BrokenPipeError` when nobody listens."""
+def shifted(event: Event, by_s: float) -> Event:
+    """The event with its times so many seconds later."""
+    if isinstance(event, Span):
+        return msgspec.structs.replace(event, start=event.start + by_s, end=event.end + by_s)
+    if isinstance(event, Figures):
+        return msgspec.structs.replace(event, at=event.at + by_s)
+    return event
 
-    def __init__(self, descriptor: int) -> None:
+
+class Sender:
+    """Writes events to a file descriptor. Safe from any thread; raises `BrokenPipeError` when nobody listens.
+
+    shift_s: what the supervisor's monotonic clock is ahead of that of this machine.
+    """
+
+    def __init__(self, descriptor: int, shift_s: float = 0.0) -> None:
         self._descriptor = descriptor
+        self._shift_s = shift_s
         self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
         """Write ``event``; blocks while the pipe is full."""
-        line = memoryview(_encode(event) + b"\n")
+        line = memoryview(_encode(shifted(event, self._shift_s) if self._shift_s else event) + b"\n")
         with self._lock:
             while line:
                 line = line[os.write(self._descriptor, line) :]
+
+    def close(self) -> None:
+        """Close the descriptor: its listener hears the end."""
+        os.close(self._descriptor)
 
 
 class Receiver:

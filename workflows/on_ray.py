@@ -6,13 +6,15 @@ Rules, as of `flow`:
 2. A flow ends when all tasks have ended well. One whose process or node dies is started again, at most ``restarts_max``
    times; its rows have gone to others by then. One that failed by itself is started again likewise, unless it says that
    another try is useless. Then, or when no try is left, the flow ends with `StageFailed`.
-3. However the flow ends, no task of it is left: they are cancelled by force. Their sessions die with them.
+3. Times that are told are of the supervisor's monotonic clock: as exact as the machines agree on the time of day.
+4. However the flow ends, no task of it is left: they are cancelled by force. Their sessions die with them.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -75,7 +77,7 @@ class _Running:
         self._begin: Callable[[], Any] = lambda: (
             ray.remote(serve_job)
             .options(**{"num_cpus": 1, **options, "num_returns": "streaming", "max_retries": 0, "name": job.label})
-            .remote(msgspec.json.encode(job).decode(), address)
+            .remote(msgspec.json.encode(job).decode(), address, _clock())
         )
         self._start()
 
@@ -114,12 +116,23 @@ class _Running:
         return False
 
 
-def serve_job(told: str, address: str) -> Iterator[bytes | str]:
-    """The task: do a `Job` (as JSON); give what it tells in pieces, as `Receiver` takes them, then how it ended."""
+def _clock() -> float:
+    """The time of day at which this machine's monotonic clock began."""
+    return time.time() - time.monotonic()
+
+
+def serve_job(told: str, address: str, clock: float) -> Iterator[bytes | str]:
+    """The task: do a `Job` (as JSON); give what it tells in pieces, as `Receiver` takes them, then how it ended.
+
+    clock: `_clock` of the supervisor's machine.
+    """
     heard, events = os.pipe()
     ended: list[_Ended] = []
     thread = threading.Thread(
-        target=_do, args=(msgspec.json.decode(told, type=Job), address, events, ended), name="job", daemon=True
+        target=_do,
+        args=(msgspec.json.decode(told, type=Job), address, Sender(events, _clock() - clock), ended),
+        name="job",
+        daemon=True,
     )
     thread.start()
     try:
@@ -131,10 +144,10 @@ def serve_job(told: str, address: str) -> Iterator[bytes | str]:
     yield msgspec.json.encode(ended[0]).decode()
 
 
-def _do(job: Job, address: str, events: int, ended: list[_Ended]) -> None:
+def _do(job: Job, address: str, emit: Sender, ended: list[_Ended]) -> None:
     how = _Ended(1, "it raised what is no error of the queue; see its log")
     try:
-        run_job(job, address, Sender(events))
+        run_job(job, address, emit)
         how = _Ended()
     except (StageBroken, DeadlineExceeded) as error:
         how = _Ended(EXIT_FINAL, f"{type(error).__name__}: {error}")
@@ -142,4 +155,4 @@ def _do(job: Job, address: str, events: int, ended: list[_Ended]) -> None:
         how = _Ended(1, f"{type(error).__name__}: {error}")
     finally:
         ended.append(how)
-        os.close(events)
+        emit.close()

@@ -41,3 +41,17 @@ def test_pieces_do_not_matter(sizes: list[int]) -> None:
 def test_the_cut_line_of_a_killed_process_is_no_event() -> None:
     stream = sent(EVENTS)
     assert list(Receiver().feed(stream[:-5])) == EVENTS[:-1]
+
+
+def test_times_of_another_machine_come_as_those_of_the_supervisors() -> None:
+    reader, writer = os.pipe()
+    emit = Sender(writer, shift_s=10.0)
+    for event in EVENTS:
+        emit(event)
+    emit.close()
+    with os.fdopen(reader, "rb") as received:
+        span, figures, failure = Receiver().feed(received.read())
+    assert span == Span(name="work", start=11.5, end=12.5, rows=8, version=3)
+    assert isinstance(figures, Figures)
+    assert figures.at == 12.0
+    assert failure == EVENTS[2]

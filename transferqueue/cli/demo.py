@@ -19,6 +19,7 @@ from rich.table import Table
 from transferqueue.cli.demo_screen import Bar, Lines, Watch
 
 if TYPE_CHECKING:
+    from transferqueue.workflows.flow import Observe
     from transferqueue.workflows.grpo.demo import Outcome
     from transferqueue.workflows.grpo.job import JobSettings
     from transferqueue.workflows.loggers import Logger
@@ -37,6 +38,7 @@ EXAMPLES = (
         "transferqueue demo --mode sync --over-sample 1.25",
         "a quarter more is begun than a batch needs; the unfinished rest goes on under the next weights",
     ),
+    ("transferqueue demo --on ray", "the same job on a Ray cluster, its stages and its memory spread over the nodes"),
     ("transferqueue demo --log tensorboard", "every step is logged there too (pip install tensorboard)"),
     ("transferqueue demo --kl 0.02 --steps 50", "with a reference stage and a KL term"),
 )
@@ -101,6 +103,13 @@ def demo(
             help="Drop groups with equal rewards, and generate as many others in their place.",
         ),
     ] = False,
+    on: Annotated[
+        Literal["processes", "ray"],
+        typer.Option(
+            help="Where stages run: processes of this machine, or tasks of the Ray cluster that RAY_ADDRESS names (unset: of "
+            "one on this machine), with a shard on each node."
+        ),
+    ] = "processes",
     log: Annotated[
         Literal["tensorboard", "wandb"] | None,
         typer.Option(help="Log each step there too: event files, or a run of W&B, in the folder of the results."),
@@ -114,7 +123,7 @@ def demo(
     Shows the held-out reward before and after, and leaves summary.json, learning.png and timeline.json (open it at
     https://ui.perfetto.dev). Ctrl-C ends every process and leaves none.
     """
-    from transferqueue.workflows.grpo.demo import run_demo, run_name
+    from transferqueue.workflows.grpo.demo import run_name
     from transferqueue.workflows.loggers import logged
 
     settings = job_settings(
@@ -139,13 +148,23 @@ def demo(
         _watched(console, settings) as watch,
         _last_words_shown(),
     ):
-        outcome = run_demo(
-            settings,
-            directory=directory,
-            observe=logged(logger, watch) if logger else watch,
-            started=lambda flow: watch.started(flow.pids()),
-        )
+        run = _run_on_ray if on == "ray" else _run_here
+        outcome = run(settings, directory, logged(logger, watch) if logger else watch, watch)
     show(outcome, console)
+
+
+def _run_here(settings: JobSettings, directory: Path, observe: Observe, watch: Watch) -> Outcome:
+    from transferqueue.workflows.grpo.demo import run_demo
+
+    return run_demo(settings, directory=directory, observe=observe, started=lambda flow: watch.started(flow.pids()))
+
+
+def _run_on_ray(settings: JobSettings, directory: Path, observe: Observe, watch: Watch) -> Outcome:
+    from transferqueue.workflows.grpo.on_ray import run_demo_on_ray
+
+    return run_demo_on_ray(
+        settings, directory=directory, observe=observe, started=lambda _, labels: watch.started(labels)
+    )
 
 
 def job_settings(
