@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from transferqueue.workflows.sim.replay import Replayed
 
-EXAMPLES: Final = (("transferqueue replay", "serial, streaming, asynchronous: about two and a half minutes"),)
-SPEED_DEFAULT: Final = 80.0
-"""A micro-batch takes 50 to 60 ms and a train step 30: far above what a lease costs; the run is over in minutes."""
+EXAMPLES: Final = (("transferqueue replay", "serial, streaming, asynchronous: about eight minutes"),)
+SPEED_DEFAULT: Final = 40.0
+"""A micro-batch takes 100 to 120 ms and a train step 60: far above what a lease costs, also on a machine with other work."""
 
 
 def replay(
