@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -132,3 +136,21 @@ def test_with_replicas_none_is_lost(cluster: Any, workers: list[Any], tmp_path: 
     check(outcome, steps)
     assert removal.done
     assert set(outcome.audit.dropped) <= {"surplus"}
+
+
+def test_the_command_runs_the_job_on_the_cluster(cluster: Any, workers: list[Any], tmp_path: Path) -> None:
+    """Joined by RAY_ADDRESS, from a driver of its own; nothing of it is left afterwards."""
+    command = ("demo", "--on", "ray", "--dataset", "spell_backward", "--steps", "2", "--out", str(tmp_path / "run"))
+    done = subprocess.run(
+        [sys.executable, "-m", "transferqueue.cli", *command],
+        env=os.environ | {"RAY_ADDRESS": cluster.address},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "5 processes: prompts-0, " in done.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], summary["rows_done"]) == (2, 2048)
+    assert [one for one in ray.util.list_named_actors(all_namespaces=True) if one["name"].startswith("grpo-")] == []
