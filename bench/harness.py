@@ -36,7 +36,7 @@ PACKAGES = (
     "xxhash",
 )
 
-Unit = Literal["s", "bytes", "ratio", "1/s"]
+Unit = Literal["s", "bytes", "ratio", "1/s", "count"]
 
 
 @dataclass(frozen=True)
