@@ -92,6 +92,11 @@ BULK_STALL_S: Final = 30.0
 """The server forgets a bulk transfer whose peer has not said a word for this long."""
 BULK_TRIES: Final = 3
 """A bulk transfer is begun this often before its caller is told that it failed."""
+OBJECT_BYTES: Final = 16 * MIB
+"""A shard whose bytes lie in another store keeps them in objects of about this size: a call of a tenth of a millisecond is little
+against it, and so is what a writer holds until its next object is full."""
+OBJECTS_KEPT_BYTES: Final = 256 * MIB
+"""What such a shard keeps of what was read last: ranks and tasks that read the same rows fetch them once."""
 TICKET_BYTES: Final = 16
 """Of a keyed hash: nobody guesses 128 bits."""
 RECEIVED_KEPT_BYTES: Final = 256 * MIB

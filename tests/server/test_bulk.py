@@ -1,6 +1,5 @@
 """The bulk endpoint without its sockets: who may touch what, how much it holds, and how transfers end."""
 
-import mmap
 import tracemalloc
 
 import numpy as np
@@ -11,6 +10,8 @@ from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, BULK_WINDOW_F
 from transferqueue.server.bulk import Exchange
 from transferqueue.server.tickets import Tickets, key_in
 from transferqueue.storage import drafts, prepare
+from transferqueue.storage.arena import Arena
+from transferqueue.storage.backing import Mapped
 from transferqueue.transport import bulk as b
 from transferqueue.wire import messages as m
 
@@ -21,10 +22,11 @@ ARENA_BYTES = 64 * MIB
 class Bench:
     """An exchange over an arena with one block in it, and what it sent."""
 
-    def __init__(self):
-        self.arena = np.frombuffer(mmap.mmap(-1, ARENA_BYTES), np.uint8)
+    def __init__(self, arena):
+        self.backing = Mapped(arena)
+        self.arena = self.backing.memory
         self.tickets = Tickets()
-        self.exchange = Exchange(self.arena, self.tickets)
+        self.exchange = Exchange(self.backing, self.tickets)
         self.now = 0.0
 
     def put(self, **columns):
@@ -87,7 +89,9 @@ class Bench:
 
 @pytest.fixture
 def bench():
-    return Bench()
+    arena = Arena.create(None, ARENA_BYTES)
+    yield Bench(arena)
+    arena.close()
 
 
 def refused(bench):
@@ -305,7 +309,7 @@ def test_tickets_of_a_kept_key_go_on_for_what_is_left(bench, tmp_path):
     granted = before.issue(SESSION, m.Granted(EXTENT, SHARD, 0, MIB))
     assert after.issue(SESSION, m.Granted(EXTENT, SHARD, 0, MIB)) == granted
     after = Tickets(key)
-    bench.tickets, bench.exchange = after, Exchange(bench.arena, after)
+    bench.tickets, bench.exchange = after, Exchange(bench.backing, after)
     bench.say(bench.write(granted, 4), [b"abcd"])
     with pytest.raises(BY_NAME["Disconnected"], match="freed since"):
         raise refused(bench)

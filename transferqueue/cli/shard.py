@@ -17,6 +17,10 @@ EXAMPLES = (
         "transferqueue shard --join tqjoin_... --arena-bytes 64GiB",
         "to one on another machine, by a token of role shard",
     ),
+    (
+        "transferqueue shard --store mooncake://10.0.0.5:50051 --arena-bytes 64GiB",
+        "one whose bytes lie in a Mooncake Store",
+    ),
     ("transferqueue shard drain 2", "lend nothing more of shard 2, which ends when nothing is left in it"),
 )
 commands = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
@@ -45,6 +49,16 @@ def shard(
             help="Ceiling of the memory that is lent, such as 64GiB. Default: 8GiB, less where shared memory has less.",
         ),
     ] = None,
+    store: Annotated[
+        str,
+        typer.Option(
+            "--store",
+            metavar="ADDRESS",
+            show_default=False,
+            help="Keep the bytes in another store: mooncake://host:port of a Mooncake master, file:///directory, or what a "
+            "package registers. Default: shared memory of this machine. --arena-bytes is then the most that is kept there.",
+        ),
+    ] = "",
     host: Annotated[
         str | None,
         typer.Option(
@@ -73,7 +87,9 @@ def shard(
     before = signal.signal(signal.SIGTERM, _stop)
     ceiling = parse_bytes(arena_bytes) if arena_bytes else None
     try:
-        serve_shard(Shard(place or named, arena_bytes=ceiling, host=host, keys=keys, label=label), _announce)
+        serve_shard(
+            Shard(place or named, arena_bytes=ceiling, store=store, host=host, keys=keys, label=label), _announce
+        )
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -1,4 +1,4 @@
-"""A shard: a process that lends its memory to a deployment, and does with it what the coordinator says.
+"""A shard: a process that lends memory to a deployment, its own or a store's, and does with it what the coordinator says.
 
 The law (docs/decisions/0022):
 
@@ -6,7 +6,8 @@ The law (docs/decisions/0022):
   one after the other, and says how far it is when it asks for the next (`TakeOrders`).
 - It ends when it is told that nothing is left in it, when its session ends, or when it is stopped; what others had there
   is lost in the latter cases. When the coordinator is followed by its next life, the session goes on, and so does this.
-- Clients that map its arena never speak to it; all others reach its bytes at its bulk endpoint, with tickets.
+- Clients that map its arena never speak to it; all others reach its bytes at its bulk endpoint, with tickets. Of one whose bytes
+  lie in a store (`stores`) nobody maps any. It ends when something turns out to be gone there.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from typing import Final, Self
 
 from transferqueue.client.connection import Connection
 from transferqueue.client.sessionlock import session_lock
-from transferqueue.errors import DeadlineExceeded, OutOfMemory, ProtocolError, UsageError
-from transferqueue.limits import TIMEOUT_S_DEFAULT
+from transferqueue.cluster.stores import kept_in
+from transferqueue.errors import DeadlineExceeded, Disconnected, OutOfMemory, ProtocolError, UsageError
+from transferqueue.limits import ARENA_BYTES_DEFAULT, TIMEOUT_S_DEFAULT
 from transferqueue.server.bulk import Shard as Endpoint
 from transferqueue.server.runtime import served_arena
 from transferqueue.server.tickets import Standing, Tickets
-from transferqueue.storage.arena import Arena
+from transferqueue.storage.backing import Backing, Mapped
+from transferqueue.storage.objects import Objects
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
 from transferqueue.transport.gate import Anyone
 from transferqueue.transport.keys import ClientKeys
@@ -43,7 +46,8 @@ ORDERS_S: Final = 60.0
 class Shard:
     """A shard of the deployment at `address`, from construction on; `run` carries out its orders. Close it, or use ``with``.
 
-    arena_bytes: most that it lends; None: as a server would. keys: of role shard or admin, where the address asks for them.
+    arena_bytes: most that it lends; None: as a server would. store: where its bytes lie, as `stores.open_store` has it; "": in shared
+    memory of its own. keys: of role shard or admin, where the address asks for them.
     host: where other machines reach this one; None: the address from which this machine reaches the coordinator. Bytes are
     encrypted on their way, except over loopback. `Unreachable` if nothing answers within `timeout_s`, or what the coordinator
     refuses it with; then nothing is left.
@@ -54,31 +58,32 @@ class Shard:
         address: str,
         *,
         arena_bytes: int | None = None,
+        store: str = "",
         host: str | None = None,
         keys: ClientKeys | None = None,
         label: str = "",
         timeout_s: float = TIMEOUT_S_DEFAULT,
     ) -> None:
         with ExitStack() as made:
-            home = served_arena(arena_bytes)
-            made.callback(home.close)
-            self._arena: Final = home.arena
+            place = _host(address) if host is None else host
+            self._backing: Final = _backed(made, store, place, arena_bytes)
             secret = secrets.token_bytes(32)
             self._tickets: Final = Tickets(secret, Standing(), Standing())
-            place = _host(address) if host is None else host
             ring = None if is_loopback(place) else Anyone()
-            endpoint = Endpoint(home.arena.path, home.arena.capacity, self._tickets, ring)
+            endpoint = Endpoint(self._backing, self._tickets, ring)
             made.callback(endpoint.stop)
             port = endpoint.listen([f"tcp://{place}:0"])
             endpoint.start()
             offer = m.Offer(
-                path=home.arena.path,
-                capacity=home.arena.capacity,
+                path=self._backing.path,
+                capacity=self._backing.capacity,
                 endpoint=f"tcp://{place}:{port}",
                 key=ring.server.public if ring else "",
                 secret=secret,
             )
             self._connection: Final = Connection(dial(address, keys), address)
+            if isinstance(self._backing, Objects):
+                self._backing.on_lost = self._connection.close
             self._greet(made, address, offer, label, timeout_s)
             self.endpoint: Final = offer.endpoint
             """Where its bytes are reached."""
@@ -102,7 +107,16 @@ class Shard:
         self._connection.open(hello, timeout_s)
 
     def run(self) -> None:
-        """Carry out orders until the shard is to end; raises `Disconnected` if the session does before."""
+        """Carry out orders until the shard is to end. Raises `Disconnected` if the session does before, `ShardLost` if bytes turn
+        out to be gone from its store."""
+        try:
+            self._run()
+        except Disconnected as error:
+            if isinstance(self._backing, Objects) and self._backing.lost is not None:
+                raise self._backing.lost from error
+            raise
+
+    def _run(self) -> None:
         epoch, done = 0, 0
         failed: list[int] = []
         while True:
@@ -116,7 +130,7 @@ class Shard:
             for number, order in enumerate(reply.orders, reply.first):
                 if isinstance(order, m.Leave):
                     return
-                if not carry_out(order, self._arena, self._tickets):
+                if not carry_out(order, self._backing, self._tickets):
                     failed.append(number)
 
     def close(self) -> None:
@@ -130,24 +144,36 @@ class Shard:
         self.close()
 
 
-def carry_out(order: m.Order, arena: Arena, tickets: Tickets) -> bool:
+def carry_out(order: m.Order, backing: Backing, tickets: Tickets) -> bool:
     """Do what an order says; False if it could not be done."""
     match order:
         case m.Grow():
             try:
-                arena.ensure(order.offset, order.nbytes)
+                backing.ensure(order.offset, order.nbytes)
             except OutOfMemory as error:
                 _log.warning("the shard cannot grow: %s", error)
                 return False
         case m.Punch():
-            arena.punch(order.offset, order.nbytes)
+            backing.punch(order.offset, order.nbytes)
         case m.Revoke():
             tickets.revoke(order.extent)
+            backing.forget(order.extent)
         case m.CloseTransfers():
             tickets.close(order.ended)
         case m.Stand():
-            tickets.stand(order.extents_to, _numbers(order.extents), order.sessions_to, _numbers(order.sessions))
+            extents = _numbers(order.extents)
+            tickets.stand(order.extents_to, extents, order.sessions_to, _numbers(order.sessions))
+            backing.keep(order.extents_to, frozenset(extents))
     return True
+
+
+def _backed(made: ExitStack, store: str, host: str, capacity: int | None) -> Backing:
+    """What keeps the bytes; `made` closes it."""
+    if store:
+        return made.enter_context(kept_in(store, host, capacity or ARENA_BYTES_DEFAULT))
+    home = served_arena(capacity)
+    made.callback(home.close)
+    return Mapped(home.arena)
 
 
 def _numbers(data: bytes) -> tuple[int, ...]:

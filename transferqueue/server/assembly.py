@@ -21,6 +21,7 @@ from transferqueue.server.roles import Door
 from transferqueue.server.runtime import ArenaHome, Home
 from transferqueue.server.snapshots import SNAPSHOTS_VARIABLE, Snapshots
 from transferqueue.server.tickets import Tickets, key_in
+from transferqueue.storage.backing import Mapped
 from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
 from transferqueue.transport.inproc import Hub
 from transferqueue.transport.keyring import Keyring
@@ -79,8 +80,7 @@ class Server:
 
     def _serve_bytes(self, made: ExitStack, keyring: Keyring | None) -> None:
         """The bulk endpoint, on the hosts of the tcp addresses. keyring: None: it asks for no keys."""
-        arena = self.node.memory.arena
-        shard = Shard(arena.path, arena.capacity, self.node.tickets, keyring and Keyring(keyring.directory))
+        shard = Shard(Mapped(self.node.memory.arena), self.node.tickets, keyring and Keyring(keyring.directory))
         made.callback(shard.stop)
         self.node.bulk_port, self.node.bulk_plain = shard.listen(self.tcp_addresses), keyring is None
         shard.start()

@@ -1,7 +1,7 @@
-"""The bulk endpoint of a shard: reads and writes of sessions that cannot map its arena.
+"""The bulk endpoint of a shard: reads and writes of sessions that cannot map its memory.
 
 `Exchange` decides and does no I/O: messages in (each peer's `desk` takes one, then `receive`), messages out (`outbox`),
-frames one at a time (`advance`), so that transfers take turns. `Shard` is the thread around it, beside the coordinator's: they share the arena's pages and the
+frames one at a time (`advance`), so that transfers take turns. `Shard` is the thread around it, beside the coordinator's: they share the `Backing` and the
 `Tickets`, nothing else. The rules of the protocol are in `transport.bulk`; here:
 
 - A peer (a connection) has one transfer; a new one replaces it. Of one session `BULK_TRANSFERS_MAX` are kept; the longest
@@ -18,15 +18,12 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Container, Iterable
 from typing import Final
 
-import numpy as np
 import zmq
 
 from transferqueue.errors import (
@@ -41,7 +38,7 @@ from transferqueue.errors import (
 from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, FAREWELL_S, KIB
 from transferqueue.server.tickets import Tickets
 from transferqueue.server.transfers import Reading, Writing
-from transferqueue.storage.dtypes import U8
+from transferqueue.storage.backing import Backing
 from transferqueue.transport import TcpAddress, Wakeup, parse_address
 from transferqueue.transport import bulk as b
 from transferqueue.transport.bulk_listener import StreamPort
@@ -73,11 +70,11 @@ class Desk:
 
 
 class Exchange:
-    """All transfers of one arena. Used by one thread. `outbox`: messages to send, each to a peer. now: set before each use."""
+    """All transfers of one backing. Used by one thread. `outbox`: messages to send, each to a peer. now: set before each use."""
 
-    def __init__(self, arena: U8, tickets: Tickets) -> None:
+    def __init__(self, backing: Backing, tickets: Tickets) -> None:
         self.outbox: deque[tuple[bytes, b.Message]] = deque()
-        self._arena = arena
+        self._backing = backing
         self._tickets = tickets
         self.now = 0.0
         self._transfers: dict[bytes, Reading | Writing] = {}
@@ -109,7 +106,7 @@ class Exchange:
             self._fail(peer, told.transfer, error)
 
     def fill(self, peer: bytes, read: b.Reader) -> int:
-        """The next bytes of that message: into the arena, or nowhere."""
+        """The next bytes of that message: into its landing, or nowhere."""
         transfer, told = self._transfers.get(peer), self._coming.get(peer)
         if told is not None and isinstance(transfer, Writing) and transfer.number == told.transfer:
             try:
@@ -184,7 +181,7 @@ class Exchange:
     def _expect(self, peer: bytes, told: b.ToShard, nbytes: int) -> None:
         match told:
             case b.Write():
-                writing = Writing(told, self._arena, self._tickets, self.now)
+                writing = Writing(told, self._backing, self._tickets, self.now)
                 self._begin(peer, writing)
                 writing.expect(0, nbytes)
             case b.Data():
@@ -198,7 +195,7 @@ class Exchange:
     def _obey(self, peer: bytes, told: b.ToShard) -> None:
         match told:
             case b.Read():
-                self._begin(peer, Reading(told, self._arena, self._tickets, self.now))
+                self._begin(peer, Reading(told, self._backing, self._tickets, self.now))
             case b.Taken():
                 self._taken(peer, self._of(peer, told), told.frames)
             case _:
@@ -259,11 +256,11 @@ class Exchange:
 
 
 class Shard:
-    """The bulk endpoint of the arena at `path`: listens once `listen` returns, answers from `start` to `stop`."""
+    """The bulk endpoint of what `backing` keeps: listens once `listen` returns, answers from `start` to `stop`."""
 
-    def __init__(self, path: str, capacity: int, tickets: Tickets, keyring: Ring | None = None) -> None:
+    def __init__(self, backing: Backing, tickets: Tickets, keyring: Ring | None = None) -> None:
         self._port: Final = StreamPort() if keyring is None else BulkPort(keyring)
-        self._exchange = Exchange(_view(path, capacity), tickets)
+        self._exchange = Exchange(backing, tickets)
         self._wakeup = Wakeup()
         tickets.on_close = self._wakeup.set
         self._stopping = False
@@ -327,15 +324,3 @@ def _host(address: str) -> str:
     if not isinstance(place, TcpAddress):
         raise UsageError(f"address {address!r} is none of tcp, so no bulk endpoint can listen there")
     return place.host
-
-
-def _view(path: str, capacity: int) -> U8:
-    """The whole arena, as memory that is unmapped with the last piece of it."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise Disconnected(f"the arena {path} cannot be opened for the bulk endpoint: {error.strerror}") from error
-    try:
-        return np.frombuffer(mmap.mmap(fd, capacity), np.uint8)
-    finally:
-        os.close(fd)

@@ -11,6 +11,7 @@ from transferqueue.errors import Corruption, NotFound, ProtocolError
 from transferqueue.limits import FIELDS_MAX, FRAME_BYTES, PARTS_MAX
 from transferqueue.schema import Field
 from transferqueue.server.tickets import Tickets
+from transferqueue.storage.backing import Backing, Range
 from transferqueue.storage.dtypes import U8
 from transferqueue.storage.pieces import count_of, pieces
 from transferqueue.storage.placement import Blocks, Placement
@@ -42,13 +43,13 @@ class Transfer:
 class Reading(Transfer):
     """Frames of the columns that a client asked for. Gathers no more than the next frame."""
 
-    def __init__(self, read: b.Read, arena: U8, tickets: Tickets, now: float) -> None:
+    def __init__(self, read: b.Read, backing: Backing, tickets: Tickets, now: float) -> None:
         named = [at for part in read.parts for at in part.blocks]
         tickets.check_read(read.session, read.shard, named)
         super().__init__(read.transfer, read.session, frozenset(at.extent for at in named), tickets, now)
         self.check()
         self.window: Final = b.Window()
-        self._frames = _frames(_columns(read, arena))
+        self._frames = _frames(_columns(read, backing))
         self._next: Content | None = next(self._frames, ([], []))
 
     @property
@@ -62,7 +63,7 @@ class Reading(Transfer):
         return self._next is None and self.window.taken == self.window.sent
 
     def frame(self) -> b.Message:
-        """The next frame. Errors as of `check`, and `Corruption` for blocks that are not what they should be."""
+        """The next frame. Errors as of `check` and `Backing.read`, and `Corruption` for blocks that are not what they should be."""
         if self._next is None:
             raise ProtocolError("a bulk read has no frame after its last one")
         begun, content = self._next
@@ -77,40 +78,43 @@ class Reading(Transfer):
 class Writing(Transfer):
     """Frames that arrive for an extent."""
 
-    def __init__(self, write: b.Write, arena: U8, tickets: Tickets, now: float) -> None:
+    def __init__(self, write: b.Write, backing: Backing, tickets: Tickets, now: float) -> None:
         tickets.check_write(write)
-        if write.offset + write.nbytes > len(arena):
-            raise Corruption(f"extent {write.extent} ends beyond the arena's {len(arena)} bytes")
+        if write.offset + write.nbytes > backing.capacity:
+            raise Corruption(f"extent {write.extent} ends beyond the arena's {backing.capacity} bytes")
         super().__init__(write.transfer, write.session, frozenset((write.extent,)), tickets, now)
         self._intake = b.Intake()
-        self._into = arena[write.at : write.at + write.total]
+        self._place: Final = Range(write.extent, write.at, write.total)
+        self._landing: Final = backing.landing(self._place)
         self._written = 0
 
     @property
     def done(self) -> bool:
-        """Whether every byte is in the arena."""
-        return self._written == len(self._into)
+        """Whether every byte has come."""
+        return self._written == self._place.nbytes
 
     def overlaps(self, other: Writing) -> bool:
         """Whether some byte is written by both."""
-        return np.may_share_memory(self._into, other._into)
+        return self._place.offset < other._place.end and other._place.offset < self._place.end
 
     def expect(self, number: int, nbytes: int) -> None:
         """A frame comes. `Corruption` if it is not the next, or more than was told."""
         self._intake.take(number)
-        more = self._written + nbytes - len(self._into)
+        more = self._written + nbytes - self._place.nbytes
         if more > 0:
-            raise Corruption(f"a bulk write of {len(self._into)} bytes has {more} more than it said")
+            raise Corruption(f"a bulk write of {self._place.nbytes} bytes has {more} more than it said")
 
     def fill(self, read: b.Reader) -> int:
         """Have the next bytes of a frame written; how many it were. `Disconnected` if they may not be any more."""
         with self._tickets.writing(self.session, self._extents):
-            size = read(self._into[self._written :].data)
+            size = self._landing.fill(read)
         self._written += size
         return size
 
     def took(self) -> b.Taken | None:
-        """The frame has come whole: what to answer, if anything now."""
+        """The frame has come whole: what to answer, if anything now. Errors as of `fill` and `Landing.settle`."""
+        with self._tickets.writing(self.session, self._extents):
+            self._landing.settle(last=self.done)
         return self.told() if self._intake.due(last=self.done) else None
 
     def told(self) -> b.Taken:
@@ -121,32 +125,32 @@ class Writing(Transfer):
 # ---------------------------------------------------------------- columns as frames
 
 
-def _columns(read: b.Read, arena: U8) -> Iterator[b.Begun | U8]:
+def _columns(read: b.Read, backing: Backing) -> Iterator[b.Begun | U8]:
     """All parts, one after the other: that it begins, then a block of its columns."""
     if len(read.parts) > PARTS_MAX or len(read.fields) > FIELDS_MAX:
         raise ProtocolError(f"a bulk read of {len(read.parts)} parts with {len(read.fields)} fields; that is too many")
     fields = {field.name: field for field in read.fields}
     for number, part in enumerate(read.parts):
-        placement = _placement(read.shard, part, fields, arena)
+        placement = _placement(read.shard, part, fields, backing)
         wanted = [_known(fields, name) for name in part.fields]
         yield b.Begun(number, [count_of(field, placement) for field in wanted])
         for field in wanted:
             yield from pieces(field, placement, FRAME_BYTES)
 
 
-def _placement(shard: int, part: b.Wanted, fields: dict[str, Field], arena: U8) -> Placement:
+def _placement(shard: int, part: b.Wanted, fields: dict[str, Field], backing: Backing) -> Placement:
     for names in part.layouts:
         for name in names:
             _known(fields, name)
-    shapes, memory = [], []
+    shapes = []
     for at in part.blocks:
-        if at.layout >= len(part.layouts) or at.offset + at.nbytes > len(arena):
+        if at.layout >= len(part.layouts) or at.offset + at.nbytes > backing.capacity:
             raise ProtocolError(f"block {at.block} of a bulk read has no layout, or lies beyond the arena")
         names = part.layouts[at.layout]
         if len(names) != len(at.counts):
             raise ProtocolError(f"block {at.block} of a bulk read has {len(at.counts)} counts for {len(names)} fields")
         shapes.append(BlockAt(at.block, shard, at.extent, at.offset, at.nbytes, at.rows, names, at.counts))
-        memory.append(arena[at.offset : at.offset + at.nbytes])
+    memory = backing.read([Range(at.extent, at.offset, at.nbytes) for at in part.blocks])
     slots = _numbers(part.slot_of_row)
     blocks = _numbers(part.block_of_row) if part.block_of_row else np.zeros(len(slots), np.int32)
     return Placement(Blocks(shapes, memory, fields), blocks, slots)
