@@ -213,3 +213,17 @@ def test_a_wait_is_not_longer_for_having_been_interrupted() -> None:
     assert waits == [pytest.approx(20.0), pytest.approx(0.05), 0.0]
     waits = [decode_call(frame).request.wait_s for frame in calls.everything(150.0)]  # type: ignore[union-attr]
     assert waits == [pytest.approx(0.1), pytest.approx(0.05), 0.0]
+
+
+def test_a_wait_that_nobody_waits_for_is_asked_for_again_without_one() -> None:
+    calls = Calls()
+    waiting, at_once = asked(wait_s=30.0), asked()
+    calls.send(waiting, 100.0)
+    calls.send(at_once, 100.0)
+    frame = calls.hurried(waiting, 101.0)
+    assert frame is not None
+    assert decode_call(frame) == m.Call(0, 1, 0, m.OpenTable("t", 0.0))
+    assert decode_call(calls.everything(102.0)[0]).request.wait_s == pytest.approx(0.1)  # type: ignore[union-attr]
+    assert calls.hurried(at_once, 101.0) is None
+    calls.answered(answer(1))
+    assert calls.hurried(waiting, 101.0) is None

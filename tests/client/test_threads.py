@@ -137,6 +137,27 @@ def test_a_cancelled_lease_strands_no_row(address: str | None, name: str) -> Non
     asyncio.run(run())
 
 
+def test_who_went_away_holds_up_nobody(address: str | None, name: str) -> None:
+    async def run() -> None:
+        async with tq.aconnect(address) as queue:
+            table = await queue.create_table(name, tasks=[tq.Task("train", needs=["x"])], limits=tq.Limits(rows=4))
+            await table.put(x=np.zeros((3, 1000)))
+            for waits in (
+                lambda: table.lease("train", rows=4, timeout_s=60),
+                lambda: table.put(x=np.zeros((2, 1000)), timeout_s=60),
+                lambda: table.reserve(2, timeout_s=60),
+            ):
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        await waits()
+            assert len(await table.put(x=np.zeros((1, 1000)), timeout_s=10)) == 1
+            async with table.lease("train", rows=1, timeout_s=10) as batch:
+                assert batch.rows.tolist() == [0]
+            assert (await table.audit())["rows_put"] == 4
+
+    asyncio.run(run())
+
+
 def test_many_waits_in_one_loop(address: str | None, name: str) -> None:
     async def run() -> list[int]:
         async with tq.aconnect(address) as queue:

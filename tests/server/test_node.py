@@ -295,6 +295,19 @@ def test_a_wait_ends_at_its_deadline_and_says_why(bench):
     failed(client.take(waiting), "DeadlineExceeded", "Lease waited 3 s: ")
 
 
+def test_a_wait_ends_when_the_call_comes_again_without_one(bench):
+    client, other = bench.client(), bench.client()
+    client.create_table()
+    client.ask(client.put(1))
+    gone, behind = client.post(lease(4, wait_s=60.0)), other.post(lease(1, wait_s=60.0))
+    client.post(lease(4, wait_s=90.0), call=gone)
+    assert other.take(behind) is None
+    client.post(lease(4), call=gone)
+    bench.pass_time(0)
+    failed(client.take(gone), "DeadlineExceeded", "Lease waited 0 s: ")
+    assert rows_of(other.take(behind)) == [0]
+
+
 def test_a_large_request_is_not_starved_by_small_ones(bench):
     large, small, producer = bench.client(), bench.client(), bench.client()
     producer.create_table()

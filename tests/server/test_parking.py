@@ -123,6 +123,20 @@ def test_deadlines_come_in_their_order():
     assert parking.next_deadline() == 6.0
 
 
+def test_a_wait_may_be_cut_short_but_not_drawn_out():
+    parking = Parking()
+    first = park(parking, 1, lease(wait_s=9.0))
+    park(parking, 2, lease(wait_s=5.0))
+    parking.hurry(1, 1, deadline=20.0)
+    parking.hurry(1, 7, deadline=0.0)
+    assert parking.next_deadline() == 5.0
+    parking.hurry(1, 1, deadline=1.0)
+    assert parking.next_expired(1.0) is first
+    parking.remove(first)
+    assert parking.next_deadline() == 5.0
+    assert due(parking) == [2]
+
+
 def test_the_agenda_does_not_grow_with_those_who_left():
     parking = Parking()
     for call in range(10_000):
@@ -205,6 +219,14 @@ class ParkingMachine(RuleBasedStateMachine):
         else:
             self.parking.rest(parked, keys)
             wait["due"], wait["keys"] = False, set(keys)
+
+    @precondition(lambda self: self.waits)
+    @rule(place=st.integers(0, 100), seconds=st.integers(0, 9))
+    def hurry(self, place, seconds):
+        parked = self.waits[place % len(self.waits)]["parked"]
+        expected = min(parked.deadline, self.now + seconds)
+        self.parking.hurry(parked.session, parked.call, self.now + seconds)
+        assert parked.deadline == expected
 
     @rule(seconds=st.integers(0, 5))
     def time_passes(self, seconds):

@@ -13,7 +13,8 @@ Rules:
    on the new way until that is answered: the server listens to nothing before it has heard the greeting. Then everything
    that is unanswered is sent again, in order, and waits for no longer than it was to wait at first.
 7. **Nobody's reply is lost.** A call whose caller went away (an interrupt, a cancelled task, a deadline
-   passed) stays here until its reply arrives, so that what the reply gives can be handed back.
+   passed) stays here until its reply arrives, so that what the reply gives can be handed back. If it waits at the
+   server, it is sent again with no wait: there it would keep its place before others who want the same.
 """
 
 from __future__ import annotations
@@ -170,6 +171,14 @@ class Calls:
                 again.append(self._frame(pending))
             self._schedule(pending, now)
         return again, overdue
+
+    def hurried(self, pending: Pending, now: float) -> bytes | None:
+        """The frame that ends the wait of a call at the server, whose caller went away; None if it does not wait there."""
+        if pending.id not in self._pending or not wait_of(pending.request):
+            return None
+        pending.payload = encode(msgspec.structs.replace(pending.request, wait_s=0.0))
+        pending.deadline = now + ANSWER_S
+        return self._frame(pending)
 
     def next_late(self) -> float | None:
         """When `late` may have something; None if no call is unanswered."""

@@ -237,7 +237,7 @@ class Connection:
         while self._inbox:
             self._send(self._calls.send(self._inbox.popleft(), now), now)
         while self._left:
-            self._leave(self._left.popleft())
+            self._leave(self._left.popleft(), now)
         self._send_unpins(now)
         again, overdue = self._calls.late(now)
         for frame in again:
@@ -368,12 +368,14 @@ class Connection:
         elif pending.is_post and not isinstance(error, LeaseExpired | NotFound):  # what is handed back may be gone
             _log.error("%s, which nobody waits for, was refused: %s", type(pending.request).__name__, error)
 
-    def _leave(self, pending: Pending) -> None:
+    def _leave(self, pending: Pending, now: float) -> None:
         """The caller of `pending` went away, perhaps after the reply came."""
         pending.on_settled = None
         pending.gave_up = True
         if pending.reply is not None:
             self._give_back(pending.request, pending.reply)
+        elif (frame := self._calls.hurried(pending, now)) is not None:
+            self._send(frame, now)
 
     def _give_back(self, request: m.Request, reply: m.Reply) -> None:
         now = self._clock()

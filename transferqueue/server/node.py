@@ -10,8 +10,8 @@ answers from `outbox`. The rules:
 - A call counts only on the way by which the session's last Hello came. A client whose connection broke, or whose
   server was restarted, says Hello again and then sends all that was not answered, in order; what overtakes the
   Hello (ZeroMQ keeps frames for a connection that is lost) is not heard.
-- A call that comes again is never carried out twice: while it waits it stays where it is; once answered
-  it gets the same answer, until the client says that it has `seen` it; after that it is ignored.
+- A call that comes again is never carried out twice: while it waits it stays where it is, for no longer than it now asks
+  for; once answered it gets the same answer, until the client says that it has `seen` it; after that it is ignored.
 - After every change, those whom it may concern are tried (see `parking`), before the next frame is read.
 - A session ends by Goodbye, by death, by silence where only silence can be judged, or because its peer
   does not read. Its waits end with it, its leases return, and its memory returns once nobody can see it. If it brought
@@ -321,6 +321,7 @@ class Node:
         self.ledger.heard(session.number, now)
         if call.id <= session.seen or self.parking.holds(session.number, call.id):
             self.counters.repeated += 1
+            self.parking.hurry(session.number, call.id, now + wait_of(call.request))
         elif (denied := roles.denied(role, call.request)) is not None:
             self._answer(peer, call.id, _failed(denied))
         elif isinstance(call.request, m.Goodbye):

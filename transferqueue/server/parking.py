@@ -13,7 +13,8 @@ The law:
    says nothing about the next, and a large grant at the head of a lane could block the very ack that would
    free memory for it.
 4. When the first of a lane leaves, for whatever reason, the next is due at once.
-5. A wait ends: served, refused, at its deadline, or with its session. Nothing stays behind, in any index.
+5. A wait ends: served, refused, at its deadline, or with its session. Nothing stays behind, in any index. Who asks again
+   for a shorter wait has an earlier deadline; for a longer one (the first message, sent twice) the same.
 
 Cost: a wake tries one request a lane, plus those of rule 3 under the key, plus as many as it serves.
 """
@@ -44,7 +45,7 @@ class Parked:
         self.call: Final = call
         self.request: Final = request
         self.since: Final = since
-        self.deadline: Final = since + wait_of(request)
+        self.deadline = since + wait_of(request)
         self.lane: Final = lane_of(request)
         self.keys: tuple[WakeKey, ...] = ()
 
@@ -123,6 +124,13 @@ class Parking:
         parked.keys = tuple(dict.fromkeys(keys))
         for key in parked.keys:
             self._by_key.setdefault(key, {})[parked.order] = parked
+
+    def hurry(self, session: int, call: int, deadline: float) -> None:
+        """A call that waits here, if it does, waits no longer than until `deadline`."""
+        parked = self._by_call.get((session, call))
+        if parked is not None and deadline < parked.deadline:
+            parked.deadline = deadline
+            heapq.heappush(self._agenda, (deadline, parked.order))
 
     def wake(self, key: WakeKey) -> None:
         """Something under `key` changed: whoever rests on it is due."""
