@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 from transferqueue.client import checks
 from transferqueue.client.aio import AsyncQueue, Opening
 from transferqueue.client.client import Client, Data, open_client
-from transferqueue.client.joining import way_in
+from transferqueue.client.coordinators import check_seats
+from transferqueue.client.joining import ways_in
 from transferqueue.client.queue import Queue
 from transferqueue.cluster.names import is_ray, parse_named
 from transferqueue.errors import UsageError
+from transferqueue.transport.keys import ClientKeys
 
 CONNECT_S: Final = 10.0
 """A server that is being started is up by then; one that is not there is noticed before patience ends."""
 
 
 def connect(
-    address: str | None = None,
+    address: str | Sequence[str] | None = None,
     *,
     key: str | None = None,
     timeout_s: float = CONNECT_S,
@@ -31,6 +35,10 @@ def connect(
 ) -> Queue:
     """A queue: of a server embedded in this process (no address), or of the one at ``ipc://...`` or ``tcp://...``, or of
     ``ray://NAMESPACE/NAME``, which `deploy_ray` made in the Ray cluster of this process (``ray``: the one with default names).
+
+    A deployment of several coordinators is joined by the addresses of all, in any order: joined by commas, or in a list
+    (docs/CLUSTER.md); `UsageError` unless they are all of one deployment, each once. One address leads to one alone, and to
+    what it has.
 
     A server that asks for keys is joined with a token (``tqjoin_...``, from `transferqueue keys token`) in place of the
     address, or as `key` beside a tcp address; where neither is given, with that of ``$TRANSFERQUEUE_TOKEN``: at a tcp
@@ -54,11 +62,11 @@ def connect(
         ...         batch["text"].list()
         ['one', 'two']
     """
-    return Queue(_client(address, key, timeout_s, label, arena_bytes, runtime, data))
+    return Queue(*_clients(address, key, timeout_s, label, arena_bytes, runtime, data))
 
 
 def aconnect(
-    address: str | None = None,
+    address: str | Sequence[str] | None = None,
     *,
     key: str | None = None,
     timeout_s: float = CONNECT_S,
@@ -73,54 +81,74 @@ def aconnect(
     """
 
     async def make() -> AsyncQueue:
-        return AsyncQueue(await asyncio.to_thread(_client, address, key, timeout_s, label, arena_bytes, runtime, data))
+        return AsyncQueue(
+            *await asyncio.to_thread(_clients, address, key, timeout_s, label, arena_bytes, runtime, data)
+        )
 
     return Opening(make)
 
 
-def _client(
-    address: str | None,
+def _clients(
+    address: str | Sequence[str] | None,
     key: str | None,
     timeout_s: float,
     label: str,
     arena_bytes: int | str | None,
     runtime: str | Path | None,
     data: Data,
-) -> Client:
-    patience = checks.seconds("timeout_s", timeout_s)
+) -> list[Client]:
+    """A session with each coordinator, or with a server of its own."""
+    deadline = time.monotonic() + checks.seconds("timeout_s", timeout_s)
     if not isinstance(label, str):
         raise UsageError(f"label={label!r} is {type(label).__name__}; give text")
-    if address is not None and is_ray(address):
-        return _of_ray(address, key, patience, label, arena_bytes is not None or runtime is not None, data)
-    if address is not None or (arena_bytes is None and runtime is None):
-        address, keys = way_in(address, key)
-    else:
-        keys = None
-    if address is not None:
-        if arena_bytes is not None or runtime is not None:
+    own = arena_bytes is not None or runtime is not None
+    ways = [] if own and address is None else ways_in(address, key)
+    if not ways:
+        if key:
             raise UsageError(
-                f"arena_bytes and runtime are for an embedded server, but the server at {address} runs already; give them there"
+                "a key is for a server that runs, arena_bytes and runtime for an embedded one; give either"
             )
-        return open_client(address, patience, label, keys=keys, data=data)
-    if key:
-        raise UsageError("a key is for a server that runs, arena_bytes and runtime for an embedded one; give either")
+        return [_embedded(arena_bytes, runtime, timeout_s, label, data)]
+    if own:
+        raise UsageError(
+            f"arena_bytes and runtime are for an embedded server, but the server at {ways[0][0]} runs already; give them there"
+        )
+    with ExitStack() as opened:
+        clients = []
+        for place, keys in ways:
+            clients.append(_open(place, keys, deadline, label, data))
+            opened.callback(clients[-1].close)
+        check_seats(clients)
+        opened.pop_all()
+    return clients
+
+
+def _open(address: str, keys: ClientKeys | None, deadline: float, label: str, data: Data) -> Client:
+    known_as = address
+    if is_ray(address):
+        from transferqueue.cluster.on_ray import way_to
+
+        if keys:
+            raise UsageError(f"key was given with {address}, which has its own; leave it out")
+        named = parse_named(address)
+        known_as = str(named)
+        address, keys = way_to(named, _left(deadline), near=data == "auto")
+    return open_client(address, _left(deadline), label, keys=keys, data=data, known_as=known_as)
+
+
+def _left(deadline: float) -> float:
+    """Seconds, as a person would say them."""
+    return max(0.0, round(deadline - time.monotonic(), 2))
+
+
+def _embedded(
+    arena_bytes: int | str | None, runtime: str | Path | None, timeout_s: float, label: str, data: Data
+) -> Client:
     from transferqueue.server import embedded  # only who has a server of its own loads one
 
     server = embedded.start(arena_bytes, runtime)
     try:
-        return open_client(server.inproc_address, patience, label, server, data=data)
+        return open_client(server.inproc_address, timeout_s, label, server, data=data)
     except BaseException:
         server.stop()
         raise
-
-
-def _of_ray(address: str, key: str | None, timeout_s: float, label: str, embedded: bool, data: Data) -> Client:
-    from transferqueue.cluster.on_ray import way_to
-
-    if key or embedded:
-        raise UsageError(
-            f"key, arena_bytes and runtime were given with {address}, which has its own; give them to deploy_ray, or leave them out"
-        )
-    named, deadline = parse_named(address), time.monotonic() + timeout_s
-    place, keys = way_to(named, timeout_s, near=data == "auto")
-    return open_client(place, max(0.0, deadline - time.monotonic()), label, keys=keys, data=data, known_as=str(named))

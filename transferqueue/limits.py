@@ -29,6 +29,8 @@ TABLES_MAX: Final = 4096
 SESSIONS_MAX: Final = 4096
 KEYS_MAX: Final = 4096
 """Clients that a server's key file may name: no more than may be connected at once."""
+COORDINATORS_MAX: Final = 64
+"""A client has a session, a thread and a mapping for each; one of them serves what a few machines do."""
 PARTS_MAX: Final = 256
 """Distinct sets of fields written together, per table: each costs 12 bytes per resident row of a page."""
 TAGS_MAX: Final = 64

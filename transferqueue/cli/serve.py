@@ -18,6 +18,7 @@ EXAMPLES = (
     ("transferqueue serve --arena-bytes 64GiB", "with room for 64 GiB of rows"),
     ("transferqueue serve --tcp 0.0.0.0:7777", "reachable from other machines too, with keys: transferqueue keys"),
     ("transferqueue serve --durability process --state DIR --supervise", "one that outlives its crashes"),
+    ("transferqueue serve --tcp 0.0.0.0:7777 --coordinator 1/2", "the first of two with tables each, used as one"),
     ("transferqueue serve --web 8787", "with a page that shows what it does, at 127.0.0.1:8787"),
     (
         "transferqueue serve --http 8788 --token-file TOKEN",
@@ -104,6 +105,16 @@ def serve(
             help="Directory under which clients name snapshots. Default: $TRANSFERQUEUE_SNAPSHOTS, else ./snapshots.",
         ),
     ] = None,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            "--coordinator",
+            metavar="K/N",
+            show_default=False,
+            help="This server is number K of N that clients use as one, each with a part of the tables (docs/CLUSTER.md); "
+            "NAME:K/N also says of which deployment.",
+        ),
+    ] = None,
     web: Annotated[
         str | None,
         typer.Option(
@@ -158,6 +169,7 @@ def serve(
             durability=durability,
             state=state,
             snapshots=snapshots,
+            coordinator=coordinator,
             on_ready=announce,
         )
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from transferqueue.client import composing, leasing, snapshot, verbs, weighing
 from transferqueue.client.ahead import Ahead
 from transferqueue.client.batch import BatchBase
-from transferqueue.client.client import Client
+from transferqueue.client.coordinators import QueueBase
 from transferqueue.client.driving import Operation, T, adrive
 from transferqueue.client.facts import Facts, Floats, Ints, Keys, TagsGiven
 from transferqueue.client.loader import AsyncLoader
@@ -464,16 +464,8 @@ class AsyncWeightChannel(weighing.WeightChannelBase):
         return await adrive(self._client.connection, operation)
 
 
-class AsyncQueue:
+class AsyncQueue(QueueBase):
     """`Queue` for event loops, any of them and several at once; what `transferqueue.aconnect` gives."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-
-    @property
-    def address(self) -> str:
-        """Where other processes connect to the same tables."""
-        return self._client.address
 
     async def create_table(
         self,
@@ -488,48 +480,53 @@ class AsyncQueue:
         replicas: int = 1,
     ) -> AsyncTable:
         """As `Queue.create_table`."""
-        operation = verbs.create_table(self._client, name, fields, tasks, limits, pacing, retention, exist_ok, replicas)
-        return AsyncTable(self._client, await self._drive(operation))
+        client = self._of(name)
+        operation = verbs.create_table(client, name, fields, tasks, limits, pacing, retention, exist_ok, replicas)
+        return AsyncTable(client, await adrive(client.connection, operation))
 
     async def table(self, name: str, timeout_s: float = 0.0) -> AsyncTable:
         """As `Queue.table`."""
-        return AsyncTable(self._client, await self._drive(verbs.open_table(self._client, name, timeout_s)))
+        client = self._of(name)
+        return AsyncTable(client, await adrive(client.connection, verbs.open_table(client, name, timeout_s)))
 
     async def tables(self) -> list[str]:
         """As `Queue.tables`."""
-        return await self._drive(verbs.tables())
+        return [name for found in await self._each(verbs.tables) for name in found]
 
     async def drop_table(self, name: str, *, empty: bool = False) -> None:
         """As `Queue.drop_table`."""
-        await self._drive(verbs.drop_table(self._client, name, empty))
+        client = self._of(name)
+        await adrive(client.connection, verbs.drop_table(client, name, empty))
 
     def weights(self, channel: str, keep: int = 2) -> AsyncWeightChannel:
         """As `Queue.weights`; not awaited."""
-        return AsyncWeightChannel(self._client, *weighing.channel_name(channel, keep))
+        return AsyncWeightChannel(self._of(channel), *weighing.channel_name(channel, keep))
 
     async def stats(self) -> dict[str, Any]:
         """As `Queue.stats`."""
-        return await self._drive(verbs.observe("stats"))
+        return self._together(await self._each(lambda: self._look("stats")))
 
     async def audit(self) -> dict[str, Any]:
         """As `Queue.audit`."""
-        return await self._drive(verbs.observe("audit"))
+        return self._together(await self._each(lambda: verbs.observe("audit")))
 
     async def doctor(self, table: str | None = None) -> dict[str, Any]:
         """As `Queue.doctor`."""
-        return await self._drive(verbs.observe("doctor", table or ""))
+        if table:
+            return await adrive(self._of(table).connection, verbs.observe("doctor", table))
+        return self._together(await self._each(lambda: self._look("doctor")))
 
     async def inspect(self, table: str, row: int) -> dict[str, Any]:
         """As `Queue.inspect`."""
-        return await self._drive(verbs.observe("row", table, row))
+        return await adrive(self._of(table).connection, verbs.observe("row", table, row))
 
     async def sessions(self) -> dict[str, Any]:
         """As `Queue.sessions`."""
-        return await self._drive(verbs.observe("sessions"))
+        return self._together(await self._each(lambda: self._look("sessions")))
 
     async def drain_shard(self, number: int) -> None:
         """See `Queue.drain_shard`."""
-        await self._drive(verbs.drain_shard(number))
+        await adrive(self._client.connection, verbs.drain_shard(number))
 
     async def snapshot(
         self,
@@ -540,17 +537,20 @@ class AsyncQueue:
         progress: Progress | None = None,
     ) -> str:
         """See `Queue.snapshot`."""
-        return await self._drive(snapshot.snapshot(self._client, path, keep, timeout_s, progress))
+        client = self._client
+        return await adrive(client.connection, snapshot.snapshot(client, path, keep, timeout_s, progress))
 
     async def restore(
         self, path: str | os.PathLike[str], *, timeout_s: float = SNAPSHOT_S, progress: Progress | None = None
     ) -> str:
         """See `Queue.restore`."""
-        return await self._drive(snapshot.restore(self._client, path, timeout_s, progress))
+        client = self._client
+        return await adrive(client.connection, snapshot.restore(client, path, timeout_s, progress))
 
     async def close(self) -> None:
         """As `Queue.close`."""
-        await asyncio.to_thread(self._client.close)
+        for client in self._clients:
+            await asyncio.to_thread(client.close)
 
     async def __aenter__(self) -> Self:
         return self
@@ -560,8 +560,6 @@ class AsyncQueue:
     ) -> None:
         await self.close()
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} at {self.address}>"
-
-    async def _drive(self, operation: Operation[T]) -> T:
-        return await adrive(self._client.connection, operation)
+    async def _each(self, asking: Callable[[], Operation[T]]) -> list[T]:
+        """What each coordinator answers, one after the other."""
+        return [await adrive(client.connection, asking()) for client in self._clients]

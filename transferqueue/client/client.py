@@ -24,6 +24,7 @@ from transferqueue.client.shards import Presence, Shards
 from transferqueue.client.terms import Terms
 from transferqueue.client.writing import Ground
 from transferqueue.errors import Unreachable, UsageError
+from transferqueue.seat import Seat
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
 from transferqueue.transport.bulk_sockets import BulkLine
 from transferqueue.transport.bulk_streams import StreamLine
@@ -53,6 +54,7 @@ class Client:
     """One session, shared by its handles: its connection, memory, places to write, and known tables.
 
     memory: of the coordinator's own shard. dial: the way to a further shard that is not mapped; None: there are none.
+    seat: which of the coordinators of its deployment this one is.
     """
 
     def __init__(
@@ -64,10 +66,12 @@ class Client:
         *,
         dial: Callable[[m.ShardAt], RemoteMemory] | None = None,
         ground: Ground | None = None,
+        seat: Seat = Seat(),  # noqa: B008  (frozen)
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address: Final = address
         self.connection: Final = connection
+        self.seat: Final = seat
         self.memory: Final = memory
         self.shards: Final = Shards(memory, dial or _no_way, connection.unpin)
         self.ground: Final = ground or Ground(connection.post)
@@ -131,6 +135,7 @@ def open_client(
         memory,
         server,
         dial=lambda at: _further(at, welcome, keys, connection),
+        seat=welcome.seat,
     )
 
 

@@ -1,14 +1,54 @@
-"""The way to a server: its address, and the keys to show there. From an address, a join token, or the environment."""
+"""The ways to servers: their addresses, and the keys to show there. From addresses, join tokens, or the environment."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Final
 
 from transferqueue.errors import UsageError
+from transferqueue.transport import parse_address, split_addresses
 from transferqueue.transport.keys import ClientKeys, is_token, read_token
 
 TOKEN_VARIABLE: Final = "TRANSFERQUEUE_TOKEN"  # noqa: S105  (its name)
+
+
+def ways_in(address: str | Sequence[str] | None, key: str | None = None) -> list[tuple[str, ClientKeys | None]]:
+    """`way_in` for each of several coordinators, given joined by commas or in a list; none, if nowhere was said.
+
+    Where several tokens are the key, or in the environment, each is for the address that it names; one is for all.
+    """
+    tokens = split_addresses(os.environ.get(TOKEN_VARIABLE, "") if key is None else key)
+    if address is None:
+        found = [way_in(None, token if len(tokens) > 1 else key) for token in tokens]
+    else:
+        found = [way_in(one, _key_at(one, tokens) if len(tokens) > 1 else key) for one in listed(address)]
+    return [(place, keys) for place, keys in found if place is not None]
+
+
+def listed(address: str | Sequence[str]) -> list[str]:
+    """The addresses of coordinators, one by one. `UsageError` for a list of none."""
+    texts = [address] if isinstance(address, str) or not isinstance(address, Sequence) else address
+    found = [one for text in texts for one in (split_addresses(text) if isinstance(text, str) else [_refused(text)])]
+    if not found:
+        raise UsageError(
+            "the list of addresses is empty; give those of all coordinators, or none for an embedded server"
+        )
+    return found
+
+
+def _refused(text: object) -> str:
+    return str(parse_address(text))
+
+
+def _key_at(address: str, tokens: list[str]) -> str | None:
+    """The token that is for this address; None: it is a token itself, or asks for none."""
+    if not address.startswith("tcp://"):
+        return None
+    for token in tokens:
+        if read_token(token).address == address:
+            return token
+    raise UsageError(f"none of the {len(tokens)} join tokens given is for {address}; give one of each coordinator")
 
 
 def way_in(address: str | None, key: str | None = None) -> tuple[str | None, ClientKeys | None]:

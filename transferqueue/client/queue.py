@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from transferqueue.client import snapshot, verbs
-from transferqueue.client.client import Client
+from transferqueue.client.coordinators import QueueBase
 from transferqueue.client.driving import Operation, T, drive
 from transferqueue.client.snapshot import SNAPSHOT_S, Progress
 from transferqueue.client.table import Table
@@ -18,21 +18,16 @@ from transferqueue.policies import Acked, Pacing, Retention, Task
 from transferqueue.schema import Field
 
 
-class Queue:
+class Queue(QueueBase):
     """All tables of one deployment; what `transferqueue.connect` returns.
+
+    Of a deployment of several coordinators it is all of them: each table and weight channel is at one, which its name says
+    (docs/CLUSTER.md).
 
     Every method may be called from any thread. After `os.fork` the child gets `Forked`: connect again there.
     Closing ends all waits of this client with `Disconnected`, gives its leases and reservations back, and, if the
     server is embedded, ends that too. Use it as a context manager.
     """
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-
-    @property
-    def address(self) -> str:
-        """Where other processes connect to the same tables."""
-        return self._client.address
 
     def create_table(
         self,
@@ -52,49 +47,59 @@ class Queue:
         less; their bytes count as often. `AlreadyExists` unless `exist_ok` and the terms are the same; `Impossible` for
         terms under which rows would wait for ever, with the arithmetic, and with fewer shards than `replicas`.
         """
-        operation = verbs.create_table(self._client, name, fields, tasks, limits, pacing, retention, exist_ok, replicas)
-        return Table(self._client, self._drive(operation))
+        client = self._of(name)
+        operation = verbs.create_table(client, name, fields, tasks, limits, pacing, retention, exist_ok, replicas)
+        return Table(client, drive(client.connection, operation))
 
     def table(self, name: str, timeout_s: float = 0.0) -> Table:
         """A table that exists, or that someone creates within `timeout_s`. `NotFound` lists those that exist."""
-        return Table(self._client, self._drive(verbs.open_table(self._client, name, timeout_s)))
+        client = self._of(name)
+        return Table(client, drive(client.connection, verbs.open_table(client, name, timeout_s)))
 
     def tables(self) -> list[str]:
         """Names of all tables."""
-        return self._drive(verbs.tables())
+        return [name for found in self._each(verbs.tables) for name in found]
 
     def drop_table(self, name: str, *, empty: bool = False) -> None:
         """Remove a table: its rows are dropped, whoever waits for it gets `NotFound`. empty: `UsageError` while it has rows."""
-        self._drive(verbs.drop_table(self._client, name, empty))
+        client = self._of(name)
+        drive(client.connection, verbs.drop_table(client, name, empty))
 
     def weights(self, channel: str, keep: int = 2) -> WeightChannel:
         """The weight channel of this name; it exists once something is published. keep: versions kept."""
-        return WeightChannel(self._client, *channel_name(channel, keep))
+        return WeightChannel(self._of(channel), *channel_name(channel, keep))
 
     def stats(self) -> dict[str, Any]:
-        """Counts, bytes and rates of the whole deployment now; the keys are in docs/OBSERVING.md."""
-        return self._drive(verbs.observe("stats"))
+        """Counts, bytes and rates of the whole deployment now; the keys are in docs/OBSERVING.md.
+
+        Of several coordinators: their ``tables`` and ``channels`` together, and ``coordinators``, what each said by its address; of one
+        that is out of reach ``{"unreachable": why}``. So are `doctor` and `sessions`.
+        """
+        return self._together(self._each(lambda: self._look("stats")))
 
     def audit(self) -> dict[str, Any]:
-        """For each table ``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own."""
-        return self._drive(verbs.observe("audit"))
+        """For each table ``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own. Of all coordinators, or
+        the error of the first that is out of reach."""
+        return self._together(self._each(lambda: verbs.observe("audit")))
 
     def doctor(self, table: str | None = None) -> dict[str, Any]:
         """Who waits for what, what is missing and who holds it; for one table or all."""
-        return self._drive(verbs.observe("doctor", table or ""))
+        if table:
+            return drive(self._of(table).connection, verbs.observe("doctor", table))
+        return self._together(self._each(lambda: self._look("doctor")))
 
     def inspect(self, table: str, row: int) -> dict[str, Any]:
         """One row: its facts, fields and what happened to it in each task."""
-        return self._drive(verbs.observe("row", table, row))
+        return drive(self._of(table).connection, verbs.observe("row", table, row))
 
     def sessions(self) -> dict[str, Any]:
         """Connected clients: label, process, last heard of, what they hold."""
-        return self._drive(verbs.observe("sessions"))
+        return self._together(self._each(lambda: self._look("sessions")))
 
     def drain_shard(self, number: int) -> None:
         """Lend nothing more of a further shard (see ``stats()["server"]["shards"]``). Returns at once; the shard's process ends when
         the last row in it is done and the last view of it is gone. Again: nothing. `NotFound` for one that has not joined."""
-        self._drive(verbs.drain_shard(number))
+        drive(self._client.connection, verbs.drain_shard(number))
 
     def snapshot(
         self,
@@ -111,9 +116,10 @@ class Queue:
         newest `keep` stay. Blocks until it is written, up to `timeout_s` (0: not at all): `DeadlineExceeded` then; the
         work goes on.
         progress: called with bytes done and about how many in all. Returns where it is. `OutOfMemory` if the disk is full:
-        earlier ones are whole; `Full` if another is being written.
+        earlier ones are whole; `Full` if another is being written; `UsageError` for several coordinators: connect to each alone.
         """
-        return self._drive(snapshot.snapshot(self._client, path, keep, timeout_s, progress))
+        client = self._client
+        return drive(client.connection, snapshot.snapshot(client, path, keep, timeout_s, progress))
 
     def restore(
         self, path: str | os.PathLike[str], *, timeout_s: float = SNAPSHOT_S, progress: Progress | None = None
@@ -124,11 +130,13 @@ class Queue:
         returned; the number of shards and the arena may be others. Blocks, up to `timeout_s`; nothing is there before all
         is. `Corruption` names a file that is not as it was written; `UsageError` if there is a table or weights.
         """
-        return self._drive(snapshot.restore(self._client, path, timeout_s, progress))
+        client = self._client
+        return drive(client.connection, snapshot.restore(client, path, timeout_s, progress))
 
     def close(self) -> None:
         """End the session, and an embedded server with it. Waits end with `Disconnected`. Again: nothing."""
-        self._client.close()
+        for client in self._clients:
+            client.close()
 
     def __enter__(self) -> Self:
         return self
@@ -138,8 +146,6 @@ class Queue:
     ) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} at {self.address}>"
-
-    def _drive(self, operation: Operation[T]) -> T:
-        return drive(self._client.connection, operation)
+    def _each(self, asking: Callable[[], Operation[T]]) -> list[T]:
+        """What each coordinator answers, one after the other."""
+        return [drive(client.connection, asking()) for client in self._clients]

@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
             plain_bytes=options.plain_bytes,
             durability=options.durability,
             state=options.state,
+            coordinator=options.coordinator,
             on_ready=lambda addresses: print("ready", *addresses, flush=True),  # noqa: T201
         )
 
@@ -46,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--durability", choices=list(Level), default=Level.MEMORY, help="what outlives this process")
     parser.add_argument("--state", type=Path, metavar="DIR", help="directory that keeps it, for process and disk")
+    parser.add_argument("--coordinator", metavar="K/N", help="this is number K of N, used as one: 1/2, or NAME:1/2")
     parser.add_argument("--supervise", action="store_true", help="start the server again when it crashes")
     return parser
 

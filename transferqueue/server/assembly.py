@@ -11,6 +11,7 @@ from pathlib import Path
 
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import FAREWELL_S
+from transferqueue.seat import Seat
 from transferqueue.server.bulk import Shard
 from transferqueue.server.durable import Durable
 from transferqueue.server.loop import Deaths, Descriptor, Loop
@@ -37,6 +38,7 @@ class Server:
     plain_bytes: with keys too, columns cross to other machines as they are; only who was given a ticket over the control
     connection gets any, but whoever can listen to the network can read them.
     snapshots: the directory under which clients name snapshots; None: `SNAPSHOTS_VARIABLE`, else "snapshots" where it runs.
+    seat: which of the coordinators of its deployment it is.
     `AddressInUse` and `UsageError` as they say; then nothing is left behind.
     """
 
@@ -49,6 +51,7 @@ class Server:
         keyring: Keyring | None = None,
         plain_bytes: bool = False,
         snapshots: Path | None = None,
+        seat: Seat = Seat(),  # noqa: B008  (frozen)
     ) -> None:
         with ExitStack() as made:
             made.callback(foundation.close)
@@ -68,10 +71,10 @@ class Server:
             made.callback(deaths.close)
             self.inproc_address = hub.address
             if isinstance(foundation, Durable):
-                self.node = _resumed(foundation, home, deaths, Door(keyring))
+                self.node = _resumed(foundation, home, deaths, Door(keyring), seat)
                 self.loop = Loop(self.node, port, hub, wakeup, deaths, foundation.clock, together=True)
             else:
-                self.node = _new(foundation, home, deaths, Door(keyring))
+                self.node = _new(foundation, home, deaths, Door(keyring), seat)
                 self.loop = Loop(self.node, port, hub, wakeup, deaths)
             if self.tcp_addresses:
                 self._serve_bytes(made, None if plain_bytes else keyring)
@@ -87,7 +90,9 @@ class Server:
 
     def _keep_snapshots(self, made: ExitStack, root: Path, wakeup: Wakeup) -> None:
         node = self.node
-        node.snapshots = Snapshots(root.absolute(), node.ledger, node.memory, wake=node.parking.wake, stir=wakeup.set)
+        node.snapshots = Snapshots(
+            root.absolute(), node.ledger, node.memory, wake=node.parking.wake, stir=wakeup.set, seat=node.seat
+        )
         made.callback(node.snapshots.stop)
 
     def run(self, woken_by: Descriptor | None = None) -> None:
@@ -102,18 +107,20 @@ class Server:
         self.loop.stop()
 
 
-def _new(arena: ArenaHome, home: Home, deaths: Deaths, door: Door) -> Node:
+def _new(arena: ArenaHome, home: Home, deaths: Deaths, door: Door, seat: Seat) -> Node:
     epoch = first_epoch()
-    return Node(Ledger(epoch=epoch), Memory(arena.arena), _place(epoch, home), watcher=deaths, door=door)
+    return Node(Ledger(epoch=epoch), Memory(arena.arena), _place(epoch, home), watcher=deaths, door=door, seat=seat)
 
 
-def _resumed(state: Durable, home: Home, deaths: Deaths, door: Door) -> Node:
+def _resumed(state: Durable, home: Home, deaths: Deaths, door: Door, seat: Seat) -> Node:
     """A node that goes on from what an earlier server left."""
+    kept = state.ledger.state
+    seat.check_kept(kept.tables, kept.channels, f"state {state.path}")
     extents = [one.id for one in state.ledger.state.core.blocks.extents.values() if one.shard == SHARD]
     memory = Memory(state.arena.arena, state.allocator, len(extents))
     place = _place(state.ledger.epoch, home, state.clock())
     tickets = Tickets(key_in(state.path))
-    node = Node(state.ledger, memory, place, watcher=deaths, door=door, durability=state, tickets=tickets)
+    node = Node(state.ledger, memory, place, watcher=deaths, door=door, durability=state, tickets=tickets, seat=seat)
     resume(node, state)
     tickets.go_on([one.number for one in node.sessions if one.remote], extents)
     return node

@@ -5,6 +5,7 @@ answers from `outbox`. The rules:
 
 - A peer whose key is not, or no longer, known gets no answer; a request that is not for its role is refused before
   anything else looks at it (see `roles`).
+- So is one that is about a table or channel of another coordinator (see `seating`).
 - Whatever is not a message is answered with `ProtocolError`, counted, and changes nothing.
 - A call of a session that is not open is answered with `Disconnected`.
 - A call counts only on the way by which the session's last Hello came. A client whose connection broke, or whose
@@ -41,11 +42,13 @@ from transferqueue.errors import (
 from transferqueue.ledger.effects import FreeExtent, LeaseEnded, Wait, Wake
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import CALLS_PARKED_MAX
+from transferqueue.seat import Seat
 from transferqueue.server import evidence, observing, roles
 from transferqueue.server.durable import Durability, Volatile
 from transferqueue.server.memory import SHARD, Memory
 from transferqueue.server.parking import Parked, Parking, WakeKey, wait_of
 from transferqueue.server.resuming import origin_of
+from transferqueue.server.seating import elsewhere
 from transferqueue.server.sessions import NOWHERE, Peer, Session, Sessions
 from transferqueue.server.shards import Shards, standing
 from transferqueue.server.snapshots import Snapshots
@@ -99,6 +102,7 @@ class Counters:
 class Node:
     """One coordinator, with its own shard and those that join. Used by one thread; never blocks, but for the pages of a grown arena.
 
+    seat: which of the coordinators of its deployment it is.
     watcher: told which pidfd belongs to which session, so that `died` is called when it is readable. bulk_port: where the
     shard listens that honours `tickets`; 0: nowhere.
     """
@@ -114,8 +118,10 @@ class Node:
         door: roles.Door | None = None,
         durability: Durability | None = None,
         tickets: Tickets | None = None,
+        seat: Seat = Seat(),  # noqa: B008  (frozen)
     ) -> None:
         self.ledger: Final = ledger
+        self.seat: Final = seat
         self.memory: Final = memory
         self.place: Final = place
         self.sessions: Final = Sessions(place.epoch)
@@ -280,6 +286,7 @@ class Node:
             bulk_port=self.bulk_port,
             durable=self._durability.sessions_stay,
             bulk_plain=self.bulk_plain,
+            seat=self.seat,
         )
 
     def _end(self, session: Session, now: float, told: str) -> None:
@@ -322,8 +329,8 @@ class Node:
         if call.id <= session.seen or self.parking.holds(session.number, call.id):
             self.counters.repeated += 1
             self.parking.hurry(session.number, call.id, now + wait_of(call.request))
-        elif (denied := roles.denied(role, call.request)) is not None:
-            self._answer(peer, call.id, _failed(denied))
+        elif (refused := roles.denied(role, call.request) or elsewhere(self.seat, call.request)) is not None:
+            self._answer(peer, call.id, _failed(refused))
         elif isinstance(call.request, m.Goodbye):
             self._answer(peer, call.id, m.Done())
             self._end(session, now, "by Goodbye")

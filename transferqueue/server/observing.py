@@ -72,6 +72,7 @@ def _server(node: Node, now: float) -> Plain:
     counters = node.counters
     return {
         "address": node.place.address,
+        "coordinator": str(node.seat),
         "version": node.place.version,
         "pid": node.place.pid,
         "bulk_port": node.bulk_port,

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, Final, Self
 
 from transferqueue.errors import UsageError
+from transferqueue.seat import Seat
 from transferqueue.server.assembly import Server, first_epoch
 from transferqueue.server.durable import Durable
 from transferqueue.server.journal import Level
@@ -34,6 +35,7 @@ def serve(
     durability: Level | str = Level.MEMORY,
     state: Path | None = None,
     snapshots: Path | None = None,
+    coordinator: str | None = None,
     on_ready: Callable[[list[str]], object],
 ) -> None:
     """Serve in the calling thread, which must be the main one, until SIGINT or SIGTERM; leaves no file, except in `state`.
@@ -41,15 +43,19 @@ def serve(
     address: ipc or tcp; None: the user's own. A server at a tcp address has a socket file in the user's runtime
     directory too. tcp: more addresses, ``host:port``. keys: directory of the keys that every tcp address then asks for;
     None: the user's, where an address is not loopback, which is refused without keys. plain_bytes: see `Server`. durability, state: what outlives this
-    process, and the directory that keeps it (see `durable`). snapshots: see `Server`. on_ready: called once with all addresses, when it listens.
+    process, and the directory that keeps it (see `durable`). snapshots: see `Server`.
+    coordinator: its seat among several, ``K/N`` or ``NAME:K/N`` (see `transferqueue.seat`); None: it is the only one. on_ready: called once with all addresses, when it listens.
     """
     place, ports = _places(address, tcp)
+    seat = Seat() if coordinator is None else Seat.parse(coordinator)
     level = _level(durability, state, ports)
     allow_many_files()
     with Signals() as signals:
         keyring = _keyring(keys, ports)
         foundation = _foundation(level, state, arena_bytes)
-        server = Server(place, foundation, ports, keyring=keyring, plain_bytes=plain_bytes, snapshots=snapshots)
+        server = Server(
+            place, foundation, ports, keyring=keyring, plain_bytes=plain_bytes, snapshots=snapshots, seat=seat
+        )
         signals.server = server
         addresses = [server.address, *server.tcp_addresses]
         on_ready(addresses if address is None or not address.startswith("tcp:") else addresses[::-1])

@@ -42,6 +42,7 @@ from transferqueue.ledger.cut import Cut
 from transferqueue.ledger.effects import Wait
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import MIB
+from transferqueue.seat import Seat
 from transferqueue.server.cutfiles import Piece, pieces, read_about, read_cut, write_cut
 from transferqueue.server.memory import SHARD, Memory
 from transferqueue.storage.blocks import Draft
@@ -81,6 +82,7 @@ class Snapshots:
     """The works of one server. Used by the loop's thread, but for `_post` and `_ask`.
 
     root: paths that clients name stay under it. wake: makes those who rest under a key due. stir: has the loop call `turn`.
+    seat: of the coordinator; a snapshot of what belongs to others is not restored.
     """
 
     def __init__(
@@ -91,10 +93,12 @@ class Snapshots:
         *,
         wake: Callable[[tuple[str, ...]], None],
         stir: Callable[[], None],
+        seat: Seat = Seat(),  # noqa: B008  (frozen)
     ) -> None:
         self.root: Final = root
         self._ledger, self._memory = ledger, memory
         self._wake, self._stir = wake, stir
+        self._seat = seat
         self._works: dict[int, Work] = {}
         self._asked: dict[tuple[int, int], int] = {}
         """(session, call) -> the work it began: for a request that is sent again."""
@@ -263,6 +267,8 @@ class Snapshots:
     def _read(self, work: Work) -> None:
         snapshot = Snapshot.open(work.path, lambda nbytes: self._advance(work, nbytes))
         work.path, about = snapshot.path, read_about(snapshot)
+        tables, channels = ([one.name for one in kept] for kept in (about.tables, about.channels))
+        self._seat.check_kept(tables, channels, f"snapshot {work.path}")
         arena = _mapped(self._memory, mmap.PROT_READ | mmap.PROT_WRITE)
         taken: list[tuple[int, int]] = []
         try:

@@ -13,6 +13,7 @@ from transferqueue.transport.address import (
     default_address,
     parse_address,
     runtime_directory,
+    split_addresses,
 )
 from transferqueue.transport.channel import ClientChannel, dial, is_served
 from transferqueue.transport.host import this_boot, this_host
@@ -35,6 +36,7 @@ __all__ = [
     "parse_address",
     "remove_unlocked",
     "runtime_directory",
+    "split_addresses",
     "this_boot",
     "this_host",
 ]

@@ -23,6 +23,7 @@ IPC_PATH_BYTES_MAX: Final = 107
 
 _INPROC: Final = re.compile(r"[A-Za-z0-9-]{1,64}")
 _HOST: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\*|\[[0-9A-Fa-f:.]{2,45}\]")
+_COMMA: Final = re.compile(r",(?=\s*(?:ipc://|tcp://|inproc:|ray|tqjoin_))")
 _KINDS: Final = "ipc:///path/of/socket, tcp://host:port or inproc:id"
 
 
@@ -75,6 +76,11 @@ def runtime_directory() -> Path:
 def default_address(runtime: Path | None = None) -> str:
     """Where the server of this user listens unless told otherwise."""
     return str(IpcAddress((runtime or runtime_directory()).absolute() / "control.sock"))
+
+
+def split_addresses(text: str) -> list[str]:
+    """Addresses, or join tokens, that are joined by commas: a comma parts them where another begins."""
+    return [one.strip() for one in _COMMA.split(text)]
 
 
 def parse_address(text: object) -> Address:

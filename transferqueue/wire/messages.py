@@ -31,6 +31,7 @@ from transferqueue.limits import (
 )
 from transferqueue.policies import Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field
+from transferqueue.seat import Seat
 
 Bytes = Annotated[bytes, Meta(max_length=MESSAGE_BYTES_MAX)]
 Rows = Bytes
@@ -235,6 +236,7 @@ class Welcome(Message):
     bulk_port: of the bulk endpoint, on the host that the client dialled; 0: the server has none. bulk_plain: it asks for no
     keys and encrypts nothing, whatever the control port does.
     durable: the session outlives the server: when it is gone, wait for the next one at the same address.
+    seat: which of the coordinators of its deployment this is.
     """
 
     session: int
@@ -246,6 +248,7 @@ class Welcome(Message):
     bulk_port: int = 0
     durable: bool = False
     bulk_plain: bool = False
+    seat: Seat = Seat()
 
 
 class Heartbeat(Message):

@@ -1,0 +1,24 @@
+"""What a coordinator opens: only what belongs to its seat (see `transferqueue.seat`). Whatever else names a table finds none."""
+
+from __future__ import annotations
+
+from transferqueue.errors import TransferQueueError
+from transferqueue.seat import Seat
+from transferqueue.wire import messages as m
+
+
+def elsewhere(seat: Seat, request: m.Request) -> TransferQueueError | None:
+    """Why this coordinator will not carry out a request that makes, or waits for, a table or channel; None: it will."""
+    try:
+        match request:
+            case m.CreateTable():
+                seat.check("table", request.name)
+                if request.pacing is not None and request.pacing.channel is not None:
+                    seat.check_together(request.name, request.pacing.channel)
+            case m.OpenTable():
+                seat.check("table", request.name)
+            case m.Publish() | m.Basis() | m.Pull() | m.Applied() | m.Turn() | m.EndTurn():
+                seat.check("weight channel", request.channel)
+    except TransferQueueError as error:
+        return error
+    return None
