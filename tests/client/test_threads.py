@@ -137,6 +137,25 @@ def test_a_cancelled_lease_strands_no_row(address: str | None, name: str) -> Non
     asyncio.run(run())
 
 
+def test_a_lease_may_be_a_task(address: str | None, name: str) -> None:
+    async def run() -> None:
+        async with await asyncio.create_task(tq.aconnect(address)) as queue:
+            table = await queue.create_table(name, tasks=[tq.Task("train", needs=["x"])])
+            waiting = [asyncio.create_task(table.lease("train", rows=1, timeout_s=60)) for _ in range(2)]
+            await table.put(x=[7])
+            done, (left,) = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            async with done.pop().result() as batch:
+                assert batch["x"].list() == [7]
+            left.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await left
+            async with asyncio.TaskGroup() as group:
+                reserved = group.create_task(table.reserve(3))
+            assert reserved.result().rows == 3
+
+    asyncio.run(run())
+
+
 def test_who_went_away_holds_up_nobody(address: str | None, name: str) -> None:
     async def run() -> None:
         async with tq.aconnect(address) as queue:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,17 +35,39 @@ from transferqueue.schema import Field
 A = TypeVar("A", bound=AbstractAsyncContextManager[Any])
 
 
-class Opening(Generic[A]):
-    """Something that is awaited, or entered at once: ``await table.lease(...)``, ``async with table.lease(...) as batch``."""
+class Opening(Coroutine[Any, Any, A]):
+    """Something that is awaited, or entered at once: ``await table.lease(...)``, ``async with table.lease(...) as batch``.
 
-    __slots__ = ("_made", "_make")
+    A coroutine too, so that ``asyncio.create_task`` and task groups take it.
+    """
 
-    def __init__(self, make: Callable[[], Awaitable[A]]) -> None:
+    __slots__ = ("_made", "_make", "_running")
+
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, A]]) -> None:
         self._make = make
         self._made: A | None = None
+        self._running: Coroutine[Any, Any, A] | None = None
 
     def __await__(self) -> Generator[Any, Any, A]:
         return self._make().__await__()
+
+    def send(self, value: Any) -> Any:
+        """Go on, as of a coroutine."""
+        return self._run().send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Go on with an error, as of a coroutine."""
+        return self._run().throw(*error)
+
+    def close(self) -> None:
+        """Never go on, as of a coroutine."""
+        if self._running is not None:
+            self._running.close()
+
+    def _run(self) -> Coroutine[Any, Any, A]:
+        if self._running is None:
+            self._running = self._make()
+        return self._running
 
     async def __aenter__(self) -> A:
         self._made = await self._make()

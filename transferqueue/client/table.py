@@ -177,7 +177,8 @@ class Table(TableBase):
         """Borrow ready rows of a task: exactly one of `rows`, `tokens` (a budget) or `groups` says how many.
 
         Waits at the server until there are that many (or `at_least`, or the table is sealed and only fewer are left),
-        up to `timeout_s`. Use it as a context manager: a clean exit acks, an exception gives the rows back.
+        up to `timeout_s`; requests without `where` are served in the order in which they came, so that small ones never
+        starve a large one. Use it as a context manager: a clean exit acks, an exception gives the rows back.
 
         where: predicates that every row must satisfy. lease_s: how long the rows are lent (None: the task's).
         fields: columns to bring (None: the task's needs). rank, world: this rank's share of one batch agreed for `world`

@@ -352,7 +352,7 @@ class Node:
         """What becomes of a newcomer that finds `ahead` others in its lane."""
         if wait_of(request) > 0:
             return Wait(keys=())
-        why = f"{ahead} earlier requests wait for the same, and this one may not wait: {self._explain(request, now)}"
+        why = f"{_earlier(ahead)} for the same, and this one may not wait: {self._explain(request, now)}"
         return _failed(DeadlineExceeded(why) if isinstance(request, m.Lease) else Full(why))
 
     def _try(self, session: Session, call: int, request: m.Request, now: float) -> m.Reply | Wait:
@@ -448,7 +448,7 @@ class Node:
     def explain(self, parked: Parked, now: float) -> str:
         """Why a parked request still waits: what is missing, who holds it, who is before it."""
         ahead = self.parking.ahead_of(parked)
-        behind = f"; {ahead} earlier requests wait before it" if ahead else ""
+        behind = f"; {_earlier(ahead)} before it" if ahead else ""
         return self._explain(parked.request, now) + behind
 
     def _too_late(self, parked: Parked, now: float) -> m.Failed:
@@ -483,6 +483,10 @@ class Node:
 
     def _answer(self, peer: Peer, call: int, reply: m.Reply) -> None:
         self.outbox.append((peer, codec.encode_answer(m.Answer(self.place.epoch, call, reply))))
+
+
+def _earlier(ahead: int) -> str:
+    return "1 earlier request waits" if ahead == 1 else f"{ahead} earlier requests wait"
 
 
 def _failed(error: TransferQueueError) -> m.Failed:
