@@ -7,7 +7,8 @@ are as long: the next put may differ, and what is read comes back jagged, as doc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from transferqueue.storage import Each, Plain
 TORCH_DTYPE = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
+
+_field: Final = lru_cache(1 << 12)(Field)
+"""A field made before: what follows from its dtype and shape is known, and each partition is a table with its fields anew."""
 
 
 def columns_of(data: TensorDict, known: Mapping[str, Field]) -> tuple[list[Field], dict[str, Any]]:
@@ -107,23 +111,23 @@ def _column(name: str, value: Any, known: Field | None) -> tuple[Field, Any]:
     if not isinstance(value, Tensor):
         values = _each(value)
         if not values or not all(isinstance(each, np.ndarray) and each.dtype.kind in "biufc" for each in values):
-            return known or Field(name, "value"), Plain([_value(each) for each in values])
+            return known or _field(name, "value"), Plain([_value(each) for each in values])
         value = torch.nested.as_nested_tensor([torch.as_tensor(np.ascontiguousarray(each)) for each in values])
     if value.is_nested:
         return _nested(name, value, known)
     if value.ndim == 1:
-        return known or Field(name, _dtype(value)), value
-    return known or Field(name, _dtype(value), (None, *value.shape[2:])), Each(value)
+        return known or _field(name, _dtype(value)), value
+    return known or _field(name, _dtype(value), (None, *value.shape[2:])), Each(value)
 
 
 def _nested(name: str, value: Tensor, known: Field | None) -> tuple[Field, Any]:
     if flat(value):
-        field = known or Field(name, _dtype(value), (None, *value.shape[2:]))
+        field = known or _field(name, _dtype(value), (None, *value.shape[2:]))
         return field, value if field.ragged else list(value.unbind())
     parts = list(value.unbind())
     trailing = {tuple(part.shape[1:]) for part in parts}
     shape = (None, *trailing.pop()) if len(trailing) == 1 else (None,) * parts[0].ndim
-    return known or Field(name, _dtype(value), shape), parts
+    return known or _field(name, _dtype(value), shape), parts
 
 
 def flat(value: Any) -> bool:

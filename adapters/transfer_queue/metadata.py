@@ -31,8 +31,8 @@ class BatchMeta:
     """
 
     __slots__ = (
-        "_custom_backend_meta",
-        "custom_meta",
+        "_backend",
+        "_tags",
         "extra_info",
         "field_schema",
         "global_indexes",
@@ -62,8 +62,8 @@ class BatchMeta:
         self.field_schema = {name: dict(schema) for name, schema in (field_schema or {}).items()}
         self.production_status = _status(production_status, size)
         self.extra_info = dict(extra_info or {})
-        self.custom_meta = [dict(tags) for tags in custom_meta] if custom_meta else [{} for _ in range(size)]
-        self._custom_backend_meta = list(_custom_backend_meta) if _custom_backend_meta else [{} for _ in range(size)]
+        self._tags = [dict(tags) for tags in custom_meta] if custom_meta else None
+        self._backend = list(_custom_backend_meta) if _custom_backend_meta else None
 
     def __getstate__(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.__slots__)
@@ -79,6 +79,23 @@ class BatchMeta:
 
     def __repr__(self) -> str:
         return f"BatchMeta({len(self)} samples of {sorted(set(self.partition_ids))}, fields {self.field_names})"
+
+    @property
+    def custom_meta(self) -> list[dict[str, Any]]:
+        """The tags of each sample. Made when they are asked for: thousands of empty dicts cost more than the rest of a put's answer."""
+        if self._tags is None:
+            self._tags = [{} for _ in self.global_indexes]
+        return self._tags
+
+    @custom_meta.setter
+    def custom_meta(self, tags: list[dict[str, Any]]) -> None:
+        self._tags = tags
+
+    @property
+    def _custom_backend_meta(self) -> list[dict[str, Any]]:
+        if self._backend is None:
+            self._backend = [{} for _ in self.global_indexes]
+        return self._backend
 
     @property
     def size(self) -> int:
@@ -153,7 +170,7 @@ class BatchMeta:
 
     def clear_custom_meta(self) -> None:
         """Forget the custom meta of all samples."""
-        self.custom_meta = [{} for _ in self.global_indexes]
+        self._tags = None
 
     # ------------------------------------------------------------ fields and samples
 

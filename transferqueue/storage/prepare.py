@@ -94,7 +94,7 @@ class Each:
             raise SchemaError(
                 f"{subject}: Each of {type(self.values).__name__} has no rows of numbers; give it as it is"
             )
-        shapes = np.tile(np.array(found.shape, np.int64), (found.rows, 1))
+        shapes = np.broadcast_to(np.array(found.shape, np.int64), (found.rows, len(found.shape)))
         return Listed(found.dtype, shapes, found.source)
 
 
