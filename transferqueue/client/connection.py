@@ -419,7 +419,10 @@ class Connection:
 
 def _result(pending: Pending) -> m.Reply:
     if pending.error is not None:
-        raise pending.error
+        try:
+            raise pending.error
+        finally:
+            pending.error = None  # it knows this frame, and what the caller put: it must not be kept by what it knows
     if pending.reply is None:
         raise InternalError(f"{type(pending.request).__name__} was settled without a reply")
     return pending.reply

@@ -51,32 +51,40 @@ def drive(connection: Connection, operation: Operation[T]) -> T:
     """Run an operation in this thread."""
     step: Callable[[Any], m.Request | Work] = operation.send
     given: Any = None
-    while True:
-        try:
-            wanted = step(given)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        try:
-            given = wanted.run() if isinstance(wanted, Work) else connection.call(wanted)  # type: ignore[func-returns-value]
-            step = operation.send
-        except BaseException as error:  # noqa: BLE001  (thrown into the operation, which cleans up and raises it)
-            step, given = operation.throw, error
+    try:
+        while True:
+            try:
+                wanted = step(given)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            try:
+                given = wanted.run() if isinstance(wanted, Work) else connection.call(wanted)  # type: ignore[func-returns-value]
+                step = operation.send
+            except BaseException as error:  # noqa: BLE001  (thrown into the operation, which cleans up and raises it)
+                step, given = operation.throw, error
+    finally:
+        given = (
+            None  # an error knows this frame, and so what was put: if the frame knew it too, both would stay for long
+        )
 
 
 async def adrive(connection: Connection, operation: Operation[T]) -> T:
     """Run an operation in this event loop."""
     step: Callable[[Any], m.Request | Work] = operation.send
     given: Any = None
-    while True:
-        try:
-            wanted = step(given)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        try:
-            given = await (_work(wanted) if isinstance(wanted, Work) else connection.acall(wanted))
-            step = operation.send
-        except BaseException as error:  # noqa: BLE001  (thrown into the operation, which cleans up and raises it)
-            step, given = operation.throw, error
+    try:
+        while True:
+            try:
+                wanted = step(given)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            try:
+                given = await (_work(wanted) if isinstance(wanted, Work) else connection.acall(wanted))
+                step = operation.send
+            except BaseException as error:  # noqa: BLE001  (thrown into the operation, which cleans up and raises it)
+                step, given = operation.throw, error
+    finally:
+        given = None  # as in `drive`
 
 
 async def _work(work: Work) -> None:

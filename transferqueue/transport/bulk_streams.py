@@ -125,6 +125,8 @@ class Stream:
         """Up to so many bytes."""
         try:
             found = self.socket.recv(nbytes)
+        except BlockingIOError:
+            raise
         except OSError as error:
             raise _lost(error) from error
         if not found:
@@ -146,6 +148,8 @@ class Stream:
         into = into[: self._content_left]
         try:
             size = self.socket.recv_into(into)
+        except BlockingIOError:
+            raise
         except OSError as error:
             raise _lost(error) from error
         if not size:
@@ -155,10 +159,8 @@ class Stream:
         return size
 
 
-def _lost(error: OSError | None) -> OSError:
-    """What to raise for an error of the socket: that nothing is there now, which is none, stays what it is."""
-    if isinstance(error, BlockingIOError):
-        return error
+def _lost(error: OSError | None) -> Unreachable:
+    """What to raise for an error of the socket; None: its end."""
     why = error.strerror if error is not None else "its peer closed it"
     return Unreachable(f"the bulk connection was lost: {why}; bytes need another one")
 
