@@ -278,6 +278,19 @@ def test_unknown_names_are_answered_with_those_that_exist() -> None:
             queue.table("nowhere")
 
 
+@pytest.mark.parametrize("rows", [[0.5], [True, False], "a", [None], [[0], [1]], [1 << 70]], ids=str)
+@pytest.mark.parametrize("verb", ["ack", "release", "drop"])
+def test_rows_of_a_batch_that_are_no_ids(table: tq.Table, verb: str, rows: Any) -> None:
+    with table.lease("train", rows=2, timeout_s=10) as batch:
+        call = (lambda: batch.drop("bad", rows)) if verb == "drop" else (lambda: getattr(batch, verb)(rows))
+        before = state(table)
+        with pytest.raises(tq.UsageError, match=r"rows are .*; give row ids: integers, in one dimension"):
+            call()
+        assert state(table) == before
+        assert len(batch.rows) == 2
+        batch.release()
+
+
 def test_a_result_that_does_not_fit_leaves_the_rows_leased(table: tq.Table) -> None:
     batch = table.lease("train", rows=2)
     before = state(table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from transferqueue.client import checks
 from transferqueue.client.client import Client
 from transferqueue.client.source import Source
 from transferqueue.client.terms import Terms
@@ -31,7 +32,7 @@ class Lent:
         """Rows that a verb speaks of: None while it is all of the lease; else ids, which must be of the lease."""
         if rows is None:
             return None if len(self.left) * 8 == self._whole else self.left.tobytes()
-        wanted = np.atleast_1d(np.asarray(rows)).astype("<i8", copy=False)
+        wanted = np.frombuffer(checks.row_ids(rows), "<i8")
         foreign = wanted[~np.isin(wanted, self.left)]
         if foreign.size:
             raise NotFound(
