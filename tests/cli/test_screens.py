@@ -162,7 +162,7 @@ DIAGNOSIS = Diagnosis(
 
 SCREENS: dict[str, Callable[[int], list[Text]]] = {
     "top": top_screen,
-    "tables": lambda width: tables_lines(busy(10.0, 1), width),
+    "tables": lambda width: tables_lines(busy(10.0, 1).tables, width),
     "terms": lambda width: terms_lines(TERMS, width),
     "row": lambda width: row_lines(LIFE, {5: "rollout-5"}, width),
     "machine": lambda width: machine_lines(SECTIONS, width),

@@ -16,7 +16,8 @@ AddressOption = Annotated[
         "-a",
         metavar="ADDRESS",
         show_default=False,
-        help=f"The server: ipc://path, tcp://host:port or a join token. Default: ${ADDRESS_VARIABLE}, else "
+        help="The server: ipc://path, tcp://host:port or a join token; of several coordinators all, joined by commas. "
+        f"Default: ${ADDRESS_VARIABLE}, else "
         "$TRANSFERQUEUE_TOKEN, else the server of this user.",
     ),
 ]
@@ -26,16 +27,28 @@ AddressArgument = Annotated[
 
 
 def address_of(given: str | None) -> str:
-    """`given`, else the environment's, else that of this user's server. `UsageError` if it is not an address.
+    """`given`, else the environment's, else that of this user's server; of several coordinators, their addresses joined by
+    commas. `UsageError` if it is not an address.
 
     Of a join token the address; its key goes to the environment, where `connect` finds it: what is printed is no secret.
     """
     from transferqueue.client.joining import TOKEN_VARIABLE
-    from transferqueue.transport import default_address, parse_address
+    from transferqueue.transport import default_address, parse_address, split_addresses
     from transferqueue.transport.keys import is_token, read_token
 
     named = given or os.environ.get(ADDRESS_VARIABLE) or os.environ.get(TOKEN_VARIABLE) or default_address()
-    if not is_token(named):
-        return str(parse_address(named))
-    os.environ[TOKEN_VARIABLE] = named
-    return read_token(named).address
+    ways = split_addresses(named)
+    if tokens := [one for one in ways if is_token(one)]:
+        os.environ[TOKEN_VARIABLE] = ",".join(tokens)
+    return ",".join(read_token(one).address if is_token(one) else str(parse_address(one)) for one in ways)
+
+
+def single_address_of(given: str | None, what: str) -> str:
+    """`address_of` for what is done with one server alone."""
+    from transferqueue.errors import UsageError
+    from transferqueue.transport import split_addresses
+
+    found = address_of(given)
+    if len(split_addresses(found)) > 1:
+        raise UsageError(f"{what} one coordinator, and {found} are several; give the address of one")
+    return found

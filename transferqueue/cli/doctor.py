@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from transferqueue.cli.address import AddressArgument, AddressOption, address_of
 from transferqueue.cli.outcome import MEND
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from transferqueue.observe.coordinators import Silent
+    from transferqueue.observe.stall import Diagnosis
 
 EXAMPLES = (
     ("transferqueue doctor", "check this machine"),
@@ -44,7 +51,8 @@ def doctor(
     Without an address: shared memory and memory, kernel features (each really tried), the runtime directory,
     limits and versions; each ok, to improve or to mend, with what to do. With one: who waits, for what, what is
     missing and who holds it, in sentences. Ends with code 1 if something must be mended or a table is stalled:
-    somebody has waited there for --patience seconds, or a session that holds its rows was silent for as long.
+    somebody has waited there for --patience seconds, or a session that holds its rows was silent for as long; or if one of several
+    coordinators is out of reach.
     """
     if where or address or table:
         _deployment(address_of(where or address), table, patience, json=json)
@@ -74,16 +82,35 @@ def _machine(arena_bytes: str | None, runtime: Path | None, *, json: bool) -> No
 
 def _deployment(address: str, table: str, patience_s: float, *, json: bool) -> None:
     from transferqueue.cli.connecting import connected
-    from transferqueue.cli.stall_screen import stall_lines
     from transferqueue.cli.terminal import console, show, show_json
+    from transferqueue.observe.coordinators import Silent, by_coordinator
     from transferqueue.observe.stall import diagnose
 
     with connected(address, label="doctor") as queue:
-        diagnosis = diagnose(queue.doctor(table or None), patience_s=patience_s)
+        found = by_coordinator(
+            queue.address, queue.doctor(table or None), lambda said: diagnose(said, patience_s=patience_s)
+        )
     if json:
-        show_json(diagnosis)
+        show_json(found if len(found) > 1 else next(iter(found.values())))
     else:
         terminal = console()
-        show(stall_lines(diagnosis, terminal.width), terminal)
-    if diagnosis.stalled:
+        show(_lines(found, terminal.width), terminal)
+    if any(isinstance(one, Silent) or one.stalled for one in found.values()):
         raise typer.Exit(MEND)
+
+
+def _lines(found: Mapping[str, Diagnosis | Silent], width: int) -> list[Text]:
+    """What there is to say of each coordinator; of the only one, without its address."""
+    from rich.text import Text
+
+    from transferqueue.cli.silent_screen import silent_lines
+    from transferqueue.cli.stall_screen import stall_lines
+    from transferqueue.observe.coordinators import Silent
+
+    lines: list[Text] = []
+    for address, one in found.items():
+        if isinstance(one, Silent):
+            lines += [*silent_lines(one, width), Text()]
+        else:
+            lines += [Text(address, style="bold cyan"), *stall_lines(one, width), Text()]
+    return lines[:-1] if len(found) > 1 else lines[1:-1]

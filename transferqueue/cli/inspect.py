@@ -67,15 +67,21 @@ def _look(queue: Queue, table: str | None, row: int | None, key: str, width: int
 
 def _tables(queue: Queue, width: int) -> tuple[object, list[Text]]:
     from transferqueue.cli.inspect_screen import tables_lines
+    from transferqueue.cli.silent_screen import silent_lines
+    from transferqueue.observe.coordinators import Silent, by_coordinator
     from transferqueue.observe.stats import Stats, parse
 
-    stats = parse("stats", queue.stats(), Stats)
-    return stats.tables, tables_lines(stats, width)
+    found = by_coordinator(queue.address, queue.stats(), lambda said: parse("stats", said, Stats))
+    tables = {
+        name: table for one in found.values() if not isinstance(one, Silent) for name, table in one.tables.items()
+    }
+    silent = [line for one in found.values() if isinstance(one, Silent) for line in silent_lines(one, width)]
+    return tables, [*tables_lines(tables, width), *silent]
 
 
 def _terms(queue: Queue, name: str, width: int) -> tuple[object, list[Text]]:
     from transferqueue.cli.inspect_screen import terms_lines
-    from transferqueue.observe.stats import Stats, parse
+    from transferqueue.observe.stats import TableStats, parse
     from transferqueue.observe.terms import table_terms
 
     table = queue.table(name)
@@ -86,7 +92,7 @@ def _terms(queue: Queue, name: str, width: int) -> tuple[object, list[Text]]:
         limits=table.limits,
         pacing=table.pacing,
         retention=table.retention,
-        stats=parse("stats", queue.stats(), Stats).tables[name],
+        stats=parse("stats", table.stats(), TableStats),
     )
     return terms, terms_lines(terms, width)
 
@@ -102,9 +108,11 @@ def _row_of(queue: Queue, table: str, key: str) -> int:
 
 def _row(queue: Queue, table: str, row: int, width: int) -> tuple[object, list[Text]]:
     from transferqueue.cli.row_screen import row_lines
+    from transferqueue.observe.coordinators import Silent, by_coordinator
     from transferqueue.observe.row import RowLife
     from transferqueue.observe.sessions import labels, parse_sessions
     from transferqueue.observe.stats import parse
 
     life = parse("row", queue.inspect(table, row), RowLife)
-    return life, row_lines(life, labels(parse_sessions(queue.sessions())), width)
+    known = by_coordinator(queue.address, queue.sessions(), parse_sessions)[queue.coordinator_of(table)]
+    return life, row_lines(life, {} if isinstance(known, Silent) else labels(known), width)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
 from transferqueue.cli.layout import Column, fit, grid_line, heading, wrap
 from transferqueue.observe import quantities as q
-from transferqueue.observe.stats import Stats, TableStats
+from transferqueue.observe.stats import TableStats
 from transferqueue.observe.terms import FieldTerms, TableTerms, TaskTerms
 
 
-def tables_lines(stats: Stats, width: int) -> list[Text]:
+def tables_lines(tables: Mapping[str, TableStats], width: int) -> list[Text]:
     """One line for each table."""
-    tables = stats.tables
     if not tables:
         return [Text("no tables yet", style="dim")]
     every = tables.values()

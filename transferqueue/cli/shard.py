@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from transferqueue.cli.address import AddressOption, address_of
+from transferqueue.cli.address import AddressOption, single_address_of
 
 EXAMPLES = (
     ("transferqueue shard", "lend memory to the server of this user"),
@@ -82,7 +82,7 @@ def shard(
     from transferqueue.cluster.shard import Shard, serve_shard
     from transferqueue.limits import parse_bytes
 
-    named = address_of(address)
+    named = single_address_of(address, "a shard lends its memory to")
     place, keys = way_in(named)
     before = signal.signal(signal.SIGTERM, _stop)
     ceiling = parse_bytes(arena_bytes) if arena_bytes else None
@@ -102,7 +102,7 @@ def drain(
     """Lend nothing more of a shard; it ends when the last row in it is done and the last view of it is gone."""
     from transferqueue.cli.connecting import connected
 
-    with connected(address_of(address), label="drain") as queue:
+    with connected(single_address_of(address, "a shard is of"), label="drain") as queue:
         queue.drain_shard(number)
 
 

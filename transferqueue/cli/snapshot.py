@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from transferqueue.cli.address import AddressOption, address_of
+from transferqueue.cli.address import AddressOption, single_address_of
 
 if TYPE_CHECKING:
     from transferqueue.client import Queue
@@ -53,7 +53,7 @@ def _carry_out(address: str | None, act: Callable[[Queue, Callable[[int, int], N
     terminal = console()
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn())
     bar = Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
-    with connected(address_of(address), label="snapshot") as queue, bar:
+    with connected(single_address_of(address, "a snapshot is of"), label="snapshot") as queue, bar:
         task = bar.add_task("")
         where = act(queue, lambda done, total: bar.update(task, completed=done, total=max(done, total)))
     typer.echo(where)

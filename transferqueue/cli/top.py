@@ -8,7 +8,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +17,11 @@ import typer
 from transferqueue.cli.address import AddressArgument, AddressOption, address_of
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from transferqueue.client import Queue
+    from transferqueue.observe.coordinators import Silent
+    from transferqueue.observe.frame import Frame
     from transferqueue.observe.stats import Stats
 
 EXAMPLES = (
@@ -40,7 +44,8 @@ def top(
     """Show tables and tasks live: rows pending, ready, leased, done; rates, bytes, age, staleness; who waits for what.
 
     Rates are measured between two looks at the server, one --interval apart; --once looks twice too.
-    The server is asked once a frame, and does nothing for `top` in between.
+    The server is asked once a frame, and does nothing for `top` in between. Several coordinators (their addresses joined by
+    commas) are shown one beneath the other; with --json each is a document.
     """
     from transferqueue.cli.connecting import connected
 
@@ -51,27 +56,28 @@ def top(
             _show_live(queue, interval)
 
 
-def _look(queue: Queue) -> Stats:
+def _look(queue: Queue) -> dict[str, Stats | Silent]:
+    from transferqueue.observe.coordinators import by_coordinator
     from transferqueue.observe.stats import Stats, parse
 
-    return parse("stats", queue.stats(), Stats)
+    return by_coordinator(queue.address, queue.stats(), lambda said: parse("stats", said, Stats))
 
 
 def _print_frames(queue: Queue, interval: float, *, once: bool, json: bool) -> None:
     """Frames one after the other, every one with rates; the only one with `once`."""
     from transferqueue.cli.terminal import console, show, show_json
-    from transferqueue.cli.top_screen import top_lines
-    from transferqueue.observe.frame import frame
+    from transferqueue.observe.frame import frames
 
     terminal, before = console(), _look(queue)
     while True:
         time.sleep(interval)
         after = _look(queue)
-        shown, before = frame(queue.address, before, after), after
+        shown, before = frames(before, after), after
         if json:
-            show_json(shown)
+            for one in shown:
+                show_json(one)
         else:
-            show(top_lines(shown, terminal.width), terminal)
+            show(_lines(shown, terminal.width), terminal)
         if once:
             return
 
@@ -82,18 +88,29 @@ def _show_live(queue: Queue, interval: float) -> None:
     from rich.text import Text
 
     from transferqueue.cli.terminal import console
-    from transferqueue.cli.top_screen import top_lines
-    from transferqueue.observe.frame import frame
+    from transferqueue.observe.frame import frames
 
     terminal, before = console(), None
     with _single_keys(), Live(console=terminal, screen=terminal.is_terminal, auto_refresh=False) as live:
         while True:
             after = _look(queue)
-            lines = top_lines(frame(queue.address, before, after), terminal.width)
+            lines = _lines(frames(before or {}, after), terminal.width)
             live.update(Text("\n").join(lines), refresh=True)
             before = after
             if _quit_within(interval):
                 return
+
+
+def _lines(shown: Iterable[Frame | Silent], width: int) -> list[Text]:
+    """Coordinators one beneath the other."""
+    from rich.text import Text
+
+    from transferqueue.cli.silent_screen import silent_lines
+    from transferqueue.cli.top_screen import top_lines
+    from transferqueue.observe.coordinators import Silent
+
+    parts = [silent_lines(one, width) if isinstance(one, Silent) else top_lines(one, width) for one in shown]
+    return [line for part in parts for line in (*part, Text())][:-1]
 
 
 def _quit_within(seconds: float) -> bool:

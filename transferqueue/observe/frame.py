@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
+from transferqueue.observe.coordinators import Silent
 from transferqueue.observe.rates import TableRates, rates
 from transferqueue.observe.stats import Stats
 
@@ -22,3 +25,14 @@ def frame(address: str, before: Stats | None, after: Stats) -> Frame:
     if before is None:
         return Frame(address=address, interval_s=None, stats=after, rates={})
     return Frame(address=address, interval_s=after.now_s - before.now_s, stats=after, rates=rates(before, after))
+
+
+def frames(before: Mapping[str, Stats | Silent], after: Mapping[str, Stats | Silent]) -> list[Frame | Silent]:
+    """The frame of each coordinator, by address; rates of those that were seen before."""
+    return [
+        now if isinstance(now, Silent) else _since(address, before.get(address), now) for address, now in after.items()
+    ]
+
+
+def _since(address: str, before: Stats | Silent | None, after: Stats) -> Frame:
+    return frame(address, None if isinstance(before, Silent) else before, after)
