@@ -230,7 +230,8 @@ class Pacing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     batch_rows: rows per trainer step. depth: batches that may be outstanding beyond the one in work; 0.25 is a quarter
     of a batch more than one (over-sampling).
-    max_staleness: versions a row may be behind at hand-over to `task` (None: no bound).
+    max_staleness: versions a row may be behind at hand-over to `task` (None: no bound). A row that was put without a
+    `policy_version` has no age, and is never over the bound.
     on_stale: what happens to a row over the bound. channel: the weight channel whose versions are this
     table's clock (None: `table.advance`).
     """

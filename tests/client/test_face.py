@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -310,3 +311,30 @@ def test_an_unfinished_row_is_given_back_with_what_was_made_of_it(queue: Queue, 
     assert second.tokens.tolist() == [2, 0]
     second.ack(text=["a", "b"])
     assert table.audit()["rows_done"] == 2
+
+
+def test_a_nested_tensor_alone_is_a_column(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch says that its nested tensors may change
+        ragged = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
+    with tq.connect() as queue:
+        table = queue.create_table(name)
+        assert len(table.put(x=ragged)) == 2
+        assert table.read()["x"].list() == [[1, 1], [0, 0, 0]]
+
+
+def test_things_say_what_they_are(name: str) -> None:
+    with tq.connect() as queue:
+        table = queue.create_table(name, tasks=[tq.Task("train", needs=["x"])])
+        table.put(x=[1, 2], y=["a", "b"])
+        assert repr(table.read()) == "<Rows of 2 rows: x, y>"
+        with table.lease("train", rows=2, timeout_s=10) as batch:
+            assert repr(batch) == f"<Batch of 2 rows: x; task 'train' of table '{name}'>"
+        assert repr(batch) == f"<Batch of 2 rows: x; task 'train' of table '{name}', was acked>"
+        with table.reserve(3) as reservation:
+            assert repr(reservation) == f"<Reservation of 3 rows of table '{name}' at version 0, 3 left>"
+        channel = queue.weights(name)
+        channel.publish(4, {"w": np.ones(1)})
+        assert repr(channel) == f"<WeightChannel '{name}' at {queue.address}>"
+        with channel.pull() as weights:
+            assert repr(weights) == f"<Weights of channel '{name}': version 4, 1 tensors>"

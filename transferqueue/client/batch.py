@@ -26,6 +26,10 @@ class BatchBase(RowsBase):
         unasked = m.Release(table=lent.table, lease=lent.lease, token=lent.token, reason="the batch was collected")
         self._forgotten = weakref.finalize(self, _give_up, lent, unasked)
 
+    def __repr__(self) -> str:
+        state = f", {self._lent.ended}" if self._lent.ended else ""
+        return f"{super().__repr__()[:-1]}; task {self.task!r} of table {self.table!r}{state}>"
+
     @property
     def table(self) -> str:
         """Name of the table."""

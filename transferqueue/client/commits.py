@@ -199,7 +199,9 @@ def _rows_of(columns: Mapping[str, Any], facts: Facts) -> int:
         if isinstance(value, Repeat):
             return _repeated(value)
         if not _single(value):
-            return len(value)
+            return (
+                int(value.size(0)) if getattr(value, "is_nested", False) else len(value)
+            )  # of strided layout: no len()
     rows = facts.rows()
     if rows is None:
         raise SchemaError(

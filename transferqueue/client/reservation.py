@@ -32,6 +32,10 @@ class ReservationBase:
         self._unasked = m.Unreserve(table=terms.name, reservation=reserved.reservation)
         weakref.finalize(self, _give_up, client, self._left, self._unasked)
 
+    def __repr__(self) -> str:
+        table = self._terms.name
+        return f"<{type(self).__name__} of {self.rows} rows of table {table!r} at version {self.version}, {self.left} left>"
+
     @property
     def id(self) -> int:
         """Its number, as `transferqueue inspect` shows it."""

@@ -46,6 +46,9 @@ class RowsBase:
         """Names of the fields, as of a dict."""
         return iter(self.fields)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self)} rows: {', '.join(self.fields) or 'no columns'}>"
+
     @property
     def fields(self) -> tuple[str, ...]:
         """Names of the columns that came."""

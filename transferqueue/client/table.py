@@ -93,7 +93,8 @@ class Table(TableBase):
         arrays or numbers, Arrow arrays, strings, bytes, plain nested values, or `Repeat` where rows share values. A
         single value (number, text, dict) is given to all rows. A field that the table lacks is added.
         facts: one for all rows, or one per row. tokens: if not given, the lengths of `input_ids`, else of
-        `prompt_ids` and `response_ids` together, as far as this put has them; later columns add nothing.
+        `prompt_ids` and `response_ids` together, as far as this put has them; later columns add nothing. policy_version: of the
+        weights that made the row; without one (-1) it is never stale.
         reservation: rows come out of it; such a put is never refused for capacity.
 
         Blocks while the table or the arena is full, up to `timeout_s` (0: not at all, then `Full`). Returns row ids

@@ -74,6 +74,9 @@ class Weights(Mapping[str, Any]):
         self._tensors, self._changed = tensors, changed
         self._released = False
 
+    def __repr__(self) -> str:
+        return f"<Weights of channel {self.channel!r}: version {self.version}, {len(self._tensors)} tensors>"
+
     @property
     def channel(self) -> str:
         """Name of the channel."""
@@ -172,6 +175,9 @@ class WeightChannelBase:
 
     def __init__(self, client: Client, name: str, keep: int) -> None:
         self._client, self._name, self._keep = client, name, keep
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} at {self._client.address}>"
 
     @property
     def name(self) -> str:
