@@ -254,6 +254,20 @@ def test_columns_of_one_row_may_lie_in_several_shards_and_rows_of_one_column_too
         assert balanced(queue)["rows_done"] == 4 * ROWS
 
 
+def test_small_weights_go_elsewhere_when_their_shard_is_gone(server: Served) -> None:
+    with ShardProcess(server.tcp) as shard, tq.connect(server.ipc) as trainer:
+        await_shards(trainer, 1)
+        weights = trainer.weights("small")
+        for version in (1, 2):
+            weights.publish(version, {"w": np.full(9, version)})
+        assert shards(trainer)[0]["used_bytes"]
+        shard.kill()
+        await_shards(trainer, 0)
+        weights.publish(3, {"w": np.full(9, 3)})
+        with weights.pull(above=2) as pulled:
+            np.testing.assert_array_equal(np.asarray(pulled["w"]), np.full(9, 3))
+
+
 @pytest.mark.parametrize("data", ["auto", "remote"])
 def test_weights_lie_in_further_shards_too_and_one_version_goes_with_one(server: Served, data: str) -> None:
     with (

@@ -67,31 +67,26 @@ def commit(
     """Carry columns and facts for `rows` rows (None: as many as they have) into the table, in one commit."""
     if any(check_name("field", name) not in terms.fields for name in columns):
         yield from _refresh(terms)
+
+    def attempt() -> Operation[R]:
+        return _commit(client, terms, facts, columns, rows, deadline, request, kind)
+
     try:
-        return (yield from _placed(client, terms, facts, columns, rows, deadline, request, kind))
+        return (yield from elsewhere(client, attempt))
     except SchemaError:
         if not (yield from _refresh(terms)):
             raise
-    return (yield from _placed(client, terms, facts, columns, rows, deadline, request, kind))
+    return (yield from elsewhere(client, attempt))
 
 
-def _placed(
-    client: Client,
-    terms: Terms,
-    facts: Facts,
-    columns: Mapping[str, Any],
-    rows: int | None,
-    deadline: Deadline,
-    request: Request,
-    kind: type[R],
-) -> Operation[R]:
-    """The commit, its columns written again elsewhere where the shard that was to have them is gone."""
+def elsewhere(client: Client, attempt: Callable[[], Operation[R]]) -> Operation[R]:
+    """What `attempt` commits; made again, with bytes written elsewhere, where the shard that was to have them is gone."""
     for _ in range(OPEN_MAX + 1):  # each time an extent of that shard is given up, of which no more are kept
         try:
-            return (yield from _commit(client, terms, facts, columns, rows, deadline, request, kind))
+            return (yield from attempt())
         except ShardLost:
             yield from client.shards.look()  # and let go of its memory, if it was mapped
-    return (yield from _commit(client, terms, facts, columns, rows, deadline, request, kind))
+    return (yield from attempt())
 
 
 def outgoing(columns: Mapping[str, Any], facts: Facts, fields: Mapping[str, Field], rows: int | None) -> Outgoing:
@@ -114,17 +109,23 @@ def _commit(
 ) -> Operation[R]:
     out = outgoing(columns, facts, terms.fields, rows)
     blocks = drafts([column for column in out.columns if not column.field.inline])
+    inline = [m.Inline(column.field.name, column.inline()) for column in out.columns if column.field.inline]
     piece = (yield from write(client, blocks, deadline, terms.last.replicas)) if blocks else None
+    carried = m.Columns(
+        fields=out.fields, blocks=placed(piece, blocks) if piece else [], inline=inline, facts=out.facts
+    )
+    reply = yield from settled(piece, ask(request(out.rows, carried), kind))
+    terms.learn(out.fields)
+    return reply
+
+
+def settled(piece: Piece | None, commit: Operation[R]) -> Operation[R]:
+    """What a commit of this piece is answered; the piece is done then, with what became of it."""
     fate = Fate.UNKNOWN
     try:
-        carried = m.Columns(
-            fields=out.fields,
-            blocks=placed(piece, blocks) if piece else [],
-            inline=[m.Inline(column.field.name, column.inline()) for column in out.columns if column.field.inline],
-            facts=out.facts,
-        )
-        reply = yield from ask(request(out.rows, carried), kind)
+        reply = yield from commit
         fate = Fate.COMMITTED
+        return reply
     except CERTAIN:
         fate = Fate.REFUSED
         raise
@@ -134,8 +135,6 @@ def _commit(
     finally:
         if piece:
             piece.done(fate)
-    terms.learn(out.fields)
-    return reply
 
 
 def write(client: Client, blocks: Sequence[Draft], deadline: Deadline, replicas: int = 1) -> Operation[Piece]:

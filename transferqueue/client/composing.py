@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 
 from transferqueue.client import checks
 from transferqueue.client.client import Client
-from transferqueue.client.commits import CERTAIN, placed, write
+from transferqueue.client.commits import elsewhere, placed, settled, write
 from transferqueue.client.deadline import Deadline
 from transferqueue.client.driving import Operation, Work, ask
-from transferqueue.client.writing import Fate, Piece
+from transferqueue.client.writing import Piece
 from transferqueue.errors import NotFound, SchemaError, ShardLost, UsageError
 from transferqueue.limits import check_name
 from transferqueue.schema import Field
@@ -119,6 +119,18 @@ def _publish(
     adapter: str | None,
     deadline: Deadline,
 ) -> Operation[None]:
+    yield from elsewhere(client, lambda: _commit(client, channel, keep, number, drafts, adapter, deadline))
+
+
+def _commit(
+    client: Client,
+    channel: str,
+    keep: int,
+    number: int,
+    drafts: Sequence[TensorDraft],
+    adapter: str | None,
+    deadline: Deadline,
+) -> Operation[m.Done]:
     basis = yield from ask(m.Basis(channel=channel), m.BasisAt)
     beside = [] if adapter is None else _beside(channel, adapter, basis)
     unchanged = yield from _unchanged(drafts, basis)
@@ -126,26 +138,17 @@ def _publish(
     written = [draft for draft in drafts if draft.field.name not in kept]
     blocks = [*beside, *kept.values()]
     piece = (yield from write(client, written, deadline)) if written else None
-    fate = Fate.UNKNOWN
-    try:
-        request = m.Publish(
-            channel=channel,
-            version=number,
-            fields=[field for draft in written for field in draft.fields],
-            blocks=_placed(piece, written) if piece else [],
-            keep=keep,
-            wait_s=deadline.left(),
-            base=basis.version if blocks else -1,
-            kept=blocks,
-        )
-        yield from ask(request, m.Done)
-        fate = Fate.COMMITTED
-    except CERTAIN:
-        fate = Fate.REFUSED
-        raise
-    finally:
-        if piece:
-            piece.done(fate)
+    request = m.Publish(
+        channel=channel,
+        version=number,
+        fields=[field for draft in written for field in draft.fields],
+        blocks=_placed(piece, written) if piece else [],
+        keep=keep,
+        wait_s=deadline.left(),
+        base=basis.version if blocks else -1,
+        kept=blocks,
+    )
+    return (yield from settled(piece, ask(request, m.Done)))
 
 
 def tensor_drafts(tensors: Mapping[str, Any], prefix: str) -> list[TensorDraft]:
