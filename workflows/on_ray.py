@@ -74,6 +74,7 @@ class _Running:
         self._ray = ray
         self._job = job
         self._restarts = restarts
+        self._ends: list[str] = []
         self._begin: Callable[[], Any] = lambda: (
             ray.remote(serve_job)
             .options(**{"num_cpus": 1, **options, "num_returns": "streaming", "max_retries": 0, "name": job.label})
@@ -104,10 +105,14 @@ class _Running:
     def _ended(self, how: _Ended) -> bool:
         if how.code == 0:
             return True
+        self._ends.append(how.text)
         if how.code == EXIT_FINAL or self._restarts <= 0:
             last_words = self._failure.text if self._failure else how.text
+            ends = "; then: ".join(
+                dict.fromkeys(self._ends)
+            )  # what came first is why, and what came after may follow from it
             raise StageFailed(
-                f'stage "{self._job.label}" failed on Ray, and no try is left: {how.text}; its log is in Ray\'s',
+                f'stage "{self._job.label}" failed on Ray, and no try is left: {ends}; its log is in Ray\'s',
                 stage=self._job.label,
                 last_words=last_words,
             )
