@@ -16,6 +16,8 @@ VERL     := .venv-verl
 VERLED   := $(VERL)/.installed
 WEB      := .venv-web
 WEBBED   := $(WEB)/.installed
+MOONCAKE  := .venv-mooncake
+MOONCAKED := $(MOONCAKE)/.installed
 NEMO      := .venv-nemo
 NEMO_FROM ?= https://github.com/NVIDIA-NeMo/RL
 NEMO_AT   ?= 7ea279abfbeb698b092856d0dab61e7cf39bc909
@@ -24,7 +26,7 @@ NEMOED    := $(NEMO)/.installed-$(NEMO_AT)
 export PYTHONUTF8 := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test test-engines test-shim test-verl test-nemo test-ray test-web engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test test-engines test-shim test-verl test-nemo test-ray test-mooncake test-web engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -128,6 +130,15 @@ test-nemo: $(NEMOED) ## NeMo-RL's data plane on the queue, by its own tests too 
 test-ray: $(SHIMMED) ## a deployment on a Ray cluster of four nodes (a minute)
 	$(SHIM)/bin/python -m pytest tests/cluster tests/deploy $(ARGS)
 
+$(MOONCAKED): tests/engines/mooncake.txt pyproject.toml
+	@test -x $(MOONCAKE)/bin/python || { echo 'mooncake: creating $(MOONCAKE) with Mooncake Store; libibverbs1 and librdmacm1 come from the system'; $(PYTHON) -m venv $(MOONCAKE); }
+	@$(MOONCAKE)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/engines/mooncake.txt
+	@$(MOONCAKE)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@touch $@
+
+test-mooncake: $(MOONCAKED) ## shards whose bytes lie in a real Mooncake Store (a minute; skipped without libibverbs1 and librdmacm1)
+	$(MOONCAKE)/bin/python -m pytest tests/engines/test_mooncake.py $(ARGS)
+
 $(WEBBED): tests/web/browser.txt pyproject.toml
 	@test -x $(WEB)/bin/python || { echo 'web: creating $(WEB) with selenium; Chromium and chromedriver come from the system'; $(PYTHON) -m venv $(WEB); }
 	@$(WEB)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/web/browser.txt
@@ -155,5 +166,5 @@ lock: $(STAMP) ## rewrite constraints.txt from what is installed now
 	@touch $(STAMP)
 
 clean: ## remove .venv, .venv-peers, caches, builds (runs/ stays)
-	rm -rf $(VENV) $(PEERS) $(ENGINES) $(SHIM) $(VERL) $(WEB) $(NEMO) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PEERS) $(ENGINES) $(SHIM) $(VERL) $(WEB) $(NEMO) $(MOONCAKE) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,6 +13,7 @@ The facts (0.3.13):
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -29,6 +30,7 @@ _OTHER_SIZE: Final = -600
 _MISSING: Final = -704
 _SCRATCH_BYTES: Final = 16 * MIB
 """Memory that its client wants for itself. Nothing of ours passes there."""
+_KNOCK_S: Final = 5.0
 
 
 class MooncakeStore:
@@ -41,6 +43,7 @@ class MooncakeStore:
         package = _package(address)
         self._pinned: Final = package.ReplicateConfig()
         self._pinned.with_hard_pin = True
+        _knock(address, master)
         self._store: Any = package.MooncakeDistributedStore()
         segment = parse_bytes(options["segment"]) if "segment" in options else 0
         metadata = options.get("metadata", "P2PHANDSHAKE")
@@ -117,6 +120,17 @@ def _parse(address: str) -> tuple[str, dict[str, str]]:
             f"store {address!r} has options {sorted(unknown)}, and those are segment and metadata; {_RULE}"
         )
     return f"{found.hostname}:{port}", options
+
+
+def _knock(address: str, master: str) -> None:
+    """`Unreachable` if nobody listens there: its client would try for a minute and a half."""
+    host, _, port = master.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _KNOCK_S).close()
+    except OSError as error:
+        raise Unreachable(
+            f"the store {address} cannot be joined: nothing answers at {master} ({error}); start mooncake_master there"
+        ) from error
 
 
 def _package(address: str) -> Any:

@@ -5,10 +5,10 @@ The law (docs/decisions/0025), which `testing.conformance.backings` checks:
 1. A backing is a line of `capacity` bytes. They are lent in extents: whole pages, each with a number that is never given again.
    Where bytes are lent, to whom, and who may touch them is decided elsewhere (`server.further`, `server.tickets`); a backing only
    keeps them.
-2. What was settled is read again to the byte, from any thread, until its extent is forgotten. What arrived and was not
+2. What was settled is read again to the byte until its extent is forgotten. What arrived and was not
    settled counts for nothing. A write that comes twice changes nothing.
-3. What is forgotten is gone, and its memory free, when `forget` returns; the same place of the line may be lent again under
-   another number, and shows nothing of what was there.
+3. What is forgotten is needed by nobody when `forget` returns; its memory is free, of an arena once its pages are punched. The
+   same place of the line may be lent again under another number, and has what is written there then.
 4. If bytes are gone or are not what they were, that is told (`ShardLost`). Other bytes are never given.
 """
 

@@ -27,7 +27,16 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from transferqueue.errors import Corruption, Disconnected, NotFound, PeerError, ShardLost, Unreachable, UsageError
+from transferqueue.errors import (
+    Corruption,
+    Disconnected,
+    NotFound,
+    OutOfMemory,
+    PeerError,
+    ShardLost,
+    Unreachable,
+    UsageError,
+)
 from transferqueue.limits import ALIGNMENT, FRAME_BYTES, OBJECT_BYTES, OBJECTS_KEPT_BYTES, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.storage.backing import Landing, Range, Reader
@@ -99,6 +108,10 @@ class Objects:
 
     def ensure(self, offset: int, nbytes: int) -> None:
         """A store promises no room ahead: where it has none a write is told."""
+        if offset < 0 or nbytes < 1 or offset + nbytes > self.capacity:
+            raise OutOfMemory(
+                f"bytes {offset} to {offset + nbytes} are beyond the shard's {self.capacity}; ask for less"
+            )
 
     def punch(self, offset: int, nbytes: int) -> None:
         """What was forgotten was removed then."""
