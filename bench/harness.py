@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -183,6 +184,36 @@ class Record:
     def median(self, scenario: str, contender: str, workload: str, metric: str) -> float | None:
         found = self.find(scenario, contender, workload, metric)
         return found.median if found else None
+
+
+@dataclass
+class ByHand:
+    """One scenario run by hand: how long it took and what else the machine did, for `tell`."""
+
+    contender: str
+    began: float = field(default_factory=time.monotonic)
+    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    load: list[float] = field(default_factory=lambda: list(os.getloadavg()))
+
+    def tell(self, results: list[Result], out: Path | None, *, whole: bool) -> None:
+        """Print the medians, and write them to `out` (None: nowhere): as a whole record, or for `run.py` to gather."""
+        for one in results:
+            print(f"{one.workload}  {one.metric:26} {one.median:.6g} {one.unit}")
+        if out is None:
+            return
+        if not whole:
+            save_results(out, results)
+            return
+        Record(
+            results=results,
+            commit=commit(),
+            machine=machine(),
+            versions={self.contender: versions()},
+            started=self.started,
+            seconds=time.monotonic() - self.began,
+            load={"before": self.load, "after": list(os.getloadavg())},
+            quick=False,
+        ).save(out)
 
 
 def load_record(path: Path) -> Record:

@@ -23,15 +23,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import psutil
 
 import transferqueue as tq
-from bench.harness import Record, Result, commit, machine, save_results, versions
+from bench.harness import ByHand, Result
 from transferqueue.errors import ShardLost
 from transferqueue.testing.chaos.payload import Payload
 
@@ -300,25 +298,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--record", action="store_true", help="write a whole record, not only results")
     chosen = parser.parse_args()
-    began, started, load = time.monotonic(), datetime.now(UTC), list(psutil.getloadavg())
+    run_by_hand = ByHand(CONTENDER)
     with local_cluster() as cluster:
         lease = Result(SCENARIO, CONTENDER, "local_ray", "deploy_to_first_lease", "s", [first_lease()])
         results = [lease, *run(cluster, chosen.seconds, seed=chosen.seed, replicas=chosen.replicas)]
-    for one in results:
-        print(f"{one.workload}  {one.metric:26} {one.median:.6g} {one.unit}")
-    if not chosen.record:
-        save_results(chosen.out, results)
-        return
-    Record(
-        results=results,
-        commit=commit(),
-        machine=machine(),
-        versions={CONTENDER: versions()},
-        started=started.isoformat(timespec="seconds"),
-        seconds=time.monotonic() - began,
-        load={"before": load, "after": list(psutil.getloadavg())},
-        quick=False,
-    ).save(chosen.out)
+    run_by_hand.tell(results, chosen.out, whole=chosen.record)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import multiprocessing
 import time
-from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -27,7 +26,7 @@ import numpy as np
 import psutil
 
 import transferqueue as tq
-from bench.harness import Record, Result, commit, machine, percentile, save_results, versions
+from bench.harness import ByHand, Result, percentile
 from bench.memory import own_bytes
 from bench.server import Server
 
@@ -147,23 +146,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--record", action="store_true", help="write a whole record, not only results")
     chosen = parser.parse_args()
-    began, started, load = time.monotonic(), datetime.now(UTC), list(psutil.getloadavg())
+    run_by_hand = ByHand(CONTENDER)
     results = run(chosen.clients, chosen.rate, chosen.seconds, chosen.durability)
-    for one in results:
-        print(f"{one.workload}  {one.metric:26} {one.median:.6g} {one.unit}")
-    if not chosen.record:
-        save_results(chosen.out, results)
-        return
-    Record(
-        results=results,
-        commit=commit(),
-        machine=machine(),
-        versions={CONTENDER: versions()},
-        started=started.isoformat(timespec="seconds"),
-        seconds=time.monotonic() - began,
-        load={"before": load, "after": list(psutil.getloadavg())},
-        quick=False,
-    ).save(chosen.out)
+    run_by_hand.tell(results, chosen.out, whole=chosen.record)
 
 
 if __name__ == "__main__":

@@ -21,15 +21,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 import transferqueue as tq
-from bench.harness import ROOT, Record, Result, commit, machine, save_results, versions
+from bench.harness import ROOT, ByHand, Result
 from bench.limits import child
 from bench.memory import arena_bytes, own_bytes
 from bench.server import Server
@@ -168,25 +166,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--record", action="store_true", help="write a whole record, not only results")
     chosen = parser.parse_args()
-    began, started, load = time.monotonic(), datetime.now(UTC), list(psutil.getloadavg())
+    run_by_hand = ByHand(CONTENDER)
     results = run(chosen.rows, chosen.shards, chosen.batch, chosen.arena_bytes, chosen.data)
-    for one in results:
-        print(f"{one.workload}  {one.metric:22} {one.median:.6g} {one.unit}")
-    if chosen.out is None:
-        return
-    if not chosen.record:
-        save_results(chosen.out, results)
-        return
-    Record(
-        results=results,
-        commit=commit(),
-        machine=machine(),
-        versions={CONTENDER: versions()},
-        started=started.isoformat(timespec="seconds"),
-        seconds=time.monotonic() - began,
-        load={"before": load, "after": list(psutil.getloadavg())},
-        quick=False,
-    ).save(chosen.out)
+    run_by_hand.tell(results, chosen.out, whole=chosen.record)
 
 
 if __name__ == "__main__":
