@@ -55,6 +55,18 @@ def test_a_killed_shard_costs_no_row(server: Served, data: str, rows: int) -> No
         assert (audit["rows_done"], audit["rows_lost"]) == (2 * PUTS * rows, 0)
 
 
+@pytest.mark.parametrize("data", ["auto", "remote"])
+def test_who_reads_as_a_shard_is_killed_reads_the_copies(server: Served, data: str) -> None:
+    with ShardProcess(server.tcp) as one, ShardProcess(server.tcp), tq.connect(server.tcp, data=data) as queue:
+        await_shards(queue, 2)
+        table = make(queue)
+        fill(table)
+        one.kill()
+        with table.read(fields=["x"]) as rows:
+            assert len(rows) == PUTS * ROWS
+            check_all(rows)
+
+
 def test_who_has_rows_of_it_on_lease_goes_on(server: Served) -> None:
     with ShardProcess(server.tcp) as one, ShardProcess(server.tcp), tq.connect(server.tcp) as queue:
         await_shards(queue, 2)

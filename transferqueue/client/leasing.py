@@ -25,7 +25,7 @@ B = TypeVar("B")
 
 REASON_CHARS_MAX = 4096
 LOST_MAX = 8
-"""Rows of lost shards that are given back before the loss is told; each time they are others."""
+"""Rows of lost shards that are given back, or asked for again, before the loss is told; each time they are, or lie, elsewhere."""
 
 
 def lease_request(

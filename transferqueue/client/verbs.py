@@ -14,11 +14,11 @@ from transferqueue.client.commits import commit
 from transferqueue.client.deadline import Deadline
 from transferqueue.client.driving import Operation, ask
 from transferqueue.client.facts import Facts, check_key
-from transferqueue.client.leasing import predicates
+from transferqueue.client.leasing import LOST_MAX, predicates
 from transferqueue.client.rows import Rows
 from transferqueue.client.source import content_source
 from transferqueue.client.terms import Terms
-from transferqueue.errors import InternalError, UsageError
+from transferqueue.errors import InternalError, ShardLost, UsageError
 from transferqueue.limits import TIMEOUT_S_DEFAULT, Limits, check_name
 from transferqueue.policies import Acked, Manual, Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field
@@ -134,6 +134,15 @@ def read(
         where=predicates(where),
         limit=0 if limit is None else checks.positive("limit", limit),
     )
+    for _ in range(LOST_MAX):
+        try:
+            return (yield from _read(client, terms, request))
+        except ShardLost:
+            continue  # the next answer names copies, or says that the rows are gone
+    return (yield from _read(client, terms, request))
+
+
+def _read(client: Client, terms: Terms, request: m.Read) -> Operation[Rows]:
     content = (yield from ask(request, m.ReadRows)).content
     source = yield from content_source(client, content, terms, f'table "{terms.name}"')
     return Rows(content, source)
