@@ -198,9 +198,8 @@ def _rows_of(columns: Mapping[str, Any], facts: Facts) -> int:
         if isinstance(value, Repeat):
             return _repeated(value)
         if not _single(value):
-            return (
-                int(value.size(0)) if getattr(value, "is_nested", False) else len(value)
-            )  # of strided layout: no len()
+            nested = getattr(value, "is_nested", False)  # one of strided layout has no len()
+            return int(value.size(0)) if nested else len(value)
     rows = facts.rows()
     if rows is None:
         raise SchemaError(
