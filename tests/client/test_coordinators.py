@@ -231,6 +231,25 @@ def test_what_is_of_one_moment_is_for_one_coordinator(three: Deployed) -> None:
                 refused()
 
 
+def test_a_snapshot_is_restored_at_its_seat_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSFERQUEUE_SNAPSHOTS", str(tmp_path))
+    with Deployed(tmp_path, ["1/2", "2/2"]) as two:
+        with tq.connect(two.address) as queue:
+            name = one_each(2)[0]
+            queue.create_table(name, tasks=[TASK]).put(x=[[7]])
+        with tq.connect(two.all[0].ipc) as first, tq.connect(two.all[1].ipc) as second:
+            where = first.snapshot("s")
+            with pytest.raises(
+                tq.UsageError, match=f'has table "{name}", which belongs to coordinator 1 of 2, and this one is 2/2'
+            ):
+                second.restore("s")
+            assert second.tables() == []
+            first.drop_table(name)
+            assert first.restore("s") == where
+        with tq.connect(two.address) as queue:
+            assert queue.table(name).read()["x"].list() == [[7]]
+
+
 def test_one_that_is_killed_takes_only_its_own_tables(tmp_path: Path) -> None:
     with Deployed(tmp_path, ["1/2", "2/2"]) as two, tq.connect(two.address) as queue:
         lost, kept = (queue.create_table(name, tasks=[TASK]) for name in one_each(2))

@@ -25,8 +25,8 @@ from transferqueue.workflows.stage import Stage
 from transferqueue.workflows.stage_main import Job
 
 TABLE: Final = "rollouts"
-POLICY: Final = "policy"
-"""Weight channel of the trained policy."""
+POLICY: Final = f"{TABLE}/policy"
+"""Weight channel of the trained policy, the clock of the table, and so of one coordinator with it."""
 REFERENCE: Final = "reference"
 """Weight channel of the policy that KL is measured against; one version, kept for ever."""
 
