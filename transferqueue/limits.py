@@ -169,7 +169,9 @@ def check_name(kind: str, name: object) -> str:
     return name
 
 
-_UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": KIB, "MIB": MIB, "GIB": GIB}
+_UNITS: Final = {
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": GIB << 10,
+}  # fmt: skip
 
 
 def parse_bytes(size: int | str) -> int:
@@ -179,7 +181,7 @@ def parse_bytes(size: int | str) -> int:
             raise UsageError(f"size {size} is not positive; give bytes as a number or text such as '8GiB'")
         return size
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
-    if not found or found[2].upper() not in _UNITS or float(found[1]) <= 0:
+    if not found or found[2].upper() not in _UNITS or float(found[1]) * _UNITS[found[2].upper()] < 1:
         raise UsageError(f"size {size!r} is not a size; give bytes as a number or text such as '8GiB' or '512MiB'")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
@@ -195,7 +197,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     bytes: int | str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rows, int) or self.rows <= 0:
+        if not isinstance(self.rows, int) or isinstance(self.rows, bool) or self.rows <= 0:
             raise UsageError(f"limit rows={self.rows!r} is not a positive number of rows")
         if self.bytes is not None:
             parse_bytes(self.bytes)

@@ -179,17 +179,17 @@ OTHERS: dict[str, tuple[Call, type[Exception], str]] = {
     "where of another type": (
         lambda t: t.lease("train", rows=1, where=tq.Compare("score", "~", 3)),  # type: ignore[arg-type]
         tq.UsageError,
-        r"where=Compare\(.*'~'",
+        r"where: op='~' is not Literal\['<', '<=', .*; give one",
     ),
     "terms of another type": (
         lambda t: t.add_task(tq.Task("b", groups=True)),  # type: ignore[arg-type]
         tq.UsageError,
-        r"task=Task\(.*array",
+        r"task: groups=True is not Complete \| None; give one",
     ),
     "a selector that is a class": (
         lambda t: t.add_task(tq.Task("b", selector=tq.Fifo)),  # type: ignore[arg-type]
         tq.UsageError,
-        r"task=Task\(",
+        r"task: selector=<class '.*Fifo'> is not Fifo \| OldestVersionFirst",
     ),
     "a group size that is text": (
         lambda t: t.add_task(tq.Task("b", groups=tq.Complete(min_size="a"))),  # type: ignore[arg-type]
@@ -250,6 +250,21 @@ QUEUES: dict[str, tuple[Callable[[tq.Queue], object], type[Exception], str]] = {
         lambda q: q.create_table("x", pacing=tq.Pacing("b", batch_rows=4)),
         tq.UsageError,
         r'"b"',
+    ),
+    "a policy by its name": (
+        lambda q: q.create_table("x", tasks=[tq.Task("a", selector="fifo")]),  # type: ignore[arg-type]
+        tq.UsageError,
+        r"tasks: selector='fifo' is not Fifo \| OldestVersionFirst \| .* \| Plugin; give one",
+    ),
+    "a policy in a policy by its name": (
+        lambda q: q.create_table("x", tasks=[tq.Task("a", groups=tq.Complete(incomplete="drop"))]),  # type: ignore[arg-type]
+        tq.UsageError,
+        r"tasks: groups.incomplete='drop' is not Refill \| Release \| DropGroup; give one",
+    ),
+    "half an attempt": (
+        lambda q: q.create_table("x", tasks=[tq.Task("a", attempts_max=1.5)]),  # type: ignore[arg-type]
+        tq.UsageError,
+        r"tasks: attempts_max=1.5 is not int; give one",
     ),
     "no such row": (lambda q: q.inspect("nowhere", 0), tq.NotFound, "nowhere"),
     "drop of no table": (lambda q: q.drop_table("nowhere"), tq.NotFound, "nowhere"),

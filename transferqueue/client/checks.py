@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ from transferqueue.limits import ROWS_PER_REQUEST_MAX, check_name
 
 WAIT_S_MAX: Final = 1e9
 _WHOLE_MAX: Final = (1 << 62) - 1
+_HOMES: Final = re.compile(r"(transferqueue\.\w+|typing|collections\.abc)\.")
 
 
 def seconds(name: str, value: object) -> float:
@@ -86,10 +88,25 @@ def peer(replica: object) -> tuple[int, int]:
 
 def policy(name: str, value: Any, kind: Any) -> Any:
     """A value of `kind` whose parts are of their declared types; a struct made by hand does not check that."""
+    if (error := _refusal(value, kind)) is not None:
+        raise UsageError(f"{name}: {_misfit(value) or f'{value!r} cannot be used: {error}'}")
+    return value
+
+
+def _refusal(value: Any, kind: Any) -> Exception | None:
     try:
         msgspec.convert(msgspec.to_builtins(value), kind)
     except (msgspec.ValidationError, TypeError, OverflowError) as error:
-        raise UsageError(
-            f"{name}={value!r} cannot be used: {error}; give each part the type it is declared with"
-        ) from None
-    return value
+        return error
+    return None
+
+
+def _misfit(value: Any) -> str:
+    """The part of a struct that is not of its declared type: ``selector='fifo' is not Fifo | Priority; give one``. "": none."""
+    for field in getattr(value, "__struct_fields__", ()):
+        part, kind = getattr(value, field), get_type_hints(type(value))[field]
+        if _refusal(part, kind) is not None:
+            kinds = kind.__name__ if isinstance(kind, type) else _HOMES.sub("", str(kind))
+            deeper = _misfit(part)
+            return f"{field}.{deeper}" if deeper else f"{field}={part!r} is not {kinds}; give one"
+    return ""
