@@ -19,3 +19,15 @@ def test_leases_beyond_those_looked_at_are_counted() -> None:
     text = world.ledger.explain(m.Lease("t", "grade", rows=1), world.now)
     assert f'{LEASES_SEEN} rows are leased for "grade" by worker' in text
     assert '20 more rows are leased for "grade"' in text
+
+
+def test_rows_that_were_dropped_are_told_to_who_waits_for_some() -> None:
+    world = World()
+    client = world.client()
+    client.create(tasks=[Task("train", ["x"])], fields=[Field("x", "float64")])
+    client.put(9, inline={"x": [0.0] * 9})
+    for reason, rows in (("stale", [0, 1, 2]), ("bad", [3]), ("worse", [4, 5]), ("odd", [6])):
+        client.drop(rows, reason)
+    client.ack(client.lease("train", 2))
+    text = world.ledger.explain(m.Lease("t", "train", rows=1), world.now)
+    assert text.endswith("no row that it has not done is in the table; 7 were dropped: stale 3, worse 2, bad 1")

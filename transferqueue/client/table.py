@@ -175,7 +175,8 @@ class Table(TableBase):
         world: int = 1,
         replica: tuple[int, int] | None = None,
     ) -> Batch:
-        """Borrow ready rows of a task: exactly one of `rows`, `tokens` (a budget) or `groups` says how many.
+        """Borrow ready rows of a task: exactly one of `rows`, `tokens` (a budget) or `groups` says how many. A row that alone is
+        over the budget comes alone.
 
         Waits at the server until there are that many (or `at_least`, or the table is sealed and only fewer are left),
         up to `timeout_s`; requests without `where` are served in the order in which they came, so that small ones never

@@ -12,6 +12,7 @@ from itertools import islice
 import numpy as np
 
 from transferqueue.errors import listing
+from transferqueue.ledger.again import LOST
 from transferqueue.ledger.arrays import IntArray, tally
 from transferqueue.ledger.gathering import FORMING, GroupTaskState
 from transferqueue.ledger.leases import Lease
@@ -26,6 +27,7 @@ PAGES_SEEN = 16
 LEASES_SEEN = 256
 """Leases looked at, the oldest first: a thousand waits that end together must not walk thousands of leases each."""
 GROUPS_TOLD = 3
+REASONS_TOLD = 3
 SILENT_TOLD_S = 3 * HEARTBEAT_S
 """A live client says something every `HEARTBEAT_S`; one late word is no news."""
 
@@ -63,7 +65,15 @@ def _lacking(table: Table, task: TaskState, now: float) -> list[str]:
         found += _forming(table, task)
     if not found and not task.open_rows:
         found.append("the table is sealed" if table.sealed else "no row that it has not done is in the table")
+        found += _dropped(table)
     return found + lost_rows(table)
+
+
+def _dropped(table: Table) -> list[str]:
+    """Why there may be no rows though some were put. Those that ended as bytes were lost are told by `lost_rows`."""
+    reasons = sorted((-count, reason) for reason, count in table.rows_dropped.items() if reason != LOST)
+    told = ", ".join(f"{reason} {-count}" for count, reason in reasons[:REASONS_TOLD])
+    return [f"{-sum(count for count, _ in reasons)} were dropped: {told}"] if told else []
 
 
 def _leased(table: Table, tasks: Iterable[TaskState], now: float) -> list[str]:
