@@ -34,6 +34,8 @@ class Service:
             with urllib.request.urlopen(request, timeout=90) as answer:  # noqa: S310  (the caller's own service)
                 return json.load(answer)
         except urllib.error.HTTPError as refusal:
+            if "json" not in refusal.headers["Content-Type"]:  # the door said it: no token, another site, another name
+                raise RuntimeError(f"{action}: {refusal.code}: {refusal.read().decode().strip()}") from refusal
             said = json.load(refusal)
             if said["error"] == "EndOfTable":
                 raise Ended from refusal

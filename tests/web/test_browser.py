@@ -230,4 +230,7 @@ def test_it_asks_nobody_else_and_complains_of_nothing(page: Page) -> None:
 def test_without_the_token_there_is_nothing(driver: webdriver.Chrome, page: Page) -> None:
     driver.delete_all_cookies()
     driver.get(page.link.partition("?")[0])
-    assert driver.find_element(By.TAG_NAME, "body").text == "open the link that serve printed; it holds the token"
+    assert (
+        driver.find_element(By.TAG_NAME, "body").text
+        == "open the link that serve printed; it holds the token, which programs send as Authorization: Bearer TOKEN"
+    )

@@ -95,7 +95,10 @@ def test_the_link_is_exchanged_for_a_cookie_and_the_token_leaves_the_address(pag
 )
 def test_nothing_is_told_to_who_has_no_token_or_comes_by_another_name(page, path):
     status, headers, body = get(page, path, Authorization="Bearer wrong")
-    assert (status, body) == (401, "open the link that serve printed; it holds the token\n")
+    assert (status, body) == (
+        401,
+        "open the link that serve printed; it holds the token, which programs send as Authorization: Bearer TOKEN\n",
+    )
     assert "default-src 'none'" in headers["content-security-policy"]
     assert get(page, path, Host="evil.example")[0] == 421
     assert get(page, path, Origin="http://evil.example")[0] == 403

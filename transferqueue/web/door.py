@@ -83,5 +83,8 @@ class Door:
             return Refusal(HTTPStatus.METHOD_NOT_ALLOWED, why)
         shown = asked or headers.get("authorization", "").removeprefix("Bearer ") or cookies.get(self.cookie, "")
         if not hmac.compare_digest(shown.encode(), self._token):
-            return Refusal(HTTPStatus.UNAUTHORIZED, "open the link that serve printed; it holds the token")
+            return Refusal(
+                HTTPStatus.UNAUTHORIZED,
+                "open the link that serve printed; it holds the token, which programs send as Authorization: Bearer TOKEN",
+            )
         return None
