@@ -190,7 +190,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What one table may hold. Full means producers wait or are refused; nothing is evicted.
 
     `rows`: live rows. `bytes`: bytes of live blocks, as a number or text such as ``"8GiB"``
-    (None: only the arena bounds them).
+    (None: only the arena bounds them). Puts wait for it, results that come with an ack or update do not: below what the
+    arena holds, it leaves room for them. Rows alone could fill the arena, and then nobody could give a result for one.
     """
 
     rows: int = 65536

@@ -59,7 +59,12 @@ def demo(
             show_default=False,
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Trainer steps.", show_default=False)] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Trainer steps. Default: 300; 240 with spell_backward or a real engine.", show_default=False
+        ),
+    ] = None,
     dataset: Annotated[
         str | None,
         typer.Option(

@@ -65,7 +65,7 @@ def _give_up(lent: Lent, unasked: m.Release) -> None:
     """Runs in a finalizer: the rows of a batch that nobody can ack any more go back now, not at the deadline."""
     if not lent.ended:
         lent.client.connection.post(unasked)
-        lent.end("was collected")
+        lent.end("was collected, as nothing held it")
 
 
 class Batch(BatchBase):
