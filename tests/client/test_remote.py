@@ -20,8 +20,8 @@ import pytest
 import transferqueue as tq
 from tests.client.deployments import Served, Worker
 from transferqueue.client import remote
-from transferqueue.client.received import Buffers
 from transferqueue.limits import BULK_TRIES
+from transferqueue.storage.buffers import Buffers
 from transferqueue.transport.bulk_sockets import BulkLine
 from transferqueue.wire.messages import Welcome
 

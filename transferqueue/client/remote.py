@@ -17,7 +17,6 @@ from typing import Final, TypeVar
 import numpy as np
 
 from transferqueue.client.driving import Operation, Work
-from transferqueue.client.received import Buffers
 from transferqueue.client.transfers import Fetch, Rows, Store, Transfer, rows_of
 from transferqueue.client.writing import Fate, Piece
 from transferqueue.errors import (
@@ -31,6 +30,7 @@ from transferqueue.errors import (
 )
 from transferqueue.limits import BULK_SILENCE_S, BULK_TRANSFERS_MAX, BULK_TRIES, TIMEOUT_S_DEFAULT
 from transferqueue.schema import Field
+from transferqueue.storage.buffers import Buffers
 from transferqueue.storage.column import Column
 from transferqueue.storage.placement import Blocks, Placement
 from transferqueue.transport.bulk_sockets import BulkLine

@@ -15,10 +15,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client.received import U8, Buffers
 from transferqueue.errors import Corruption, Unreachable, from_wire
 from transferqueue.limits import FRAME_BYTES
 from transferqueue.schema import Field, layout
+from transferqueue.storage.buffers import Buffers
+from transferqueue.storage.dtypes import U8
 from transferqueue.transport import bulk as b
 from transferqueue.wire import messages as m
 from transferqueue.wire import short

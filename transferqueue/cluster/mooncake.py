@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -31,6 +32,8 @@ _MISSING: Final = -704
 _SCRATCH_BYTES: Final = 16 * MIB
 """Memory that its client wants for itself. Nothing of ours passes there."""
 _KNOCK_S: Final = 5.0
+_DOUBTFUL_MAX: Final = 16
+"""Memory of so many gets that failed is used for nothing else for a while: who knows whether bytes are still on their way into it."""
 
 
 class MooncakeStore:
@@ -41,6 +44,7 @@ class MooncakeStore:
         self._address: Final = address
         master, options = _parse(address)
         package = _package(address)
+        self._doubtful: Final[deque[list[memoryview]]] = deque(maxlen=_DOUBTFUL_MAX)
         self._pinned: Final = package.ReplicateConfig()
         self._pinned.with_hard_pin = True
         _knock(address, master)
@@ -67,6 +71,8 @@ class MooncakeStore:
         keys, sizes = [key for key, _ in wanted], [into.nbytes for _, into in wanted]
         with self._registered([into for _, into in wanted]) as places:
             codes = self._store.batch_get_into(keys, places, sizes)
+        if any(code not in (_MISSING, size) for size, code in zip(sizes, codes, strict=True)):
+            self._doubtful.append([into for _, into in wanted])
         for key, size, code in zip(keys, sizes, codes, strict=True):
             if code in (_MISSING, _OTHER_SIZE) or 0 <= code != size:
                 raise NotFound(f"object {key} of {size} bytes is not in the store {self._address} (code {code})")

@@ -25,8 +25,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
-import numpy as np
-
 from transferqueue.errors import (
     Corruption,
     Disconnected,
@@ -37,9 +35,10 @@ from transferqueue.errors import (
     Unreachable,
     UsageError,
 )
-from transferqueue.limits import ALIGNMENT, FRAME_BYTES, OBJECT_BYTES, OBJECTS_KEPT_BYTES, PAGE_BYTES
+from transferqueue.limits import FRAME_BYTES, OBJECT_BYTES, OBJECTS_KEPT_BYTES, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.storage.backing import Landing, Range, Reader
+from transferqueue.storage.buffers import Buffers
 from transferqueue.storage.checksum import checksum
 from transferqueue.storage.dtypes import U8
 
@@ -103,6 +102,7 @@ class Objects:
         self._number = 0
         self.unremoved: list[str] = []
         """Keys that nobody needs, and the store did not remove yet."""
+        self.buffers: Final = Buffers()
         self._read: Final = _Read(kept_bytes)
         self._closed = False
 
@@ -164,7 +164,7 @@ class Objects:
         with self._lock:
             self._check()
             found = {one: self._read.find(one) for one in ranges}
-            missing = {one: aligned(one.nbytes) for one, memory in found.items() if memory is None}
+            missing = {one: self.buffers.take(one.nbytes) for one, memory in found.items() if memory is None}
             self._fetch(missing)
             for one, memory in missing.items():
                 memory.flags.writeable = False
@@ -174,7 +174,7 @@ class Objects:
     def _fetch(self, missing: dict[Range, U8]) -> None:
         parts = [part for one, memory in missing.items() for part in self._parts(one, memory)]
         wanted = [
-            (one, into if into.nbytes == one.place.nbytes else aligned(one.place.nbytes), at, into)
+            (one, into if into.nbytes == one.place.nbytes else self.buffers.take(one.place.nbytes), at, into)
             for one, at, into in parts
         ]
         if not wanted:
@@ -260,7 +260,7 @@ class _Gathering:
     def __init__(self, objects: Objects, place: Range, object_bytes: int) -> None:
         self._objects, self._place = objects, place
         self._object_bytes = object_bytes
-        self._memory = np.empty(min(place.nbytes, object_bytes + FRAME_BYTES), np.uint8)
+        self._memory = objects.buffers.take(min(place.nbytes, object_bytes + FRAME_BYTES))
         self._filled = self._stored = 0
 
     def fill(self, read: Reader) -> int:
@@ -302,10 +302,3 @@ class _Read:
             self._bytes -= self._kept.pop(one).nbytes
         for one in [one for one in self._held if one.extent == extent]:
             self._held.pop(one, None)
-
-
-def aligned(nbytes: int) -> U8:
-    """``uint8 [nbytes]`` of any content, on a boundary where columns are viewed in place."""
-    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -int(memory.__array_interface__["data"][0]) % ALIGNMENT
-    return memory[start : start + nbytes]

@@ -1,4 +1,4 @@
-"""Buffers that bytes from other machines are received into, used again and again.
+"""Buffers that bytes from elsewhere are received into, used again and again.
 
 Fresh pages cost several times the copy into pages that a process has already; so a buffer comes back when the last view of
 it is collected, and waits for the next column of about its size. Finalizers bring them back, so there is no lock:
@@ -11,16 +11,14 @@ from collections import deque
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from transferqueue.limits import ALIGNMENT, GIB, KIB, RECEIVED_KEPT_BYTES
+from transferqueue.storage.dtypes import U8
 from transferqueue.storage.pages import expose
 
 _SMALLEST: Final = 64 * KIB
 _STEPS: Final = 4
 """Sizes in each doubling: a buffer is at most a quarter larger than what it holds."""
-
-U8 = NDArray[np.uint8]
 
 
 def _sizes() -> list[int]:
