@@ -25,6 +25,7 @@ RECORDS = ROOT / "bench" / "records"
 RECORD_FORMAT = 1
 PACKAGES = (
     "asyncflow-transferqueue",
+    "mooncake-transfer-engine-non-cuda",
     "TransferQueue",
     "msgspec",
     "numpy",
