@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -13,7 +13,7 @@ from transferqueue.client import checks
 from transferqueue.client.aio import AsyncQueue, Opening
 from transferqueue.client.client import Client, Data, open_client
 from transferqueue.client.coordinators import check_seats
-from transferqueue.client.joining import ways_in
+from transferqueue.client.joining import listed, ways_in
 from transferqueue.client.queue import Queue
 from transferqueue.cluster.names import is_ray, parse_named
 from transferqueue.errors import UsageError
@@ -102,6 +102,11 @@ def _clients(
     if not isinstance(label, str):
         raise UsageError(f"label={label!r} is {type(label).__name__}; give text")
     own = arena_bytes is not None or runtime is not None
+    for place in [] if address is None else listed(address):
+        if is_ray(place) and (own or key):
+            raise UsageError(
+                f"key, arena_bytes and runtime were given with {place}, which has its own; give them to deploy_ray, or leave them out"
+            )
     ways = [] if own and address is None else ways_in(address, key)
     if not ways:
         if key:
@@ -116,24 +121,23 @@ def _clients(
     with ExitStack() as opened:
         clients = []
         for place, keys in ways:
-            clients.append(_open(place, keys, deadline, label, data))
-            opened.callback(clients[-1].close)
+            for client in _opened(place, keys, deadline, label, data):
+                clients.append(client)
+                opened.callback(client.close)
         check_seats(clients)
         opened.pop_all()
     return clients
 
 
-def _open(address: str, keys: ClientKeys | None, deadline: float, label: str, data: Data) -> Client:
-    known_as = address
+def _opened(address: str, keys: ClientKeys | None, deadline: float, label: str, data: Data) -> Iterator[Client]:
+    """The sessions that an address leads to: one, or with a name on Ray those of all its coordinators."""
+    ways = {address: (address, keys)}
     if is_ray(address):
-        from transferqueue.cluster.on_ray import way_to
+        from transferqueue.cluster.on_ray import ways_to
 
-        if keys:
-            raise UsageError(f"key was given with {address}, which has its own; leave it out")
-        named = parse_named(address)
-        known_as = str(named)
-        address, keys = way_to(named, _left(deadline), near=data == "auto")
-    return open_client(address, _left(deadline), label, keys=keys, data=data, known_as=known_as)
+        ways = ways_to(parse_named(address), _left(deadline), near=data == "auto")
+    for known_as, (place, shown) in ways.items():
+        yield open_client(place, _left(deadline), label, keys=shown, data=data, known_as=known_as)
 
 
 def _left(deadline: float) -> float:

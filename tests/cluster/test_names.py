@@ -44,6 +44,18 @@ def test_what_names_no_deployment_is_refused(address):
         parse_named(address)
 
 
+def test_each_coordinator_has_a_name_and_the_first_is_the_deployments_own_actor():
+    named = Named("jobs", "grpo")
+    first, second = named.of_seat(1), parse_named(str(named.of_seat(2)))
+    assert [one.is_one_seat for one in (named, first, second)] == [False, True, True]
+    assert [one.actor for one in (named, first, second)] == ["grpo", "grpo", "grpo.coordinator-2"]
+
+
+def test_all_nodes_that_will_do_are_chosen_this_one_first():
+    assert choose(NODES, here="bb", resources={}, labels={}) == ["bb", "aa"]
+    assert choose(NODES, here="bb", node="aa", resources={}, labels={}) == ["aa"]
+
+
 def test_names_are_those_of_tables_without_a_slash():
     with pytest.raises(UsageError, match="deployment name 'a/b' has a slash"):
         checked(Named("jobs", "a/b"))
@@ -88,7 +100,7 @@ NODES = [
     ],
 )
 def test_the_node_is_the_one_named_else_here_else_one_that_will_do(wanted, found):
-    assert choose(NODES, **{"resources": {}, "labels": {}} | wanted) == found
+    assert choose(NODES, **{"resources": {}, "labels": {}} | wanted)[0] == found
 
 
 def test_a_node_that_is_none_and_wishes_that_none_fulfils_are_refused():

@@ -13,6 +13,7 @@ import pytest
 import transferqueue as tq
 from tests.cluster.shards import await_shards, shards
 from transferqueue.errors import AlreadyExists, Impossible, NotFound, UsageError
+from transferqueue.seat import seat_of
 from transferqueue.transport import runtime_directory
 
 ray = pytest.importorskip("ray", reason="make test-ray has Ray")
@@ -159,6 +160,46 @@ def test_a_state_directory_outlives_its_deployment(cluster, tmp_path):
             if life == 0:
                 table_of(queue).put(x=[1.0])
             assert queue.tables() == ["rows"]
+
+
+def test_several_coordinators_are_one_queue_and_one_that_dies_comes_back(cluster):
+    with tq.deploy_ray(coordinators=2, resources={"CPU": 1}) as deployment:
+        names = [next(f"t{n}" for n in range(99) if seat_of(f"t{n}", 2) == seat) for seat in (1, 2)]
+        with tq.connect("ray") as near, tq.connect(deployment.token("admin")) as far:
+            seats = [f"{deployment.address}.coordinator-{number}" for number in (1, 2)]
+            assert near.coordinators == seats
+            for name in names:
+                table_of(near, name).put(x=[1.0])
+                assert far.table(name).audit()["rows_live"] == 1
+            said = near.stats()["coordinators"][seats[1]]["server"]
+            os.kill(said["pid"], signal.SIGKILL)
+            assert near.table(names[0]).put(x=[2.0]).tolist() == [1]
+            assert near.table(names[1]).put(x=[2.0]).tolist() == [1]
+            assert near.audit()["balanced"]
+        with tq.connect(near.address) as again, tq.connect(seats[1]) as alone:
+            assert sorted(again.tables()) == names
+            assert alone.tables() == names[1:]
+        with tq.deploy_ray(exist_ok=True) as guest:
+            assert not guest.owned
+            assert guest.token().count("tqjoin_") == 2
+        actors = [ray.get_actor(name, namespace="transferqueue") for name in ("default", "default.coordinator-2")]
+        assert len({ray._private.state.actors(one._actor_id.hex())["Address"]["NodeID"] for one in actors}) == 2
+    with pytest.raises(NotFound):
+        tq.connect("ray")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        ({"coordinators": 0}, "coordinators 0 is no number of them; give 1 to 64"),
+        ({"coordinators": True}, "coordinators True is no number of them"),
+        ({"coordinators": 2, "port": 7777}, "port 7777 is given with 2 coordinators; leave it out"),
+        ({"name": "a.coordinator-1"}, "is as that of one coordinator of several; take another"),
+    ],
+)
+def test_several_that_cannot_be_are_refused(cluster, wanted, why):
+    with pytest.raises(UsageError, match=why):
+        tq.deploy_ray(**wanted)
 
 
 DRIVER = """

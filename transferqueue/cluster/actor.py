@@ -65,7 +65,7 @@ class QueueActor:
             token = write_token(token_of(self._directory / "keys", role, self._tcp))
         except TransferQueueError as error:
             return write(Refused(type(error).__name__, str(error)))
-        return write(Ways(this_host(), self._ipc, token))
+        return write(Ways(this_host(), self._ipc, token, self._deploy.seat.of))
 
     def stop(self) -> None:
         """End the server, and remove the state directory, with its memory, if nobody named it."""
@@ -118,6 +118,7 @@ class QueueActor:
             [place],
             keyring=_keyring(self._directory / "keys"),
             snapshots=Path(self._deploy.snapshots) if self._deploy.snapshots else None,
+            seat=self._deploy.seat,
         )
 
     def _directory_mark(self) -> str:

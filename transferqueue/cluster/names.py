@@ -13,6 +13,7 @@ import msgspec
 
 from transferqueue.errors import ProtocolError, UsageError
 from transferqueue.limits import check_name
+from transferqueue.seat import Seat
 
 NAMESPACE: Final = "transferqueue"
 NAME: Final = "default"
@@ -20,6 +21,8 @@ SCHEME: Final = "ray://"
 PORTS: Final = range(20_000, 32_768)
 """Above those that Ray gives its workers, below those that kernels lend to outgoing connections: one that was taken here is
 free again for the next life of its server."""
+
+_SEAT: Final = ".coordinator-"
 
 T = TypeVar("T")
 
@@ -32,6 +35,20 @@ class Named(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{SCHEME}{self.namespace}/{self.name}"
+
+    def of_seat(self, number: int) -> Named:
+        """One coordinator of several, alone; the actor of the first has the name of the deployment."""
+        return Named(self.namespace, f"{self.name}{_SEAT}{number}")
+
+    @property
+    def is_one_seat(self) -> bool:
+        """Whether this is one coordinator of several."""
+        return _SEAT in self.name
+
+    @property
+    def actor(self) -> str:
+        """The name of the actor."""
+        return self.name.removesuffix(f"{_SEAT}1")
 
     def digest(self, more: str = "") -> str:
         """A short text that stands for this name in paths, which have little room."""
@@ -56,14 +73,17 @@ class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arena_bytes: int
     port: int
     snapshots: str
+    seat: Seat = Seat()
 
 
 class Ways(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """How to reach the server: by its socket from processes of `host` (see `this_host`), else by the join token."""
+    """How to reach the server: by its socket from processes of `host` (see `this_host`), else by the join token. seats: coordinators
+    of its deployment."""
 
     host: str
     ipc: str
     token: str
+    seats: int = 1
 
     def __repr__(self) -> str:
         return f"Ways({self.ipc!r})"

@@ -19,9 +19,9 @@ def choose(
     node: str | None = None,
     resources: Mapping[str, float],
     labels: Mapping[str, str],
-) -> str:
-    """The id of a living node that has these resources (in all) and labels: `node` if named, else `here` if it will do,
-    else the first that will.
+) -> list[str]:
+    """The ids of living nodes that have these resources (in all) and labels, at least one: of `node` alone if named, else of `here`
+    first, if it will do, and of all others that will.
 
     nodes: as ``ray.nodes()`` gives them. `NotFound` for a named node that is none or is dead, `Impossible` where none will do.
     """
@@ -29,9 +29,8 @@ def choose(
     if node is not None and node not in alive:
         raise NotFound(f"node {node!r} is not a living node of this Ray cluster; it has {listing(alive)}")
     wanted = [node] if node is not None else sorted(alive, key=lambda one: one != here)
-    for one in wanted:
-        if _will_do(alive[one], resources, labels):
-            return one
+    if found := [one for one in wanted if _will_do(alive[one], resources, labels)]:
+        return found
     raise Impossible(
         f"resources {dict(resources)} and labels {dict(labels)} are not all on {'this node' if node else 'one node'} of this Ray "
         f"cluster; there are {'; '.join(_told(alive[one]) for one in wanted)}"

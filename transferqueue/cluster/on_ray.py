@@ -7,6 +7,7 @@ The law:
 - Whoever made it owns it: closing its `Deployment` ends the service, and so does, unless it is detached, the end of
   its driver or of the last handle on it. Everyone else is a guest: queues come and go, also by SIGKILL, and the service stays.
 - It stays on one node (`nodes`), and Ray starts it again there; clients go on with the next life (decision 9).
+- It is one server, or several that are used as one, each an actor of its own on a node of its own while there are some.
 - Its shards are actors beside it, one for each node or as many as were asked for; they end with it (`lenders`).
 - Ray carries names, ways and keys, once for each queue that is opened. No row and no call crosses it.
 """
@@ -17,9 +18,12 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import cycle
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self
+
+import msgspec
 
 from transferqueue.cluster.lenders import check_shards, end_lenders, places, start_lenders
 from transferqueue.cluster.names import (
@@ -36,7 +40,8 @@ from transferqueue.cluster.names import (
 )
 from transferqueue.cluster.nodes import choose
 from transferqueue.errors import AlreadyExists, NotFound, Unreachable, UsageError, from_wire
-from transferqueue.limits import RESTARTS_MAX, parse_bytes
+from transferqueue.limits import COORDINATORS_MAX, RESTARTS_MAX, parse_bytes
+from transferqueue.seat import Seat
 from transferqueue.transport import this_host
 from transferqueue.transport.keys import ClientKeys, read_token
 
@@ -48,25 +53,25 @@ LEVELS: Final = ("memory", "process", "disk")
 class Deployment:
     """A service on Ray. Its owner ends it with `close` or ``with``; for whom else it is, nothing happens then."""
 
-    def __init__(self, named: Named, actor: Any, *, owned: bool, lenders: Sequence[Any] = ()) -> None:
+    def __init__(self, named: Named, actors: Mapping[Named, Any], *, owned: bool, lenders: Sequence[Any] = ()) -> None:
         self.address: Final = str(named)
         """What `connect` takes, in any process of the cluster."""
         self.owned: Final = owned
         """Whether `close` ends the service."""
-        self._named = named
-        self._actor = actor
+        self._actors = dict(actors)
         self._lenders = list(lenders)
 
     def token(self, role: str = "producer", timeout_s: float = DEPLOY_S) -> str:
-        """A join token for processes outside Ray; role: admin, producer, consumer or observer (SECURITY.md). A password."""
-        return _ways(self._named, self._actor, timeout_s, role).token
+        """A join token for processes outside Ray; role: admin, producer, consumer or observer (SECURITY.md). A password.
+        Of several coordinators the tokens of all, joined by commas."""
+        return ",".join(_ways(named, actor, timeout_s, role).token for named, actor in self._actors.items())
 
     def close(self) -> None:
         """If this owns the service: end it, and everything of it that no `state` keeps. Again: nothing."""
-        actor, self._actor = self._actor, None
-        if actor is not None and self.owned:
+        actors, self._actors = self._actors, {}
+        if actors and self.owned:
             end_lenders(self._lenders)
-            _end(self._named, actor)
+            _end_all(actors)
 
     def __enter__(self) -> Self:
         return self
@@ -84,6 +89,7 @@ def deploy_ray(
     name: str = NAME,
     *,
     namespace: str = NAMESPACE,
+    coordinators: int = 1,
     durability: str = "process",
     state: str | os.PathLike[str] | None = None,
     arena_bytes: int | str | None = None,
@@ -110,6 +116,8 @@ def deploy_ray(
     shards: further shards of memory, each an actor: so many, spread over the nodes, or ``"per-node"``: one on each node but the
     server's, which lends its own. shard_bytes: most that each of them lends. What lies in one is lost with its node (`replicas`
     of `create_table` says otherwise), and the others go on.
+    coordinators: servers that are used as one, each with the tables that its name says (docs/CLUSTER.md), on as many of the nodes that will do
+    as there are. Each has its `state` and `snapshots` in a directory of its own there, its arena of `arena_bytes`, and `shards` of its own.
     port: where it listens for other machines, with keys; 0: a free one, kept. max_restarts: how often Ray starts it again; -1: ever.
     detached: it outlives the `Deployment` and this driver, until that is closed or by ``ray.kill``. exist_ok: if there is one, that one, as a guest.
 
@@ -121,7 +129,9 @@ def deploy_ray(
         ...     queue = tq.connect("ray")
     """
     named = checked(Named(namespace, name))
-    deploy = _checked_deploy(named, durability, state, arena_bytes, snapshots, port, max_restarts)
+    deploys = _seated(
+        _checked_deploy(named, durability, state, arena_bytes, snapshots, port, max_restarts), coordinators
+    )
     check_shards(shards, durability)
     lent = parse_bytes(shard_bytes) if shard_bytes is not None else 0
     ray = _joined(start=True)
@@ -130,44 +140,90 @@ def deploy_ray(
         ray.nodes(), here=ray.get_runtime_context().get_node_id(), node=node, resources=wanted, labels=labels or {}
     )
     try:
-        actor = _start(ray, deploy, there, wanted, max_restarts, detached)
+        actors = {deploys[0].named: _start(ray, deploys[0], there[0], wanted, max_restarts, detached)}
     except ray.exceptions.ActorAlreadyExistsError:
         if not exist_ok:
             raise AlreadyExists(
                 f"deployment {named} exists; join it with connect, take another name, or give exist_ok=True"
             ) from None
-        guest = Deployment(named, _actor(ray, named), owned=False)
-        guest.token("observer", timeout_s)
-        return guest
+        found = _found(ray, named, timeout_s, "observer")
+        return Deployment(named, {one: _actor(ray, one) for one in found}, owned=False)
+    lenders: list[Any] = []
     try:
-        _ways(named, actor, timeout_s)
-        lenders = start_lenders(
-            ray,
-            named,
-            places(ray.nodes(), there, shards),
-            lent,
-            max_restarts,
-            detached=detached,
-            timeout_s=timeout_s,
-        )
+        for deploy, at in list(zip(deploys, cycle(there), strict=False))[1:]:
+            actors[deploy.named] = _start(ray, deploy, at, wanted, max_restarts, detached)
+        for one, actor in actors.items():
+            _ways(one, actor, timeout_s)
+        for deploy, at in zip(deploys, cycle(there), strict=False):
+            lenders += start_lenders(
+                ray,
+                deploy.named,
+                places(ray.nodes(), at, shards),
+                lent,
+                max_restarts,
+                detached=detached,
+                timeout_s=timeout_s,
+            )
     except BaseException:
-        _end(named, actor)
+        end_lenders(lenders)
+        _end_all(actors)
         raise
-    return Deployment(named, actor, owned=True, lenders=lenders)
+    return Deployment(named, actors, owned=True, lenders=lenders)
 
 
-def way_to(named: Named, timeout_s: float, *, near: bool) -> tuple[str, ClientKeys | None]:
-    """Where the server of this deployment listens, as seen from this process, and the keys for it.
+def ways_to(named: Named, timeout_s: float, *, near: bool) -> dict[str, tuple[str, ClientKeys | None]]:
+    """Where each server of this deployment listens, as seen from this process, and the keys for it; by its name.
 
     near: its socket, if that can be opened from here; else always tcp. `NotFound` lists the deployments there are,
-    `Unreachable` if the actor does not say it in time.
+    `Unreachable` if an actor does not say it in time.
     """
-    ray = _joined(start=False)
-    ways = _ways(named, _actor(ray, named), timeout_s)
+    found = _found(_joined(start=False), named, timeout_s)
+    return {str(one): _way(ways, near=near) for one, ways in found.items()}
+
+
+def _way(ways: Ways, *, near: bool) -> tuple[str, ClientKeys | None]:
     if near and ways.host == this_host() and os.access(ways.ipc.removeprefix("ipc://"), os.R_OK | os.W_OK):
         return ways.ipc, None
     token = read_token(ways.token)
     return token.address, token.keys
+
+
+def _found(ray: Any, named: Named, timeout_s: float, role: str = "admin") -> dict[Named, Ways]:
+    """The ways to all coordinators of a deployment, or to the one that is named alone."""
+    first = _ways(named, _actor(ray, named), timeout_s, role)
+    if first.seats == 1 or named.is_one_seat:
+        return {named: first}
+    rest = [named.of_seat(number) for number in range(2, first.seats + 1)]
+    return {named.of_seat(1): first} | {one: _ways(one, _actor(ray, one), timeout_s, role) for one in rest}
+
+
+def _seated(deploy: Deploy, coordinators: int) -> list[Deploy]:
+    """What each coordinator is told."""
+    whole = isinstance(coordinators, int) and not isinstance(coordinators, bool)
+    if not whole or not 1 <= coordinators <= COORDINATORS_MAX:
+        raise UsageError(f"coordinators {coordinators!r} is no number of them; give 1 to {COORDINATORS_MAX}")
+    if deploy.named.is_one_seat:
+        raise UsageError(
+            f"deployment name {deploy.named.name!r} is as that of one coordinator of several; take another"
+        )
+    if coordinators == 1:
+        return [deploy]
+    if deploy.port:
+        raise UsageError(
+            f"port {deploy.port} is given with {coordinators} coordinators; leave it out: each finds its own"
+        )
+    return [_at_seat(deploy, Seat(number + 1, coordinators, deploy.named.name)) for number in range(coordinators)]
+
+
+def _at_seat(deploy: Deploy, seat: Seat) -> Deploy:
+    own = f"coordinator-{seat.number}"
+    return msgspec.structs.replace(
+        deploy,
+        named=deploy.named.of_seat(seat.number),
+        seat=seat,
+        state=f"{deploy.state}/{own}" if deploy.state else "",
+        snapshots=f"{deploy.snapshots or 'snapshots'}/{own}",
+    )
 
 
 def _checked_deploy(
@@ -233,8 +289,9 @@ def _start(ray: Any, deploy: Deploy, node: str, resources: dict[str, float], max
 
     from transferqueue.cluster.actor import Coordinator  # only who deploys loads a server
 
+    resources = dict(resources)
     options = {
-        "name": deploy.named.name,
+        "name": deploy.named.actor,
         "namespace": deploy.named.namespace,
         "lifetime": "detached" if detached else None,
         "num_cpus": resources.pop("CPU", 0),
@@ -250,7 +307,7 @@ def _start(ray: Any, deploy: Deploy, node: str, resources: dict[str, float], max
 
 def _actor(ray: Any, named: Named) -> Any:
     try:
-        return ray.get_actor(named.name, namespace=named.namespace)
+        return ray.get_actor(named.actor, namespace=named.namespace)
     except ValueError:
         there = [str(Named(one["namespace"], one["name"])) for one in ray.util.list_named_actors(all_namespaces=True)]
         raise NotFound(
@@ -285,6 +342,11 @@ def _telling(named: Named, timeout_s: float) -> Iterator[Any]:
         ) from None
     except ray.exceptions.RayActorError as error:
         raise Unreachable(f"deployment {named} is dead, and Ray starts it no more: {error}") from error
+
+
+def _end_all(actors: Mapping[Named, Any]) -> None:
+    for named, actor in actors.items():
+        _end(named, actor)
 
 
 def _end(named: Named, actor: Any) -> None:

@@ -23,7 +23,7 @@ IPC_PATH_BYTES_MAX: Final = 107
 
 _INPROC: Final = re.compile(r"[A-Za-z0-9-]{1,64}")
 _HOST: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\*|\[[0-9A-Fa-f:.]{2,45}\]")
-_COMMA: Final = re.compile(r",(?=\s*(?:ipc://|tcp://|inproc:|ray|tqjoin_))")
+_COMMA: Final = re.compile(r",(?=\s*(?:ipc://|tcp://|inproc:|ray://|tqjoin_|ray\s*(?:,|$)))")
 _KINDS: Final = "ipc:///path/of/socket, tcp://host:port or inproc:id"
 
 
