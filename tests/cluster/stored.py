@@ -122,6 +122,23 @@ class RowsInAStore:
                 table.drop(some, reason="test")
             self.await_used(store, 0)
 
+    def test_weights_lie_in_the_store_too(self, tmp_path: Path, store: str) -> None:
+        with (
+            served(tmp_path, "64MiB") as server,
+            ShardProcess(server.tcp, "--store", store),
+            tq.connect(server.tcp) as trainer,
+            tq.connect(server.tcp, data="remote") as generator,
+        ):
+            await_shards(trainer, 1)
+            tensors = {name: np.arange(1 << 20, dtype=np.float32) + at for at, name in enumerate(["w", "b"])}
+            for version in (1, 2):
+                trainer.weights("policy").publish(version, tensors)
+                assert self.used_bytes(store) >= 8 << 20
+                with generator.weights("policy").pull() as pulled:
+                    for name, tensor in tensors.items():
+                        np.testing.assert_array_equal(np.asarray(pulled[name]), tensor)
+                tensors["b"] = tensors["b"] + 1
+
     def test_a_shard_that_is_killed_takes_its_rows_and_the_next_one_what_it_left(
         self, tmp_path: Path, store: str
     ) -> None:

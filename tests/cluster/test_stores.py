@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,11 @@ class Files:
         return DirectoryStore(f"file://{self.path}")
 
     def used_bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.path.glob("*"))
+        found = 0
+        for file in self.path.glob("*"):
+            with suppress(FileNotFoundError):  # removed meanwhile
+                found += file.stat().st_size
+        return found
 
     def remove(self) -> None:
         for file in self.path.glob("*"):
