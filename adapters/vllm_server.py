@@ -42,6 +42,9 @@ SERVER_ARGUMENTS: Final = (
 )
 SERVER_ENVIRONMENT: Final = {"VLLM_SERVER_DEV_MODE": "1"}
 _ANSWER_S: Final = 60.0
+ABORTED_S: Final = 5.0
+"""The server answers a request that it aborts at once. One that it has not answered then came behind the pause, and waits there."""
+_GENERATE: Final = "/inference/v1/generate"
 
 
 class VllmServer(OpenAIGenerator):
@@ -67,6 +70,7 @@ class VllmServer(OpenAIGenerator):
         self._relay = Relay()
         self._channel: tuple[str, str] | None = None
         self._held = False
+        self._asked: set[asyncio.Future[Any]] = set()
         try:
             self._beside.wait(self._greet(checkpoint), _ANSWER_S, f"{url} did not answer")
         except BaseException:
@@ -98,11 +102,26 @@ class VllmServer(OpenAIGenerator):
             "detokenize": False,
         }
         body = {"token_ids": context(prompt).tolist(), "sampling_params": parameters}
-        answer = await self._endpoint.ask("POST", "/inference/v1/generate", body)
+        answer = await self._answered(body)
+        if answer is None:
+            return completed(index, sample, prompt, (), (), ABORT, ())
         try:
             return _completion(index, sample, prompt, answer["choices"][0])
         except (KeyError, IndexError, TypeError) as error:
             raise ProtocolError(f"{self._endpoint.url} gave a completion without {error}") from error
+
+    async def _answered(self, body: Mapping[str, Any]) -> Any:
+        """What the server says; None of a request that a pause overtook and `_pause` took back."""
+        asked = asyncio.ensure_future(self._endpoint.ask("POST", _GENERATE, body))
+        self._asked.add(asked)
+        try:
+            return await asked
+        except asyncio.CancelledError:
+            if (running := asyncio.current_task()) is None or running.cancelling():
+                raise
+            return None
+        finally:
+            self._asked.discard(asked)
 
     # ------------------------------------------------------------ control
 
@@ -116,8 +135,13 @@ class VllmServer(OpenAIGenerator):
 
     async def _pause(self, mode: Pause) -> None:
         async with self._control:
+            running = self._asked.copy() if mode is Pause.ABORT else set()
             await self._endpoint.ask("POST", f"/pause?mode={mode.value}")
             self._held = True
+            if running:
+                _, overtaken = await asyncio.wait(running, timeout=ABORTED_S)
+                for one in overtaken:
+                    one.cancel()
 
     def resume(self) -> None:
         """Go on."""

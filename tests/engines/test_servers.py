@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,14 @@ from tests.engines.tiny import TinySubject
 pytest.importorskip("vllm", reason="make test-engines installs it")
 openai = pytest.importorskip("openai")
 
+import aiohttp
+from aiohttp import web
+
 import transferqueue as tq
-from tests.engines.served import serve
+from tests.engines.served import free_port, serve
 from transferqueue.adapters.callables import Agents
 from transferqueue.adapters.openai import OpenAIGenerator
-from transferqueue.adapters.protocols import Generator, Pause, Sampling
+from transferqueue.adapters.protocols import ABORT, LENGTH, Completion, Generator, Pause, Prompt, Sampling
 from transferqueue.adapters.recorder import Recorder
 from transferqueue.adapters.vllm_server import VllmServer
 from transferqueue.adapters.weights import Follower
@@ -96,8 +101,6 @@ def test_a_server_reads_weights_from_their_channel(served: Served) -> None:
     assert engine.version == 5
     prompt = served.prompts()[0]
     sampling = Sampling(tokens_max=6)
-    from transferqueue.adapters.protocols import Prompt
-
     found = next(iter(engine.generate([Prompt(ids=prompt)], sampling)))
     assert found.spans == ((5, 6),)
     np.testing.assert_allclose(found.logprobs, served.logprobs(1, prompt, found.ids, sampling), atol=1e-3)
@@ -117,6 +120,61 @@ def test_the_server_sleeps_and_wakes(served: Served) -> None:
     served.engine.sleep()
     served.engine.wake_up()
     served.engine.resume()
+
+
+class Late:
+    """A way to the server on which one request for tokens is held back until it has been paused."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.held = 0
+        self._paused = asyncio.Event()
+
+    async def _pass(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        if request.path.endswith("/generate") and not self.held:
+            self.held += 1
+            await self._paused.wait()
+        async with (
+            aiohttp.ClientSession(self.url) as session,
+            session.request(request.method, request.path_qs, data=body, headers=request.headers) as answer,
+        ):
+            if request.path == "/pause":
+                self._paused.set()
+            return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        """Its URL."""
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._pass)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await (site := web.TCPSite(runner, "127.0.0.1", port := free_port())).start()
+        yield f"http://127.0.0.1:{port}"
+        await site.stop()
+        await runner.cleanup()
+
+
+def test_a_request_that_a_pause_overtakes_is_handed_out_as_it_was(served: Served, url: str) -> None:
+    def abort(way: str) -> list[Completion]:
+        engine = VllmServer(way)
+        completions = engine.generate([Prompt(ids=served.prompts()[0], samples=2)], Sampling(tokens_max=8))
+        found = [next(iter(completions))]
+        engine.pause(Pause.ABORT)
+        found += completions
+        engine.resume()
+        engine.close()
+        return found
+
+    async def run() -> list[Completion]:
+        async with Late(url).listening() as way:
+            return await asyncio.wait_for(asyncio.to_thread(abort, way), 60)
+
+    served.open()
+    whole, overtaken = asyncio.run(run())
+    assert (len(whole.ids), whole.finish_reason) == (8, LENGTH)
+    assert (len(overtaken.ids), overtaken.finish_reason) == (0, ABORT)
 
 
 class Talker:
