@@ -155,6 +155,22 @@ def test_closing_tells_who_waits(name: str) -> None:
         assert "closed" in str(found[0])
 
 
+def test_a_batch_that_its_holder_forgets_is_given_back_without_the_collector(table: Any) -> None:
+    fill(table)
+    gc.disable()
+    try:
+        with table.loader("train", rows=BATCH, timeout_s=10, prefetch=1) as loader:
+            batches = iter(loader)
+            forgotten, held = next(batches), next(batches)
+            del forgotten
+        while count(table, "leased") > BATCH:
+            pass
+        held.ack()
+    finally:
+        gc.enable()
+    assert table.audit()["rows_done"] == BATCH
+
+
 def test_a_queue_that_closes_ends_its_loaders(name: str) -> None:
     with tq.connect() as queue:
         table = queue.create_table(name, tasks=[tq.Task("train", needs=["x"])])

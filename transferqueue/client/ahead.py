@@ -77,9 +77,10 @@ class Fetch(Generic[B]):
         self._asked.set()
 
     def hand_over(self) -> None:
-        """Somebody has it: no more renewals."""
+        """Somebody has it: no more renewals. Nothing here holds the batch then: what its holder lets go of is given back."""
         if self._keeper is not None:
             self._keeper.cancel()
+            self._keeper = None  # its frames hold this, and this the batch: a circle, which only the collector would open
 
     def stop(self) -> None:
         """Nobody will have it."""
