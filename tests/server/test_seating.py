@@ -1,0 +1,53 @@
+"""What a coordinator of several carries out: nothing that makes, or waits for, what belongs to another."""
+
+import pytest
+
+from transferqueue.errors import Impossible, UsageError
+from transferqueue.limits import Limits
+from transferqueue.policies import Acked, Pacing, Task
+from transferqueue.seat import Seat, seat_of
+from transferqueue.server.seating import elsewhere
+from transferqueue.wire import messages as m
+
+HERE, THERE = (next(f"t{n}" for n in range(99) if seat_of(f"t{n}", 2) == seat) for seat in (1, 2))
+SEAT = Seat(1, 2)
+
+
+def create(name, channel=None):
+    pacing = Pacing("train", batch_rows=1, channel=channel)
+    task = Task("train", needs=["x"])
+    return m.CreateTable(name=name, fields=[], tasks=[task], limits=Limits(), pacing=pacing, retention=Acked())
+
+
+def requests(name):
+    """Each that makes, or waits for, a table or channel."""
+    yield create(name)
+    yield m.OpenTable(name=name)
+    yield m.Basis(channel=name)
+    yield m.Pull(channel=name)
+    yield m.Applied(channel=name, version=0)
+    yield m.EndTurn(channel=name)
+
+
+@pytest.mark.parametrize("request_", [*requests(THERE)], ids=lambda one: type(one).__name__)
+def test_what_belongs_to_another_is_refused(request_):
+    assert isinstance(elsewhere(SEAT, request_), UsageError)
+    assert elsewhere(Seat(2, 2), request_) is None
+    assert elsewhere(Seat(), request_) is None
+
+
+@pytest.mark.parametrize("request_", [*requests(HERE)], ids=lambda one: type(one).__name__)
+def test_its_own_is_not(request_):
+    assert elsewhere(SEAT, request_) is None
+
+
+def test_every_request_of_a_channel_is_looked_at():
+    """A new one has to be named in `seating`, or a coordinator would make a channel that belongs to another."""
+    kinds = [kind for kind in m.Request.__args__ if "channel" in kind.__struct_fields__]
+    assert {kind.__name__ for kind in kinds} == {"Publish", "Basis", "Pull", "Applied", "Turn", "EndTurn"}
+
+
+def test_a_clock_of_another_is_refused():
+    assert isinstance(elsewhere(SEAT, create(HERE, THERE)), Impossible)
+    assert elsewhere(SEAT, create(HERE, f"{HERE}/policy")) is None
+    assert elsewhere(Seat(), create(HERE, THERE)) is None
