@@ -108,10 +108,12 @@ class RowsInAStore:
             assert shard.ended() == 0
             assert not list((tmp_path / "runtime").glob("*.store.lock"))
 
-    def test_rows_that_are_dropped_free_the_store(self, tmp_path: Path, store: str) -> None:
+    def test_rows_that_are_dropped_free_the_store_and_so_does_a_shard_that_is_stopped(
+        self, tmp_path: Path, store: str
+    ) -> None:
         with (
             served(tmp_path, "64MiB") as server,
-            ShardProcess(server.tcp, "--store", store),
+            ShardProcess(server.tcp, "--store", store) as shard,
             tq.connect(server.tcp) as queue,
         ):
             await_shards(queue, 1)
@@ -121,6 +123,12 @@ class RowsInAStore:
             for some in rows:
                 table.drop(some, reason="test")
             self.await_used(store, 0)
+            table.put(x=values(6))
+            table.put(x=values(7))
+            assert self.used_bytes(store) >= ROWS * WIDTH * 8
+            shard.process.terminate()
+            assert shard.ended() == 0
+            assert self.used_bytes(store) == 0
 
     def test_weights_lie_in_the_store_too(self, tmp_path: Path, store: str) -> None:
         with (

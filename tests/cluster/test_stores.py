@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -250,6 +252,39 @@ def test_what_a_dead_shard_left_is_removed_by_the_next_and_that_of_a_living_one_
 def test_an_address_that_names_no_store_is_refused(address: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         open_store(address)
+
+
+def test_a_package_registers_a_store_under_its_scheme(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = tmp_path / "site" / "others-1.dist-info"
+    found.mkdir(parents=True)
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1\n")
+    (found / "entry_points.txt").write_text("[transferqueue.stores]\nothers = others_store:opened\n")
+    (tmp_path / "site" / "others_store.py").write_text(
+        "from transferqueue.cluster.directory import DirectoryStore\n\n\n"
+        "def opened(address, host):\n    return DirectoryStore(address.replace('others', 'file'))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("TRANSFERQUEUE_RUNTIME", str(tmp_path / "runtime"))
+    with kept_in(f"others://{files.path}", "here", MIB) as objects:
+        write(objects, Range(1, 0, 64), content(64))
+        assert files.used_bytes() == 64
+    with pytest.raises(UsageError, match="one of file, mooncake, others"):
+        open_store("other://x")
+
+
+def test_the_command_says_what_is_wrong_with_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSFERQUEUE_RUNTIME", str(tmp_path / "runtime"))
+    said = subprocess.run(
+        [sys.executable, "-m", "transferqueue.cli", "shard", "--join", "tcp://127.0.0.1:1", "--store", "redis://x"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert said.returncode != 0
+    assert "store 'redis://x' is none; give scheme://" in said.stderr
+    assert "Traceback" not in said.stderr
 
 
 def test_keys_that_are_no_names_of_files_and_directories_of_others_are_refused(files: Files, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from transferqueue.errors import (
     Unreachable,
     UsageError,
 )
-from transferqueue.limits import FRAME_BYTES, OBJECT_BYTES, OBJECTS_KEPT_BYTES, PAGE_BYTES
+from transferqueue.limits import FRAME_BYTES, KIB, OBJECT_BYTES, OBJECTS_KEPT_BYTES, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.storage.backing import Landing, Range, Reader
 from transferqueue.storage.buffers import Buffers
@@ -148,8 +148,9 @@ class Objects:
             for one in before:
                 known.remove(one)
             insort(known, made)
-            self._read.forget(place.extent)
-            self._remove([one.key for one in before])
+            if before:
+                self._read.forget(place.extent)
+                self._remove([one.key for one in before])
 
     def _crossed(self, place: Range) -> list[_Object]:
         """Objects of which some byte is in this range, ascending."""
@@ -278,27 +279,32 @@ class _Gathering:
 
 
 class _Read:
-    """Blocks that were read: those that somebody holds, and the last ones."""
+    """Blocks that were read: those that somebody holds, and the last ones, which are held here."""
 
     def __init__(self, kept_bytes: int) -> None:
         self._kept_bytes = kept_bytes
-        self._held: WeakValueDictionary[Range, U8] = WeakValueDictionary()
+        self._held: dict[int, WeakValueDictionary[Range, U8]] = {}
         self._kept: OrderedDict[Range, U8] = OrderedDict()
         self._bytes = 0
 
     def find(self, wanted: Range) -> U8 | None:
+        held = self._held.get(wanted.extent)
         if wanted in self._kept:
             self._kept.move_to_end(wanted)
-        return self._held.get(wanted)
+        return held.get(wanted) if held is not None else None
 
     def add(self, read: Range, memory: U8) -> None:
-        self._held[read] = self._kept[read] = memory
-        self._bytes += read.nbytes
+        self._held.setdefault(read.extent, WeakValueDictionary())[read] = self._kept[read] = memory
+        self._bytes += _weight(read)
         while self._bytes > self._kept_bytes:
-            self._bytes -= self._kept.popitem(last=False)[0].nbytes
+            self._bytes -= _weight(self._kept.popitem(last=False)[0])
 
     def forget(self, extent: int) -> None:
-        for one in [one for one in self._kept if one.extent == extent]:
-            self._bytes -= self._kept.pop(one).nbytes
-        for one in [one for one in self._held if one.extent == extent]:
-            self._held.pop(one, None)
+        for one in list(self._held.pop(extent, ())):
+            if self._kept.pop(one, None) is not None:
+                self._bytes -= _weight(one)
+
+
+def _weight(read: Range) -> int:
+    """What it takes to keep it: what stands around a small one is more than that."""
+    return read.nbytes + KIB
