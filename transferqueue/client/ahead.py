@@ -77,10 +77,13 @@ class Fetch(Generic[B]):
         self._asked.set()
 
     def hand_over(self) -> None:
-        """Somebody has it: no more renewals. Nothing here holds the batch then: what its holder lets go of is given back."""
+        """Somebody has it: no more renewals.
+
+        And no circle (its keeper's frames hold this, and this the batch): a batch that is let go of is given back at once.
+        """
         if self._keeper is not None:
             self._keeper.cancel()
-            self._keeper = None  # its frames hold this, and this the batch: a circle, which only the collector would open
+            self._keeper = None
 
     def stop(self) -> None:
         """Nobody will have it."""
