@@ -513,7 +513,7 @@ class AsyncQueue(QueueBase):
 
     async def tables(self) -> list[str]:
         """As `Queue.tables`."""
-        return [name for found in await self._each(verbs.tables) for name in found]
+        return sorted([name for found in await self._each(verbs.tables) for name in found])
 
     async def drop_table(self, name: str, *, empty: bool = False) -> None:
         """As `Queue.drop_table`."""

@@ -57,8 +57,8 @@ class Queue(QueueBase):
         return Table(client, drive(client.connection, verbs.open_table(client, name, timeout_s)))
 
     def tables(self) -> list[str]:
-        """Names of all tables."""
-        return [name for found in self._each(verbs.tables) for name in found]
+        """Names of all tables, sorted."""
+        return sorted(name for found in self._each(verbs.tables) for name in found)
 
     def drop_table(self, name: str, *, empty: bool = False) -> None:
         """Remove a table: its rows are dropped, whoever waits for it gets `NotFound`. empty: `UsageError` while it has rows."""
