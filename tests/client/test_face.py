@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -321,6 +322,20 @@ def test_a_nested_tensor_alone_is_a_column(name: str) -> None:
         table = queue.create_table(name)
         assert len(table.put(x=ragged)) == 2
         assert table.read()["x"].list() == [[1, 1], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("absent", ["torch", "tensordict"])
+def test_tensors_without_torch_are_refused_with_the_remedy(
+    name: str, absent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tq.connect() as queue:
+        table = queue.create_table(name)
+        table.put(x=[[1, 2], [3]])
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, absent, None)
+            ask = table.read()["x"].nested if absent == "torch" else table.read().tensordict
+            with pytest.raises(tq.UsageError, match=rf"{absent} is not installed here.*\[torch\]'.* ask for .numpy"):
+                ask()
 
 
 def test_things_say_what_they_are(name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from transferqueue.client.source import Source
 from transferqueue.policies import Tags
 from transferqueue.storage.column import Column
+from transferqueue.storage.torched import needed
 from transferqueue.wire import messages as m
 from transferqueue.wire import short
 
@@ -113,8 +114,7 @@ class RowsBase:
     def tensordict(self) -> TensorDict:
         """All columns as a `tensordict.TensorDict` of batch size ``[rows]``: dense columns as tensors, ragged ones as
         jagged nested tensors, text, bytes and plain values as non-tensor data. Needs torch and tensordict."""
-        from tensordict import NonTensorStack, TensorDict
-
+        tensordict = needed("tensordict")
         found: dict[str, Any] = {}
         for name, field in self._source.fields.items():
             column = self[name]
@@ -123,8 +123,8 @@ class RowsBase:
             elif field.ragged:
                 found[name] = column.nested()
             else:
-                found[name] = NonTensorStack(*column.list())
-        return TensorDict(found, batch_size=[len(self)])
+                found[name] = tensordict.NonTensorStack(*column.list())
+        return cast("TensorDict", tensordict.TensorDict(found, batch_size=[len(self)]))
 
 
 class Rows(RowsBase):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from transferqueue.storage.gather import Loaded, dense_run, load, offsets_of
 from transferqueue.storage.numbers import store_numbers
 from transferqueue.storage.placement import Placement
 from transferqueue.storage.show import arrow_array, plain_rows, row_value
-from transferqueue.storage.torched import as_torch
+from transferqueue.storage.torched import as_torch, needed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -138,11 +138,11 @@ class Column:
         """A jagged nested tensor ``[rows, None, *shape[1:]]`` over the same memory, on the CPU."""
         if not self.field.ragged:
             raise self._unfit("nested")
-        import torch
-
+        torch = needed("torch")
         loaded = self._load()
         steps = as_torch(self._steps(loaded), self.field.dtype)
-        return torch.nested.nested_tensor_from_jagged(steps, torch.from_numpy(offsets_of(loaded)))
+        jagged = torch.nested.nested_tensor_from_jagged(steps, torch.from_numpy(offsets_of(loaded)))
+        return cast("Tensor", jagged)
 
     def padded(self, value: float = 0, multiple_of: int = 1, side: Literal["left", "right"] = "right") -> NDArray[Any]:
         """Rows in one new array ``[rows, *longest]``, with `value` where a row has nothing.
