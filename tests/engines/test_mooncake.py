@@ -17,9 +17,12 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.stored import Backed, RowsInAStore
+import transferqueue as tq
+from tests.client.deployments import served
+from tests.cluster.shards import ShardProcess, await_shards, shards
+from tests.cluster.stored import ROWS, Backed, RowsInAStore, values
 from transferqueue.cluster.mooncake import MooncakeStore
-from transferqueue.errors import OutOfMemory, PeerError, Unreachable
+from transferqueue.errors import NotFound, OutOfMemory, PeerError, Unreachable
 from transferqueue.limits import MIB
 from transferqueue.testing.conformance.backings import BACKING_CHECKS, content
 from transferqueue.testing.conformance.report import Verdict, judge
@@ -172,6 +175,34 @@ def test_a_store_whose_master_is_not_there_cannot_be_joined() -> None:
     (port,) = free_ports(1)
     with pytest.raises(Unreachable, match=r"nothing answers at 127.0.0.1:.*start mooncake_master there"):
         MooncakeStore(f"mooncake://127.0.0.1:{port}")
+
+
+def test_rows_whose_host_died_are_lost_and_counted_once_the_store_has_given_it_up(
+    alone: Mooncake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then nobody is given other rows for them, and nothing is lost: the host may only be slow."""
+    monkeypatch.setenv("TRANSFERQUEUE_RUNTIME", str(tmp_path / "runtime"))
+    with (
+        served(tmp_path, "64MiB") as server,
+        ShardProcess(server.tcp, "--store", alone.address) as shard,
+        tq.connect(server.tcp, data="remote") as queue,
+    ):
+        await_shards(queue, 1)
+        table = queue.create_table("t", tasks=[tq.Task("a", needs=["x"], attempts_max=1000)])
+        rows = table.put(x=values(0))
+        alone.memory.kill()
+        alone.memory.wait()
+        with pytest.raises(Unreachable, match=r"the store mooncake://.* does not answer"):
+            table.read(rows)
+        assert queue.audit()["tables"]["t"]["rows_live"] == ROWS
+        deadline = time.monotonic() + PATIENCE_S
+        while shards(queue) != []:
+            assert time.monotonic() < deadline
+            with suppress(PeerError, NotFound):  # not found: they are lost by now
+                table.read(rows)
+        assert shard.ended() != 0
+        audit = queue.audit()["tables"]["t"]
+        assert (audit["rows_lost"], audit["rows_live"]) == (ROWS, 0)
 
 
 class TestRowsInMooncake(RowsInAStore):
