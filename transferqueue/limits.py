@@ -186,12 +186,17 @@ def parse_bytes(size: int | str) -> int:
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
+RESULTS_SHARE: Final = 8
+"""One part in so many of all memory is never lent to new rows: were it full of them, no result could be written, and so
+nothing ever be freed."""
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What one table may hold. Full means producers wait or are refused; nothing is evicted.
 
     `rows`: live rows. `bytes`: bytes of live blocks, as a number or text such as ``"8GiB"``
-    (None: only the arena bounds them). Puts wait for it, results that come with an ack or update do not: below what the
-    arena holds, it leaves room for them. Rows alone could fill the arena, and then nobody could give a result for one.
+    (None: only the arena bounds them). Puts wait for it, results that come with an ack or update do not. An eighth of all memory is
+    kept for these; where they are larger than that in proportion to what is put, bound the bytes lower.
     """
 
     rows: int = 65536

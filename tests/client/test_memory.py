@@ -44,6 +44,27 @@ def test_small_puts_use_memory_again_too(table: tq.Table) -> None:
             assert [np.unique(row).tolist() for row in batch["x"]] == [[value]] * 2
 
 
+@pytest.mark.parametrize("nbytes", [MIB // 2, 20_000])
+def test_a_producer_that_fills_all_memory_leaves_room_for_what_is_made_of_its_rows(
+    queue: tq.Queue, nbytes: int
+) -> None:
+    """nbytes: of a row: rows with extents of their own, and ones that share them."""
+    table = queue.create_table("t", tasks=[tq.Task("score", needs=["x"], gives=["y"])], limits=tq.Limits(rows=1 << 30))
+    row, result = np.zeros((1, nbytes), np.uint8), np.ones((1, nbytes // 2), np.uint8)
+    put = 0
+    with pytest.raises(tq.Full):
+        while True:
+            table.put(x=row, timeout_s=0)
+            put += 1
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: [table.put(x=row, timeout_s=20) for _ in range(put // 2)])
+        for _ in range(put):
+            with table.lease("score", rows=1, timeout_s=20) as batch:
+                batch.ack(y=result)
+        waiting.result()
+    assert table.audit()["rows_done"] >= put
+
+
 def test_a_view_holds_its_memory_and_a_waiting_put_gets_it_when_it_goes(queue: tq.Queue, table: tq.Table) -> None:
     views = []
     for value in range(3):

@@ -254,36 +254,38 @@ def test_columns_of_one_row_may_lie_in_several_shards_and_rows_of_one_column_too
         assert balanced(queue)["rows_done"] == 4 * ROWS
 
 
-def test_small_weights_go_elsewhere_when_their_shard_is_gone(server: Served) -> None:
+@pytest.mark.parametrize("elements", [9, 1 << 18])
+def test_weights_outlive_every_further_shard(server: Served, elements: int) -> None:
     with ShardProcess(server.tcp) as shard, tq.connect(server.ipc) as trainer:
         await_shards(trainer, 1)
-        weights = trainer.weights("small")
+        make(trainer).put(x=[np.arange(3)])
+        weights = trainer.weights("policy")
         for version in (1, 2):
-            weights.publish(version, {"w": np.full(9, version)})
-        assert shards(trainer)[0]["used_bytes"]
+            weights.publish(version, {"w": np.full(elements, version)})
         shard.kill()
         await_shards(trainer, 0)
-        weights.publish(3, {"w": np.full(9, 3)})
-        with weights.pull(above=2) as pulled:
-            np.testing.assert_array_equal(np.asarray(pulled["w"]), np.full(9, 3))
+        with weights.pull() as pulled:
+            np.testing.assert_array_equal(np.asarray(pulled["w"]), np.full(elements, 2))
 
 
 @pytest.mark.parametrize("data", ["auto", "remote"])
-def test_weights_lie_in_further_shards_too_and_one_version_goes_with_one(server: Served, data: str) -> None:
+def test_weights_that_the_coordinator_has_no_room_for_lie_in_further_shards_and_go_with_them(
+    server: Served, data: str
+) -> None:
     with (
         ShardProcess(server.tcp) as shard,
         tq.connect(server.ipc) as trainer,
         tq.connect(server.tcp, data=data) as generator,
     ):
         await_shards(trainer, 1)
-        tensors = {name: np.full((64, 1024), at, np.float32) for at, name in enumerate(["w", "b"])}
+        tensors = {name: np.full((40, MIB // 4), at, np.float32) for at, name in enumerate(["w", "b"])}
         trainer.weights("policy").publish(1, tensors)
-        assert shards(trainer)[0]["used_bytes"]
+        assert shards(trainer)[0]["used_bytes"] >= 80 * MIB
         with generator.weights("policy").pull() as pulled:
             for name, tensor in tensors.items():
                 np.testing.assert_array_equal(np.asarray(pulled[name]), tensor)
         shard.kill()
         await_shards(trainer, 0)
-        trainer.weights("policy").publish(2, tensors)
+        trainer.weights("policy").publish(2, {"w": tensors["w"]})
         with generator.weights("policy").pull(above=1) as pulled:
             np.testing.assert_array_equal(np.asarray(pulled["w"]), tensors["w"])

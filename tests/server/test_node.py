@@ -10,6 +10,7 @@ from transferqueue.limits import (
     LOCK_CHECK_S,
     MIB,
     PAGE_BYTES,
+    RESULTS_SHARE,
     SESSION_SILENCE_S,
     Limits,
 )
@@ -293,6 +294,19 @@ def test_a_wait_ends_at_its_deadline_and_says_why(bench):
     assert client.take(waiting) is None
     bench.pass_time(0.2)
     failed(client.take(waiting), "DeadlineExceeded", "Lease waited 3 s: ")
+
+
+def test_new_rows_leave_room_for_results(bench):
+    producer, worker = bench.client(), bench.client()
+    room = MIB - MIB // RESULTS_SHARE
+    failed(producer.ask(m.Grant(room + 1, use="rows")), "Impossible", "917,504, the rest is for results")
+    granted = producer.ask(m.Grant(room, use="rows"))
+    failed(producer.ask(m.Grant(PAGE_BYTES, use="rows")), "Full", "One byte in 8 is kept for results")
+    waiting = producer.post(m.Grant(PAGE_BYTES, wait_s=60.0, use="rows"))
+    assert isinstance(worker.ask(m.Grant(MIB // RESULTS_SHARE)), m.Granted)
+    assert producer.take(waiting) is None
+    producer.ask(m.ReturnGrant(granted.extent))
+    assert isinstance(producer.take(waiting), m.Granted)
 
 
 def test_a_wait_ends_when_the_call_comes_again_without_one(bench):

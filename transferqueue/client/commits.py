@@ -64,7 +64,7 @@ def commit(
     request: Request,
     kind: type[R],
 ) -> Operation[R]:
-    """Carry columns and facts for `rows` rows (None: as many as they have) into the table, in one commit."""
+    """Carry columns and facts for `rows` rows (None: new ones, as many as they have) into the table, in one commit."""
     if any(check_name("field", name) not in terms.fields for name in columns):
         yield from _refresh(terms)
 
@@ -110,7 +110,8 @@ def _commit(
     out = outgoing(columns, facts, terms.fields, rows)
     blocks = drafts([column for column in out.columns if not column.field.inline])
     inline = [m.Inline(column.field.name, column.inline()) for column in out.columns if column.field.inline]
-    piece = (yield from write(client, blocks, deadline, terms.last.replicas)) if blocks else None
+    use: m.Use = "rows" if rows is None else "results"
+    piece = (yield from write(client, blocks, deadline, use, terms.last.replicas)) if blocks else None
     carried = m.Columns(
         fields=out.fields, blocks=placed(piece, blocks) if piece else [], inline=inline, facts=out.facts
     )
@@ -137,23 +138,27 @@ def settled(piece: Piece | None, commit: Operation[R]) -> Operation[R]:
             piece.done(fate)
 
 
-def write(client: Client, blocks: Sequence[Draft], deadline: Deadline, replicas: int = 1) -> Operation[Piece]:
+def write(
+    client: Client, blocks: Sequence[Draft], deadline: Deadline, use: m.Use, replicas: int = 1
+) -> Operation[Piece]:
     """Memory for the blocks, with them in it, in `replicas` shards."""
-    piece = yield from _written(client, blocks, deadline, [])
+    piece = yield from _written(client, blocks, deadline, [], use)
     try:
         while len(piece.copies) + 1 < replicas:
             apart = [one.shard for one in (piece, *piece.copies)]
-            piece.copies.append((yield from _written(client, blocks, deadline, apart)))
+            piece.copies.append((yield from _written(client, blocks, deadline, apart, use)))
     except BaseException:
         piece.done(Fate.REFUSED)
         raise
     return piece
 
 
-def _written(client: Client, blocks: Sequence[Draft], deadline: Deadline, apart: list[int]) -> Operation[Piece]:
+def _written(
+    client: Client, blocks: Sequence[Draft], deadline: Deadline, apart: list[int], use: m.Use
+) -> Operation[Piece]:
     """One copy, in a shard that is none of `apart`."""
     nbytes = sum(align(block.nbytes) for block in blocks)
-    piece = yield from client.ground.piece(nbytes, deadline, apart)
+    piece = yield from client.ground.piece(nbytes, deadline, apart, use)
     yield from client.shards.write(piece, nbytes, lambda out: fill(out, blocks))
     return piece
 

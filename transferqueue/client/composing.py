@@ -137,7 +137,7 @@ def _commit(
     kept = {name: block.block for name, block in _worth_keeping(unchanged, basis.extents).items()}
     written = [draft for draft in drafts if draft.field.name not in kept]
     blocks = [*beside, *kept.values()]
-    piece = (yield from write(client, written, deadline)) if written else None
+    piece = (yield from write(client, written, deadline, "weights")) if written else None
     request = m.Publish(
         channel=channel,
         version=number,

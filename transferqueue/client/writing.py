@@ -2,7 +2,7 @@
 
 Rules:
 
-1. A put of `SMALL_EXTENT_BYTES` or more asks for an extent of its size and returns it when the put has ended.
+1. A put of `SMALL_EXTENT_BYTES` or more, and any weights, ask for an extent of their size and return it when the put has ended.
 2. Smaller puts take pieces of an open extent, one after the other: one round trip each, and no page
    wasted. An extent without room for a put is retired; the newest few stay open.
 3. A retired extent is returned when the last put that writes into it has ended, never before.
@@ -100,12 +100,14 @@ class Ground:
         self._open: deque[_Extent] = deque()
         self._open_max = OPEN_MAX
 
-    def piece(self, nbytes: int, deadline: Deadline, apart: Sequence[int] = ()) -> Operation[Piece]:
+    def piece(
+        self, nbytes: int, deadline: Deadline, apart: Sequence[int] = (), use: m.Use = "results"
+    ) -> Operation[Piece]:
         """Room for `nbytes` in a shard that is none of `apart`, waiting for memory until the deadline."""
-        if nbytes >= self._whole_from:
-            return self._whole((yield from _ask(nbytes, deadline, apart)), nbytes)
+        if nbytes >= self._whole_from or use == "weights":
+            return self._whole((yield from _ask(nbytes, deadline, apart, use)), nbytes)
         while (found := self._take(nbytes, apart)) is None:
-            self._adopt((yield from _ask(self._shared, deadline, apart)), len(apart) + 1)
+            self._adopt((yield from _ask(self._shared, deadline, apart, use)), len(apart) + 1)
         return found
 
     def _whole(self, granted: m.Granted, nbytes: int) -> Piece:
@@ -150,5 +152,5 @@ class Ground:
             self._give_back(m.ReturnGrant(extent=extent.granted.extent))
 
 
-def _ask(nbytes: int, deadline: Deadline, apart: Sequence[int]) -> Operation[m.Granted]:
-    return ask(m.Grant(nbytes=nbytes, wait_s=deadline.left(), apart=list(apart)), m.Granted)
+def _ask(nbytes: int, deadline: Deadline, apart: Sequence[int], use: m.Use) -> Operation[m.Granted]:
+    return ask(m.Grant(nbytes=nbytes, wait_s=deadline.left(), apart=list(apart), use=use), m.Granted)

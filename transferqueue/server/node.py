@@ -382,7 +382,7 @@ class Node:
         if (before := self.ledger.replied(session.number, call)) is not None:
             return before
         try:
-            taken = self.shards.take(session, request.nbytes, request.apart)
+            taken = self.shards.take(session, request.nbytes, request.apart, request.use)
         except OutOfMemory:
             if not (request.wait_s and self.shards.used):
                 raise
@@ -459,7 +459,7 @@ class Node:
         if isinstance(request, m.Follow) and self.snapshots is not None:
             return self.snapshots.explain(request)
         if isinstance(request, m.Grant):
-            return self.shards.explain(request.nbytes, observing.holders(self, now))
+            return self.shards.explain(request.nbytes, observing.holders(self, now), request.use)
         if isinstance(request, m.TakeOrders):
             return "there are no orders"
         return self.ledger.explain(request, now)

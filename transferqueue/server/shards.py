@@ -22,7 +22,7 @@ import msgspec
 
 from transferqueue.errors import Full, Impossible, NotFound, OutOfMemory, UsageError, listing
 from transferqueue.ledger.effects import FreeExtent
-from transferqueue.limits import PAGE_BYTES, SESSIONS_MAX
+from transferqueue.limits import PAGE_BYTES, RESULTS_SHARE, SESSIONS_MAX
 from transferqueue.server.further import Further
 from transferqueue.server.memory import SHARD, Memory
 from transferqueue.server.parking import WakeKey
@@ -136,12 +136,16 @@ class Shards:
         """Bytes lent by all."""
         return self.own.used + sum(shard.used for shard in self._further.values())
 
-    def take(self, session: Session, nbytes: int, apart: Collection[int] = ()) -> tuple[int, int, int] | None:
+    def take(
+        self, session: Session, nbytes: int, apart: Collection[int] = (), use: m.Use = "results"
+    ) -> tuple[int, int, int] | None:
         """Shard, offset and size of an extent of at least `nbytes`, in none of the shards `apart`; None if no shard has room now.
 
         `Impossible` if none could ever have it, errors as of `Memory.take`.
         """
-        able = [one for one in self._in_order(session) if one.number not in apart]
+        if use == "rows" and not self._leaves_room(nbytes):
+            return None
+        able = [one for one in self._in_order(session, use) if one.number not in apart]
         if not able:
             raise Impossible(
                 f"an extent apart from shards {listing(apart)} can never be granted: there are no others; start further "
@@ -162,6 +166,18 @@ class Shards:
             raise refused
         return None
 
+    def _leaves_room(self, nbytes: int) -> bool:
+        """Whether there is enough left for results beside what is lent and `nbytes` for new rows. `Impossible` if there never is."""
+        lending: list[Memory | Further] = [self.own, *(one for one in self._further.values() if not one.draining)]
+        capacity = sum(one.allocator.capacity for one in lending)
+        room = capacity - capacity // RESULTS_SHARE
+        if nbytes > room:
+            raise Impossible(
+                f"{nbytes:,} bytes for new rows can never be granted: of {capacity:,} bytes of memory these may have {room:,}, the rest "
+                "is for results; put fewer rows at a time, or start the server with a larger --arena-bytes"
+            )
+        return sum(one.used for one in lending) + nbytes <= room
+
     def check_replicas(self, table: str, replicas: int) -> None:
         """`Impossible` if there are fewer shards that lend."""
         lending = 1 + sum(not shard.draining for shard in self._further.values())
@@ -171,8 +187,8 @@ class Shards:
                 f"{replicas} > {lending}; start further shards (transferqueue shard), or make it with fewer replicas"
             )
 
-    def _in_order(self, session: Session) -> list[Memory | Further]:
-        """Those that lend, the best first."""
+    def _in_order(self, session: Session, use: m.Use) -> list[Memory | Further]:
+        """Those that lend, the best first: for weights the one that lasts as long as the books."""
         if not self._further:
             return [self.own]
         ranked: list[tuple[bool, float, int, Memory | Further]] = [
@@ -181,7 +197,8 @@ class Shards:
             if not shard.draining
         ]
         ranked.append((session.remote, _fill(self.own), self._last + 1, self.own))
-        return [shard for *_, shard in sorted(ranked, key=lambda one: one[:3])]
+        ordered = [shard for *_, shard in sorted(ranked, key=lambda one: one[:3])]
+        return sorted(ordered, key=lambda shard: shard is not self.own) if use == "weights" else ordered
 
     def give_back(self, freed: FreeExtent, now: float) -> None:
         """Nobody needs this extent any more. One of a shard that is gone is gone too."""
@@ -202,9 +219,11 @@ class Shards:
         for shard in self._further.values():
             shard.trim(now)
 
-    def explain(self, nbytes: int, holders: str) -> str:
+    def explain(self, nbytes: int, holders: str, use: m.Use = "results") -> str:
         """Why `nbytes` cannot be granted now."""
         own = self.own.explain(nbytes, holders)
+        if use == "rows":
+            own += f". One byte in {RESULTS_SHARE} is kept for results"
         if not self._further:
             return own
         others = ", ".join(

@@ -11,7 +11,7 @@ that the decoder compares with its count before it makes anything; the ledger's 
 
 from __future__ import annotations
 
-from typing import Annotated, dataclass_transform
+from typing import Annotated, Literal, dataclass_transform
 
 import msgspec
 from msgspec import Meta
@@ -351,15 +351,22 @@ class Advance(Message):
 # ---------------------------------------------------------------- bytes
 
 
+Use = Literal["rows", "results", "weights"]
+"""What bytes are for."""
+
+
 class Grant(Message):
     """An extent of at least `nbytes` in the arena of a near shard, else of another, for this session to write.
 
     apart: shards that it must not be in, since they have the other copies. `Impossible` if there is no further one.
+    use: new rows leave room for what is made of those that are there (`RESULTS_SHARE`); weights, without which nothing goes on, lie
+    with the coordinator while it has room.
     """
 
     nbytes: Annotated[int, Meta(ge=1)]
     wait_s: Seconds = 0.0
     apart: Annotated[list[Count], Meta(max_length=COPIES_MAX)] = []
+    use: Use = "results"
 
 
 class Granted(Message):
