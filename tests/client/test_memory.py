@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -44,6 +45,16 @@ def test_small_puts_use_memory_again_too(table: tq.Table) -> None:
             assert [np.unique(row).tolist() for row in batch["x"]] == [[value]] * 2
 
 
+def fill(table: tq.Table, row: np.ndarray) -> int:
+    """Put the row until there is no room; how often."""
+    put = 0
+    with suppress(tq.Full):
+        while True:
+            table.put(x=row, timeout_s=0)
+            put += 1
+    return put
+
+
 @pytest.mark.parametrize("nbytes", [MIB // 2, 20_000])
 def test_a_producer_that_fills_all_memory_leaves_room_for_what_is_made_of_its_rows(
     queue: tq.Queue, nbytes: int
@@ -51,11 +62,7 @@ def test_a_producer_that_fills_all_memory_leaves_room_for_what_is_made_of_its_ro
     """nbytes: of a row: rows with extents of their own, and ones that share them."""
     table = queue.create_table("t", tasks=[tq.Task("score", needs=["x"], gives=["y"])], limits=tq.Limits(rows=1 << 30))
     row, result = np.zeros((1, nbytes), np.uint8), np.ones((1, nbytes // 2), np.uint8)
-    put = 0
-    with pytest.raises(tq.Full):
-        while True:
-            table.put(x=row, timeout_s=0)
-            put += 1
+    put = fill(table, row)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(lambda: [table.put(x=row, timeout_s=20) for _ in range(put // 2)])
         for _ in range(put):
