@@ -130,9 +130,9 @@ class RowsInAStore:
             assert shard.ended() == 0
             assert self.used_bytes(store) == 0
 
-    def test_weights_lie_in_the_store_too(self, tmp_path: Path, store: str) -> None:
+    def test_weights_that_the_coordinator_has_no_room_for_lie_in_the_store(self, tmp_path: Path, store: str) -> None:
         with (
-            served(tmp_path, "64MiB") as server,
+            served(tmp_path, "2MiB") as server,
             ShardProcess(server.tcp, "--store", store),
             tq.connect(server.tcp) as trainer,
             tq.connect(server.tcp, data="remote") as generator,
