@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -111,11 +112,10 @@ def _check_groups(numbers: dict[str, AnyArray]) -> None:
 
 
 def _check_keys(keys: list[str]) -> None:
-    seen: set[str] = set()
-    for key in keys:
-        if key and key in seen:
-            raise UsageError(f"key {key!r} is given twice in one request; a key names one row")
-        seen.add(key)
+    given = [key for key in keys if key]
+    if len(set(given)) < len(given):
+        twice, _ = Counter(given).most_common(1)[0]
+        raise UsageError(f"key {twice!r} is given twice in one request; a key names one row")
 
 
 def _check_tags(tags: list[Tags]) -> None:

@@ -177,6 +177,8 @@ class Rows:
 
     def check_keys(self, keys: Sequence[str], rows: IntArray | None) -> None:
         """Raise if a key names another row of the table. rows: their owners, None for rows to be put."""
+        if self.row_of_key.keys().isdisjoint(keys):
+            return
         for position, key in enumerate(keys):
             there = self.row_of_key.get(key) if key else None
             if there is not None and (rows is None or int(rows[position]) != there):
@@ -186,21 +188,23 @@ class Rows:
         """Write facts of rows at places `at`."""
         for name, values in facts.numbers.items():
             self.facts[name].a[at] = values
-        for row, key in zip(rows.tolist(), facts.keys or (), strict=False):
-            self._name(row, key)
+        if facts.keys is not None:
+            self._name(rows.tolist(), facts.keys)
         for row, tags in zip(rows.tolist(), facts.tags or (), strict=False):
             if tags:
                 self.tags[row] = tags
             else:
                 self.tags.pop(row, None)
 
-    def _name(self, row: int, key: str) -> None:
-        before = self.keys.pop(row, None)
-        if before is not None:
-            del self.row_of_key[before]
-        if key:
-            self.keys[row] = key
-            self.row_of_key[key] = row
+    def _name(self, rows: list[int], keys: list[str]) -> None:
+        self._unname(rows)
+        named = {row: key for row, key in zip(rows, keys, strict=True) if key}
+        self.keys |= named
+        self.row_of_key |= zip(named.values(), named, strict=True)
+
+    def _unname(self, rows: list[int]) -> None:
+        for row in self.keys.keys() & rows:
+            del self.row_of_key[self.keys.pop(row)]
 
     def set_inline(self, name: str, at: Index, values: AnyArray) -> None:
         """Write values of an inline field."""
@@ -209,7 +213,8 @@ class Rows:
     def free(self, rows: IntArray) -> list[int]:
         """Forget rows; pages that are finished with them."""
         if self.keys or self.tags:
-            for row in rows.tolist():
-                self._name(row, "")
+            gone = rows.tolist()
+            self._unname(gone)
+            for row in gone:
                 self.tags.pop(row, None)
         return self.pages.free(rows)
