@@ -108,9 +108,7 @@ class _Running:
         self._ends.append(how.text)
         if how.code == EXIT_FINAL or self._restarts <= 0:
             last_words = self._failure.text if self._failure else how.text
-            ends = "; then: ".join(
-                dict.fromkeys(self._ends)
-            )  # what came first is why, and what came after may follow from it
+            ends = "; then: ".join(dict.fromkeys(self._ends))  # what came after may follow from what came first
             raise StageFailed(
                 f'stage "{self._job.label}" failed on Ray, and no try is left: {ends}; its log is in Ray\'s',
                 stage=self._job.label,

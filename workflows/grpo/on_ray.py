@@ -41,7 +41,8 @@ def run_demo_on_ray(
     Raises as `run_demo` and `deploy_ray` do.
     """
     settings = replace(settings, replace_lost=True)
-    placed = {job.label: {**ANYWHERE, **_given(options or {}, job)} for job in jobs(settings)}
+    given = options or {}
+    placed = {**given, **{job.name: {**ANYWHERE, **given.get(job.name, {})} for job in jobs(settings)}}
     with (
         tq.deploy_ray(f"grpo-{secrets.token_hex(4)}", shards="per-node") as service,
         tq.connect(service.address, label="supervisor") as queue,
@@ -52,7 +53,3 @@ def run_demo_on_ray(
             run_on_ray(service.address, wanted, observe=hear, options=placed)
 
         return run_job(queue, settings, on_ray, directory=directory, observe=observe)
-
-
-def _given(options: Mapping[str, Mapping[str, Any]], job: Job) -> dict[str, Any]:
-    return {**options.get(job.name, {}), **options.get(job.label, {})}
