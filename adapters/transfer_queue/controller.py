@@ -53,7 +53,8 @@ class Partition:
     def __init__(self, queue: tq.Queue, partition_id: str, rows_max: int, guard: threading.RLock) -> None:
         self.partition_id = partition_id
         self._guard = guard
-        self.table = Partitions(queue, rows_max).make(partition_id)[0]
+        partitions = Partitions(queue, rows_max)
+        self.table = partitions.find(partition_id) or partitions.make(partition_id)[0]
         self.consumed: dict[str, set[int]] = {}
         self._ready: dict[tuple[str, ...], Ready] = {}
 
@@ -104,7 +105,8 @@ class Partition:
     def get_custom_meta(self, global_indices: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Tags of samples, by index: what samplers look at."""
         with self.table.read(np.asarray(global_indices, np.int64), fields=()) as rows:
-            return dict(zip(rows.rows.tolist(), map(given_tags, rows.tags), strict=True))
+            found = zip(rows.rows.tolist(), rows.tags, strict=True)
+            return {row: given_tags(tags) if tags else tags for row, tags in found}
 
     def describe(self, rows: Sequence[int], fields: Sequence[str], ready: set[int] | None) -> BatchMeta:
         """Metadata of samples. ready: those with all fields (None: all of them)."""
@@ -117,7 +119,7 @@ class Partition:
             production_status=np.array(
                 [READY if ready is None or row in ready else NOT_READY for row in rows], np.int8
             ),
-            custom_meta=[tags[row] for row in rows],
+            custom_meta=[tags[row] for row in rows] if any(tags.values()) else None,
         )
 
 

@@ -33,7 +33,7 @@ class Ready:
         """Take in what has become ready by now. If another thread waits for more, it takes that in."""
         if self._ear.acquire(timeout=_HEARING_S):
             try:
-                while self._listen(0.0):
+                while self._listen(0.0) == _AT_ONCE:
                     pass
             finally:
                 self._ear.release()
@@ -48,18 +48,19 @@ class Ready:
             finally:
                 self._ear.release()
 
-    def _listen(self, wait_s: float) -> bool:
+    def _listen(self, wait_s: float) -> int:
+        """Take in what is ready, or becomes so within `wait_s`; how many samples that were."""
         try:
             batch = self._table.lease(self._name, rows=_AT_ONCE, at_least=1, timeout_s=wait_s, fields=())
         except DeadlineExceeded:
-            return False
+            return 0
         with self._guard, batch:
             new = batch.rows.tolist()
             self.changes += 1
             self.rows.update(new)
             for waiting in self.before.values():
                 _merge(waiting, new)
-        return True
+        return len(new)
 
     def of_task(self, task: str, consumed: set[int]) -> list[int]:
         """What `task` has before it."""

@@ -5,7 +5,8 @@ in flat numpy arrays, one per column, and a page table says which frame of those
 any set of rows, however scattered, is reached by one fancy index per column, and the cost does not
 depend on how many rows there are. When the last row of a page is finished its frame goes to the next page.
 
-Memory is that of the pages with a resident row. Columns begin at `START_ROWS` and double when needed.
+Memory is that of the pages with a resident row. Columns begin with one page and double when needed: a table of one batch, of which
+some stacks make one a step, costs no fresh memory of the system's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from transferqueue.limits import PAGE_ROWS
 
 SHIFT = PAGE_ROWS.bit_length() - 1
 MASK = PAGE_ROWS - 1
-START_ROWS = 1 << 16
+START_ROWS = 1 << 12
 
 FREE, LIVE, DONE, DROPPED = 0, 1, 2, 3
 """Fate of a row in the `fate` column. FREE: its storage is gone (or was never used)."""
