@@ -16,6 +16,7 @@ DIALS = {"connect", "connect_ex", "create_connection", "create_datagram_endpoint
 ALLOWED = {
     # the address that the user gave, checked by parse_address
     ("transport/zeromq.py", "self._socket.connect"),
+    ("transport/local.py", "dialled.connect"),
     ("transport/channel.py", "inproc.connect"),
     ("client/client.py", "dial"),
     ("cluster/shard.py", "dial"),

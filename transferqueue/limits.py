@@ -128,8 +128,8 @@ SMALL_EXTENTS_BYTES: Final = 4 * SMALL_EXTENT_BYTES
 CALLS_PARKED_MAX: Final = 1024
 """Requests of one session that wait at the server at once: one for each thread of a large client."""
 FRAMES_QUEUED_MAX: Final = 2 * CALLS_PARKED_MAX
-"""Frames kept for a peer that does not read. Twice what may be answered in one burst, since ZeroMQ credits
-what was read in halves of its mark; a peer over it is dropped."""
+"""Frames kept for a peer that does not read; one over it is dropped. Twice what may be answered in one burst, since ZeroMQ
+credits what was read in halves of its mark."""
 FRAMES_DRAINED_MAX: Final = 1024
 """Frames the server reads before it looks at the time and at its other sources again."""
 LOCK_CHECK_FIRST_S: Final = 0.02

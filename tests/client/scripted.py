@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import queue
+import select
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import zmq
-
 from transferqueue.transport import FileLock, Wakeup, parse_address
-from transferqueue.transport.zeromq import Port
+from transferqueue.transport.local import LocalPort
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_call, encode_answer
 
@@ -31,11 +30,10 @@ class ScriptedServer(AbstractContextManager["ScriptedServer"]):
         self._script = script
         self._lock = FileLock(directory / "scripted.sock.lock", inherited=False)
         assert self._lock.take()
-        self._port = Port()
-        self._port.listen(parse_address(self.address))  # type: ignore[arg-type]
+        self._port = LocalPort(parse_address(self.address))  # type: ignore[arg-type]
         self._bell = Wakeup()
         self._unsaid: queue.Queue[bytes] = queue.Queue()
-        self._peer = b""
+        self._peer: object = None
         self._stopped = False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -65,9 +63,9 @@ class ScriptedServer(AbstractContextManager["ScriptedServer"]):
         self._lock.release()
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._port.socket, zmq.POLLIN)
-        poller.register(self._bell, zmq.POLLIN)
+        poller = select.poll()
+        poller.register(self._port, select.POLLIN)
+        poller.register(self._bell, select.POLLIN)
         while not self._stopped:
             poller.poll()
             while (arrived := self._port.recv_nowait()) is not None:

@@ -1,4 +1,4 @@
-"""Garbage against a server that runs: mutated frames through ZeroMQ, and bytes below it, over ipc and tcp.
+"""Garbage against a server that runs: mutated frames through an honest channel, and bytes below it, over ipc and tcp.
 
 What is sent is never a request that the server should carry out: calls of the open session only if no decoder takes them
 for a message, calls of other sessions in any shape. So the tables, the sessions and the books must be the same afterwards.
@@ -14,13 +14,12 @@ from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
-import zmq
 
 import transferqueue as tq
 from tests.fuzz.frames import Fuzzer
 from tests.fuzz.memory import resident_bytes
 from transferqueue.errors import ProtocolError, Unreachable
-from transferqueue.transport import bulk
+from transferqueue.transport import Wakeup, bulk, dial
 from transferqueue.transport.address import IpcAddress, TcpAddress, parse_address
 from transferqueue.transport.bulk_streams import StreamLine
 from transferqueue.wire import codec
@@ -28,7 +27,7 @@ from transferqueue.wire import messages as m
 
 BURST: Final = 500
 """Frames on their way at once: no more than the server would keep for a peer that reads late."""
-ASK_MS: Final = 2_000
+ASK_S: Final = 2.0
 """What is not answered is asked again, as clients do: answers to a peer that reads late may be dropped."""
 TRIES: Final = 15
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL" + bytes(16) + b"\x00" + bytes(31)
@@ -38,7 +37,7 @@ _READY: Final = b"\x04" + bytes([len(_READY_BODY)]) + _READY_BODY
 
 
 class LiveReport(msgspec.Struct):
-    """frames: through ZeroMQ; connections: raw ones. before, after: what the server says of itself."""
+    """frames: through channels; connections: raw ones. before, after: what the server says of itself."""
 
     frames: int
     connections: int
@@ -92,16 +91,14 @@ def _timeless(told: Any) -> Any:
 
 
 class Stream:
-    """A well-behaved DEALER with ill-behaved frames. It reads all its answers."""
+    """A well-behaved channel with ill-behaved frames. It reads all its answers."""
 
     def __init__(self, address: str, fuzzer: Fuzzer, session: int) -> None:
         self.address = address
         self._fuzzer = fuzzer
         self._session = session
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(address)
+        self._channel = dial(address)
+        self._bell = Wakeup()
 
     def send(self, frames: int) -> None:
         """So many, and wait until the server has answered what came after each burst of them."""
@@ -113,10 +110,11 @@ class Stream:
 
     def close(self) -> None:
         """Hang up."""
-        self._context.destroy(linger=0)
+        self._channel.close()
+        self._bell.close()
 
     def _put(self, frame: bytes) -> None:
-        self._socket.send(frame)
+        self._channel.send(frame)
 
     def _next(self) -> bytes:
         while True:
@@ -135,10 +133,13 @@ class Stream:
         """Send what is certainly answered, and read until that answer."""
         mark = random.getrandbits(40)
         for _ in range(TRIES):
-            self._socket.send(codec.encode_call(m.Call(1, mark, 0, m.ListTables())))
-            while self._socket.poll(ASK_MS):
-                if codec.decode_answer(self._socket.recv()).id == mark:
-                    return
+            self._channel.send(codec.encode_call(m.Call(1, mark, 0, m.ListTables())))
+            asked_at = time.monotonic()
+            while time.monotonic() < asked_at + ASK_S:
+                self._channel.wait(self._bell, ASK_S)
+                while (frame := self._channel.recv_nowait()) is not None:
+                    if codec.decode_answer(frame).id == mark:
+                        return
         raise TimeoutError(f"{self.address} does not answer any more")
 
 
@@ -158,7 +159,7 @@ class BulkStream(Stream):
     def _dialled(self) -> StreamLine:
         host, _, port = self.address.removeprefix("tcp://").rpartition(":")
         line = StreamLine(host, int(port), epoch=0)
-        if not line.open(ASK_MS / 1000):
+        if not line.open(ASK_S):
             raise TimeoutError(f"{self.address} does not listen any more")
         return line
 
@@ -181,7 +182,7 @@ class BulkStream(Stream):
         for _ in range(TRIES):
             try:
                 self._line.send((head, ()))
-                while self._line.receive(heard := Heard(), ASK_MS / 1000):
+                while self._line.receive(heard := Heard(), ASK_S):
                     if heard.refused_with(mark):
                         return
             except Unreachable:
@@ -207,7 +208,7 @@ class Heard:
 
 
 def below(address: str, rng: random.Random, connections: int) -> None:
-    """Raw connections that speak ZMTP badly or not at all, each closed without a word."""
+    """Raw connections that speak the protocol of the address badly or not at all, each closed without a word."""
     for _ in range(connections):
         with _open(address) as raw:
             try:
@@ -226,12 +227,13 @@ def _open(address: str) -> socket.socket:
     else:
         assert isinstance(place, TcpAddress)
         raw = socket.create_connection((place.host, place.port))
-    raw.settimeout(0.5)
+    raw.settimeout(0.02)  # at a socket file nobody greets
     return raw
 
 
 def _bad_bytes(rng: random.Random) -> bytes:
-    """Noise; a greeting and noise; a handshake and frames that lie about their lengths; a message of many parts."""
+    """Noise; ZeroMQ's greeting and noise; its handshake and frames that lie about their lengths; a message of many parts. At a
+    socket file all of that is lengths of frames, and frames."""
     noise = rng.randbytes(rng.choice([0, 1, 10, 64, 500, 20_000]))
     lie = struct.pack(
         ">BQ", rng.choice([0, 1, 2, 3, 4, 6, 7, 255]), rng.choice([0, 1 << 20, 1 << 31, 1 << 62, (1 << 64) - 1])

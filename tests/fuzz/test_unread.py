@@ -1,6 +1,8 @@
 """A peer that asks and never reads: the server drops it, keeps a bounded number of answers for it, and serves the others."""
 
 import os
+import socket
+from contextlib import suppress
 
 import pytest
 import zmq
@@ -18,29 +20,60 @@ UNREAD_MAX = 2 * FRAMES_QUEUED_MAX * ANSWER_BYTES + 16 * MIB
 """Both ends of a pipe keep their mark of frames, and the kernel its buffers."""
 
 
-class Deaf:
-    """Opens a session, and then only asks."""
+class TcpWay:
+    """ZeroMQ that takes as little as it can."""
 
-    def __init__(self, address):
+    def __init__(self, server):
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVHWM, 1)
         self.socket.setsockopt(zmq.RCVBUF, 4096)
-        self.socket.connect(address)
-        self.socket.send(codec.encode_call(m.Call(0, 1, 0, m.Hello(os.urandom(16), label="deaf"))))
+        self.socket.connect(server.tcp)
+        self.send = self.socket.send
+
+    def first(self):
         assert self.socket.poll(30_000)
-        self.session = codec.decode_answer(self.socket.recv()).reply.session
+        return self.socket.recv()
+
+    def close(self):
+        self.context.destroy(linger=0)
+
+
+class IpcWay:
+    """The socket file, and no buffer but the kernel's."""
+
+    def __init__(self, server):
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(30)
+        self.socket.connect(server.ipc.removeprefix("ipc://"))
+
+    def send(self, frame):
+        with suppress(BrokenPipeError, ConnectionResetError):  # it hung up: what it should do
+            self.socket.sendall(len(frame).to_bytes(4, "little") + frame)
+
+    def first(self):
+        size = int.from_bytes(self.socket.recv(4, socket.MSG_WAITALL), "little")
+        return self.socket.recv(size, socket.MSG_WAITALL)
+
+    def close(self):
+        self.socket.close()
+
+
+class Deaf:
+    """Opens a session, and then only asks."""
+
+    def __init__(self, way):
+        self.way = way
+        way.send(codec.encode_call(m.Call(0, 1, 0, m.Hello(os.urandom(16), label="deaf"))))
+        self.session = codec.decode_answer(way.first()).reply.session
         self.asked = 1
 
     def ask(self, count):
         question = m.Find("t", [""] * (ANSWER_BYTES // 8))
         for _ in range(count):
             self.asked += 1
-            self.socket.send(codec.encode_call(m.Call(self.session, self.asked, 0, question)))
-
-    def close(self):
-        self.context.destroy(linger=0)
+            self.way.send(codec.encode_call(m.Call(self.session, self.asked, 0, question)))
 
 
 def labels(queue):
@@ -48,11 +81,11 @@ def labels(queue):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ipc", "tcp"])
+@pytest.mark.parametrize("way", [IpcWay, TcpWay])
 def test_a_peer_that_never_reads_is_dropped(tmp_path, way):
     with served(tmp_path / "run") as server, tq.connect(server.ipc, label="other") as other:
         other.create_table("t", tasks=[tq.Task("train", needs=["x"])])
-        deaf = Deaf(getattr(server, way))
+        deaf = Deaf(way(server))
         before = most = resident_bytes(server.process.pid)
         while "deaf" in labels(other):
             assert deaf.asked < 100 * FRAMES_QUEUED_MAX
@@ -61,4 +94,4 @@ def test_a_peer_that_never_reads_is_dropped(tmp_path, way):
         assert most - before < UNREAD_MAX
         assert labels(other) == ["other"]
         other.table("t").put(x=[1])
-        deaf.close()
+        deaf.way.close()

@@ -10,7 +10,7 @@ import pytest
 from tests.ledger.driver import Driver, Given, World, i64
 from transferqueue.errors import AlreadyExists, DeadlineExceeded, InternalError, NotFound, SchemaError, UsageError
 from transferqueue.ledger import Wait
-from transferqueue.limits import PARTS_MAX, Limits
+from transferqueue.limits import PAGE_ROWS, PARTS_MAX, Limits
 from transferqueue.policies import HoldClock, Manual, Pacing, Task
 from transferqueue.schema import Field, layout
 from transferqueue.wire import messages as m
@@ -244,7 +244,7 @@ def test_pages_of_finished_rows_are_used_again(world: World) -> None:
         waiting = rows
     assert pages.resident == 5001
     assert len(pages.pages()) <= 5
-    assert pages._capacity == 1 << 16
+    assert pages._capacity == 8 * PAGE_ROWS
     client.update([straggler], inline={"n": 3.0})
     assert client.read([straggler], fields=["n"]).inline[0].data == np.array([3.0]).tobytes()
     with pytest.raises(NotFound, match="finished and was freed"):

@@ -274,9 +274,9 @@ class Connection:
 
     def _found_way(self, now: float) -> None:
         """The way to the server, or to the one that took its place, is there (again): greet it."""
-        first, self._ways = self._ways == 0, self._channel.ways
-        if first or self._hello is None:
-            return
+        self._ways = self._channel.ways
+        if self._ways == 1 or self._hello is None:
+            return  # what was said first is on its way
         self._backlog.clear()
         self._say(self._calls.greet(self._hello, now), now)
 

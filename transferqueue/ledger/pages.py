@@ -19,7 +19,6 @@ from transferqueue.limits import PAGE_ROWS
 
 SHIFT = PAGE_ROWS.bit_length() - 1
 MASK = PAGE_ROWS - 1
-START_ROWS = 1 << 12
 
 FREE, LIVE, DONE, DROPPED = 0, 1, 2, 3
 """Fate of a row in the `fate` column. FREE: its storage is gone (or was never used)."""
@@ -38,10 +37,10 @@ class Column:
 class Pages:
     """Frames, the page table, and the columns that lie in the frames."""
 
-    def __init__(self, rows_expected: int) -> None:
-        self._capacity = max(PAGE_ROWS, -(-min(rows_expected, START_ROWS) // PAGE_ROWS) * PAGE_ROWS)
+    def __init__(self) -> None:
+        self._capacity = PAGE_ROWS
         self._columns: list[Column] = []
-        self._spare = list(range(self._capacity // PAGE_ROWS - 1, -1, -1))
+        self._spare = [0]
         self._frames: IntArray = np.full(16, -1, np.int64)
         self._base = 0
         """First page of the page table."""

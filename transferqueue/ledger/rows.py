@@ -43,9 +43,9 @@ class Mask:
 class Rows:
     """Facts, fields and values of the rows of one table."""
 
-    def __init__(self, table: str, rows_expected: int) -> None:
+    def __init__(self, table: str) -> None:
         self.table = table
-        self.pages = Pages(rows_expected)
+        self.pages = Pages()
         self.facts = {name: self.pages.column(dtype, UNSET[name]) for name, dtype in DTYPES.items()}
         self.version = self.facts["policy_version"]
         self.stamped = self.pages.column(np.int64, -1)

@@ -68,7 +68,7 @@ class Table:
         """Shards that each block is committed to."""
         self.sealed = False
         self.clock = 0
-        self.rows = Rows(name, limits.rows)
+        self.rows = Rows(name)
         self.parts = Parts(self.rows)
         self.groups = Groups(self.rows)
         self.tasks: dict[str, TaskState] = {}

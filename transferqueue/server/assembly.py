@@ -26,6 +26,7 @@ from transferqueue.storage.backing import Mapped
 from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
 from transferqueue.transport.inproc import Hub
 from transferqueue.transport.keyring import Keyring
+from transferqueue.transport.local import LocalPort
 from transferqueue.transport.zeromq import Port
 
 
@@ -58,11 +59,10 @@ class Server:
             self._foundation = foundation
             home = Home(place)
             made.callback(home.close)
-            port = Port(keyring)
-            made.callback(port.close, FAREWELL_S)
-            self.address = port.listen(place)
-            place.path.chmod(0o600)
-            self.tcp_addresses = [port.listen(address) for address in tcp]
+            self.address = str(place)
+            local = LocalPort(place)
+            made.callback(local.close, FAREWELL_S)
+            port, self.tcp_addresses = _network(list(tcp), keyring, made)
             wakeup = Wakeup()
             made.callback(wakeup.close)
             hub = Hub(wakeup)
@@ -72,10 +72,10 @@ class Server:
             self.inproc_address = hub.address
             if isinstance(foundation, Durable):
                 self.node = _resumed(foundation, home, deaths, Door(keyring), seat)
-                self.loop = Loop(self.node, port, hub, wakeup, deaths, foundation.clock, together=True)
+                self.loop = Loop(self.node, local, port, hub, wakeup, deaths, foundation.clock, together=True)
             else:
                 self.node = _new(foundation, home, deaths, Door(keyring), seat)
-                self.loop = Loop(self.node, port, hub, wakeup, deaths)
+                self.loop = Loop(self.node, local, port, hub, wakeup, deaths)
             if self.tcp_addresses:
                 self._serve_bytes(made, None if plain_bytes else keyring)
             self._keep_snapshots(made, snapshots or Path(os.environ.get(SNAPSHOTS_VARIABLE) or "snapshots"), wakeup)
@@ -105,6 +105,15 @@ class Server:
     def stop(self) -> None:
         """Have `run` return soon. From any thread and from signals."""
         self.loop.stop()
+
+
+def _network(places: list[TcpAddress], keyring: Keyring | None, made: ExitStack) -> tuple[Port | None, list[str]]:
+    """Where other machines come to, if there is such a place, and its addresses."""
+    if not places:
+        return None, []
+    port = Port(keyring)
+    made.callback(port.close, FAREWELL_S)
+    return port, [port.listen(place) for place in places]
 
 
 def _new(arena: ArenaHome, home: Home, deaths: Deaths, door: Door, seat: Seat) -> Node:

@@ -19,7 +19,9 @@ from transferqueue.server.node import Node
 from transferqueue.server.sessions import Peer
 from transferqueue.transport import Wakeup
 from transferqueue.transport.inproc import Hub
-from transferqueue.transport.zeromq import Port, Sent
+from transferqueue.transport.local import Line, LocalPort
+from transferqueue.transport.sent import Sent
+from transferqueue.transport.zeromq import Port
 
 POLL_MS_MAX: Final = 1 << 30
 """The longest sleep that poll can be asked for; a later deadline is slept for twice."""
@@ -63,15 +65,16 @@ class Deaths:
 
 
 class Loop:
-    """Runs a node until `stop`. Whoever calls `run` lends it the thread, and closes port, hub and the rest afterwards.
+    """Runs a node until `stop`. Whoever calls `run` lends it the thread, and closes ports, hub and the rest afterwards.
 
-    together: one commit, and then the answers, for all frames of a turn: where a commit costs more than a short wait.
+    port: of the network; None: nobody comes from there. together: one commit, and then the answers, for all frames of a turn: where a commit costs more than a short wait.
     """
 
     def __init__(
         self,
         node: Node,
-        port: Port,
+        local: LocalPort,
+        port: Port | None,
         hub: Hub,
         wakeup: Wakeup,
         deaths: Deaths,
@@ -81,6 +84,7 @@ class Loop:
     ) -> None:
         self.turns = 0
         self._node = node
+        self._local = local
         self._port = port
         self._hub = hub
         self._wakeup = wakeup
@@ -101,7 +105,8 @@ class Loop:
         woken_by: becomes readable when a signal came whose handler calls `stop`; nobody reads it.
         """
         poller = zmq.Poller()
-        for source in (*self._port.sources, self._wakeup, self._deaths, *([woken_by] if woken_by else [])):
+        network = self._port.sources if self._port else []
+        for source in (*network, self._local, self._wakeup, self._deaths, *([woken_by] if woken_by else [])):
             poller.register(source, zmq.POLLIN)
         try:
             while not self._stopping:
@@ -124,13 +129,15 @@ class Loop:
         if self._wakeup.fileno() in ready:
             self._wakeup.clear()
         now = self._clock()
-        if self._port.decide():
+        if self._port is not None and self._port.decide():
             self._node.keys_changed(now)
         self._node.tick(now)
         for session in self._deaths.take() if self._deaths.fileno() in ready else ():
             self._node.died(session, now)
         self._send()
-        drained = self._drain(self._port.recv_nowait) + self._drain(self._hub.recv_nowait)
+        drained = self._drain(self._local.recv_nowait) + self._drain(self._hub.recv_nowait)
+        if self._port is not None:
+            drained += self._drain(self._port.recv_nowait)
         self._send()
         self._more = drained >= FRAMES_DRAINED_MAX
 
@@ -161,4 +168,6 @@ class Loop:
         """False: the peer does not read. One that is gone may come back and ask again."""
         if isinstance(peer, int):
             return self._hub.send(peer, frame)
-        return self._port.send(peer, frame) is not Sent.UNREAD
+        if isinstance(peer, Line):
+            return self._local.send(peer, frame) is not Sent.UNREAD
+        return self._port is None or self._port.send(peer, frame) is not Sent.UNREAD

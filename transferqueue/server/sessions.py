@@ -20,11 +20,13 @@ from typing import Final
 from transferqueue.errors import Disconnected, Full
 from transferqueue.limits import CALLS_PARKED_MAX, LOCK_CHECK_FIRST_S, LOCK_CHECK_S, SESSION_SILENCE_S, SESSIONS_MAX
 from transferqueue.server.evidence import Evidence
+from transferqueue.transport.local import Line
 from transferqueue.transport.zeromq import Keyed
 from transferqueue.wire import messages as m
 
-Peer = bytes | Keyed | int
-"""Where answers go: a ZeroMQ routing id, with or without a key, or the number of an in-process channel."""
+Peer = Line | bytes | Keyed | int
+"""Where answers go: a connection to the socket file, a ZeroMQ routing id with or without a key, or the number of an in-process
+channel."""
 
 NOWHERE: Final = b""
 """The peer of a session that has not called yet since the server was restarted."""

@@ -1,8 +1,9 @@
-"""Carries frames between a client and a server: in-process and ZeroMQ (ipc, tcp).
+"""Carries frames between a client and a server: in-process, over a socket file (ipc), and over ZeroMQ (tcp).
 
 A frame is bytes; nothing here looks inside one. Client side: `dial` gives a `ClientChannel`, used by one
 thread at a time, which sleeps in `channel.wait(wakeup, timeout_s)` and is woken by a frame, by `Wakeup.set`
-from any thread, or by the time. Server side: `zeromq.Port` and `inproc.Hub`.
+from any thread, or by the time. Server side: `inproc.Hub`, `local.LocalPort` and
+`zeromq.Port`.
 """
 
 from transferqueue.transport.address import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from transferqueue.errors import UsageError
-from transferqueue.transport import inproc, zeromq
+from transferqueue.transport import inproc, local, zeromq
 from transferqueue.transport.address import InprocAddress, IpcAddress, TcpAddress, parse_address
 from transferqueue.transport.keys import ClientKeys
 from transferqueue.transport.lock import is_locked
@@ -25,11 +25,11 @@ class ClientChannel(Protocol):
 
     @property
     def ways(self) -> int:
-        """How many times a connection was made, as far as `wait` has seen. What was sent by an earlier one may be lost."""
+        """How many times a connection was made, as far as was seen here. What was sent by an earlier one may be lost."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether there was a connection and is none now, as far as `wait` has seen."""
+        """Whether there was a connection and is none now, as far as was seen here."""
 
     def send(self, frame: bytes) -> None:
         """Hand a frame over; it leaves in order. While nothing listens, frames are kept for the connection
@@ -62,7 +62,7 @@ def dial(address: str, keys: ClientKeys | None = None) -> ClientChannel:
         return inproc.connect(place)
     if isinstance(place, TcpAddress) and (place.port == 0 or place.host == "*"):
         raise UsageError(f"address {address!r} is one to listen at; to connect, name the host and its port")
-    return zeromq.ZmqChannel(place, keys)
+    return local.LocalChannel(place) if isinstance(place, IpcAddress) else zeromq.ZmqChannel(place, keys)
 
 
 def is_served(address: str) -> bool | None:

@@ -68,10 +68,6 @@ class Gate:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt_string(zmq.CURVE_SECRETKEY, self.keyring.server.secret)
 
-    def unguard(self, socket: zmq.Socket[bytes]) -> None:
-        """Have addresses that `socket` is bound to from now on ask for nothing."""
-        socket.setsockopt(zmq.CURVE_SERVER, 0)
-
     def decide(self) -> bool:
         """Answer everyone who knocks, by the keys as they are now. Returns whether these changed."""
         changed = self.keyring.refresh()

@@ -1,16 +1,15 @@
-"""Frames over ZeroMQ, ipc and tcp: DEALER at the client, ROUTER at the server.
+"""Frames over ZeroMQ, to other machines: DEALER at the client, ROUTER at the server.
 
 Every socket has marks that bound what it keeps, closes at once (LINGER 0) and drops a frame over
 `MESSAGE_BYTES_MAX` together with the connection that sent it. Each channel owns its context, so that
 closing it gives back its descriptors and its thread and nobody else's.
 
-Over tcp a server with keys (`keyring`) hears only those it knows, each named by its public key (`Keyed`); one without
-keys listens at loopback only. A socket file belongs to its user, and asks for nothing.
+A server with keys (`keyring`) hears only those it knows, each named by its public key (`Keyed`); one without keys listens at
+loopback only.
 """
 
 from __future__ import annotations
 
-import enum
 import ipaddress
 import math
 import sys
@@ -21,10 +20,11 @@ import zmq
 
 from transferqueue.errors import AddressInUse, Disconnected, Unreachable, UsageError
 from transferqueue.limits import FRAMES_QUEUED_MAX, MESSAGE_BYTES_MAX
-from transferqueue.transport.address import IpcAddress, TcpAddress
+from transferqueue.transport.address import TcpAddress
 from transferqueue.transport.gate import KEY_PROPERTY, Gate
 from transferqueue.transport.keyring import Keyring
 from transferqueue.transport.keys import ClientKeys, secure
+from transferqueue.transport.sent import Sent
 from transferqueue.transport.wakeup import Wakeup
 
 RECONNECT_MS: Final = 10
@@ -42,10 +42,11 @@ PING_MS: Final = 5_000
 class ZmqChannel:
     """The client's end. See `transferqueue.transport.ClientChannel`."""
 
-    def __init__(self, place: IpcAddress | TcpAddress, keys: ClientKeys | None = None) -> None:
+    def __init__(self, place: TcpAddress, keys: ClientKeys | None = None) -> None:
         self.address = str(place)
         self.doubt = _doubt(place, keys)
-        self._context, self._socket = _open(zmq.DEALER, place)
+        self._context, self._socket = _open(zmq.DEALER)
+        self._socket.setsockopt(zmq.IPV6, int(place.host.startswith("[")))
         secure(self._socket, keys)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
@@ -123,14 +124,6 @@ class ZmqChannel:
         self._context.destroy(linger=0)
 
 
-class Sent(enum.Enum):
-    """What became of a frame: with ZeroMQ for the peer; the peer is gone; or it does not read."""
-
-    ON_ITS_WAY = enum.auto()
-    GONE = enum.auto()
-    UNREAD = enum.auto()
-
-
 class Keyed(NamedTuple):
     """A peer that showed a key: where answers to it go, and its public key."""
 
@@ -141,7 +134,7 @@ class Keyed(NamedTuple):
 class Port:
     """The server's end of all connections, of every address it listens at. Used by one thread.
 
-    keyring: who is let in over tcp; None: whoever can reach a loopback address, and no other is listened at.
+    keyring: who is let in; None: whoever can reach a loopback address, and no other is listened at.
     """
 
     def __init__(self, keyring: Keyring | None = None) -> None:
@@ -155,15 +148,12 @@ class Port:
         """Let those in who knock and may enter. Returns whether the keys changed: then some inside may no longer."""
         return self._gate is not None and self._gate.decide()
 
-    def listen(self, place: IpcAddress | TcpAddress) -> str:
-        """Listen at `place` too; returns the address with the port in it. `AddressInUse`, or `UsageError`.
-
-        A socket file that exists is replaced: whoever calls holds the lock of the address.
-        """
+    def listen(self, place: TcpAddress) -> str:
+        """Listen at `place` too; returns the address with the port in it. `AddressInUse`, or `UsageError`."""
         check_open(place, keyed=self._gate is not None)
-        _adapt(self.socket, place)
+        self.socket.setsockopt(zmq.IPV6, int(place.host.startswith("[")))
         if self._gate is not None:
-            (self._gate.guard if isinstance(place, TcpAddress) else self._gate.unguard)(self.socket)
+            self._gate.guard(self.socket)
         try:
             self.socket.bind(str(place))
         except zmq.ZMQError as error:
@@ -207,13 +197,13 @@ class Port:
         return Sent.ON_ITS_WAY
 
     def close(self, farewell_s: float = 0.0) -> None:
-        """Stop listening; frames already queued get up to `farewell_s` to leave. Removes socket files."""
+        """Stop listening; frames already queued get up to `farewell_s` to leave."""
         self._context.destroy(linger=int(farewell_s * 1000))
 
 
-def check_open(place: IpcAddress | TcpAddress, *, keyed: bool) -> None:
+def check_open(place: TcpAddress, *, keyed: bool) -> None:
     """`UsageError` for an address that others could reach, of a server without keys."""
-    if keyed or isinstance(place, IpcAddress) or is_loopback(place.host):
+    if keyed or is_loopback(place.host):
         return
     raise UsageError(
         f"address {place} can be reached from other machines, and this server has no keys: whoever reaches it could read "
@@ -230,10 +220,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _doubt(place: IpcAddress | TcpAddress, keys: ClientKeys | None) -> str:
+def _doubt(place: TcpAddress, keys: ClientKeys | None) -> str:
     start = f"is a server running there? Start one: transferqueue serve --address {place}"
-    if isinstance(place, IpcAddress):
-        return start
     if keys is None:
         return f"{start}. One that has keys does not answer those without: connect with a join token (transferqueue keys token)"
     return f"{start} --keys. One that runs does not answer a key that it does not know, or that was revoked"
@@ -242,29 +230,20 @@ def _doubt(place: IpcAddress | TcpAddress, keys: ClientKeys | None) -> str:
 def _named(route: bytes, frame: zmq.Frame) -> bytes | Keyed:
     try:
         return Keyed(route, str(frame.get(KEY_PROPERTY)))
-    except zmq.ZMQError:  # it came by the socket file
+    except zmq.ZMQError:
         return route
 
 
-def _open(
-    kind: int, place: IpcAddress | TcpAddress | None = None
-) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+def _open(kind: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
     context = zmq.Context()
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, FRAMES_QUEUED_MAX)
     socket.setsockopt(zmq.RCVHWM, FRAMES_QUEUED_MAX)
     socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
-    if place is not None:
-        _adapt(socket, place)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     return context, socket
-
-
-def _adapt(socket: zmq.Socket[bytes], place: IpcAddress | TcpAddress) -> None:
-    if isinstance(place, TcpAddress):
-        socket.setsockopt(zmq.IPV6, int(place.host.startswith("[")))
-        socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
 
 
 def _receive(socket: zmq.Socket[bytes], parts_max: int) -> list[bytes] | None:
