@@ -152,6 +152,12 @@ class Field(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return f"{self.dtype}{list(self.shape)}" if self.shape else self.dtype
 
 
+@lru_cache(maxsize=4096)
+def known(field: Field) -> Field:
+    """The first field that equals this one: it has worked out already what follows from its dtype and shape."""
+    return field
+
+
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """Where the buffers of one column lie, in bytes from the start of its block. -1: no such buffer."""
 

@@ -281,7 +281,7 @@ AsyncTransferQueueClient = TransferQueueClient
 
 def _keys(keys: list[str] | str) -> list[str]:
     found = [keys] if isinstance(keys, str) else keys
-    if not isinstance(found, list) or not all(isinstance(key, str) for key in found):
+    if not isinstance(found, list) or not all(issubclass(kind, str) for kind in set(map(type, found))):
         raise TypeError(f"keys is {type(keys).__name__}; give a str or a list of str")
     return found
 

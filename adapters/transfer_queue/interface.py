@@ -77,7 +77,7 @@ def kv_batch_put(
         raise ValueError(f"{len(tags)} tags for {len(keys)} keys: give one for each")
     data = None if fields is None else _parsed(fields, data_parser)
     found = get_client().kv_put(keys, partition_id, data, tags)
-    return KVBatchMeta(keys=keys, tags=tags or [{} for _ in keys], partition_id=partition_id, fields=found)
+    return KVBatchMeta(keys=keys, tags=tags or [{}] * len(keys), partition_id=partition_id, fields=found)
 
 
 def kv_batch_get(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from transferqueue.schema import Field
+from transferqueue.schema import Field, known
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_fields
 
@@ -26,7 +26,7 @@ class Terms:
 
     def hear(self, found: m.TableTerms) -> bool:
         """Take over what the server says now; whether the fields differ from what was known."""
-        fields = {field.name: field for field in found.fields}
+        fields = {field.name: known(field) for field in found.fields}
         changed = fields != self.fields
         self.last = found
         if changed:
@@ -44,9 +44,9 @@ class Terms:
 
         Kept for the next reply: step after step both are the same.
         """
-        before, known, both = self._told
-        if before != definitions or known is not self.fields:
-            known = self.fields
-            both = known | {field.name: field for field in decode_fields(definitions)}
-            self._told = definitions, known, both
+        before, fields, both = self._told
+        if before != definitions or fields is not self.fields:
+            fields = self.fields
+            both = fields | {field.name: known(field) for field in decode_fields(definitions)}
+            self._told = definitions, fields, both
         return both

@@ -16,7 +16,7 @@ from transferqueue.ledger.facts import DTYPES, UNSET, Facts
 from transferqueue.ledger.pages import DONE, LIVE, Column, Pages
 from transferqueue.limits import FIELDS_MAX
 from transferqueue.policies import Tags
-from transferqueue.schema import Field
+from transferqueue.schema import Field, known
 from transferqueue.wire.codec import encode_fields
 
 WORD = 64
@@ -71,7 +71,7 @@ class Rows:
         if field.name in self.fields:
             return
         self.number[field.name] = len(self.fields)
-        self.fields[field.name] = field
+        self.fields[field.name] = field = known(field)
         if len(self.words) * WORD < len(self.fields):
             self.words.append(self.pages.column(np.uint64))
         if field.inline:
