@@ -9,6 +9,7 @@ import numpy as np
 from transferqueue.errors import InternalError, SchemaError, UsageError
 from transferqueue.schema import Span, layout
 from transferqueue.storage.dtypes import I32, U8
+from transferqueue.storage.hands import Job, share
 from transferqueue.storage.prepare import Prepared
 
 
@@ -39,11 +40,12 @@ class Draft:
         block = np.frombuffer(out, np.uint8) if isinstance(out, memoryview) else out
         if len(block) != self.nbytes:
             raise InternalError(f"a block of {self.nbytes} bytes is written into {len(block)}; give it exactly its own")
-        at = 0
+        at, jobs = 0, list[Job]()
         for column, span in zip(self.columns, self.spans, strict=True):
-            column.write(block, span)
+            jobs += column.jobs(block, span)
             at = _zero_padding(block, span, column, at)
         block[at:] = 0
+        share(jobs, self.nbytes)
 
 
 def drafts(columns: Sequence[Prepared]) -> list[Draft]:

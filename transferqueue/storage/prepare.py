@@ -28,6 +28,7 @@ from transferqueue.schema import Field, Span
 from transferqueue.storage.arrays import parse_array
 from transferqueue.storage.arrow import is_arrow, parse_arrow
 from transferqueue.storage.dtypes import I32, I64, U8, stored
+from transferqueue.storage.hands import Job
 from transferqueue.storage.lists import parse_list
 from transferqueue.storage.numbers import kind_of
 from transferqueue.storage.parsed import UNKNOWN, Blobs, Dense, Listed, Parsed
@@ -136,14 +137,14 @@ class Prepared:
         self.rows = stored_rows
         self.slots: I32 | None = None
 
-    def write(self, out: U8, span: Span) -> None:
-        """Write the column into its block `out` (``uint8``, the whole block), where `schema.layout` placed it. One pass."""
+    def jobs(self, out: U8, span: Span) -> list[Job]:
+        """Write the column into its block `out` (``uint8``, the whole block), where `schema.layout` placed it, but for what these jobs
+        write, in any order and in any threads. One pass."""
         if span.shapes >= 0 and self.shapes is not None:
             _place(out, span.shapes, self.shapes)
         if span.offsets >= 0 and self.offsets is not None:
             _place(out, span.offsets, self.offsets)
-        if self.nbytes:
-            self.source.write(out[span.values : span.values + span.values_bytes])
+        return self.source.jobs(out[span.values : span.values + span.values_bytes]) if self.nbytes else []
 
     def inline(self) -> bytes:
         """Values of an inline field for all rows of the request: little-endian, ``rows x item_bytes``."""

@@ -7,12 +7,15 @@ Whatever its layout, a column's values lie one row after the other in row-major 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any, Final, Protocol
 
 import numpy as np
 
 from transferqueue.limits import KIB
 from transferqueue.storage.dtypes import I64, U8, stored
+from transferqueue.storage.hands import PART_BYTES, Job
 from transferqueue.storage.pages import expose
 from transferqueue.storage.ranges import copy_ranges
 from transferqueue.storage.torched import as_torch
@@ -26,6 +29,9 @@ class Source(Protocol):
 
     def write(self, out: U8) -> None:
         """Fill `out`, which has exactly the bytes of the values."""
+
+    def jobs(self, out: U8) -> list[Job]:
+        """Fill `out`, but for what these jobs fill, in any order and in any threads."""
 
 
 class Arrays:
@@ -44,6 +50,16 @@ class Arrays:
         else:
             self._write_each(into)
 
+    def jobs(self, out: U8) -> list[Job]:
+        """One array in parts, if it is long; several are mostly small."""
+        parts = min(-(-out.nbytes // PART_BYTES), len(self.arrays[0])) if len(self.arrays) == 1 else 1
+        if parts < 2:
+            return [partial(self.write, out)]
+        array = self.arrays[0]
+        into = out.view(stored(self.dtype)).reshape(array.shape)
+        edges = [len(array) * part // parts for part in range(parts + 1)]
+        return [partial(np.copyto, into[low:high], array[low:high], casting="equiv") for low, high in pairwise(edges)]
+
     def _write_each(self, into: np.ndarray[Any, Any]) -> None:
         at = 0
         for array in self.arrays:
@@ -51,8 +67,22 @@ class Arrays:
             at += array.size
 
 
-class DeviceTensors:
-    """Torch tensors one after the other that are not in this machine's main memory: copied straight from their device."""
+class _AtOnce:
+    """A source that only the calling thread writes from."""
+
+    def write(self, out: U8) -> None:
+        """Fill `out`."""
+        raise NotImplementedError
+
+    def jobs(self, out: U8) -> list[Job]:
+        """None are left."""
+        self.write(out)
+        return []
+
+
+class DeviceTensors(_AtOnce):
+    """Torch tensors one after the other that are not in this machine's main memory: copied straight from their device, in the
+    stream of the thread that made them."""
 
     def __init__(self, tensors: Sequence[Any], dtype: str) -> None:
         self.tensors, self.dtype = tensors, dtype
@@ -66,7 +96,7 @@ class DeviceTensors:
             at += size
 
 
-class TensorMemory:
+class TensorMemory(_AtOnce):
     """One-dimensional contiguous CPU tensors one after the other, by the addresses of their memory.
 
     A tensor as a numpy array costs 2 µs and ``torch.cat`` of integers 1 µs each; this costs 0.2. The tensors are kept alive.
@@ -82,7 +112,7 @@ class TensorMemory:
         copy_ranges(memory, self.starts - low, self.ends - low, out)
 
 
-class ByteStrings:
+class ByteStrings(_AtOnce):
     """Byte strings one after the other."""
 
     def __init__(self, strings: Sequence[bytes | bytearray | memoryview], nbytes: int) -> None:
