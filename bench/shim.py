@@ -33,7 +33,7 @@ from bench.workloads import WORKLOADS, Workload, columns, same
 NAMES = ("dense_1", "dense_8", "dense_32", "ragged_1", "ragged_8", "ragged_32")
 METRICS = ("put", "get", "kv_put", "kv_get")
 REQUIRED = 5.0
-ROUNDS = 2
+ROUNDS = 4
 REPETITIONS = 3
 TASK = "train"
 
