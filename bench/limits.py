@@ -2,7 +2,8 @@
 
     python -m bench.limits --out FILE
 
-- `memcpy/copy`: one thread copies warm memory to warm memory; `memcpy/read`: one thread reads warm memory once.
+- `memcpy/copy`: one thread copies warm memory to warm memory; `memcpy/copy_uncached`: and neither end is in a cache; `memcpy/read`:
+  one thread reads warm memory once.
 - `tcp/stream`: one process sends, another receives into a buffer it reuses, over loopback.
 - `zmq/round_trip`: a 64-byte message to another process and back, over ipc, blocking on both sides, back to back.
 - `zmq/round_trip_paced`: the same, 250 a second, as `latency.py` offers rows: between two of them processes sleep and caches
@@ -12,6 +13,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import socket
@@ -64,11 +66,21 @@ def memcpy(sizes: tuple[int, ...]) -> list[Result]:
         raw = timed(lambda a=target, b=source: np.copyto(a, b), repetitions=15, budget_s=2)  # type: ignore[misc]
         if not np.array_equal(source, target):
             raise ValueError(f"memcpy of {size} bytes did not copy them")
+        if size == DENSE:
+            results.append(_uncached(size))
         words = source.view("<u8")
         read = timed(lambda a=words: a.max(), repetitions=15, budget_s=2)  # type: ignore[misc]
         results.append(Result(SCENARIO, "memcpy", size_name(size), "copy", "s", raw, size, checked=True))
         results.append(Result(SCENARIO, "memcpy", size_name(size), "read", "s", read, size))
     return results
+
+
+def _uncached(size: int) -> Result:
+    """The same where neither end is in a cache, as a queue finds what it is given: other bytes to another place each time."""
+    sources = itertools.cycle([np.full(size, value, np.uint8) for value in range(2)])
+    targets = itertools.cycle(np.ones((4, size), np.uint8))
+    raw = timed(lambda: np.copyto(next(targets), next(sources)), repetitions=15, budget_s=2)
+    return Result(SCENARIO, "memcpy", size_name(size), "copy_uncached", "s", raw, size)
 
 
 # ---------------------------------------------------------------- one TCP stream
