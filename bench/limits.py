@@ -2,8 +2,8 @@
 
     python -m bench.limits --out FILE
 
-- `memcpy/copy`: one thread copies warm memory to warm memory; `memcpy/copy_uncached`: and neither end is in a cache; `memcpy/read`:
-  one thread reads warm memory once.
+- `memcpy/copy`: one thread copies warm memory to warm memory, back to back; `memcpy/copy_cold`: after a pause, and neither end is in a
+  cache; `memcpy/read`: one thread reads warm memory once.
 - `tcp/stream`: one process sends, another receives into a buffer it reuses, over loopback.
 - `zmq/round_trip`: a 64-byte message to another process and back, over ipc, blocking on both sides, back to back.
 - `zmq/round_trip_paced`: the same, 250 a second, as `latency.py` offers rows: between two of them processes sleep and caches
@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import multiprocessing
 import os
 import socket
@@ -34,6 +33,8 @@ SCENARIO = "limits"
 SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB, DENSE, 64 * MIB, 256 * MIB, 1024 * MIB)
 ROUND_TRIPS = 2000
 MESSAGE_BYTES = 64
+PAUSE_S = 0.05
+"""Before a cold copy: about what passes between two puts of `transfer.py`."""
 PACE = 250.0
 """Exchanges a second, when they are paced: as many as rows in `latency.py`."""
 
@@ -67,7 +68,7 @@ def memcpy(sizes: tuple[int, ...]) -> list[Result]:
         if not np.array_equal(source, target):
             raise ValueError(f"memcpy of {size} bytes did not copy them")
         if size == DENSE:
-            results.append(_uncached(size))
+            results.append(_cold(size))
         words = source.view("<u8")
         read = timed(lambda a=words: a.max(), repetitions=15, budget_s=2)  # type: ignore[misc]
         results.append(Result(SCENARIO, "memcpy", size_name(size), "copy", "s", raw, size, checked=True))
@@ -75,12 +76,16 @@ def memcpy(sizes: tuple[int, ...]) -> list[Result]:
     return results
 
 
-def _uncached(size: int) -> Result:
-    """The same where neither end is in a cache, as a queue finds what it is given: other bytes to another place each time."""
-    sources = itertools.cycle([np.full(size, value, np.uint8) for value in range(2)])
-    targets = itertools.cycle(np.ones((4, size), np.uint8))
-    raw = timed(lambda: np.copyto(next(targets), next(sources)), repetitions=15, budget_s=2)
-    return Result(SCENARIO, "memcpy", size_name(size), "copy_uncached", "s", raw, size)
+def _cold(size: int) -> Result:
+    """The same as a queue meets it: after a pause, other bytes to another place each time, and neither end in a cache."""
+    sources = [np.full(size, value, np.uint8) for value in range(2)]
+    targets, raw = np.ones((4, size), np.uint8), []
+    for turn in range(15):
+        time.sleep(PAUSE_S)
+        began = time.perf_counter()
+        np.copyto(targets[turn % 4], sources[turn % 2])
+        raw.append(time.perf_counter() - began)
+    return Result(SCENARIO, "memcpy", size_name(size), "copy_cold", "s", raw, size)
 
 
 # ---------------------------------------------------------------- one TCP stream
