@@ -185,6 +185,8 @@ class LocalChannel:
                 self._readable = self._stream.read(self._arrived.append)
             except HungUp:
                 self._lose()
+            if self._arrived:
+                self._pause_s = REDIAL_S  # it is no server that hangs up on all
         return self._arrived.popleft() if self._arrived else None
 
     def wait(self, wakeup: Wakeup, timeout_s: float | None) -> None:
@@ -228,11 +230,9 @@ class LocalChannel:
 
     def _dial(self) -> None:
         """Connect, if somebody listens; else later, and later still."""
-        dialled = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            dialled.connect(self._path)
+            dialled = _dialled(self._path)
         except OSError as error:
-            dialled.close()
             self._refused_with = error.errno or 0
             self._later()
             return
@@ -254,8 +254,6 @@ class LocalChannel:
             self._poll.unregister(self._stream.socket)
             self._stream.close()
         self._stream, self._readable, self.is_lost = None, False, True
-        if self._arrived:  # it was a server, and not one that hangs up on all
-            self._pause_s = REDIAL_S
         self._later()
 
     def close(self) -> None:
@@ -264,6 +262,16 @@ class LocalChannel:
             self._stream.close()
         self._stream, self._closed = None, True
         self._arrived.clear()
+
+
+def _dialled(path: str) -> socket.socket:
+    dialled = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        dialled.connect(path)
+    except OSError:
+        dialled.close()
+        raise
+    return dialled
 
 
 class Line:
@@ -385,8 +393,10 @@ class LocalPort:
 
 
 def _say_farewell(stream: Stream, until: float) -> None:
+    polled = select.poll()  # `select.select` knows no descriptor above 1023
+    polled.register(stream.socket, select.POLLOUT)
     with suppress(HungUp):
         stream.flush()
         while stream.is_behind and (left_s := until - time.monotonic()) > 0:
-            select.select([], [stream.socket], [], left_s)
+            polled.poll(math.ceil(left_s * 1000))
             stream.flush()
