@@ -69,7 +69,8 @@ def test_all_jobs_are_done_by_up_to_four_threads_that_end():
 
     share([job] * 4, SHARED_BYTES)
     assert len(who) == 4
-    assert threading.active_count() == before
+    while threading.active_count() > before:
+        time.sleep(0.001)
     who.clear()
     share([lambda: who.add(threading.get_ident())] * 4, SHARED_BYTES - 1)
     assert who == {threading.get_ident()}
@@ -105,6 +106,33 @@ def test_an_interrupt_waits_for_the_helpers():
     with pytest.raises(KeyboardInterrupt):
         share([partial(job, number) for number in range(1000)], 64 * MIB)
     assert len(busy) <= 1  # the interrupted one's own
+
+
+def test_an_interrupt_while_it_waits_for_the_helpers_waits_too():
+    """``Thread.join`` would not: an interrupt makes it take its thread for one that has ended."""
+    met, busy, interrupted = threading.Barrier(4), set(), []
+
+    def job():
+        met.wait(20)
+        if threading.current_thread() is threading.main_thread():
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            return
+        busy.add(threading.get_ident())
+        time.sleep(0.4)
+        busy.discard(threading.get_ident())
+
+    def interrupt(*_):
+        interrupted.append(True)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            share([job] * 4, SHARED_BYTES)
+        assert interrupted
+        assert not busy
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_without_a_further_thread_the_caller_does_it_all(monkeypatch):

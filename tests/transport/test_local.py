@@ -2,7 +2,10 @@
 
 import os
 import resource
+import select
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 
@@ -10,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transferqueue.errors import UsageError
+from transferqueue.errors import Unreachable, UsageError
 from transferqueue.limits import FRAMES_QUEUED_MAX, MESSAGE_BYTES_MAX, MIB
-from transferqueue.transport import Wakeup, dial, parse_address
+from transferqueue.transport import Wakeup, dial, local, parse_address
 from transferqueue.transport.local import HungUp, LocalPort, Stream
 from transferqueue.transport.sent import Sent
 
@@ -160,6 +163,151 @@ def test_what_was_kept_for_a_connection_is_lost_with_it(port, address, wakeup):
     until_found(channel, wakeup, ways=2)
     assert heard(port, channel, wakeup)[1] == b"second"
     channel.close()
+
+
+def test_last_words_are_heard_by_one_who_speaks_first(address, wakeup):
+    port = LocalPort(parse_address(address))
+    channel = dial(address)
+    channel.send(b"hello")
+    line, _ = heard(port, channel, wakeup)
+    port.send(line, b"last words")
+    port.close(farewell_s=1.0)
+    for _ in range(3):
+        channel.send(bytes(MIB))
+    channel.wait(wakeup, 1)
+    assert channel.recv_nowait() == b"last words"
+    until_lost(channel, wakeup)
+    channel.close()
+    channel.wait(wakeup, 0)  # and does not dial again
+    assert channel.ways == 1
+
+
+def test_what_a_client_said_before_it_left_is_heard_though_it_cannot_be_answered(port, address, wakeup):
+    channel = dial(address)
+    frames = [os.urandom(50_000) for _ in range(4)]
+    for frame in frames[:2]:
+        channel.send(frame)
+    line, came = heard(port, channel, wakeup)
+    channel.send(frames[2])
+    channel.close()
+    found = [came]
+    while len(found) < 3:
+        assert port.send(line, b"answer") is Sent.ON_ITS_WAY
+        arrived = port.recv_nowait()
+        found += [arrived[1]] if arrived else []
+    assert found == frames[:3]
+    assert port.recv_nowait() is None
+    assert port.send(line, b"answer") is Sent.GONE
+
+
+def test_one_who_sends_thousands_of_frames_at_once_is_heard_and_hears(address, wakeup):
+    """It looks at what has come only between two of its sends; the server must not take it for one that does not read."""
+    port, stop, count = LocalPort(parse_address(address)), threading.Event(), 4 * FRAMES_QUEUED_MAX
+
+    def echo():
+        while not stop.is_set():
+            select.select([port], [], [], 0.01)
+            while (arrived := port.recv_nowait()) is not None:
+                port.send(*arrived)
+
+    thread = threading.Thread(target=echo)
+    thread.start()
+    channel = dial(address)
+    try:
+        sent, came = 0, []
+        while len(came) < count:
+            with suppress(Unreachable):  # the kernel takes no more now
+                while sent < count:
+                    channel.send(sent.to_bytes(200, "little"))
+                    sent += 1
+            channel.wait(wakeup, 1)
+            while (frame := channel.recv_nowait()) is not None:
+                came.append(int.from_bytes(frame, "little"))
+        assert came == list(range(count))
+        assert channel.ways == 1
+    finally:
+        stop.set()
+        thread.join()
+        channel.close()
+        port.close()
+
+
+def test_writing_to_one_who_left_kills_no_process(tmp_path):
+    """Programs may let SIGPIPE do what it does by default."""
+    program = f"""
+import signal, socket
+from transferqueue.transport import dial, parse_address
+from transferqueue.transport.local import LocalPort
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+port = LocalPort(parse_address("ipc://{tmp_path}/pipe.sock"))
+channel = dial("ipc://{tmp_path}/pipe.sock")
+channel.send(b"hello")
+while (arrived := port.recv_nowait()) is None:
+    pass
+channel.close()
+port.send(arrived[0], b"answer")
+other = dial("ipc://{tmp_path}/pipe.sock")
+port.close()
+other.send(b"hello")
+print("alive")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
+def test_a_spare_descriptor_that_somebody_else_took_is_no_end(port, address, wakeup, monkeypatch):
+    def none_left():
+        raise OSError(24, "Too many open files")
+
+    first = dial(address)
+    with monkeypatch.context() as patched:
+        patched.setattr(local, "_spare", none_left)
+        assert port._turn_away()
+        assert not port._turn_away()
+    assert not port._turn_away()  # nobody knocks; and there is a spare one again
+    assert not port._spare.closed
+    until_lost(first, wakeup)
+    until_found(first, wakeup, ways=2)
+    first.close()
+
+
+def test_one_who_was_not_let_in_yet_is_hung_up_on_though_a_forked_child_listens(address, wakeup):
+    port = LocalPort(parse_address(address))
+    channel = dial(address)
+    child = os.fork()
+    if child == 0:
+        threading.Event().wait()
+    try:
+        port.close()
+        until_lost(channel, wakeup)
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        channel.close()
+
+
+def test_one_deaf_peer_does_not_take_the_farewell_from_the_others(address, wakeup):
+    port = LocalPort(parse_address(address))
+    channels = [dial(address) for _ in range(3)]
+    for channel in channels:
+        channel.send(b"hello")
+        line, _ = heard(port, channel, wakeup)
+        for _ in range(64):
+            port.send(line, bytes(65536))
+    closing = threading.Thread(target=port.close, args=(2.0,))
+    closing.start()
+    for channel in channels[1:]:
+        came = 0
+        while not channel.is_lost:
+            channel.wait(wakeup, 1)
+            while channel.recv_nowait() is not None:
+                came += 1
+            if came == 64:
+                break
+        assert came == 64
+    closing.join()
+    for channel in channels:
+        channel.close()
 
 
 def test_a_peer_that_does_not_read_is_hung_up_on(port, address, wakeup):

@@ -17,9 +17,10 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Final
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import BinaryIO, Final
 
 from transferqueue.errors import Disconnected, Unreachable, UsageError
 from transferqueue.limits import FRAMES_QUEUED_MAX, KIB, MESSAGE_BYTES_MAX
@@ -30,6 +31,9 @@ from transferqueue.transport.wakeup import Wakeup
 REDIAL_S: Final = 0.01
 """First pause before a lost or missing server is looked for again; doubles up to `REDIAL_S_MAX`."""
 REDIAL_S_MAX: Final = 0.5
+HEARD_AFTER: Final = 64
+"""So many frames sent, a client takes in what has come meanwhile: who sends thousands of calls at once must not seem one that does
+not read."""
 _READ_BYTES: Final = 64 * KIB
 _LENGTH: Final = 4
 _BACKLOG: Final = 1024
@@ -40,7 +44,10 @@ class HungUp(Exception):
 
 
 class Stream:
-    """One end of a connection. Nothing blocks; `HungUp` once nothing can come or go any more."""
+    """One end of a connection. Nothing blocks.
+
+    That the other end is gone is found by reading alone, which comes to what it said last: what is written after that goes nowhere.
+    """
 
     __slots__ = ("_begun", "_unsent", "_wanted", "socket")
 
@@ -82,14 +89,14 @@ class Stream:
 
     def _write(self, parts: list[bytes | memoryview]) -> int:
         try:
-            return self.socket.sendmsg(parts)
+            return self.socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return 0
-        except OSError as error:
-            raise HungUp from error
+        except OSError:
+            return sum(map(len, parts))
 
     def read(self, arrived: Callable[[bytes], object]) -> bool:
-        """Hand over the frames of one read; whether there may be more to read."""
+        """Hand over the frames of one read; whether there may be more to read. `HungUp` after the last."""
         try:
             came = self.socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -140,6 +147,7 @@ class LocalChannel:
         self._path = str(place.path)
         self._clock = clock
         self._stream: Stream | None = None
+        self._sent = 0
         self._kept: deque[bytes] = deque()
         self._arrived: deque[bytes] = deque()
         self._readable = self._closed = self._waits_to_write = False
@@ -165,10 +173,10 @@ class LocalChannel:
             self._kept.append(frame)
             return
         self._check(self._stream.is_full)
-        try:
-            self._stream.send(frame)
-        except HungUp:
-            self._lose()
+        self._stream.send(frame)
+        self._sent += 1
+        if self._sent % HEARD_AFTER == 0:
+            self._hear()
 
     def _check(self, full: bool) -> None:
         if full:
@@ -180,14 +188,20 @@ class LocalChannel:
         """The next frame, or None."""
         if self._closed:
             raise Disconnected(f"the channel to {self.address} is closed")
-        while not self._arrived and self._readable and self._stream is not None:
+        if not self._arrived and self._readable:
+            self._hear()
+        return self._arrived.popleft() if self._arrived else None
+
+    def _hear(self) -> None:
+        """Take in what has come."""
+        self._readable = True
+        while self._readable and self._stream is not None:
             try:
                 self._readable = self._stream.read(self._arrived.append)
             except HungUp:
                 self._lose()
-            if self._arrived:
-                self._pause_s = REDIAL_S  # it is no server that hangs up on all
-        return self._arrived.popleft() if self._arrived else None
+        if self._arrived:
+            self._pause_s = REDIAL_S  # it is no server that hangs up on all
 
     def wait(self, wakeup: Wakeup, timeout_s: float | None) -> None:
         """Sleep until a frame, the wake-up or the time."""
@@ -197,7 +211,7 @@ class LocalChannel:
                 wakeup.clear()
             else:
                 self._happened(events)
-        if self._stream is None and self._clock() >= self._dial_at:
+        if self._stream is None and not self._closed and self._clock() >= self._dial_at:
             self._dial()
 
     def _patience_ms(self, timeout_s: float | None) -> int | None:
@@ -219,14 +233,9 @@ class LocalChannel:
             self._poll.modify(self._stream.socket, select.POLLIN | (select.POLLOUT if self._waits_to_write else 0))
 
     def _happened(self, events: int) -> None:
-        if self._stream is None:
-            return
         self._readable = self._readable or bool(events & ~select.POLLOUT)
-        if events & select.POLLOUT:
-            try:
-                self._stream.flush()
-            except HungUp:
-                self._lose()
+        if events & select.POLLOUT and self._stream is not None:
+            self._stream.flush()
 
     def _dial(self) -> None:
         """Connect, if somebody listens; else later, and later still."""
@@ -290,20 +299,19 @@ class LocalPort:
     def __init__(self, place: IpcAddress) -> None:
         """Listen. A socket file that exists is replaced: whoever calls holds the lock of the address."""
         self._path = place.path
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            place.path.unlink(missing_ok=True)
-            self._socket.bind(str(place.path))
-            place.path.chmod(0o600)
-            self._socket.listen(_BACKLOG)
-        except OSError as error:
-            self._socket.close()
-            raise UsageError(f"address {place} cannot be listened at: {error.strerror}") from error
-        self._epoll = select.epoll()
-        self._epoll.register(self._socket, select.EPOLLIN)
         self._lines: dict[int, Line] = {}
         self._arrived: deque[tuple[Line, bytes]] = deque()
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with ExitStack() as made:
+                self._spare = _spare()
+                made.callback(lambda: self._spare.close())  # noqa: PLW0108  (it may be another one by then)
+                self._epoll = made.enter_context(select.epoll())
+                self._socket = made.enter_context(_listening(place.path))
+                # Once for each that comes: one that cannot be let in must not wake the server for ever.
+                self._epoll.register(self._socket, select.EPOLLIN | select.EPOLLET)
+                self._files = made.pop_all()
+        except OSError as error:
+            raise UsageError(f"address {place} cannot be listened at: {error.strerror}") from error
 
     def fileno(self) -> int:
         """Readable when something happened."""
@@ -327,54 +335,57 @@ class LocalPort:
         if line.stream.is_full:
             self._drop(line)
             return Sent.UNREAD
-        try:
-            line.stream.send(frame)
-        except HungUp:
-            self._drop(line)
-            return Sent.GONE
+        line.stream.send(frame)
         self._watch(line)
         return Sent.ON_ITS_WAY
 
     def close(self, farewell_s: float = 0.0) -> None:
         """Stop listening; frames already taken get up to `farewell_s` to leave. Removes the socket file."""
-        until = time.monotonic() + farewell_s
         with suppress(OSError):
             self._path.unlink()
+        self._accept()  # who still waits to be let in would otherwise wait for a forked child that has the socket too
         self._epoll.unregister(self._socket)
-        self._socket.close()
+        _flush([line.stream for line in self._lines.values()], farewell_s)
         for line in list(self._lines.values()):
-            _say_farewell(line.stream, until)
             self._drop(line)
-        self._epoll.close()
-        os.close(self._spare)
+        self._files.close()
 
     def _accept(self) -> None:
         while True:
             try:
                 connected, _ = self._socket.accept()
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    self._turn_away()
+                if error.errno in (errno.EMFILE, errno.ENFILE) and self._turn_away():
+                    continue
                 return
+            try:
+                self._epoll.register(connected, select.EPOLLIN)
+            except OSError:  # the kernel watches no more for this user
+                connected.close()
+                continue
             self._lines[connected.fileno()] = Line(Stream(connected))
-            self._epoll.register(connected, select.EPOLLIN)
 
-    def _turn_away(self) -> None:
-        """No descriptor is left: who knocks is let in with the spare one and hung up on, so that the knocking ends."""
-        os.close(self._spare)
-        with suppress(OSError):
+    def _turn_away(self) -> bool:
+        """No descriptor is left: let who knocks in with the spare one and hang up, so that it tries again. Whether that was possible."""
+        self._spare.close()
+        try:
             self._socket.accept()[0].close()
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        finally:
+            with suppress(OSError):  # somebody else was quicker with it: then another time
+                self._spare = _spare()
+        return True
 
     def _happened(self, line: Line, events: int) -> None:
-        try:
-            if events & select.EPOLLOUT:
-                line.stream.flush()
-                self._watch(line)
-            if events & ~select.EPOLLOUT:
+        if events & select.EPOLLOUT:
+            line.stream.flush()
+            self._watch(line)
+        if events & ~select.EPOLLOUT:
+            try:
                 line.stream.read(lambda frame: self._arrived.append((line, frame)))
-        except HungUp:
-            self._drop(line)
+            except HungUp:
+                self._drop(line)
 
     def _watch(self, line: Line) -> None:
         """Be woken when the peer reads, while frames wait for that."""
@@ -383,20 +394,41 @@ class LocalPort:
             self._epoll.modify(line.stream.socket, select.EPOLLIN | (select.EPOLLOUT if line.waits_to_write else 0))
 
     def _drop(self, line: Line) -> None:
-        if not line.is_gone:
-            line.is_gone = True
-            del self._lines[line.stream.socket.fileno()]
-            self._epoll.unregister(
-                line.stream.socket
-            )  # closing alone would not do: a forked child may have it open too
-            line.stream.close()
+        line.is_gone = True
+        del self._lines[line.stream.socket.fileno()]
+        self._epoll.unregister(line.stream.socket)  # closing alone would not do: a forked child may have it open too
+        line.stream.close()
 
 
-def _say_farewell(stream: Stream, until: float) -> None:
+def _spare() -> BinaryIO:
+    return open(os.devnull, "rb", buffering=0)
+
+
+def _listening(path: Path) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        path.unlink(missing_ok=True)
+        listening.bind(str(path))
+        path.chmod(0o600)
+        listening.listen(_BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def _flush(streams: Iterable[Stream], farewell_s: float) -> None:
+    """Write what was kept, as soon as each other end reads, for up to `farewell_s`."""
+    until, behind = time.monotonic() + farewell_s, dict[int, Stream]()
     polled = select.poll()  # `select.select` knows no descriptor above 1023
-    polled.register(stream.socket, select.POLLOUT)
-    with suppress(HungUp):
+    for stream in streams:
         stream.flush()
-        while stream.is_behind and (left_s := until - time.monotonic()) > 0:
-            polled.poll(math.ceil(left_s * 1000))
-            stream.flush()
+        if stream.is_behind:
+            behind[stream.socket.fileno()] = stream
+            polled.register(stream.socket, select.POLLOUT)
+    while behind and (left_s := until - time.monotonic()) > 0:
+        for number, _ in polled.poll(math.ceil(left_s * 1000)):
+            behind[number].flush()
+            if not behind[number].is_behind:
+                polled.unregister(number)
+                del behind[number]
