@@ -32,8 +32,8 @@ REDIAL_S: Final = 0.01
 """First pause before a lost or missing server is looked for again; doubles up to `REDIAL_S_MAX`."""
 REDIAL_S_MAX: Final = 0.5
 HEARD_AFTER: Final = 64
-"""So many frames sent, a client takes in what has come meanwhile: who sends thousands of calls at once must not seem one that does
-not read."""
+"""So many frames written, a client takes in what has come meanwhile: who sends thousands of calls at once must not seem one that
+does not read."""
 _READ_BYTES: Final = 64 * KIB
 _LENGTH: Final = 4
 _BACKLOG: Final = 1024
@@ -71,15 +71,14 @@ class Stream:
 
     def send(self, frame: bytes) -> None:
         """Write a frame, or keep what the kernel does not take."""
-        self.flush()
         head = len(frame).to_bytes(_LENGTH, "little")
         sent = 0 if self._unsent else self._write([head, frame])
         if sent < _LENGTH + len(frame):
             self._unsent.append(memoryview(head + frame)[sent:])
 
     def flush(self) -> None:
-        """Write what was kept, as far as the kernel takes it."""
-        while self._unsent:
+        """Write some of what was kept, as far as the kernel takes it."""
+        for _ in range(min(len(self._unsent), HEARD_AFTER)):
             first = self._unsent[0]
             sent = self._write([first])
             if sent < len(first):
