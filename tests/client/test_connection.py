@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import struct
 import threading
 import time
@@ -327,3 +328,19 @@ def test_a_request_that_cannot_be_sent_harms_nothing(server: ScriptedServer, con
     caller = Caller(lambda: connection.call(m.ListTables()))
     server.answer(server.next(m.ListTables).id, m.Tables([]))
     assert caller.outcome() == m.Tables([])
+
+
+def test_a_hello_that_went_down_with_the_first_way_is_said_again_on_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "scripted.sock"
+    with socket.socket(socket.AF_UNIX) as going:
+        going.bind(str(path))
+        going.listen()
+        channel = dial(f"ipc://{path}")
+        going.accept()[0].close()
+    path.unlink()
+    with ScriptedServer(tmp_path) as server:
+        connection = Connection(channel, server.address)
+        began = time.monotonic()
+        assert connection.open(m.Hello(bytes(16)), timeout_s=10).session == 5
+        assert time.monotonic() - began < RESEND_S
+        connection.close()
