@@ -84,20 +84,30 @@ def rollout(context: Context) -> Iterator[Work]:
         yield work
 
 
+class _Left(Exception):
+    """A version came when the stage was over."""
+
+
 @contextmanager
 def _following(context: Context, engine: Generator, version: int) -> Iterator[Callable[[], None]]:
-    """Weights change in flight while entered. Gives a check that raises what ended that, if anything did."""
+    """Weights change in flight while entered. Gives a check that raises what ended that, if anything did.
+
+    An update that has begun ends before this is left: a thread that is in an engine's C++ when Python ends aborts the process.
+    """
 
     def update(source: WeightSource, new: int) -> None:
-        with context.span(WEIGHTS, new):
-            engine.update_weights(source, new)
+        with updating:
+            if left.is_set():
+                raise _Left
+            with context.span(WEIGHTS, new):
+                engine.update_weights(source, new)
 
     def follow() -> None:
         try:
             while not left.is_set():
                 follower.follow(_FOLLOW_S)
-        except PeerError:
-            return  # the queue is closed: the stage is over
+        except (PeerError, _Left):
+            return  # the queue is closed, or the stage is over
         except Exception as failure:  # noqa: BLE001  (raised by the check)
             failures.append(failure)
 
@@ -106,10 +116,12 @@ def _following(context: Context, engine: Generator, version: int) -> Iterator[Ca
             raise failures[0]
 
     failures: list[Exception] = []
-    left = threading.Event()
+    left, updating = threading.Event(), threading.Lock()
     follower = Follower(context.queue, POLICY, update, version)
     threading.Thread(target=follow, name="weights", daemon=True).start()
     try:
         yield check
     finally:
         left.set()
+        with updating:
+            pass
