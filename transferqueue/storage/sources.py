@@ -31,10 +31,12 @@ class Source(Protocol):
         """Fill `out`, which has exactly the bytes of the values."""
 
     def jobs(self, out: U8) -> list[Job]:
-        """Fill `out`, but for what these jobs fill, in any order and in any threads."""
+        """Fill `out`, but for what these jobs fill, in any order and in any threads: nothing, unless a source says otherwise."""
+        self.write(out)
+        return []
 
 
-class Arrays:
+class Arrays(Source):
     """Numpy arrays one after the other: of any strides and byte order, of the column's stored dtype."""
 
     def __init__(self, arrays: Sequence[np.ndarray[Any, Any]], dtype: str) -> None:
@@ -67,20 +69,7 @@ class Arrays:
             at += array.size
 
 
-class _AtOnce:
-    """A source that only the calling thread writes from."""
-
-    def write(self, out: U8) -> None:
-        """Fill `out`."""
-        raise NotImplementedError
-
-    def jobs(self, out: U8) -> list[Job]:
-        """None are left."""
-        self.write(out)
-        return []
-
-
-class DeviceTensors(_AtOnce):
+class DeviceTensors(Source):
     """Torch tensors one after the other that are not in this machine's main memory: copied straight from their device, in the
     stream of the thread that made them."""
 
@@ -96,7 +85,7 @@ class DeviceTensors(_AtOnce):
             at += size
 
 
-class TensorMemory(_AtOnce):
+class TensorMemory(Source):
     """One-dimensional contiguous CPU tensors one after the other, by the addresses of their memory.
 
     A tensor as a numpy array costs 2 µs and ``torch.cat`` of integers 1 µs each; this costs 0.2. The tensors are kept alive.
@@ -112,7 +101,7 @@ class TensorMemory(_AtOnce):
         copy_ranges(memory, self.starts - low, self.ends - low, out)
 
 
-class ByteStrings(_AtOnce):
+class ByteStrings(Source):
     """Byte strings one after the other."""
 
     def __init__(self, strings: Sequence[bytes | bytearray | memoryview], nbytes: int) -> None:

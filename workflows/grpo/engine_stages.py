@@ -123,5 +123,4 @@ def _following(context: Context, engine: Generator, version: int) -> Iterator[Ca
         yield check
     finally:
         left.set()
-        with updating:
-            pass
+        updating.acquire(timeout=STALL_S)  # one that hangs longer ends with the process
