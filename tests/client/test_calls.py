@@ -227,3 +227,16 @@ def test_a_wait_that_nobody_waits_for_is_asked_for_again_without_one() -> None:
     assert calls.hurried(at_once, 101.0) is None
     calls.answered(answer(1))
     assert calls.hurried(waiting, 101.0) is None
+
+
+def test_an_answer_of_an_earlier_life_is_late_but_for_the_greeting_of_a_clock_set_back() -> None:
+    calls = Calls()
+    calls.send(asked(), 0.0)
+    calls.answered(m.Answer(epoch=9, id=1, reply=m.Done()))
+    calls.send(asked(), 0.0)
+    assert calls.is_late(m.Answer(epoch=8, id=2, reply=m.Done()))
+    calls.greet(m.Hello(b"c" * 16, pid=1, host="h"), 0.0)
+    assert calls.is_late(m.Answer(epoch=8, id=2, reply=m.Done()))
+    assert not calls.is_late(m.Answer(epoch=8, id=3, reply=m.Done()))
+    calls.answered(m.Answer(epoch=8, id=3, reply=m.Done()))
+    assert calls.is_late(m.Answer(epoch=7, id=3, reply=m.Done())), "the greeting was answered"

@@ -82,6 +82,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.session = 0
+        self._epoch = 0
         self._last = 0
         self._pending: dict[int, Pending] = {}
         self._notices: dict[int, bytes] = {}
@@ -141,11 +142,17 @@ class Calls:
         return self._framed(self._last, payload)
 
     def answered(self, answer: m.Answer) -> Pending | None:
-        """The call that this answers, not settled yet; None if it was answered before."""
+        """The call that this answers, not settled yet; None if it was answered before. Not for an answer that `is_late`."""
+        self._epoch = answer.epoch
         pending = self._pending.pop(answer.id, None)
         if pending is not None and not isinstance(pending.request, m.Hello):  # which overtakes what is sent again
             self._heard(answer.id)
         return pending
+
+    def is_late(self, answer: m.Answer) -> bool:
+        """Whether a server that is dead gave this answer (rule 8)."""
+        greeted = answer.id == self._greeting and answer.id in self._pending
+        return answer.epoch < self._epoch and not greeted
 
     def _heard(self, call: int) -> None:
         while self._notices and (first := next(iter(self._notices))) < call:

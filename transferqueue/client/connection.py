@@ -55,7 +55,6 @@ class Connection:
         """Told each `Welcome`, also that of a server that took the place of the first. Runs in the I/O thread."""
         self._ways = 0
         """How many times the way to the server was found."""
-        self._epoch = 0
         self._durable = False
         self._inbox: deque[Pending] = deque()
         self._left: deque[Pending] = deque()
@@ -320,9 +319,8 @@ class Connection:
                 self._send(self._calls.notice(notice), now)
 
     def _receive(self, answer: m.Answer) -> None:
-        if answer.epoch < self._epoch:
-            return  # of a server that is dead; the one that lives is asked the same
-        self._epoch = answer.epoch
+        if self._calls.is_late(answer):
+            return
         pending = self._calls.answered(answer)
         reply = outcome(answer.reply)
         if isinstance(reply, Disconnected):

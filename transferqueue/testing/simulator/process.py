@@ -55,7 +55,7 @@ class Process:
         """A new life, as process `number`."""
         self.number = number
         self.sights, self._missed, self._paused = {}, [], False
-        self._calls, self._epoch, self._late_at = Calls(), 0, -1.0
+        self._calls, self._late_at = Calls(), -1.0
         self._hello = m.Hello(
             client=number.to_bytes(16, "little"),
             pid=number,
@@ -136,9 +136,8 @@ class Process:
 
     def _receive(self, frame: bytes) -> None:
         answer = decode_answer(frame)
-        if answer.epoch < self._epoch:
+        if self._calls.is_late(answer):
             return
-        self._epoch = answer.epoch
         pending, reply = self._calls.answered(answer), outcome(answer.reply)
         if isinstance(reply, m.Welcome):
             self._calls.session = reply.session
