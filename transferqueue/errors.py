@@ -22,6 +22,7 @@
     │   ├── Unreachable               nothing answered at the address before the deadline
     │   ├── Disconnected              the server or this session is gone, or the queue was closed
     │   ├── ProtocolError             a message that is not one
+    │   │   └── VersionMismatch           a message of another protocol: upgrade one end
     │   ├── OutOfMemory               the arena or its disk cannot grow
     │   ├── ShardLost                 the shard that had these bytes is gone, and no replica has them
     │   ├── JournalFailed             the server's journal cannot be written
@@ -115,6 +116,10 @@ class Disconnected(PeerError):
 
 class ProtocolError(PeerError):
     """A message could not be understood. It was ignored; nothing was changed."""
+
+
+class VersionMismatch(ProtocolError):
+    """Client and server speak different protocols. Nothing was carried out. The message names both numbers and the end to upgrade."""
 
 
 class OutOfMemory(PeerError):

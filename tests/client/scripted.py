@@ -24,10 +24,12 @@ class ScriptedServer(AbstractContextManager["ScriptedServer"]):
     `script` runs in the server's thread.
     """
 
-    def __init__(self, directory: Path, script: Script = lambda _: None) -> None:
+    def __init__(self, directory: Path, script: Script = lambda _: None, *, always: bytes | None = None) -> None:
+        """always: the frame that answers whatever comes; None: see above."""
         self.address = f"ipc://{directory}/scripted.sock"
         self.calls: queue.Queue[m.Call] = queue.Queue()
         self._script = script
+        self._always = always
         self._lock = FileLock(directory / "scripted.sock.lock", inherited=False)
         assert self._lock.take()
         self._port = LocalPort(parse_address(self.address))  # type: ignore[arg-type]
@@ -70,7 +72,10 @@ class ScriptedServer(AbstractContextManager["ScriptedServer"]):
             poller.poll()
             while (arrived := self._port.recv_nowait()) is not None:
                 self._peer, frame = arrived
-                self._take(decode_call(frame))
+                if self._always is None:
+                    self._take(decode_call(frame))
+                else:
+                    self.say(self._always)
             self._bell.clear()
             while not self._unsaid.empty():
                 self._port.send(self._peer, self._unsaid.get())

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from tests.client.scripted import ScriptedServer
+from tests.wire.test_versions import OLD_REFUSAL
 from transferqueue.client.connection import Connection
-from transferqueue.errors import Disconnected, Forked, NotFound, ProtocolError, Unreachable, UsageError
+from transferqueue.errors import Disconnected, Forked, NotFound, ProtocolError, Unreachable, UsageError, VersionMismatch
 from transferqueue.limits import RESEND_S
 from transferqueue.transport import dial
 from transferqueue.wire import messages as m
@@ -344,3 +345,13 @@ def test_a_hello_that_went_down_with_the_first_way_is_said_again_on_the_next(tmp
         assert connection.open(m.Hello(bytes(16)), timeout_s=10).session == 5
         assert time.monotonic() - began < RESEND_S
         connection.close()
+
+
+def test_a_server_of_another_protocol_ends_the_first_call_at_once(tmp_path: Path) -> None:
+    with ScriptedServer(tmp_path, always=OLD_REFUSAL) as server:
+        connection = Connection(dial(server.address), server.address)
+        with pytest.raises(
+            VersionMismatch, match=r"speaks protocol 0 and this client speaks protocol 1 .*: upgrade the server"
+        ):
+            connection.open(m.Hello(bytes(16), version="2.0"), timeout_s=60)
+        assert isinstance(connection.over, VersionMismatch)

@@ -18,6 +18,7 @@ from transferqueue.errors import ProtocolError
 from transferqueue.transport import bulk
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.versions import PROTOCOL
 
 WORDS: Final = ["t", "x", "train", "int64", "float32", "uint8", "", "trained", "<", "stats", "a" * 40]
 NUMBERS: Final = [0, 1, 2, 7, -1, 255, 256, 4096, 1 << 31, (1 << 31) - 1, 1 << 32, (1 << 62) - 1, 1 << 62, (1 << 63) - 1,
@@ -85,8 +86,10 @@ def _valid(envelope: list[int], kind: type, rng: random.Random, decode: Any) -> 
 
 def seeds(rng: random.Random, session: int = 5, each: int = 8) -> list[Any]:
     """Valid trees of every request (in a call of `session`) and of every reply, `each` of a type."""
-    calls = [_valid([session, 9, 3], kind, rng, codec.decode_call) for kind in typing.get_args(m.Request) * each]
-    answers = [_valid([7, 9], kind, rng, codec.decode_answer) for kind in typing.get_args(m.Reply) * each]
+    calls = [
+        _valid([PROTOCOL, session, 9, 3], kind, rng, codec.decode_call) for kind in typing.get_args(m.Request) * each
+    ]
+    answers = [_valid([PROTOCOL, 7, 9], kind, rng, codec.decode_answer) for kind in typing.get_args(m.Reply) * each]
     return calls + answers
 
 

@@ -295,7 +295,7 @@ def test_what_cannot_be_believed_ends_what_is_under_way_there_and_nowhere_else(b
     at = bench.put(x=np.zeros((32, MIB), np.uint8))
     for peer in (b"p", b"q"):
         bench.say(bench.read(at), peer=peer)
-    bench.hand_over(b"garbage that is no message", [])
+    bench.hand_over(b"garbage that is long enough but no message", [])
     with pytest.raises(BY_NAME["Corruption"], match="its bytes changed on the way"):
         raise refused(bench)
     assert len(bench.exchange) == 1

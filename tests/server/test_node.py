@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests.server.nodes import EPOCH, Bench, lease, local, numbers, rows_of
+from tests.wire.test_versions import OLD_HELLO
 from transferqueue.limits import (
     CALLS_PARKED_MAX,
     LOCK_CHECK_S,
@@ -18,6 +19,7 @@ from transferqueue.schema import Field
 from transferqueue.transport import FileLock
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.versions import PROTOCOL
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def stats(client):
 # ---------------------------------------------------------------- garbage and strangers
 
 
-@pytest.mark.parametrize("frame", [b"", b"junk", b"\xc1", b"\x94\x01\x02\x00" + b"\x91" * 100_000])
+@pytest.mark.parametrize("frame", [b"", b"junk", b"\xc1", b"\x95\x01\x01\x02\x00" + b"\x91" * 100_000])
 def test_garbage_is_answered_counted_and_changes_nothing(bench, frame):
     client = bench.client()
     client.create_table()
@@ -60,7 +62,7 @@ def test_garbage_is_answered_counted_and_changes_nothing(bench, frame):
 
 def test_a_bad_request_is_answered_under_its_id(bench):
     client = bench.client()
-    bench.receive(client.peer, msgspec.msgpack.encode([client.session, 77, 0, ["Lease", 1, 2, 3]]))
+    bench.receive(client.peer, msgspec.msgpack.encode([PROTOCOL, client.session, 77, 0, ["Lease", 1, 2, 3]]))
     failed(client.take(77), "ProtocolError", "Expected `str`")
 
 
@@ -468,3 +470,13 @@ def test_a_table_of_numbers_comes_back(bench):
     (inline,) = reply.content.inline
     assert inline == numbers(3).inline[0]
     assert np.frombuffer(inline.data, "<i8").tolist() == [0, 1, 2]
+
+
+def test_a_client_of_another_protocol_is_answered_once_and_changes_nothing(bench):
+    bench.node.receive(b"old", OLD_HELLO, bench.now)
+    ((peer, answer),) = bench.node.outbox
+    bench.node.outbox = []
+    assert peer == b"old"
+    assert msgspec.msgpack.decode(answer)[2][:2] == ["Failed", "ProtocolError"]
+    assert len(bench.node.sessions) == 0
+    assert bench.node.counters.garbage == 1

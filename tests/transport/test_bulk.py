@@ -6,6 +6,7 @@ import pytest
 from transferqueue.errors import Corruption, ProtocolError
 from transferqueue.limits import BULK_WINDOW_FRAMES
 from transferqueue.transport import bulk as b
+from transferqueue.wire.versions import PROTOCOL
 
 TAKEN = b.Taken(3, 4)
 PIECES = [b"some bytes", memoryview(np.arange(100, dtype=np.uint8))]
@@ -40,7 +41,9 @@ def test_a_bit_that_changed_in_the_head_is_noticed(where):
     head, _ = b.message(TAKEN, PIECES)
     changed = bytearray(head)
     changed[where] ^= 4
-    with pytest.raises(Corruption, match=r"does not match its checksum|none has so many"):
+    with pytest.raises(
+        Corruption, match=r"does not match its checksum|none has so many|begins with b.*changed on the way"
+    ):
         b.to_shard(bytes(changed))
 
 
@@ -53,6 +56,14 @@ def test_a_bit_that_changed_in_the_bytes_is_noticed_and_so_is_a_piece_that_is_mi
         with pytest.raises(Corruption, match="does not match its checksum"):
             b.hand_over(head, [memoryview(piece) for piece in wrong], kept)
         assert kept.head is None, "nothing was handed over"
+
+
+def test_a_head_of_another_protocol_is_named():
+    head, _ = b.message(TAKEN)
+    with pytest.raises(
+        Corruption, match=rf"speaks protocol 9 and this end speaks protocol {PROTOCOL}: install the same package"
+    ):
+        b.to_shard(head[:3] + b"\x09" + head[4:])
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\x00" * 7, b"\x00" * 8, b"\xff" * 500])

@@ -1,8 +1,11 @@
 """Join tokens and the key file: what is read back, what is refused, and who may see it."""
 
+import base64
+import hashlib
 import os
 import stat
 
+import msgspec
 import pytest
 
 from transferqueue.errors import AlreadyExists, NotFound, UsageError
@@ -156,3 +159,11 @@ def test_a_key_file_that_is_gone_lets_nobody_in(tmp_path):
     (tmp_path / "keys" / "keys.json").unlink()
     assert ring.refresh()
     assert ring.owner(made.pair.public) is None
+
+
+def test_a_token_of_a_later_format_says_so():
+    packed = msgspec.msgpack.encode([2, {"address": ADDRESS}])
+    check = hashlib.blake2b(packed, digest_size=4).digest()
+    text = "tqjoin_" + base64.urlsafe_b64encode(check + packed).rstrip(b"=").decode()
+    with pytest.raises(UsageError, match="has format 2, and this package reads format 1: upgrade this package"):
+        read_token(text)

@@ -120,7 +120,8 @@ def test_a_message_that_comes_byte_by_byte_is_the_same(house):
 
 
 @pytest.mark.parametrize(
-    "bad", [bytes(24), b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n", b.message(b.Taken(1, 2))[0][:-1] + b"\xff"]
+    "bad",
+    [bytes(b.PRELUDE_BYTES), b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n", b.message(b.Taken(1, 2))[0][:-1] + b"\xff"],
 )
 def test_who_sends_what_is_no_message_is_told_and_not_listened_to(house, bad):
     head, _ = b.message(b.Taken(1, 2), ())

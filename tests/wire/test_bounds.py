@@ -14,6 +14,7 @@ from transferqueue.limits import FIELDS_MAX, MESSAGE_BYTES_MAX, MIB, ROWS_PER_RE
 from transferqueue.transport import bulk
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.versions import PROTOCOL
 
 ITEMS_MAX = ROWS_PER_REQUEST_MAX
 """No list is longer than what one request may name of rows."""
@@ -85,7 +86,7 @@ def frame_with(request, field, value):
     tree = msgspec.msgpack.decode(msgspec.msgpack.encode(request))
     at = [one.name for one in inspect.type_info(type(request)).fields].index(field) + 1
     tree[at] = msgspec.Raw(value)
-    return msgspec.msgpack.encode([1, 2, 0, tree])
+    return msgspec.msgpack.encode([PROTOCOL, 1, 2, 0, tree])
 
 
 def array(count, item):

@@ -9,6 +9,7 @@ from transferqueue.policies import Acked, Compare, Complete, Pacing, Requeue, Ta
 from transferqueue.schema import Field
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.versions import PROTOCOL
 
 CALLS = [
     m.Call(0, 1, 0, m.Hello(b"x" * 16, pid=7, host="h", lock="/x")),
@@ -70,9 +71,9 @@ def test_fields_travel():
         b"\x00" * 100,
         FRAMES[0] + b"\x00",
         FRAMES[0][:-1],
-        b"\x94\x01\x02\x00\x91\xa7Nothing",
-        b"\x94\x01\x02\x00\x91\xa7\xff\xff\xff\xff\xff\xff\xff",
-        b"\x94\x01\x02\x00" + b"\x91" * 1_000_000,
+        b"\x95\x01\x01\x02\x00\x91\xa7Nothing",
+        b"\x95\x01\x01\x02\x00\x91\xa7\xff\xff\xff\xff\xff\xff\xff",
+        b"\x95\x01\x01\x02\x00" + b"\x91" * 1_000_000,
         b"\x91" * 1_000_000,
         b"\xdd\xff\xff\xff\xff",  # an array said to have 2**32 - 1 items
         b"\xc6\xff\xff\xff\xff",  # bytes said to be 4 GiB
@@ -85,7 +86,7 @@ def test_what_is_no_message_is_refused(frame):
 
 
 def test_depth_is_bounded_where_the_type_is_open():
-    deep = b"\x93\x01\x02\x92\xa8Observed" + b"\x91" * 1_000_000 + b"\x01"
+    deep = b"\x94\x01\x01\x02\x92\xa8Observed" + b"\x91" * 1_000_000 + b"\x01"
     with pytest.raises(ProtocolError, match="nested far deeper"):
         codec.decode_answer(deep)
 
@@ -116,7 +117,7 @@ def test_what_no_message_can_hold_is_refused_at_the_sender():
 
 
 def test_a_bad_request_still_names_its_call():
-    frame = msgspec.msgpack.encode([5, 77, 3, ["Lease", "t"]])
+    frame = msgspec.msgpack.encode([PROTOCOL, 5, 77, 3, ["Lease", "t"]])
     with pytest.raises(ProtocolError):
         codec.decode_call(frame)
     assert codec.call_of(frame) == (5, 77)
@@ -133,7 +134,7 @@ def test_a_mutated_frame_is_a_message_or_refused(frame, data):
 
 
 @given(st.binary(max_size=200))
-@example(b"\x94\x01\x02\x00\x91\xa9Heartbeat")
+@example(b"\x95\x01\x01\x02\x00\x91\xa9Heartbeat")
 def test_any_bytes_are_a_message_or_refused(frame):
     check_total(frame)
 

@@ -28,6 +28,7 @@ import msgspec
 from transferqueue.errors import Impossible, TransferQueueError, UsageError, from_wire
 from transferqueue.limits import ANSWER_S, MESSAGE_BYTES_MAX, RESEND_S
 from transferqueue.wire import messages as m
+from transferqueue.wire.versions import PROTOCOL
 
 LAST_WAIT_S: Final = 0.1
 """A wait that was over while the way to the server was lost is asked for once more, this long: it may be served at once."""
@@ -242,7 +243,7 @@ def encode(request: m.Request) -> bytes:
 
 def frame(session: int, call: int, seen: int, payload: bytes) -> bytes:
     """A `messages.Call` around a request that is encoded already."""
-    return _encoder.encode((session, call, seen, msgspec.Raw(payload)))
+    return _encoder.encode((PROTOCOL, session, call, seen, msgspec.Raw(payload)))
 
 
 def outcome(reply: m.Reply) -> m.Reply | TransferQueueError:

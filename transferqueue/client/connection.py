@@ -26,6 +26,7 @@ from transferqueue.errors import (
     LeaseExpired,
     NotFound,
     PeerError,
+    ProtocolError,
     TransferQueueError,
     Unreachable,
 )
@@ -33,6 +34,7 @@ from transferqueue.limits import ANSWER_S, HEARTBEAT_S, SERVER_GONE_S, SESSION_S
 from transferqueue.transport import ClientChannel, Wakeup, is_served
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_answer
+from transferqueue.wire.versions import mismatch_of
 
 _log: Final = logging.getLogger("transferqueue.client")
 
@@ -221,9 +223,16 @@ class Connection:
                 self._found_way(self._clock())
             while self._over is None and (frame := self._channel.recv_nowait()) is not None:
                 self._heard_at, self._probed = self._clock(), False
-                self._receive(decode_answer(frame))
+                self._receive(self._decoded(frame))
         except PeerError as error:
             self._end(error)
+
+    def _decoded(self, frame: bytes) -> m.Answer:
+        try:
+            return decode_answer(frame)
+        except ProtocolError as error:
+            package = self._hello.version if self._hello is not None else ""
+            raise mismatch_of(frame, address=self.address, package=package) or error from None
 
     def _has_work(self) -> bool:
         """Cheap: between an answer and the caller whom it woke lies what this thread still does before it sleeps."""

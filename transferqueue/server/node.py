@@ -57,6 +57,7 @@ from transferqueue.server.withdrawing import withdraw
 from transferqueue.transport.keys import Role
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.versions import refusal_of
 
 _log: Final = logging.getLogger("transferqueue.server")
 _MEMORY: Final[WakeKey] = ("memory",)
@@ -157,7 +158,11 @@ class Node:
             call = codec.decode_call(frame)
         except ProtocolError as error:
             self.counters.garbage += 1
-            self._answer(peer, codec.call_of(frame)[1], _failed(error))
+            refusal = refusal_of(frame, epoch=self.place.epoch, package=self.place.version)
+            if refusal is not None:
+                self.outbox.append((peer, refusal))
+            else:
+                self._answer(peer, codec.call_of(frame)[1], _failed(error))
             return
         self.counters.calls += 1
         if isinstance(call.request, m.Hello):

@@ -4,8 +4,8 @@ The law (docs/decisions/0013):
 
 1. A *transfer* reads columns or writes into a granted extent. A connection carries one at a time; a client opens as
    many connections as it has transfers under way. Its number tells the frames of one from what is left of an earlier one.
-2. A message is a head and its content, which is bytes. The head begins with the xxh3-64 of the rest of itself, and that
-   has the length and the xxh3-64 of the content: so it can be believed before its content has come, and the content be
+2. A message is a head and its content, which is bytes. The head begins with the four bytes ``TQB`` and the number of the
+   protocol, and then has the xxh3-64 of the rest of itself, and that has the length and the xxh3-64 of the content: so it can be believed before its content has come, and the content be
    received where it belongs. Nothing that is written there is believed before it matches. What does not is `Corruption`.
 3. Bytes travel in frames of about `FRAME_BYTES`, numbered from 0; a gap is `Corruption`.
 4. No more than `BULK_WINDOW_FRAMES` are on their way beyond those that the receiver said it took (`Taken`). So a reader
@@ -39,6 +39,7 @@ from transferqueue.limits import (
     TICKET_BYTES,
 )
 from transferqueue.wire.messages import I32, Count, Counts, Fields, Names, Text
+from transferqueue.wire.versions import PROTOCOL
 
 Piece = bytes | memoryview
 """Contiguous bytes, as whoever has them holds them (of an array: its ``data``)."""
@@ -59,7 +60,11 @@ TAKEN_EVERY: Final = BULK_WINDOW_FRAMES // 2
 _LENGTHS: Final = struct.Struct("<II8s")
 """What follows the checksum of a head: the length of what is encoded after this, then length and checksum of the content."""
 _DIGEST_BYTES: Final = 8
-PRELUDE_BYTES: Final = _DIGEST_BYTES + _LENGTHS.size
+_OPENING: Final = b"TQB" + bytes([PROTOCOL])
+"""What every head begins with: the name of the bulk protocol, and the number that it shares with the control messages."""
+_DIGEST_AT: Final = len(_OPENING)
+_LENGTHS_AT: Final = _DIGEST_AT + _DIGEST_BYTES
+PRELUDE_BYTES: Final = _LENGTHS_AT + _LENGTHS.size
 """The part of a head that tells how long the rest is."""
 
 
@@ -187,7 +192,7 @@ def framed(encoded: bytes, content: Sequence[Piece] = ()) -> bytes:
     """A head with its checksums, of what it says."""
     nbytes = sum(memoryview(piece).nbytes for piece in content)
     rest = _LENGTHS.pack(len(encoded), nbytes, digest(content)) + encoded
-    return digest((rest,)) + rest
+    return _OPENING + digest((rest,)) + rest
 
 
 def to_shard(head: bytes) -> ToShard:
@@ -204,7 +209,9 @@ def lengths(prelude: Piece | bytearray) -> tuple[int, int]:
     """Of a head that begins so: all its bytes, and those of its content. `Corruption` if no message is so long."""
     if len(prelude) < PRELUDE_BYTES:
         raise Corruption(f"a bulk message of {len(prelude)} bytes does not match its checksum, since it has none")
-    encoded, content, _ = _LENGTHS.unpack_from(prelude, _DIGEST_BYTES)
+    if prelude[:_DIGEST_AT] != _OPENING:
+        raise Corruption(_not_ours(bytes(prelude[:_DIGEST_AT])))
+    encoded, content, _ = _LENGTHS.unpack_from(prelude, _LENGTHS_AT)
     if encoded > MESSAGE_BYTES_MAX or content > FRAME_BYTES:
         raise Corruption(
             f"a bulk message says that its head has {encoded} bytes and its content {content}, and none has so many: "
@@ -213,9 +220,18 @@ def lengths(prelude: Piece | bytearray) -> tuple[int, int]:
     return PRELUDE_BYTES + encoded, content
 
 
+def _not_ours(opening: bytes) -> str:
+    if opening[:-1] == _OPENING[:-1]:
+        return (
+            f"a bulk message speaks protocol {opening[-1]} and this end speaks protocol {PROTOCOL}: install the same package at both "
+            "ends (docs/COMPATIBILITY.md), unless bytes changed on the way"
+        )
+    return f"a bulk message begins with {opening!r} and does not match {_OPENING!r}: its bytes changed on the way"
+
+
 def check_content(head: Piece | bytearray, found: bytes) -> None:
     """`Corruption` unless the content that belongs to this head has `found` as its checksum."""
-    if _LENGTHS.unpack_from(head, _DIGEST_BYTES)[2] != found:
+    if _LENGTHS.unpack_from(head, _LENGTHS_AT)[2] != found:
         raise Corruption("the content of a bulk message does not match its checksum: its bytes changed on the way")
 
 
@@ -251,7 +267,7 @@ def _copy_of(piece: memoryview) -> Reader:
 
 def _decode(decoder: msgspec.msgpack.Decoder[_Head], head: bytes) -> _Head:
     lengths(head)
-    told, rest = head[:_DIGEST_BYTES], memoryview(head)[_DIGEST_BYTES:]
+    told, rest = head[_DIGEST_AT:_LENGTHS_AT], memoryview(head)[_LENGTHS_AT:]
     if digest((rest,)) != told:
         raise Corruption("the head of a bulk message does not match its checksum: its bytes changed on the way")
     encoded = rest[_LENGTHS.size :]

@@ -28,6 +28,8 @@ Role = Literal["admin", "producer", "consumer", "observer", "shard"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 TOKEN_PREFIX: Final = "tqjoin_"  # noqa: S105  (a mark, no secret)
+TOKEN_FORMAT: Final = 1
+"""A token of this format begins with the address. One of a later format begins with the number of its format."""
 TOKEN_CHARS_MAX: Final = 1024
 _KEY_BYTES: Final = 32
 _CHECK_BYTES: Final = 4
@@ -99,6 +101,7 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 _decoder: Final = msgspec.msgpack.Decoder(_Packed)
+_items: Final = msgspec.msgpack.Decoder(list[object])
 
 
 def write_token(token: JoinToken) -> str:
@@ -132,11 +135,22 @@ def _unpack(text: str) -> _Packed:
         check, packed = data[:_CHECK_BYTES], data[_CHECK_BYTES:]
         if check != _check(packed):
             raise UsageError(f"join token {_shown(text)} was changed or cut short; paste all of it")
+        _check_format(text, packed)
         return _decoder.decode(packed)
     except (binascii.Error, ValueError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"join token {_shown(text)} cannot be read: {error}; paste all of it") from error
+
+
+def _check_format(text: str, packed: bytes) -> None:
+    """Refuse a token of a later format: it is whole, and begins with the number of its format, where ours has an address."""
+    first, *_ = _items.decode(packed) or [None]
+    if isinstance(first, int):
+        raise UsageError(
+            f"join token {_shown(text)} has format {first}, and this package reads format {TOKEN_FORMAT}: upgrade this package, "
+            "or make the token with the version that is installed here (docs/COMPATIBILITY.md)"
+        )
 
 
 def _check(body: bytes) -> bytes:

@@ -6,6 +6,7 @@ The rules:
 - Whatever is not exactly a message raises `ProtocolError`: unknown tags, wrong types, numbers out of
   range, missing, extra or trailing bytes, nesting deeper than the types allow. Decoding builds values of
   the declared types and nothing else; it runs no code that a peer chose.
+- A frame begins with the number of the protocol (see `versions`), and one that has another number is no message here.
 - A frame whose envelope is whole and whose request is not still tells the call it belongs to
   (`call_of`), so that its sender can be answered.
 """
@@ -22,11 +23,12 @@ from transferqueue.errors import ProtocolError, UsageError
 from transferqueue.limits import MESSAGE_BYTES_MAX, VALUE_DEPTH_MAX
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
+from transferqueue.wire.versions import PROTOCOL
 
 _Decoded = TypeVar("_Decoded")
 
 
-class _Envelope(msgspec.Struct, frozen=True, array_like=True):
+class _Envelope(msgspec.Struct, frozen=True, tag=PROTOCOL, array_like=True):
     session: int
     id: int
     seen: int

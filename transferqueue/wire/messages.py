@@ -32,6 +32,7 @@ from transferqueue.limits import (
 from transferqueue.policies import Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field
 from transferqueue.seat import Seat
+from transferqueue.wire.versions import PROTOCOL
 
 Bytes = Annotated[bytes, Meta(max_length=MESSAGE_BYTES_MAX)]
 Rows = Bytes
@@ -853,8 +854,8 @@ Reply = (
 )  # fmt: skip
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Client to server. session: 0 in Hello. id: ascending. seen: all replies up to this id arrived."""
+class Call(msgspec.Struct, frozen=True, tag=PROTOCOL, array_like=True, forbid_unknown_fields=True):
+    """Client to server, behind the number of the protocol. session: 0 in Hello. id: ascending. seen: all replies up to this id arrived."""
 
     session: int
     id: int
@@ -862,8 +863,8 @@ class Call(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     request: Request
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Server to client: the reply to call `id`, by coordinator life `epoch`."""
+class Answer(msgspec.Struct, frozen=True, tag=PROTOCOL, array_like=True, forbid_unknown_fields=True):
+    """Server to client, behind the number of the protocol: the reply to call `id`, by coordinator life `epoch`."""
 
     epoch: int
     id: int

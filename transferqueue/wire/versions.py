@@ -1,0 +1,124 @@
+"""The number of the protocol that a frame speaks, and what the two ends say when their numbers differ. Pure.
+
+The law (docs/COMPATIBILITY.md):
+
+1. A frame is a MessagePack array, and its first item is the number of the protocol. So a call begins with the bytes
+   ``0x95 n`` and an answer with ``0x94 n``, for as long as n is below 128.
+2. Some parts never change, in any protocol: a call is ``[n, session, id, seen, request]``, an answer is
+   ``[n, epoch, id, reply]``, ``Hello`` has the version of the client's package as its sixth item, and a refusal is
+   ``["Failed", error, text]``. So each end can read who the other one is, whatever number it speaks.
+3. Protocol 0 is what packages spoke before frames had a number: calls ``[session, id, seen, request]`` and answers
+   ``[epoch, id, reply]``. Nobody speaks it any more, and a client of it is refused in it.
+4. A server answers a frame of another protocol with one refusal and carries nothing out. A client ends its connection at
+   the first answer of another protocol.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from transferqueue.errors import VersionMismatch
+
+PROTOCOL: Final = 1
+"""What this package speaks. It grows with each change that the golden frames (tests/wire/golden) notice."""
+
+PACKAGE: Final = "asyncflow-transferqueue"
+"""The name under which the package is installed."""
+
+_PACKAGE_ITEM: Final = 5
+"""Where `Hello` names the version of the client's package, counted from its tag."""
+_BY_OLD_PACKAGES: Final = 0
+_TEXT_CHARS_MAX: Final = 500
+_PAGE: Final = "docs/COMPATIBILITY.md says which versions talk to each other"
+
+_any_call: Final = msgspec.msgpack.Decoder(tuple[int, int, int, int, msgspec.Raw])
+_old_call: Final = msgspec.msgpack.Decoder(tuple[int, int, int, msgspec.Raw])
+_any_answer: Final = msgspec.msgpack.Decoder(tuple[int, int, int, msgspec.Raw])
+_old_answer: Final = msgspec.msgpack.Decoder(tuple[int, int, msgspec.Raw])
+_request: Final = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_refusal: Final = msgspec.msgpack.Decoder(tuple[str, str, str])
+_text: Final = msgspec.msgpack.Decoder(str)
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
+def refusal_of(frame: bytes, *, epoch: int, package: str) -> bytes | None:
+    """The answer to a call of another protocol, in a form that its sender can read; None if `frame` is no such call.
+
+    package: the version of the server's package.
+    """
+    try:
+        number, call, request = _read_call(frame)
+        name, client = _read_request(request)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if number == PROTOCOL or not name.isidentifier():
+        return None
+    same = (
+        f"pip install {PACKAGE}=={package} where the client runs" if package else "install its version for the client"
+    )
+    text = (
+        f"the client speaks protocol {number}{_of_package(client)} and this server speaks protocol {PROTOCOL}"
+        f"{_of_package(package)}: upgrade the {'server' if number > PROTOCOL else 'client'}, or {same}; {_PAGE}"
+    )
+    if number == _BY_OLD_PACKAGES:
+        return _encoder.encode((epoch, call, ("Failed", "ProtocolError", text)))
+    return _encoder.encode((PROTOCOL, epoch, call, ("Failed", VersionMismatch.__name__, text)))
+
+
+def mismatch_of(frame: bytes, *, address: str, package: str) -> VersionMismatch | None:
+    """What a client raises for an answer of another protocol; None if `frame` is no such answer.
+
+    package: the version of the client's package.
+    """
+    try:
+        number, reply = _read_answer(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if number == PROTOCOL:
+        return None
+    told = f". The server said: {said}" if number and (said := _said(reply)) else ""
+    return VersionMismatch(
+        f"the server at {address} speaks protocol {number} and this client speaks protocol {PROTOCOL}"
+        f"{_of_package(package)}: upgrade the {'client' if number > PROTOCOL else 'server'}, or install the server's version of "
+        f"{PACKAGE} for the client; {_PAGE}{told}"
+    )
+
+
+def _read_call(frame: bytes) -> tuple[int, int, msgspec.Raw]:
+    """Protocol, id and request of a call of any protocol."""
+    if frame[:1] == b"\x94":
+        _, call, _, request = _old_call.decode(frame)
+        return _BY_OLD_PACKAGES, call, request
+    number, _, call, _, request = _any_call.decode(frame)
+    return max(number, 1), call, request
+
+
+def _read_request(request: msgspec.Raw) -> tuple[str, str]:
+    """The tag of a request, and the version of the package if it is a `Hello` that names one."""
+    items = _request.decode(request)
+    name = _text.decode(items[0]) if items else ""
+    if name != "Hello" or len(items) <= _PACKAGE_ITEM:
+        return name, ""
+    return name, _text.decode(items[_PACKAGE_ITEM])[:_TEXT_CHARS_MAX]
+
+
+def _read_answer(frame: bytes) -> tuple[int, msgspec.Raw]:
+    """Protocol and reply of an answer of any protocol."""
+    if frame[:1] == b"\x93":
+        return _BY_OLD_PACKAGES, _old_answer.decode(frame)[2]
+    number, _, _, reply = _any_answer.decode(frame)
+    return max(number, 1), reply
+
+
+def _said(reply: msgspec.Raw) -> str:
+    """The text of a refusal; "" for any other reply."""
+    try:
+        return _refusal.decode(reply)[2][:_TEXT_CHARS_MAX]
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
+
+
+def _of_package(version: str) -> str:
+    return f" (package {version})" if version else ""
