@@ -23,13 +23,13 @@ a handful of integers, and whoever receives it can check that they fit the bytes
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from typing import Final
 
 import msgspec
 
-from transferqueue.errors import SchemaError, UsageError
+from transferqueue.errors import SchemaError, UsageError, listing
 from transferqueue.limits import ALIGNMENT, check_name
 
 ITEM_BYTES: Final[dict[str, int]] = {
@@ -156,6 +156,14 @@ class Field(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 def known(field: Field) -> Field:
     """The first field that equals this one: it has worked out already what follows from its dtype and shape."""
     return field
+
+
+def not_taken(table: str, field: str, takes: Iterable[str]) -> str:
+    """The error text for a field that the rows of a table may not add."""
+    return (
+        f'field "{field}" is not in table "{table}", which takes only the fields that it was made with or that a task names: '
+        f"{listing(takes)}; declare it with add_fields, or make the table with extra_fields=True"
+    )
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

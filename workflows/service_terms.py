@@ -128,6 +128,7 @@ class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The table, as `Queue.create_table` takes it; `UsageError` for what cannot be one."""
         return {
             "fields": [tq.Field(one.name, one.dtype, tuple(one.shape)) for one in self.columns],
+            "extra_fields": True,  # AsyncFlow's callers add columns as they go
             "tasks": [stage.task() for stage in self.stages],
             "limits": tq.Limits(rows=self.rows_max, bytes=self.bytes_max),
             "pacing": None if self.pace is None else self.pace.pacing(self.table),

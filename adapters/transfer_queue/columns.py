@@ -15,6 +15,8 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
+from transferqueue.client.slips import RESERVED
+from transferqueue.errors import UsageError
 from transferqueue.schema import Field
 from transferqueue.storage import Each, Plain
 
@@ -31,6 +33,10 @@ def columns_of(data: TensorDict, known: Mapping[str, Field]) -> tuple[list[Field
     new: list[Field] = []
     columns: dict[str, Any] = {}
     for name in data.keys():  # noqa: SIM118  (a TensorDict is no mapping)
+        if name in RESERVED:
+            raise UsageError(
+                f"field {name!r} has the name of a fact of rows, and cannot be a column; give it another name"
+            )
         field, value = _column(str(name), data.get(name), known.get(str(name)))
         columns[field.name] = value
         if field.name not in known:

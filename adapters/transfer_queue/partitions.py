@@ -66,7 +66,12 @@ class Partitions:
         for _ in range(_TRIES):
             try:
                 made = self._queue.create_table(
-                    name, tasks=[_KEPT], fields=list(fields), retention=tq.Manual(), limits=limits
+                    name,
+                    tasks=[_KEPT],
+                    fields=list(fields),
+                    retention=tq.Manual(),
+                    limits=limits,
+                    extra_fields=True,
                 )
             except AlreadyExists:
                 found = self.find(partition_id)

@@ -40,6 +40,7 @@ def table(opened: tq.Queue, name: str) -> tq.Table:
         ],
         tasks=[tq.Task("train", needs=["text"]), tq.Task("whole", needs=["score"], groups=tq.Complete())],
         limits=tq.Limits(rows=16, bytes="64KiB"),
+        extra_fields=True,
     )
     found.put(text=["zero", "one"], dense=np.zeros((2, 3), np.float32), group_id=1, group_size=2, key=["k0", "k1"])
     return found

@@ -159,9 +159,12 @@ class Driver:
         retention: Retention | None = None,
         exist_ok: bool = False,
         replicas: int = 1,
+        extra_fields: bool | None = None,
     ) -> m.TableTerms:
         return self.apply(
-            m.CreateTable(name, list(fields), list(tasks), limits or Limits(), pacing, retention, exist_ok, replicas)
+            m.CreateTable(
+                name, list(fields), list(tasks), limits or Limits(), pacing, retention, exist_ok, replicas, extra_fields
+            )
         )
 
     # ------------------------------------------------------------ columns

@@ -53,7 +53,7 @@ TASKS = [
 def world() -> World:
     world = World()
     client = world.client()
-    client.create(tasks=TASKS, fields=[DENSE, RAGGED], limits=Limits(rows=32, bytes=4096))
+    client.create(tasks=TASKS, fields=[DENSE, RAGGED], limits=Limits(rows=32, bytes=4096), extra_fields=True)
     client.put(4, ["ids"], group_id=1, group_size=4, keys=["a", "b", "c", "d"])
     client.put(1, ["ids"])
     return world
@@ -118,6 +118,20 @@ def test_unknown_field_lists_those_of_the_table(world: World, client: Driver) ->
 
 def test_unknown_channel(world: World, client: Driver) -> None:
     refused(world, NotFound, 'channel "policy" does not exist', lambda: client.apply(m.Applied("policy", 0)))
+
+
+def test_a_table_that_declares_its_fields_takes_no_others(world: World, client: Driver) -> None:
+    client.create("closed", fields=[Field("x", "int64")], tasks=[Task("grade", ["x"], gives=["y"])])
+    other = columns(fields=[Field("z", "int64")], inline=[m.Inline("z", bytes(8))])
+    message = 'field "z" is not in table "closed", which takes only the fields that it was made with or that a task names: x, y;'
+    refused(world, SchemaError, message, lambda: client.apply(m.Put("closed", 1, other)))
+    one = columns(fields=[Field("x", "int64")], inline=[m.Inline("x", bytes(8))])
+    row = client.apply(m.Put("closed", 1, one)).first
+    refused(world, SchemaError, message, lambda: client.apply(m.Update("closed", i64([row]), other)))
+    lease = client.lease("grade", 1, table="closed")
+    refused(world, SchemaError, message, lambda: client.apply(m.Ack("closed", lease.lease, lease.token, columns=other)))
+    client.apply(m.AddTask("closed", Task("late", ["z"])))
+    client.apply(m.Ack("closed", lease.lease, lease.token, columns=other))
 
 
 # ---------------------------------------------------------------- schema

@@ -500,10 +500,13 @@ class AsyncQueue(QueueBase):
         retention: Retention = Acked(),  # noqa: B008  (frozen)
         exist_ok: bool = False,
         replicas: int = 1,
+        extra_fields: bool | None = None,
     ) -> AsyncTable:
         """As `Queue.create_table`."""
         client = self._of(name)
-        operation = verbs.create_table(client, name, fields, tasks, limits, pacing, retention, exist_ok, replicas)
+        operation = verbs.create_table(
+            client, name, fields, tasks, limits, pacing, retention, exist_ok, replicas, extra_fields
+        )
         return AsyncTable(client, await adrive(client.connection, operation))
 
     async def table(self, name: str, timeout_s: float = 0.0) -> AsyncTable:

@@ -22,6 +22,7 @@ from transferqueue.client.client import Client
 from transferqueue.client.deadline import Deadline
 from transferqueue.client.driving import Operation, ask
 from transferqueue.client.facts import Facts
+from transferqueue.client.slips import check_columns
 from transferqueue.client.terms import Terms
 from transferqueue.client.writing import OPEN_MAX, Fate, Piece
 from transferqueue.errors import FlowSignal, SchemaError, ShardLost, UsageError
@@ -63,10 +64,15 @@ def commit(
     deadline: Deadline,
     request: Request,
     kind: type[R],
+    call: str,
 ) -> Operation[R]:
-    """Carry columns and facts for `rows` rows (None: new ones, as many as they have) into the table, in one commit."""
+    """Carry columns and facts for `rows` rows (None: new ones, as many as they have) into the table, in one commit.
+
+    call: put, update, ack or release, whose columns are compared with what they may have been meant for.
+    """
     if any(check_name("field", name) not in terms.fields for name in columns):
         yield from _refresh(terms)
+        check_columns(call, columns, facts.names(), terms)
 
     def attempt() -> Operation[R]:
         return _commit(client, terms, facts, columns, rows, deadline, request, kind)
@@ -107,6 +113,7 @@ def _commit(
     request: Request,
     kind: type[R],
 ) -> Operation[R]:
+    terms.check_added(columns)
     out = outgoing(columns, facts, terms.fields, rows)
     blocks = drafts([column for column in out.columns if not column.field.inline])
     inline = [m.Inline(column.field.name, column.inline()) for column in out.columns if column.field.inline]

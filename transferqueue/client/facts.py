@@ -49,6 +49,10 @@ class Facts(msgspec.Struct, kw_only=True):
         """Whether any fact was given."""
         return any(getattr(self, name) is not None for name in self.__struct_fields__)
 
+    def names(self) -> list[str]:
+        """Names of the facts that were given."""
+        return [name for name in self.__struct_fields__ if getattr(self, name) is not None]
+
     def message(self, rows: int, tokens: npt.NDArray[np.int64] | None = None) -> m.RowFacts:
         """For `rows` rows. tokens: what to say if the caller did not. `SchemaError` for a fact that does
         not fit its type or the number of rows."""

@@ -117,7 +117,7 @@ def ack(lent: Lent, rows: object, facts: Facts, columns: Mapping[str, Any], step
             step=checks.whole("step", step, -1),
         )
 
-    yield from _ending(lent, _carrying(lent, chosen, facts, columns, request))
+    yield from _ending(lent, _carrying(lent, chosen, facts, columns, request, "ack"))
     lent.take(chosen, "was acked")
 
 
@@ -150,7 +150,7 @@ def release(
             columns=carried,
         )
 
-    yield from _ending(lent, _carrying(lent, chosen, facts, columns, request))
+    yield from _ending(lent, _carrying(lent, chosen, facts, columns, request, "release"))
     lent.take(chosen, "was released")
 
 
@@ -160,13 +160,14 @@ def _carrying(
     facts: Facts,
     columns: Mapping[str, Any],
     request: Callable[[int, m.Columns | None], m.Request],
+    call: str,
 ) -> Operation[m.Done]:
     """A request about rows of a lease, with columns and facts about them where there are any."""
     count = len(lent.left) if chosen is None else len(chosen) // 8
     if not (columns or facts.said()):
         return ask(request(count, None), m.Done)
     deadline = Deadline(lent.client.clock, TIMEOUT_S_DEFAULT)
-    return commit(lent.client, lent.terms, facts, columns, count, deadline, request, m.Done)
+    return commit(lent.client, lent.terms, facts, columns, count, deadline, request, m.Done, call)
 
 
 def renew(lent: Lent, lease_s: float | None) -> Operation[float]:

@@ -40,15 +40,23 @@ class Queue(QueueBase):
         retention: Retention = Acked(),  # noqa: B008  (frozen)
         exist_ok: bool = False,
         replicas: int = 1,
+        extra_fields: bool | None = None,
     ) -> Table:
-        """Make a table. Fields not declared here are added by the first put that brings them.
+        """Make a table.
 
+        fields: those that rows may have, beside those that a task needs or gives. Without any, the first put that brings a new
+        field adds it, unless its name is near that of a parameter or of another field: that is `UsageError`, with the name that
+        was probably meant.
+        extra_fields: True: rows may add any further field, and names are taken as they come. False: none. None: any if no
+        fields are declared.
         replicas: shards that each block of columns is written to, all in one commit, so that rows outlive the loss of one
         less; their bytes count as often. `AlreadyExists` unless `exist_ok` and the terms are the same; `Impossible` for
         terms under which rows would wait for ever, with the arithmetic, and with fewer shards than `replicas`.
         """
         client = self._of(name)
-        operation = verbs.create_table(client, name, fields, tasks, limits, pacing, retention, exist_ok, replicas)
+        operation = verbs.create_table(
+            client, name, fields, tasks, limits, pacing, retention, exist_ok, replicas, extra_fields
+        )
         return Table(client, drive(client.connection, operation))
 
     def table(self, name: str, timeout_s: float = 0.0) -> Table:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from transferqueue.schema import Field, known
+from transferqueue.errors import SchemaError
+from transferqueue.schema import Field, known, not_taken
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_fields
 
@@ -38,6 +39,15 @@ class Terms:
         new = {field.name: field for field in fields if self.fields.get(field.name) != field}
         if new:
             self.fields = self.fields | new  # not changed in place: others compare and iterate
+
+    def check_added(self, names: Iterable[str]) -> None:
+        """`SchemaError` for a name that rows of the table may not add. The server refuses it too; here it costs no bytes."""
+        if self.last.extra_fields is not False or self.fields.keys() >= set(names):
+            return
+        takes = {*self.fields, *(name for task in self.last.tasks for name in (*task.needs, *task.gives))}
+        for name in names:
+            if name not in takes:
+                raise SchemaError(not_taken(self.name, name, takes))
 
     def told(self, definitions: bytes) -> Mapping[str, Field]:
         """All fields that are known, and those that a reply defines as it does. `ProtocolError` if `definitions` are none.

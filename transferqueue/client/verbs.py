@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client import checks
+from transferqueue.client import checks, slips
 from transferqueue.client.client import Client
 from transferqueue.client.commits import commit
 from transferqueue.client.deadline import Deadline
@@ -38,8 +38,11 @@ def create_table(
     retention: Retention | None,
     exist_ok: bool,
     replicas: int,
+    extra_fields: bool | None,
 ) -> Operation[Terms]:
     """A new table, or an existing one with the same terms."""
+    if extra_fields not in (None, True, False):
+        raise UsageError(f"extra_fields={extra_fields!r} is {type(extra_fields).__name__}; give True, False or None")
     request = m.CreateTable(
         name=check_name("table", name),
         fields=_each("fields", fields, Field),
@@ -49,7 +52,10 @@ def create_table(
         retention=None if retention is None else _one("retention", retention, Acked | Manual),
         exist_ok=bool(exist_ok),
         replicas=checks.whole("replicas", replicas, least=1),
+        extra_fields=extra_fields,
     )
+    slips.check_declared(name, request.fields, request.tasks)
+    slips.check_needs(request.tasks, {field.name for field in request.fields})
     return client.terms((yield from ask(request, m.TableTerms)))
 
 
@@ -99,7 +105,7 @@ def put(
     def request(rows: int, carried: m.Columns) -> m.Put:
         return m.Put(table=terms.name, rows=rows, columns=carried, reservation=reservation, wait_s=deadline.left())
 
-    found = yield from commit(client, terms, facts, columns, None, deadline, request, m.PutRows)
+    found = yield from commit(client, terms, facts, columns, None, deadline, request, m.PutRows, "put")
     return np.arange(found.first, found.first + found.rows, dtype=np.int64)
 
 
@@ -115,7 +121,7 @@ def update(
     def request(_: int, carried: m.Columns) -> m.Update:
         return m.Update(table=terms.name, rows=ids, columns=carried, overwrite=bool(overwrite))
 
-    yield from commit(client, terms, facts, columns, len(ids) // 8, deadline, request, m.Done)
+    yield from commit(client, terms, facts, columns, len(ids) // 8, deadline, request, m.Done, "update")
 
 
 def read(
@@ -230,12 +236,15 @@ def seal(terms: Terms) -> Operation[None]:
 def add_task(client: Client, terms: Terms, task: Task) -> Operation[None]:
     """One more task."""
     request = m.AddTask(table=terms.name, task=_one("task", task, Task))
+    slips.check_declared(terms.name, (), [request.task])
+    slips.check_new_task(request.task, terms)
     client.terms((yield from ask(request, m.TableTerms)))
 
 
 def add_fields(client: Client, terms: Terms, fields: Sequence[Field]) -> Operation[None]:
     """More fields."""
     request = m.AddFields(table=terms.name, fields=_each("fields", fields, Field))
+    slips.check_declared(terms.name, request.fields, ())
     client.terms((yield from ask(request, m.TableTerms)))
 
 

@@ -61,6 +61,7 @@ def check_columns(rows: Rows, blocks: Blocks, session: int, columns: Columns, co
     blocks.check(session, columns.blocks, replicas)
     facts = check_facts(columns.facts, count)
     new = [] if known is rows.fields else [known[name] for name in known if name not in rows.fields]
+    rows.check_added(field.name for field in new)
     nbytes = replicas * sum(placed.nbytes for placed in columns.blocks)
     return Staged(count, new, list(columns.blocks), slots, inline, facts, names, nbytes)
 

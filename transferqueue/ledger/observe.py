@@ -44,6 +44,7 @@ def table_stats(table: Table, now: float) -> Plain:
         "bytes": table.usage.bytes,
         "bytes_limit": table.limits.bytes_max,
         "fields": {name: field.describe() for name, field in table.rows.fields.items()},
+        "extra_fields": table.extra_fields is not False,
         "groups": len(table.groups),
         "version": table.clock,
         "cursor": table.ordinals.cursor(),

@@ -66,6 +66,7 @@ class _Planting:
         """Make a table."""
         table = create_table(self._state.core, _request(cut))
         self._state.tables[table.name] = table
+        table.restrict_fields(cut.terms.extra_fields)
         table.sealed, table.clock = cut.terms.sealed, cut.terms.version
         ids = cut.rows["row_id"]
         table.rows.pages.plant(cut.counts.next_row, ids)

@@ -16,7 +16,7 @@ from transferqueue.ledger.facts import DTYPES, UNSET, Facts
 from transferqueue.ledger.pages import DONE, LIVE, Column, Pages
 from transferqueue.limits import FIELDS_MAX
 from transferqueue.policies import Tags
-from transferqueue.schema import Field, known
+from transferqueue.schema import Field, known, not_taken
 from transferqueue.wire.codec import encode_fields
 
 WORD = 64
@@ -55,6 +55,8 @@ class Rows:
         self.tasks_left = self.pages.column(np.uint8)
         """Tasks that are not done with the row."""
         self.fields: dict[str, Field] = {}
+        self.may_add: frozenset[str] | None = None
+        """Names of fields that rows may add beside those declared; None: any."""
         self.number: dict[str, int] = {}
         self.words: list[Column] = []
         self._masks: dict[tuple[str, ...], Mask] = {}
@@ -92,6 +94,14 @@ class Rows:
         if len(known) > FIELDS_MAX:
             raise UsageError(f'table "{self.table}" would have {len(known)} fields; at most {FIELDS_MAX} are allowed')
         return known
+
+    def check_added(self, names: Iterable[str]) -> None:
+        """Raise unless rows may add these fields, which the table does not have yet."""
+        if self.may_add is None:
+            return
+        for name in names:
+            if name not in self.may_add:
+                raise SchemaError(not_taken(self.table, name, {*self.fields, *self.may_add}))
 
     def unknown_field(self, name: str) -> NotFound:
         """The error for a field that the table does not have."""

@@ -66,6 +66,8 @@ class Table:
         self.retention = retention
         self.replicas = replicas
         """Shards that each block is committed to."""
+        self.extra_fields: bool | None = None
+        """Whether rows may add fields that the terms do not name; None: yes, but clients refuse near misses."""
         self.sealed = False
         self.clock = 0
         self.rows = Rows(name)
@@ -108,6 +110,7 @@ class Table:
         else:
             state = GroupTaskState(task, self.rows, ranker, task.groups, self.groups, self.core.deadlines)
         self.tasks[task.name] = state
+        self.restrict_fields(self.extra_fields)
         self.gatherers = [one for one in self.tasks.values() if isinstance(one, GroupTaskState)]
         return state
 
@@ -115,8 +118,13 @@ class Table:
         """The terms as a reply."""
         return TableTerms(
             self.name, list(self.rows.fields.values()), [one.task for one in self.tasks.values()], self.limits,
-            self.pacing, self.retention, self.sealed, self.clock, self.replicas,
+            self.pacing, self.retention, self.sealed, self.clock, self.replicas, self.extra_fields,
         )  # fmt: skip
+
+    def restrict_fields(self, extra_fields: bool | None) -> None:
+        """Whether rows may add fields that neither the table's declaration nor a task names."""
+        self.extra_fields = extra_fields
+        self.rows.may_add = self.expected_fields() if extra_fields is False else None
 
     def expected_fields(self) -> frozenset[str]:
         """Fields that some task needs or gives, declared or not yet."""

@@ -99,7 +99,13 @@ def create_table(core: Core, request: CreateTable) -> Table:
         table.rows.add_field(field)
     for task in request.tasks:
         table.add_task(task)
+    table.restrict_fields(_extra_fields(request))
     return table
+
+
+def _extra_fields(request: CreateTable) -> bool | None:
+    """Who declares fields means those and no others, unless the request says otherwise."""
+    return False if request.extra_fields is None and request.fields else request.extra_fields
 
 
 def same_terms(table: Table, request: CreateTable) -> bool:
@@ -110,6 +116,7 @@ def same_terms(table: Table, request: CreateTable) -> bool:
         and all(tasks.get(task.name) == task for task in request.tasks)
         and (table.limits, table.pacing) == (request.limits, request.pacing)
         and (table.retention, table.replicas) == (request.retention or Acked(), request.replicas)
+        and table.extra_fields == _extra_fields(request)
     )
 
 

@@ -271,7 +271,10 @@ class Unpin(Message):
 
 
 class CreateTable(Message):
-    """A table and its terms. exist_ok: an existing table with the same terms is no error. replicas: shards that have each block."""
+    """A table and its terms. exist_ok: an existing table with the same terms is no error. replicas: shards that have each block.
+
+    extra_fields: whether rows may add fields that the terms do not name; None: if the terms declare no fields.
+    """
 
     name: Name
     fields: Fields = []
@@ -281,6 +284,7 @@ class CreateTable(Message):
     retention: Retention | None = None
     exist_ok: bool = False
     replicas: Annotated[int, Meta(ge=1)] = 1
+    extra_fields: bool | None = None
 
 
 class OpenTable(Message):
@@ -291,7 +295,10 @@ class OpenTable(Message):
 
 
 class TableTerms(Message):
-    """A table as it is: answer to CreateTable, OpenTable, AddTask, AddFields."""
+    """A table as it is: answer to CreateTable, OpenTable, AddTask, AddFields.
+
+    extra_fields: whether rows may add fields that the terms do not name; None: yes, but clients refuse near misses.
+    """
 
     name: Text
     fields: Fields
@@ -302,6 +309,7 @@ class TableTerms(Message):
     sealed: bool
     version: int
     replicas: int = 1
+    extra_fields: bool | None = None
 
 
 class AddTask(Message):
