@@ -1,7 +1,7 @@
 """A rollout engine, a reward function and a trainer that share a queue over HTTP and import nothing but the standard library.
 
-    transferqueue serve --http 8788 --token-file token
-    python examples/http_service.py http://127.0.0.1:8788 token
+    transferqueue serve --http 8788 --tokens tokens
+    python examples/http_service.py http://127.0.0.1:8788 tokens/service
 
 Each of the three would be a process of its own, on this machine; here they are threads. They speak JSON. Where rows are large,
 ask for them packed: `Packed` at http://127.0.0.1:8788/ says how.

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from importlib.resources import files
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import pytest
 
@@ -22,6 +22,9 @@ pytest.importorskip("uvicorn")
 
 GENEROUS_S = 60
 TOKEN = "token-of-the-test"  # noqa: S105
+METRICS_TOKEN = "token-of-the-metrics"  # noqa: S105
+AWKWARD = ["a/b", "a/b/0", "a/../b", "_/", "row//0", "a.b-c", "x" * 128]
+"""Names that tables may have, and that paths find hard."""
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +37,14 @@ def queue(tmp_path_factory):
         table.put(x=[1.0, 2.0, 3.0], policy_version=0)
         with table.lease("train", rows=1):
             pass
+        for name in AWKWARD:
+            queue.create_table(name, tasks=[tq.Task("score", needs=["x"])]).put(x=[1.0])
         yield queue
 
 
 @pytest.fixture(scope="module")
 def page(queue):
-    process, link = start_page(queue.address, "127.0.0.1:0", TOKEN)
+    process, link = start_page(queue.address, "127.0.0.1:0", TOKEN, metrics_token=METRICS_TOKEN)
     yield urlsplit(link)
     process.stdin.close()
     assert process.wait(GENEROUS_S) == 0
@@ -102,7 +107,6 @@ def test_nothing_is_told_to_who_has_no_token_or_comes_by_another_name(page, path
     assert "default-src 'none'" in headers["content-security-policy"]
     assert get(page, path, Host="evil.example")[0] == 421
     assert get(page, path, Origin="http://evil.example")[0] == 403
-    assert get(page, path, method="POST")[0] == 405
 
 
 def test_its_files_load_nothing_from_any_network(page):
@@ -150,6 +154,99 @@ def test_a_rows_life_and_a_row_that_is_none(page):
     assert '"none"' in body
 
 
+@pytest.mark.parametrize("name", AWKWARD)
+def test_a_row_of_a_table_of_any_name_is_found(page, name):
+    """As `page.js` asks, and as a person writes it."""
+    for path in (quote(name, safe=""), quote(name)):
+        status, _, body = get(page, f"/row/{path}/0")
+        assert (status, json.loads(body)["life"]["table"]) == (200, name)
+
+
+@pytest.mark.parametrize(
+    "path", ["//evil.example/", "//evil.example", "/\\evil.example/", "/row//evil.example", "/events", "/none"]
+)
+def test_the_token_in_a_link_is_exchanged_at_the_root_alone_and_leads_nowhere_else(page, path):
+    status, headers, _ = get(page, f"{path}?token={TOKEN}", Authorization="")
+    assert status == 401
+    assert "location" not in headers
+    assert "set-cookie" not in headers
+    for where in {path, f"{path}/"} - {"/events"}:
+        _, headers, _ = get(page, where)
+        assert "location" not in headers
+
+
+def test_the_token_of_the_metrics_opens_nothing_but_them(page):
+    bearer = {"Authorization": f"Bearer {METRICS_TOKEN}"}
+    status, headers, body = get(page, "/metrics", **bearer)
+    assert (status, "transferqueue_table_rows_put_total" in body) == (200, True)
+    for path in ("/", "/events", "/row/rows/0", "/page.js", "/none"):
+        assert get(page, path, **bearer)[0] == 403
+    status, headers, _ = get(page, f"/?token={METRICS_TOKEN}", Authorization="")
+    assert (status, headers.get("set-cookie")) == (403, None)
+
+
+DIGITS = "1" * 5000
+EXTREME = [
+    *(
+        DIGITS,
+        f"-{DIGITS}",
+        "-1",
+        "+1",
+        "1_0",
+        "%201",
+        "0x1",
+        "1e3",
+        "1.0",
+        "",
+        "%00",
+        "%2F",
+        "%2e%2e",
+        "%",
+        "%zz",
+        "%ff%fe",
+    ),
+    *(quote(text) for text in ("٣", "²", "１", "\u202e1", "\x1b[31m1", "<b>1</b>", "1\r\nX: y", "{1}")),
+    *(str(2**63), str(2**64), "9" * 19, "0" * 19),
+]
+
+
+@pytest.mark.slow
+def test_whatever_a_path_asks_for_is_answered_or_refused_and_nothing_is_a_defect(queue, capfd):
+    """Every route, with the values that break parsers in every place of its path, with and without a token."""
+    paths = (
+        [f"/row/rows/{one}" for one in EXTREME]
+        + [f"/row/{one}/0" for one in EXTREME]
+        + [f"/row/{one}" for one in EXTREME]
+    )
+    paths += [f"/{one}" for one in EXTREME] + ["/row/" + "a/" * 4000 + "0", "/%2F%2Fevil.example", "/row/rows/0/"]
+    for route in ("/", "/row/rows/0", "/page.js", "/icon.svg", "/metrics"):
+        paths += [
+            f"{route}?{query}" for query in ("token", f"{'a=1&' * 3000}token=x", "%ff=%00", "=" * 9000, "token=%00")
+        ]
+    process, link = start_page(queue.address, "127.0.0.1:0", TOKEN)  # what it says in its log is captured too
+    page = urlsplit(link)
+    for path in paths:
+        status, headers, body = get(page, path)
+        assert status in (200, 400, 401, 404), (path[:80], status, body[:200])
+        assert "default-src 'none'" in headers["content-security-policy"] or status == 400
+        assert len(body) < 2000 or status == 200
+        assert get(page, path, Authorization="Bearer wrong")[0] in (400, 401), path[:80]
+    assert get(page, "/row/rows/" + "1" * 20_000)[0] == 400  # more than a head may have
+    assert get(page, "/row/rows/0")[0] == 200
+    process.stdin.close()
+    assert process.wait(GENEROUS_S) == 0
+    process.stdout.close()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW"])
+def test_the_page_only_shows(page, method):
+    for path in ("/", "/events", "/row/rows/0", "/metrics", "/page.js"):
+        status, headers, _ = get(page, path, method=method)
+        assert (status, headers["allow"]) == (405, "GET, HEAD")
+    assert get(page, "/none", method=method)[0] == 404
+
+
 @pytest.mark.slow
 def test_no_more_streams_than_the_most(page):
     streams = [Stream(page) for _ in range(17)]
@@ -191,7 +288,18 @@ def test_a_page_tells_when_its_server_is_gone_and_ends_with_it(tmp_path):
 @pytest.mark.slow
 def test_serve_prints_the_link_and_takes_the_page_along(tmp_path):
     with subprocess.Popen(
-        [sys.executable, "-m", "transferqueue.cli", "serve", "--runtime", tmp_path / "run", "--web", "0"],
+        [
+            sys.executable,
+            "-m",
+            "transferqueue.cli",
+            "serve",
+            "--runtime",
+            tmp_path / "run",
+            "--web",
+            "0",
+            "--http",
+            "0",
+        ],
         stdout=subprocess.PIPE,
         text=True,
     ) as server:
@@ -199,7 +307,13 @@ def test_serve_prints_the_link_and_takes_the_page_along(tmp_path):
         link = urlsplit(server.stdout.readline().removeprefix("web ").strip())
         token = link.query.removeprefix("token=")
         assert len(token) >= 32
+        service = urlsplit(server.stdout.readline().removeprefix("http ").strip())
         assert get(link, "/", Authorization=f"Bearer {token}")[0] == 200
+        other = service.query.removeprefix("token=")
+        assert get(service, "/", Authorization=f"Bearer {other}")[0] == 200
+        for path in ("/", "/metrics"):  # each token opens its own door
+            assert get(service, path, Authorization=f"Bearer {token}")[0] == 401
+            assert get(link, path, Authorization=f"Bearer {other}")[0] == 401
         server.kill()
     deadline = time.monotonic() + GENEROUS_S
     while time.monotonic() < deadline:

@@ -15,9 +15,11 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import transferqueue as tq
 from tests.web.service_client import GENEROUS_S, TOKEN, Asking
+from transferqueue.cli.app import app
 from transferqueue.web.beside import start_page
 
 pytest.importorskip("starlette")
@@ -435,9 +437,10 @@ def test_metrics_are_served(service, job):
 
 @pytest.mark.slow
 def test_serve_starts_it_with_a_token_of_a_file_and_the_example_runs_on_it(tmp_path):
-    token = tmp_path / "token"
+    tokens = tmp_path / "tokens"
+    token = tokens / "service"
     command = [sys.executable, "-m", "transferqueue.cli", "serve", "--runtime", tmp_path / "run", "--http", "0"]
-    with subprocess.Popen([*command, "--token-file", token], stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen([*command, "--tokens", tokens], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout.readline().startswith("ready ipc://")
         link = urlsplit(server.stdout.readline().removeprefix("http ").strip())
         assert token.stat().st_mode & 0o777 == 0o600
@@ -456,16 +459,19 @@ def test_serve_starts_it_with_a_token_of_a_file_and_the_example_runs_on_it(tmp_p
     assert ran.stdout.count("16 rows, mean reward") == 4
 
 
-@pytest.mark.slow
-def test_serve_refuses_a_token_for_nobody(tmp_path):
-    ran = subprocess.run(
-        [sys.executable, "-m", "transferqueue.cli", "serve", "--runtime", tmp_path / "run", "--token-file", "token"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=GENEROUS_S,
-        check=False,
-    )
-    assert ran.returncode == 2
-    assert "is the token of --web and --http; give one of them too" in " ".join(ran.stderr.split())
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("--tokens", "has the tokens of --web and --http; give one of them too"),
+        (
+            "--token-file",
+            "each has its own now: give --tokens DIR, which makes the files DIR/page, DIR/service and DIR/metrics",
+        ),
+    ],
+)
+def test_serve_refuses_tokens_for_nobody_and_one_token_for_all(tmp_path, option, text):
+    place = tmp_path / "place"
+    ran = CliRunner().invoke(app, ["serve", "--runtime", str(tmp_path / "run"), option, str(place)])
+    assert ran.exit_code == 2
+    assert text in " ".join(ran.stderr.split())
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,7 @@
 """Whatever is asked of the HTTP service, it answers as documented, and no row is lost."""
 
 import datetime as dt
+import json
 import random
 from collections import Counter
 from urllib.parse import urlsplit
@@ -12,6 +13,7 @@ import transferqueue as tq
 from tests.web.service_client import GENEROUS_S, TOKEN, Asking
 from transferqueue.web.actions import ACTIONS
 from transferqueue.web.beside import start_page
+from transferqueue.web.schemas import Facts
 
 STAGES = [{"name": "rollout", "needs": ["prompt"], "gives": ["ids"]}, {"name": "train", "needs": ["ids"]}]
 REQUESTS = 1500
@@ -85,3 +87,64 @@ def test_nothing_that_is_asked_is_a_defect(tmp_path):
         process.stdin.close()
         assert process.wait(GENEROUS_S) == 0
         process.stdout.close()
+
+
+NUMBERS = [
+    "1" * 5000,
+    "-" + "1" * 5000,
+    "1e999",
+    "-0",
+    str(2**62),
+    str(2**63),
+    str(-(2**63) - 1),
+    "[" * 900 + "]" * 900,
+]
+PATHS = [
+    "/action/" + "1" * 5000,
+    "/action/%00",
+    "/action//seal",
+    "/action/seal/",
+    "//evil.example/",
+    "/%2e%2e/%zz",
+    "/metrics/x",
+]
+
+
+@pytest.mark.slow
+def test_numbers_beyond_every_bound_and_paths_that_are_none_are_refused_without_a_word_in_the_log(tmp_path, capfd):
+    """Each member of each body in turn, and members of facts: what JSON can say and no number holds."""
+    tmp_path.chmod(0o700)
+    with tq.connect(runtime=tmp_path, arena_bytes="64MiB") as queue:
+        process, link = start_page(queue.address, "127.0.0.1:0", TOKEN, "service")
+        service = Asking(urlsplit(link).hostname, urlsplit(link).port)
+        service.call("init_engines", stages=STAGES)
+        for action in ACTIONS:
+            facts = [f"facts.{name}" for name in Facts.__struct_fields__] * ("facts" in action.takes.__struct_fields__)
+            for member in (*action.takes.__struct_fields__, *facts):
+                for number in NUMBERS:
+                    at = ["facts", member.removeprefix("facts.")] if member.startswith("facts.") else [member]
+                    body = right(action, "none", 1) | (
+                        {"timeout_s": 0} if "timeout_s" in action.takes.__struct_fields__ else {}
+                    )
+                    body |= {"table": "experience"} if "table" in action.takes.__struct_fields__ else {}
+                    body[at[0]] = {at[1]: "NUMBER"} if len(at) > 1 else "NUMBER"
+                    text = json.dumps(body).replace('"NUMBER"', number)
+                    answer = service.request(
+                        "POST", f"/action/{action.name}", text, **{"Content-Type": "application/json"}
+                    )
+                    assert answer.status in (200, 400, 404, 409, 410, 504), (
+                        action.name,
+                        member,
+                        number[:20],
+                        answer.body,
+                    )
+        for path in PATHS:
+            for method in ("GET", "POST", "DELETE"):
+                answer = service.request(method, path)
+                assert (answer.status, answer.json["error"]) == (404, "NotFound"), (method, path)
+                assert "location" not in answer.headers
+        assert service.request("POST", "/action/seal", **{"Content-Length": "1" * 5000}).status == 400
+        process.stdin.close()
+        assert process.wait(GENEROUS_S) == 0
+        process.stdout.close()
+    assert capfd.readouterr().err == ""

@@ -1,9 +1,9 @@
-"""The token's file: made private, read only where it is, and refused where it holds none."""
+"""The files of the tokens: made private, read only where they are, and refused where they hold none."""
 
 import pytest
 
 from transferqueue.errors import UsageError
-from transferqueue.web.token import kept_token, new_token
+from transferqueue.web.token import NAMES, kept_token, kept_tokens, new_token, new_tokens
 
 
 def test_a_file_is_made_private_and_read_again(tmp_path):
@@ -39,3 +39,28 @@ def test_a_place_where_none_can_be_made_is_told(tmp_path):
         kept_token(tmp_path / "none" / "token")
     with pytest.raises(UsageError, match="cannot be read: Is a directory"):
         kept_token(tmp_path)
+
+
+def test_a_directory_gets_a_token_of_its_own_for_each_thing(tmp_path):
+    tokens = kept_tokens(tmp_path / "tokens")
+    assert len(set(tokens.values())) == len(NAMES) == len(set(new_tokens().values()))
+    assert (tmp_path / "tokens").stat().st_mode & 0o777 == 0o700
+    assert {path.name: path.read_text().strip() for path in (tmp_path / "tokens").iterdir()} == tokens
+    assert kept_tokens(tmp_path / "tokens") == tokens
+
+
+def test_one_token_for_two_things_is_refused(tmp_path):
+    tokens = kept_tokens(tmp_path / "tokens")
+    (tmp_path / "tokens" / "metrics").write_text(tokens["service"])
+    with pytest.raises(UsageError, match="the files service and metrics hold the same token"):
+        kept_tokens(tmp_path / "tokens")
+
+
+def test_a_place_that_is_no_directory_or_that_others_may_write_is_refused(tmp_path):
+    (tmp_path / "token").touch()
+    with pytest.raises(UsageError, match="is a file; name a directory"):
+        kept_tokens(tmp_path / "token")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(UsageError, match="has mode 777, so others may put other tokens there; chmod 700 it"):
+        kept_tokens(tmp_path / "open")

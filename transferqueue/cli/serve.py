@@ -21,7 +21,7 @@ EXAMPLES = (
     ("transferqueue serve --tcp 0.0.0.0:7777 --coordinator 1/2", "the first of two with tables each, used as one"),
     ("transferqueue serve --web 8787", "with a page that shows what it does, at 127.0.0.1:8787"),
     (
-        "transferqueue serve --http 8788 --token-file TOKEN",
+        "transferqueue serve --http 8788 --tokens DIR",
         "with an HTTP service, for programs that import nothing of it",
     ),
     ("transferqueue serve --runtime /tmp/tq", "another one, in a directory of its own"),
@@ -133,15 +133,17 @@ def serve(
             help="Serve put_prompts, get_experience and the like over HTTP at 127.0.0.1:PORT; its page says how. Prints a link, too.",
         ),
     ] = None,
-    token_file: Annotated[
+    tokens: Annotated[
         Path | None,
         typer.Option(
-            "--token-file",
-            metavar="FILE",
+            "--tokens",
+            metavar="DIR",
             show_default=False,
-            help="File of the token that --web and --http ask for, made (0600) if there is none. Default: a new one in each link.",
+            help="Directory of three files: page and service hold the tokens that --web and --http ask for, metrics one that opens "
+            "/metrics alone. Made where there is none (0700, files 0600). Default: new tokens, in the links.",
         ),
     ] = None,
+    token_file: Annotated[Path | None, typer.Option("--token-file", hidden=True)] = None,
     supervised: Annotated[
         bool,
         typer.Option("--supervise", help="Start the server again when it crashes; clients go on where it is durable."),
@@ -155,7 +157,8 @@ def serve(
     from transferqueue.server.serving import serve as serve_until_stopped
     from transferqueue.server.supervising import supervise
 
-    announce = _announcing({"web": web, "http": http}, token_file)
+    _refuse_one_token(token_file)
+    announce = _announcing({"web": web, "http": http}, tokens)
     ceiling = parse_bytes(arena_bytes) if arena_bytes else None
     place = place_of(address, runtime)
 
@@ -179,27 +182,44 @@ def serve(
         raise typer.Exit(code)
 
 
-def _announcing(wanted: Mapping[str, str | None], token_file: Path | None) -> Callable[[list[str]], None]:
-    """`_announce`, with the page and the HTTP service that are wanted. One token for all lives of a supervised server: links
+def _refuse_one_token(token_file: Path | None) -> None:
+    from transferqueue.errors import UsageError
+
+    if token_file is not None:
+        raise UsageError(
+            f"--token-file {token_file} held one token that opened the page, the service and the metrics; each has its own now: "
+            f"give --tokens DIR, which makes the files DIR/page, DIR/service and DIR/metrics, and remove {token_file}"
+        )
+
+
+def _announcing(wanted: Mapping[str, str | None], directory: Path | None) -> Callable[[list[str]], None]:
+    """`_announce`, with the page and the HTTP service that are wanted. One token of each for all lives of a supervised server: links
     go on to work."""
     places = {name: where for name, where in wanted.items() if where is not None}
-    if not places and token_file is None:
+    if not places and directory is None:
         return _announce
     from transferqueue.errors import UsageError
     from transferqueue.web.beside import KINDS, check_installed, start_page
     from transferqueue.web.door import web_place
-    from transferqueue.web.token import kept_token, new_token
+    from transferqueue.web.token import kept_tokens, new_tokens
 
     if not places:
-        raise UsageError(f"--token-file {token_file} is the token of --web and --http; give one of them too")
+        raise UsageError(f"--tokens {directory} has the tokens of --web and --http; give one of them too")
     check_installed()
     found = {name: web_place(where) for name, where in places.items()}
-    token = new_token() if token_file is None else kept_token(token_file)
+    tokens = new_tokens() if directory is None else kept_tokens(directory)
     kept: list[object] = []  # a process lasts as long as the pipe to it
 
     def announce(addresses: list[str]) -> None:
         started = {
-            name: start_page(addresses[0], f"{at.host}:{at.port}", token, KINDS[name]) for name, at in found.items()
+            name: start_page(
+                addresses[0],
+                f"{at.host}:{at.port}",
+                tokens[KINDS[name]],
+                KINDS[name],
+                metrics_token=tokens["metrics"],
+            )
+            for name, at in found.items()
         }
         kept.append(started)
         _announce(addresses)

@@ -1,8 +1,8 @@
 """The process of the page, ``python -m transferqueue.web page ADDRESS HOST:PORT``, and, with ``service``, of the HTTP service.
 Started by ``transferqueue serve --web`` and ``--http``.
 
-A process of its own, so that it costs the server no more than one client does. Its standard input is its lifeline: first
-the token in one line, then nothing; when the other end closes, the server is gone, and so is this.
+A process of its own, so that it costs the server no more than one client does. Its standard input is its lifeline: first one line
+with its token and that of the metrics, then nothing; when the other end closes, the server is gone, and so is this process.
 """
 
 from __future__ import annotations
@@ -13,59 +13,47 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-import uvicorn
-from starlette.applications import Starlette
-
 import transferqueue as tq
 from transferqueue.errors import AddressInUse, TransferQueueError
 from transferqueue.transport import TcpAddress
-from transferqueue.web.app import make_app
+from transferqueue.web.app import Gate, make_app
+from transferqueue.web.connections import Server, configured
 from transferqueue.web.door import Door, web_place
 from transferqueue.web.service import make_service
 from transferqueue.web.token import TOKEN_CHARS_MAX
 
-Make = Callable[[tq.AsyncQueue, Door], Starlette]
-APPS: Final[dict[str, tuple[Make, int]]] = {"page": (make_app, 64), "service": (make_service, 512)}
-"""What is served, and how many connections it has at most: each of the service may be a
+Make = Callable[[tq.AsyncQueue, Door], Gate]
+APPS: Final[dict[str, tuple[Make, int]]] = {"page": (make_app, 128), "service": (make_service, 512)}
+"""What is served, and how many connections it has at most (`connections`): each of the service may be a
 wait for rows, of which a session has at most 1024, those that were given up and are not over yet among them."""
 
 
 def main(arguments: list[str]) -> int:
     """Serve until standard input ends; the exit code. 1: it cannot be, and stderr says why."""
     kind, address, where = arguments
-    token = sys.stdin.readline(TOKEN_CHARS_MAX + 1).strip()
+    token, metrics_token = sys.stdin.readline(2 * (TOKEN_CHARS_MAX + 1)).split()
     try:
-        asyncio.run(_serve(kind, address, web_place(where), token))
+        asyncio.run(_serve(kind, address, web_place(where), token, metrics_token))
     except TransferQueueError as error:
         sys.stderr.write(f"transferqueue web: {error}\n")
         return 1
     return 0
 
 
-async def _serve(kind: str, address: str, place: TcpAddress, token: str) -> None:
-    make, connections = APPS[kind]
+async def _serve(kind: str, address: str, place: TcpAddress, token: str, metrics_token: str) -> None:
+    make, most = APPS[kind]
     with _listening(place) as listener:
         here = TcpAddress(place.host, listener.getsockname()[1])
         sys.stdout.write(f"http://{here.host}:{here.port}/\n")  # now: the server that waits for this answers only then
         sys.stdout.flush()
         async with tq.aconnect(address, label=f"web {kind}") as queue:
-            config = uvicorn.Config(
-                make(queue, Door(here, token)),
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                lifespan="off",
-                ws="none",
-                timeout_graceful_shutdown=3,  # open pages are told within a second that the server is gone
-                limit_concurrency=connections,
-            )
-            server = uvicorn.Server(config)
+            server = Server(configured(make(queue, Door(here, token, metrics_token)), most))
             loop = asyncio.get_running_loop()
             loop.add_reader(sys.stdin.fileno(), _end, server, loop)
             await server.serve(sockets=[listener])
 
 
-def _end(server: uvicorn.Server, loop: asyncio.AbstractEventLoop) -> None:
+def _end(server: Server, loop: asyncio.AbstractEventLoop) -> None:
     server.should_exit = True
     loop.remove_reader(sys.stdin.fileno())
 

@@ -14,20 +14,25 @@ from typing import Any, Final
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import transferqueue as tq
-from transferqueue.errors import FlowSignal, NotFound, TransferQueueError, UsageError
+from transferqueue.errors import FlowSignal, TransferQueueError, UsageError
+from transferqueue.limits import check_name
 from transferqueue.observe.frame import frame
 from transferqueue.observe.metrics import CONTENT_TYPE, exposition
 from transferqueue.observe.row import RowLife
 from transferqueue.observe.sessions import labels, parse_sessions
 from transferqueue.observe.stall import diagnose
 from transferqueue.observe.stats import Stats, parse
-from transferqueue.web.door import HEADERS, SHOWING, Door
+from transferqueue.web.connections import LET_IN
+from transferqueue.web.door import HEADERS, LINK, METRICS, Door
 from transferqueue.web.life import named
+from transferqueue.web.status import status_of
 from transferqueue.web.timeline import Timeline
 
 SAMPLE_S: Final = 1.0
@@ -43,8 +48,11 @@ _KINDS: Final = {
 
 
 Endpoint = Callable[[Request], Awaitable[Response]]
-METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-"""All that the door looks at."""
+EVENTS: Final = "text/event-stream"
+ROW_DIGITS_MAX: Final = 18
+"""Of a row id in a path: every number of so many digits fits into 64 bits."""
+PATH_CHARS_SHOWN: Final = 200
+_HEADERS: Final = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
 
 
 class Sampler:
@@ -105,30 +113,25 @@ class Sampler:
             self._changed.notify_all()
 
 
-def make_app(queue: tq.AsyncQueue, door: Door) -> Starlette:
+def make_app(queue: tq.AsyncQueue, door: Door) -> Gate:
     """The application that shows `queue` to whom `door` lets in."""
     sampler = Sampler(queue)
 
-    async def events(_request: Request) -> Response:
+    async def events(request: Request) -> Response:
+        if request.method == "HEAD":
+            return Response(media_type=EVENTS)
         if sampler.viewers >= VIEWERS_MAX:
             return PlainTextResponse(
                 f"{VIEWERS_MAX} pages are open, which is the most; close one", HTTPStatus.SERVICE_UNAVAILABLE
             )
-        return StreamingResponse(sampler.watch(), media_type="text/event-stream")
+        return StreamingResponse(sampler.watch(), media_type=EVENTS)
 
     async def row(request: Request) -> Response:
-        try:
-            answer = await queue.inspect(request.path_params["table"], request.path_params["row"])
-        except UsageError as error:
-            return PlainTextResponse(
-                str(error), HTTPStatus.NOT_FOUND if isinstance(error, NotFound) else HTTPStatus.BAD_REQUEST
-            )
+        table = check_name("table", request.path_params["table"])
+        answer = await queue.inspect(table, row_id(request.path_params["row"]))
         names = labels(parse_sessions(await queue.sessions()))
         found = named(parse("row", answer, RowLife), names)
         return Response(msgspec.json.encode(found), media_type="application/json")
-
-    async def nothing(_request: Request) -> Response:
-        return PlainTextResponse("there is no such page\n", HTTPStatus.NOT_FOUND)
 
     pages: dict[str, Endpoint] = {
         "/": page_file("page.html"),
@@ -137,11 +140,18 @@ def make_app(queue: tq.AsyncQueue, door: Door) -> Starlette:
         "/page.css": page_file("page.css"),
         "/icon.svg": page_file("icon.svg"),
         "/events": events,
-        "/row/{table}/{row:int}": row,
-        "/metrics": metrics_of(queue),
-        "/{other:path}": nothing,
+        "/row/{table:path}/{row}": row,
+        METRICS: metrics_of(queue),
     }
-    return Starlette(routes=[Route(path, guarded(door, page), methods=METHODS) for path, page in pages.items()])
+    return gated(door, [Route(path, page, methods=["GET"]) for path, page in pages.items()], _refused)
+
+
+def row_id(text: str) -> int:
+    """A row id as a path has it; `UsageError` for what is none."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= ROW_DIGITS_MAX):
+        shown = text if len(text) <= ROW_DIGITS_MAX else f"{text[:ROW_DIGITS_MAX]}..."
+        raise UsageError(f"row {shown!r} is no row id; give a number of at most {ROW_DIGITS_MAX} digits, such as 17")
+    return int(text)
 
 
 def metrics_of(queue: tq.AsyncQueue) -> Endpoint:
@@ -157,23 +167,77 @@ def metrics_of(queue: tq.AsyncQueue) -> Endpoint:
     return metrics
 
 
-def guarded(door: Door, page: Endpoint, methods: Sequence[str] = SHOWING) -> Endpoint:
-    """`page`, by these methods, for those whom `door` lets in."""
+class Gate:
+    """An ASGI application behind a door: only requests that `door` lets in reach `inner`."""
 
-    async def behind(request: Request) -> Response:
-        asked = request.query_params.get("token")
-        refusal = door.refuses(request.method, request.headers, request.cookies, asked, methods)
+    def __init__(self, door: Door, inner: ASGIApp) -> None:
+        self._door, self._inner = door, inner
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, and say so first to the connection if it was let in (`connections`)."""
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *_HEADERS]
+            await send(message)
+
+        request = Request(scope)
+        asked = _asked(scope)
+        refusal = self._door.refuses(scope["path"], request.headers, request.cookies, asked)
         if refusal is not None:
-            response: Response = PlainTextResponse(f"{refusal.why}\n", refusal.status)
-        elif asked is not None:  # out of the address bar, the history and whatever logs them
-            response = RedirectResponse(request.url.path, HTTPStatus.SEE_OTHER)
-            response.set_cookie(door.cookie, asked, httponly=True, samesite="strict")
-        else:
-            response = await page(request)
-        response.headers.update(HEADERS)
-        return response
+            await PlainTextResponse(f"{refusal.why}\n", refusal.status)(scope, receive, guarded)
+            return
+        scope.get("extensions", {}).get(LET_IN, _nobody_asks)()
+        if asked is None:
+            await self._inner(scope, receive, guarded)
+            return
+        response = RedirectResponse(
+            LINK, HTTPStatus.SEE_OTHER
+        )  # out of the address bar, the history and whatever logs them
+        response.set_cookie(self._door.cookie, asked, httponly=True, samesite="strict")
+        await response(scope, receive, guarded)
 
-    return behind
+
+def gated(door: Door, routes: Sequence[Route], refused: Callable[[HTTPStatus, str, str], Response]) -> Gate:
+    """The application of these routes behind a door. refused: makes the answer for an error, from its status, name and text."""
+
+    async def no_route(request: Request, error: Exception) -> Response:
+        status, shown = HTTPStatus(getattr(error, "status_code", 404)), repr(request.url.path[:PATH_CHARS_SHOWN])
+        if status is HTTPStatus.METHOD_NOT_ALLOWED:
+            allowed = ", ".join(sorted((getattr(error, "headers", None) or {}).get("Allow", "").split(", ")))
+            response = refused(
+                status, "UsageError", f"{shown} is not asked by {request.method[:16]!r} but by {allowed}"
+            )
+            response.headers["Allow"] = allowed
+            return response
+        return refused(
+            status, "NotFound", f"there is no {shown}; there are {', '.join(route.path for route in routes)}"
+        )
+
+    async def error_of(_request: Request, error: Exception) -> Response:
+        if not isinstance(error, TransferQueueError):
+            raise error
+        return refused(status_of(error), type(error).__name__, str(error))
+
+    inner = Starlette(routes=routes, exception_handlers={HTTPException: no_route, TransferQueueError: error_of})
+    inner.router.redirect_slashes = False
+    return Gate(door, inner)
+
+
+def _asked(scope: Scope) -> str | None:
+    """The token in the link, as `serve` printed it."""
+    query: bytes = scope["query_string"]
+    if scope["path"] != LINK or scope["method"] not in ("GET", "HEAD") or not query.startswith(b"token="):
+        return None
+    return query.removeprefix(b"token=").decode("latin-1")
+
+
+def _nobody_asks() -> None:
+    """For a server whose connections have no rules."""
+
+
+def _refused(status: HTTPStatus, _error: str, text: str) -> Response:
+    return PlainTextResponse(f"{text}\n", status)
 
 
 def page_file(name: str) -> Endpoint:

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Final, Literal
 
 from transferqueue.errors import UsageError
+from transferqueue.web.token import new_token
 
 Kind = Literal["page", "service"]
 KINDS: Final[dict[str, Kind]] = {"web": "page", "http": "service"}
@@ -28,8 +29,12 @@ def check_installed() -> None:
         )
 
 
-def start_page(address: str, where: str, token: str, kind: Kind = "page") -> tuple[subprocess.Popen[str], str]:
+def start_page(
+    address: str, where: str, token: str, kind: Kind = "page", *, metrics_token: str | None = None
+) -> tuple[subprocess.Popen[str], str]:
     """The page (or HTTP service) of the server at `address`, and the link to it, which holds the token: a password.
+
+    metrics_token: opens `/metrics` alone (None: only `token` opens it).
 
     The process ends when this one does, however that comes about. `UsageError` if it cannot be there.
     """
@@ -43,7 +48,7 @@ def start_page(address: str, where: str, token: str, kind: Kind = "page") -> tup
     if process.stdin is None or process.stdout is None:
         raise TypeError("a pipe was asked for")
     with suppress(BrokenPipeError):  # it has ended, and the next line says so
-        process.stdin.write(f"{token}\n")
+        process.stdin.write(f"{token} {metrics_token or new_token()}\n")
         process.stdin.flush()
     told, _, _ = select.select([process.stdout], [], [], START_S)
     url = process.stdout.readline().strip() if told else ""

@@ -18,7 +18,7 @@ from transferqueue.web.schemas import WAIT_S_MAX, Refused
 _REF: Final = "#/components/schemas/"
 _REFUSALS: Final = {
     "400": "The call is wrong; the text says what, and how it is right. Nothing was changed.",
-    "401": "No token, or another one. (Plain text, as are 403, 405 and 421.)",
+    "401": "No token, or another one. (Plain text, as are 403 and 421.)",
     "404": "A table, stage, row or key that is not there.",
     "409": "AlreadyExists, Sealed, or LeaseExpired: the rows are somebody else's, or this was done before.",
     "410": "EndOfTable: sealed and drained, there will be no more rows.",
@@ -29,7 +29,7 @@ _REFUSALS: Final = {
 _ABOUT: Final = f"""\
 Five calls by which engines share one queue without importing anything of it (AsyncFlow, arXiv 2507.01663, section 5), and what a
 user needs to finish. Bodies are JSON, or MessagePack if the content type says {MSGPACK.media_type}; the answer is what the request was.
-Send the token as Authorization: Bearer TOKEN. Calls that wait do so for at most timeout_s (up to {WAIT_S_MAX:g} s); rows that were got
+Send the token of the service as Authorization: Bearer TOKEN. Calls that wait do so for at most timeout_s (up to {WAIT_S_MAX:g} s); rows that were got
 and not given back go to others when their lease ends."""
 
 
@@ -52,7 +52,7 @@ def described() -> dict[str, Any]:
 
 _METRICS: Final = {
     "operationId": "metrics",
-    "summary": "One moment of the queue in the Prometheus text format.",
+    "summary": "One moment of the queue in the Prometheus text format. The token of the metrics opens it too, and nothing else.",
     "responses": {"200": {"description": "The metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}}},
 }
 

@@ -14,73 +14,35 @@ import asyncio
 from collections.abc import Awaitable
 from http import HTTPStatus
 from importlib.resources import files
-from typing import Any, Final
+from typing import Any
 
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 import transferqueue as tq
-from transferqueue.errors import (
-    AlreadyExists,
-    DeadlineExceeded,
-    EndOfTable,
-    FlowSignal,
-    LeaseExpired,
-    NotFound,
-    OutOfMemory,
-    PeerError,
-    PermissionDenied,
-    Sealed,
-    TransferQueueError,
-    UsageError,
-)
+from transferqueue.errors import TransferQueueError
 from transferqueue.web.actions import ACTIONS, Action, Actions
-from transferqueue.web.app import METHODS, Endpoint, guarded, metrics_of
+from transferqueue.web.app import Endpoint, Gate, gated, metrics_of
 from transferqueue.web.bodies import JSON, Codec, Refusal, Room, codec_of, decode
-from transferqueue.web.door import SHOWING, Door
+from transferqueue.web.door import METRICS, Door
 from transferqueue.web.openapi import described, shown
 from transferqueue.web.schemas import Refused
-
-STATUS: Final[tuple[tuple[type[TransferQueueError], HTTPStatus], ...]] = (
-    (NotFound, HTTPStatus.NOT_FOUND),
-    (AlreadyExists, HTTPStatus.CONFLICT),
-    (Sealed, HTTPStatus.CONFLICT),
-    (PermissionDenied, HTTPStatus.FORBIDDEN),
-    (UsageError, HTTPStatus.BAD_REQUEST),
-    (LeaseExpired, HTTPStatus.CONFLICT),
-    (EndOfTable, HTTPStatus.GONE),
-    (DeadlineExceeded, HTTPStatus.GATEWAY_TIMEOUT),
-    (FlowSignal, HTTPStatus.SERVICE_UNAVAILABLE),
-    (OutOfMemory, HTTPStatus.INSUFFICIENT_STORAGE),
-    (PeerError, HTTPStatus.SERVICE_UNAVAILABLE),
-    (TransferQueueError, HTTPStatus.INTERNAL_SERVER_ERROR),
-)
-"""Of an error: that of its first class here."""
+from transferqueue.web.status import status_of
 
 
-def make_service(queue: tq.AsyncQueue, door: Door) -> Starlette:
+def make_service(queue: tq.AsyncQueue, door: Door) -> Gate:
     """The application that serves `queue` to whom `door` lets in."""
     actions, room, document = Actions(queue), Room(), described()
-    pages: dict[str, tuple[Endpoint, tuple[str, ...]]] = {
-        f"/action/{action.name}": (_call(action, actions, room), ("POST",)) for action in ACTIONS
+    pages: dict[str, Endpoint] = {
+        "/": _fixed(shown(document), "text/html"),
+        "/service.css": _fixed(files("transferqueue.web").joinpath("service.css").read_bytes(), "text/css"),
+        "/openapi.json": _fixed(JSON.encode(document), JSON.media_type),
+        METRICS: metrics_of(queue),
     }
-    pages |= {
-        "/": (_fixed(shown(document), "text/html"), SHOWING),
-        "/service.css": (_fixed(files("transferqueue.web").joinpath("service.css").read_bytes(), "text/css"), SHOWING),
-        "/openapi.json": (_fixed(JSON.encode(document), JSON.media_type), SHOWING),
-        "/metrics": (metrics_of(queue), SHOWING),
-        "/{other:path}": (_nothing, (*SHOWING, "POST")),
-    }
-    return Starlette(
-        routes=[Route(path, guarded(door, page, methods), methods=METHODS) for path, (page, methods) in pages.items()]
-    )
-
-
-def status_of(error: TransferQueueError) -> HTTPStatus:
-    """The status that goes with an error."""
-    return next(status for kind, status in STATUS if isinstance(error, kind))
+    routes = [Route(f"/action/{action.name}", _call(action, actions, room), methods=["POST"]) for action in ACTIONS]
+    routes += [Route(path, page, methods=["GET"]) for path, page in pages.items()]
+    return gated(door, routes, lambda status, error, text: _refused(JSON, status, error, text))
 
 
 def _call(action: Action, actions: Actions, room: Room) -> Endpoint:
@@ -132,8 +94,3 @@ def _fixed(body: bytes, media_type: str) -> Endpoint:
         return Response(body, media_type=media_type)
 
     return give
-
-
-async def _nothing(request: Request) -> Response:
-    names = ", ".join(action.name for action in ACTIONS)
-    return _refused(JSON, HTTPStatus.NOT_FOUND, "NotFound", f"there is no {request.url.path}; actions are {names}")

@@ -1,4 +1,7 @@
-"""The token of a page: drawn anew, or kept in a file that programs and Prometheus read too."""
+"""The tokens of the page, of the HTTP service and of the metrics: drawn anew, or kept in a directory with one file for each.
+
+Each opens one thing (`door`), so no two may be the same.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from typing import Final
 from transferqueue.errors import UsageError
 
 TOKEN_CHARS_MAX: Final = 256
+NAMES: Final = ("page", "service", "metrics")
+"""What the tokens open, which is also how their files are named."""
 _TOKEN_CHARS_MIN: Final = 20
 """Of the 64 characters below: 120 bits."""
 _TOKEN: Final = re.compile(rf"[A-Za-z0-9_\-]{{{_TOKEN_CHARS_MIN},{TOKEN_CHARS_MAX}}}")
@@ -20,6 +25,35 @@ _TOKEN: Final = re.compile(rf"[A-Za-z0-9_\-]{{{_TOKEN_CHARS_MIN},{TOKEN_CHARS_MA
 def new_token() -> str:
     """192 bits, fit for a link."""
     return secrets.token_urlsafe(24)
+
+
+def new_tokens() -> dict[str, str]:
+    """A token for each name."""
+    return {name: new_token() for name in NAMES}
+
+
+def kept_tokens(directory: Path) -> dict[str, str]:
+    """The tokens in the files ``page``, ``service`` and ``metrics`` of `directory`; it (0700) and they (0600) are made where they are not.
+
+    `UsageError` if others than its owner may read a file, if a file holds no token, or if two hold the same.
+    """
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+    except FileExistsError as error:
+        raise UsageError(f"tokens {directory} is a file; name a directory, which gets a file for each token") from error
+    except OSError as error:
+        raise UsageError(f"tokens {directory} cannot be made: {error.strerror}; name another directory") from error
+    mode = stat.S_IMODE(directory.stat().st_mode)
+    if mode & 0o022:
+        raise UsageError(f"tokens {directory} has mode {mode:o}, so others may put other tokens there; chmod 700 it")
+    tokens = {name: kept_token(directory / name) for name in NAMES}
+    same = [name for name, token in tokens.items() if list(tokens.values()).count(token) > 1]
+    if same:
+        raise UsageError(
+            f"tokens {directory}: the files {' and '.join(same)} hold the same token, and each opens something else; "
+            "remove all but one of them, and other tokens are made"
+        )
+    return tokens
 
 
 def kept_token(path: Path) -> str:

@@ -1,0 +1,213 @@
+"""The connections of the page and of the HTTP service: how many there may be, and how long each may keep its place.
+
+Rules:
+
+1. The server keeps at most ``most`` connections. When one more comes, it closes the oldest connection that has no request which the
+   door let in: a connection that is idle, that has sent half a head, or whose request was refused. So strangers displace
+   strangers, and never somebody who brought the token. Where every connection has a request that was let in, the new one gets 503.
+2. A connection sends the whole head of its first request within `head_s` seconds, and of each later one within `head_s` seconds of
+   its first byte. The deadline is for the whole head, so a byte now and then does not extend it.
+3. A connection that sends nothing after an answer is closed after `idle_s` seconds.
+4. A request that is answered before its body arrived (a refusal) may send the rest of the body for `head_s` seconds: a
+   connection that is closed at once may lose the answer.
+5. A client takes its answer at `answer_bytes_per_s` or faster, after `stall_s` seconds of grace. A slower one is cut off.
+
+A request that was let in and waits for rows has no deadline here: its own ``timeout_s`` ends it. `bodies` bounds the time and the size of a
+body that is read. h11 refuses a head of more than `HEAD_BYTES_MAX`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from functools import partial
+from typing import Any, Final, NamedTuple, cast
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+ACCEPTED_MAX: Final = 64
+"""Connections that are accepted in one turn of the loop: fewer than have a place, so that a request which came with its
+connection is read before other connections can displace it."""
+PENDING_MAX: Final = 1024
+"""Connections that the kernel keeps until they are accepted. One that finds no room there is tried again only after a second."""
+HEAD_BYTES_MAX: Final = 16 << 10
+LET_IN: Final = "transferqueue.let_in"
+"""Name of the ASGI extension by which `app.Gate` says that it let the request in."""
+_TOO_LATE: Final = h11.Response(status_code=408, headers=[("connection", "close"), ("content-length", "0")])
+
+
+def configured(app: ASGIApp, most: int, deadlines: Deadlines | None = None) -> uvicorn.Config:
+    """How uvicorn serves `app`: over at most `most` connections that keep the rules."""
+    places = Places(most, deadlines or Deadlines())
+    return uvicorn.Config(
+        app,
+        http=cast("type[asyncio.Protocol]", partial(Connection, places)),
+        timeout_keep_alive=places.deadlines.idle_s,
+        h11_max_incomplete_event_size=HEAD_BYTES_MAX,
+        backlog=ACCEPTED_MAX,
+        limit_concurrency=most + 1,  # reached when each of the others was let in
+        log_level="error",  # a warning for every request that is none: strangers would fill the log
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=3,  # open pages are told within a second that the server is gone
+    )
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, with a longer queue of connections that wait to be accepted than it accepts at once."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(PENDING_MAX)
+
+
+class Deadlines(NamedTuple):
+    """How long a connection may take; the rules say for what. idle_s: longer than the interval of a Prometheus that asks often."""
+
+    head_s: float = 5.0
+    idle_s: int = 15
+    stall_s: float = 10.0
+    answer_bytes_per_s: float = 1 << 20
+
+
+class Places:
+    """The places of one server's connections. Used from one event loop."""
+
+    def __init__(self, most: int, deadlines: Deadlines) -> None:
+        self.most: Final = most
+        self.deadlines: Final = deadlines
+        self.taken = 0
+        self._strangers: dict[Connection, None] = {}
+        """Connections without a request that was let in, the oldest first."""
+
+    def take(self, connection: Connection) -> None:
+        """Give a new connection a place, which the oldest stranger leaves if none is free."""
+        self.taken += 1
+        if self.taken > self.most and self._strangers:
+            next(iter(self._strangers)).cut_off()
+        self._strangers[connection] = None
+
+    def let_in(self, connection: Connection) -> None:
+        """The door let in the request of the connection: it keeps its place until it has its answer."""
+        self._strangers.pop(connection, None)
+
+    def answered(self, connection: Connection) -> None:
+        """The connection has its answer, and is the newest of those that may lose their places."""
+        self._strangers.pop(connection, None)
+        self._strangers[connection] = None
+
+    def leave(self, connection: Connection) -> None:
+        """The connection is closed."""
+        self._strangers.pop(connection, None)
+        self.taken -= 1
+
+
+class Connection(H11Protocol):
+    """A connection of uvicorn that keeps the rules."""
+
+    def __init__(self, places: Places, *, _loop: asyncio.AbstractEventLoop | None = None, **given: Any) -> None:
+        super().__init__(**given, _loop=_loop)
+        self._places, self._deadlines = places, places.deadlines
+        self._inner, self.app = self.app, self._tell_app
+        self._deadline: asyncio.TimerHandle | None = None
+        self._in_place = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a place, and wait for the first head."""
+        super().connection_made(transport)
+        self._in_place = True
+        self._places.take(self)
+        self._within(self._deadlines.head_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Leave the place."""
+        self._leave()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read; the first byte of a later head begins its time."""
+        awaited = self._deadline is not None
+        super().data_received(data)
+        if not awaited and self._head_is_open():
+            self._within(self._deadlines.head_s)
+
+    def handle_events(self) -> None:
+        """Act on what was read; a whole head ends its deadline."""
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before and not self.flow.write_paused:
+            self._without_deadline()
+
+    def on_response_complete(self) -> None:
+        """The answer was written: what follows is another request, the rest of this one, or the end."""
+        if self._in_place:
+            self._places.answered(self)
+        answered = self.cycle
+        super().on_response_complete()
+        if self.cycle is answered and not self.flow.write_paused:
+            self._settle()
+
+    def pause_writing(self) -> None:
+        """The client takes its answer more slowly than it is written: from now it has as long as what is unsent needs."""
+        super().pause_writing()
+        unsent = self.transport.get_write_buffer_size()
+        self._within(self._deadlines.stall_s + unsent / self._deadlines.answer_bytes_per_s)
+
+    def resume_writing(self) -> None:
+        """The client has taken it."""
+        super().resume_writing()
+        self._without_deadline()
+        if self.cycle is not None and self.cycle.response_complete:
+            self._settle()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection, with whatever it did not read."""
+        self.transport.abort()
+
+    def cut_off(self) -> None:
+        """Close at once; what was not sent yet is not sent."""
+        self._leave()
+        self.transport.abort()
+
+    async def _tell_app(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._inner({**scope, "extensions": {LET_IN: lambda: self._places.let_in(self)}}, receive, send)
+
+    def _head_is_open(self) -> bool:
+        """Whether a head has begun, and not ended."""
+        return self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+
+    def _settle(self) -> None:
+        """The deadline after an answer."""
+        if self.transport.is_closing():
+            self._within(self._deadlines.stall_s)
+        elif self._head_is_open() or self.conn.our_state is h11.DONE:
+            self._within(self._deadlines.head_s)  # a head that is not whole, or the rest of a body that nobody reads
+
+    def _within(self, seconds: float) -> None:
+        self._without_deadline()
+        self._deadline = self.loop.call_later(seconds, self._too_late)
+
+    def _without_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _too_late(self) -> None:
+        self._deadline = None
+        if self._head_is_open() and self.conn.our_state is h11.IDLE:
+            self.transport.write(self.conn.send(_TOO_LATE) or b"")
+        self.cut_off()
+
+    def _leave(self) -> None:
+        self._without_deadline()
+        if self._in_place:
+            self._in_place = False
+            self._places.leave(self)
+            self.connections.discard(self)

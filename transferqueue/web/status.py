@@ -1,0 +1,42 @@
+"""The HTTP status that goes with each error of the queue."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Final
+
+from transferqueue.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    EndOfTable,
+    FlowSignal,
+    LeaseExpired,
+    NotFound,
+    OutOfMemory,
+    PeerError,
+    PermissionDenied,
+    Sealed,
+    TransferQueueError,
+    UsageError,
+)
+
+STATUS: Final[tuple[tuple[type[TransferQueueError], HTTPStatus], ...]] = (
+    (NotFound, HTTPStatus.NOT_FOUND),
+    (AlreadyExists, HTTPStatus.CONFLICT),
+    (Sealed, HTTPStatus.CONFLICT),
+    (PermissionDenied, HTTPStatus.FORBIDDEN),
+    (UsageError, HTTPStatus.BAD_REQUEST),
+    (LeaseExpired, HTTPStatus.CONFLICT),
+    (EndOfTable, HTTPStatus.GONE),
+    (DeadlineExceeded, HTTPStatus.GATEWAY_TIMEOUT),
+    (FlowSignal, HTTPStatus.SERVICE_UNAVAILABLE),
+    (OutOfMemory, HTTPStatus.INSUFFICIENT_STORAGE),
+    (PeerError, HTTPStatus.SERVICE_UNAVAILABLE),
+    (TransferQueueError, HTTPStatus.INTERNAL_SERVER_ERROR),
+)
+"""Of an error: that of its first class here."""
+
+
+def status_of(error: TransferQueueError) -> HTTPStatus:
+    """The status that goes with an error."""
+    return next(status for kind, status in STATUS if isinstance(error, kind))
