@@ -17,7 +17,7 @@ from transferqueue.adapters.transfer_queue.checkpoint import stored
 from transferqueue.adapters.transfer_queue.columns import schema_of_field, stacked
 from transferqueue.adapters.transfer_queue.errors import StorageKeyNotFoundError
 from transferqueue.adapters.transfer_queue.metadata import READY, BatchMeta, schema_of
-from transferqueue.adapters.transfer_queue.partitions import Partitions, rows_of
+from transferqueue.adapters.transfer_queue.partitions import Partitions, indexes_of, rows_of
 from transferqueue.adapters.transfer_queue.tags import given_tags
 from transferqueue.errors import NotFound
 
@@ -160,7 +160,7 @@ class TransferQueueClient:
         table = self._partitions.find(partition_id)
         if table is None:
             raise RuntimeError(f"partition {partition_id!r} not found")
-        with table.read(np.asarray(indexes, np.int64), fields=()) as rows:
+        with table.read(indexes_of(indexes), fields=()) as rows:
             keys = list(rows.keys)
         if not all(keys):
             raise RuntimeError(f"some of the indexes {indexes[:5]} have no key")

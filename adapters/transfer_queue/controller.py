@@ -23,12 +23,13 @@ import torch
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue.columns import schema_of_field
 from transferqueue.adapters.transfer_queue.metadata import NOT_READY, READY, BatchMeta
-from transferqueue.adapters.transfer_queue.partitions import Partitions, described
+from transferqueue.adapters.transfer_queue.partitions import Partitions, described, indexes_of
 from transferqueue.adapters.transfer_queue.plain import plain, remembered
 from transferqueue.adapters.transfer_queue.readiness import Ready, without
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler, SequentialSampler
 from transferqueue.adapters.transfer_queue.tags import given_tags, partition_of, table_of
 from transferqueue.errors import NotFound, UsageError
+from transferqueue.limits import ROWS_PER_REQUEST_MAX
 
 WAIT_S: Final = 60.0
 """How long a fetch waits for its samples when the controller does not poll."""
@@ -95,7 +96,7 @@ class Partition:
 
     def clear(self, rows: Sequence[int]) -> None:
         """Delete samples."""
-        self.table.delete(np.asarray(rows, np.int64))
+        self.table.delete(indexes_of(rows))
         gone = set(rows)
         for ready in self._ready.values():
             ready.gone(gone)
@@ -104,7 +105,7 @@ class Partition:
 
     def get_custom_meta(self, global_indices: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Tags of samples, by index: what samplers look at."""
-        with self.table.read(np.asarray(global_indices, np.int64), fields=()) as rows:
+        with self.table.read(indexes_of(global_indices), fields=()) as rows:
             found = zip(rows.rows.tolist(), rows.tags, strict=True)
             return {row: given_tags(tags) if tags else tags for row, tags in found}
 
@@ -196,6 +197,10 @@ class Controller:
         return partition.describe(chosen, fields, None)
 
     def _insert(self, samples: int, partition_id: str) -> BatchMeta:
+        if samples > ROWS_PER_REQUEST_MAX:
+            raise ValueError(
+                f"batch_size {samples:,} is above {ROWS_PER_REQUEST_MAX:,}, the most that one call inserts"
+            )
         with self._guard:
             partition = self._partition(partition_id)
             rows = partition.table.put(priority=np.zeros(samples), timeout_s=0).tolist()

@@ -36,6 +36,16 @@ _TRIES: Final = 8
 """A key that two clients put for the first time at once is new to one of them; the other updates it."""
 
 
+def indexes_of(rows: Sequence[int] | Rows) -> Rows:
+    """Global indexes as an array. `NotFound` for a number that no sample can have."""
+    try:
+        return np.asarray(rows, np.int64)
+    except OverflowError as error:
+        raise NotFound(
+            f"a global index is out of the range of 64 bits: {error}; indexes are those that a put gave"
+        ) from error
+
+
 class Partitions:
     """The partitions of a deployment. Every method may be called from any thread.
 
@@ -109,7 +119,7 @@ class Partitions:
 
     def get_rows(self, partition_id: str, rows: Sequence[int], names: Sequence[str]) -> TensorDict:
         """Columns of samples by index, as `get`."""
-        return self._read(partition_id, names, lambda table: columns_at(table, np.asarray(rows, np.int64), names))
+        return self._read(partition_id, names, lambda table: columns_at(table, indexes_of(rows), names))
 
     def _read(self, partition_id: str, names: Sequence[str] | None, work: Callable[[tq.Table], T]) -> T:
         """What `work` finds in the table, which is asked for its fields if `names` has others."""
@@ -210,11 +220,11 @@ def _create(table: tq.Table, keys: Sequence[str]) -> Rows:
 def _update(table: tq.Table, rows: Sequence[int], columns: Columns, tags: Tags | None) -> None:
     facts: dict[str, Any] = {"tags": _merged(table, rows, tags)} if tags and any(tags) else {}
     if facts or columns:
-        table.update(np.asarray(rows, np.int64), overwrite=True, **facts, **columns)
+        table.update(indexes_of(rows), overwrite=True, **facts, **columns)
 
 
 def _merged(table: tq.Table, rows: Sequence[int], tags: Tags) -> list[dict[str, Any]]:
-    with table.read(np.asarray(rows, np.int64), fields=()) as found:
+    with table.read(indexes_of(rows), fields=()) as found:
         return [{**old, **stored_tags(new)} for old, new in zip(found.tags, tags, strict=True)]
 
 

@@ -463,3 +463,15 @@ def test_names_of_facts_are_no_columns() -> None:
         tq.AsyncBatch.ack,
     ):
         assert facts <= set(inspect.signature(verb).parameters)
+
+
+def test_too_many_rows_are_refused_before_a_value_is_read(table: tq.Table) -> None:
+    """A column without memory: to read it would take minutes."""
+    before = state(table)
+    endless = np.broadcast_to(np.float32(1), (1 << 40,))
+    for put in (lambda: table.put(score=endless), lambda: table.put(priority=endless)):
+        with pytest.raises(
+            tq.UsageError, match=r"a request of 1,099,511,627,776 rows is above 1,048,576; send them in"
+        ):
+            put()
+    assert state(table) == before

@@ -26,7 +26,7 @@ from transferqueue.client.slips import check_columns
 from transferqueue.client.terms import Terms
 from transferqueue.client.writing import OPEN_MAX, Fate, Piece
 from transferqueue.errors import FlowSignal, SchemaError, ShardLost, UsageError
-from transferqueue.limits import check_name
+from transferqueue.limits import ROWS_PER_REQUEST_MAX, check_name
 from transferqueue.schema import Field, align
 from transferqueue.storage.blocks import Draft, drafts
 from transferqueue.storage.prepare import Prepared, Repeat, prepare
@@ -96,8 +96,11 @@ def elsewhere(client: Client, attempt: Callable[[], Operation[R]]) -> Operation[
 
 
 def outgoing(columns: Mapping[str, Any], facts: Facts, fields: Mapping[str, Field], rows: int | None) -> Outgoing:
-    """Check columns and facts against each other and against the fields. `SchemaError` if they do not fit."""
+    """Check columns and facts against each other and against the fields. `SchemaError` if they do not fit, `UsageError`,
+    before any value is read, for more rows than one request may have."""
     count = _rows_of(columns, facts) if rows is None else rows
+    if count > ROWS_PER_REQUEST_MAX:
+        raise UsageError(f"a request of {count:,} rows is above {ROWS_PER_REQUEST_MAX:,}; send them in several")
     prepared = [prepare(name, value, fields.get(name), count) for name, value in columns.items()]
     tokens = _tokens(prepared) if rows is None else None  # what is added to existing rows does not recount them
     return Outgoing(count, prepared, facts.message(count, tokens))

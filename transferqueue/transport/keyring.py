@@ -165,7 +165,9 @@ def _by_public(keys: KeyFile) -> dict[str, KeyOwner]:
 def _owner(keys: KeyFile, name: str) -> KeyOwner:
     found = next((owner for owner in keys.clients if owner.name == name), None)
     if found is None:
-        raise NotFound(f"key {name!r} does not exist; there are {listing(owner.name for owner in keys.clients)}")
+        raise NotFound(
+            f"key {str(name)[:40]!r} does not exist; there are {listing(owner.name for owner in keys.clients)}"
+        )
     return found
 
 
