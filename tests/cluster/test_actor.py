@@ -57,6 +57,17 @@ def test_both_ways_lead_to_the_same_queue(live):
         assert far.tables() == ["t"]
 
 
+@pytest.mark.parametrize("kept", [b"", b"70000", b"7\xff7"])
+def test_a_port_file_that_is_damaged_is_refused(live, tmp_path, kept):
+    state = tmp_path / "state"
+    state.mkdir(mode=0o700)
+    (state / "port").write_bytes(kept)
+    said = read(live(state=state).ways("admin"), SAID)
+    assert isinstance(said, Refused)
+    assert said.error == "Corruption"
+    assert "holds no port; put it back, or remove it" in said.text
+
+
 def test_a_key_may_what_its_role_may(live):
     actor = live()
     with tq.connect(ways(actor, "observer").token) as queue, pytest.raises(PermissionDenied):

@@ -9,24 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.server.nodes import Bench, Client, Watched
+from tests.server.lives import BIG, Life, again, write
 from tests.server.test_shards import Joined
 from transferqueue.errors import AddressInUse, Corruption, UsageError
 from transferqueue.limits import MIB, PAGE_BYTES
 from transferqueue.policies import Manual, Task
 from transferqueue.schema import Field
-from transferqueue.server import durable, evidence
+from transferqueue.server import durable, evidence, head, past
+from transferqueue.server.__main__ import main
 from transferqueue.server.durable import Durable
 from transferqueue.server.journal import Level
-from transferqueue.server.memory import Memory
-from transferqueue.server.node import Node, Place
-from transferqueue.server.resuming import resume
 from transferqueue.server.runtime import served_arena, sweep_arenas
+from transferqueue.server.supervising import EXIT_TOLD, EXIT_WRONG_CALL
 from transferqueue.transport import FileLock, this_host
 from transferqueue.wire import messages as m
 
 LEVELS = [Level.PROCESS, Level.DISK]
-BIG = Field("x", "int64", (None,))
 
 
 @pytest.fixture
@@ -34,34 +32,6 @@ def shared(tmp_path):
     found = tmp_path / "shm"
     found.mkdir()
     return found
-
-
-class Life(Bench):
-    """A node on a state directory, driven by hand. `crash` ends it as SIGKILL would."""
-
-    def __init__(self, path, level, shared, **options):
-        self.state = Durable(path, level, first_epoch=100, arena_bytes=MIB, shared=shared, **options)
-        self.watched, self.clients, self.answered = Watched(), 0, {}
-        ledger = self.state.ledger
-        memory = Memory(self.state.arena.arena, self.state.allocator, len(ledger.state.core.blocks.extents))
-        place = Place(
-            epoch=ledger.epoch, address="ipc:///x", runtime="/r", version="0", pid=os.getpid(), started_at=0.0
-        )
-        self.node = Node(ledger, memory, place, watcher=self.watched, durability=self.state)
-        self.now = self.state.clock()
-        self.lost = resume(self.node, self.state)
-        self.deliver()
-
-    def deliver(self):
-        self.node.commit()
-        super().deliver()
-
-    def crash(self):
-        self.state.close()
-
-    @property
-    def file(self):
-        return Path(self.state.arena.arena.path)
 
 
 @pytest.fixture
@@ -76,17 +46,10 @@ def lives(tmp_path, shared):
         made[-1].clients = 100 * len(made)
         return made[-1]
 
+    start.path = tmp_path
     yield start
     for life in made:
         life.crash()
-
-
-def again(life, client):
-    """The same client, with the next life."""
-    found = Client.__new__(Client)
-    vars(found).update(vars(client), bench=life, peer=b"reconnected")
-    assert found.ask(found.hello).session == client.session
-    return found
 
 
 def held_lock(tmp_path):
@@ -245,31 +208,148 @@ def test_a_directory_that_others_can_read_is_refused(tmp_path, shared):
     assert not list((tmp_path / "state").iterdir())
 
 
-def test_what_cannot_be_read_is_reported_and_left(lives):
+@pytest.mark.parametrize("data", [b"{", None])
+def test_about_is_written_again_from_the_arena(lives, data):
     life = lives()
+    life.client().create_table()
     life.crash()
     about = life.state.path / "about.json"
     before = about.read_bytes()
-    about.write_bytes(b"{")
-    with pytest.raises(Corruption, match=r"about.json cannot be read .*restore a snapshot, or start with an empty one"):
-        lives()
-    about.write_bytes(before)
-    lives()
+    about.unlink() if data is None else about.write_bytes(data)
+    assert "t" in lives().node.ledger.state.tables
+    assert about.read_bytes() == before
 
 
-def test_a_journal_without_its_memory_is_refused(lives):
+def test_without_its_link_it_is_told_where_the_memory_was(lives, shared):
     life = lives()
     life.client()
     life.crash()
     link = life.state.path / "arena"
     target = link.readlink()
     link.unlink()
-    with pytest.raises(
-        Corruption, match="has a journal, but nothing says which memory it speaks of; restore a snapshot"
-    ):
+    (root,) = shared.iterdir()
+    sweep_arenas(root)
+    with pytest.raises(Corruption, match=rf"the link arena, .*, is missing; .*ln -s {target} {link}"):
         lives()
     link.symlink_to(target)
     lives()
+
+
+@pytest.mark.parametrize("name", ["journal.sqlite", "arena"])
+def test_nothing_is_touched_before_the_journal_was_read(lives, name):
+    """An empty start used to punch the arena, so that putting the journal back did not help."""
+    life = lives(Level.DISK)
+    client = life.client()
+    client.ask(m.CreateTable("t", tasks=[Task("train", ["x"])], fields=[BIG]))
+    write(life, client, 2, 7)
+    life.crash()
+    kept = life.state.path / name
+    aside = kept.with_name("elsewhere")
+    kept.rename(aside)
+    before = contents(life.state.path)
+    with pytest.raises(
+        Corruption, match=r"Nothing was changed\. Put the files back .*serve --durability disk .*--accept-loss"
+    ):
+        lives(Level.DISK)
+    assert contents(life.state.path) == before
+    aside.rename(kept)
+    second = lives(Level.DISK)
+    assert second.state.damaged() == []
+    assert second.node.ledger.state.tables["t"].rows_put == 2
+
+
+def contents(path):
+    return {
+        file.name: file.read_bytes() for file in path.iterdir() if file.is_file() and not file.name.endswith("-shm")
+    }
+
+
+def test_a_loss_that_is_accepted_leaves_the_files_aside(lives, caplog):
+    life = lives(Level.DISK)
+    client = life.client()
+    client.ask(m.CreateTable("t", tasks=[Task("train", ["x"])], fields=[BIG]))
+    write(life, client, 2, 7)
+    life.crash()
+    journal = life.state.path / "journal.sqlite"
+    journal.write_bytes(b"")
+    for number in (1, 2):
+        second = lives(Level.DISK, accept_loss=True)
+        assert f"The loss is accepted: files kept in {life.state.path}/lost-{number}" in caplog.text
+        assert not second.node.ledger.state.tables
+        kept = life.state.path / f"lost-{number}"
+        assert {"journal.sqlite", "about.json", "arena"} <= {one.name for one in kept.iterdir()}
+        assert len((kept / "arena").read_bytes()) == MIB + PAGE_BYTES
+        second.client()
+        second.crash()
+        journal.write_bytes(b"")
+    with pytest.raises(Corruption):
+        lives(Level.DISK)
+
+
+def test_the_command_says_which_command_accepts_the_loss(lives, tmp_path, capsys):
+    life = lives(Level.DISK)
+    life.client()
+    life.crash()
+    (life.state.path / "journal.sqlite").unlink()
+    where = ["--address", f"ipc://{tmp_path}/run/q.sock", "--durability", "disk", "--state", str(life.state.path)]
+    assert main(where) == EXIT_TOLD
+    told = capsys.readouterr().err
+    assert "has no journal (journal.sqlite is missing or empty), though its arena" in told
+    assert f"transferqueue serve --durability disk --state {life.state.path} --accept-loss" in told
+    assert main([*where[:2], "--accept-loss"]) == EXIT_WRONG_CALL
+    assert "accept_loss is about what a state directory held" in capsys.readouterr().err
+
+
+def test_accepting_a_loss_loses_nothing_that_is_whole(lives):
+    lives().client().create_table()
+    assert "t" in lives(accept_loss=True).node.ledger.state.tables
+
+
+def test_memory_that_vanished_without_a_reboot_is_no_reason_to_begin_anew(lives):
+    life = lives()
+    client = life.client()
+    client.create_table()
+    client.ask(client.put(3))
+    life.crash()
+    life.file.unlink()
+    with pytest.raises(Corruption, match=r'is missing, though the machine was not .*Rows that are lost: {"t": 3}'):
+        lives()
+    assert not lives(accept_loss=True).node.ledger.state.tables
+
+
+def test_a_server_that_died_while_it_made_its_files_leaves_a_new_directory(lives, shared, monkeypatch):
+    for step in ("_make", "_take_head", "_write_about"):
+        monkeypatch.setattr(Durable, step, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            lives()
+        monkeypatch.undo()
+    monkeypatch.setattr(Path, "symlink_to", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        lives()
+    monkeypatch.undo()
+    lives()
+    (root,) = shared.iterdir()
+    assert len(list(root.iterdir())) == 1
+
+
+def test_a_directory_of_an_earlier_build_is_refused(lives):
+    life = lives()
+    life.client()
+    life.crash()
+    (life.state.path / "about.json").write_text('{"level":"process","boot":"x"}')
+    with pytest.raises(
+        UsageError, match=r"was written by an earlier build .*drain its tables or take a snapshot there"
+    ):
+        lives(accept_loss=True)
+
+
+def test_the_state_of_another_version_is_refused(lives, monkeypatch):
+    lives().client()
+    monkeypatch.setattr(past, "STATE", bytes(16))
+    with pytest.raises(
+        UsageError, match=r"written by asyncflow-transferqueue .* with another state than this version's"
+    ):
+        lives(accept_loss=True)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -278,7 +358,7 @@ def test_an_arena_of_another_size_is_reported(lives, level):
     life.client().ask(m.Grant(MIB // 2))
     life.crash()
     os.truncate(life.file, 4096)
-    with pytest.raises(Corruption, match="restore a snapshot"):
+    with pytest.raises(Corruption, match="is not the arena it was, or was cut"):
         lives(level)
 
 
@@ -328,7 +408,8 @@ def test_without_room_on_shared_memory_the_arena_lies_in_the_state(lives, tmp_pa
 
 
 def reboot(monkeypatch):
-    monkeypatch.setattr(durable, "this_boot", lambda: "another boot")
+    for module in (head, durable):
+        monkeypatch.setattr(module, "boot_name", lambda: "another boot")
 
 
 def test_what_level_process_held_is_gone_after_a_reboot_and_told(lives, monkeypatch, caplog):
@@ -340,33 +421,11 @@ def test_what_level_process_held_is_gone_after_a_reboot_and_told(lives, monkeypa
     life.file.unlink()
     reboot(monkeypatch)
     second = lives()
-    assert 'is gone (was the machine rebooted?); beginning anew. Rows that are lost: {"t": 3}' in caplog.text
+    assert "which is gone with a reboot; beginning anew, files kept in" in caplog.text
+    assert 'Rows that are lost: {"t": 3}' in caplog.text
     assert not second.node.ledger.state.tables
-    assert (second.state.path / "lost-journal.sqlite").exists()
+    assert (second.state.path / "lost-1" / "journal.sqlite").exists()
     assert len(second.node.sessions) == 0
-
-
-def write(life, client, rows, fill):
-    """A block of `rows` int64 rows of one value each, written into a grant of the client, and put."""
-    granted = client.ask(m.Grant(4096))
-    values = b"".join(struct_q(fill) for _ in range(rows))
-    offsets = b"".join(struct_q(number) for number in range(rows + 1))
-    data = offsets.ljust(-(-len(offsets) // 64) * 64, b"\0") + values
-    with open(life.file, "r+b") as file:
-        file.seek(granted.offset)
-        file.write(data)
-    placed = m.Placed(granted.extent, granted.offset, _size(rows), rows, ["x"], [rows])
-    return client.ask(m.Put("t", rows, m.Columns(fields=[BIG], blocks=[placed])))
-
-
-def struct_q(value):
-    return value.to_bytes(8, "little", signed=True)
-
-
-def _size(rows):
-    from transferqueue.schema import layout
-
-    return layout([BIG], rows, [rows])[1]
 
 
 def test_disk_checks_every_block_after_a_reboot_and_serves_none_that_is_damaged(lives, monkeypatch):
@@ -420,14 +479,22 @@ def test_rows_that_were_kept_lack_their_values_and_weights_are_gone(lives, monke
     assert second.node.memory.extents == 0
 
 
-def test_within_one_boot_blocks_are_not_read_again(lives):
-    life = lives(Level.DISK)
-    client = life.client()
-    client.ask(m.CreateTable("t", tasks=[Task("train", ["x"])], fields=[BIG]))
-    write(life, client, 2, 1)
-    second = lives(Level.DISK)
-    assert second.state.damaged() == []
-    assert not second.state.rebooted
+def test_blocks_on_a_disk_are_checked_without_a_reboot_too(lives, monkeypatch):
+    monkeypatch.setattr(durable, "arena_root", lambda shared: None)  # level process: the arena lies in the state too
+    for level in LEVELS:
+        life = lives(level, lives.path / level)
+        client = life.client()
+        client.ask(m.CreateTable("t", tasks=[Task("train", ["x"])], fields=[BIG]))
+        write(life, client, 2, 1)
+        write(life, client, 2, 2)
+        at = next(iter(life.node.ledger.state.core.blocks.blocks.values())).at
+        life.crash()
+        with open(life.file, "r+b") as file:
+            file.seek(at.offset + at.nbytes - 1)
+            file.write(b"\xff")
+        second = lives(level, lives.path / level)
+        assert not second.state.rebooted
+        assert second.lost == {"t": [0, 1]}
 
 
 def test_a_block_outside_the_arena_is_for_the_ledger_to_refuse(lives):

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from transferqueue.errors import Corruption, JournalFailed
-from transferqueue.server.journal import Level, SqliteJournal
+from transferqueue.errors import Corruption, JournalFailed, UsageError
+from transferqueue.server.journal import Level, SqliteJournal, read_journal
 
 LEVELS = [Level.PROCESS, Level.DISK]
 
@@ -128,15 +128,101 @@ def test_another_format_is_refused(path):
     with sqlite3.connect(path) as database:
         database.execute("PRAGMA user_version=99")
     database.close()
-    with pytest.raises(Corruption, match="has format 99, this version reads 1; start the version that wrote it"):
+    with pytest.raises(
+        Corruption, match=r"has format 99, this version reads 2: a later version wrote it, or it is damaged"
+    ):
         SqliteJournal(path, Level.PROCESS)
 
 
-@pytest.mark.parametrize("turn", [b"\xc1", b"text", b"\x93\x01\x02\x03"])
-def test_records_that_are_none_are_reported(path, turn):
-    SqliteJournal(path, Level.PROCESS).close()
+def test_the_format_without_digests_is_refused(path):
     with sqlite3.connect(path) as database:
-        database.execute("INSERT INTO tail (records) VALUES (?)", (turn,))
+        database.execute("PRAGMA user_version=1")
     database.close()
-    with pytest.raises(Corruption, match=r"cannot be read: .*restore a snapshot"):
-        loaded(path)
+    for opened in (lambda: SqliteJournal(path, Level.PROCESS), lambda: read_journal(path)):
+        with pytest.raises(UsageError, match=r"has format 1, which earlier builds of .* wrote .*take a snapshot there"):
+            opened()
+
+
+@pytest.fixture
+def written(path):
+    """Five turns, an image as the second."""
+    journal = SqliteJournal(path, Level.PROCESS)
+    for turn in range(1, 6):
+        journal.append(b"record %d" % turn)
+        journal.checkpoint(b"image") if turn == 2 else journal.commit()
+    journal.close()
+    kept = read_journal(path)
+    assert (kept.base, kept.turn, kept.image) == (2, 5, b"image")
+    assert kept.records == [b"record 3", b"record 4", b"record 5"]
+    assert sorted(kept.digests) == [1, 2, 3, 4, 5]
+    return path
+
+
+def execute(path, *statements):
+    with sqlite3.connect(path) as database:
+        for statement in statements:
+            database.execute(statement)
+    database.close()
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ("DELETE FROM tail WHERE turn = 4", "turn 5 does not follow turn 3: turns are missing or replaced"),
+        ("DELETE FROM tail WHERE turn = 3", "turn 4 does not follow turn 2"),
+        ("DELETE FROM image", "turn 3 does not follow turn 0"),
+        ("UPDATE tail SET turn = 6 WHERE turn = 5", "turn 6 does not follow turn 4"),
+        ("UPDATE tail SET turn = 7 - turn + 100 WHERE turn < 5", "turn 5 does not follow turn 2"),
+        ("UPDATE tail SET records = zeroblob(9) WHERE turn = 4", "turn 4 is damaged: the digest differs"),
+        ("UPDATE tail SET digest = zeroblob(8) WHERE turn = 4", "turn 4 is damaged"),
+        ("UPDATE tail SET records = 'text' WHERE turn = 4", "cannot be read"),
+        ("UPDATE tail SET records = 7 WHERE turn = 4", "cannot be read"),
+        ("UPDATE image SET state = x'00'", r"its image \(turn 2\) is damaged"),
+        ("UPDATE image SET turn = 3", "its image .* is damaged"),
+        ("UPDATE image SET turn = 'two'", "its image .* is damaged"),
+        ("UPDATE image SET before = zeroblob(8)", "its image .* is damaged"),
+        ("UPDATE origin SET facts = x'00'", "its origin is damaged"),
+        ("DELETE FROM origin", "cannot be read"),
+        ("DROP TABLE tail", "cannot be read: no such table"),
+        ("PRAGMA user_version = 0", "has format 0"),
+    ],
+)  # fmt: skip
+def test_a_turn_that_is_changed_missing_or_moved_is_found(written, statement, told):
+    execute(written, statement)
+    before = written.read_bytes()
+    with pytest.raises(Corruption, match=told):
+        read_journal(written)
+    assert written.read_bytes() == before
+    assert [file.name for file in written.parent.iterdir()] == [written.name]
+
+
+def test_turns_of_another_journal_are_found(written, tmp_path):
+    other = tmp_path / "other.sqlite"
+    journal = SqliteJournal(other, Level.PROCESS)
+    for turn in range(1, 6):
+        journal.append(b"record %d" % turn)
+        journal.commit()
+    journal.close()
+    execute(written, f"ATTACH '{other}' AS other", "REPLACE INTO tail SELECT * FROM other.tail WHERE turn = 5")
+    with pytest.raises(Corruption, match="turn 5 does not follow turn 4"):
+        read_journal(written)
+
+
+def test_a_log_without_its_journal_is_found(path):
+    journal = SqliteJournal(path, Level.PROCESS)
+    journal.append(b"one")
+    journal.commit()
+    log = path.with_name("journal.sqlite-wal").read_bytes()
+    journal.close()
+    path.with_name("journal.sqlite-wal").write_bytes(log)
+    path.write_bytes(b"")
+    with pytest.raises(Corruption, match="is missing or empty, though its log"):
+        read_journal(path)
+
+
+def test_what_never_became_a_journal_is_none(path):
+    assert read_journal(path) is None
+    path.touch()
+    assert read_journal(path) is None
+    execute(path, "PRAGMA journal_mode=WAL")
+    assert read_journal(path) is None

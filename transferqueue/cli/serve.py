@@ -96,6 +96,14 @@ def serve(
             help="Directory that keeps it, for process and disk; made private (0700). The next server given the same goes on.",
         ),
     ] = None,
+    accept_loss: Annotated[
+        bool,
+        typer.Option(
+            "--accept-loss",
+            help="If what --state held is damaged or incomplete, which is refused otherwise: move its files to lost-N in it, and "
+            "begin anew. Does nothing where it is whole.",
+        ),
+    ] = False,
     snapshots: Annotated[
         Path | None,
         typer.Option(
@@ -171,6 +179,7 @@ def serve(
             plain_bytes=plain_bytes,
             durability=durability,
             state=state,
+            accept_loss=accept_loss,
             snapshots=snapshots,
             coordinator=coordinator,
             on_ready=announce,

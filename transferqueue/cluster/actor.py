@@ -24,7 +24,7 @@ from typing import Final
 
 from transferqueue.cluster.names import DEPLOY, Refused, Ways, read, write
 from transferqueue.cluster.places import Owner, claim, own_directory, sweep
-from transferqueue.errors import AddressInUse, TransferQueueError, Unreachable
+from transferqueue.errors import AddressInUse, Corruption, TransferQueueError, Unreachable
 from transferqueue.server.assembly import Server, first_epoch
 from transferqueue.server.durable import Durable
 from transferqueue.server.journal import Level
@@ -137,7 +137,7 @@ class QueueActor:
             return self._deploy.port
         kept = self._directory / "port"
         if kept.exists():
-            return int(kept.read_text(encoding="ascii"))
+            return _kept_port(kept)
         port = _free_port(host, self._deploy.named.ports())
         write_private(kept, str(port).encode())
         return port
@@ -164,6 +164,19 @@ def _keyring(directory: Path) -> Keyring:
         if role not in there:
             add(directory, role, role)
     return Keyring(directory)
+
+
+def _kept_port(file: Path) -> int:
+    try:
+        port = int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        port = 0
+    if not 0 < port < 1 << 16:
+        raise Corruption(
+            f"port file {file} holds no port; put it back, or remove it: the deployment then listens at another port, which "
+            "those who connect by its name find"
+        )
+    return port
 
 
 def _free_port(host: str, ports: list[int]) -> int:

@@ -85,13 +85,14 @@ def _structs(*modules: ModuleType) -> list[type]:
 _KNOWN: Final = Known(
     _FORMS, structs=_structs(messages, policies, schema, limits, effects), tuples=[Event, View], methods=["alive"]
 )
-_FINGERPRINT: Final = hashlib.blake2b(_KNOWN.fingerprint().encode(), digest_size=16).digest()
+FINGERPRINT: Final = hashlib.blake2b(_KNOWN.fingerprint().encode(), digest_size=16).digest()
+"""Of the classes that a state is made of."""
 
 
 def write(state: State, epoch: int) -> bytes:
     """An image of the state."""
     body = heap.write(state, _KNOWN)
-    return msgspec.msgpack.encode(_Header(MAGIC, _FINGERPRINT, epoch, _digest(body), body))
+    return msgspec.msgpack.encode(_Header(MAGIC, FINGERPRINT, epoch, _digest(body), body))
 
 
 def read(image: bytes, selectors: Mapping[str, PluginFactory]) -> tuple[State, int]:
@@ -100,7 +101,7 @@ def read(image: bytes, selectors: Mapping[str, PluginFactory]) -> tuple[State, i
         header = msgspec.msgpack.decode(image, type=_Header)
     except msgspec.MsgspecError as error:
         raise Corruption(f"{len(image)} bytes are no image of a ledger: {error}") from error
-    if header.magic != MAGIC or header.fingerprint != _FINGERPRINT:
+    if header.magic != MAGIC or header.fingerprint != FINGERPRINT:
         raise UsageError(
             f"image {header.magic!r} has the state of another version of this package; start that version, drain its "
             "tables or take a snapshot there, and begin with an empty state directory"

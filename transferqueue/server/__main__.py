@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
             plain_bytes=options.plain_bytes,
             durability=options.durability,
             state=options.state,
+            accept_loss=options.accept_loss,
             coordinator=options.coordinator,
             on_ready=lambda addresses: print("ready", *addresses, flush=True),  # noqa: T201
         )
@@ -47,6 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--durability", choices=list(Level), default=Level.MEMORY, help="what outlives this process")
     parser.add_argument("--state", type=Path, metavar="DIR", help="directory that keeps it, for process and disk")
+    parser.add_argument(
+        "--accept-loss", action="store_true", help="begin anew where that cannot be read whole; its files stay"
+    )
     parser.add_argument("--coordinator", metavar="K/N", help="this is number K of N, used as one: 1/2, or NAME:1/2")
     parser.add_argument("--supervise", action="store_true", help="start the server again when it crashes")
     return parser

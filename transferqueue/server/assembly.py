@@ -21,7 +21,7 @@ from transferqueue.server.resuming import resume
 from transferqueue.server.roles import Door
 from transferqueue.server.runtime import ArenaHome, Home
 from transferqueue.server.snapshots import SNAPSHOTS_VARIABLE, Snapshots
-from transferqueue.server.tickets import Tickets, key_in
+from transferqueue.server.tickets import Tickets
 from transferqueue.storage.backing import Mapped
 from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
 from transferqueue.transport.inproc import Hub
@@ -128,7 +128,7 @@ def _resumed(state: Durable, home: Home, deaths: Deaths, door: Door, seat: Seat)
     extents = [one.id for one in state.ledger.state.core.blocks.extents.values() if one.shard == SHARD]
     memory = Memory(state.arena.arena, state.allocator, len(extents))
     place = _place(state.ledger.epoch, home, state.clock())
-    tickets = Tickets(key_in(state.path))
+    tickets = Tickets(state.secret)
     node = Node(state.ledger, memory, place, watcher=deaths, door=door, durability=state, tickets=tickets, seat=seat)
     resume(node, state)
     tickets.go_on([one.number for one in node.sessions if one.remote], extents)

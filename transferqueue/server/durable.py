@@ -3,22 +3,23 @@
 The law:
 
 1. The state directory (0700) belongs to one server at a time, which holds its ``lock``. In it: ``journal.sqlite``,
-   the link ``arena`` to the memory that the journal speaks of, and ``about.json``, which says under which level and in
-   which boot of the machine this was written.
+   the link ``arena`` to the memory that the journal speaks of, and ``about.json``, which says what is told of the arena if
+   that is gone. The arena's last page is the head of the journal (`server.head`).
 2. The arena lies on shared memory at level ``process`` (in the state directory where that has no room), and in the
-   state directory at level ``disk``. The link is made last and removed first: what it does not lead to is nobody's.
+   state directory at level ``disk``. The link is made last: what it does not lead to is nobody's.
 3. A turn of the server is told only after `commit`: at level ``disk`` the bytes of its blocks are on the device, then
-   at both levels its records are in the journal. At ``disk`` the server gives each block its checksum before that, and
-   after a reboot, when nothing but the device had them, all blocks are checked: what does not match is reported and
-   its rows end as dropped.
+   at both levels its records are in the journal. Blocks in a file of the state directory have checksums, taken before that;
+   each start compares them all. What does not match is reported, and its rows end as dropped.
 4. Time stands still while no server runs: the clock goes on from the last time that the journal has.
-5. What level ``process`` held is gone with the machine's memory. The next server says so, keeps the old journal as
-   ``lost-journal.sqlite`` for whoever wants to look, and begins anew.
+5. What an earlier life left is read whole and checked before anything is changed, freed or punched (`server.past`). What is
+   damaged is `Corruption`. Whoever accepts the loss says so (`accept_loss`): the files are moved to ``lost-N`` in the state
+   directory, and a new life begins.
+6. What level ``process`` held is gone with the machine's memory. The next server says so, and does as in rule 5 unasked.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 import logging
 import os
 import time
@@ -29,12 +30,14 @@ from typing import Final, Protocol
 
 import msgspec
 
-from transferqueue.errors import AddressInUse, Corruption, TransferQueueError, UsageError
+from transferqueue.errors import AddressInUse, Corruption, UsageError
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import ARENA_BYTES_DEFAULT
-from transferqueue.server.journal import Level, SqliteJournal
-from transferqueue.server.memory import SHARD
-from transferqueue.server.recording import RecordedLedger, Tail, recover
+from transferqueue.server import past
+from transferqueue.server.head import MARGIN_BYTES, ArenaHead, boot_name
+from transferqueue.server.journal import Level, SqliteJournal, new_origin
+from transferqueue.server.past import Gone, Past
+from transferqueue.server.recording import STATE, RecordedLedger, Tail
 from transferqueue.server.runtime import (
     SHARED_MEMORY,
     ArenaHome,
@@ -46,11 +49,13 @@ from transferqueue.server.runtime import (
 from transferqueue.storage.allocator import Allocator
 from transferqueue.storage.arena import Arena, room
 from transferqueue.storage.checksum import UNCHECKED, checksum
-from transferqueue.transport import FileLock, this_boot
-from transferqueue.transport.private import private_directory, write_private
+from transferqueue.transport import FileLock
+from transferqueue.transport.private import private_directory, settle, write_private
 from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.server")
+HEAD_SYNC_S: Final = 0.25
+"""At level disk, what the head notes is on the device after this long, if commits go on: a flush at each would double them."""
 
 
 class Durability(Protocol):
@@ -86,17 +91,13 @@ class Volatile:
         """Nothing to wait for."""
 
 
-class _About(msgspec.Struct, forbid_unknown_fields=True):
-    level: Level
-    boot: str
-
-
 class Durable:
     """The state directory at `path`, held until `close`; what a server needs to go on from it.
 
-    ledger, allocator, arena: as the last life left them, or new. rebooted: the machine was started anew since. path
-    is made if missing. `UsageError` for a directory or level that it cannot be, `AddressInUse` if a server that lives
-    has it, `Corruption` if what is there cannot be read; nothing is changed then.
+    ledger, allocator, arena: as the last life left them, or new. rebooted: the machine was started anew since. secret: the
+    same in all lives, known to nobody else. path is made if missing. accept_loss: what would be `Corruption` is kept aside, and
+    a new life begins. `UsageError` for a directory or level that it cannot be, `AddressInUse` if a server that lives
+    has it, `Corruption` if what is there cannot be read whole; nothing is changed then.
     """
 
     def __init__(
@@ -107,33 +108,30 @@ class Durable:
         first_epoch: int,
         arena_bytes: int | None = None,
         shared: Path = SHARED_MEMORY,
+        accept_loss: bool = False,
     ) -> None:
         self.sessions_stay: Final = True
         self.path: Final = private_directory(path.absolute(), "state directory")
         self.level: Final = level
         self._blocks = 0
+        self._synced_at = 0.0
         with ExitStack() as made:
             self._lock = _locked(self.path)
             made.callback(self._lock.release, unlink=False)
-            about = _read_about(self.path, level)
-            self.rebooted: Final = about is not None and about.boot != this_boot()
-            if about is not None and level is not Level.DISK and not self._arena_file.exists():
-                self._give_up_lost()
-                about = None
-            journal = SqliteJournal(self.path / "journal.sqlite", level)
-            made.callback(journal.close)
-            ledger, tail = recover(journal)
-            if about is None:
-                self._refuse_stray(ledger, tail)
-                self.arena, self.allocator = self._make(arena_bytes, shared)
+            found = self._examine(accept_loss)
+            self.rebooted: Final = isinstance(found, Gone) or (found is not None and found.rebooted)
+            if isinstance(found, Past):
+                journal = self._go_on(found, made)
+                ledger, tail = found.ledger, found.tail
             else:
-                self.arena, self.allocator = self._attach(ledger)
-            made.callback(self.arena.close)
+                journal = self._begin(arena_bytes, shared, made)
+                ledger, tail = Ledger(epoch=0), Tail()
+            self.secret: Final = journal.origin.secret
+            self._checked: Final = Path(self.arena.arena.path).parent == self.path
             self.ledger: Final = RecordedLedger(
                 ledger, journal, tail, epoch=ledger.epoch + 1 if ledger.epoch else first_epoch
             )
-            self._write_about()
-            self._journal: Final = journal
+            self._head: Final = journal.head
             self._behind_s: Final = max(ledger.state.now, 0.0) - time.monotonic() if ledger.epoch else 0.0
             self._made = made.pop_all()
 
@@ -152,8 +150,8 @@ class Durable:
             )
 
     def stamp(self, request: m.Request) -> m.Request:
-        """At level ``disk``: the request with the checksum of each of its blocks. Reads them once, at memory speed."""
-        if self.level is not Level.DISK:
+        """In an arena on a disk: the request with the checksum of each of its blocks. Reads them once, at memory speed."""
+        if not self._checked:
             return request
         if isinstance(request, m.Publish):
             return msgspec.structs.replace(request, blocks=self._stamped(request.blocks))
@@ -180,6 +178,9 @@ class Durable:
             self.arena.arena.sync()
         self._blocks = committed
         self.ledger.commit()
+        if self.level is Level.DISK and (now := time.monotonic()) - self._synced_at > HEAD_SYNC_S:
+            self._head.sync()
+            self._synced_at = now
 
     def checkpoint(self) -> None:
         """`commit`, so that the next start is quick."""
@@ -191,9 +192,7 @@ class Durable:
         self._made.close()
 
     def damaged(self) -> list[int]:
-        """After a reboot: the blocks whose bytes are not what they were. Reads them all."""
-        if not self.rebooted:
-            return []
+        """The blocks whose bytes are not what they were. Reads all that have a checksum."""
         blocks = self.ledger.state.core.blocks.blocks
         return [number for number, one in blocks.items() if not self._matches(one.at)]
 
@@ -202,52 +201,111 @@ class Durable:
 
     # ------------------------------------------------------------ how it begins
 
-    @property
-    def _link(self) -> Path:
-        return self.path / "arena"
-
-    @property
-    def _arena_file(self) -> Path:
-        return self._link.readlink()
-
-    def _give_up_lost(self) -> None:
-        journal = self.path / "journal.sqlite"
-        _log.error("state directory %s: %s", self.path, _what_was_lost(journal))
-        _remove_files(self.path, "journal.sqlite-wal", "journal.sqlite-shm")
-        with suppress(FileNotFoundError):
-            journal.replace(self.path / "lost-journal.sqlite")
-        self._link.unlink()
-
-    def _refuse_stray(self, ledger: Ledger, tail: Tail) -> None:
-        if ledger.epoch or tail.records:
-            raise Corruption(
-                f"state directory {self.path} has a journal, but nothing says which memory it speaks of; restore a snapshot, "
-                "or start with an empty state directory"
+    def _examine(self, accept_loss: bool) -> Past | Gone | None:
+        """What there is to go on from. What there was and cannot be used is kept aside."""
+        try:
+            found = past.examine(self.path, self.level)
+        except Corruption as error:
+            if not accept_loss:
+                raise Corruption(
+                    f"{error}. Nothing was changed. Put the files back as they were; or begin anew without what they held, "
+                    f"which keeps them aside: transferqueue serve --durability {self.level} --state {self.path} --accept-loss"
+                ) from error
+            _log.error(
+                "state directory %s: %s. The loss is accepted: files kept in %s", self.path, error, self._set_aside()
             )
+            return None
+        if isinstance(found, Gone):
+            _log.error(
+                "state directory %s: its rows were in shared memory, which is gone with a reboot; beginning anew, files kept in "
+                "%s. %s",
+                self.path,
+                self._set_aside(),
+                found.lost,
+            )
+        return found
+
+    def _set_aside(self) -> Path:
+        """Move all that an earlier life left to a new directory; which that is. The link and about.json go last: until then
+        they tell of it."""
+        aside = _new_directory(self.path, "lost")
+        arenas = [file.name for file in self.path.glob(past.ARENAS)]
+        for name in (past.JOURNAL, *_beside(past.JOURNAL), *arenas, past.LINK, past.ABOUT):
+            with suppress(FileNotFoundError):
+                (self.path / name).rename(aside / name)
+        settle(self.path)
+        return aside
+
+    def _begin(self, arena_bytes: int | None, shared: Path, made: ExitStack) -> SqliteJournal:
+        """The first life here, or the first after a loss. Files of one that never committed anything are replaced."""
+        arenas = [file.name for file in self.path.glob(past.ARENAS)]
+        for left in (past.JOURNAL, *_beside(past.JOURNAL), past.ABOUT, *arenas):
+            (self.path / left).unlink(missing_ok=True)
+        journal = SqliteJournal(self.path / past.JOURNAL, self.level, origin=new_origin(STATE))
+        made.callback(journal.close)
+        self.arena, self.allocator = self._make(arena_bytes, shared)
+        made.callback(self.arena.close)
+        self._take_head(journal)
+        self.arena.arena.sync()
+        file = Path(self.arena.arena.path)
+        self._write_about(journal, file.name if file.parent == self.path else str(file))
+        return journal
+
+    def _go_on(self, found: Past, made: ExitStack) -> SqliteJournal:
+        journal = SqliteJournal(self.path / past.JOURNAL, self.level)
+        made.callback(journal.close)
+        if (journal.turn, journal.digest) != (found.kept.turn, found.kept.digest_of(found.kept.turn)):
+            raise Corruption(f"journal {journal.path} changed while it was read; stop whatever else writes there")
+        self.arena, self.allocator = self._attach(found), found.allocator
+        made.callback(self.arena.close)
+        self._take_head(journal)
+        self._write_about(journal, os.readlink(self.path / past.LINK))
+        return journal
+
+    def _take_head(self, journal: SqliteJournal) -> None:
+        journal.head = ArenaHead(self.arena.arena, journal.origin.identity, self.level)
+        journal.head.begin(journal.turn, journal.digest)
+        journal.head.end(journal.turn, journal.digest)
 
     def _make(self, arena_bytes: int | None, shared: Path) -> tuple[ArenaHome, Allocator]:
-        for left in self.path.glob("arena-*"):
-            left.unlink()
         home = _shared_arena(self.path, arena_bytes, shared) if self.level is Level.PROCESS else None
         if home is None:
             capacity = arena_bytes or min(ARENA_BYTES_DEFAULT, room(self.path))
-            home = ArenaHome(Arena.create(self.path, capacity), stays=True)
+            home = ArenaHome(Arena.create(self.path, capacity, margin=MARGIN_BYTES), stays=True)
         return home, Allocator(home.arena.capacity)
 
-    def _attach(self, ledger: Ledger) -> tuple[ArenaHome, Allocator]:
-        file = self._arena_file
-        extents = ledger.state.core.blocks.extents.values()
-        lent = [(one.offset, one.nbytes) for one in extents if one.shard == SHARD]
-        allocator = Allocator.holding(_size(file), lent)
+    def _attach(self, found: Past) -> ArenaHome:
+        file = found.arena
         lock = None if file.parent == self.path else FileLock(file.parent / "lock", inherited=False)
         if lock is not None and not lock.take():
             raise AddressInUse(f"arena {file} is in use by another server; stop that one first")
-        return ArenaHome(Arena.attach(file, allocator), file.parent, lock, stays=True), allocator
+        arena = Arena.attach(file, found.allocator, margin=MARGIN_BYTES)
+        return ArenaHome(arena, file.parent, lock, stays=True)
 
-    def _write_about(self) -> None:
-        write_private(self.path / "about.json", msgspec.json.encode(_About(self.level, this_boot())))
-        if not self._link.is_symlink():
-            self._link.symlink_to(self.arena.arena.path)
+    def _write_about(self, journal: SqliteJournal, arena: str) -> None:
+        """Say what the head says, for the case that it is gone; then, if there is none, make the link."""
+        about = past.About(self.level, boot_name(), journal.origin.identity.hex(), arena)
+        before, _ = past.read_about(self.path)
+        if about != before:
+            write_private(self.path / past.ABOUT, msgspec.json.encode(about))
+        link = self.path / past.LINK
+        if not link.is_symlink():
+            link.symlink_to(arena)
+            settle(self.path)
+
+
+def _beside(database: str) -> tuple[str, str]:
+    """The files that SQLite keeps beside a database."""
+    return f"{database}-wal", f"{database}-shm"
+
+
+def _new_directory(parent: Path, name: str) -> Path:
+    for number in itertools.count(1):
+        with suppress(FileExistsError):
+            made = parent / f"{name}-{number}"
+            made.mkdir(mode=0o700)
+            return made
+    raise AssertionError("numbers end")
 
 
 def _locked(path: Path) -> FileLock:
@@ -259,62 +317,19 @@ def _locked(path: Path) -> FileLock:
     return lock
 
 
-def _read_about(path: Path, level: Level) -> _About | None:
-    """What the last life wrote; None if there was none, or it ended before it had begun."""
-    if not (path / "arena").is_symlink():
-        return None
-    try:
-        about = msgspec.json.decode((path / "about.json").read_bytes(), type=_About)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise Corruption(
-            f"state directory {path}: about.json cannot be read ({error}); restore a snapshot, or start with an empty one"
-        ) from error
-    if about.level is not level:
-        raise UsageError(
-            f"state directory {path} was made with durability {about.level}, not {level}; start with that, or name another"
-        )
-    return about
-
-
-def _what_was_lost(journal: Path) -> str:
-    why = "its rows were in shared memory, which is gone (was the machine rebooted?); beginning anew"
-    try:
-        lost = SqliteJournal(journal, Level.PROCESS)
-        try:
-            ledger, _ = recover(lost)
-        finally:
-            lost.close()
-    except TransferQueueError as error:
-        return f"{why}. What it held cannot be told: {error}"
-    rows = {name: table.rows_live for name, table in ledger.state.tables.items()}
-    return f"{why}. Rows that are lost: {json.dumps(rows)}"
-
-
 def _shared_arena(state: Path, arena_bytes: int | None, shared: Path) -> ArenaHome | None:
     """An arena on shared memory that names its state directory; None if there is no room for it."""
     root = arena_root(shared)
     if root is None:
         return None
-    sweep_arenas(root)
+    sweep_arenas(root, own=state)
     wanted = arena_bytes or min(ARENA_BYTES_DEFAULT, room(root))
     if room(root) < wanted:
         return None
     directory, lock = claim(root)
     try:
         write_private(directory / "state", str(state).encode())
-        return ArenaHome(Arena.create(directory, wanted), directory, lock, stays=True)
+        return ArenaHome(Arena.create(directory, wanted, margin=MARGIN_BYTES), directory, lock, stays=True)
     except BaseException:
         remove_arena(directory, lock)
         raise
-
-
-def _size(file: Path) -> int:
-    try:
-        return os.stat(file, follow_symlinks=False).st_size
-    except OSError as error:
-        raise Corruption(f"arena {file} cannot be opened: {error.strerror}; its rows are lost with it") from error
-
-
-def _remove_files(directory: Path, *names: str) -> None:
-    for name in names:
-        (directory / name).unlink(missing_ok=True)

@@ -12,14 +12,16 @@ a new image when the tail has outgrown the last one.
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final
+from hashlib import blake2b
+from typing import Final, Protocol, get_args
 
 import msgspec
 
 from transferqueue.errors import Corruption, FlowSignal, InternalError, PeerError, TransferQueueError, UsageError
+from transferqueue.ledger import image
 from transferqueue.ledger.cut import Cut
 from transferqueue.ledger.effects import Wait
 from transferqueue.ledger.ledger import ANSWERED_ANEW, Ledger
@@ -92,6 +94,10 @@ class _Applied(_Record):
 
 
 _Any = _Begun | _Opened | _Closed | _PinsEnded | _Granted | _Seen | _Lost | _ShardLost | _Ticked | _Applied
+STATE: Final = blake2b(
+    image.FINGERPRINT + repr([(one.__name__, one.__struct_fields__) for one in get_args(_Any)]).encode(), digest_size=16
+).digest()
+"""Of the classes that images and records are made of: what has another was written by another version."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(_Any).decode
 
@@ -210,22 +216,29 @@ class RecordedLedger(Ledger):
     def checkpoint(self) -> None:
         """`commit`, leaving an image and no tail: the next start is quick. Takes as long as `image`."""
         with _no_collector():
-            image = self.image()
-        self._journal.checkpoint(image)
-        self._tail = Tail(image_nbytes=len(image))
+            state = self.image()
+        self._journal.checkpoint(state)
+        self._tail = Tail(image_nbytes=len(state))
 
 
-def recover(journal: Journal, selectors: Mapping[str, PluginFactory] | None = None) -> tuple[Ledger, Tail]:
+class Loaded(Protocol):
+    """What a journal holds: see `Journal.load`."""
+
+    def load(self) -> tuple[bytes | None, Iterable[bytes]]:
+        """The image and the records after it."""
+
+
+def recover(journal: Loaded, selectors: Mapping[str, PluginFactory] | None = None) -> tuple[Ledger, Tail]:
     """The ledger as it was at the last commit, and the tail it was made with. Epoch 0: there was nothing.
 
     `Corruption` if image or tail cannot be carried out, or as `Ledger.from_image`.
     """
-    image, records = journal.load()
+    state, records = journal.load()
     with _no_collector():
         ledger = (
-            Ledger(epoch=0, selectors=selectors) if image is None else Ledger.from_image(image, selectors=selectors)
+            Ledger(epoch=0, selectors=selectors) if state is None else Ledger.from_image(state, selectors=selectors)
         )
-        tail = Tail(image_nbytes=len(image or b""))
+        tail = Tail(image_nbytes=len(state or b""))
         for record in records:
             _carry_out(ledger, tail.records, record)
             tail.add(record)

@@ -6,7 +6,8 @@ The law:
   the server locks while it lives, and ``sessions/`` with a locked file for each client.
 - Whoever holds the lock of an address may replace its socket. A lock that is free belongs to a dead server,
   whatever files it left: they are removed by the next one that starts.
-- What a state directory names (see `durable`) is removed by no sweep, as long as that directory is there.
+- What a state directory names (see `durable`) is removed by no sweep, as long as that directory is there. One that has lost
+  its link keeps its arena until its own next server has read the journal.
 - An arena of a server is a file in a directory of its own on shared memory, with a lock of the same kind;
   where shared memory is too small it is a memfd, which leaves nothing behind.
 - A server that stops removes all it made, except the locked files of clients that still live: those are
@@ -136,10 +137,11 @@ def remove_arena(directory: Path, lock: FileLock) -> None:
         directory.parent.rmdir()
 
 
-def sweep_arenas(root: Path) -> None:
-    """Remove the arenas of servers that have died, except those that a state directory names."""
+def sweep_arenas(root: Path, own: Path | None = None) -> None:
+    """Remove the arenas of servers that have died, except those that a state directory names. own: the state directory of
+    the caller, who has read it: what its link does not lead to is not needed."""
     for directory in root.iterdir():
-        if is_named(directory):
+        if is_named(directory, own):
             continue
         lock = FileLock(directory / "lock", inherited=False)
         with suppress(OSError):  # gone meanwhile, or no directory of ours
@@ -148,11 +150,15 @@ def sweep_arenas(root: Path) -> None:
                 lock.release()
 
 
-def is_named(directory: Path) -> bool:
-    """Whether the arena in this directory belongs to a state directory that says so too: that one will attach it."""
+def is_named(directory: Path, own: Path | None = None) -> bool:
+    """Whether the arena in this directory belongs to a state directory that says so too, or that has lost its link: that one
+    will attach it."""
     try:
         state = Path((directory / "state").read_text(encoding="utf-8"))
-        return (state / "arena").readlink().parent == directory
+        link = state / "arena"
+        if link.is_symlink():
+            return link.readlink().parent == directory
+        return state != own and (state / "about.json").exists()
     except (OSError, ValueError):
         return False
 

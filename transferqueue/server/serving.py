@@ -34,6 +34,7 @@ def serve(
     plain_bytes: bool = False,
     durability: Level | str = Level.MEMORY,
     state: Path | None = None,
+    accept_loss: bool = False,
     snapshots: Path | None = None,
     coordinator: str | None = None,
     on_ready: Callable[[list[str]], object],
@@ -43,7 +44,8 @@ def serve(
     address: ipc or tcp; None: the user's own. A server at a tcp address has a socket file in the user's runtime
     directory too. tcp: more addresses, ``host:port``. keys: directory of the keys that every tcp address then asks for;
     None: the user's, where an address is not loopback, which is refused without keys. plain_bytes: see `Server`. durability, state: what outlives this
-    process, and the directory that keeps it (see `durable`). snapshots: see `Server`.
+    process, and the directory that keeps it (see `durable`). accept_loss: what `state` held and cannot be read whole is kept
+    aside there, and a new life begins. snapshots: see `Server`.
     coordinator: its seat among several, ``K/N`` or ``NAME:K/N`` (see `transferqueue.seat`); None: it is the only one. on_ready: called once with all addresses, when it listens.
     """
     place, ports = _places(address, tcp)
@@ -52,7 +54,7 @@ def serve(
     allow_many_files()
     with Signals() as signals:
         keyring = _keyring(keys, ports)
-        foundation = _foundation(level, state, arena_bytes)
+        foundation = _foundation(level, state, arena_bytes, accept_loss)
         server = Server(
             place, foundation, ports, keyring=keyring, plain_bytes=plain_bytes, snapshots=snapshots, seat=seat
         )
@@ -96,10 +98,12 @@ def _level(durability: Level | str, state: Path | None, ports: Iterable[TcpAddre
     return level
 
 
-def _foundation(level: Level, state: Path | None, arena_bytes: int | None) -> ArenaHome | Durable:
+def _foundation(level: Level, state: Path | None, arena_bytes: int | None, accept_loss: bool) -> ArenaHome | Durable:
     if state is None:
+        if accept_loss:
+            raise UsageError("accept_loss is about what a state directory held; give --durability and --state with it")
         return served_arena(arena_bytes)
-    return Durable(state, level, first_epoch=first_epoch(), arena_bytes=arena_bytes)
+    return Durable(state, level, first_epoch=first_epoch(), arena_bytes=arena_bytes, accept_loss=accept_loss)
 
 
 def _keyring(directory: Path | None, ports: Iterable[TcpAddress]) -> Keyring | None:

@@ -21,18 +21,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
 import struct
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Final
 
 import msgspec
 
-from transferqueue.errors import Corruption, Disconnected, UsageError
+from transferqueue.errors import Disconnected, UsageError
 from transferqueue.limits import TICKET_BYTES
 from transferqueue.transport import bulk as b
 from transferqueue.wire import messages as m
@@ -234,18 +232,3 @@ def _nearest(at: m.BlockAt, near: Collection[int]) -> m.BlockAt:
         if one.shard in near:
             return msgspec.structs.replace(at, shard=one.shard, extent=one.extent, offset=one.offset, copies=[])
     return msgspec.structs.replace(at, copies=[])
-
-
-def key_in(directory: Path) -> bytes:
-    """The key kept in a private directory; made if there is none. `Corruption` if what is there is no key."""
-    path = directory / "tickets.key"
-    with suppress(FileExistsError):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(secrets.token_bytes(_KEY_BYTES))
-    key = path.read_bytes()
-    if len(key) != _KEY_BYTES:
-        raise Corruption(
-            f"{path} has {len(key)} bytes, not {_KEY_BYTES}: no key; remove it, and connect remote clients again"
-        )
-    return key

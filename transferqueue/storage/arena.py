@@ -11,6 +11,8 @@ The law:
    ``KEEP_RATIO x lent + KEEP_BYTES`` are backed. It acts only above ``TRIM_RATIO x lent + TRIM_BYTES``, so that
    a steady flow of puts and frees never pays for fresh pages. With what a process of Python weighs, that
    keeps the promise of at most 1.3 x live payload + 150 MiB.
+4. An arena may end with a *margin*: pages behind `capacity` that are never lent. Its owner keeps there what has to lie in
+   the same file as the bytes (see `server.head`); clients do not map it.
 """
 
 from __future__ import annotations
@@ -59,22 +61,22 @@ def surplus(backed: int, used: int) -> int:
 class Arena:
     """A file of `capacity` bytes that grows as it is used. One thread owns it.
 
-    path: where others open it while this process lives. backed: bytes that have pages now.
+    path: where others open it while this process lives. backed: bytes that have pages now. margin: bytes behind `capacity`.
     """
 
-    def __init__(self, fd: int, path: str, capacity: int, file: Path | None) -> None:
-        self.path, self.capacity = path, capacity
+    def __init__(self, fd: int, path: str, capacity: int, file: Path | None, margin: int = 0) -> None:
+        self.path, self.capacity, self.margin = path, capacity, margin
         self._fd, self._file = fd, file
-        self._map: mmap.mmap | None = mmap.mmap(fd, capacity)
+        self._map: mmap.mmap | None = mmap.mmap(fd, capacity + margin)
         self._backed = Intervals()
         self._can_punch = True
 
     @classmethod
-    def create(cls, directory: Path | None, capacity: int) -> Arena:
+    def create(cls, directory: Path | None, capacity: int, *, margin: int = 0) -> Arena:
         """A new, empty arena of at most `capacity` bytes (rounded up to pages).
 
         directory: an existing directory of the caller's, preferably on shared memory; None: a memfd. Takes address
-        space and no pages. Raises `UsageError` for a capacity or directory that is none, `OutOfMemory` where the file or
+        space, and pages only for the margin (whole pages, zeros at first). Raises `UsageError` for a capacity or directory that is none, `OutOfMemory` where the file or
         its mapping cannot be made.
         """
         if capacity < 1:
@@ -82,8 +84,10 @@ class Arena:
         capacity = align(capacity, PAGE_BYTES)
         fd, path, file = _memfd() if directory is None else _file_in(directory)
         try:
-            os.ftruncate(fd, capacity)
-            return cls(fd, path, capacity, file)
+            os.ftruncate(fd, capacity + margin)
+            if margin:
+                os.posix_fallocate(fd, capacity, margin)
+            return cls(fd, path, capacity, file, margin)
         except (OSError, ValueError, OverflowError) as error:
             os.close(fd)
             if file is not None:
@@ -91,19 +95,21 @@ class Arena:
             raise OutOfMemory(f"an arena of {capacity} bytes cannot be made: {error}; ask for less") from error
 
     @classmethod
-    def attach(cls, file: Path, allocator: Allocator) -> Arena:
+    def attach(cls, file: Path, allocator: Allocator, *, margin: int = 0) -> Arena:
         """The arena that another process left at `file`. What the allocator has lent is kept, all else is given back.
 
-        `Corruption` if there is no such file, or none of the allocator's capacity.
+        `Corruption` if there is no such file, or none of the allocator's capacity and this margin.
         """
         try:
             fd = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             raise Corruption(f"arena {file} cannot be opened: {error.strerror}; its rows are lost with it") from error
         try:
-            if (size := os.fstat(fd).st_size) != allocator.capacity:
-                raise Corruption(f"arena {file} has {size} bytes, not {allocator.capacity}; it is not the one it was")
-            made = cls(fd, str(file), allocator.capacity, file)
+            if (size := os.fstat(fd).st_size) != allocator.capacity + margin:
+                raise Corruption(
+                    f"arena {file} has {size} bytes, not {allocator.capacity + margin}; it is not the one it was"
+                )
+            made = cls(fd, str(file), allocator.capacity, file, margin)
         except BaseException:
             os.close(fd)
             raise
@@ -126,6 +132,22 @@ class Arena:
         """
         try:
             os.fdatasync(self._fd)
+        except OSError as error:
+            raise OutOfMemory(f"the arena at {self.path} cannot be written to its disk: {error.strerror}") from error
+
+    def write_margin(self, offset: int, data: bytes) -> None:
+        """Store `data` in the margin, from its byte `offset` on. No system call."""
+        if self._map is None or offset < 0 or offset + len(data) > self.margin:
+            raise InternalError(f"bytes {offset} to {offset + len(data)} are not in an open margin of {self.margin}")
+        start = self.capacity + offset
+        self._map[start : start + len(data)] = data
+
+    def sync_margin(self) -> None:
+        """The margin is on the device when this returns. `OutOfMemory` if that fails."""
+        if self._map is None:
+            raise InternalError("the arena is closed; its margin cannot be written to its disk")
+        try:
+            self._map.flush(self.capacity, self.margin)
         except OSError as error:
             raise OutOfMemory(f"the arena at {self.path} cannot be written to its disk: {error.strerror}") from error
 

@@ -65,10 +65,11 @@ def write_private(path: Path, data: bytes) -> None:
         with suppress(FileNotFoundError):
             made.unlink()
         raise
-    _settle(path.parent)
+    settle(path.parent)
 
 
-def _settle(directory: Path) -> None:
+def settle(directory: Path) -> None:
+    """The names in this directory are on the device when this returns."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

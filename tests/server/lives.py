@@ -1,0 +1,72 @@
+"""A node on a state directory, driven by hand, that ends as SIGKILL would end it."""
+
+import os
+from pathlib import Path
+
+from tests.server.nodes import Bench, Client, Watched
+from transferqueue.limits import MIB
+from transferqueue.schema import Field, layout
+from transferqueue.server.durable import Durable
+from transferqueue.server.memory import Memory
+from transferqueue.server.node import Node, Place
+from transferqueue.server.resuming import resume
+from transferqueue.wire import messages as m
+
+BIG = Field("x", "int64", (None,))
+
+
+class Life(Bench):
+    """A node on a state directory, driven by hand. `crash` ends it as SIGKILL would."""
+
+    def __init__(self, path, level, shared, **options):
+        self.state = Durable(path, level, first_epoch=100, arena_bytes=MIB, shared=shared, **options)
+        self.watched, self.clients, self.answered = Watched(), 0, {}
+        ledger = self.state.ledger
+        memory = Memory(self.state.arena.arena, self.state.allocator, len(ledger.state.core.blocks.extents))
+        place = Place(
+            epoch=ledger.epoch, address="ipc:///x", runtime="/r", version="0", pid=os.getpid(), started_at=0.0
+        )
+        self.node = Node(ledger, memory, place, watcher=self.watched, durability=self.state)
+        self.now = self.state.clock()
+        self.lost = resume(self.node, self.state)
+        self.deliver()
+
+    def deliver(self):
+        self.node.commit()
+        super().deliver()
+
+    def crash(self):
+        self.state.close()
+
+    @property
+    def file(self):
+        return Path(self.state.arena.arena.path)
+
+
+def again(life, client):
+    """The same client, with the next life."""
+    found = Client.__new__(Client)
+    vars(found).update(vars(client), bench=life, peer=b"reconnected")
+    assert found.ask(found.hello).session == client.session
+    return found
+
+
+def write(life, client, rows, fill):
+    """A block of `rows` int64 rows of one value each, written into a grant of the client, and put."""
+    granted = client.ask(m.Grant(4096))
+    values = b"".join(struct_q(fill) for _ in range(rows))
+    offsets = b"".join(struct_q(number) for number in range(rows + 1))
+    data = offsets.ljust(-(-len(offsets) // 64) * 64, b"\0") + values
+    with open(life.file, "r+b") as file:
+        file.seek(granted.offset)
+        file.write(data)
+    placed = m.Placed(granted.extent, granted.offset, _size(rows), rows, ["x"], [rows])
+    return client.ask(m.Put("t", rows, m.Columns(fields=[BIG], blocks=[placed])))
+
+
+def struct_q(value):
+    return value.to_bytes(8, "little", signed=True)
+
+
+def _size(rows):
+    return layout([BIG], rows, [rows])[1]

@@ -1,0 +1,203 @@
+"""What an earlier life left in a state directory: read whole, and checked, before anything there is changed.
+
+The law:
+
+1. Whatever says that servers have lived here (``about.json``, the link ``arena``, an arena whose head tells of commits) asks
+   for a journal that can be read and that the head accepts (`server.head`). Where that fails the error is `Corruption`, which
+   says what was found, and nothing was changed.
+2. A directory is new if nothing was ever committed in it: nobody was told anything. So a server that dies while it makes its
+   files leaves a new directory. The link is made last.
+3. `about.json` is for the case that the arena is gone: at level ``process``, in another boot of the machine, that is what the
+   level says, and no damage (`Gone`). If the arena is there, the head says all that `about.json` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from transferqueue.errors import Corruption, TransferQueueError, UsageError
+from transferqueue.ledger.ledger import Ledger
+from transferqueue.server import head
+from transferqueue.server.head import MARGIN_BYTES, Notes
+from transferqueue.server.journal import Kept, Level, read_journal
+from transferqueue.server.memory import SHARD
+from transferqueue.server.recording import STATE, Tail, recover
+from transferqueue.storage.allocator import Allocator
+
+JOURNAL: Final = "journal.sqlite"
+LINK: Final = "arena"
+ABOUT: Final = "about.json"
+ARENAS: Final = "arena-*"
+"""Arenas that lie in the state directory."""
+
+
+class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``about.json``. identity: of the journal, in hexadecimal digits; "": a build without digests wrote it. arena: where
+    the link leads."""
+
+    level: Level
+    boot: str
+    identity: str = ""
+    arena: str = ""
+
+
+@dataclass(frozen=True)
+class Past:
+    """What the next life goes on from. allocator: of the arena's bytes, with all that is lent."""
+
+    arena: Path
+    allocator: Allocator
+    kept: Kept
+    ledger: Ledger
+    tail: Tail
+    rebooted: bool
+
+
+@dataclass(frozen=True)
+class Gone:
+    """What level ``process`` held before a reboot. lost: what that was."""
+
+    lost: str
+
+
+def examine(path: Path, level: Level) -> Past | Gone | None:
+    """What is in the state directory `path`; None: nothing was ever committed there. Changes nothing.
+
+    `Corruption` for what is damaged or missing; `UsageError` for what was made with another level or by another version.
+    """
+    about, unread = read_about(path)
+    if about is not None and not about.identity:
+        raise UsageError(
+            f"state directory {path} was written by an earlier build of asyncflow-transferqueue 0.1.0, whose journals have no "
+            "digests; start that build, drain its tables or take a snapshot there, and begin with an empty state directory"
+        )
+    link = path / LINK
+    if not link.is_symlink():
+        return _without_link(path, level, about, unread)
+    file = path / link.readlink()
+    if not os.path.lexists(file):
+        return _without_arena(path, level, about, unread, file)
+    return _whole(path, level, file)
+
+
+def read_about(path: Path) -> tuple[About | None, str]:
+    """What ``about.json`` says, and why it says nothing ("": there is none)."""
+    try:
+        return msgspec.json.decode((path / ABOUT).read_bytes(), type=About), ""
+    except FileNotFoundError:
+        return None, ""
+    except (OSError, msgspec.MsgspecError) as error:
+        return None, str(error)
+
+
+def _whole(path: Path, level: Level, file: Path) -> Past | Gone:
+    size, notes = _notes_in(file)
+    note = notes.any
+    if note is None or note.nbytes != size:
+        raise Corruption(
+            f"state directory {path}: {file} is not the arena it was, or was cut: its last page does not note the latest commit"
+        )
+    _check_level(path, note.level, level)
+    rebooted = any(one is not None and one.boot != head.boot_digest() for one in (notes.begun, notes.done))
+    if rebooted and level is Level.PROCESS:
+        return Gone(_what_was_lost(path))
+    kept = _kept(path)
+    if kept is None:
+        raise Corruption(
+            f"state directory {path} has no journal ({JOURNAL} is missing or empty), though its arena {file} tells of turn {note.turn}"
+        )
+    head.check(notes, kept, rebooted=rebooted)
+    ledger, tail = recover(kept)
+    extents = ledger.state.core.blocks.extents.values()
+    lent = [(one.offset, one.nbytes) for one in extents if one.shard == SHARD]
+    return Past(file, Allocator.holding(size - MARGIN_BYTES, lent), kept, ledger, tail, rebooted)
+
+
+def _without_link(path: Path, level: Level, about: About | None, unread: str) -> Gone | None:
+    if about is not None:
+        _check_level(path, about.level, level)
+        if level is Level.PROCESS and about.boot != head.boot_name():
+            return Gone(_what_was_lost(path))
+    kept = _kept(path)
+    strays = [file for file in path.glob(ARENAS) if _commits_in(file)]
+    if kept is not None and kept.turn:
+        where = f"the arena was at {about.arena}: if it is there, ln -s {about.arena} {path / LINK}" if about else (
+            f"{ABOUT} is {'unreadable' if unread else 'missing'} too"
+        )  # fmt: skip
+        raise Corruption(
+            f"state directory {path} has a journal, but the link {LINK}, which says where its arena is, is missing; {where}"
+        )
+    if strays:
+        raise Corruption(
+            f"state directory {path} has the arena {strays[0].name} of an earlier life, but no journal ({JOURNAL}) of it"
+        )
+    if unread or (about is not None and kept is None):
+        raise Corruption(
+            f"state directory {path} has no journal ({JOURNAL} is missing or empty), though {ABOUT} tells of an earlier life"
+        )
+    return None
+
+
+def _without_arena(path: Path, level: Level, about: About | None, unread: str, file: Path) -> Gone:
+    if about is None:
+        why = f"cannot be read ({unread})" if unread else "is missing"
+        raise Corruption(f"state directory {path}: its arena {file} is missing, and {ABOUT} {why}")
+    _check_level(path, about.level, level)
+    lost = _what_was_lost(path)
+    if level is Level.PROCESS and about.boot != head.boot_name():
+        return Gone(lost)
+    raise Corruption(
+        f"state directory {path}: its arena {file} is missing, though the machine was not started anew since. {lost}"
+    )
+
+
+def _kept(path: Path) -> Kept | None:
+    kept = read_journal(path / JOURNAL)
+    if kept is not None and kept.origin.state != STATE:
+        raise UsageError(
+            f"state directory {path} was written by asyncflow-transferqueue {kept.origin.version} with another state than this "
+            "version's; start that version, drain its tables or take a snapshot there, and begin with an empty state directory"
+        )
+    return kept
+
+
+def _check_level(path: Path, made: Level, level: Level) -> None:
+    if made is not level:
+        raise UsageError(
+            f"state directory {path} was made with durability {made}, not {level}; start with that, or name another"
+        )
+
+
+def _notes_in(file: Path) -> tuple[int, Notes]:
+    """The size of an arena's file, and its head."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise Corruption(f"arena {file} cannot be opened: {error.strerror}; its rows are lost with it") from error
+    with open(fd, "rb") as arena:
+        try:
+            size = os.fstat(fd).st_size
+            arena.seek(max(size - MARGIN_BYTES, 0))
+            return size, head.read_notes(arena.read(MARGIN_BYTES))
+        except OSError as error:
+            raise Corruption(f"arena {file} cannot be read: {error.strerror}; its rows are lost with it") from error
+
+
+def _commits_in(file: Path) -> bool:
+    note = _notes_in(file)[1].any
+    return note is not None and note.turn > 0
+
+
+def _what_was_lost(path: Path) -> str:
+    try:
+        kept = _kept(path)
+        rows = {} if kept is None else {name: of.rows_live for name, of in recover(kept)[0].state.tables.items()}
+    except TransferQueueError as error:
+        return f"What it held cannot be told: {error}"
+    return f"Rows that are lost: {json.dumps(rows)}"
