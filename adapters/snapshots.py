@@ -14,11 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pyarrow as pa
 
-from transferqueue.errors import Corruption, NotFound, listing
-from transferqueue.server.cutfiles import About, TableAbout
+from transferqueue.errors import NotFound, listing
+from transferqueue.server.cutfiles import TableAbout, read_about, read_rows, read_values
 from transferqueue.storage.snapshot import Snapshot
 
 INLINE, PLACED = "field/", "at/"
@@ -32,11 +31,12 @@ def read_table(path: str | os.PathLike[str], table: str, *, fields: Sequence[str
     and tasks are named as in docs/SNAPSHOTS.md; a field with the name of a fact is ``field/NAME``. Every file is compared with
     its checksum first. What rows share is repeated, what is in files is mapped.
 
-    `NotFound` for a snapshot, table or field that is not there, `Corruption` for a file that is not as it was written.
+    `NotFound` for a snapshot, table or field that is not there, `Corruption` for a file that is not as it was written, or that no
+    server can have written.
     """
     snapshot = Snapshot.open(Path(path), lambda _: None)
     about = _about(snapshot, table)
-    rows = _file(snapshot, f"{about.directory}/rows.arrow")
+    rows = read_rows(snapshot, about)
     known = [name.removeprefix(INLINE).removeprefix(PLACED) for name in rows.column_names if _is_field(name)]
     missing = [name for name in fields or () if name not in known]
     if missing:
@@ -60,7 +60,7 @@ def _columns(snapshot: Snapshot, about: TableAbout, rows: pa.Table, wanted: set[
 
 def _placed(snapshot: Snapshot, about: TableAbout, name: str, at: Any) -> Any:
     """The values of a field that has a file of its own, row by row."""
-    return _file(snapshot, f"{about.directory}/field-{about.placed.index(name)}.arrow")[name].take(at)
+    return read_values(snapshot, about, name).take(at)
 
 
 def _is_field(column: str) -> bool:
@@ -68,17 +68,7 @@ def _is_field(column: str) -> bool:
 
 
 def _about(snapshot: Snapshot, table: str) -> TableAbout:
-    try:
-        tables = {one.name: one for one in msgspec.json.decode(snapshot.about, type=About).tables}
-    except msgspec.MsgspecError as error:
-        raise Corruption(f"snapshot {snapshot.path}: its manifest is none ({error}); read another") from error
+    tables = {one.name: one for one in read_about(snapshot).tables}
     if table not in tables:
         raise NotFound(f"table {table!r} is not in snapshot {snapshot.path}; it has {listing(tables)}")
     return tables[table]
-
-
-def _file(snapshot: Snapshot, name: str) -> pa.Table:
-    if name not in snapshot.files:
-        raise Corruption(f"snapshot {snapshot.path}: the manifest names no file {name}; read another")
-    with pa.memory_map(str(snapshot.path / name)) as source:
-        return pa.ipc.open_file(source).read_all()

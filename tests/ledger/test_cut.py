@@ -13,6 +13,7 @@ from tests.ledger.test_determinism import run
 from transferqueue.errors import UsageError
 from transferqueue.ledger import Ledger
 from transferqueue.ledger.cut import Cut
+from transferqueue.ledger.cut_checks import check
 from transferqueue.limits import PAGE_BYTES, PAGE_ROWS, Limits
 from transferqueue.policies import Complete, LongestFirst, Manual, Pacing, Refill, Release, Task
 from transferqueue.schema import Field, align
@@ -181,7 +182,9 @@ def test_weights_are_kept(world: World, client: Driver) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_histories_balance_and_a_second_cut_is_the_same(seed: int) -> None:
     _, fuzz = run(seed, 300)
+    check(fuzz.ledger.cut(fuzz.now))
     cut = fuzz.ledger.cut(1e6)
+    check(cut)
     other = Ledger()
     arena = World()
     other.plant(moved(cut, arena), 0.0)

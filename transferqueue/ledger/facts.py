@@ -74,7 +74,7 @@ def check_facts(facts: RowFacts, rows: int) -> Facts:
     if keys is not None:
         _check_keys(keys)
     if tags is not None:
-        _check_tags(tags)
+        check_tags_of_rows(tags)
     return Facts(numbers, keys, tags)
 
 
@@ -84,15 +84,26 @@ def _given(facts: RowFacts) -> list[tuple[str, bytes]]:
 
 def _numbers(name: str, data: bytes, rows: int) -> AnyArray:
     values = decode(name, data, DTYPES[name], rows)
+    _check_range(name, values)
+    return values
+
+
+def _check_range(name: str, values: AnyArray) -> None:
     if name == "priority":
         if np.isnan(values).any():
             raise UsageError("priority has a NaN, which has no place in an order; give numbers")
-        return values
+        return
     lowest, highest = _LOWEST.get(name, -_HIGHEST), _TOKENS_MAX if name == "tokens" else _HIGHEST
-    if rows and (int(values.min()) < lowest or int(values.max()) > highest):
+    if values.size and (int(values.min()) < lowest or int(values.max()) > highest):
         wrong = int(values.min()) if int(values.min()) < lowest else int(values.max())
         raise UsageError(f"{name} {wrong} is out of range; {name} is {lowest} to {highest}")
-    return values
+
+
+def check_ranges(numbers: dict[str, AnyArray]) -> None:
+    """`UsageError` unless these numeric facts of rows, by name, are such as a request may carry."""
+    for name, values in numbers.items():
+        _check_range(name, values)
+    _check_groups(numbers)
 
 
 def _check_groups(numbers: dict[str, AnyArray]) -> None:
@@ -118,7 +129,8 @@ def _check_keys(keys: list[str]) -> None:
         raise UsageError(f"key {twice!r} is given twice in one request; a key names one row")
 
 
-def _check_tags(tags: list[Tags]) -> None:
+def check_tags_of_rows(tags: list[Tags]) -> None:
+    """`UsageError` unless each of these may be the tags of a row."""
     for one in tags:
         if len(one) > TAGS_MAX:
             raise UsageError(f"a row has {len(one)} tags; at most {TAGS_MAX}: use a column")

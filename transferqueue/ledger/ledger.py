@@ -22,7 +22,7 @@ from transferqueue.ledger.effects import Effect, Wait
 from transferqueue.ledger.gathering import Forming
 from transferqueue.ledger.leases import Lease
 from transferqueue.ledger.operations import OPERATIONS
-from transferqueue.ledger.planting import plant
+from transferqueue.ledger.planting import planted
 from transferqueue.ledger.selectors import PluginFactory
 from transferqueue.ledger.sessions import Session
 from transferqueue.ledger.settle import conclude
@@ -72,9 +72,11 @@ class Ledger:
         return take(self.state)
 
     def plant(self, cut: Cut, now: float) -> None:
-        """Become what a cut was taken of. `UsageError` unless there is no table and no channel: nothing is changed then."""
+        """Become what a cut was taken of, or change nothing: `UsageError` if there is a table or a channel, `Corruption` if the
+        cut is none of a ledger (`cut_checks.check` looks at more). Takes as long as an `image` of what there is, and the cut.
+        """
         self.tick(now)
-        plant(self.state, cut, self.state.now)
+        self.state = planted(self.state, cut, self.state.now)
 
     # ------------------------------------------------------------ sessions
 

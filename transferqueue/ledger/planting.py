@@ -1,20 +1,26 @@
-"""An empty ledger becomes the one that a cut was taken of, as its law (see `cut`) says.
+"""A ledger without tables becomes the one that a cut was taken of, as its law (see `cut`) says.
 
-Everything that could be wrong with a cut of checked files was checked where they were read; what a table's terms must fulfil is
-checked as of any new table, before anything is changed.
+The rules:
+
+- `planted` changes a copy of the state and returns it. The caller puts the copy in the place of the state, in one assignment,
+  so that a step that fails here changes nothing.
+- Whether ids, states, groups and counts of a cut fit each other, `cut_checks` has looked at before. What a table's terms must
+  fulfil is checked here as of any new table, and the copy must balance at the end.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from transferqueue.errors import UsageError, listing
+from transferqueue.errors import Corruption, NotFound, UsageError, listing
+from transferqueue.ledger import image
 from transferqueue.ledger.arrays import BoolArray, IntArray, tally
 from transferqueue.ledger.blocks import Usage
 from transferqueue.ledger.channels import Channel, Version
 from transferqueue.ledger.cut import ChannelCut, Cut, TableCut
 from transferqueue.ledger.facts import Facts
 from transferqueue.ledger.gathering import GroupTaskState
+from transferqueue.ledger.observe import table_audit
 from transferqueue.ledger.pages import LIVE
 from transferqueue.ledger.settle import conclude, return_rows
 from transferqueue.ledger.state import State
@@ -29,17 +35,47 @@ PLANTER = -1
 """Owns the extents of the cut's blocks until all are committed."""
 
 
-def plant(state: State, cut: Cut, now: float) -> None:
-    """Make the tables and channels of `cut`. Each of its blocks lies in an extent of its own, of whole
+def planted(state: State, cut: Cut, now: float) -> State:
+    """A copy of the state with the tables and channels of `cut`. Each block of the cut lies in an extent of its own, of whole
     pages, which is this ledger's from now on; it has no copies, whatever the terms of its table say of new ones.
 
-    `UsageError` if there is a table or channel already; nothing is changed then.
+    `UsageError` if there is a table or channel already, `Corruption` if the cut is none of a ledger. `state` stays as it is.
     """
+    check_empty(state)
+    copied, _ = image.read(image.write(state, 0), state.core.plugins)
+    _plant(copied, cut, now)
+    _check_sums(copied, cut)
+    return copied
+
+
+def check_empty(state: State) -> None:
+    """`UsageError` if there is a table or a channel."""
     if state.tables or state.channels:
         there = listing([*state.tables, *state.channels])
         raise UsageError(f"a snapshot is restored into an empty deployment; this one has {there}: start another server")
+
+
+def _check_sums(state: State, cut: Cut) -> None:
+    """What a ledger works out anew must be what the cut tells."""
     for table in cut.tables:
-        check_create(state.core, _request(table))
+        made = state.tables[table.terms.name]
+        if not table_audit(made)["balanced"]:
+            raise Corruption(f'table "{made.name}" does not balance: {table_audit(made)}')
+
+
+def _check_terms(state: State, cut: TableCut) -> None:
+    """A table can be made of these terms."""
+    try:
+        check_create(state.core, _request(cut))
+    except NotFound:
+        raise  # a selector that this server has not installed: the files may be as they were written
+    except UsageError as error:
+        raise Corruption(f'table "{cut.terms.name}" has terms that no table has: {error}') from error
+
+
+def _plant(state: State, cut: Cut, now: float) -> None:
+    for table in cut.tables:
+        _check_terms(state, table)
     planting = _Planting(state, cut, now)
     for table in cut.tables:
         planting.table(table)
@@ -81,6 +117,10 @@ class _Planting:
         if table.versions is not None:
             table.versions.file(ids[live], table.rows.version.a[at[live]])
         table.history.add(self._now, "restored", ids)
+        if table.ordinals.cursor() != cut.counts.cursor:
+            raise Corruption(
+                f'table "{table.name}" has the cursor {cut.counts.cursor}; its rows say {table.ordinals.cursor()}'
+            )
         self._end_leases(table, ids, at)
 
     def _rows(self, table: Table, cut: TableCut, at: IntArray) -> None:

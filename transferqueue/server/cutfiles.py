@@ -17,6 +17,7 @@ import numpy as np
 from transferqueue.errors import Corruption
 from transferqueue.ledger.arrays import AnyArray, IntArray
 from transferqueue.ledger.cut import FORMING_COLUMNS, ChannelCut, Columns, Cut, TableCounts, TableCut, VersionCut
+from transferqueue.ledger.cut_checks import check
 from transferqueue.ledger.facts import DTYPES, UNSET
 from transferqueue.ledger.tasks import STATES
 from transferqueue.limits import MIB
@@ -24,6 +25,7 @@ from transferqueue.schema import Field
 from transferqueue.storage.column import Column
 from transferqueue.storage.dtypes import U8
 from transferqueue.storage.placement import Blocks, Placement
+from transferqueue.storage.show import arrow_type
 from transferqueue.storage.snapshot import Snapshot, SnapshotWriter
 from transferqueue.wire.messages import BlockAt, TableTerms
 
@@ -31,6 +33,7 @@ CHUNK_ROWS: Final = 1 << 16
 CHUNK_BYTES: Final = 64 * MIB
 """A record batch has no more of either, unless one row has."""
 FATES: Final = ("free", "live", "done", "dropped")
+_INT64_MAX: Final = (1 << 63) - 1
 Memory = Callable[[BlockAt], U8]
 """The bytes of a block, which stay as they are while the files are written."""
 
@@ -156,8 +159,7 @@ def _write_field(
 ) -> None:
     import pyarrow as pa
 
-    empty = Column(fields[name], _placement(fields, values.blocks[:0], values.slots[:0], cut, memory)).arrow()
-    schema = pa.schema([(name, empty.type)])
+    schema = pa.schema([(name, arrow_type(fields[name]))])
 
     def batches() -> Iterator[Any]:
         for chunk in _chunks(values.blocks, cut):
@@ -211,20 +213,57 @@ def _write_channel(
 
 
 class Piece:
-    """A record batch of values that will be one block. number: of the block in the cut."""
+    """A record batch of values that will be one block. number: of the block in the cut. file: where it is from."""
 
-    def __init__(self, number: int, fields: list[Field], batch: Any) -> None:
-        self.number, self.fields, self.batch = number, fields, batch
+    def __init__(self, number: int, file: str, fields: list[Field], batch: Any) -> None:
+        self.number, self.file, self.fields, self.batch = number, file, fields, batch
 
 
 def read_about(snapshot: Snapshot) -> About:
-    """What the manifest says."""
+    """What the manifest says. `Corruption` unless it names tables, fields and files as `write_cut` does."""
     try:
-        return msgspec.json.decode(snapshot.about, type=About)
-    except msgspec.MsgspecError as error:
+        about = msgspec.json.decode(snapshot.about, type=About)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Corruption(
             f"snapshot {snapshot.path}: the manifest says what this version does not know: {error}"
         ) from error
+    wanted = {name for number, table in enumerate(about.tables) for name in _files_of_table(snapshot, number, table)}
+    for number, channel in enumerate(about.channels):
+        wanted.update(_files_of_channel(snapshot, number, channel))
+    if wanted != snapshot.files.keys():
+        strange = min(wanted ^ snapshot.files.keys())
+        raise _not_written(snapshot, f"file {strange} belongs to no table or channel, or is missing")
+    return about
+
+
+def _not_written(snapshot: Snapshot, what: str) -> Corruption:
+    return Corruption(
+        f"snapshot {snapshot.path}: the manifest is not one that a server writes: {what}; restore another"
+    )
+
+
+def _files_of_table(snapshot: Snapshot, number: int, table: TableAbout) -> list[str]:
+    fields = [field.name for field in table.terms.fields]
+    placed = [field.name for field in table.terms.fields if not field.inline]
+    gatherers = [task.name for task in table.terms.tasks if task.groups is not None]
+    if (table.name, table.directory) != (table.terms.name, f"tables/{number}"):
+        raise _not_written(
+            snapshot, f"table {number} is {table.name!r} with terms of {table.terms.name!r} in {table.directory!r}"
+        )
+    if len(set(fields)) != len(fields) or (table.placed, table.gatherers) != (placed, gatherers):
+        raise _not_written(snapshot, f"table {table.name!r} has fields or tasks that differ from its terms")
+    if any(not -_INT64_MAX <= one <= _INT64_MAX for span in table.ordinals for one in span):
+        raise _not_written(snapshot, f"table {table.name!r} has ordinals beyond 64 bits")
+    names = ["rows", "groups", *(f"forming-{at}" for at in range(len(gatherers)))]
+    names += [f"field-{at}" for at in range(len(placed))]
+    return [f"{table.directory}/{name}.arrow" for name in names]
+
+
+def _files_of_channel(snapshot: Snapshot, number: int, channel: ChannelAbout) -> list[str]:
+    files = [f"weights/{number}/{one.version}.arrow" for one in channel.versions]
+    if [one.file for one in channel.versions] != files or len(set(files)) != len(files):
+        raise _not_written(snapshot, f"versions of channel {channel.name!r} lie in files of other names")
+    return files
 
 
 def pieces(snapshot: Snapshot, about: About) -> Iterator[Piece]:
@@ -233,22 +272,39 @@ def pieces(snapshot: Snapshot, about: About) -> Iterator[Piece]:
     for table in about.tables:
         fields = {field.name: field for field in table.terms.fields}
         for at, name in enumerate(table.placed):
-            for batch in snapshot.batches(f"{table.directory}/field-{at}.arrow"):
+            file = f"{table.directory}/field-{at}.arrow"
+            for batch in snapshot.batches(file, {name: _type_of(snapshot, file, fields[name])}):
                 number += 1
-                yield Piece(number, [fields[name]], batch)
+                yield Piece(number, file, [fields[name]], batch)
     for channel in about.channels:
         for version in channel.versions:
-            for batch in snapshot.batches(version.file):
+            types = {field.name: _type_of(snapshot, version.file, field) for field in version.fields}
+            if snapshot.rows(version.file) != 1:
+                raise snapshot.wrong(version.file, f"{snapshot.rows(version.file)} rows; a version of weights is one")
+            for batch in snapshot.batches(version.file, types):
                 for field in version.fields:
                     number += 1
-                    yield Piece(number, [field], batch.select([field.name]))
+                    yield Piece(number, version.file, [field], batch.select([field.name]))
 
 
-def read_cut(snapshot: Snapshot, about: About, blocks: dict[int, BlockAt]) -> Cut:
-    """The cut, its values in `blocks`, which are those of `pieces`, written."""
-    cut = Cut(blocks=blocks, dropped_tables=about.dropped_tables)
+def _type_of(snapshot: Snapshot, file: str, field: Field) -> Any:
+    with snapshot.reading(file):
+        return arrow_type(field)
+
+
+def read_tables(snapshot: Snapshot, about: About) -> list[TableCut]:
+    """The tables, without the places of their values: `read_cut` adds them."""
+    return [_read_table(snapshot, table) for table in about.tables]
+
+
+def read_cut(snapshot: Snapshot, about: About, tables: list[TableCut], blocks: dict[int, BlockAt]) -> Cut:
+    """The cut, its values in `blocks`, which are those of `pieces`, written. tables: of `read_tables`."""
+    cut = Cut(tables=tables, blocks=blocks, dropped_tables=about.dropped_tables)
     numbers = iter(sorted(blocks))
-    cut.tables = [_read_table(snapshot, table, blocks, numbers) for table in about.tables]
+    for told, table in zip(about.tables, tables, strict=True):
+        for at, name in enumerate(told.placed):
+            mine = _of_file(blocks, numbers, snapshot.rows(f"{told.directory}/field-{at}.arrow"))
+            table.places[name] = _places(table.places[name][0], mine)
     for channel in about.channels:
         versions = [
             VersionCut(one.version, one.fields, [next(numbers) for _ in one.fields], one.age_s)
@@ -258,60 +314,95 @@ def read_cut(snapshot: Snapshot, about: About, blocks: dict[int, BlockAt]) -> Cu
     return cut
 
 
-def _read_table(snapshot: Snapshot, about: TableAbout, blocks: dict[int, BlockAt], numbers: Iterator[int]) -> TableCut:
+def check_cut(about: About, tables: list[TableCut]) -> None:
+    """`Corruption` unless tables and channels are such as a ledger is cut into. Needs no values."""
+    channels = [
+        ChannelCut(one.name, one.keep, one.latest, [VersionCut(v.version, v.fields, [], v.age_s) for v in one.versions])
+        for one in about.channels
+    ]
+    check(Cut(tables, channels, dropped_tables=about.dropped_tables))
+
+
+def _row_types(about: TableAbout) -> dict[str, Any]:
+    """Columns of a rows file."""
     import pyarrow as pa
 
-    table = (
-        pa.Table.from_batches(list(snapshot.batches(f"{about.directory}/rows.arrow")))
-        if about.counts.next_row
-        else None
-    )
-    rows = _Rows(table if table is not None and table.num_rows else None)
-    _check_ids(about, rows.numbers("row_id", np.int64))
-    inline = {field.name: field for field in about.terms.fields if field.inline}
-    has, places = {name: rows.given(f"field/{name}") for name in inline}, {}
-    for at, name in enumerate(about.placed):
-        count = snapshot.files[f"{about.directory}/field-{at}.arrow"].rows
-        index = rows.numbers(f"at/{name}", np.int64)
-        has[name] = rows.given(f"at/{name}")
-        places[name] = _places(np.where(has[name], index, -1), _take(count, blocks, numbers))
-    return TableCut(
-        terms=about.terms,
-        counts=about.counts,
-        rows={
-            "row_id": rows.numbers("row_id", np.int64),
-            "fate": rows.codes("fate", FATES),
-            "age_s": rows.numbers("age_s", np.float64),
-            "stamped": rows.numbers("stamped", np.int64, missing=-1),
-            **{name: rows.numbers(name, np.dtype(DTYPES[name])) for name in UNSET},
-        },
-        keys=rows.texts("key"),
-        tags={row: json.loads(text) for row, text in rows.texts("tags").items()},
-        has=has,
-        inline={name: rows.numbers(f"field/{name}", np.dtype(field.dtype)) for name, field in inline.items()},
-        places=places,
-        tasks={task.name: _read_task(rows, task.name) for task in about.terms.tasks},
-        groups=_read_columns(snapshot, f"{about.directory}/groups.arrow", ("group_id", "group_size", "present")),
-        forming={
-            name: _read_columns(snapshot, f"{about.directory}/forming-{at}.arrow", FORMING_COLUMNS)
-            for at, name in enumerate(about.gatherers)
-        },
-        ordinals=np.array(about.ordinals, np.int64).reshape(-1, 2),
-    )
+    code = pa.dictionary(pa.int8(), pa.string())
+    types = {"row_id": pa.int64(), "fate": code, "age_s": pa.float64(), "stamped": pa.int64()}
+    types |= {name: pa.from_numpy_dtype(np.dtype(DTYPES[name])) for name in UNSET}
+    types |= {"key": pa.large_string(), "tags": pa.large_string()}
+    for field in about.terms.fields:
+        if field.inline:
+            dtype = np.dtype(field.dtype)
+            types[f"field/{field.name}"] = pa.from_numpy_dtype(np.int64 if dtype.kind == "c" else dtype)
+        else:
+            types[f"at/{field.name}"] = pa.int64()
+    for task in about.terms.tasks:
+        types[f"task/{task.name}/state"] = code
+        types[f"task/{task.name}/attempts"] = pa.int32()
+        types |= {f"task/{task.name}/{one}": pa.int64() for one in ("order", "step")}
+    return types
 
 
-def _check_ids(about: TableAbout, ids: IntArray) -> None:
-    if ids.size and (ids[0] < 0 or ids[-1] >= about.counts.next_row or (np.diff(ids) <= 0).any()):
-        raise Corruption(
-            f'rows of table "{about.name}" do not ascend from 0 to {about.counts.next_row - 1}, as the manifest says of them'
+def _read_table(snapshot: Snapshot, about: TableAbout) -> TableCut:
+    file = f"{about.directory}/rows.arrow"
+    types = _row_types(about)
+    with snapshot.reading(file):
+        rows = _Rows(snapshot, file, _whole(snapshot, file, types, optional=("stamped",)))
+        inline = {field.name: field for field in about.terms.fields if field.inline}
+        has = {name: rows.given(f"field/{name}") for name in inline}
+        places = {}
+        for at, name in enumerate(about.placed):
+            has[name] = rows.given(f"at/{name}")
+            index = np.where(has[name], rows.numbers(f"at/{name}", np.int64, nulls=True), -1)
+            places[name] = _check_index(snapshot, file, about, at, name, has[name], index), np.empty(0, np.int32)
+        tags = rows.texts("tags")
+        return TableCut(
+            terms=about.terms,
+            counts=about.counts,
+            rows={
+                "row_id": rows.numbers("row_id", np.int64),
+                "fate": rows.codes("fate", FATES),
+                "age_s": rows.numbers("age_s", np.float64),
+                "stamped": rows.numbers("stamped", np.int64, missing=-1),
+                **{name: rows.numbers(name, np.dtype(DTYPES[name])) for name in UNSET},
+            },
+            keys=rows.texts("key"),
+            tags={row: _read_tags(text) for row, text in tags.items()},
+            has=has,
+            inline={
+                name: rows.numbers(f"field/{name}", np.dtype(field.dtype), nulls=True) for name, field in inline.items()
+            },
+            places=places,
+            tasks={task.name: _read_task(rows, task.name) for task in about.terms.tasks},
+            groups=_read_columns(snapshot, f"{about.directory}/groups.arrow", _GROUP_COLUMNS),
+            forming={
+                name: _read_columns(snapshot, f"{about.directory}/forming-{at}.arrow", _FORMING_DTYPES)
+                for at, name in enumerate(about.gatherers)
+            },
+            ordinals=np.array(about.ordinals, np.int64).reshape(-1, 2),
         )
 
 
-def _take(count: int, blocks: dict[int, BlockAt], numbers: Iterator[int]) -> list[BlockAt]:
-    """The next blocks, which have `count` rows together."""
+def _check_index(
+    snapshot: Snapshot, file: str, about: TableAbout, at: int, name: str, there: AnyArray, index: IntArray
+) -> IntArray:
+    """Which value of the field's file each row has: one that is there, and each is some row's."""
+    count = snapshot.rows(f"{about.directory}/field-{at}.arrow")
+    wrong = there & ((index < 0) | (index >= count))
+    if wrong.any():
+        raise snapshot.wrong(file, f"a row has value {index[wrong][0]} of field {name!r}, of {count}")
+    if np.unique(index[there]).size != count:
+        raise snapshot.wrong(file, f"no row has some of the {count} values of field {name!r}")
+    return index
+
+
+def _of_file(blocks: dict[int, BlockAt], numbers: Iterator[int], rows: int) -> list[BlockAt]:
+    """The next blocks, which have the rows of a file together: `Snapshot.batches` has counted them."""
     taken: list[BlockAt] = []
-    while sum(one.rows for one in taken) < count:
+    while rows > 0:
         taken.append(blocks[next(numbers)])
+        rows -= taken[-1].rows
     return taken
 
 
@@ -321,11 +412,36 @@ def _places(index: IntArray, blocks: list[BlockAt]) -> tuple[IntArray, AnyArray]
     found = np.searchsorted(starts, index, "right") - 1
     numbers = np.array([0, *(one.block for one in blocks)], np.int64)
     there = index >= 0
-    if there.any() and int(index.max()) >= starts[-1]:
-        raise Corruption(f"a row has value {int(index.max())} of {starts[-1]}")
     return np.where(there, numbers[np.where(there, found + 1, 0)], 0), np.where(there, index - starts[found], 0).astype(
         np.int32
     )
+
+
+def read_rows(snapshot: Snapshot, about: TableAbout) -> Any:
+    """The rows file of a table as an Arrow table, mapped and checked: each value that a row has is in its field's file."""
+    import pyarrow as pa
+
+    file = f"{about.directory}/rows.arrow"
+    types = _row_types(about)
+    found = _whole(snapshot, file, types, optional=("stamped",))
+    if found is None:
+        return pa.table({name: pa.array([], kind) for name, kind in types.items()})
+    rows = _Rows(snapshot, file, found)
+    for at, name in enumerate(about.placed):
+        there = rows.given(f"at/{name}")
+        _check_index(snapshot, file, about, at, name, there, rows.numbers(f"at/{name}", np.int64, nulls=True))
+    return found
+
+
+def read_values(snapshot: Snapshot, about: TableAbout, name: str) -> Any:
+    """The values of a field that has a file of its own, mapped and checked."""
+    import pyarrow as pa
+
+    file = f"{about.directory}/field-{about.placed.index(name)}.arrow"
+    (field,) = (one for one in about.terms.fields if one.name == name)
+    kind = _type_of(snapshot, file, field)
+    found = _whole(snapshot, file, {name: kind})
+    return pa.chunked_array([], kind) if found is None else found[name]
 
 
 def _read_task(rows: _Rows, name: str) -> Columns:
@@ -337,30 +453,55 @@ def _read_task(rows: _Rows, name: str) -> Columns:
     }
 
 
-def _read_columns(snapshot: Snapshot, file: str, names: tuple[str, ...]) -> Columns:
+_TAGS: Final = msgspec.json.Decoder(dict[str, bool | int | float | str])
+
+
+def _read_tags(text: str) -> dict[str, str | int | float | bool]:
+    return _TAGS.decode(text)
+
+
+_GROUP_COLUMNS: Final = {"group_id": "int64", "group_size": "int64", "present": "int64"}
+_FORMING_DTYPES: Final = dict(
+    zip(FORMING_COLUMNS, ("int64", "uint8", "int64", "bool", "int64", "float64"), strict=True)
+)
+
+
+def _read_columns(snapshot: Snapshot, file: str, dtypes: dict[str, str]) -> Columns:
     import pyarrow as pa
 
-    batches = list(snapshot.batches(file))
-    if not batches:
-        return {name: np.empty(0, np.int64) for name in names}
-    table = pa.Table.from_batches(batches)
-    return {name: table[name].to_numpy() for name in names}
+    types = {name: pa.from_numpy_dtype(np.dtype(dtype)) for name, dtype in dtypes.items()}
+    with snapshot.reading(file):
+        rows = _Rows(snapshot, file, _whole(snapshot, file, types))
+        return {name: rows.numbers(name, np.dtype(dtype)) for name, dtype in dtypes.items()}
+
+
+def _whole(snapshot: Snapshot, file: str, types: dict[str, Any], optional: tuple[str, ...] = ()) -> Any:
+    """All batches of a file as one table; None if it has no row."""
+    import pyarrow as pa
+
+    batches = list(snapshot.batches(file, types, optional))
+    return pa.Table.from_batches(batches) if batches else None
 
 
 class _Rows:
-    """The columns of a rows file. table: None if it has no row."""
+    """The columns of a file of numbers, names and texts. table: None if it has no row."""
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, snapshot: Snapshot, file: str, table: Any) -> None:
+        self._snapshot, self._file = snapshot, file
         self._table = table.combine_chunks() if table is not None else None
 
-    def _column(self, name: str) -> Any:
-        return self._table[name].combine_chunks() if self._table is not None else None
+    def _column(self, name: str, *, nulls: bool = False) -> Any:
+        column = self._table[name].combine_chunks() if self._table is not None else None
+        if column is not None and column.null_count and not nulls:
+            raise self._snapshot.wrong(self._file, f"column {name!r} has {column.null_count} nulls")
+        return column
 
-    def numbers(self, name: str, dtype: Any, *, missing: int | None = None) -> AnyArray:
-        """The values, whatever they are where there is none. missing: all of them, where an older snapshot lacks the column."""
+    def numbers(self, name: str, dtype: Any, *, missing: int | None = None, nulls: bool = False) -> AnyArray:
+        """The values, whatever they are where there is none. missing: all of them, where an older snapshot lacks the column. nulls:
+        whether there may be none."""
         if missing is not None and self._table is not None and name not in self._table.column_names:
             return np.full(self._table.num_rows, missing, dtype)
-        column, dtype = self._column(name), np.dtype(dtype)
+        column, dtype = self._column(name, nulls=nulls), np.dtype(dtype)
         if column is None:
             return np.empty(0, dtype)
         if dtype == np.bool_:
@@ -370,7 +511,7 @@ class _Rows:
 
     def given(self, name: str) -> Any:
         """Which rows have a value."""
-        column = self._column(name)
+        column = self._column(name, nulls=True)
         return np.empty(0, np.bool_) if column is None else column.is_valid().to_numpy(zero_copy_only=False)
 
     def codes(self, name: str, names: tuple[str, ...]) -> AnyArray:
@@ -379,13 +520,16 @@ class _Rows:
         if column is None:
             return np.empty(0, np.uint8)
         place = {one: at for at, one in enumerate(names)}
-        codes = np.array([place.get(one, 0) for one in column.dictionary.to_pylist()], np.uint8)
+        strange = [one for one in column.dictionary.to_pylist() if one not in place]
+        if strange:
+            raise self._snapshot.wrong(self._file, f"column {name!r} has {strange[0]!r}; known are {', '.join(names)}")
+        codes = np.array([place[one] for one in column.dictionary.to_pylist()], np.uint8)
         found: AnyArray = codes[column.indices.to_numpy(zero_copy_only=False)]
         return found
 
     def texts(self, name: str) -> dict[int, str]:
         """By row id, the text of those rows that have one."""
-        column = self._column(name)
+        column = self._column(name, nulls=True)
         if column is None or column.null_count == len(column):
             return {}
         ids = self.numbers("row_id", np.int64).tolist()

@@ -201,8 +201,8 @@ class RecordedLedger(Ledger):
 
     def plant(self, cut: Cut, now: float) -> None:
         """See `Ledger.plant`. No record: the next commit leaves an image of what there is then."""
+        self._tail.records = TAIL_RECORDS_MAX + 1  # first: what was planted is never without an image
         super().plant(cut, now)
-        self._tail.records = TAIL_RECORDS_MAX + 1
 
     # ------------------------------------------------------------ when it counts
 

@@ -7,8 +7,11 @@ The law:
   nothing of it, so a server that dies here leaves nothing pinned.
 - The server writes, not the client: its memory is here, its death is the client's too, and paths stay under `root`, which
   only who starts the server can name. One work at a time.
-- A restore goes into memory that is lent to nobody else, and becomes visible in one turn, or not at all.
-- A thread touches neither ledger nor allocator: it posts what the loop is to do (`turn`), and waits for that with a deadline.
+- A restore goes into memory that is lent to nobody else, and becomes visible in one turn, or not at all: everything is
+  checked before memory is taken, and the ledger changes by one assignment. The turn that plants a table also takes its memory off
+  the list of what is given back when the work fails, so no memory that a table refers to is ever given back.
+- A thread touches neither ledger nor allocator: it posts what the loop is to do (`turn`), and waits for that with a deadline. What
+  the loop has not begun by then it never does.
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Final, TypeVar
@@ -29,6 +32,7 @@ from typing import Final, TypeVar
 import numpy as np
 
 from transferqueue.errors import (
+    Corruption,
     Disconnected,
     Full,
     InternalError,
@@ -41,9 +45,10 @@ from transferqueue.errors import (
 from transferqueue.ledger.cut import Cut
 from transferqueue.ledger.effects import Wait
 from transferqueue.ledger.ledger import Ledger
+from transferqueue.ledger.planting import check_empty
 from transferqueue.limits import MIB
 from transferqueue.seat import Seat
-from transferqueue.server.cutfiles import Piece, pieces, read_about, read_cut, write_cut
+from transferqueue.server.cutfiles import Piece, check_cut, pieces, read_about, read_cut, read_tables, write_cut
 from transferqueue.server.memory import SHARD, Memory
 from transferqueue.storage.blocks import Draft
 from transferqueue.storage.checksum import checksum
@@ -72,6 +77,10 @@ class Work:
         self.ended = False
         self.error: TransferQueueError | None = None
         self.cancelled = threading.Event()
+
+    def expect_twice(self, nbytes: int) -> None:
+        """All files are read to be compared, and once more."""
+        self.total = 2 * nbytes
 
     def reply(self) -> m.Working:
         """How far it is."""
@@ -200,13 +209,20 @@ class Snapshots:
         future: Future[T] = Future()
 
         def answer(now: float) -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked has given up
             try:
                 future.set_result(act(now))
             except Exception as error:  # noqa: BLE001  (raised again, in the thread that asked)
                 future.set_exception(error)
 
         self._post(answer)
-        return future.result(TURN_S)
+        try:
+            return future.result(TURN_S)
+        except TimeoutError:
+            if future.cancel():
+                raise
+            return future.result()  # the loop has begun it: it ends
 
     def _advance(self, work: Work, nbytes: int) -> None:
         if work.cancelled.is_set():
@@ -255,42 +271,51 @@ class Snapshots:
     # ------------------------------------------------------------ a restore
 
     def _restore(self, path: Path) -> Work:
-        state = self._ledger.state
-        if state.tables or state.channels:
-            there = listing([*state.tables, *state.channels])
-            raise UsageError(
-                f"a snapshot is restored into an empty deployment; this one has {there}: start another server"
-            )
-        total = 2 * sum(one.stat().st_size for one in path.rglob("*.arrow")) if path.is_dir() else 0
-        return self._begin(path, total, self._read, lambda now: None)
+        check_empty(self._ledger.state)
+        return self._begin(path, 0, self._read, lambda now: None)
 
     def _read(self, work: Work) -> None:
-        snapshot = Snapshot.open(work.path, lambda nbytes: self._advance(work, nbytes))
+        snapshot = Snapshot.open(work.path, lambda nbytes: self._advance(work, nbytes), work.expect_twice)
         work.path, about = snapshot.path, read_about(snapshot)
         tables, channels = ([one.name for one in kept] for kept in (about.tables, about.channels))
         self._seat.check_kept(tables, channels, f"snapshot {work.path}")
+        cuts = read_tables(snapshot, about)
+        with _named(work.path):
+            check_cut(about, cuts)
         arena = _mapped(self._memory, mmap.PROT_READ | mmap.PROT_WRITE)
         taken: list[tuple[int, int]] = []
         try:
             blocks: dict[int, m.BlockAt] = {}
             for piece in pieces(snapshot, about):
-                blocks[piece.number] = self._settle(work, piece, arena, taken)
-            cut = read_cut(snapshot, about, blocks)
-            self._ask(work, lambda now: self._ledger.plant(cut, now))
+                with _named(snapshot.path / piece.file):
+                    blocks[piece.number] = self._settle(work, piece, arena, taken)
+            cut = read_cut(snapshot, about, cuts, blocks)
+            with _named(work.path):
+                self._ask(work, lambda now: self._plant(cut, taken, now))
         except BaseException:
             self._ask(work, lambda now: self._give_back(taken, now))
             raise
 
+    def _plant(self, cut: Cut, taken: list[tuple[int, int]], now: float) -> None:
+        """Have the tables refer to the memory that was taken. It is theirs, or stays in the list: never both, never neither."""
+        mine = taken.copy()
+        try:
+            taken.clear()
+            self._ledger.plant(cut, now)
+        except BaseException:
+            taken[:] = mine
+            raise
+
     def _give_back(self, taken: list[tuple[int, int]], now: float) -> None:
-        for offset, nbytes in taken:
-            self._memory.give_back(offset, nbytes, now)
+        """Free memory that was taken for a restore that failed. Of one that did not, nothing is in the list."""
+        while taken:
+            self._memory.give_back(*taken.pop(), now)
         self._wake(("memory",))
 
     def _settle(self, work: Work, piece: Piece, arena: U8, taken: list[tuple[int, int]]) -> m.BlockAt:
         """Values of a file become a block in memory."""
         draft = Draft([thaw(field, piece.batch.column(field.name)) for field in piece.fields])
-        offset, nbytes = self._ask(work, lambda now: self._take(work, draft.nbytes))
-        taken.append((offset, nbytes))
+        offset = self._ask(work, lambda now: self._take(work, draft.nbytes, taken))
         block = arena[offset : offset + draft.nbytes]
         draft.write(block)
         self._advance(work, draft.nbytes)
@@ -299,14 +324,24 @@ class Snapshots:
             piece.number, SHARD, 0, offset, draft.nbytes, draft.stored_rows, names, draft.counts, checksum(block)
         )
 
-    def _take(self, work: Work, nbytes: int) -> tuple[int, int]:
+    def _take(self, work: Work, nbytes: int, taken: list[tuple[int, int]]) -> int:
         found = self._memory.take(max(nbytes, 1))
         if found is None:
             raise OutOfMemory(
                 f"snapshot {work.path} does not fit an arena of {self._memory.arena.capacity:,} bytes; start a server with "
                 "a larger --arena-bytes"
             )
-        return found
+        taken.append(found)
+        return found[0]
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """`Corruption` names the file, or the snapshot, that it is of."""
+    try:
+        yield
+    except Corruption as error:
+        raise Corruption(f"{path} was not written by a server, or is damaged: {error}; restore another") from error
 
 
 def _failure(run: Callable[[Work], None], work: Work) -> TransferQueueError | None:
@@ -314,6 +349,8 @@ def _failure(run: Callable[[Work], None], work: Work) -> TransferQueueError | No
         run(work)
     except TransferQueueError as error:
         return error.with_traceback(None)  # its frames hold the arena, and whoever follows holds the error
+    except MemoryError:
+        return OutOfMemory(f"work on {work.path} needs more memory than this server can get; nothing was changed")
     except Exception as error:  # noqa: BLE001  (logged with its cause, and told to whoever follows)
         _log.exception("work on %s failed", work.path)
         return InternalError(f"work on {work.path} failed: {error!r}; please report it")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from transferqueue.errors import Corruption
 from transferqueue.schema import TORCH_ONLY_DTYPES, Field
-from transferqueue.storage.dtypes import ml_dtype, viewed
+from transferqueue.storage.dtypes import ml_dtype, stored, viewed
 from transferqueue.storage.gather import Loaded, offsets_of, shapes_of
 from transferqueue.storage.numbers import widened
 from transferqueue.storage.torched import as_torch
@@ -58,8 +58,21 @@ def arrow_array(field: Field, loaded: Loaded) -> Any:
     return leaves if field.dense else _large_list(offsets_of(loaded), leaves, pa)
 
 
+def arrow_type(field: Field) -> Any:
+    """The Arrow type of a column of this field, as `arrow_array` makes it."""
+    values = np.empty(0, stored(field.dtype))
+    shapes = np.empty((0, len(field.shape)), np.int64) if field.varied else None
+    return arrow_array(field, Loaded(0, values, None if field.dense else np.zeros(1, np.int64), shapes)).type
+
+
+_FIXED_MAX: Final = (1 << 31) - 1
+"""Arrow counts the elements of a fixed-size list in an int32; larger lists have offsets of 64 bits."""
+
+
 def _fixed_lists(values: Any, size: int, count: int, pa: Any) -> Any:
     """By type and count, not by dividing: lists of none are lists, too."""
+    if size > _FIXED_MAX:
+        return _large_list(np.arange(count + 1) * size, values, pa)
     return pa.Array.from_buffers(pa.list_(values.type, size), count, [None], children=[values])
 
 

@@ -7,7 +7,10 @@ The law:
 - A snapshot is made in ``PATH/.new-…``, every file and directory synced, and then renamed: it is there whole or not at
   all, and those before it are touched only after that, when more than `keep` are there.
 - Nothing is read before all checksums have been compared. A difference is `Corruption`, naming the file.
-- Directories are 0700 and files 0600.
+- Files are foreign input. A file is read only if it is a regular file inside the snapshot, reached over no link, of the size that
+  the manifest tells, and has the columns that its reader expects; Arrow checks every buffer of it (offsets, lengths, UTF-8,
+  indices) before a value is looked at. Whatever does not fit is `Corruption`, naming the file and what is wrong.
+- Directories are 0700 and files 0600, whatever the umask; so are the directories made on the way to `PATH`.
 """
 
 from __future__ import annotations
@@ -17,21 +20,25 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import stat
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import msgspec
 import xxhash
 
-from transferqueue.errors import Corruption, NotFound, OutOfMemory, UsageError
+from transferqueue.errors import Corruption, NotFound, OutOfMemory, PeerError, UsageError
 from transferqueue.limits import MIB
 
 MANIFEST: Final = "MANIFEST.json"
 DIGEST: Final = "MANIFEST.xxh3"
 FORMAT: Final = 1
-_NUMBER: Final = re.compile(r"\d{6,}")
+MANIFEST_BYTES_MAX: Final = 256 * MIB
+"""A manifest is read whole. One of 4,096 tables with 65,536 spans of ordinals each is larger, and no table has so many."""
+_NUMBER: Final = re.compile(r"[0-9]{6,}")
+_NAME: Final = re.compile(r"[a-z0-9-]+(?:/[a-z0-9-]+)*\.arrow")
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CHUNK: Final = 4 * MIB
 
@@ -99,7 +106,7 @@ class SnapshotWriter:
         self._parent, self._progress = parent, progress
         self._files: dict[str, FileEntry] = {}
         with _disk(parent):
-            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(parent)
             for left in parent.glob(".new-*"):  # of a writer that died: there is one at a time
                 shutil.rmtree(left)
             self._made = parent / f".new-{secrets.token_hex(4)}"
@@ -112,7 +119,7 @@ class SnapshotWriter:
         path = self._made / name
         rows = 0
         with _disk(self._parent):
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(path.parent)
             with _private(path) as file:
                 hashed, told = _Hashed(file), 0
                 with pa.ipc.new_file(pa.PythonFile(hashed, "w"), schema) as out:
@@ -160,27 +167,96 @@ class Snapshot:
         self.path, self.about, self.files = path, about, files
 
     @classmethod
-    def open(cls, path: Path, progress: Callable[[int], None]) -> Snapshot:
-        """The snapshot at `path`, or the newest under it. progress: told how many bytes were just compared.
+    def open(
+        cls, path: Path, progress: Callable[[int], None], started: Callable[[int], None] = lambda _: None
+    ) -> Snapshot:
+        """The snapshot at `path`, or the newest under it. started: told how many bytes all files have, before they are read.
+        progress: told how many bytes were just compared.
 
         `NotFound` if there is none; `Corruption` names the file that is not as it was written.
         """
         found = _chosen(path)
         manifest = _read_manifest(found)
+        started(sum(entry.bytes for entry in manifest.files.values()))
         for name, entry in manifest.files.items():
-            _compare(found / name, entry, progress)
+            _compare(found, name, entry, progress)
         return cls(found, bytes(manifest.about), manifest.files)
 
-    def batches(self, name: str) -> Iterator[Any]:
-        """The record batches of a file, mapped."""
+    def rows(self, name: str) -> int:
+        """Rows of a file, as the manifest tells."""
+        return self._entry(name).rows
+
+    def batches(self, name: str, types: Mapping[str, Any], optional: Container[str] = ()) -> Iterator[Any]:
+        """The record batches of a file, mapped, each checked: of these columns (name -> Arrow type), in any order.
+
+        optional: columns that an older version did not write.
+        """
         import pyarrow as pa
 
-        if name not in self.files:
-            raise Corruption(f"snapshot {self.path}: the manifest names no file {name}")
-        with pa.memory_map(str(self.path / name)) as source:
+        entry = self._entry(name)
+        with self.reading(name), pa.memory_map(str(self.path / name)) as source:
             reader = pa.ipc.open_file(source)
+            self._check_columns(name, reader.schema, types, optional)
+            rows = 0
             for number in range(reader.num_record_batches):
-                yield reader.get_batch(number)
+                batch = reader.get_batch(number)
+                batch.validate(full=True)
+                rows += batch.num_rows
+                if not 0 < batch.num_rows <= entry.rows or batch.get_total_buffer_size() > entry.bytes:
+                    raise self.wrong(name, f"batch {number} is compressed, or of {batch.num_rows} rows")
+                yield batch
+            if rows != entry.rows:
+                raise self.wrong(name, f"it has {rows} rows; the manifest says {entry.rows}")
+
+    def wrong(self, name: str, what: str) -> Corruption:
+        """The error for a file that holds what it cannot hold."""
+        return Corruption(f"snapshot file {self.path / name}: {what}; restore another snapshot")
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """What Arrow and numpy say of a file that they cannot read is `Corruption` of that file."""
+        try:
+            yield
+        except (Corruption, GeneratorExit):
+            raise
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            ArithmeticError,
+            NotImplementedError,
+            MemoryError,
+            OSError,
+        ) as error:
+            raise self.wrong(name, f"it cannot be read ({type(error).__name__}: {error})") from error
+
+    def _entry(self, name: str) -> FileEntry:
+        if name not in self.files:
+            raise Corruption(f"snapshot {self.path}: the manifest names no file {name}; restore another snapshot")
+        return self.files[name]
+
+    def _check_columns(self, name: str, schema: Any, types: Mapping[str, Any], optional: Container[str]) -> None:
+        if len(set(schema.names)) != len(schema.names):
+            raise self.wrong(name, "a column is there twice")
+        for column in types.keys() - set(schema.names):
+            if column not in optional:
+                raise self.wrong(name, f"column {column!r} is missing")
+        for field in schema:
+            if field.name not in types:
+                raise self.wrong(name, f"column {field.name[:200]!r} does not belong there")
+            if field.type != types[field.name]:
+                raise self.wrong(name, f"column {field.name!r} is {field.type}; it should be {types[field.name]}")
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory, and those above it that are missing, for this user alone. One that is there stays as it is."""
+    missing = []
+    while not directory.exists():
+        missing.append(directory)
+        directory = directory.parent
+    for one in reversed(missing):
+        with suppress(FileExistsError):  # somebody else makes it at the same time
+            one.mkdir(mode=0o700)
 
 
 def numbered(parent: Path) -> list[Path]:
@@ -192,44 +268,77 @@ def numbered(parent: Path) -> list[Path]:
 def _chosen(path: Path) -> Path:
     if (path / MANIFEST).is_file():
         return path
-    there = numbered(path)
+    there = [one for one in numbered(path) if not one.is_symlink()]
     if not there:
         raise NotFound(f"there is no snapshot at {path}; name the directory that one was written to")
     return there[-1]
 
 
 def _read_manifest(path: Path) -> _Manifest:
-    try:
-        data, digest = (path / MANIFEST).read_bytes(), (path / DIGEST).read_bytes()
-    except OSError as error:
-        raise Corruption(
-            f"snapshot {path}: {Path(error.filename or MANIFEST).name} cannot be read: {error.strerror}"
-        ) from error
-    if xxhash.xxh3_64_hexdigest(data).encode() != digest:
+    data = _small_file(path, MANIFEST)
+    if xxhash.xxh3_64_hexdigest(data).encode() != _small_file(path, DIGEST):
         raise Corruption(f"snapshot {path}: {MANIFEST} is not as it was written; restore the one before")
     try:
         manifest = msgspec.json.decode(data, type=_Manifest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Corruption(f"snapshot {path}: {MANIFEST} is none ({error}); restore another") from error
     if manifest.format != FORMAT:
         raise UsageError(f"snapshot {path} has format {manifest.format}; this version reads {FORMAT}")
+    for name, entry in manifest.files.items():
+        if not _NAME.fullmatch(name) or entry.bytes < 0 or entry.rows < 0:
+            raise Corruption(
+                f"snapshot {path}: {MANIFEST} names a file {name[:200]!r} of {entry.bytes} bytes and {entry.rows} rows, which "
+                "no snapshot has; restore another"
+            )
     return manifest
 
 
-def _compare(path: Path, entry: FileEntry, progress: Callable[[int], None]) -> None:
-    found = xxhash.xxh3_64()
+def _small_file(path: Path, name: str) -> bytes:
+    with _opened(path, name) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MANIFEST_BYTES_MAX:
+            raise Corruption(
+                f"snapshot {path}: {name} has {size:,} bytes; at most {MANIFEST_BYTES_MAX:,}; restore another"
+            )
+        return file.read(size)
+
+
+@contextmanager
+def _opened(path: Path, name: str) -> Iterator[BinaryIO]:
+    """A file of the snapshot, for reading. `Corruption` if it is none, or lies elsewhere."""
+    where = path / name
     try:
-        with path.open("rb") as file:
-            while data := file.read(_CHUNK):
-                found.update(data)
-                progress(len(data))
-            size = file.tell()
+        if Path(os.path.realpath(where)) != Path(os.path.realpath(path)) / name:
+            raise Corruption(
+                f"snapshot file {where} is reached over a link; a snapshot holds its files itself: restore another"
+            )
+        fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would be waited for
+        with os.fdopen(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise Corruption(f"snapshot file {where} is not a regular file; restore another")
+            yield file
+    except PeerError:
+        raise  # Corruption, which is an OSError; and what `progress` raises
     except OSError as error:
-        raise Corruption(f"snapshot file {path} cannot be read: {error.strerror}; restore another") from error
-    if size != entry.bytes or found.hexdigest() != entry.xxh3:
+        raise Corruption(f"snapshot file {where} cannot be read: {error.strerror}; restore another") from error
+
+
+def _compare(snapshot: Path, name: str, entry: FileEntry, progress: Callable[[int], None]) -> None:
+    found, path = xxhash.xxh3_64(), snapshot / name
+    with _opened(snapshot, name) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != entry.bytes:
+            raise Corruption(
+                f"snapshot file {path} is not as it was written: {size} bytes instead of {entry.bytes}; restore the snapshot "
+                "before it"
+            )
+        while data := file.read(_CHUNK):
+            found.update(data)
+            progress(len(data))
+    if found.hexdigest() != entry.xxh3:
         raise Corruption(
-            f"snapshot file {path} is not as it was written: {size} bytes with checksum {found.hexdigest()} instead of "
-            f"{entry.bytes} with {entry.xxh3}; restore the snapshot before it"
+            f"snapshot file {path} is not as it was written: its checksum is {found.hexdigest()} instead of {entry.xxh3}; "
+            "restore the snapshot before it"
         )
 
 
