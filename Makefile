@@ -88,6 +88,7 @@ SEED ?= 0
 soak: $(STAMP) ## simulator, fuzz, chaos on real processes, all long (minutes; SEED=N begins elsewhere)
 	$(BIN)/python -m transferqueue.testing.simulate --seeds 10000 --first $(SEED)
 	$(BIN)/python -m tests.fuzz --frames 5000000 --seed $(SEED)
+	$(BIN)/python -m tests.damage snapshots --count 10000 --seed $(SEED)
 	$(BIN)/transferqueue chaos --seconds 180 --seed $(SEED)
 
 $(SHIMMED): tests/engines/shim.txt pyproject.toml

@@ -53,6 +53,7 @@ def make_originals(root: Path) -> None:
             ],
             pacing=tq.Pacing("train", batch_rows=4, depth=3, max_staleness=5, on_stale=KeepStale()),
             fields=[tq.Field("image", "float32", (None, None))],
+            extra_fields=True,
         )
         for group in range(4):
             size = 3 if group < 3 else 4

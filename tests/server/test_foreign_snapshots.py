@@ -28,7 +28,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(SNAPSHOTS_VARIABLE, str(root))
         with tq.connect() as queue:
-            table = queue.create_table("t", tasks=[tq.Task("train")], fields=[tq.Field("image", "uint8", (None, None))])
+            table = queue.create_table(
+                "t", tasks=[tq.Task("train")], fields=[tq.Field("image", "uint8", (None, None))], extra_fields=True
+            )
             table.put(
                 ids=[np.arange(n) for n in (1, 2, 3)], text=["a", "b", "c"], plain=[{"a": 1}, {}, {}],
                 image=[np.zeros((2, n), np.uint8) for n in (1, 2, 3)], group_id=1, group_size=3, tags=[{"n": 1}] * 3,
