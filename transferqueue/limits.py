@@ -119,7 +119,12 @@ REPLIES_KEPT_MAX: Final = 1024
 RESEND_S: Final = 2.0
 """A request that is not answered this long after it should have been is sent again, with the same id."""
 ANSWER_S: Final = 30.0
-"""Past the wait it asked for, a caller gives the server this long to answer; then it is told that nobody does."""
+"""A caller that gave no deadline gives the server this long to answer; then it is told that nobody does."""
+LATE_ANSWER_S: Final = 0.4
+"""Past the deadline of a caller, answers may be this late, all together. The server's own refusal says what was missing, so it is worth a
+moment; the caller has its thread back within half a second."""
+STALLED_S: Final = 0.25
+"""Past the deadline of a caller, bytes that cross the network go on while they move; standing still this long ends the call."""
 SERVER_GONE_S: Final = 1.0
 """A server whose lock has been free this long does not come back under the sessions it had."""
 SMALL_EXTENTS_BYTES: Final = 4 * SMALL_EXTENT_BYTES

@@ -200,7 +200,7 @@ def test_a_server_that_was_started_anew_costs_no_attempt() -> None:
     again: list[int] = []
     memory = remote.RemoteMemory(dial, welcomes[0], lambda _: None, lambda: None, lambda: None)
     with pytest.raises(tq.Unreachable, match=f"{BULK_TRIES} attempts; at last: it died again"):
-        memory._carry(lambda _: None, lambda: False)
+        memory._carry(lambda _: None, remote.Caller(lambda: None))
     assert len(again) == BULK_TRIES
     memory.close()
 

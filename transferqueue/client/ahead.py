@@ -100,15 +100,15 @@ class Fetch(Generic[B]):
         return found
 
     async def _leased(self) -> Lease[B]:
-        wait_s, is_asked = self._wait_s, False
+        wait_s = self._wait_s
         while True:
             try:
                 return await adrive(self._client.connection, _loaded(self._lease(wait_s)))
             except DeadlineExceeded:
-                if is_asked and self._client.clock() >= self._until:
+                if self._asked.is_set() and self._client.clock() >= self._until:
                     raise
             await self._asked.wait()
-            wait_s, is_asked = max(0.0, self._until - self._client.clock()), True
+            wait_s = max(0.0, self._until - self._client.clock())
 
     async def _keep(self, lent: Lent, lease_s: float) -> None:
         while not lent.ended:

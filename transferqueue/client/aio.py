@@ -509,7 +509,7 @@ class AsyncQueue(QueueBase):
         )
         return AsyncTable(client, await adrive(client.connection, operation))
 
-    async def table(self, name: str, timeout_s: float = 0.0) -> AsyncTable:
+    async def table(self, name: str, timeout_s: float | None = None) -> AsyncTable:
         """As `Queue.table`."""
         client = self._of(name)
         return AsyncTable(client, await adrive(client.connection, verbs.open_table(client, name, timeout_s)))

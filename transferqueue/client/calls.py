@@ -67,6 +67,11 @@ class Pending:
         self.deadline = self.next_send = 0.0
         self.gave_up = self.is_post = on_settled is None
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the outcome is known."""
+        return self.reply is not None or self.error is not None
+
     def settle(self, reply: m.Reply | TransferQueueError) -> None:
         """The outcome is known: keep it and tell the waiter."""
         if isinstance(reply, TransferQueueError):

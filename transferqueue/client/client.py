@@ -17,6 +17,7 @@ from typing import Final, Literal, Protocol, get_args
 import msgspec
 
 from transferqueue.client.connection import Connection
+from transferqueue.client.deadline import Deadline
 from transferqueue.client.memory import Memory
 from transferqueue.client.remote import RemoteMemory
 from transferqueue.client.sessionlock import SessionLock, session_lock
@@ -106,6 +107,7 @@ def open_client(
     known_as: what others connect to, where that is not `address` (a name that leads there).
     """
     _check_data(address, data)
+    deadline = Deadline(time.monotonic, timeout_s)
     client = secrets.token_bytes(16)
     lock = session_lock(address, client.hex())
     try:
@@ -125,7 +127,7 @@ def open_client(
             lock.give_up()
         raise
     try:
-        memory = _memory(address, keys, hello, welcome, connection, lock)
+        memory = _memory(address, keys, hello, welcome, connection, lock, deadline)
     except BaseException:
         connection.close()
         raise
@@ -153,13 +155,14 @@ def _memory(
     welcome: m.Welcome,
     connection: Connection,
     lock: SessionLock | None,
+    deadline: Deadline,
 ) -> Memory | RemoteMemory:
     """The server's memory: mapped if it can be seen from here, else by way of its bulk endpoint."""
     place = parse_address(address)
     if not isinstance(place, TcpAddress) or (all(map(_can_map, welcome.arenas.values())) and welcome.arenas):
         return Memory(welcome.arenas, welcome.arena_bytes, connection.unpin, lock)
     if welcome.arenas:  # the server sees this process, but this process not its files
-        welcome = connection.greet_again(msgspec.structs.replace(hello, remote=True))
+        welcome = connection.greet_again(msgspec.structs.replace(hello, remote=True), deadline)
     return RemoteMemory(
         lambda told: _line(place.host, told.bulk_port, told.epoch, None if told.bulk_plain else keys),
         welcome,

@@ -28,7 +28,7 @@ from transferqueue.client import checks
 from transferqueue.client.client import Client
 from transferqueue.client.commits import elsewhere, placed, settled, write
 from transferqueue.client.deadline import Deadline
-from transferqueue.client.driving import Operation, Work, ask
+from transferqueue.client.driving import Operation, Work, ask, within
 from transferqueue.client.writing import Piece
 from transferqueue.errors import NotFound, SchemaError, ShardLost, UsageError
 from transferqueue.limits import check_name
@@ -97,7 +97,7 @@ def publish(
     timeout_s: float,
 ) -> Operation[None]:
     """One version, in one commit."""
-    deadline = Deadline(client.clock, checks.seconds("timeout_s", timeout_s))
+    deadline = yield from within(timeout_s)
     number = checks.whole("version", version)
     yield from _publish(client, channel, keep, number, tensor_drafts(tensors, _prefix(adapter)), adapter, deadline)
 
@@ -106,7 +106,7 @@ def mirror(
     client: Client, channel: str, keep: int, version: int, copies: Sequence[TensorCopy], timeout_s: float
 ) -> Operation[None]:
     """One version of base and adapters, from that of another channel."""
-    deadline = Deadline(client.clock, checks.seconds("timeout_s", timeout_s))
+    deadline = yield from within(timeout_s)
     yield from _publish(client, channel, keep, version, copies, None, deadline)
 
 

@@ -15,10 +15,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NoReturn
 
 from transferqueue.client.calls import Calls, Pending, outcome
-from transferqueue.client.unwanted import give_back, unpin
+from transferqueue.client.deadline import Deadline
+from transferqueue.client.unwanted import give_back, unanswered, unpin
 from transferqueue.errors import (
     Disconnected,
     Forked,
@@ -50,6 +51,7 @@ class Connection:
         self._channel: Final = channel
         self._bell: Final = Wakeup()
         self._clock: Final = clock
+        self.clock: Final = clock
         self._pid: Final = os.getpid()
         self._calls = Calls()
         self._hello: m.Hello | None = None
@@ -92,34 +94,40 @@ class Connection:
             raise InternalError(f"{self.address} answered Hello with {type(reply).__name__}")
         return reply
 
-    def greet_again(self, hello: m.Hello) -> m.Welcome:
+    def greet_again(self, hello: m.Hello, deadline: Deadline) -> m.Welcome:
         """Say Hello of the same session with other words, now and whenever the server is found again."""
         self._hello = hello
-        reply = self.call(hello)
+        reply = self.call(hello, deadline)
         if not isinstance(reply, m.Welcome):
             raise InternalError(f"{self.address} answered Hello with {type(reply).__name__}")
         return reply
 
-    def call(self, request: m.Request) -> m.Reply:
+    def call(self, request: m.Request, deadline: Deadline | None = None) -> m.Reply:
         """Send a request and wait for its reply; raises what the server refused it with.
 
         An interrupt ends the wait at once and leaves the connection usable: the reply is handed back when
-        it comes. `Unreachable` if there is none long after the request's own wait has passed.
+        it comes. So does the deadline, whatever the server does (see `unanswered`); without one it is `Unreachable` if there is
+        no reply long after the request's own wait has passed.
         """
         gate = threading.Lock()
         gate.acquire()
         pending = Pending(request, gate.release)
         try:  # from here on: an interrupt that comes after the request was queued must not lose its reply
             self._submit(pending)
-            gate.acquire()
-            return _result(pending)
+            if deadline is None:
+                gate.acquire()
+                return _result(pending)
+            since = self._clock()
+            is_settled = gate.acquire(timeout=deadline.patience())
+            deadline.waited(since)
+            return _result(pending) if is_settled or pending.is_settled else self._give_up(pending, deadline)
         except TransferQueueError:
             raise
         except BaseException:
             self._abandon(pending)
             raise
 
-    async def acall(self, request: m.Request) -> m.Reply:
+    async def acall(self, request: m.Request, deadline: Deadline | None = None) -> m.Reply:
         """`call` for an event loop; a cancelled wait is an interrupted one."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
@@ -137,8 +145,17 @@ class Connection:
         pending = Pending(request, tell)
         try:
             self._submit(pending)
-            await done
-            return _result(pending)
+            if deadline is None:
+                await done
+                return _result(pending)
+            since = self._clock()
+            timer = loop.call_later(deadline.patience(), wake)
+            try:
+                await done
+            finally:
+                timer.cancel()
+            deadline.waited(since)
+            return _result(pending) if pending.is_settled else self._give_up(pending, deadline)
         except TransferQueueError:
             raise
         except BaseException:
@@ -184,6 +201,11 @@ class Connection:
             self._fail_inbox(self._over)
         else:
             self._bell.set()
+
+    def _give_up(self, pending: Pending, deadline: Deadline) -> NoReturn:
+        """The caller's time has passed: its wait ends as an interrupted one does, with the error that says so."""
+        self._abandon(pending)
+        raise unanswered(pending.request, self.address, deadline.wait_s)
 
     def _abandon(self, pending: Pending) -> None:
         self._left.append(pending)

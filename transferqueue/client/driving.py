@@ -1,7 +1,7 @@
 """Operations and the two ways to drive them.
 
 An operation is a generator: it yields requests and is sent their replies, or thrown the errors they were
-refused with. Bulk copying it yields too, as `Work`, so that an event loop can do it in a thread. It does
+refused with. It begins with the time that its caller gave it, if any (`within`). Bulk copying it yields too, as `Work`, so that an event loop can do it in a thread. It does
 no I/O and knows no thread or loop (decision 7), so the sync and the async front cannot differ.
 """
 
@@ -13,8 +13,10 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from transferqueue.client import checks
 from transferqueue.client.connection import Connection
-from transferqueue.errors import ProtocolError
+from transferqueue.client.deadline import Deadline
+from transferqueue.errors import InternalError, ProtocolError
 from transferqueue.limits import MIB
 from transferqueue.wire import messages as m
 
@@ -29,14 +31,30 @@ class Work(msgspec.Struct, frozen=True):
     """Something to carry out that takes time in proportion to `nbytes`.
 
     abandon: of work that waits for others, and so never belongs into an event loop: has `run` end soon.
+    bound: of such work too: tells it the deadline of the caller, before `run`.
     """
 
     nbytes: int
     run: Callable[[], None]
     abandon: Callable[[], None] | None = None
+    bound: Callable[[Deadline], None] | None = None
 
 
-Operation = Generator[m.Request | Work, Any, T]
+class Within(msgspec.Struct, frozen=True):
+    """The caller gave this operation so many seconds, from now on. Whoever drives it answers with the `Deadline`, and keeps it."""
+
+    wait_s: float
+
+
+Operation = Generator[m.Request | Work | Within, Any, T]
+
+
+def within(timeout_s: object) -> Operation[Deadline]:
+    """The deadline of the operation: so many seconds from now, as the caller gave them. `UsageError` if that is no time."""
+    deadline = yield Within(checks.seconds("timeout_s", timeout_s))
+    if not isinstance(deadline, Deadline):
+        raise InternalError(f"a deadline was answered with {type(deadline).__name__}")
+    return deadline
 
 
 def ask(request: m.Request, kind: type[R]) -> Operation[R]:
@@ -49,8 +67,9 @@ def ask(request: m.Request, kind: type[R]) -> Operation[R]:
 
 def drive(connection: Connection, operation: Operation[T]) -> T:
     """Run an operation in this thread."""
-    step: Callable[[Any], m.Request | Work] = operation.send
+    step: Callable[[Any], m.Request | Work | Within] = operation.send
     given: Any = None
+    deadline: Deadline | None = None
     try:
         while True:
             try:
@@ -58,7 +77,12 @@ def drive(connection: Connection, operation: Operation[T]) -> T:
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
             try:
-                given = wanted.run() if isinstance(wanted, Work) else connection.call(wanted)  # type: ignore[func-returns-value]
+                if isinstance(wanted, Within):
+                    given = deadline = Deadline(connection.clock, wanted.wait_s)
+                elif isinstance(wanted, Work):
+                    given = _bounded(wanted, deadline).run()  # type: ignore[func-returns-value]
+                else:
+                    given = connection.call(wanted, deadline)
                 step = operation.send
             except BaseException as error:  # noqa: BLE001  (thrown into the operation, which cleans up and raises it)
                 step, given = operation.throw, error
@@ -70,8 +94,9 @@ def drive(connection: Connection, operation: Operation[T]) -> T:
 
 async def adrive(connection: Connection, operation: Operation[T]) -> T:
     """Run an operation in this event loop."""
-    step: Callable[[Any], m.Request | Work] = operation.send
+    step: Callable[[Any], m.Request | Work | Within] = operation.send
     given: Any = None
+    deadline: Deadline | None = None
     try:
         while True:
             try:
@@ -79,12 +104,23 @@ async def adrive(connection: Connection, operation: Operation[T]) -> T:
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
             try:
-                given = await (_work(wanted) if isinstance(wanted, Work) else connection.acall(wanted))
+                if isinstance(wanted, Within):
+                    given = deadline = Deadline(connection.clock, wanted.wait_s)
+                elif isinstance(wanted, Work):
+                    given = await _work(_bounded(wanted, deadline))  # type: ignore[func-returns-value]
+                else:
+                    given = await connection.acall(wanted, deadline)
                 step = operation.send
             except BaseException as error:  # noqa: BLE001  (thrown into the operation, which cleans up and raises it)
                 step, given = operation.throw, error
     finally:
         given = None  # as in `drive`
+
+
+def _bounded(work: Work, deadline: Deadline | None) -> Work:
+    if deadline is not None and work.bound is not None:
+        work.bound(deadline)
+    return work
 
 
 async def _work(work: Work) -> None:

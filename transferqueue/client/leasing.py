@@ -11,7 +11,7 @@ from transferqueue.client import checks
 from transferqueue.client.client import Client
 from transferqueue.client.commits import commit
 from transferqueue.client.deadline import Deadline
-from transferqueue.client.driving import Operation, ask
+from transferqueue.client.driving import Operation, ask, within
 from transferqueue.client.facts import Facts
 from transferqueue.client.lent import Lent
 from transferqueue.client.source import content_source
@@ -81,6 +81,7 @@ def predicates(where: Predicate | Iterable[Predicate]) -> list[Predicate]:
 def lease(client: Client, terms: Terms, request: m.Lease, batch: Callable[[Lent, m.Leased], B]) -> Operation[B]:
     """Rows lent, as what `batch` makes of them. If that fails, the rows go back; others are asked for where a shard that had
     some is gone."""
+    yield from within(request.wait_s)
     until = client.clock() + request.wait_s
     for _ in range(LOST_MAX):
         try:

@@ -59,8 +59,8 @@ class Queue(QueueBase):
         )
         return Table(client, drive(client.connection, operation))
 
-    def table(self, name: str, timeout_s: float = 0.0) -> Table:
-        """A table that exists, or that someone creates within `timeout_s`. `NotFound` lists those that exist."""
+    def table(self, name: str, timeout_s: float | None = None) -> Table:
+        """A table that exists, or that someone creates within `timeout_s` (None: that exists now). `NotFound` lists those that exist."""
         client = self._of(name)
         return Table(client, drive(client.connection, verbs.open_table(client, name, timeout_s)))
 

@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
+from transferqueue.client.deadline import Deadline
 from transferqueue.client.driving import Operation, Work
 from transferqueue.client.transfers import Fetch, Rows, Store, Transfer, rows_of
 from transferqueue.client.writing import Fate, Piece
@@ -28,7 +29,7 @@ from transferqueue.errors import (
     Unreachable,
     UsageError,
 )
-from transferqueue.limits import BULK_SILENCE_S, BULK_TRANSFERS_MAX, BULK_TRIES, TIMEOUT_S_DEFAULT
+from transferqueue.limits import BULK_SILENCE_S, BULK_TRANSFERS_MAX, BULK_TRIES, STALLED_S, TIMEOUT_S_DEFAULT
 from transferqueue.schema import Field
 from transferqueue.storage.buffers import Buffers
 from transferqueue.storage.column import Column
@@ -89,16 +90,19 @@ class RemoteMemory:
         The work ends when they are there. `Unreachable` or `Corruption` if they did not arrive in `BULK_TRIES` attempts
         at one life of the server.
         """
-        given_up = threading.Event()
-        return Work(nbytes, lambda: self._write(piece, nbytes, fill, given_up.is_set), abandon=given_up.set)
+        caller = Caller(self._interrupt)
+        return Work(
+            nbytes,
+            lambda: self._write(piece, nbytes, fill, caller),
+            abandon=caller.leave,
+            bound=caller.bound,
+        )
 
-    def _write(
-        self, piece: Piece, nbytes: int, fill: Callable[[memoryview], object], given_up: Callable[[], bool]
-    ) -> None:
+    def _write(self, piece: Piece, nbytes: int, fill: Callable[[memoryview], object], caller: Caller) -> None:
         staged = self.buffers.take(nbytes)
         fill(staged.data)
         session = self._welcome.session
-        self._carry(lambda number: Store(number, session, piece.granted, piece.offset, staged.data), given_up)
+        self._carry(lambda number: Store(number, session, piece.granted, piece.offset, staged.data), caller)
 
     def columns(
         self, parts: Sequence[m.Part], fields: Mapping[str, Field], rows: int
@@ -108,11 +112,12 @@ class RemoteMemory:
             asked = [rows_of(part, rows) for part in parts]
             found: list[Fetch] = []
             if asked and rows:
-                given_up = threading.Event()
+                caller = Caller(self._interrupt)
                 yield Work(
                     sum(at.nbytes for one in asked for at in one.wanted.blocks),
-                    lambda: found.append(self._fetch(_shard_of(parts), fields, asked, given_up.is_set)),
-                    abandon=given_up.set,
+                    lambda: found.append(self._fetch(_shard_of(parts), fields, asked, caller)),
+                    abandon=caller.leave,
+                    bound=caller.bound,
                 )
         finally:
             self._unpin(list({block.block for part in parts for block in part.blocks}))
@@ -139,13 +144,11 @@ class RemoteMemory:
         for line in self._busy.copy():
             line.interrupt()
 
-    def _fetch(
-        self, shard: int, fields: Mapping[str, Field], asked: Sequence[Rows], given_up: Callable[[], bool]
-    ) -> Fetch:
+    def _fetch(self, shard: int, fields: Mapping[str, Field], asked: Sequence[Rows], caller: Caller) -> Fetch:
         session = self._welcome.session
-        return self._carry(lambda number: Fetch(number, session, shard, fields, asked, self.buffers), given_up)
+        return self._carry(lambda number: Fetch(number, session, shard, fields, asked, self.buffers), caller)
 
-    def _carry(self, begin: Callable[[int], T], given_up: Callable[[], bool]) -> T:
+    def _carry(self, begin: Callable[[int], T], caller: Caller) -> T:
         """One transfer, begun again over another connection when it fails on the way.
 
         What fails because the server was started anew is no attempt: with the next life of it they are counted afresh. Attempts
@@ -155,63 +158,68 @@ class RemoteMemory:
         life, left = self._welcome.epoch, BULK_TRIES
         while left:
             try:
-                with self._line() as line:
+                with self._line(caller) as line:
                     line.transfers += 1
                     transfer = begin(line.transfers)
-                    self._drive(line, transfer, given_up)
+                    self._drive(line, transfer, caller)
                     return transfer
             except (Corruption, Unreachable) as error:
                 failed = error
+                caller.check_time(f"at last: {error}")
                 if isinstance(error, Unreachable) and left > 1 and self._welcome.epoch == life:
-                    self._news.wait(ASK_S)
+                    self._news.wait(caller.step_s())
                     self._news.clear()
             left = left - 1 if self._welcome.epoch == life else BULK_TRIES
             life = self._welcome.epoch
         kind = Corruption if isinstance(failed, Corruption) else Unreachable
         raise kind(f"the bytes did not cross in {BULK_TRIES} attempts; at last: {failed}") from failed
 
-    def _drive(self, line: Line, transfer: Transfer, given_up: Callable[[], bool]) -> None:
+    def _drive(self, line: Line, transfer: Transfer, caller: Caller) -> None:
         heard = _Heard(line, self._clock)
-        while not line.open(ASK_S):
-            self._check(line, heard, given_up)
+        while not line.open(caller.step_s()):
+            self._check(line, heard, caller)
         for message in transfer.opening():
             line.send(message)
         while not transfer.done:
-            self._check(line, heard, given_up)
-            if line.receive(transfer, ASK_S):
+            self._check(line, heard, caller)
+            if line.receive(transfer, caller.step_s()):
                 for message in transfer.receive():
                     line.send(message)
             else:
                 line.ask(transfer.ask())
 
-    def _check(self, line: Line, heard: _Heard, given_up: Callable[[], bool]) -> None:
+    def _check(self, line: Line, heard: _Heard, caller: Caller) -> None:
         """Whether it is worth going on with this connection."""
-        self._check_living(given_up)
+        self._check_living(caller)
+        silence_s = heard.silence_s
+        if silence_s >= STALLED_S:
+            caller.check_time(f"nothing has moved for {silence_s:.2f} s")
         if self._welcome.epoch != line.epoch:
             raise Unreachable("the server was started anew while bytes were on their way")
-        if heard.silence_s >= BULK_SILENCE_S:
+        if silence_s >= BULK_SILENCE_S:
             raise Unreachable(
                 f"the bulk endpoint at port {self._welcome.bulk_port} was silent for {BULK_SILENCE_S:g} s"
             )
 
-    def _check_living(self, given_up: Callable[[], bool]) -> None:
+    def _check_living(self, caller: Caller) -> None:
         if os.getpid() != self._pid:
             raise Forked("this queue was opened before os.fork; connect again in the child")
         if (over := self._over()) is not None:
             raise type(over)(*over.args)
         if self._closed:
             raise Disconnected("the queue was closed while bytes were on their way")
-        if given_up():
+        if caller.gone:
             raise Disconnected("the caller went away while bytes were on their way")
 
     @contextmanager
-    def _line(self) -> Iterator[Line]:
+    def _line(self, caller: Caller) -> Iterator[Line]:
         """A connection for one transfer. Kept for the next one if all went well, closed otherwise."""
-        self._check_living(_never)
-        if not self._room.acquire(timeout=TIMEOUT_S_DEFAULT):
+        self._check_living(caller)
+        patience_s = caller.patience_s(TIMEOUT_S_DEFAULT)
+        if not self._room.acquire(timeout=patience_s):
             raise DeadlineExceeded(
                 f"{BULK_TRANSFERS_MAX} bulk transfers of this session are under way, which is the most, and none has "
-                f"ended within {TIMEOUT_S_DEFAULT:g} s; use fewer threads, or smaller batches"
+                f"ended within {patience_s:.3g} s; use fewer threads, or smaller batches"
             )
         try:
             line = self._take()
@@ -260,8 +268,42 @@ class _Heard:
         return now - self._at
 
 
-def _never() -> bool:
-    return False
+class Caller:
+    """Whoever waits for a transfer: until when, and whether it went away. interrupt: has the transfer look at that now.
+
+    Past the deadline a transfer goes on while its bytes move: rows that are on their way are not thrown away.
+    """
+
+    def __init__(self, interrupt: Callable[[], object]) -> None:
+        self.gone = False
+        self._interrupt = interrupt
+        self._deadline: Deadline | None = None
+
+    def leave(self) -> None:
+        """Nobody waits any more."""
+        self.gone = True
+        self._interrupt()
+
+    def bound(self, deadline: Deadline) -> None:
+        """The caller waits no longer than this."""
+        self._deadline = deadline
+
+    def step_s(self) -> float:
+        """Seconds to wait for bytes before the caller's time is looked at again."""
+        if self._deadline is None:
+            return ASK_S
+        return STALLED_S / 4 if self._deadline.over else min(ASK_S, self._deadline.left())
+
+    def patience_s(self, most: float) -> float:
+        """Seconds to wait for room, of at most so many."""
+        return most if self._deadline is None else min(most, self._deadline.patience())
+
+    def check_time(self, why: str) -> None:
+        """`DeadlineExceeded` if the caller's time has passed."""
+        if self._deadline is not None and self._deadline.over:
+            raise DeadlineExceeded(
+                f"the bytes did not cross within the {self._deadline.wait_s:g} s that the call was given: {why}; nothing was changed"
+            )
 
 
 def _shard_of(parts: Sequence[m.Part]) -> int:

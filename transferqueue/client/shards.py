@@ -21,11 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.client.connection import Connection
+from transferqueue.client.deadline import Deadline
 from transferqueue.client.driving import Operation, Work, ask
 from transferqueue.client.memory import Memory, placement_of
 from transferqueue.client.remote import ASK_S, RemoteMemory
 from transferqueue.client.writing import Fate, Piece
-from transferqueue.errors import Corruption, PeerError, ShardLost, TransferQueueError
+from transferqueue.errors import Corruption, DeadlineExceeded, PeerError, ShardLost, TransferQueueError
 from transferqueue.schema import Field
 from transferqueue.storage.column import Column
 from transferqueue.storage.placement import Blocks, Placement
@@ -214,6 +215,10 @@ class Shards:
             found[at].append((which, blocks, placement_of(some, blocks, count)))
 
 
+PRESENCE_S: Final = 0.1
+"""How long a transfer of bytes pauses for the coordinator to say whether the shard is there."""
+
+
 class Presence:
     """Whether a further shard is still there, as the coordinator sees it: asked while bytes are on their way, not more often than
     `ASK_S`. So who waits for a shard that was killed hears of it sooner than by its silence."""
@@ -231,7 +236,10 @@ class Presence:
         if self._clock() - self._asked_at < ASK_S:
             return None
         self._asked_at = self._clock()
-        found = self._connection.call(m.ListShards())
+        try:
+            found = self._connection.call(m.ListShards(), Deadline(self._clock, 0.0, PRESENCE_S))
+        except DeadlineExceeded:  # a coordinator that says nothing says nothing of the shard either
+            return None
         if isinstance(found, m.Shards) and all(at.number != self._number for at in found.shards):
             return _lost(self._number)
         return None
@@ -342,4 +350,9 @@ def _at_once(works: Sequence[Work]) -> Work:
                 abandon()
                 raise
 
-    return Work(sum(work.nbytes for work in works), run, abandon=abandon)
+    def bound(deadline: Deadline) -> None:
+        for work in works:
+            if work.bound is not None:
+                work.bound(deadline)
+
+    return Work(sum(work.nbytes for work in works), run, abandon=abandon, bound=bound)

@@ -8,8 +8,7 @@ from typing import Final
 
 from transferqueue.client import checks
 from transferqueue.client.client import Client
-from transferqueue.client.deadline import Deadline
-from transferqueue.client.driving import Operation, ask
+from transferqueue.client.driving import Operation, ask, within
 from transferqueue.wire import messages as m
 
 SNAPSHOT_S: Final = 600.0
@@ -36,7 +35,7 @@ def restore(
 def _followed(
     client: Client, request: m.Snapshot | m.Restore, timeout_s: float, progress: Progress | None
 ) -> Operation[str]:
-    deadline = Deadline(client.clock, checks.seconds("timeout_s", timeout_s))
+    deadline = yield from within(timeout_s)
     work = yield from ask(request, m.Working)
     while not work.ended and timeout_s:
         work = yield from ask(m.Follow(work=work.work, done=work.done, wait_s=deadline.left()), m.Working)

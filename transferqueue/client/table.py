@@ -99,7 +99,9 @@ class Table(TableBase):
 
         Blocks while the table or the arena is full, up to `timeout_s` (0: not at all, then `Full`). Returns row ids
         ``[rows]``, ascending. Values are copied once, before it returns. `SchemaError` if a column does not fit,
-        `Sealed`, `Impossible` for rows that could never fit, `DeadlineExceeded` if there was no room.
+        `Sealed`, `Impossible` for rows that could never fit, `DeadlineExceeded` if there was no room. It returns in time whatever
+        the server does; if that does not answer the commit itself, the error is `Unreachable`, and the rows may be there or not: with
+        keys the same put again is safe.
 
         Example:
             >>> import transferqueue as tq

@@ -8,9 +8,28 @@ wait never strands anything until a deadline.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
+from transferqueue.errors import DeadlineExceeded, TransferQueueError, Unreachable
 from transferqueue.wire import messages as m
+
+CHANGES_NOTHING: Final = (
+    m.Lease, m.Reserve, m.Grant, m.Pull, m.Read, m.Find, m.Observe, m.OpenTable, m.ListTables, m.ListShards, m.Basis,
+    m.Cursor, m.Follow,
+)  # fmt: skip
+"""Requests whose late replies leave nothing behind: they gave nothing, or what they gave is handed back."""
+
+AGAIN: Final[Mapping[type[m.Message], str]] = {
+    m.Put: "if they were, the same put again adds them twice: give rows keys (key=), and the second is AlreadyExists, or look first (find, audit)",
+    m.Publish: "if it was, the same publish again is refused, and pull(above=) sees it",
+    m.Advance: "advance to the same version again: it changes nothing twice",
+    m.Turn: "if it was granted, it ends after its length_s",
+    m.Snapshot: "if it was begun, it goes on at the server, and another one is Full until it has ended",
+    m.Restore: "if it was begun, it goes on at the server",
+    m.Hello: "connect again",
+}
+"""What is done again after a request of which nobody knows whether it was carried out."""
 
 
 def give_back(request: m.Request, reply: m.Reply) -> list[m.Request]:
@@ -28,6 +47,19 @@ def give_back(request: m.Request, reply: m.Reply) -> list[m.Request]:
         case _, m.Weights():
             return unpin({block.block: 1 for block in reply.blocks})
     return []
+
+
+def unanswered(request: m.Request, address: str, wait_s: float) -> TransferQueueError:
+    """The error for a caller whose deadline passed without a word of the server.
+
+    `DeadlineExceeded` where a late reply leaves nothing behind; `Unreachable` for what may have been carried out all the same.
+    """
+    name = type(request).__name__
+    silent = f"{address} did not answer {name} within the {wait_s:g} s that it was given; the server may be stopped or out of reach"
+    if isinstance(request, CHANGES_NOTHING):
+        return DeadlineExceeded(f"{silent}, so what is missing is not known; nothing was changed")
+    again = AGAIN.get(type(request), "ask for the state before it is done again")
+    return Unreachable(f"{silent}; whether it was carried out is not known: {again}")
 
 
 def blocks_of(parts: Iterable[m.Part]) -> Sequence[int]:

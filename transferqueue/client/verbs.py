@@ -12,7 +12,7 @@ from transferqueue.client import checks, slips
 from transferqueue.client.client import Client
 from transferqueue.client.commits import commit
 from transferqueue.client.deadline import Deadline
-from transferqueue.client.driving import Operation, ask
+from transferqueue.client.driving import Operation, ask, within
 from transferqueue.client.facts import Facts, check_key
 from transferqueue.client.leasing import LOST_MAX, predicates
 from transferqueue.client.rows import Rows
@@ -59,9 +59,11 @@ def create_table(
     return client.terms((yield from ask(request, m.TableTerms)))
 
 
-def open_table(client: Client, name: str, timeout_s: float) -> Operation[Terms]:
-    """A table that exists, or will within `timeout_s`."""
-    request = m.OpenTable(name=check_name("table", name), wait_s=checks.seconds("timeout_s", timeout_s))
+def open_table(client: Client, name: str, timeout_s: float | None) -> Operation[Terms]:
+    """A table that exists, or will within `timeout_s`; None: that exists."""
+    check_name("table", name)
+    wait_s = 0.0 if timeout_s is None else (yield from within(timeout_s)).wait_s
+    request = m.OpenTable(name=name, wait_s=wait_s)
     return client.terms((yield from ask(request, m.TableTerms)))
 
 
@@ -100,7 +102,7 @@ def put(
     client: Client, terms: Terms, facts: Facts, columns: Mapping[str, Any], reservation: int, timeout_s: float
 ) -> Operation[NDArray[np.int64]]:
     """New rows; their ids."""
-    deadline = Deadline(client.clock, checks.seconds("timeout_s", timeout_s))
+    deadline = yield from within(timeout_s)
 
     def request(rows: int, carried: m.Columns) -> m.Put:
         return m.Put(table=terms.name, rows=rows, columns=carried, reservation=reservation, wait_s=deadline.left())
@@ -178,11 +180,12 @@ def delete(terms: Terms, rows: object) -> Operation[int]:
 
 def reserve(terms: Terms, rows: int, policy_version: int | None, timeout_s: float) -> Operation[m.Reserved]:
     """Permission to start producing rows."""
+    deadline = yield from within(timeout_s)
     request = m.Reserve(
         table=terms.name,
         rows=checks.positive("rows", rows),
         policy_version=-1 if policy_version is None else checks.whole("policy_version", policy_version),
-        wait_s=checks.seconds("timeout_s", timeout_s),
+        wait_s=deadline.wait_s,
     )
     return (yield from ask(request, m.Reserved))
 
@@ -196,9 +199,8 @@ def unreserve(terms: Terms, reservation: int, rows: int | None) -> Operation[int
 
 def advance(terms: Terms, version: int, timeout_s: float) -> Operation[None]:
     """The trainer's version is now this."""
-    request = m.Advance(
-        table=terms.name, version=checks.whole("version", version), wait_s=checks.seconds("timeout_s", timeout_s)
-    )
+    deadline = yield from within(timeout_s)
+    request = m.Advance(table=terms.name, version=checks.whole("version", version), wait_s=deadline.wait_s)
     yield from ask(request, m.Done)
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from transferqueue.client import checks, composing
 from transferqueue.client.client import Client
-from transferqueue.client.driving import Operation, Work, ask, drive
+from transferqueue.client.driving import Operation, Work, ask, drive, within
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
 from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
 from transferqueue.schema import Field
@@ -308,11 +308,12 @@ def pull(
     client: Client, channel: str, above: int, version: int | None, since: Weights | None, timeout_s: float
 ) -> Operation[Weights]:
     """A version, waited for; pulled again if its bytes do not match their checksums."""
+    deadline = yield from within(timeout_s)
     request = m.Pull(
         channel=channel,
         above=checks.whole("above", above, least=-1),
         version=-1 if version is None else checks.whole("version", version),
-        wait_s=checks.seconds("timeout_s", timeout_s),
+        wait_s=deadline.wait_s,
     )
     for _ in range(TRIES - 1):
         try:
@@ -380,11 +381,12 @@ def applied(channel: str, version: int) -> Operation[None]:
 
 def take_turn(channel: str, at_once: int, length_s: float, timeout_s: float) -> Operation[None]:
     """Leave for this session to change weights, waited for."""
+    deadline = yield from within(timeout_s)
     request = m.Turn(
         channel=channel,
         at_once=checks.positive("at_once", at_once),
         length_s=checks.seconds("length_s", length_s),
-        wait_s=checks.seconds("timeout_s", timeout_s),
+        wait_s=deadline.wait_s,
     )
     yield from ask(request, m.Done)
 
