@@ -130,6 +130,11 @@ SERVER_GONE_S: Final = 1.0
 SMALL_EXTENTS_BYTES: Final = 4 * SMALL_EXTENT_BYTES
 """The extent that small puts share: large enough that the last one which does not fit wastes at most a quarter."""
 
+STRANGERS_MAX: Final = 256
+"""Connections to one door of a server that have not said who they are. Past that, the oldest silent one makes room: so a stranger
+who opens connections without end takes this many descriptors and no more."""
+STRANGER_S: Final = 10.0
+"""A connection that has not said who it is for this long is closed: a client says so with its first message."""
 CALLS_PARKED_MAX: Final = 1024
 """Requests of one session that wait at the server at once: one for each thread of a large client."""
 FRAMES_QUEUED_MAX: Final = 2 * CALLS_PARKED_MAX

@@ -1,10 +1,14 @@
-"""``python -m tests.fuzz``: a million mutated frames against the decoders, then garbage against a server that runs."""
+"""``python -m tests.fuzz``: a million mutated frames against the decoders, garbage against a server that runs, and typed requests with
+extreme values against a durable server that is killed every 700 of them."""
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import transferqueue as tq
@@ -21,8 +25,56 @@ def main() -> int:
     options.add_argument("--frames", type=int, default=1_000_000, help="for the decoders")
     options.add_argument("--live", type=int, default=40_000, help="for the server")
     options.add_argument("--connections", type=int, default=4_000, help="raw ones to the server")
+    options.add_argument(
+        "--messages", type=int, default=60_000, help="typed ones, over all seeds, to a server that is killed (0: none)"
+    )
+    options.add_argument(
+        "--seeds",
+        type=int,
+        default=6,
+        help="over so many seeds, the first of which is --seed; each in a process of its own",
+    )
+    options.add_argument("--at-once", type=int, default=2, help="so many of these processes at a time")
     options.add_argument("--seed", type=int, default=1)
     given = options.parse_args()
+    typed = fuzz_lives(given.messages, given.seeds, given.seed, given.at_once) if given.messages else True
+    return int(not typed) if not given.frames and not given.live else fuzz_frames(given) or int(not typed)
+
+
+def fuzz_lives(messages: int, seeds: int, first: int, at_once: int) -> bool:
+    """Typed messages over so many seeds, the last of them against a server of durability disk. Whether nothing broke."""
+    started = time.perf_counter()
+    with ThreadPoolExecutor(at_once) as threads:
+        jobs = [
+            (seed, -(-messages // seeds), "disk" if seed == first + seeds - 1 else "process")
+            for seed in range(first, first + seeds)
+        ]
+        codes = list(threads.map(lambda job: _fuzz_one(*job), jobs))
+    print(f"typed: {sum(job[1] for job in jobs):,} messages over {seeds} seeds in {time.perf_counter() - started:.0f} s: "
+          f"{codes.count(0)} seeds whole, {len(codes) - codes.count(0)} broken")  # fmt: skip
+    return not any(codes)
+
+
+def _fuzz_one(seed: int, messages: int, level: str) -> int:
+    """A process of its own: it forks servers, which a process with threads must not."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [
+            sys.executable,
+            "-m",
+            "tests.fuzz.lives",
+            directory,
+            "--messages",
+            str(messages),
+            "--seed",
+            str(seed),
+            "--level",
+            level,
+        ]
+        return subprocess.run(command, check=False).returncode
+
+
+def fuzz_frames(given: argparse.Namespace) -> int:
+    """Mutated frames; 1 if anything changed or grew."""
     decoded = decoder.run(given.frames, given.seed)
     kept = sum(decoded.messages.values())
     print(f"seed {given.seed}: {decoded.frames:,} frames in {decoded.seconds:.1f} s: {decoded.refused:,} refused, {kept:,} "

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transferqueue.errors import Unreachable, UsageError
-from transferqueue.limits import FRAMES_QUEUED_MAX, MESSAGE_BYTES_MAX, MIB
+from transferqueue.limits import FRAMES_QUEUED_MAX, MESSAGE_BYTES_MAX, MIB, STRANGER_S, STRANGERS_MAX
 from transferqueue.transport import Wakeup, dial, local, parse_address
 from transferqueue.transport.local import HungUp, LocalPort, Stream
 from transferqueue.transport.sent import Sent
@@ -379,3 +379,73 @@ def test_a_client_that_may_not_open_the_socket_is_told_so(port, address):
     channel._refused_with = 13  # as root, who runs these tests in places, nothing is refused
     assert "this user may not open" in channel.doubt
     channel.close()
+
+
+class Time:
+    """A clock that stands still until it is set."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def timed(address):
+    clock = Time()
+    port = LocalPort(parse_address(address), clock)
+    yield port, clock
+    port.close()
+
+
+def stranger(address):
+    raw = socket.socket(socket.AF_UNIX)
+    raw.connect(address.removeprefix("ipc://"))
+    raw.setblocking(False)
+    return raw
+
+
+def is_hung_up(raw):
+    try:
+        return raw.recv(1) == b""
+    except BlockingIOError:
+        return False
+
+
+def test_the_oldest_stranger_that_says_nothing_makes_room(timed, address, wakeup):
+    port, _ = timed
+    client = dial(address)
+    client.send(b"hello")
+    line, _ = heard(port, client, wakeup)
+    line.admit()
+    asks = stranger(address)
+    asks.sendall(b"\x02\0\0\0hi")
+    strangers = [stranger(address) for _ in range(STRANGERS_MAX + 2)]
+    assert port.recv_nowait()[1] == b"hi"
+    assert port.recv_nowait() is None
+    assert port.turned_away == 3
+    assert [is_hung_up(one) for one in strangers[:4]] == [True, True, True, False]
+    client.send(b"again")
+    assert heard(port, client, wakeup) == (line, b"again"), "whoever was admitted stays"
+    for one in (asks, *strangers, client):
+        one.close()
+
+
+def test_a_stranger_has_its_time_and_no_more(timed, address, wakeup):
+    port, clock = timed
+    client, silent = dial(address), stranger(address)
+    client.send(b"hello")
+    line, _ = heard(port, client, wakeup)
+    assert port.patience_s() == STRANGER_S
+    line.admit()
+    clock.now = STRANGER_S - 1
+    port.tick()
+    assert port.patience_s() == 1
+    assert not is_hung_up(silent)
+    clock.now = STRANGER_S
+    port.tick()
+    assert is_hung_up(silent)
+    assert port.patience_s() is None
+    assert not line.is_gone
+    silent.close()
+    client.close()

@@ -4,15 +4,16 @@ import os
 import resource
 import socket
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from transferqueue.errors import AddressInUse, Corruption, Unreachable
-from transferqueue.limits import BULK_STALL_S, FRAME_BYTES
+from transferqueue.limits import BULK_STALL_S, FRAME_BYTES, STRANGERS_MAX
 from transferqueue.transport import bulk as b
 from transferqueue.transport import bulk_listener
-from transferqueue.transport.bulk_listener import StreamPort
+from transferqueue.transport.bulk_listener import DEAF_S, StreamPort
 from transferqueue.transport.bulk_streams import Stream, StreamLine
 
 PATIENCE_S = 60.0
@@ -39,7 +40,7 @@ class Desks:
     """One desk for each peer, and what was said of them."""
 
     def __init__(self):
-        self.all, self.gone, self.bad = {}, [], []
+        self.all, self.gone, self.bad, self.known = {}, [], [], set()
 
     def desk(self, peer):
         return self.all.setdefault(peer, Desk())
@@ -49,6 +50,9 @@ class Desks:
 
     def heard(self, peer):
         pass
+
+    def knows(self, peer):
+        return peer in self.known
 
     def lost(self, peer):
         self.gone.append(peer)
@@ -167,10 +171,19 @@ class Kept(Desk):
         self._at = 0
 
 
+def acquaint(house, line):
+    """Have the port hear a message of `line`, and its desks know who that is."""
+    line.send((b.message(b.Taken(1, 2))[0], ()))
+    house.until(lambda: house.port._names)
+    house.desks.known.update(house.port._names.values())
+    house.until(lambda: heads(house))
+
+
 def test_who_stands_still_in_the_middle_is_let_go_and_who_is_idle_is_not(house, line):
+    acquaint(house, line)
     with socket.create_connection(("127.0.0.1", house.number)) as raw:
         raw.sendall(data()[0] + b"some of it")
-        house.until(lambda: heads(house))
+        house.until(lambda: len(heads(house)) == 2)
         house.until(lambda: house.port.sources[0].poll(0.01) == [])
         assert (len(house.port), house.port.next_deadline()) == (2, BULK_STALL_S)
         house.port.tick(house.desks, BULK_STALL_S - 0.1)
@@ -264,3 +277,44 @@ def test_a_stream_that_ends_in_the_middle_is_lost():
 def receive_all(stream):
     while not stream.receive(Desk()):
         pass
+
+
+def test_strangers_make_room_for_each_other_and_not_at_the_cost_of_those_who_showed_a_ticket(house, line):
+    acquaint(house, line)
+    strangers = []
+    for _ in range(STRANGERS_MAX + 3):
+        strangers.append(socket.create_connection(("127.0.0.1", house.number)))
+        house.until(lambda: house.port.sources[0].poll(0) == [])
+    house.until(lambda: house.port.turned_away == 3)
+    assert len(house.desks.gone) == 3
+    assert len(house.port) == STRANGERS_MAX + 1
+    house.port.tick(house.desks, BULK_STALL_S)
+    assert len(house.port) == 1, "they had their time, and whoever is known stays"
+    line.send((b.message(b.Taken(1, 2))[0], ()))
+    house.until(lambda: len(heads(house)) == 2)
+    for one in strangers:
+        one.close()
+
+
+def test_where_no_descriptor_is_left_nobody_listens_for_a_moment(house):
+    os.close(house.port._spare)
+    house.port._spare = -1
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.create_connection(("127.0.0.1", house.number)), no_descriptors():
+        assert list(house.port.arrivals(house.desks, 0.0)) == []
+        assert house.port.next_deadline() == DEAF_S
+        assert house.port.sources[0].poll(0) == [], "the kernel does not report the knock again and again"
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+    house.port.tick(house.desks, DEAF_S)
+    house.until(lambda: len(house.port) == 1)
+
+
+@contextmanager
+def no_descriptors():
+    """A process that may open none."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -173,6 +173,11 @@ class Exchange:
         self._transfers.pop(peer, None)
         self._coming.pop(peer, None)
 
+    def knows(self, peer: bytes) -> bool:
+        """Whether a transfer of `peer` is under way: then it has shown a ticket that is good."""
+        transfer = self._transfers.get(peer)
+        return transfer is not None and transfer.has_shown_tickets
+
     def stop(self) -> None:
         """Tell every peer that the shard stops."""
         for peer, transfer in list(self._transfers.items()):

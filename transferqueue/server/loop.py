@@ -119,9 +119,13 @@ class Loop:
         if self._more:
             return 0
         deadline = self._node.next_deadline()
-        if deadline is None:
+        patience_s = self._local.patience_s()
+        if deadline is not None:
+            left_s = deadline - self._clock()
+            patience_s = left_s if patience_s is None else min(left_s, patience_s)
+        if patience_s is None:
             return None
-        return min(max(math.ceil((deadline - self._clock()) * 1000), 0), POLL_MS_MAX)
+        return min(max(math.ceil(patience_s * 1000), 0), POLL_MS_MAX)
 
     def _turn(self, ready: Container[object]) -> None:
         """ready: what poll found, a socket or the number of a descriptor. Looking in vain costs more than a frame."""
@@ -132,6 +136,7 @@ class Loop:
         if self._port is not None and self._port.decide():
             self._node.keys_changed(now)
         self._node.tick(now)
+        self._local.tick()
         for session in self._deaths.take() if self._deaths.fileno() in ready else ():
             self._node.died(session, now)
         self._send()

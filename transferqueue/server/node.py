@@ -55,6 +55,7 @@ from transferqueue.server.snapshots import Snapshots
 from transferqueue.server.tickets import Tickets
 from transferqueue.server.withdrawing import withdraw
 from transferqueue.transport.keys import Role
+from transferqueue.transport.local import Line
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 from transferqueue.wire.versions import refusal_of
@@ -262,6 +263,8 @@ class Node:
         except TransferQueueError as error:
             self._answer(peer, call, _failed(error))
             return
+        if isinstance(peer, Line):
+            peer.admit()
         if session.greeted(peer, call, now):
             session.remote |= hello.remote
             self._answer(peer, call, self._welcome(session))

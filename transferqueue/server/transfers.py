@@ -32,6 +32,11 @@ class Transfer:
         self._tickets = tickets
         self._looked_at = -1
 
+    @property
+    def has_shown_tickets(self) -> bool:
+        """False for a read of nothing, which needs none."""
+        return bool(self._extents)
+
     def check(self) -> None:
         """`Disconnected` if the session is over, or what the transfer touches was freed."""
         revoked = self._tickets.revoked

@@ -6,6 +6,10 @@
   read.
 - Of connections that stand in the middle of a message and do not move for `BULK_STALL_S` there is an end, and of all
   of them there are `BULK_CONNECTIONS_MAX`: the longest unheard of makes room.
+- A connection is a *stranger* until it has shown a ticket that is good. Of strangers there are `STRANGERS_MAX`, each for `BULK_STALL_S`:
+  so they take neither the descriptors nor the places of those who transfer something. The oldest makes room.
+- While no descriptor is left at all, who knocks is hung up on. Where that is impossible too, nobody listens for `DEAF_S`: the kernel would
+  report the same knock for ever.
 - After what cannot be believed a connection is told so, and not listened to any more: what follows has no beginning.
 """
 
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 import select
 import socket
@@ -22,10 +27,12 @@ from contextlib import suppress
 from typing import Final, Protocol
 
 from transferqueue.errors import AddressInUse, Corruption, Unreachable, UsageError
-from transferqueue.limits import BULK_CONNECTIONS_MAX, BULK_STALL_S
+from transferqueue.limits import BULK_CONNECTIONS_MAX, BULK_STALL_S, STRANGERS_MAX
 from transferqueue.transport import bulk as b
 from transferqueue.transport.bulk_streams import Stream
 
+_log: Final = logging.getLogger("transferqueue.server")
+DEAF_S: Final = 0.2
 _BACKLOG: Final = 512
 _READ: Final = select.EPOLLIN
 _WRITE: Final = select.EPOLLOUT
@@ -46,15 +53,18 @@ class Desks(Protocol):
     def lost(self, peer: bytes) -> None:
         """This peer is gone."""
 
+    def knows(self, peer: bytes) -> bool:
+        """Whether this peer has shown a ticket that is good."""
+
 
 class _Peer:
     """A connection. heard_at: when it last moved. deaf: whether it is not listened to any more."""
 
-    __slots__ = ("deaf", "heard_at", "stream", "wanted")
+    __slots__ = ("accepted_at", "deaf", "heard_at", "stream", "wanted")
 
     def __init__(self, stream: Stream, now: float) -> None:
         self.stream = stream
-        self.heard_at = now
+        self.accepted_at = self.heard_at = now
         self.deaf = False
         self.wanted = _READ
 
@@ -68,11 +78,15 @@ class StreamPort:
 
     def __init__(self) -> None:
         self._ready = select.epoll()
-        self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        self._spare = _spare()
         self._listeners: dict[int, socket.socket] = {}
         self._names: dict[int, bytes] = {}
         self._peers: dict[bytes, _Peer] = {}  # who was heard of last comes last
         self._unsettled: dict[bytes, _Peer] = {}
+        self._strangers: dict[bytes, _Peer] = {}  # in the order in which they came
+        self._deaf_until: float | None = None
+        self.turned_away = 0
+        """Strangers that were let go of, and connections for which no descriptor was left."""
         self._numbers = itertools.count(1)
         self.clogged: Final[set[bytes]] = set()
 
@@ -132,10 +146,19 @@ class StreamPort:
         for name, peer in list(self._unsettled.items()):
             if now - peer.heard_at >= BULK_STALL_S:
                 self._lose(name, desks)
+        late = [name for name, peer in self._strangers.items() if now - peer.accepted_at >= BULK_STALL_S]
+        for name in late:
+            self._turn_away(name, desks)
+        if self._deaf_until is not None and now >= self._deaf_until:
+            self._listen_again()
 
     def next_deadline(self) -> float | None:
         """When `tick` must be called; None: not by itself."""
-        return min((peer.heard_at + BULK_STALL_S for peer in self._unsettled.values()), default=None)
+        oldest = next(iter(self._strangers.values()), None)
+        deadlines = [peer.heard_at + BULK_STALL_S for peer in self._unsettled.values()]
+        deadlines += [] if oldest is None else [oldest.accepted_at + BULK_STALL_S]
+        deadlines += [] if self._deaf_until is None else [self._deaf_until]
+        return min(deadlines, default=None)
 
     def close(self, farewell_s: float = 0.0) -> None:
         """Stop listening; what was handed over gets up to `farewell_s` to leave."""
@@ -149,7 +172,8 @@ class StreamPort:
         for name in list(self._peers):
             self._drop(name)
         self._ready.close()
-        os.close(self._spare)
+        if self._spare >= 0:
+            os.close(self._spare)
 
     # ------------------------------------------------------------ connections
 
@@ -157,22 +181,52 @@ class StreamPort:
         try:
             connection, _ = listener.accept()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._refuse_one(listener)
+            if error.errno in (errno.EMFILE, errno.ENFILE) and not self._refuse_one(listener):
+                self._be_deaf(now)
             return  # it went away before, or there is no place for it
+        if len(self._strangers) >= STRANGERS_MAX:
+            self._turn_away(next(iter(self._strangers)), desks)
         if len(self._peers) >= BULK_CONNECTIONS_MAX:
             self._lose(next(iter(self._peers)), desks)
         name = next(self._numbers).to_bytes(8, "big")
         self._names[connection.fileno()] = name
-        self._peers[name] = _Peer(Stream(connection), now)
+        self._peers[name] = self._strangers[name] = _Peer(Stream(connection), now)
         self._ready.register(connection.fileno(), _READ)
 
-    def _refuse_one(self, listener: socket.socket) -> None:
-        """Without a descriptor nobody can be accepted, nor refused, and would be reported for ever: one was kept for this."""
-        os.close(self._spare)
-        with suppress(OSError):
+    def _refuse_one(self, listener: socket.socket) -> bool:
+        """Without a descriptor nobody can be accepted, nor refused, and would be reported for ever: one was kept for this. Whether
+        that one was there, and nobody else took it meanwhile."""
+        if self._spare >= 0:
+            os.close(self._spare)
+        try:
             listener.accept()[0].close()
-        self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            return error.errno not in (errno.EMFILE, errno.ENFILE)
+        finally:
+            self._spare = _spare()
+        self.turned_away += 1
+        return True
+
+    def _be_deaf(self, now: float) -> None:
+        for fd in self._listeners:
+            self._ready.modify(fd, 0)
+        self._deaf_until = now + DEAF_S
+
+    def _listen_again(self) -> None:
+        self._deaf_until = None
+        self._spare = self._spare if self._spare >= 0 else _spare()
+        for fd in self._listeners:
+            self._ready.modify(fd, _READ)
+
+    def _turn_away(self, name: bytes, desks: Desks) -> None:
+        self.turned_away += 1
+        if self.turned_away == 1:
+            _log.warning(
+                "the bulk endpoint closed a connection that showed no good ticket within %g s, or made room for later ones; another "
+                "program connects here (this is logged once)",
+                BULK_STALL_S,
+            )
+        self._lose(name, desks)
 
     def _serve(self, name: bytes, desks: Desks, now: float) -> bool:
         """Move what can be moved of one connection; whether a message has come whole."""
@@ -196,6 +250,8 @@ class StreamPort:
             desks.heard(name)
             self._peers[name] = self._peers.pop(name)
         self._note(name, peer)
+        if whole and name in self._strangers and desks.knows(name):
+            del self._strangers[name]
         return whole
 
     def _flush(self, name: bytes) -> None:
@@ -227,9 +283,18 @@ class StreamPort:
     def _drop(self, name: bytes) -> None:
         peer = self._peers.pop(name)
         self._unsettled.pop(name, None)
+        self._strangers.pop(name, None)
         self.clogged.discard(name)
         del self._names[peer.stream.socket.fileno()]
         peer.stream.socket.close()  # which the kernel's list of those to watch learns by itself
+
+
+def _spare() -> int:
+    """A descriptor to give up when none is left; -1: none is left already."""
+    try:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
 
 
 def _listener(host: str, port: int) -> socket.socket:

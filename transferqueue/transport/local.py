@@ -6,11 +6,15 @@ the server's one thread write and read the socket themselves.
 
 A frame is its length, 4 bytes, little-endian, and its bytes. A peer whose lengths cannot be is hung up on. The socket file belongs to
 its user, and asks for nothing.
+
+A connection is a *stranger* until the server has let in whoever is at its other end (`Line.admit`). Of strangers there are
+`STRANGERS_MAX` at once, each for `STRANGER_S`: they cannot use up the descriptors that the clients of the server need.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import os
 import select
@@ -23,11 +27,12 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from transferqueue.errors import Disconnected, Unreachable, UsageError
-from transferqueue.limits import FRAMES_QUEUED_MAX, KIB, MESSAGE_BYTES_MAX
+from transferqueue.limits import FRAMES_QUEUED_MAX, KIB, MESSAGE_BYTES_MAX, STRANGER_S, STRANGERS_MAX
 from transferqueue.transport.address import IpcAddress
 from transferqueue.transport.sent import Sent
 from transferqueue.transport.wakeup import Wakeup
 
+_log: Final = logging.getLogger("transferqueue.server")
 REDIAL_S: Final = 0.01
 """First pause before a lost or missing server is looked for again; doubles up to `REDIAL_S_MAX`."""
 REDIAL_S_MAX: Final = 0.5
@@ -285,20 +290,31 @@ def _dialled(path: str) -> socket.socket:
 class Line:
     """A client's connection, as the server sees it: where answers to what came over it go."""
 
-    __slots__ = ("is_gone", "stream", "waits_to_write")
+    __slots__ = ("_admitted", "accepted_at", "is_gone", "stream", "waits_to_write")
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, admitted: Callable[[Line], object], now: float) -> None:
+        """admitted: called when it is a stranger no more."""
         self.stream: Final = stream
+        self.accepted_at: Final = now
         self.is_gone = self.waits_to_write = False
+        self._admitted = admitted
+
+    def admit(self) -> None:
+        """The other end has a session: this is a stranger no more."""
+        self._admitted(self)
 
 
 class LocalPort:
     """The server's end of all connections to one socket file. Used by one thread; readable when something is to be received."""
 
-    def __init__(self, place: IpcAddress) -> None:
+    def __init__(self, place: IpcAddress, clock: Callable[[], float] = time.monotonic) -> None:
         """Listen. A socket file that exists is replaced: whoever calls holds the lock of the address."""
         self._path = place.path
+        self._clock = clock
         self._lines: dict[int, Line] = {}
+        self._strangers: dict[int, Line] = {}  # in the order in which they came
+        self.turned_away = 0
+        """Strangers that were hung up on, and connections for which no descriptor was left."""
         self._arrived: deque[tuple[Line, bytes]] = deque()
         try:
             with ExitStack() as made:
@@ -326,6 +342,21 @@ class LocalPort:
                 else:
                     self._happened(line, events)
         return self._arrived.popleft() if self._arrived else None
+
+    def patience_s(self) -> float | None:
+        """How soon `tick` must be called; None: not by itself."""
+        if not self._strangers:
+            return None
+        oldest = next(iter(self._strangers.values()))
+        return max(0.0, oldest.accepted_at + STRANGER_S - self._clock())
+
+    def tick(self) -> None:
+        """Hang up on strangers that have had their time."""
+        while self._strangers:
+            oldest = next(iter(self._strangers.values()))
+            if self._clock() < oldest.accepted_at + STRANGER_S:
+                return
+            self._hang_up(oldest)
 
     def send(self, line: Line, frame: bytes) -> Sent:
         """Write a frame without waiting, or keep it. A peer that does not read is hung up on."""
@@ -362,11 +393,42 @@ class LocalPort:
             except OSError:  # the kernel watches no more for this user
                 connected.close()
                 continue
-            self._lines[connected.fileno()] = Line(Stream(connected))
+            self._take_in(connected)
+
+    def _take_in(self, connected: socket.socket) -> None:
+        """A stranger came. It is heard at once: what it has said already tells it from those that say nothing."""
+        if len(self._strangers) >= STRANGERS_MAX:
+            self._hang_up(self._least_promising())
+        line = Line(Stream(connected), self._admit, self._clock())
+        self._lines[connected.fileno()] = self._strangers[connected.fileno()] = line
+        self._happened(line, select.EPOLLIN)
+
+    def _least_promising(self) -> Line:
+        """The stranger that came first of those that wait for nothing here; else the first of all."""
+        waiting = {id(line) for line, _ in self._arrived}
+        return next(
+            (line for line in self._strangers.values() if id(line) not in waiting), next(iter(self._strangers.values()))
+        )
+
+    def _admit(self, line: Line) -> None:
+        if not line.is_gone:
+            self._strangers.pop(line.stream.socket.fileno(), None)
+
+    def _hang_up(self, line: Line) -> None:
+        self.turned_away += 1
+        if self.turned_away == 1:
+            _log.warning(
+                "%s: a connection was closed that did not say who it is within %g s, or made room for later ones; clients of this "
+                "version greet at once, so another program connects here (this is logged once)",
+                self._path,
+                STRANGER_S,
+            )
+        self._drop(line)
 
     def _turn_away(self) -> bool:
         """No descriptor is left: let who knocks in with the spare one and hang up, so that it tries again. Whether that was possible."""
         self._spare.close()
+        self.turned_away += 1
         try:
             self._socket.accept()[0].close()
         except OSError:
@@ -395,6 +457,7 @@ class LocalPort:
     def _drop(self, line: Line) -> None:
         line.is_gone = True
         del self._lines[line.stream.socket.fileno()]
+        self._strangers.pop(line.stream.socket.fileno(), None)
         self._epoll.unregister(line.stream.socket)  # closing alone would not do: a forked child may have it open too
         line.stream.close()
 

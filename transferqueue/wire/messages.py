@@ -54,6 +54,8 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Checksum = Annotated[int, Meta(ge=0)]
 """xxh3-64: any unsigned integer that a message can hold."""
 Path = Annotated[str, Meta(max_length=4096)]
+FullPath = Annotated[str, Meta(max_length=2 * 4096)]
+"""A `Path` that a client gave, under a directory of the server."""
 Secret = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Step = Annotated[int, Meta(ge=0, le=1 << 53)]
 StepOrNone = Annotated[int, Meta(ge=-1, le=1 << 53)]
@@ -808,10 +810,10 @@ class Follow(Message):
 
 
 class Working(Message):
-    """A snapshot or restore that was begun. done of total: bytes, about. path: where; ended: all of it is there."""
+    """A snapshot or restore that was begun. done of total: bytes, about. path: where, under the server's root; ended: all of it is there."""
 
     work: int
-    path: Path
+    path: FullPath
     done: int
     total: int
     ended: bool
