@@ -27,6 +27,10 @@ TASKS_MAX: Final = 64
 """Each task costs a byte of state and 18 of lease, order and attempts per resident row."""
 TABLES_MAX: Final = 4096
 SESSIONS_MAX: Final = 4096
+PID_MAX: Final = (1 << 31) - 1
+"""What a process number is in the kernel's interface: a positive C int."""
+SNAPSHOTS_KEPT_MAX: Final = 1 << 20
+"""Snapshots kept under one path: one a minute for two years."""
 KEYS_MAX: Final = 4096
 """Clients that a server's key file may name: no more than may be connected at once."""
 COORDINATORS_MAX: Final = 64
@@ -142,6 +146,10 @@ FRAMES_QUEUED_MAX: Final = 2 * CALLS_PARKED_MAX
 credits what was read in halves of its mark."""
 FRAMES_DRAINED_MAX: Final = 1024
 """Frames the server reads before it looks at the time and at its other sources again."""
+TURN_S_MAX: Final = 0.02
+"""A turn of the server's loop for one request is late above this: everybody else waits for it. Late turns are counted."""
+DEFECT_PAUSE_S: Final = 1.0
+"""What failed by a defect when it was due is tried again after this, and not at every frame."""
 LOCK_CHECK_FIRST_S: Final = 0.02
 """A client lets go of its lock a moment after its Goodbye: that soon its memory should be free again."""
 LOCK_CHECK_S: Final = 1.0

@@ -10,6 +10,7 @@ from transferqueue.policies import Compare, TagIs, VersionBetween
 from transferqueue.schema import Field
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.versions import PROTOCOL
 
 names = st.sampled_from(["t", "u", "train", "x", "big", "no such", ""])
 small = st.integers(-1, 5)
@@ -134,7 +135,7 @@ def test_numbers_of_any_size_are_answered():
         (-1, -1, -1),
         (1 << 63, 0, 0),
     ]:
-        frame = msgspec.msgpack.encode([session, call, seen, ["ListTables"]])
+        frame = msgspec.msgpack.encode([PROTOCOL, session, call, seen, ["ListTables"]])
         bench.receive(client.peer, frame)
     assert [type(reply).__name__ for _, reply in bench.answered[client.peer]] == ["Tables", "Failed", "Failed"]
     bench.close()

@@ -113,10 +113,14 @@ class Ledger:
 
     def end_pins(self, session: int) -> None:
         """No view and no writer of a closed session is left: its pins and grants return."""
-        gone = self.state.sessions.get(session)
-        if gone is not None and gone.open:
-            raise InternalError(f"session {session} is open; close it before its pins end")
+        self.check_closed(session)
         self.state.end_pins(session)
+
+    def check_closed(self, session: int) -> None:
+        """`InternalError` if the session is open: then its pins do not end."""
+        one = self.state.sessions.get(session)
+        if one is not None and one.open:
+            raise InternalError(f"session {session} is open; close it before its pins end")
 
     def grant(self, session: int, shard: int, offset: int, nbytes: int, now: float, *, call: int = 0) -> m.Granted:
         """The caller has set this extent aside for `session`. call: as in `apply`, to answer a retry.

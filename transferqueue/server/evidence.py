@@ -112,7 +112,7 @@ def _held(path: str) -> LockProbe:
 def _pidfd_of(pid: int) -> int:
     try:
         return os.pidfd_open(pid)
-    except ProcessLookupError as error:
+    except (ProcessLookupError, OverflowError) as error:  # no number of a process is beyond a C int
         raise UsageError(f"session refused: process {pid} does not exist; send the number of the client") from error
     except OSError:  # a kernel or a sandbox without pidfds: the lock and silence remain
         return -1

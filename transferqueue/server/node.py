@@ -14,6 +14,12 @@ answers from `outbox`. The rules:
 - A call that comes again is never carried out twice: while it waits it stays where it is, for no longer than it now asks
   for; once answered it gets the same answer, until the client says that it has `seen` it; after that it is ignored.
 - After every change, those whom it may concern are tried (see `parking`), before the next frame is read.
+- No defect of the code ends the server. An exception that is no typed error, met while a request is carried out, is answered with
+  `InternalError` to whoever sent the request, ends its session, and is logged once, with its traceback and the number that the
+  answer has. Met in what is due by itself (`tick`) it is logged and counted likewise, no session ends, and only that part of the
+  tick is tried again, after `DEFECT_PAUSE_S`. The ledger may be left in the middle of a change: the journal says so, so that the
+  next life arrives at the same state, and the audit tells whether the books still balance. What still ends the server is
+  `JournalFailed` and whatever else `commit` raises, since nobody may be told what is not durable, and what is no `Exception`.
 - A session ends by Goodbye, by death, by silence where only silence can be judged, or because its peer
   does not read. Its waits end with it, its leases return, and its memory returns once nobody can see it. If it brought
   memory, that is lost then (see `shards`).
@@ -24,6 +30,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -32,8 +39,10 @@ import msgspec
 from transferqueue.errors import (
     DeadlineExceeded,
     Disconnected,
+    FlowSignal,
     Full,
     InternalError,
+    JournalFailed,
     OutOfMemory,
     ProtocolError,
     TransferQueueError,
@@ -41,7 +50,7 @@ from transferqueue.errors import (
 )
 from transferqueue.ledger.effects import FreeExtent, LeaseEnded, Wait, Wake
 from transferqueue.ledger.ledger import Ledger
-from transferqueue.limits import CALLS_PARKED_MAX
+from transferqueue.limits import CALLS_PARKED_MAX, DEFECT_PAUSE_S
 from transferqueue.seat import Seat
 from transferqueue.server import evidence, observing, roles
 from transferqueue.server.durable import Durability, Volatile
@@ -53,6 +62,7 @@ from transferqueue.server.sessions import NOWHERE, Peer, Session, Sessions
 from transferqueue.server.shards import Shards, standing
 from transferqueue.server.snapshots import Snapshots
 from transferqueue.server.tickets import Tickets
+from transferqueue.server.turns import Turns
 from transferqueue.server.withdrawing import withdraw
 from transferqueue.transport.keys import Role
 from transferqueue.transport.local import Line
@@ -64,6 +74,8 @@ _log: Final = logging.getLogger("transferqueue.server")
 _MEMORY: Final[WakeKey] = ("memory",)
 _NOTICES: Final = (m.Heartbeat, m.Unpin)
 """Requests that are answered only when they are refused."""
+_CAUSE_CHARS: Final = 300
+"""So much of the text of an error that nobody expected is told to a client; the log has all of it."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +154,14 @@ class Node:
         self.bulk_plain = False
         self.snapshots: Snapshots | None = None
         self.outbox: list[tuple[Peer, bytes]] = []
+        self.turns: Final = Turns()
+        """Filled by the loop, which has the clock."""
+        self.handled = ""
+        """What the last frame asked for."""
+        self._doomed: list[tuple[int, str]] = []
+        """Sessions that end for a defect, and what those who wait in them are told."""
+        self._paused: dict[str, float] = {}
+        """Parts of the tick that failed by a defect, and when they are tried again."""
         self._watcher = watcher
         self._gather = gather
         self._door = door or roles.Door()
@@ -151,6 +171,18 @@ class Node:
 
     def receive(self, peer: Peer, frame: bytes, now: float) -> None:
         """A frame came from `peer`."""
+        try:
+            self._receive(peer, frame, now)
+        except JournalFailed:
+            raise
+        except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the caller)
+            session, call = codec.call_of(frame)
+            failed = self._defect(self.handled, error, self._session_of(peer, session))
+            self._answer(peer, call, failed)
+        self._settle(now)
+
+    def _receive(self, peer: Peer, frame: bytes, now: float) -> None:
+        self.handled = "none"
         role = self._door.role(peer)
         if role is None:
             self.counters.strangers += 1
@@ -166,36 +198,83 @@ class Node:
                 self._answer(peer, codec.call_of(frame)[1], _failed(error))
             return
         self.counters.calls += 1
+        self.handled = type(call.request).__name__
         if isinstance(call.request, m.Hello):
             self._hello(peer, role, call.id, call.request, now)
         else:
             self._call(peer, role, call, now)
-        self._settle(now)
 
     def tick(self, now: float) -> None:
         """Time has passed: whatever was due at or before `now` happens."""
         due = self.memory.next_deadline()
         if due is not None and due <= now:
             self.commit()  # what was freed is free for good before its pages are given back
+        for part in (
+            self._trim,
+            self._turn_works,
+            self._tick_ledger,
+            self._end_silent,
+            self._free_lingering,
+            self._expire,
+        ):
+            if self._paused and now < self._paused.get(part.__name__, now):
+                continue
+            try:
+                part(now)
+            except JournalFailed:
+                raise
+            except Exception as error:  # noqa: BLE001  (logged with its cause; nobody asked)
+                self._paused[part.__name__] = now + DEFECT_PAUSE_S
+                self._defect(f"tick ({part.__name__.strip('_')})", error)
+        if self._paused:
+            self._paused = {part: until for part, until in self._paused.items() if until > now}
+
+    def _trim(self, now: float) -> None:
+        due = self.memory.next_deadline()
+        if due is not None and due <= now:
             self.memory.trim(now)
         self.shards.trim(now)
+
+    def _turn_works(self, now: float) -> None:
         if self.snapshots is not None:
             self.snapshots.turn(now)
+
+    def _tick_ledger(self, now: float) -> None:
         due = self.ledger.next_deadline()
         if due is not None and due <= now:
             self.ledger.tick(now)
+
+    def _end_silent(self, now: float) -> None:
         for session in self.sessions.silent(now):
             self._end(session, now, f"silent for {now - session.heard_at:.0f} s")
+
+    def _free_lingering(self, now: float) -> None:
         for session in self.sessions.free_at_last(now):
-            self.ledger.end_pins(session.number)
-            session.evidence.close(self.place.swept)
+            self._guard("end of pins", partial(self.ledger.end_pins, session.number))
+            self._guard("end of evidence", partial(session.evidence.close, self.place.swept))
+
+    def _expire(self, now: float) -> None:
         self._settle(now)
         while (parked := self.parking.next_expired(now)) is not None:
-            self._finish(parked, self._too_late(parked, now))
+            self._refuse(parked, now)
             self._settle(now)
+
+    def _refuse(self, parked: Parked, now: float) -> None:
+        """The wait ended by its deadline. It leaves whatever happens, or it would be refused for ever."""
+        try:
+            reply = self._too_late(parked, now)
+        except JournalFailed:
+            raise
+        except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the caller)
+            reply = self._defect(type(parked.request).__name__, error)
+        self._finish(parked, reply)
 
     def next_deadline(self) -> float | None:
         """When `tick` must be called next; None: nothing will happen by itself."""
+        at = self._next_deadline()
+        return at if at is None or not self._paused else max(at, min(self._paused.values()))
+
+    def _next_deadline(self) -> float | None:
         deadlines = (
             self.ledger.next_deadline(),
             self.parking.next_deadline(),
@@ -213,6 +292,7 @@ class Node:
 
     def lost(self, peer: Peer, now: float) -> None:
         """`peer` does not read its answers, or closed its channel without a word: its sessions are dropped."""
+        self.handled = "lost"
         for session in self.sessions.of_peer(peer):
             self.counters.sessions_dropped += 1
             self._end(session, now, "")
@@ -260,6 +340,8 @@ class Node:
         try:
             session = self.sessions.of_client(hello.client) or self._open(peer, role, hello, now)
             roles.check_owner(session, peer, by_client=True)
+        except JournalFailed:
+            raise
         except TransferQueueError as error:
             self._answer(peer, call, _failed(error))
             return
@@ -278,9 +360,18 @@ class Node:
         self.sessions.check_room()
         hello = self.shards.numbered(hello, keyed=bool(roles.key_of(peer)))
         session = self.sessions.open(hello, self._gather(hello), peer, now)
-        self.ledger.open_session(session.number, hello.client, now, label=session.label, origin=origin_of(hello))
-        self.shards.join(session)
-        self.watch(session)
+        try:
+            self.ledger.open_session(session.number, hello.client, now, label=session.label, origin=origin_of(hello))
+            self.shards.join(session)
+            self.watch(session)
+        except OSError as error:
+            self._end(session, now, "")
+            raise Full(f"session refused: the kernel does not watch process {hello.pid}: {error.strerror}") from error
+        except JournalFailed:
+            raise
+        except Exception:
+            self._end(session, now, "")  # a session is open at the node and in the ledger, or in neither
+            raise
         return session
 
     def _welcome(self, session: Session) -> m.Welcome:
@@ -299,18 +390,48 @@ class Node:
 
     def _end(self, session: Session, now: float, told: str) -> None:
         """Close a session. told: why, for those who wait in it; "" if nobody is left to hear."""
-        for parked in self.parking.remove_session(session.number):
+        number, shard = session.number, session.hello.shard
+        for parked in self.parking.remove_session(number):
             if told:
                 self._answer(session.peer, parked.call, _failed(Disconnected(f"session closed: {told}")))
         if session.evidence.pidfd >= 0:
-            self._watcher.unwatch(session.evidence.pidfd)
-        self.shards.close(session)
+            self._guard("end of a watch", partial(self._watcher.unwatch, session.evidence.pidfd))
+        self._guard("end of a shard", partial(self.shards.close, session))
         lingers = self.sessions.close(session, now)
-        self.ledger.close_session(session.number, now, pins=not lingers)
-        if session.hello.shard is not None:
-            self.ledger.lose_shard(session.hello.shard.number, now)
+        self._guard("end of a session", partial(self.ledger.close_session, number, now, pins=not lingers))
+        if shard is not None:
+            self._guard("loss of a shard", partial(self.ledger.lose_shard, shard.number, now))
         if not lingers:
-            session.evidence.close(self.place.swept)
+            self._guard("end of evidence", partial(session.evidence.close, self.place.swept))
+
+    # ------------------------------------------------------------ defects
+
+    def _guard(self, what: str, act: Callable[[], object]) -> None:
+        """Do one step of several, of which the others must happen whatever becomes of this one."""
+        try:
+            act()
+        except JournalFailed:
+            raise
+        except Exception as error:  # noqa: BLE001  (logged with its cause; nobody asked)
+            self._defect(what, error)
+
+    def _defect(self, what: str, error: Exception, session: Session | None = None) -> m.Failed:
+        """Count and log what nobody expected, end the session that met it, and return what its client is told."""
+        self.counters.internal_errors += 1
+        number = f"{self.place.epoch}-{self.counters.internal_errors}"
+        _log.error("defect %s: %s failed%s", number, what, f" for {session.label}" if session else "", exc_info=error)
+        if session is not None:
+            self._doomed.append((session.number, f"the server met defect {number}"))
+        text = f"{type(error).__name__}: {str(error)[:_CAUSE_CHARS]}"
+        over = "; this session is over, connect again" if session else ""
+        return _failed(
+            InternalError(f"{what} failed ({text}){over}; please report defect {number} with the server's log")
+        )
+
+    def _session_of(self, peer: Peer, number: int) -> Session | None:
+        """The open session of this number, if `peer` speaks for it."""
+        session = self.sessions.get(number)
+        return session if session is not None and session.peer == peer else None
 
     def _standing_in(self, shard: int) -> m.Stand:
         blocks = self.ledger.state.core.blocks
@@ -379,12 +500,14 @@ class Node:
             if isinstance(request, m.CreateTable) and request.name not in self.ledger.state.tables:
                 self.shards.check_replicas(request.name, request.replicas)
             return self.ledger.apply(request, session=session.number, call=call, now=now)
+        except JournalFailed:
+            raise
+        except InternalError as error:
+            return self._defect(type(request).__name__, error, session)
         except TransferQueueError as error:
             return _failed(error)
         except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the caller)
-            self.counters.internal_errors += 1
-            _log.exception("%s of session %d failed", type(request).__name__, session.number)
-            return _failed(InternalError(f"{type(request).__name__} failed: {error!r}; please report it"))
+            return self._defect(type(request).__name__, error, session)
 
     def _grant(self, session: Session, call: int, request: m.Grant, now: float) -> m.Reply | Wait:
         if (before := self.ledger.replied(session.number, call)) is not None:
@@ -425,17 +548,35 @@ class Node:
 
     def _settle(self, now: float) -> None:
         """Carry out what the ledger asked for and try whoever is due, until nothing is left to do."""
-        while True:
-            self._obey(self.ledger.take_effects(), now)
-            parked = self.parking.next_due()
-            if parked is None:
+        more = True
+        while more:
+            try:
+                more = self._settle_one(now)
+            except JournalFailed:
+                raise
+            except Exception as error:  # noqa: BLE001  (logged with its cause; what is left is settled next time)
+                self._defect(f"what follows {self.handled}", error)
                 return
-            session = self.sessions.of_call(parked.session)
-            outcome = self._try(session, parked.call, parked.request, now)
-            if isinstance(outcome, Wait):
-                self.parking.rest(parked, outcome.keys)
-            else:
-                self._finish(parked, outcome)
+
+    def _settle_one(self, now: float) -> bool:
+        """Carry out what was asked for, and try the next who is due; whether anything may be left."""
+        self._obey(self.ledger.take_effects(), now)
+        while self._doomed:
+            number, told = self._doomed.pop()
+            if (doomed := self.sessions.get(number)) is not None:
+                self._end(doomed, now, told)
+        parked = self.parking.next_due()
+        if parked is not None:
+            self._try_again(parked, now)
+        return parked is not None
+
+    def _try_again(self, parked: Parked, now: float) -> None:
+        session = self.sessions.of_call(parked.session)
+        outcome = self._try(session, parked.call, parked.request, now)
+        if isinstance(outcome, Wait):
+            self.parking.rest(parked, outcome.keys)
+        else:
+            self._finish(parked, outcome)
 
     def _obey(self, effects: Iterable[Wake | FreeExtent | LeaseEnded], now: float) -> None:
         for effect in effects:
@@ -443,15 +584,21 @@ class Node:
                 case Wake():
                     self.parking.wake(effect.key)
                 case FreeExtent():
-                    self.shards.give_back(effect, now)
+                    self._guard("return of memory", partial(self.shards.give_back, effect, now))
                 case LeaseEnded():
                     self.counters.leases_ended += 1
 
     def _finish(self, parked: Parked, reply: m.Reply) -> None:
         self.parking.remove(parked)
         session = self.sessions.get(parked.session)
-        if session is not None:
+        if session is None:
+            return
+        try:
             self._reply(session, parked.call, parked.request, reply)
+        except JournalFailed:
+            raise
+        except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the caller)
+            self._answer(session.peer, parked.call, self._defect(type(parked.request).__name__, error, session))
 
     def explain(self, parked: Parked, now: float) -> str:
         """Why a parked request still waits: what is missing, who holds it, who is before it."""
@@ -482,7 +629,7 @@ class Node:
         except UsageError as error:
             refused = _failed(error)
             for undo in withdraw(request, reply):
-                with suppress(TransferQueueError):  # what is gone already needs no undoing
+                with suppress(UsageError, FlowSignal):  # what is gone already needs no undoing
                     self.ledger.apply(undo, session=session.number, call=0, now=session.heard_at)
             session.refuse(call, refused)
             self._answer(session.peer, call, refused)
@@ -490,7 +637,11 @@ class Node:
             self.outbox.append((session.peer, frame))
 
     def _answer(self, peer: Peer, call: int, reply: m.Reply) -> None:
-        self.outbox.append((peer, codec.encode_answer(m.Answer(self.place.epoch, call, reply))))
+        try:
+            frame = codec.encode_answer(m.Answer(self.place.epoch, call, reply))
+        except UsageError as error:  # such as a text of the system's that is no Unicode
+            frame = codec.encode_answer(m.Answer(self.place.epoch, call, _failed(error)))
+        self.outbox.append((peer, frame))
 
 
 def _earlier(ahead: int) -> str:

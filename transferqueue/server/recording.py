@@ -20,7 +20,15 @@ from typing import Final, Protocol, get_args
 
 import msgspec
 
-from transferqueue.errors import Corruption, FlowSignal, InternalError, PeerError, TransferQueueError, UsageError
+from transferqueue.errors import (
+    Corruption,
+    FlowSignal,
+    InternalError,
+    JournalFailed,
+    PeerError,
+    TransferQueueError,
+    UsageError,
+)
 from transferqueue.ledger import image
 from transferqueue.ledger.cut import Cut
 from transferqueue.ledger.effects import Wait
@@ -93,7 +101,15 @@ class _Applied(_Record):
     failed: bool
 
 
-_Any = _Begun | _Opened | _Closed | _PinsEnded | _Granted | _Seen | _Lost | _ShardLost | _Ticked | _Applied
+class _Unfinished(_Record):
+    """A change that a defect ended in its middle. Carried out again it ends in the same place: the ledger is deterministic."""
+
+    change: bytes
+
+
+_Any = (
+    _Begun | _Opened | _Closed | _PinsEnded | _Granted | _Seen | _Lost | _ShardLost | _Ticked | _Applied | _Unfinished
+)
 STATE: Final = blake2b(
     image.FINGERPRINT + repr([(one.__name__, one.__struct_fields__) for one in get_args(_Any)]).encode(), digest_size=16
 ).digest()
@@ -138,23 +154,32 @@ class RecordedLedger(Ledger):
 
     def open_session(self, session: int, client: bytes, now: float, *, label: str = "", origin: bytes = b"") -> None:
         """See `Ledger.open_session`."""
-        super().open_session(session, client, now, label=label, origin=origin)
+        self.tick(now)
+        with self._unfinished(_Opened(session, client, self.state.now, label, origin)):
+            super().open_session(session, client, now, label=label, origin=origin)
         self._append(_Opened(session, client, self.state.now, label, origin))
 
     def close_session(self, session: int, now: float, *, pins: bool = True) -> None:
         """See `Ledger.close_session`."""
-        super().close_session(session, now, pins=pins)
+        self.tick(now)
+        with self._unfinished(_Closed(session, self.state.now, pins)):
+            super().close_session(session, now, pins=pins)
         self._append(_Closed(session, self.state.now, pins))
 
     def end_pins(self, session: int) -> None:
         """See `Ledger.end_pins`."""
-        super().end_pins(session)
+        self.check_closed(session)
+        with self._unfinished(_PinsEnded(session)):
+            super().end_pins(session)
         self._append(_PinsEnded(session))
 
     def grant(self, session: int, shard: int, offset: int, nbytes: int, now: float, *, call: int = 0) -> m.Granted:
         """See `Ledger.grant`."""
-        reply = super().grant(session, shard, offset, nbytes, now, call=call)
-        self._append(_Granted(session, shard, offset, nbytes, self.state.now, call))
+        self.tick(now)
+        record = _Granted(session, shard, offset, nbytes, self.state.now, call)
+        with self._unfinished(record):
+            reply = super().grant(session, shard, offset, nbytes, now, call=call)
+        self._append(record)
         return reply
 
     def seen(self, session: int, call: int) -> None:
@@ -164,25 +189,33 @@ class RecordedLedger(Ledger):
 
     def lose(self, blocks: Collection[int], now: float) -> dict[str, list[int]]:
         """See `Ledger.lose`."""
-        lost = super().lose(blocks, now)
+        self.tick(now)
+        with self._unfinished(_Lost(list(blocks), self.state.now)):
+            lost = super().lose(blocks, now)
         self._append(_Lost(list(blocks), self.state.now))
         return lost
 
     def lose_shard(self, shard: int, now: float) -> dict[str, list[int]]:
         """See `Ledger.lose_shard`."""
-        lost = super().lose_shard(shard, now)
+        self.tick(now)
+        with self._unfinished(_ShardLost(shard, self.state.now)):
+            lost = super().lose_shard(shard, now)
         self._append(_ShardLost(shard, self.state.now))
         return lost
 
     def tick(self, now: float) -> None:
         """See `Ledger.tick`. Every entry point calls it first; written only if something happens."""
         due = self.next_deadline()
-        if due is not None and due <= now:
-            self._append(_Ticked(now))
-        super().tick(now)
+        if due is None or due > now:
+            super().tick(now)
+            return
+        with self._unfinished(_Ticked(now)):
+            super().tick(now)
+        self._append(_Ticked(now))
 
     def apply(self, request: m.Request, *, session: int, call: int, now: float) -> m.Reply | Wait:
         """See `Ledger.apply`."""
+        self.tick(now)  # here, so that a defect in what was due is not taken for one of this request
         try:
             reply = super().apply(request, session=session, call=call, now=now)
         except (UsageError, FlowSignal, PeerError):
@@ -194,10 +227,27 @@ class RecordedLedger(Ledger):
             self._append(_Applied(session, call, self.state.now, request, False))
         return reply
 
+    @contextmanager
+    def _unfinished(self, record: _Any) -> Iterator[None]:
+        """While `record` is carried out: a typed refusal changed nothing; what a defect ended in its middle is written as such."""
+        try:
+            yield
+        except (UsageError, FlowSignal, PeerError):
+            raise
+        except Exception:
+            self._append(_Unfinished(_encode(record)))
+            raise
+
     def _append(self, record: _Any) -> None:
-        data = _encode(record)
-        self._tail.add(data)
-        self._journal.append(data)
+        try:
+            data = _encode(record)
+            self._tail.add(data)
+            self._journal.append(data)
+        except Exception as error:
+            raise JournalFailed(
+                f"a change cannot be written down ({type(error).__name__}: {error}); nothing since the last commit was told to "
+                "anybody. Start the server again"
+            ) from error
 
     def plant(self, cut: Cut, now: float) -> None:
         """See `Ledger.plant`. No record: the next commit leaves an image of what there is then."""
@@ -249,8 +299,9 @@ def recover(journal: Loaded, selectors: Mapping[str, PluginFactory] | None = Non
 def _carry_out(ledger: Ledger, number: int, data: bytes) -> None:
     try:
         record = _decode(data)
-        with suppress(Exception) if isinstance(record, _Applied) and record.failed else _nothing_refused(number):
-            _again(ledger, record)
+        unfinished = isinstance(record, _Unfinished) or (isinstance(record, _Applied) and record.failed)
+        with suppress(Exception) if unfinished else _nothing_refused(number):
+            _again(ledger, _decode(record.change) if isinstance(record, _Unfinished) else record)
     except msgspec.MsgspecError as error:
         raise Corruption(f"record {number} of the journal is none: {error}; restore a snapshot") from error
 

@@ -82,10 +82,14 @@ class LockProbe:
         self._fd = _open_to_probe(self.path)
 
     def is_locked(self) -> bool:
-        """Whether some process holds the lock now."""
-        if not _flock(self._fd, fcntl.LOCK_SH):
+        """Whether some process holds the lock now. A lock that the file system cannot be asked about counts as held: whoever has
+        it may still see memory."""
+        try:
+            if not _flock(self._fd, fcntl.LOCK_SH):
+                return True
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        except OSError:
             return True
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
         return False
 
     def close(self) -> None:
@@ -121,16 +125,27 @@ def remove_unlocked(path: Path | str) -> bool:
 
 def _open_to_probe(path: Path) -> int:
     try:
+        _check_kind(path, path.lstat())  # a device is not even opened: that alone may start something
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
+    except (FileNotFoundError, UsageError):
         raise
     except (OSError, ValueError) as error:
-        raise UsageError(f"lock file {str(path)!r} cannot be opened: {error}") from error
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise UsageError(f"lock file {str(path)[:200]!r} cannot be opened: {error}") from error
+    try:
+        _check_kind(path, os.fstat(fd))
+        _flock(fd, fcntl.LOCK_UN)
+    except OSError as error:
         os.close(fd)
-        raise UsageError(f"lock file {str(path)!r} is not a regular file of user {os.geteuid()}")
+        raise UsageError(f"lock file {str(path)[:200]!r} is where no locks can be asked for: {error}") from error
+    except UsageError:
+        os.close(fd)
+        raise
     return fd
+
+
+def _check_kind(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise UsageError(f"lock file {str(path)[:200]!r} is not a regular file of user {os.geteuid()}")
 
 
 def _flock(fd: int, kind: int) -> bool:

@@ -21,9 +21,11 @@ from transferqueue.limits import (
     ITEMS_MAX,
     KEY_CHARS_MAX,
     MESSAGE_BYTES_MAX,
+    PID_MAX,
     PREDICATES_MAX,
     ROWS_PER_REQUEST_MAX,
     SESSIONS_MAX,
+    SNAPSHOTS_KEPT_MAX,
     TAGS_MAX,
     TASKS_MAX,
     TEXT_CHARS_MAX,
@@ -56,6 +58,8 @@ Checksum = Annotated[int, Meta(ge=0)]
 Path = Annotated[str, Meta(max_length=4096)]
 FullPath = Annotated[str, Meta(max_length=2 * 4096)]
 """A `Path` that a client gave, under a directory of the server."""
+Pid = Annotated[int, Meta(ge=0, le=PID_MAX)]
+"""The number of a process; 0: not told."""
 Secret = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Step = Annotated[int, Meta(ge=0, le=1 << 53)]
 StepOrNone = Annotated[int, Meta(ge=-1, le=1 << 53)]
@@ -224,7 +228,7 @@ class Hello(Message):
     """
 
     client: Bytes
-    pid: int = 0
+    pid: Pid = 0
     host: Text = ""
     lock: Text = ""
     version: Text = ""
@@ -792,7 +796,7 @@ class Snapshot(Message):
     """Write all there is now to `path` under the server's root, and keep the newest `keep` there. Answer: Working, at once."""
 
     path: Path
-    keep: Annotated[int, Meta(ge=1)] = 2
+    keep: Annotated[int, Meta(ge=1, le=SNAPSHOTS_KEPT_MAX)] = 2
 
 
 class Restore(Message):

@@ -1,0 +1,209 @@
+"""A defect of the code, wherever a frame or the time meets it: one session ends, the server goes on, and what happened is told once."""
+
+import os
+import re
+
+import pytest
+
+from tests.server.nodes import Bench, lease, local, numbers, rows_of
+from transferqueue.errors import JournalFailed
+from transferqueue.ledger.ledger import Ledger
+from transferqueue.ledger.state import State
+from transferqueue.limits import DEFECT_PAUSE_S
+from transferqueue.policies import Task
+from transferqueue.schema import Field
+from transferqueue.server.journal import Level, SqliteJournal
+from transferqueue.server.recording import RecordedLedger, recover
+from transferqueue.transport import this_host
+from transferqueue.wire import codec
+from transferqueue.wire import messages as m
+
+
+class Defect(Exception):
+    """What no code raises on purpose."""
+
+
+def broken(*_args, **_kwargs):
+    raise Defect("a defect of the test")
+
+
+@pytest.fixture
+def bench():
+    made = Bench()
+    yield made
+    made.close()
+
+
+def stats(client):
+    return codec.decode_plain(client.ask(m.Observe("stats")).value)["server"]
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "request_"),
+    [
+        ("ledger", "apply", m.ListTables()),
+        ("ledger", "seen", m.ListTables()),
+        ("ledger", "heard", m.Heartbeat()),
+        ("parking", "queue_before", m.ListTables()),
+        ("shards", "take", m.Grant(5)),
+        ("shards", "issue", m.ListTables()),
+    ],
+)
+def test_a_defect_ends_the_session_that_met_it_and_no_other(bench, monkeypatch, caplog, target, name, request_):
+    victim, other = bench.client(**local()), bench.client(**local())
+    other.create_table()
+    other.ask(other.put(2))
+    leased = victim.ask(lease(2))
+    waits = victim.post(lease(9, wait_s=60.0))
+    victim.seen = 2
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(bench.node, target), name, broken)
+        call = victim.post(request_)
+    failed = victim.take(call)
+    assert failed.error == "InternalError"
+    (number,) = re.findall(r"please report defect (\S+) with the server's log", failed.text)
+    assert "a defect of the test" in failed.text
+    assert victim.take(waits).error == "Disconnected"
+    assert victim.session not in {one.number for one in bench.node.sessions}
+    logged = [record for record in caplog.records if number in record.getMessage()]
+    assert len(logged) == 1
+    assert logged[0].exc_info
+    assert stats(other)["internal_errors"] == 1
+    assert rows_of(other.ask(lease(2))) == rows_of(leased), "what the session held came back"
+    assert codec.decode_plain(other.ask(m.Observe("audit")).value)["balanced"]
+
+
+def test_a_request_that_waits_meets_its_defect_for_its_own_session(bench, monkeypatch):
+    waiter, other = bench.client(**local()), bench.client(**local())
+    other.create_table()
+    waits = waiter.post(lease(2, wait_s=60.0))
+    apply = bench.node.ledger.apply
+
+    def fails_for_leases(request, **told):
+        return broken() if isinstance(request, m.Lease) else apply(request, **told)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.node.ledger, "apply", fails_for_leases)
+        assert isinstance(other.ask(other.put(2)), m.PutRows), "who put is not who failed"
+    assert waiter.take(waits).error == "InternalError"
+    assert {one.number for one in bench.node.sessions} == {other.session}
+
+
+def test_a_hello_that_meets_a_defect_leaves_no_half_of_a_session(bench, monkeypatch):
+    other = bench.client(**local())
+    for target, name in [("ledger", "open_session"), ("shards", "join"), ("_watcher", "watch")]:
+        before = set(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as patch:
+            where = bench.node._watcher if target == "_watcher" else getattr(bench.node, target)
+            patch.setattr(where, name, broken)
+            assert bench.client(**local()).welcome.error == "InternalError"
+        assert len(bench.node.sessions) == len(bench.node.ledger.state.sessions) == 1
+        assert set(os.listdir("/proc/self/fd")) == before
+    assert stats(other)["internal_errors"] == 3
+
+
+def test_a_kernel_that_watches_no_more_processes_refuses_the_session(bench, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(bench.watched, "watch", full)
+    refused = bench.client(**local()).welcome
+    assert (refused.error, refused.text) == (
+        "Full", f"session refused: the kernel does not watch process {os.getpid()}: No space left on device",
+    )  # fmt: skip
+    assert len(bench.node.sessions) == len(bench.node.ledger.state.sessions) == 0
+
+
+@pytest.mark.parametrize("pid", [1 << 31, 1 << 53, (1 << 63) - 1, (1 << 64) - 1, -1, -(1 << 63)])
+def test_a_process_number_beyond_the_kernels_is_refused(bench, pid):
+    refused = bench.client(host=this_host(), pid=pid).welcome
+    assert refused.error == "ProtocolError"
+    assert bench.node.counters.internal_errors == 0
+
+
+def test_what_is_due_meets_a_defect_and_all_else_that_is_due_happens(bench, monkeypatch):
+    client = bench.client(**local())
+    client.create_table()
+    waits = client.post(lease(1, wait_s=1.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.node.memory, "trim", broken)
+        patch.setattr(bench.node.memory, "next_deadline", lambda: 0.0)
+        patch.setattr(bench.node.sessions, "silent", broken)
+        bench.now = 2.0
+        bench.node.tick(bench.now)
+        bench.deliver()
+        assert bench.node.next_deadline() == bench.now + DEFECT_PAUSE_S, "not at once again, and again"
+        bench.node.tick(bench.now)
+        assert bench.node.counters.internal_errors == 2
+    assert client.take(waits).error == "DeadlineExceeded"
+    assert len(bench.node.sessions) == 1, "time is nobody's request"
+    bench.pass_time(DEFECT_PAUSE_S)
+    assert bench.node.next_deadline() is None
+
+
+def test_an_answer_that_cannot_be_told_is_told_so(bench):
+    client = bench.client(**local())
+    bench.node._answer(client.peer, 7, m.Failed("UsageError", "a file named \udcff"))
+    bench.deliver()
+    assert "cannot be sent" in client.take(7).text
+
+
+def test_a_journal_that_cannot_be_written_still_ends_the_server(bench, monkeypatch):
+    client = bench.client(**local())
+
+    def fails(*_args, **_kwargs):
+        raise JournalFailed("full")
+
+    monkeypatch.setattr(bench.node.ledger, "apply", fails)
+    with pytest.raises(JournalFailed):
+        client.post(m.ListTables())
+
+
+# ---------------------------------------------------------------- what a defect leaves in the journal
+
+
+def test_the_next_life_arrives_where_a_defect_left_this_one(tmp_path, monkeypatch):
+    journal = SqliteJournal(tmp_path / "journal.sqlite", Level.PROCESS)
+    ledger = RecordedLedger(Ledger(epoch=0), journal, epoch=5)
+    ledger.open_session(1, b"c" * 16, 0.0)
+    ledger.apply(
+        m.CreateTable("t", [Field("x", "int64")], [Task("train", ["x"], lease_s=5.0)]), session=1, call=1, now=0
+    )
+    ledger.apply(m.Put("t", 4, numbers(4)), session=1, call=2, now=0)
+    ledger.apply(m.Lease("t", "train", rows=2), session=1, call=3, now=0)
+
+    end_pins = State.end_pins
+
+    def half(state, session):
+        end_pins(state, session)
+        broken()
+
+    expire = Ledger._expire
+
+    def expires_half(self, lease):
+        expire(self, lease)
+        broken()
+
+    monkeypatch.setattr(State, "end_pins", half)
+    monkeypatch.setattr(Ledger, "_expire", expires_half)
+    with pytest.raises(Defect):
+        ledger.apply(m.Lease("t", "train", rows=4), session=1, call=4, now=6.0)
+    with pytest.raises(Defect):
+        ledger.close_session(1, 7.0)
+    ledger.commit()
+    journal.close()
+    again = SqliteJournal(tmp_path / "journal.sqlite", Level.PROCESS)
+    recovered, _ = recover(again)
+    again.close()
+    for what in ("stats", "audit", "sessions"):
+        assert recovered.observe(m.Observe(what), 7.0) == ledger.observe(m.Observe(what), 7.0)
+    assert ledger.state.tables["t"].tasks["train"].counts == recovered.state.tables["t"].tasks["train"].counts
+
+
+def test_a_change_that_cannot_be_written_down_ends_the_server(tmp_path, monkeypatch):
+    journal = SqliteJournal(tmp_path / "journal.sqlite", Level.PROCESS)
+    ledger = RecordedLedger(Ledger(epoch=0), journal, epoch=5)
+    monkeypatch.setattr(journal, "append", broken)
+    with pytest.raises(JournalFailed, match="cannot be written down"):
+        ledger.open_session(1, b"c" * 16, 0.0)
+    journal.close()
