@@ -60,7 +60,22 @@ def test_every_family_is_told_once_with_its_kind_and_what_it_is(stats: Stats) ->
     typed = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert helped == typed
     assert len(set(helped)) == len(helped) > 40
-    assert {line.partition("{")[0].split()[0] for line in lines if not line.startswith("#")} <= set(helped)
+    histograms = [line.split()[2] for line in lines if line.startswith("# TYPE") and line.endswith(" histogram")]
+    parts = {name + end for name in histograms for end in ("_bucket", "_sum", "_count")}
+    assert {line.partition("{")[0].split()[0] for line in lines if not line.startswith("#")} <= {*helped, *parts}
+
+
+def test_turns_of_the_loop_are_a_histogram(stats: Stats) -> None:
+    requests = stats.server.turns["request"]
+    found = read(stats)
+    kind = ("kind", "request")
+    name = "transferqueue_server_turn_seconds"
+    assert found[f"{name}_count", frozenset({kind})] == sum(requests.counts) > 0
+    assert found[f"{name}_bucket", frozenset({kind, ("le", "+Inf")})] == sum(requests.counts)
+    assert found[f"{name}_bucket", frozenset({kind, ("le", "16.0")})] == sum(requests.counts[:-1])
+    assert found[f"{name}_sum", frozenset({kind})] == requests.sum_s
+    longest = frozenset({kind, ("of", requests.longest_of)})
+    assert found["transferqueue_server_turn_longest_seconds", longest] == requests.longest_s
 
 
 def test_text_of_users_cannot_break_a_line(stats: Stats) -> None:

@@ -36,7 +36,18 @@ def _head(frame: Frame, width: int) -> list[Text]:
     server = frame.stats.server
     left = Text(frame.address, style="bold cyan")
     right = Text(f"up {q.span(server.uptime_s)} · {q.plural(frame.stats.sessions, 'session')}", style="dim")
-    return [*spread(left, right, width), _arena("arena ", server.used_bytes, server.capacity_bytes), *_shards(server)]
+    arena = _arena("arena ", server.used_bytes, server.capacity_bytes)
+    return [*spread(left, right, width), arena, *_shards(server), *_turns(server)]
+
+
+def _turns(server: ServerStats) -> list[Text]:
+    """Requests for which everybody else waited too long: nothing is shown of a server where there was none."""
+    requests = server.turns.get("request")
+    if requests is None or not requests.late:
+        return []
+    of = ", ".join(f"{subject} {q.count(count)}" for subject, count in sorted(requests.late.items()))
+    worst = f"the longest {q.span(requests.busiest_s)} for {requests.busiest_of}"
+    return [Text(f"{q.plural(sum(requests.late.values()), 'late turn')} ({of}), {worst}", style="yellow")]
 
 
 def _arena(name: str, used: int, capacity: int) -> Text:

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import Final, Literal, NamedTuple
 
-from transferqueue.observe.stats import ChannelStats, Stats, TableStats, TaskStats
+from transferqueue.observe.stats import ChannelStats, Stats, TableStats, TaskStats, TurnStats
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 Labels = tuple[tuple[str, str], ...]
-Kind = Literal["gauge", "counter"]
+Kind = Literal["gauge", "counter", "histogram"]
 Sample = tuple[Labels, float | None]
+"""Labels and value. Of a histogram the labels begin with the end of its name: ``("", "_bucket")``."""
 
 
 class Family(NamedTuple):
@@ -93,6 +95,33 @@ def _server(stats: Stats) -> Iterator[Family]:
     )
     for name, kind, text in _SERVER:
         yield _one(f"server_{name}", kind, text, getattr(stats.server, name))
+    turns = stats.server.turns
+    yield Family(
+        "server_turn_seconds",
+        "histogram",
+        "Turns of the server's loop, in which nobody else is served, by what they were.",
+        [sample for kind, one in turns.items() for sample in _histogram((("kind", kind),), one)],
+    )
+    yield Family(
+        "server_turn_longest_seconds",
+        "gauge",
+        "The longest turn since the server began.",
+        [((("kind", kind), ("of", one.longest_of)), one.longest_s) for kind, one in turns.items()],
+    )
+    yield Family(
+        "server_turns_late",
+        "counter",
+        "Turns of more than 20 ms of processor time, by what they were for.",
+        [((("kind", kind), ("of", of)), count) for kind, one in turns.items() for of, count in one.late.items()],
+    )
+
+
+def _histogram(labels: Labels, turns: TurnStats) -> Iterator[Sample]:
+    counts = list(accumulate(turns.counts))
+    for bound, count in zip([*map(repr, turns.bounds_s), "+Inf"], counts, strict=True):
+        yield (("", "_bucket"), *labels, ("le", bound)), count
+    yield (("", "_sum"), *labels), turns.sum_s
+    yield (("", "_count"), *labels), counts[-1]
 
 
 def _tables(stats: Stats) -> Iterator[Family]:
@@ -198,7 +227,8 @@ def _lines(family: Family) -> Iterator[str]:
     yield f"# HELP {name} {family.help}\n# TYPE {name} {family.kind}\n"
     for labels, value in family.samples:
         if value is not None:
-            yield f"{name}{_braces(labels)} {float(value)!r}\n"
+            suffix, labels = (labels[0][1], labels[1:]) if labels and not labels[0][0] else ("", labels)
+            yield f"{name}{suffix}{_braces(labels)} {float(value)!r}\n"
 
 
 def _braces(labels: Labels) -> str:

@@ -103,6 +103,23 @@ class ShardStats(msgspec.Struct, frozen=True, kw_only=True):
     drains: bool
 
 
+class TurnStats(msgspec.Struct, frozen=True, kw_only=True):
+    """How long one kind of turns of the server's loop took. counts: of turns up to each of `bounds_s`, and one more for those above.
+
+    longest_of: what the longest was for. busiest: the longest by processor time, of those above 20 ms by the clock (0: there is
+    none). late: turns of more than 20 ms of processor time, by what they were for.
+    """
+
+    bounds_s: list[float]
+    counts: list[int]
+    sum_s: float
+    longest_s: float
+    longest_of: str
+    busiest_s: float
+    busiest_of: str
+    late: dict[str, int]
+
+
 class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     """The process that answers, its arena, and what befell it."""
 
@@ -120,6 +137,7 @@ class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     leases_ended: int
     sessions_dropped: int
     internal_errors: int
+    turns: dict[str, TurnStats] = {}
     shards: list[ShardStats] = []
 
 

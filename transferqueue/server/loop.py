@@ -1,7 +1,8 @@
 """The one thread of a server: sleeps until something happens, lets the node act, sends what it answers.
 
 It wakes for a frame, for a dead client (pidfd), for `stop`, and at the node's next deadline; never to look
-whether something might have happened. `turns` counts how often it woke: it stands still while nothing does.
+whether something might have happened. `turns` counts how often it woke: it stands still while nothing does. How long each frame,
+each tick and each commit kept everybody else waiting is kept in `Node.turns`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Final, Protocol
 
 import zmq
 
-from transferqueue.limits import FRAMES_DRAINED_MAX
+from transferqueue.limits import FRAMES_DRAINED_MAX, TURN_S_MAX
 from transferqueue.server.node import Node
 from transferqueue.server.sessions import Peer
+from transferqueue.server.turns import Histogram
 from transferqueue.transport import Wakeup
 from transferqueue.transport.inproc import Hub
 from transferqueue.transport.local import Line, LocalPort
@@ -57,7 +59,7 @@ class Deaths:
 
     def take(self) -> list[int]:
         """Sessions whose processes are gone."""
-        return [self._sessions[fd] for fd, _ in self._epoll.poll(0)]
+        return [self._sessions[fd] for fd, _ in self._epoll.poll(0) if fd in self._sessions]
 
     def close(self) -> None:
         """Watch nobody any more."""
@@ -67,7 +69,7 @@ class Deaths:
 class Loop:
     """Runs a node until `stop`. Whoever calls `run` lends it the thread, and closes ports, hub and the rest afterwards.
 
-    port: of the network; None: nobody comes from there. together: one commit, and then the answers, for all frames of a turn: where a commit costs more than a short wait.
+    port: of the network; None: nobody comes from there. processor: seconds for which the thread that runs was busy. together: one commit, and then the answers, for all frames of a turn: where a commit costs more than a short wait.
     """
 
     def __init__(
@@ -81,8 +83,11 @@ class Loop:
         clock: Callable[[], float] = time.monotonic,
         *,
         together: bool = False,
+        processor: Callable[[], float] = time.thread_time,
     ) -> None:
         self.turns = 0
+        self._processor = processor
+        self._processor_began = 0.0
         self._node = node
         self._local = local
         self._port = port
@@ -130,6 +135,7 @@ class Loop:
     def _turn(self, ready: Container[object]) -> None:
         """ready: what poll found, a socket or the number of a descriptor. Looking in vain costs more than a frame."""
         self.turns += 1
+        self._processor_began = self._processor()
         if self._wakeup.fileno() in ready:
             self._wakeup.clear()
         now = self._clock()
@@ -139,6 +145,7 @@ class Loop:
         self._local.tick()
         for session in self._deaths.take() if self._deaths.fileno() in ready else ():
             self._node.died(session, now)
+        self._took(self._node.turns.ticks, now, "tick")
         self._send()
         drained = self._drain(self._local.recv_nowait) + self._drain(self._hub.recv_nowait)
         if self._port is not None:
@@ -157,13 +164,23 @@ class Loop:
                 self._node.lost(peer, now)
             else:
                 self._node.receive(peer, frame, now)
+            self._took(self._node.turns.requests, now, self._node.handled)
             if not self._together:
                 self._send()  # at once: what this frame set free should not wait for the next ones
         return FRAMES_DRAINED_MAX
 
+    def _took(self, turns: Histogram, began: float, subject: str) -> None:
+        """A turn that began then is over. Of one that took long, processor time is known as that since the loop woke, at most."""
+        seconds = self._clock() - began
+        turns.add(seconds, subject)
+        if seconds > TURN_S_MAX:
+            turns.busy(min(seconds, self._processor() - self._processor_began), subject)
+
     def _send(self) -> None:
         while self._node.outbox:
+            began = self._clock()
             self._node.commit()
+            self._took(self._node.turns.commits, began, "commit")
             answers, self._node.outbox = self._node.outbox, []
             for peer, frame in answers:
                 if not self._sent(peer, frame):

@@ -88,6 +88,7 @@ def _server(node: Node, now: float) -> Plain:
         "leases_ended": counters.leases_ended,
         "sessions_dropped": counters.sessions_dropped,
         "internal_errors": counters.internal_errors,
+        "turns": node.turns.plain(),
     }
 
 

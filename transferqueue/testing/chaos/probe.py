@@ -1,7 +1,7 @@
 """The one process that no fault touches: it asks the server again and again, and so knows when it answers.
 
 Lines of its diary: ``call`` with when each answered call began; ``again`` where there was no answer; ``audit`` with the
-server's own account; ``broken``. Its parent tells it ``seal`` and ``end`` in lines, and reads what it says of the tables.
+server's own account; ``turns`` with how long its turns took; ``broken``. Its parent tells it ``seal`` and ``end`` in lines, and reads what it says of the tables.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Probe:
                 self._ask(queue, calls)
                 calls += 1
             self._post.diary.write("audit", queue.audit()["tables"])
+            self._turns(queue)
 
     def _command(self) -> str:
         ready, _, _ = select.select([self._commands], [], [], EVERY_S)
@@ -66,7 +67,18 @@ class Probe:
                 self._post.diary.write(
                     "broken", f"table {name} has {rows['rows_live']} live rows, of at most {ROWS_MAX[name]}"
                 )
+        self._turns(queue)
         self._tell("rows", {name: rows["rows_done"] for name, rows in tables.items()})
+
+    def _turns(self, queue: tq.Queue) -> None:
+        told = queue.stats()
+        turns = told["server"]["turns"]
+        self._post.diary.write("turns", told["epoch"], {kind: _longest(one) for kind, one in turns.items()})
 
     def _tell(self, kind: str, what: dict[str, Any]) -> None:
         os.write(self._news, msgspec.json.encode([kind, what]) + b"\n")
+
+
+def _longest(turns: dict[str, Any]) -> dict[str, Any]:
+    """Of the turns of one kind, what a report says."""
+    return {name: turns[name] for name in ("longest_s", "longest_of", "busiest_s", "busiest_of", "late")}

@@ -30,9 +30,21 @@ class Spread(msgspec.Struct, frozen=True):
         return cls(len(times.samples), *(round(times.at(share), 4) for share in (0.5, 0.99, 1.0)))
 
 
+class Longest(msgspec.Struct, frozen=True):
+    """Of the turns of the server's loops of one kind, over all its lives as far as it was asked: the longest by the clock, which has
+    the time in which the server was frozen or the machine ran something else; the longest by processor time, of those above 20 ms by
+    the clock (0: none); and how many were above it by processor time, by what they were for."""
+
+    seconds: float
+    of: str
+    busy_s: float
+    busy_of: str
+    late: dict[str, int]
+
+
 class Report(msgspec.Struct, frozen=True):
     """A run. load: of the machine, in processes that run on average over its
-    last minute, by core. faults: how often each kind was done. verified: rows leased, every byte computed again."""
+    last minute, by core. faults: how often each kind was done. verified: rows leased, every byte computed again. turns: by kind."""
 
     command: str
     load: float
@@ -49,6 +61,7 @@ class Report(msgspec.Struct, frozen=True):
     server_recovery_s: Spread
     redelivery_s: Spread
     redelivery_remote_s: Spread
+    turns: dict[str, Longest]
 
     @property
     def kept(self) -> bool:
@@ -67,6 +80,7 @@ class Report(msgspec.Struct, frozen=True):
         yield f"rows leased again     {_spread(self.redelivery_s)}"
         if self.redelivery_remote_s.samples:
             yield f"  of remote workers   {_spread(self.redelivery_remote_s)}"
+        yield from (f"longest {kind:<13} {_turn(one)}" for kind, one in self.turns.items())
         yield f"lost {self.lost}, duplicate effects {self.duplicates}, bounds broken {self.bounds_broken}"
         yield from (f"violation: {violation}" for violation in self.violations)
         yield f"verdict               {'every promise was kept' if self.kept else 'BROKEN'}"
@@ -96,7 +110,31 @@ def report(run: Settings, faults: Sequence[Fault], told: Sequence[Told], violati
         server_recovery_s=Spread.of(recovery.of_server(faults, told)),
         redelivery_s=Spread.of(recovery.of_leases(faults, told, remote=False)),
         redelivery_remote_s=Spread.of(recovery.of_leases(faults, told, remote=True)),
+        turns=longest_turns(told),
     )
+
+
+def longest_turns(told: Sequence[Told]) -> dict[str, Longest]:
+    """By kind, over all lives of the server. What the last half second before a death had is not known."""
+    lives: dict[int, dict[str, Any]] = {line[2]: line[3] for diary in told for line in diary.of("turns")}
+    kinds = {kind for turns in lives.values() for kind in turns}
+    found = {}
+    for kind in sorted(kinds):
+        turns = [life[kind] for life in lives.values()]
+        longest, busiest = max(turns, key=lambda one: one["longest_s"]), max(turns, key=lambda one: one["busiest_s"])
+        late: Counter[str] = Counter()
+        for one in turns:
+            late.update(one["late"])
+        found[kind] = Longest(
+            longest["longest_s"], longest["longest_of"], busiest["busiest_s"], busiest["busiest_of"], dict(late)
+        )
+    return found
+
+
+def _turn(one: Longest) -> str:
+    late = f"; over 20 ms of it {sum(one.late.values())} times ({one.late})" if one.late else "; never over 20 ms of it"
+    busy = f", of processor time {one.busy_s * 1000:.1f} ms ({one.busy_of})" if one.busy_s else ""
+    return f"turn {one.seconds * 1000:.1f} ms by the clock ({one.of}){busy}{late}"
 
 
 def _name(kind: str, target: str) -> str:
