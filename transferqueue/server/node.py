@@ -503,6 +503,8 @@ class Node:
         except JournalFailed:
             raise
         except InternalError as error:
+            if isinstance(request, m.Follow):  # what ended the work that it asks about, and was logged by it
+                return _failed(error)
             return self._defect(type(request).__name__, error, session)
         except TransferQueueError as error:
             return _failed(error)

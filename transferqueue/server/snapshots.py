@@ -118,8 +118,8 @@ class Snapshots:
 
     def answer(
         self, session: int, call: int, request: m.Snapshot | m.Restore | m.Follow, now: float
-    ) -> m.Working | m.Failed | Wait:
-        """Begin a work, or say how far one is; `Failed` with what ended it, which is no failure of this request."""
+    ) -> m.Working | Wait:
+        """Begin a work, or say how far one is."""
         if isinstance(request, m.Follow):
             return self._follow(request)
         before = self._asked.get((session, call))
@@ -142,14 +142,14 @@ class Snapshots:
             )
         return found
 
-    def _follow(self, request: m.Follow) -> m.Working | m.Failed | Wait:
+    def _follow(self, request: m.Follow) -> m.Working | Wait:
         work = self._works.get(request.work)
         if work is None:
             raise NotFound(
                 f"work {request.work} is not known to this server; it has {listing(self._works)}: begin again"
             )
         if work.error is not None:
-            return m.Failed(type(work.error).__name__, str(work.error))
+            raise work.error
         if work.ended or work.told > request.done or not request.wait_s:
             return work.reply()
         return Wait((("work", str(work.number)),))
