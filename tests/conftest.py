@@ -13,6 +13,10 @@ settings.register_profile(
 settings.register_profile("search", deadline=None, print_blob=True, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+# Tests make the servers that they use; one that the developer's shell names is none of them.
+for name in ("TRANSFERQUEUE_ADDRESS", "TRANSFERQUEUE_TOKEN"):
+    os.environ.pop(name, None)
+
 # A shell starts what it runs in the background deaf to Ctrl-C, and so would be the programs that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

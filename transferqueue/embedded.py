@@ -13,7 +13,7 @@ from transferqueue.client import checks
 from transferqueue.client.aio import AsyncQueue, Opening
 from transferqueue.client.client import Client, Data, open_client
 from transferqueue.client.coordinators import check_seats
-from transferqueue.client.joining import listed, ways_in
+from transferqueue.client.joining import EMBEDDED, listed, named_server, ways_in
 from transferqueue.client.queue import Queue
 from transferqueue.cluster.names import is_ray, parse_named
 from transferqueue.errors import UsageError
@@ -33,16 +33,18 @@ def connect(
     runtime: str | Path | None = None,
     data: Data = "auto",
 ) -> Queue:
-    """A queue: of a server embedded in this process (no address), or of the one at ``ipc://...`` or ``tcp://...``, or of
-    ``ray://NAMESPACE/NAME``, which `deploy_ray` made in the Ray cluster of this process (``ray``: the one with default names).
+    """A queue: of the server at ``ipc://...`` or ``tcp://...``, or of ``ray://NAMESPACE/NAME``, which `deploy_ray` made in the Ray
+    cluster of this process (``ray``: the one with default names), or of a server embedded in this process (``embedded``).
+
+    Without an address it is the server that ``$TRANSFERQUEUE_ADDRESS`` names, else ``$TRANSFERQUEUE_TOKEN``, as of every command;
+    where neither is set, or arena_bytes or runtime is given, it is an embedded one (docs/ENVIRONMENT.md).
 
     A deployment of several coordinators is joined by the addresses of all, in any order: joined by commas, or in a list
     (docs/CLUSTER.md); `UsageError` unless they are all of one deployment, each once. One address leads to one alone, and to
     what it has.
 
     A server that asks for keys is joined with a token (``tqjoin_...``, from `transferqueue keys token`) in place of the
-    address, or as `key` beside a tcp address; where neither is given, with that of ``$TRANSFERQUEUE_TOKEN``: at a tcp
-    address as its key, and with no address at all as the server to join instead of an embedded one.
+    address, or as `key` beside a tcp address; where neither is given, with that of ``$TRANSFERQUEUE_TOKEN``.
 
     An embedded server ends with the queue; until then others of the same user connect to `Queue.address`.
     timeout_s: how long to wait for a server to answer, then `Unreachable`. label: how people see this client in
@@ -102,12 +104,14 @@ def _clients(
     if not isinstance(label, str):
         raise UsageError(f"label={label!r} is {type(label).__name__}; give text")
     own = arena_bytes is not None or runtime is not None
-    for place in [] if address is None else listed(address):
+    for place in [] if address in (None, EMBEDDED) else listed(address):
         if is_ray(place) and (own or key):
             raise UsageError(
                 f"key, arena_bytes and runtime were given with {place}, which has its own; give them to deploy_ray, or leave them out"
             )
-    ways = [] if own and address is None else ways_in(address, key)
+    if address is None and not own and key is None:
+        address = named_server()
+    ways = [] if address == EMBEDDED or (address is None and (own or not key)) else ways_in(address, key)
     if not ways:
         if key:
             raise UsageError(

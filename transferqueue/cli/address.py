@@ -32,11 +32,11 @@ def address_of(given: str | None) -> str:
 
     Of a join token the address; its key goes to the environment, where `connect` finds it: what is printed is no secret.
     """
-    from transferqueue.client.joining import TOKEN_VARIABLE
+    from transferqueue.client.joining import TOKEN_VARIABLE, named_server
     from transferqueue.transport import default_address, parse_address, split_addresses
     from transferqueue.transport.keys import is_token, read_token
 
-    named = given or os.environ.get(ADDRESS_VARIABLE) or os.environ.get(TOKEN_VARIABLE) or default_address()
+    named = given or named_server() or default_address()
     ways = split_addresses(named)
     if tokens := [one for one in ways if is_token(one)]:
         os.environ[TOKEN_VARIABLE] = ",".join(tokens)

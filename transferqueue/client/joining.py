@@ -12,6 +12,18 @@ from transferqueue.transport.keys import ClientKeys, is_token, read_token
 
 TOKEN_VARIABLE: Final = "TRANSFERQUEUE_TOKEN"  # noqa: S105  (its name)
 
+ADDRESS_VARIABLE: Final = "TRANSFERQUEUE_ADDRESS"
+EMBEDDED: Final = "embedded"
+"""In place of an address: a server of one's own, whatever the environment says."""
+
+
+def named_server() -> str | None:
+    """The server that the environment names, as an address or a join token: ``$TRANSFERQUEUE_ADDRESS``, else ``$TRANSFERQUEUE_TOKEN``.
+
+    None: it names none. Commands and `connect` follow it where they are given no address (docs/ENVIRONMENT.md).
+    """
+    return os.environ.get(ADDRESS_VARIABLE) or os.environ.get(TOKEN_VARIABLE) or None
+
 
 def ways_in(address: str | Sequence[str] | None, key: str | None = None) -> list[tuple[str, ClientKeys | None]]:
     """`way_in` for each of several coordinators, given joined by commas or in a list; none, if nowhere was said.

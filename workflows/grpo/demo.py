@@ -45,7 +45,7 @@ def run_demo(
     left when this returns or raises. ``observe`` is called for every event, ``started`` once the processes run.
     Raises `StageFailed` when a stage cannot work, and `InternalError` when the rows do not balance at the end.
     """
-    with tq.connect(label="supervisor") as queue:
+    with tq.connect("embedded", label="supervisor") as queue:
 
         def in_processes(wanted: Sequence[Job], hear: Observe) -> None:
             with Flow(queue, wanted, directory=directory, observe=hear) as flow:

@@ -59,7 +59,7 @@ def replay(mode: Mode, *, speed: float) -> Replayed:
         raise UsageError(f'mode "{mode}" is not a replay; take one of {", ".join(MODES)}')
     if not 0 < speed < float("inf"):
         raise UsageError(f"speed={speed} is not a positive number of published seconds per second")
-    with tq.connect(label="replay") as queue:
+    with tq.connect("embedded", label="replay") as queue:
         table = _table(queue, mode)
         start, served = _run(queue.address, table, mode, speed)
     timeline = {

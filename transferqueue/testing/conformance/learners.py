@@ -103,7 +103,7 @@ def weights_travel_by_a_channel(subject: LearnerSubject) -> None:
     """What is published is what is pulled."""
     learner = subject.open()
     learner.step(subject.batches()[0])
-    with tq.connect() as queue:
+    with tq.connect("embedded") as queue:
         channel = queue.weights("policy")
         channel.publish(learner.version, dict(learner.weights()))
         with channel.pull(version=learner.version) as pulled:

@@ -38,7 +38,7 @@ class StageSubject(Protocol):
 def _filled(subject: StageSubject, stage: Stage) -> Iterator[tq.Table]:
     """A sealed table of the subject's rows, with the stage as its task."""
     task = tq.Task(_TASK, needs=tuple(stage.needs), gives=tuple(stage.gives), attempts_max=1)
-    with tq.connect() as queue:
+    with tq.connect("embedded") as queue:
         table = queue.create_table("t", tasks=[task], retention=tq.Manual())
         table.put(**subject.columns())
         table.seal()
