@@ -4,11 +4,16 @@ Rules:
 
 1. Processes share nothing but the queue. Each is a process group of its own, so that Ctrl-C at the terminal reaches
    the supervisor alone, and a signal to one reaches what it started.
-2. A flow ends when all processes have ended well. A process that dies is started again, at most ``restarts_max`` times;
-   its rows have gone to others by then. Then, or when it says that another try is useless, the flow ends with
-   `StageFailed`, which shows its last words. So a flow never waits for a stage that cannot work.
-3. Rows that were tried too often (dropped, reason ``attempts``) end the flow, with the last failure's traceback.
-4. Leaving the flow, however that comes about, ends all processes: first asked (SIGTERM), then killed. If the supervisor
+2. A thread supervises them from the moment the flow is entered until it is left, whatever the program does meanwhile. The kernel wakes the
+   thread when a process tells something or dies; nothing is polled.
+3. A flow ends when all processes have ended well. A process that dies is started again, at most ``restarts_max`` times;
+   its rows have gone to others by then. Then, or when it says that another try is useless, the flow has failed with
+   `StageFailed`, which shows its last words, and its other processes are ended.
+4. Nobody waits for a stage that cannot work. When the flow has failed, `run` raises its error, and so does each put, lease or other call
+   of the flow's queue that waits, in any thread, or that would have to wait before the flow is left. Leaving a failed flow without an error
+   raises it too, unless `run` did.
+5. Rows that were tried too often (dropped, reason ``attempts``) end the flow, with the last failure's traceback.
+6. Leaving the flow, however that comes about, ends all processes: first asked (SIGTERM), then killed. If the supervisor
    itself is killed, their lifelines close and they end by themselves.
 """
 
@@ -20,6 +25,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,7 +35,7 @@ from typing import Final, Self
 import msgspec
 
 import transferqueue as tq
-from transferqueue.errors import PeerError
+from transferqueue.errors import PeerError, TransferQueueError
 from transferqueue.workflows.audit import audit
 from transferqueue.workflows.events import Event, Failure, Receiver
 from transferqueue.workflows.stage_main import EXIT_FINAL, Job
@@ -42,7 +48,7 @@ _PIPE_BYTES: Final = 1 << 16
 _LAST_WORDS_BYTES: Final = 4000
 
 Observe = Callable[[str, Event], None]
-"""Called for each event, with the label of its process, by the thread that runs the flow."""
+"""Called for each event, with the label of its process, by the thread that supervises the flow. An error that it raises ends the flow."""
 
 
 class StageFailed(PeerError):
@@ -120,7 +126,7 @@ class Flow:
     """Runs ``jobs``, each a process, against ``queue``. A context manager: leaving it ends them all.
 
     ``directory`` gets one log a process (what it writes to stdout and stderr). ``queue`` must accept other processes at
-    its address, and stays open.
+    its address, and stays open. When a stage cannot work, calls of ``queue`` that wait raise `StageFailed` (rule 4).
     """
 
     def __init__(
@@ -139,12 +145,21 @@ class Flow:
         self._restarts_max = restarts_max
         self._children: dict[str, _Child] = {}
         self._selector = selectors.DefaultSelector()
+        self._stop = -1
+        self._left = True
+        self._ended = threading.Event()
+        self._failure: BaseException | None = None
+        self._is_told = False
+        self._thread = threading.Thread(target=self._supervise, name="flow", daemon=True)
 
     def __enter__(self) -> Self:
         self._directory.mkdir(parents=True, exist_ok=True)
+        self._stop, self._left = os.eventfd(0, os.EFD_CLOEXEC), False
+        self._selector.register(self._stop, selectors.EVENT_READ)
         try:
             for job in self._jobs:
                 self._start(job, restarts=0)
+            self._thread.start()
         except BaseException:
             self.close()
             raise
@@ -154,22 +169,59 @@ class Flow:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        if error is None:
+            self._tell()
 
     def pids(self) -> dict[str, int]:
         """Process id of each running process by label."""
-        return {label: child.process.pid for label, child in self._children.items()}
+        return {label: child.process.pid for label, child in list(self._children.items())}
 
     def run(self) -> None:
         """Wait until every process has ended well; raise `StageFailed` when one cannot."""
-        while self._children:
-            for key, _ in self._selector.select():
-                child, act = key.data
-                # What was ready together with the death of its process was read then.
-                if self._children.get(child.job.label) is child:
-                    act(child)
+        self._ended.wait()
+        self._tell()
 
     def close(self) -> None:
-        """End all processes and wait until they are gone: at most about a second."""
+        """End all processes and wait until they are gone: at most about a second. Again: nothing."""
+        if self._left:
+            return
+        self._left = True
+        os.eventfd_write(self._stop, 1)
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._end_all()
+        self._queue.allow_waits()
+        self._selector.close()
+        os.close(self._stop)
+
+    def _tell(self) -> None:
+        if self._failure is not None and not self._is_told:
+            self._is_told = True
+            raise self._failure
+
+    # ------------------------------------------------------------ the supervising thread
+
+    def _supervise(self) -> None:
+        try:
+            while self._children and not self._left:
+                self._turn()
+        except BaseException as error:  # noqa: BLE001  (`run`, or leaving the flow, raises it)
+            self._failure = error
+            self._queue.end_waits(_why_no_waits(error))
+            self._end_all()
+        finally:
+            self._ended.set()
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select():
+            if key.data is None:
+                return  # the flow is left
+            child, act = key.data
+            # What was ready together with the death of its process was read then.
+            if self._children.get(child.job.label) is child:
+                act(child)
+
+    def _end_all(self) -> None:
         children = list(self._children.values())
         for child in children:
             child.signal(signal.SIGTERM)
@@ -178,13 +230,12 @@ class Flow:
             child.wait_until(deadline)
             child.end()
             self._forget(child)
-        self._selector.close()
 
     def _start(self, job: Job, restarts: int) -> None:
         child = _Child(job, self._queue.address, self._directory / f"{job.label}.log", restarts)
         self._children[job.label] = child
         self._selector.register(child.events, selectors.EVENT_READ, (child, self._read))
-        self._selector.register(child.death, selectors.EVENT_READ, (child, self._ended))
+        self._selector.register(child.death, selectors.EVENT_READ, (child, self._died))
 
     def _forget(self, child: _Child) -> None:
         for descriptor in (child.events, child.death):
@@ -203,7 +254,7 @@ class Flow:
                 child.failure = event
                 self._check_attempts(child)
 
-    def _ended(self, child: _Child) -> None:
+    def _died(self, child: _Child) -> None:
         """Hear the rest of what it told, then start it again, end the flow, or count it as finished."""
         code = child.end()
         os.set_blocking(child.events, False)
@@ -245,6 +296,13 @@ def _failed(child: _Child, code: int, last_words: str) -> StageFailed:
         stage=child.job.label,
         last_words=last_words,
     )
+
+
+def _why_no_waits(error: BaseException) -> TransferQueueError:
+    """What calls raise that would wait for stages which the flow no longer has."""
+    if isinstance(error, TransferQueueError):
+        return error
+    return StageFailed(f"the flow has ended its stages, because its supervisor failed: {type(error).__name__}: {error}")
 
 
 def _last_line(text: str) -> str:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 HERE = "tests.workflows.flow_stages"
+GENEROUS_S = 60.0
 DOUBLE = tq.Task("double", needs=["x"], gives=["y"], attempts_max=3)
 
 
@@ -56,11 +57,11 @@ def run(queue: tq.Queue, jobs: list[Job], directory: Path) -> tuple[list[tuple[s
 
 
 def gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for yet (Z) has."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
         return True
-    return False
 
 
 def wait_gone(pids: list[int], timeout_s: float) -> list[int]:
@@ -73,7 +74,7 @@ def wait_gone(pids: list[int], timeout_s: float) -> list[int]:
             continue
         select.select([death], [], [], max(0.0, deadline - time.monotonic()))
         os.close(death)
-    return [pid for pid in pids if not gone(pid) and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"]
+    return [pid for pid in pids if not gone(pid)]
 
 
 def figures(told: list[tuple[str, Event]], kind: str) -> list[Figures]:
@@ -163,6 +164,74 @@ def test_a_stage_that_cannot_start_ends_the_flow_with_what_it_wrote(queue: tq.Qu
 def test_what_a_stage_started_ends_with_it(queue: tq.Queue, tmp_path: Path) -> None:
     told, _ = run(queue, jobs("leaves_a_child"), tmp_path)
     assert wait_gone([figures(told, "child")[0].values["pid"]], 2.0) == []
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda table: table.lease("check", rows=4, timeout_s=GENEROUS_S),
+        lambda table: table.put(x=list(range(64)), timeout_s=GENEROUS_S),
+        lambda table: next(table.loader("check", rows=4, timeout_s=GENEROUS_S)),
+    ],
+    ids=["lease", "put", "loader"],
+)
+def test_whoever_waits_for_a_stage_that_cannot_work_is_told_without_run(
+    tmp_path: Path, wait: Callable[[tq.Table], object]
+) -> None:
+    """The program waits for what only the stage gives; the stage dies, and the wait ends with the reason and not with its deadline."""
+    with tq.connect() as queue:
+        check = tq.Task("check", needs=["y"])
+        fields = [tq.Field("x", "int64"), tq.Field("y", "int64")]
+        table = queue.create_table("t", fields=fields, tasks=[DOUBLE, check], limits=tq.Limits(rows=64))
+        table.put(x=[0, 1, 2, 3])
+        flow = Flow(
+            queue, jobs("cannot_start")[1:], directory=tmp_path, observe=lambda label, event: None, restarts_max=0
+        )
+        with (
+            pytest.raises(
+                StageFailed, match=r'"double-0" ended with exit code 1; .*RuntimeError: no such model'
+            ) as failed,
+            flow,
+        ):
+            wait(table)
+        assert failed.value.stage == "double-0"
+        assert "flow_stages.py" in failed.value.last_words
+        with pytest.raises(tq.DeadlineExceeded):  # the flow is left, and its queue waits as ever
+            table.lease("check", rows=4, timeout_s=0.01)
+        assert table.audit()["balanced"]
+
+
+def test_a_stage_is_started_again_while_the_program_does_something_else(queue: tq.Queue, tmp_path: Path) -> None:
+    flow = Flow(
+        queue,
+        jobs("hangs_in_its_first_life", marks=tmp_path),
+        directory=tmp_path,
+        observe=lambda label, event: (
+            os.kill(flow.pids()[label], signal.SIGKILL) if getattr(event, "kind", "") == "holding" else None
+        ),
+    )
+    with flow:
+        for pid in flow.pids().values():
+            wait_gone([pid], GENEROUS_S)
+        flow.run()
+    assert sorted(queue.table("t").read()["y"].numpy().tolist()) == [2 * x for x in range(32)]
+
+
+def test_leaving_a_flow_that_has_failed_says_so(queue: tq.Queue, tmp_path: Path) -> None:
+    flow = Flow(queue, jobs("cannot_start"), directory=tmp_path, observe=lambda label, event: None, restarts_max=0)
+    with pytest.raises(StageFailed, match="RuntimeError: no such model"), flow:
+        assert wait_gone(list(flow.pids().values()), GENEROUS_S) == []
+    assert flow.pids() == {}
+
+
+def test_an_observer_that_raises_ends_the_flow_with_its_error(queue: tq.Queue, tmp_path: Path) -> None:
+    def hear(label: str, event: Event) -> None:
+        raise RuntimeError("no disk for figures")
+
+    flow = Flow(queue, jobs("double"), directory=tmp_path, observe=hear)
+    with pytest.raises(RuntimeError, match="no disk"), flow:
+        flow.run()
+    assert flow.pids() == {}
 
 
 SUPERVISOR = """

@@ -210,6 +210,10 @@ class Calls:
             for call in sorted([*self._pending, *self._notices])
         ]
 
+    def unanswered(self) -> list[Pending]:
+        """All calls that have no answer yet, in order."""
+        return list(self._pending.values())
+
     def drain(self) -> list[Pending]:
         """Take out all unanswered calls: the session is over."""
         left = list(self._pending.values())

@@ -9,6 +9,7 @@ lock that the I/O thread lets go: the cheapest way that Python has to sleep and 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import os
 import threading
@@ -17,10 +18,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, NoReturn
 
-from transferqueue.client.calls import Calls, Pending, outcome
+from transferqueue.client.calls import Calls, Pending, outcome, wait_of
 from transferqueue.client.deadline import Deadline
 from transferqueue.client.unwanted import give_back, unanswered, unpin
 from transferqueue.errors import (
+    DeadlineExceeded,
     Disconnected,
     Forked,
     InternalError,
@@ -64,6 +66,8 @@ class Connection:
         self._left: deque[Pending] = deque()
         self._unpinned: deque[int] = deque()
         self._over: TransferQueueError | None = None
+        self._why_no_waits: TransferQueueError | None = None
+        self._waits_end_now = False
         self._closing = False
         self._goodbye: Pending | None = None
         self._goodbye_by = 0.0
@@ -175,6 +179,15 @@ class Connection:
             self._unpinned.extend(blocks)
             self._bell.set()
 
+    def end_waits(self, why: TransferQueueError) -> None:
+        """From now on no call waits at the server. What can be answered at once is; what waits, or would have to, ends with `why`."""
+        self._why_no_waits, self._waits_end_now = why, True
+        self._bell.set()
+
+    def allow_waits(self) -> None:
+        """Calls may wait again."""
+        self._why_no_waits, self._waits_end_now = None, False
+
     @property
     def over(self) -> TransferQueueError | None:
         """Why no call can be made any more; None while the session lasts."""
@@ -258,14 +271,23 @@ class Connection:
 
     def _has_work(self) -> bool:
         """Cheap: between an answer and the caller whom it woke lies what this thread still does before it sleeps."""
-        return bool(self._inbox or self._left or self._unpinned or self._backlog or self._closing)
+        return bool(
+            self._inbox or self._left or self._unpinned or self._backlog or self._closing or self._waits_end_now
+        )
 
     def _send_what_is_due(self, now: float) -> None:
         self._flush()
         if self._closing:
             self._say_goodbye(now)
+        if self._waits_end_now:
+            self._waits_end_now = False
+            for pending in self._calls.unanswered():
+                self._hurry(pending, now)
         while self._inbox:
-            self._send(self._calls.send(self._inbox.popleft(), now), now)
+            pending = self._inbox.popleft()
+            self._send(self._calls.send(pending, now), now)
+            if self._why_no_waits is not None:
+                self._hurry(pending, now)
         while self._left:
             self._leave(self._left.popleft(), now)
         self._send_unpins(now)
@@ -391,7 +413,10 @@ class Connection:
         if pending is None:
             return
         if pending.on_settled is not None:
-            pending.settle(error)
+            cut_short = (
+                self._why_no_waits is not None and isinstance(error, DeadlineExceeded) and wait_of(pending.request)
+            )
+            pending.settle(_copy(self._why_no_waits) if self._why_no_waits is not None and cut_short else error)
         elif isinstance(pending.request, m.Hello):
             self._end(Disconnected(f"{self.address} was found again and refused this session: {error}; connect again"))
         elif pending.is_post and not isinstance(error, LeaseExpired | NotFound):  # what is handed back may be gone
@@ -403,7 +428,12 @@ class Connection:
         pending.gave_up = True
         if pending.reply is not None:
             self._give_back(pending.request, pending.reply)
-        elif (frame := self._calls.hurried(pending, now)) is not None:
+        else:
+            self._hurry(pending, now)
+
+    def _hurry(self, pending: Pending, now: float) -> None:
+        """Have the server answer at once what it can, and refuse what it cannot."""
+        if (frame := self._calls.hurried(pending, now)) is not None:
             self._send(frame, now)
 
     def _give_back(self, request: m.Request, reply: m.Reply) -> None:
@@ -459,4 +489,4 @@ def _result(pending: Pending) -> m.Reply:
 
 def _copy(error: TransferQueueError) -> TransferQueueError:
     """One exception object per waiter: each gets its own traceback."""
-    return type(error)(*error.args)
+    return copy.copy(error)

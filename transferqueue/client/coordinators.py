@@ -16,7 +16,7 @@ from typing import Any
 from transferqueue.client.client import Client
 from transferqueue.client.driving import Operation
 from transferqueue.client.verbs import observe
-from transferqueue.errors import PeerError, UsageError
+from transferqueue.errors import PeerError, TransferQueueError, UsageError
 from transferqueue.limits import check_name
 from transferqueue.seat import seat_of
 
@@ -43,6 +43,20 @@ class QueueBase:
     def coordinator_of(self, name: str) -> str:
         """The address of the coordinator that a table or weight channel of this name belongs to, whether there is one or not."""
         return self._of(check_name("table", name)).address
+
+    def end_waits(self, why: TransferQueueError) -> None:
+        """From now on no call of this queue waits: one that waits in any thread, or would have to, raises a copy of `why`.
+
+        What can be done at once is done as before. A supervisor calls this when whatever the calls wait for is gone, as
+        `workflows.flow.Flow` does. Callable from any thread; returns at once.
+        """
+        for client in self._clients:
+            client.connection.end_waits(why)
+
+    def allow_waits(self) -> None:
+        """Calls may wait again after `end_waits`."""
+        for client in self._clients:
+            client.connection.allow_waits()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} at {self.address}>"
