@@ -167,6 +167,9 @@ class Driver:
             )
         )
 
+    def add_task(self, task: Task, *, table: str = "t") -> m.TableTerms:
+        return self.apply(m.AddTask(table, task))
+
     # ------------------------------------------------------------ columns
 
     def grant(self, nbytes: int, shard: int | None = None) -> m.Granted:

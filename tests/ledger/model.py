@@ -309,7 +309,8 @@ class Model:
         if task.groups and self.sizes and groups * smallest > self.rows_max and not self.sealed and not at_least:
             raise Refused("Impossible")
         units = self.ready_units(name, low)
-        final = self.sealed and not self.count(name, "pending", "held")
+        drained = not self.count(name, "pending", "held")
+        final = self.sealed and (drained or self.stranded(name))
         taken: list[list[Row]] = []
         cost = 0
         for unit in units:
@@ -324,7 +325,8 @@ class Model:
             full = full or spare < smallest
         if not taken or not (final or full or (at_least and cost >= at_least)):
             ended = self.sealed and final and not self.count(name, "leased") and not self._may_return(name)
-            raise Refused("EndOfTable" if ended and not units else "DeadlineExceeded")
+            over = "EndOfTable" if drained else "Impossible"
+            raise Refused(over if ended and not units else "DeadlineExceeded")
         chosen = [row for unit in taken for row in unit]
         for row in chosen:
             row.state[name] = "leased"
@@ -337,6 +339,35 @@ class Model:
         self.leases[lease.id] = lease
         self.at(self.now + lease.length, lease)
         return lease
+
+    def stranded(self, name: str) -> bool:
+        """Whether the task has pending rows, none of which can become ready in this sealed table."""
+        pacing = self.pacing
+        if pacing and pacing.max_staleness is not None and isinstance(pacing.on_stale, Requeue):
+            return False
+        moving = {one for one in self.tasks if self.count(one, "ready", "leased")}
+        for _ in self.tasks:
+            moving |= {one for one in self.tasks if self._may_complete(one, moving)}
+        return self.count(name, "pending") > 0 and not self._may_complete(name, moving)
+
+    def _may_complete(self, name: str, moving: set[str]) -> bool:
+        gone = set()
+        for field_ in self.tasks[name].needs:
+            givers = {one for one, task in self.tasks.items() if field_ in task.gives}
+            if givers and not givers & moving:
+                gone.add(field_)
+        return any(row.state[name] == "pending" and gone <= set(row.fields) for row in self.live())
+
+    def _owes(self, name: str, rows: list[int], fields: set[str]) -> bool:
+        """Whether a row would be done without what the task gives, another needs, and no other giver still has it to give."""
+        needed = {field_ for task in self.tasks.values() for field_ in task.needs}
+        for field_ in needed & set(self.tasks[name].gives) - fields:
+            others = [one for one, task in self.tasks.items() if one != name and field_ in task.gives]
+            for row in (self.rows[number] for number in rows):
+                waits = any(row.state[one] in ("pending", "held", "ready", "leased") for one in others)
+                if field_ not in row.fields and not waits:
+                    return True
+        return False
 
     def _named(self, session: int, number: int, rows: list[int] | None) -> tuple[Lease, list[int], list[int]]:
         lease = self.leases.get(number)
@@ -365,6 +396,8 @@ class Model:
             raise Refused("UsageError")
         if any(fields & set(self.rows[row].fields) for row in held):
             raise Refused("AlreadyExists")
+        if not drop and self._owes(lease.task, held, fields):
+            raise Refused("UsageError")
         if fields or version is not None:
             self.write(held, fields, version, commit)
         lease.held -= set(named)

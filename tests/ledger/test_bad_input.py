@@ -449,7 +449,7 @@ def test_ack_of_a_foreign_lease(world: World, client: Driver) -> None:
 def test_rows_that_are_not_of_the_lease(world: World, client: Driver) -> None:
     given = client.lease("grade", 2)
     refused(world, UsageError, "row 4 is not in lease 1", lambda: client.ack(given, [0, 4]))
-    client.ack(given, [0])
+    client.ack(given, [0], columns=client.columns(1, inline={"score": 1.0}))
     refused(world, LeaseExpired, "row 0 of lease 1 was acked or released before", lambda: client.ack(given, [0, 1]))
 
 

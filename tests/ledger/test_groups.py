@@ -130,6 +130,7 @@ def test_members_that_come_after_the_release_are_not_for_the_task() -> None:
     states = client.observe("row", "t", later[0])["tasks"]
     assert states["train"]["state"] == "absent"
     grade = client.lease("grade", 3)
+    give(client, later)
     client.ack(grade)
     assert (world.stats()["rows_done"], world.stats()["rows_live"]) == (3, 0)
 
@@ -240,7 +241,8 @@ def test_the_end_arrives_past_groups_that_will_never_be_whole(rule: Any) -> None
     world, client = table(Complete(incomplete=rule, min_size=2))
     whole, part = group(client, 2, 2, 1), group(client, 3, 5, 2)
     give(client, whole + part[:2])
-    client.ack(client.lease("grade", 5))
+    grade = client.lease("grade", 5)
+    client.ack(grade, whole + part[:2])
     client.seal()
     assert world.stats()["rows_live"] == 5  # the third member may still become ready
     client.ack(client.lease("train", groups=1))

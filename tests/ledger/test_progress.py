@@ -50,7 +50,7 @@ def test_progress_that_does_not_fit_leaves_the_rows_leased(client: Driver) -> No
         client.release(lease, columns=client.columns(3, ["so_far"]))
     with pytest.raises(UsageError, match="group_id and group_size are given at put"):
         client.release(lease, columns=client.columns(2, group_id=1, group_size=2))
-    assert client.ack(lease).rows == 2
+    assert client.ack(lease, columns=client.columns(2, inline={"score": 1.0})).rows == 2
 
 
 def test_replicas_cannot_say_how_far_rows_are(client: Driver) -> None:

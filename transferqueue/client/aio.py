@@ -27,7 +27,7 @@ from transferqueue.client.reservation import ReservationBase, reservation_id
 from transferqueue.client.rows import Rows
 from transferqueue.client.snapshot import SNAPSHOT_S, Progress
 from transferqueue.client.table import TableBase
-from transferqueue.errors import EndOfTable, TransferQueueError
+from transferqueue.errors import EndOfTable, TransferQueueError, UsageError
 from transferqueue.limits import TIMEOUT_S_DEFAULT, Limits
 from transferqueue.policies import Acked, Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field
@@ -156,8 +156,16 @@ class AsyncBatch(BatchBase):
         if self._lent.ended:
             return
         if error is None:
-            await self.ack()
-            return
+            try:
+                await self.ack()
+                return
+            except UsageError as refused:
+                await self._give_back(refused)
+                raise
+        await self._give_back(error)
+
+    async def _give_back(self, error: BaseException) -> None:
+        """As `Batch._give_back`."""
         failed, reason = leasing.failure(error)
         try:
             await self.release(failed=failed, reason=reason)

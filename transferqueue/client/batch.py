@@ -11,7 +11,7 @@ from transferqueue.client.driving import drive
 from transferqueue.client.facts import Facts, Floats, Ints, Keys, TagsGiven
 from transferqueue.client.lent import Lent
 from transferqueue.client.rows import RowsBase
-from transferqueue.errors import TransferQueueError
+from transferqueue.errors import TransferQueueError, UsageError
 from transferqueue.wire import messages as m
 
 
@@ -72,8 +72,9 @@ class Batch(BatchBase):
     """Rows lent to this worker, their facts and lazy columns (see `Rows`), and the verbs that end the lease.
 
     As a context manager: a clean exit acks the rows that are left; an exception releases them as failed, with
-    its text (an interrupt releases them without counting an attempt), and goes on. A batch that is collected
-    without either is released. After the end its columns are `BatchEnded`; views taken before stay valid.
+    its text (an interrupt releases them without counting an attempt), and goes on. If that ack is refused, because results
+    are missing, the rows are released as failed too. A batch that is collected without either is released. After the end
+    its columns are `BatchEnded`; views taken before stay valid.
 
     Safe from any thread, one verb at a time.
     """
@@ -101,6 +102,8 @@ class Batch(BatchBase):
         `Table.rollback` to an earlier one; -1: they are done at once. `LeaseExpired` if the lease is over: nothing
         was changed, and the rows are somebody else's. `SchemaError` if a column does not fit: still leased. Rows that
         were dropped meanwhile, or taken back for a refill of their group, are left out; if all were: `LeaseExpired`.
+        `UsageError` if a row would end without a field that the task gives and another task needs: still leased; `drop` ends
+        rows that have no result.
         """
         facts = Facts(
             group_id=group_id,
@@ -175,8 +178,16 @@ class Batch(BatchBase):
         if self._lent.ended:
             return
         if error is None:
-            self.ack()
-            return
+            try:
+                self.ack()
+                return
+            except UsageError as refused:
+                self._give_back(refused)
+                raise
+        self._give_back(error)
+
+    def _give_back(self, error: BaseException) -> None:
+        """The rows are for others, since the block of this batch ends with `error`."""
         failed, reason = leasing.failure(error)
         try:
             self.release(failed=failed, reason=reason)

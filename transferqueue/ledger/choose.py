@@ -4,7 +4,7 @@ Units are taken in the order of the selector while they fit the budget: rows, to
 its *full* number when no further unit would fit. It may get less
 
 - once `at_least` is ready, if it said so;
-- when the table is sealed and nothing more can become ready (see `TaskState.final`): then what is left.
+- when the table is sealed and nothing more can become ready (see `TaskState.final`, `giving.stranded`): then what is left.
 
 A unit that alone exceeds a token budget is handed out alone, since it would else never be. Groups are never
 cut; a group larger than `rows` is refused.
@@ -19,6 +19,7 @@ import numpy as np
 from transferqueue.errors import Impossible
 from transferqueue.ledger.arrays import IntArray
 from transferqueue.ledger.gathering import GroupTaskState
+from transferqueue.ledger.giving import stranded
 from transferqueue.ledger.ready import UNIT, Ready
 from transferqueue.ledger.table import Table
 from transferqueue.ledger.tasks import TaskState
@@ -42,7 +43,7 @@ class Choice:
 def choose(table: Table, task: TaskState, request: LeaseRequest) -> Choice | None:
     """The rows this request would get now; None if it has to wait. Changes nothing."""
     budget = request.rows or request.tokens or request.groups
-    final = table.sealed and task.final
+    final = table.sealed and bool(task.ready_units) and (task.final or stranded(table, task))
     least = min(request.at_least or budget, budget)
     if not _may_suffice(task, request, least, final=final):
         return None

@@ -6,19 +6,20 @@ that proceeds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 
 from transferqueue.errors import listing
 from transferqueue.ledger.again import LOST
-from transferqueue.ledger.arrays import IntArray, tally
+from transferqueue.ledger.arrays import BoolArray, IntArray, tally
 from transferqueue.ledger.gathering import FORMING, GroupTaskState
+from transferqueue.ledger.giving import is_given_by_none
 from transferqueue.ledger.leases import Lease
 from transferqueue.ledger.pages import LIVE
 from transferqueue.ledger.table import Table
-from transferqueue.ledger.tasks import HELD, LEASED, PENDING, READY, STEPPED, TaskState
+from transferqueue.ledger.tasks import HELD, LEASED, OPEN, PENDING, READY, STEPPED, TaskState
 from transferqueue.limits import HEARTBEAT_S
 from transferqueue.wire.messages import Lease as LeaseRequest
 
@@ -44,6 +45,17 @@ def explain_lease(table: Table, task: TaskState, request: LeaseRequest, now: flo
     matching = " that match where" if request.where else ""
     text = f'task "{task.task.name}" of table "{table.name}" waits for {wanted}{matching}: {task.ready_units} {unit} are ready'
     return "; ".join([text, *_lacking(table, task, now)])
+
+
+def explain_stranded(table: Table, task: TaskState, now: float) -> str:
+    """Why no pending row of a sealed table can become ready for the task any more, and what helps."""
+    name, count = task.task.name, task.counts[PENDING]
+    missing = [field for field in task.task.needs if is_given_by_none(table, field, ())]
+    return (
+        f'task "{name}" of table "{table.name}" can never have {_noun(count, "row")} that {"is" if count == 1 else "are"} '
+        f"left: the table is sealed, and {'; '.join(_pending(table, task, now))}. Give {listing(missing)} with update(), or "
+        "end the rows with drop()"
+    )
 
 
 def lost_rows(table: Table) -> list[str]:
@@ -124,7 +136,11 @@ def _units_left(table: Table, task: TaskState, lease: Lease) -> int:
 
 
 def _count(count: int, noun: str) -> str:
-    return f"1 {noun} is" if count == 1 else f"{count} {noun}s are"
+    return f"{_noun(count, noun)} {'is' if count == 1 else 'are'}"
+
+
+def _noun(count: int, noun: str) -> str:
+    return f"1 {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _leases_of(table: Table, task: TaskState) -> Iterator[Lease]:
@@ -161,7 +177,12 @@ def _givers(table: Table, name: str, at: IntArray, now: float) -> str:
     givers = [task for task in table.tasks.values() if name in task.task.gives]
     if not givers:
         return ""
-    told = [*_for_givers(givers, at), *_leased(table, givers, now)]
+    lacking = at[_without(table, name, at)]
+    told = [
+        *_for_givers(givers, lacking),
+        *_leased(table, givers, now),
+        *_given_by_nobody(table, name, givers, lacking),
+    ]
     names = ", ".join(f'"{task.task.name}"' for task in givers)
     return f" (given by {names}{': ' if told else ''}{', '.join(told)})"
 
@@ -176,6 +197,15 @@ def _for_givers(givers: Iterable[TaskState], at: IntArray) -> list[str]:
         if pending := int((states == PENDING).sum()):
             told.append(f'{pending} without what "{task.task.name}" needs')
     return told
+
+
+def _given_by_nobody(table: Table, name: str, givers: Sequence[TaskState], at: IntArray) -> list[str]:
+    """How many of the rows at `at` lack a field although no task that gives it has them any more."""
+    has: BoolArray = np.zeros(at.size, np.bool_)
+    for task in givers:
+        has |= np.isin(task.state.a[at], OPEN)
+    gone = int((~has).sum())
+    return [f'"{name}" of {_noun(gone, "row")} is given by nobody any more'] if gone else []
 
 
 def _forming(table: Table, task: GroupTaskState) -> list[str]:

@@ -12,8 +12,9 @@ from transferqueue.ledger.arrays import NO_ROWS, IntArray, run_of, tally
 from transferqueue.ledger.choose import Choice, check_groups_fit, choose, tokens_of
 from transferqueue.ledger.content import complete_fields, describe_rows
 from transferqueue.ledger.effects import Wait
-from transferqueue.ledger.explain import explain_lease
+from transferqueue.ledger.explain import explain_lease, explain_stranded
 from transferqueue.ledger.gathering import GroupTaskState
+from transferqueue.ledger.giving import stranded
 from transferqueue.ledger.leases import Lease
 from transferqueue.ledger.predicates import check_where
 from transferqueue.ledger.settle import conclude, may_return, return_rows
@@ -34,8 +35,8 @@ def lease(table: Table, task: TaskState, request: LeaseRequest, session: int, no
         given = _lend(table, task, request, session, now)
     if given is not None:
         return given
-    if _ended(table, task, request):
-        raise EndOfTable(f'table "{table.name}" is sealed and task "{task.task.name}" has drained it')
+    if table.sealed:
+        _check_end(table, task, request, now)
     if request.wait_s > 0:
         return Wait((("task", table.name, task.task.name), ("table", table.name)))
     raise DeadlineExceeded(explain_lease(table, task, request, now))
@@ -99,11 +100,16 @@ def _check_possible(table: Table, task: TaskState, request: LeaseRequest) -> Non
     check_groups_fit(table, task, request)
 
 
-def _ended(table: Table, task: TaskState, request: LeaseRequest) -> bool:
-    """Whether no row can come any more for this request."""
-    if not table.sealed or not task.final or task.counts[LEASED] or may_return(table, task):
-        return False
-    return not task.counts[READY] or (bool(request.where) and not task.queue(request.where).first(1).size)
+def _check_end(table: Table, task: TaskState, request: LeaseRequest, now: float) -> None:
+    """Raise if no row of the sealed table can come any more for this request: the end, or `Impossible` where rows are left."""
+    if task.counts[LEASED] or may_return(table, task):
+        return
+    if task.counts[READY] and not (request.where and not task.queue(request.where).first(1).size):
+        return
+    if task.final:
+        raise EndOfTable(f'table "{table.name}" is sealed and task "{task.task.name}" has drained it')
+    if stranded(table, task):
+        raise Impossible(explain_stranded(table, task, now))
 
 
 # ---------------------------------------------------------------- one worker

@@ -18,11 +18,12 @@ from transferqueue.ledger.commits import (
 )
 from transferqueue.ledger.fates import drop_staged, end_lease, finish_rows, retire
 from transferqueue.ledger.gathering import GroupTaskState
+from transferqueue.ledger.giving import check_given
 from transferqueue.ledger.intake import check_reason, rows_changed
 from transferqueue.ledger.leases import Lease
 from transferqueue.ledger.settle import conclude, judge_stale, return_rows
 from transferqueue.ledger.table import Table
-from transferqueue.ledger.tasks import TaskState
+from transferqueue.ledger.tasks import LEASED, READY, TaskState
 from transferqueue.wire.messages import Ack, Done, Release, Renew, Renewed
 
 # ---------------------------------------------------------------- ack
@@ -45,6 +46,8 @@ def ack(table: Table, request: Ack, session: int, now: float) -> Done:
     if one.replicas > 1:
         return _ack_replica(table, one, request, session, staged, now)
     rows = one.rows[held]
+    if task.owed and not request.drop:
+        check_given(table, task, () if staged is None else staged.names, rows)
     if staged is not None:
         _stage(table, staged)
         _commit(table, staged, rows, np.flatnonzero(one.held[named]), now)
@@ -110,8 +113,8 @@ def _finish(table: Table, task: TaskState, rows: IntArray, request: Ack, session
         finish_rows(table, task, rows, now)
     if task is table.pacer:
         table.wake_room()
-    if table.sealed and task is table.pacer:
-        table.wake_tasks()  # others may have waited for this to know that nothing comes back to them
+    if table.sealed and (task is table.pacer or not (task.counts[READY] or task.counts[LEASED])):
+        table.wake_tasks()  # others may have waited for this to know that nothing comes (back) to them
     elif table.sealed:
         table.wake_task(task.task.name)
 
@@ -151,6 +154,10 @@ def _ack_replica(table: Table, one: Lease, request: Ack, session: int, staged: S
         raise LeaseExpired(f"lease {one.id} was acked by this replica before")
     if request.rows is not None and decode_rows(request.rows).size != int(one.open.sum()):
         raise UsageError(f"lease {one.id} is shared by {one.replicas} replicas, who ack all of its rows together")
+    if len(one.acked) + 1 == one.replicas and not (one.dropped_as or request.drop):
+        results = one.staged or staged
+        names = () if results is None else results.names
+        check_given(table, table.tasks[one.task], names, one.rows[one.held])
     one.acked[peers[0]] = None
     one.dropped_as = one.dropped_as or request.drop
     if staged is not None and one.staged is None:

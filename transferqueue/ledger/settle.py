@@ -58,6 +58,8 @@ def _drop_unwanted(table: Table, task: GroupTaskState) -> None:
         there &= (table.rows.tasks_left.a[at] == 0) & (table.rows.pages.fate.a[at] == LIVE)
         if there.any():
             table.doomed.append((rows[there], INCOMPLETE))
+    if task.unwanted and table.sealed:
+        table.wake_tasks()  # what this task would have given these members does not come
     task.unwanted.clear()
 
 
@@ -210,7 +212,10 @@ def _keep(table: Table, pacer: TaskState, rows: IntArray, now: float) -> None:
             pacer.close(unit)
     table.history.add(now, "kept though stale", rows, pacer.task.name)
     table.wake_room()
-    table.wake_task(pacer.task.name)
+    if table.sealed:
+        table.wake_tasks()
+    else:
+        table.wake_task(pacer.task.name)
 
 
 def requeue(table: Table, pacer: TaskState, target: str, rows: IntArray, now: float) -> None:

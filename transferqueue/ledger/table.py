@@ -112,6 +112,9 @@ class Table:
         self.tasks[task.name] = state
         self.restrict_fields(self.extra_fields)
         self.gatherers = [one for one in self.tasks.values() if isinstance(one, GroupTaskState)]
+        needed = frozenset(name for one in self.tasks.values() for name in one.task.needs)
+        for one in self.tasks.values():
+            one.owed = needed.intersection(one.task.gives)
         return state
 
     def terms(self) -> TableTerms:

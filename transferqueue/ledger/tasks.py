@@ -75,6 +75,8 @@ class TaskState:
         self.checkpoint = -1
         """The latest step that a checkpoint covers."""
         self.needs = frozenset(task.needs)
+        self.owed: frozenset[str] = frozenset()
+        """Fields that it gives and another task needs; `Table.add_task` keeps this true."""
         self.counts = [0] * len(STATES)
         self.tally = Tally()
         self.ready = Ready(self.alive)
