@@ -112,7 +112,9 @@ HEARTBEAT_S: Final = 1.0
 SESSION_SILENCE_S: Final = 10.0
 """After this silence a session without a kernel-checked lock is taken for dead."""
 LEASE_S_DEFAULT: Final = 60.0
-"""A worker silent this long has lost its rows. The runner renews; a hand-written loop may ask for more."""
+"""A worker silent this long has lost its rows. The client of one that lives renews its leases in time."""
+TIME_LIMIT_S_DEFAULT: Final = 1800.0
+"""A worker that has held a batch this long hangs. The slowest rollouts of a step take less."""
 TIMEOUT_S_DEFAULT: Final = 60.0
 """Every wait ends. One minute tells a stalled pipeline from a slow one in most jobs."""
 ATTEMPTS_MAX_DEFAULT: Final = 5

@@ -12,7 +12,7 @@ from typing import Literal, dataclass_transform
 import msgspec
 
 from transferqueue.errors import Impossible, UsageError
-from transferqueue.limits import ATTEMPTS_MAX_DEFAULT, LEASE_S_DEFAULT, TAG_CHARS_MAX, check_name
+from transferqueue.limits import ATTEMPTS_MAX_DEFAULT, LEASE_S_DEFAULT, TAG_CHARS_MAX, TIME_LIMIT_S_DEFAULT, check_name
 
 
 @dataclass_transform(frozen_default=True)
@@ -23,7 +23,7 @@ class _Policy(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unk
 def _numbers(subject: str, **values: object) -> None:
     """They are compared next, so they must be numbers; None only where it is the default."""
     for name, value in values.items():
-        allowed = value is None and name in ("min_size", "deadline_s", "max_staleness")
+        allowed = value is None and name in ("min_size", "deadline_s", "max_staleness", "time_limit_s")
         if not allowed and not isinstance(value, int | float):
             raise UsageError(f"{subject}: {name}={value!r} is {type(value).__name__}; give a number")
 
@@ -181,9 +181,13 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """A named consumer of a table. Every row goes to every task; inside a task each row is done once.
 
     needs: fields that must be complete before the task sees a row.
-    gives: fields the task writes back (for `Requeue` and lost rows; not enforced).
+    gives: fields the task writes back. Those that another task needs must come with each ack, unless the row has them
+    already; an ack without them is refused (a row that has no result is ended by a drop). `Requeue` and the loss of
+    bytes give a row back to the task that gives what it lacks.
     selector: which ready rows next. groups: `Complete(...)` for whole groups only.
-    lease_s: seconds until a silent worker loses its rows. attempts_max: after so many failed leases a
+    lease_s: seconds until a silent worker (dead, stopped, cut off) loses its rows; the client of a worker that lives renews
+    the lease in time. time_limit_s: seconds that a worker may hold a batch; one that holds it longer is taken to hang, and
+    loses the rows though its process lives (None: half an hour, or lease_s if that is more). attempts_max: after so many failed leases a
     row is dropped with reason ``attempts`` (0: never).
     from_: "start" sees every live row, "now" only rows put after the task was declared.
     """
@@ -196,6 +200,12 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     lease_s: float = LEASE_S_DEFAULT
     attempts_max: int = ATTEMPTS_MAX_DEFAULT
     from_: Literal["start", "now"] = "start"
+    time_limit_s: float | None = None
+
+    @property
+    def held_s_max(self) -> float:
+        """`time_limit_s`, or what stands for it."""
+        return max(self.lease_s, TIME_LIMIT_S_DEFAULT) if self.time_limit_s is None else self.time_limit_s
 
     def __post_init__(self) -> None:
         check_name("task", self.name)
@@ -209,9 +219,19 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         msgspec.structs.force_setattr(self, "gives", tuple(self.gives))
         for field in (*self.needs, *self.gives):
             check_name("field", field)
-        _numbers(f'task "{self.name}"', lease_s=self.lease_s, attempts_max=self.attempts_max)
+        _numbers(
+            f'task "{self.name}"',
+            lease_s=self.lease_s,
+            attempts_max=self.attempts_max,
+            time_limit_s=self.time_limit_s,
+        )
         if not self.lease_s > 0:
             raise UsageError(f'task "{self.name}": lease_s={self.lease_s} is not a positive number of seconds')
+        if self.time_limit_s is not None and not self.time_limit_s >= self.lease_s:
+            raise UsageError(
+                f'task "{self.name}": time_limit_s={self.time_limit_s} is below lease_s={self.lease_s}, for which rows are lent '
+                "at least; give a longer limit or a shorter lease"
+            )
         if self.attempts_max < 0:
             raise UsageError(f'task "{self.name}": attempts_max={self.attempts_max} is negative; 0 means no limit')
         if set(self.needs) & set(self.gives):

@@ -3,8 +3,8 @@
 Rules:
 
 1. A row is acknowledged, or handed back unfinished, together with the columns that its stage gives, or not at all.
-2. While the function works, the lease is renewed from a thread every third of its time; a process that hangs as a whole
-   loses it.
+2. While the function works, the client renews the lease (see `Table.lease`); a process that stops as a whole loses it after
+   ``lease_s``, a function that hangs after the task's ``time_limit_s``.
 3. A function that raises gives its rows back as failed; the queue hands them out again, at most ``attempts_max`` times.
    As many failures in a row mean that the stage is broken, not a row: then the loop raises `StageBroken`.
 4. An ack that comes too late is refused and changes nothing: the rows are someone else's. It is reported, not fatal.
@@ -17,8 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +27,6 @@ from transferqueue.adapters.protocols import Part
 from transferqueue.errors import EndOfTable, FlowSignal, LeaseExpired, PeerError, Sealed, TransferQueueError, UsageError
 from transferqueue.workflows.events import WAIT, WORK, Event, Failure, Span
 from transferqueue.workflows.stage import STALL_S, Produce, Stage, Work
-
-_RENEWALS: Final = 3
-"""A lease is renewed when a third of it has passed: two renewals may be lost before it is."""
 
 
 class StageBroken(TransferQueueError):
@@ -59,7 +55,7 @@ def run_stage(
             break
         started = time.monotonic()
         emit(Span(name=WAIT, start=waited, end=started))
-        rows, failure = len(batch), _serve(batch, work, stage.task.lease_s)
+        rows, failure = len(batch), _serve(batch, work)
         emit(Span(name=WORK, start=started, end=time.monotonic(), rows=rows, version=batch.version))
         done += rows if failure is None else 0
         failures = 0 if failure is None else failures + 1
@@ -98,16 +94,14 @@ def run_source(
     return done
 
 
-def _serve(batch: tq.Batch, work: Work, lease_s: float) -> Exception | None:
+def _serve(batch: tq.Batch, work: Work) -> Exception | None:
     """Call ``work`` and commit what it gave. A failure is given back with the rows, not raised."""
     left = len(batch)
     try:
-        with _Renewal(batch, lease_s) as verbs:
-            for part in _parts(work(batch)):
-                rows = None if part.at is None else batch.rows[part.at]
-                with verbs:
-                    _commit(batch, part, rows)
-                left -= left if rows is None else len(rows)
+        for part in _parts(work(batch)):
+            rows = None if part.at is None else batch.rows[part.at]
+            _commit(batch, part, rows)
+            left -= left if rows is None else len(rows)
         if left:
             raise UsageError(f"the stage gave results for all but {left} of {len(batch)} rows; it must for each")
     except PeerError:
@@ -148,37 +142,3 @@ def _check_broken(stage: Stage, failures: int, failure: Exception) -> None:
             f'stage "{stage.task.name}" failed {failures} times in a row, as often as a row may be tried; '
             f"the last time with {type(failure).__name__}: {failure}"
         ) from failure
-
-
-class _Renewal:
-    """Renews a lease in the background until left. A lease that is lost stays lost: the ack will say so.
-
-    Entering gives a lock: who holds it may use a verb of the batch, which takes one at a time.
-    """
-
-    def __init__(self, batch: tq.Batch, lease_s: float) -> None:
-        self._batch = batch
-        self._interval_s = lease_s / _RENEWALS
-        self._verbs = threading.Lock()
-        self._left = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="renewal", daemon=True)
-
-    def __enter__(self) -> threading.Lock:
-        self._thread.start()
-        return self._verbs
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._left.set()
-        self._thread.join()
-
-    def _renew(self) -> None:
-        while not self._left.wait(self._interval_s):
-            with self._verbs:
-                if self._batch.ended:
-                    return
-                try:
-                    self._batch.renew()
-                except (FlowSignal, PeerError):
-                    return

@@ -319,7 +319,7 @@ def test_a_result_that_does_not_fit_leaves_the_rows_leased(table: tq.Table) -> N
 
 
 def test_ack_of_an_expired_lease(opened: tq.Queue, name: str) -> None:
-    table = opened.create_table(name, tasks=[tq.Task("train", needs=["text"], lease_s=0.05)])
+    table = opened.create_table(name, tasks=[tq.Task("train", needs=["text"], lease_s=0.05, time_limit_s=0.05)])
     table.put(text=["a"])
     batch = table.lease("train", rows=1)
     with table.lease(
@@ -333,7 +333,7 @@ def test_ack_of_an_expired_lease(opened: tq.Queue, name: str) -> None:
 
 
 def test_leaving_a_block_whose_lease_expired_is_an_error(opened: tq.Queue, name: str) -> None:
-    table = opened.create_table(name, tasks=[tq.Task("train", needs=["text"], lease_s=0.05)])
+    table = opened.create_table(name, tasks=[tq.Task("train", needs=["text"], lease_s=0.05, time_limit_s=0.05)])
     table.put(text=["a"])
     with pytest.raises(tq.LeaseExpired), table.lease("train", rows=1):
         table.lease("train", rows=1, timeout_s=5, lease_s=60).ack()

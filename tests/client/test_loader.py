@@ -63,21 +63,38 @@ def test_what_was_not_taken_is_no_failed_attempt(table: Any) -> None:
 
 
 def test_batches_that_wait_are_renewed(table: Any) -> None:
-    """Each third of the lease; the one in the caller's hands is not, which tells that the time has passed."""
-    fill(table, 3 * BATCH)
-    with table.loader("train", rows=BATCH, lease_s=0.6, timeout_s=10) as loader:
+    """A lease of the same length that nobody renews tells that the time has passed."""
+    fill(table, 4 * BATCH)
+    with table.loader("train", rows=BATCH, lease_s=0.3, timeout_s=10) as loader:
         batches = iter(loader)
-        first = next(batches)
-        while count(table, "leased") < 3 * BATCH:
-            pass
-        while count(table, "ready") < BATCH:  # the first has expired
-            pass
+        with next(batches):
+            while count(table, "leased") < 3 * BATCH:
+                pass
+            silent = table.lease("train", rows=BATCH, lease_s=0.6, time_limit_s=0)
+            with table.lease("train", rows=BATCH, timeout_s=10):  # once the other has expired
+                pass
         with pytest.raises(tq.LeaseExpired):
-            first.ack()
+            silent.ack()
         for _ in range(2):
             with next(batches):
                 pass
-    assert table.audit()["rows_done"] == 2 * BATCH
+    assert table.audit()["rows_done"] == 4 * BATCH
+    assert table.stats()["tasks"]["train"]["failed"] == BATCH, "only those of the lease that nobody renewed"
+
+
+def test_what_waits_for_a_consumer_that_hangs_goes_back_and_the_loader_goes_on(table: Any) -> None:
+    fill(table, 3 * BATCH)
+    with table.loader("train", rows=BATCH, lease_s=0.2, time_limit_s=0.4, timeout_s=10) as loader:
+        for batch in loader:
+            with batch:
+                if not table.audit()["rows_done"]:
+                    while count(table, "leased") < 3 * BATCH:
+                        pass
+                    with table.lease("train", rows=3 * BATCH, timeout_s=10):  # all that it held, and had ahead
+                        pass
+                    table.put(x=np.zeros((BATCH, 1), np.int64), timeout_s=10)
+                    table.seal()
+    assert table.audit()["rows_done"] == 4 * BATCH
 
 
 def test_the_wait_begins_when_it_is_asked(table: Any) -> None:
@@ -130,6 +147,8 @@ def test_a_forgotten_loader_gives_back_and_its_thread_ends(name: str) -> None:
         del batch
         gc.collect()
         for thread in set(threading.enumerate()) - before:
+            while thread.ident is None:  # it is just being started, and cannot be joined before
+                pass
             thread.join(20)
             assert not thread.is_alive()
         assert count(table, "ready") == ROWS - BATCH

@@ -17,7 +17,7 @@ def test_a_misnamed_result_is_refused_with_the_name_meant_and_the_rows_come_agai
         table = queue.create_table("t", tasks=TASKS)
         rows = table.put(x=[1, 2])
         with (
-            pytest.raises(UsageError, match='it has "reward", and "rewards" is meant'),
+            pytest.raises(UsageError, match="did you mean 'rewards'"),
             table.lease("reward", rows=2) as batch,
         ):
             batch.ack(reward=[0.5, 0.5])

@@ -131,6 +131,30 @@ def test_3_a_worker_frozen_past_its_deadline_is_refused_and_never_sees_foreign_b
     assert fates(table)["rows_done"] == 36
 
 
+def test_3_a_worker_that_hangs_past_its_time_limit_gives_its_rows_back_and_is_refused(queue: tq.Queue) -> None:
+    """Its process lives and renews the lease, but not for longer than the task declares."""
+    table = queue.create_table("t", tasks=[tq.Task("work", needs=["x"], lease_s=0.1, time_limit_s=0.5)])
+    table.put(x=[1, 2])
+    program = """
+        batch = table.lease('work', rows=2)
+        print('leased')
+        sys.stdin.readline()
+        try:
+            batch.ack()
+        except tq.LeaseExpired:
+            print('refused')
+    """
+    with Worker(queue.address, program) as worker:
+        assert worker.line() == "leased"
+        with pytest.raises(tq.DeadlineExceeded, match="2 rows are leased"):
+            table.lease("work", rows=2, timeout_s=0.3)  # three times the lease, and the worker has it
+        with table.lease("work", rows=2, timeout_s=10):
+            worker.tell("go on")
+            assert worker.line() == "refused"
+    assert fates(table)["rows_done"] == 2
+    assert table.stats()["tasks"]["work"]["failed"] == 2
+
+
 def test_3_results_and_ack_commit_together(queue: tq.Queue) -> None:
     table = queue.create_table(
         "t",

@@ -4,8 +4,9 @@ Rules:
 
 1. At most `prefetch` batches are on their way or wait. They are leased one after the other, and handed over in that order.
 2. Fetching is leasing and bringing the rows of each column together, off the loop: whoever takes the batch copies nothing more.
-3. A batch that waits is renewed at each third of its lease, so that who takes it has two thirds left. One that was lost all
-   the same (the server said so) is passed over: its rows are for others now.
+3. A batch that waits is kept as any batch is (see `keeping`): renewed at each third of its lease, so that who takes it has two
+   thirds left. Its time limit is counted from when the loader was last asked for a batch; so what waits for a consumer that
+   hangs goes back too. One that was lost (the server said so) is passed over: its rows are for others now.
 4. A caller's wait begins when it asks. A fetch looks for rows that long on its own; then it rests until it is asked for, and
    waits on for what that caller's time still allows.
 5. An error is raised where its batch would have come; asking again goes on. `EndOfTable` is the end.
@@ -17,8 +18,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
-from typing import Final, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -28,13 +29,10 @@ from transferqueue.client.client import Client
 from transferqueue.client.driving import INLINE_WORK_BYTES, Operation, Work, adrive
 from transferqueue.client.lent import Lent
 from transferqueue.client.terms import Terms
-from transferqueue.errors import DeadlineExceeded, Disconnected, EndOfTable, LeaseExpired, Unreachable, UsageError
+from transferqueue.errors import DeadlineExceeded, EndOfTable, UsageError
 from transferqueue.wire import messages as m
 
 B = TypeVar("B", bound=BatchBase)
-
-RENEWED_AT: Final = 1 / 3
-"""Part of a lease after which it is renewed."""
 
 
 class Lease(NamedTuple, Generic[B]):
@@ -53,7 +51,7 @@ class Lease(NamedTuple, Generic[B]):
 
 
 class Fetch(Generic[B]):
-    """One batch: leased in its turn, loaded, then renewed until it is taken."""
+    """One batch: leased in its turn, and loaded."""
 
     def __init__(
         self,
@@ -61,13 +59,11 @@ class Fetch(Generic[B]):
         turn: asyncio.Lock,
         lease: Callable[[float], Operation[Lease[B]]],
         wait_s: float,
-        lease_s: float,
     ) -> None:
         self._client, self._turn, self._lease = client, turn, lease
-        self._wait_s, self._lease_s = wait_s, lease_s
+        self._wait_s = wait_s
         self._asked = asyncio.Event()
         self._until = math.inf
-        self._keeper: asyncio.Task[None] | None = None
         self.task = asyncio.create_task(self._fetch())
         self.task.add_done_callback(_see)
 
@@ -76,18 +72,8 @@ class Fetch(Generic[B]):
         self._until = self._client.clock() + self._wait_s
         self._asked.set()
 
-    def hand_over(self) -> None:
-        """Somebody has it: no more renewals.
-
-        And no circle (its keeper's frames hold this, and this the batch): a batch that is let go of is given back at once.
-        """
-        if self._keeper is not None:
-            self._keeper.cancel()
-            self._keeper = None
-
     def stop(self) -> None:
         """Nobody will have it."""
-        self.hand_over()
         if not self.task.done():
             self.task.cancel()
         elif not self.task.cancelled() and self.task.exception() is None:
@@ -95,9 +81,7 @@ class Fetch(Generic[B]):
 
     async def _fetch(self) -> Lease[B]:
         async with self._turn:
-            found = await self._leased()
-        self._keeper = asyncio.create_task(self._keep(found.lent, found.batch.lease_s))
-        return found
+            return await self._leased()
 
     async def _leased(self) -> Lease[B]:
         wait_s = self._wait_s
@@ -110,25 +94,22 @@ class Fetch(Generic[B]):
             await self._asked.wait()
             wait_s = max(0.0, self._until - self._client.clock())
 
-    async def _keep(self, lent: Lent, lease_s: float) -> None:
-        while not lent.ended:
-            await asyncio.sleep(lease_s * RENEWED_AT)
-            try:
-                lease_s = await adrive(self._client.connection, leasing.renew(lent, self._lease_s or None))
-            except (LeaseExpired, Disconnected):
-                return
-            except Unreachable:  # the server may be back before the lease is over
-                continue
-
 
 class Ahead(Generic[B]):
     """Batches of one lease request, fetched ahead (see the rules above). make: what a batch is, to its front."""
 
     def __init__(
-        self, client: Client, terms: Terms, request: m.Lease, make: Callable[[Lent, m.Leased], B], prefetch: int
+        self,
+        client: Client,
+        terms: Terms,
+        request: m.Lease,
+        make: Callable[[Lent, m.Leased], B],
+        prefetch: int,
+        time_limit_s: float | None = None,
     ) -> None:
         self._client, self._terms, self._request, self._make = client, terms, request, make
         self._prefetch = checks.positive("prefetch", prefetch)
+        self._time_limit_s = time_limit_s
         self._fetches: deque[Fetch[B]] = deque()
         self._turn, self._taking = asyncio.Lock(), asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -144,9 +125,9 @@ class Ahead(Generic[B]):
         """The next batch. Waits up to the request's time; raises what its fetching raised, `EndOfTable` at the end."""
         async with self._taking:
             while True:
-                batch = await self._next()
-                if not batch.ended:  # else it was lost while it waited
-                    return batch
+                found = await self._next()
+                if found is not None:
+                    return found.batch
 
     async def aclose(self) -> None:
         """Release what was not taken; whoever waits in `take` is told. Again: nothing."""
@@ -164,7 +145,8 @@ class Ahead(Generic[B]):
             except RuntimeError:  # the loop has ended, and its tasks with it
                 return
 
-    async def _next(self) -> B:
+    async def _next(self) -> Lease[B] | None:
+        """The next batch; None: it was lost while it waited."""
         self._fill()
         fetch = self._fetches[0]
         fetch.ask()
@@ -180,18 +162,28 @@ class Ahead(Generic[B]):
         except BaseException:
             self._fetches.popleft()
             raise
-        fetch.hand_over()
         self._fetches.popleft()
         self._fill()
-        return found.batch
+        if found.lent.overdue:
+            found.hand_back()
+            return None
+        for waiting in (found, *self._waiting()):
+            waiting.lent.restart()
+        found.batch._goes_on = True
+        return found
+
+    def _waiting(self) -> Iterator[Lease[B]]:
+        """The batches that are here, and that nobody has taken."""
+        for fetch in self._fetches:
+            task = fetch.task
+            if task.done() and not task.cancelled() and task.exception() is None and not task.result().lent.overdue:
+                yield task.result()
 
     def _fill(self) -> None:
         self._check()
         self._loop = asyncio.get_running_loop()
         while len(self._fetches) < self._prefetch:
-            self._fetches.append(
-                Fetch(self._client, self._turn, self._lease, self._request.wait_s, self._request.lease_s)
-            )
+            self._fetches.append(Fetch(self._client, self._turn, self._lease, self._request.wait_s))
 
     def _check(self) -> None:
         if self._closed:
@@ -202,7 +194,11 @@ class Ahead(Generic[B]):
     def _lease(self, wait_s: float) -> Operation[Lease[B]]:
         request = msgspec.structs.replace(self._request, wait_s=wait_s)
         return leasing.lease(
-            self._client, self._terms, request, lambda lent, leased: Lease(lent, self._make(lent, leased))
+            self._client,
+            self._terms,
+            request,
+            lambda lent, leased: Lease(lent, self._make(lent, leased)),
+            self._time_limit_s,
         )
 
     def _close(self) -> None:

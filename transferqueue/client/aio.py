@@ -27,7 +27,7 @@ from transferqueue.client.reservation import ReservationBase, reservation_id
 from transferqueue.client.rows import Rows
 from transferqueue.client.snapshot import SNAPSHOT_S, Progress
 from transferqueue.client.table import TableBase
-from transferqueue.errors import EndOfTable, TransferQueueError, UsageError
+from transferqueue.errors import EndOfTable, LeaseExpired, TransferQueueError, UsageError
 from transferqueue.limits import TIMEOUT_S_DEFAULT, Limits
 from transferqueue.policies import Acked, Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field
@@ -76,9 +76,8 @@ class Opening(Coroutine[Any, Any, A]):
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._made is not None:
-            await self._made.__aexit__(kind, error, trace)
+    ) -> bool | None:
+        return None if self._made is None else await self._made.__aexit__(kind, error, trace)
 
 
 class AsyncBatch(BatchBase):
@@ -147,22 +146,27 @@ class AsyncBatch(BatchBase):
         return self._lease_s
 
     async def __aenter__(self) -> Self:
-        self._lent.check()
+        self._check_enter()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._lent.ended:
-            return
-        if error is None:
+    ) -> bool | None:
+        if error is None and not self._lent.ended:
             try:
                 await self.ack()
-                return
             except UsageError as refused:
                 await self._give_back(refused)
                 raise
-        await self._give_back(error)
+            except LeaseExpired as late:
+                if not self._is_passed_over(late):
+                    raise
+            return False
+        if error is None or self._is_passed_over(error):
+            return error is not None
+        if not self._lent.ended:
+            await self._give_back(error)
+        return False
 
     async def _give_back(self, error: BaseException) -> None:
         """As `Batch._give_back`."""
@@ -276,6 +280,7 @@ class AsyncTable(TableBase):
         timeout_s: float = TIMEOUT_S_DEFAULT,
         where: Predicate | Iterable[Predicate] = (),
         lease_s: float | None = None,
+        time_limit_s: float | None = None,
         fields: Sequence[str] | None = None,
         rank: int = 0,
         world: int = 1,
@@ -297,7 +302,8 @@ class AsyncTable(TableBase):
             world=world,
             replica=replica,
         )
-        return Opening(lambda: self._drive(leasing.lease(self._client, self._terms, request, AsyncBatch)))
+        limit_s = leasing.time_limit(time_limit_s)
+        return Opening(lambda: self._drive(leasing.lease(self._client, self._terms, request, AsyncBatch, limit_s)))
 
     async def leases(
         self,
@@ -310,6 +316,7 @@ class AsyncTable(TableBase):
         timeout_s: float = TIMEOUT_S_DEFAULT,
         where: Predicate | Iterable[Predicate] = (),
         lease_s: float | None = None,
+        time_limit_s: float | None = None,
         fields: Sequence[str] | None = None,
         rank: int = 0,
         world: int = 1,
@@ -327,6 +334,7 @@ class AsyncTable(TableBase):
                     timeout_s=timeout_s,
                     where=where,
                     lease_s=lease_s,
+                    time_limit_s=time_limit_s,
                     fields=fields,
                     rank=rank,
                     world=world,
@@ -334,6 +342,7 @@ class AsyncTable(TableBase):
                 )
             except EndOfTable:
                 return
+            batch._goes_on = True
             yield batch
             del batch  # the caller's alone
 
@@ -348,6 +357,7 @@ class AsyncTable(TableBase):
         timeout_s: float = TIMEOUT_S_DEFAULT,
         where: Predicate | Iterable[Predicate] = (),
         lease_s: float | None = None,
+        time_limit_s: float | None = None,
         fields: Sequence[str] | None = None,
         rank: int = 0,
         world: int = 1,
@@ -370,7 +380,8 @@ class AsyncTable(TableBase):
             world=world,
             replica=replica,
         )
-        return AsyncLoader(Ahead(self._client, self._terms, request, AsyncBatch, prefetch))
+        limit_s = leasing.time_limit(time_limit_s)
+        return AsyncLoader(Ahead(self._client, self._terms, request, AsyncBatch, prefetch, limit_s))
 
     def reserve(
         self, rows: int, *, policy_version: int | None = None, timeout_s: float = TIMEOUT_S_DEFAULT

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from transferqueue.client import leasing
 from transferqueue.client.driving import drive
 from transferqueue.client.facts import Facts, Floats, Ints, Keys, TagsGiven
 from transferqueue.client.lent import Lent
 from transferqueue.client.rows import RowsBase
-from transferqueue.errors import TransferQueueError, UsageError
+from transferqueue.errors import LeaseExpired, TransferQueueError, UsageError
 from transferqueue.wire import messages as m
+
+_log: Final = logging.getLogger("transferqueue.client")
 
 
 class BatchBase(RowsBase):
@@ -23,6 +26,8 @@ class BatchBase(RowsBase):
         self._lent = lent
         self._version = leased.version
         self._lease_s = leased.lease_s
+        self._goes_on = False
+        """Whether it comes from a loop over batches, which goes on when this one was lost."""
         unasked = m.Release(table=lent.table, lease=lent.lease, token=lent.token, reason="the batch was collected")
         self._forgotten = weakref.finalize(self, _give_up, lent, unasked)
 
@@ -58,7 +63,19 @@ class BatchBase(RowsBase):
     @property
     def ended(self) -> bool:
         """Whether no row of the batch is leased here any more."""
-        return bool(self._lent.ended)
+        return bool(self._lent.ended) or self._lent.lost
+
+    def _check_enter(self) -> None:
+        """Raise if the batch has ended; in a loop over batches, a lost one is found out by its ack, which ends its block alone."""
+        if not (self._goes_on and self._lent.lost):
+            self._lent.check()
+
+    def _is_passed_over(self, error: BaseException | None) -> bool:
+        """Whether the block of this batch ends because its lease was lost, which the loop that it comes from goes on after."""
+        if not (self._goes_on and isinstance(error, LeaseExpired) and self._lent.expired):
+            return False
+        _log.warning("%s; what was made of these rows here is not counted, and the next batch is leased", error)
+        return True
 
 
 def _give_up(lent: Lent, unasked: m.Release) -> None:
@@ -169,22 +186,27 @@ class Batch(BatchBase):
         return self._lease_s
 
     def __enter__(self) -> Self:
-        self._lent.check()
+        self._check_enter()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._lent.ended:
-            return
-        if error is None:
+    ) -> bool | None:
+        if error is None and not self._lent.ended:
             try:
                 self.ack()
-                return
             except UsageError as refused:
                 self._give_back(refused)
                 raise
-        self._give_back(error)
+            except LeaseExpired as late:
+                if not self._is_passed_over(late):
+                    raise
+            return False
+        if error is None or self._is_passed_over(error):
+            return error is not None
+        if not self._lent.ended:
+            self._give_back(error)
+        return False
 
     def _give_back(self, error: BaseException) -> None:
         """The rows are for others, since the block of this batch ends with `error`."""

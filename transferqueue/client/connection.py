@@ -20,6 +20,7 @@ from typing import Final, NoReturn
 
 from transferqueue.client.calls import Calls, Pending, outcome, wait_of
 from transferqueue.client.deadline import Deadline
+from transferqueue.client.keeping import Keeper, Kept
 from transferqueue.client.unwanted import give_back, unanswered, unpin
 from transferqueue.errors import (
     DeadlineExceeded,
@@ -32,6 +33,7 @@ from transferqueue.errors import (
     ProtocolError,
     TransferQueueError,
     Unreachable,
+    UsageError,
 )
 from transferqueue.limits import ANSWER_S, HEARTBEAT_S, SERVER_GONE_S, SESSION_SILENCE_S
 from transferqueue.transport import ClientChannel, Wakeup, is_served
@@ -65,6 +67,7 @@ class Connection:
         self._inbox: deque[Pending] = deque()
         self._left: deque[Pending] = deque()
         self._unpinned: deque[int] = deque()
+        self._keeper = Keeper()
         self._over: TransferQueueError | None = None
         self._why_no_waits: TransferQueueError | None = None
         self._waits_end_now = False
@@ -188,6 +191,22 @@ class Connection:
         """Calls may wait again."""
         self._why_no_waits, self._waits_end_now = None, False
 
+    def keep(self, kept: Kept, lease_s: float) -> None:
+        """The lease, which lasts `lease_s` from now, is renewed until it is over or its time limit has passed. For finalizers
+        too, like `post`."""
+        if os.getpid() != self._pid or self._over is not None:
+            return
+        kept.begin(self._clock(), lease_s)
+        self._keeper.keep(kept)
+        if kept.due < self._check_at:  # read after the lease was added: see `_turn`
+            self._bell.set()
+
+    def keep_on(self, kept: Kept) -> None:
+        """The holder of a lease that is kept has shown that it does not hang."""
+        if os.getpid() == self._pid and self._over is None and kept.restart(self._clock()):
+            self._keeper.keep(kept)
+            self._bell.set()
+
     @property
     def over(self) -> TransferQueueError | None:
         """Why no call can be made any more; None while the session lasts."""
@@ -252,6 +271,8 @@ class Connection:
             if self._has_work() or now >= self._check_at:
                 self._send_what_is_due(now)
                 self._check_at = self._next_check()
+            if self._keeper.has_new:  # perhaps added by a thread that saw the time of the next check before it was set
+                self._check_at = min(self._check_at, self._keeper.next_due() or self._check_at)
             if self._over is None:
                 self._channel.wait(self._bell, max(0.0, self._check_at - now))
             if self._channel.ways != self._ways:
@@ -296,6 +317,8 @@ class Connection:
             self._say(frame, now)
         for pending in overdue:
             pending.settle(self._unanswered(pending))
+        for kept, lease_s in self._keeper.renewals(now):
+            self._renew(kept, lease_s, now)
         if self._calls.session and now >= self._spoke_at + HEARTBEAT_S:
             self._spoke_at = now
             if not self._backlog:
@@ -305,10 +328,23 @@ class Connection:
     def _next_check(self) -> float:
         """When something is due though nobody asks for anything."""
         due = self._spoke_at + HEARTBEAT_S
-        late = self._calls.next_late()
-        if late is not None:
-            due = min(due, late)
+        for other in (self._calls.next_late(), self._keeper.next_due()):
+            if other is not None:
+                due = min(due, other)
         return min(due, self._goodbye_by) if self._goodbye is not None else due
+
+    def _renew(self, kept: Kept, lease_s: float, now: float) -> None:
+        """Ask for one more term of a lease. Sent again like any call; a server that comes back in time answers it."""
+
+        def settled() -> None:
+            if isinstance(pending.error, UsageError | LeaseExpired):
+                kept.lost = True
+            else:
+                granted = pending.reply.lease_s if isinstance(pending.reply, m.Renewed) else lease_s
+                self._keeper.renewed(kept, granted, self._clock())
+
+        pending = Pending(m.Renew(table=kept.table, lease=kept.lease, token=kept.token, lease_s=lease_s), settled)
+        self._send(self._calls.send(pending, now), now)
 
     def _send(self, frame: bytes, now: float) -> None:
         """Unless the server would not listen: what must be heard is in the calls, and sent when it does."""

@@ -13,6 +13,7 @@ from transferqueue.client.commits import commit
 from transferqueue.client.deadline import Deadline
 from transferqueue.client.driving import Operation, ask, within
 from transferqueue.client.facts import Facts
+from transferqueue.client.keeping import Kept
 from transferqueue.client.lent import Lent
 from transferqueue.client.source import content_source
 from transferqueue.client.terms import Terms
@@ -78,29 +79,55 @@ def predicates(where: Predicate | Iterable[Predicate]) -> list[Predicate]:
     return [checks.policy("where", predicate, Predicate) for predicate in found]
 
 
-def lease(client: Client, terms: Terms, request: m.Lease, batch: Callable[[Lent, m.Leased], B]) -> Operation[B]:
+def lease(
+    client: Client,
+    terms: Terms,
+    request: m.Lease,
+    batch: Callable[[Lent, m.Leased], B],
+    time_limit_s: float | None = None,
+) -> Operation[B]:
     """Rows lent, as what `batch` makes of them. If that fails, the rows go back; others are asked for where a shard that had
-    some is gone."""
+    some is gone. time_limit_s: how long the lease is renewed (None: as the task says; 0: not at all)."""
     yield from within(request.wait_s)
     until = client.clock() + request.wait_s
     for _ in range(LOST_MAX):
         try:
-            return (yield from _lease(client, terms, request, batch))
+            return (yield from _lease(client, terms, request, batch, time_limit_s))
         except ShardLost:
             request = msgspec.structs.replace(request, wait_s=max(0.0, until - client.clock()))
-    return (yield from _lease(client, terms, request, batch))
+    return (yield from _lease(client, terms, request, batch, time_limit_s))
 
 
-def _lease(client: Client, terms: Terms, request: m.Lease, batch: Callable[[Lent, m.Leased], B]) -> Operation[B]:
+def _lease(
+    client: Client,
+    terms: Terms,
+    request: m.Lease,
+    batch: Callable[[Lent, m.Leased], B],
+    time_limit_s: float | None,
+) -> Operation[B]:
     leased = yield from ask(request, m.Leased)
     try:
+        kept = yield from _kept(terms, request, leased, time_limit_s)
         source = yield from content_source(
             client, leased.content, terms, f'task "{request.task}" (table "{terms.name}")'
         )
-        return batch(Lent(client, terms, request.task, leased, source), leased)
+        return batch(Lent(client, terms, request.task, leased, source, kept), leased)
     except BaseException:
         client.connection.post(m.Release(table=terms.name, lease=leased.lease, token=leased.token))
         raise
+
+
+def _kept(terms: Terms, request: m.Lease, leased: m.Leased, time_limit_s: float | None) -> Operation[Kept | None]:
+    """How the lease is renewed. A task that another client declared since the terms were heard is asked for."""
+    if time_limit_s is None:
+        task = terms.task(request.task)
+        if task is None:
+            terms.hear((yield from ask(m.OpenTable(name=terms.name), m.TableTerms)))
+            task = terms.task(request.task)
+        time_limit_s = 0.0 if task is None else task.held_s_max
+    if not time_limit_s:
+        return None
+    return Kept(terms.name, leased.lease, leased.token, max(request.lease_s, leased.lease_s), time_limit_s)
 
 
 def ack(lent: Lent, rows: object, facts: Facts, columns: Mapping[str, Any], step: int) -> Operation[None]:
@@ -178,6 +205,7 @@ def renew(lent: Lent, lease_s: float | None) -> Operation[float]:
         table=lent.table, lease=lent.lease, token=lent.token, lease_s=0.0 if lease_s is None else _duration(lease_s)
     )
     renewed = yield from _ending(lent, ask(request, m.Renewed))
+    lent.renewed(renewed.lease_s)
     return renewed.lease_s
 
 
@@ -194,6 +222,11 @@ def _ending(lent: Lent, verb: Operation[B]) -> Operation[B]:
     except LeaseExpired:
         lent.expire()
         raise
+
+
+def time_limit(time_limit_s: float | None) -> float | None:
+    """The time limit of a batch, checked; None: that of its task."""
+    return None if time_limit_s is None else checks.seconds("time_limit_s", time_limit_s)
 
 
 def _duration(lease_s: float) -> float:

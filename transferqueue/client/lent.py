@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from transferqueue.client import checks
 from transferqueue.client.client import Client
+from transferqueue.client.keeping import Kept
 from transferqueue.client.source import Source
 from transferqueue.client.terms import Terms
 from transferqueue.errors import BatchEnded, LeaseExpired, NotFound, listing
@@ -14,19 +15,45 @@ from transferqueue.wire import messages as m
 
 
 class Lent:
-    """Rows lent to this process. `left`: ids of those that are not acked, dropped or released yet."""
+    """Rows lent to this process. `left`: ids of those that are not acked, dropped or released yet. kept: how the lease is
+    renewed; None: only by its holder."""
 
-    def __init__(self, client: Client, terms: Terms, task: str, leased: m.Leased, source: Source) -> None:
+    def __init__(
+        self, client: Client, terms: Terms, task: str, leased: m.Leased, source: Source, kept: Kept | None = None
+    ) -> None:
         self.client, self.terms, self.task, self.source = client, terms, task, source
         self.lease, self.token = leased.lease, leased.token
         self.left: NDArray[np.int64] = np.frombuffer(leased.content.rows, "<i8")
         self.ended = ""
         self.expired = False
+        self._kept = kept
+        if kept is not None:
+            client.connection.keep(kept, leased.lease_s)
 
     @property
     def table(self) -> str:
         """Name of the table."""
         return self.terms.name
+
+    @property
+    def lost(self) -> bool:
+        """Whether the server has said that the lease is not ours any more."""
+        return self.expired or (self._kept is not None and self._kept.lost)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the time limit has passed: by now the rows are, or will soon be, with others."""
+        return self.lost or (self._kept is not None and self.client.clock() >= self._kept.until)
+
+    def renewed(self, lease_s: float) -> None:
+        """The holder itself has renewed the lease, which lasts `lease_s` from now: its time limit is counted from here."""
+        if self._kept is not None:
+            self.client.connection.keep(self._kept, lease_s)
+
+    def restart(self) -> None:
+        """The holder has shown that it lives: its time limit is counted from here."""
+        if self._kept is not None:
+            self.client.connection.keep_on(self._kept)
 
     def chosen(self, rows: object) -> bytes | None:
         """Rows that a verb speaks of: None while it is all of the lease; else ids, which must be of the lease."""
@@ -51,9 +78,13 @@ class Lent:
             self.left = self.left[~np.isin(self.left, np.frombuffer(rows, "<i8"))]
         if rows is None or not len(self.left):
             self.end(how)
+        else:
+            self.restart()
 
     def end(self, how: str) -> None:
         """The lease is over: `how` completes "the batch ..." in later errors. Its memory returns."""
+        if self._kept is not None:
+            self._kept.end()
         if not self.ended:
             self.ended = how
             self.left = self.left[:0]
@@ -64,12 +95,17 @@ class Lent:
         self.expired = True
         self.end("has expired")
 
+    def _limit(self) -> str:
+        return f" ({self._kept.limit_s:g} s)" if self._kept is not None else ""
+
     def check(self) -> None:
         """Raise `LeaseExpired` if the lease was lost, `BatchEnded` if the holder ended it."""
+        if self.lost and not self.ended:
+            self.expire()
         if self.expired:
             raise LeaseExpired(
                 f'lease {self.lease} of task "{self.task}" (table "{self.table}") has expired, and its rows went back to '
-                "others; lease other rows, and renew in time or ask for a longer lease_s"
+                f"others; lease other rows. A lease is renewed for a worker that lives, up to the time limit of its task{self._limit()}"
             )
         if self.ended:
             raise BatchEnded(

@@ -172,6 +172,7 @@ class Table(TableBase):
         timeout_s: float = TIMEOUT_S_DEFAULT,
         where: Predicate | Iterable[Predicate] = (),
         lease_s: float | None = None,
+        time_limit_s: float | None = None,
         fields: Sequence[str] | None = None,
         rank: int = 0,
         world: int = 1,
@@ -184,7 +185,10 @@ class Table(TableBase):
         up to `timeout_s`; requests without `where` are served in the order in which they came, so that small ones never
         starve a large one. Use it as a context manager: a clean exit acks, an exception gives the rows back.
 
-        where: predicates that every row must satisfy. lease_s: how long the rows are lent (None: the task's).
+        where: predicates that every row must satisfy. lease_s: after how long a process that is dead, stopped or cut off loses
+        the rows (None: the task's); while it lives, the lease is renewed for it. time_limit_s: how long it may hold the batch at
+        all, or since its last `renew` (None: the task's; 0: the lease is not renewed for it). Whoever holds it longer is taken to
+        hang, and the rows are given to others.
         fields: columns to bring (None: the task's needs). rank, world: this rank's share of one batch agreed for `world`
         ranks. replica: ``(i, n)``, this is peer i of n that get the identical batch; it is done when all have acked.
 
@@ -206,7 +210,8 @@ class Table(TableBase):
             world=world,
             replica=replica,
         )
-        return self._drive(leasing.lease(self._client, self._terms, request, Batch))
+        limit_s = leasing.time_limit(time_limit_s)
+        return self._drive(leasing.lease(self._client, self._terms, request, Batch, limit_s))
 
     def leases(
         self,
@@ -219,6 +224,7 @@ class Table(TableBase):
         timeout_s: float = TIMEOUT_S_DEFAULT,
         where: Predicate | Iterable[Predicate] = (),
         lease_s: float | None = None,
+        time_limit_s: float | None = None,
         fields: Sequence[str] | None = None,
         rank: int = 0,
         world: int = 1,
@@ -227,7 +233,8 @@ class Table(TableBase):
         """Batches, one `lease` after the other, until the table is sealed and drained.
 
         Each is the caller's to ack or release: ``for batch in table.leases("train", rows=64): with batch: ...``.
-        `timeout_s` is for each of them.
+        `timeout_s` is for each of them. A batch that was held past its time limit belongs to others: its ack is refused, and
+        changes nothing. In this loop that ends only the ``with`` block of the batch, with a warning in the log; the loop goes on.
         """
         while True:
             try:
@@ -240,6 +247,7 @@ class Table(TableBase):
                     timeout_s=timeout_s,
                     where=where,
                     lease_s=lease_s,
+                    time_limit_s=time_limit_s,
                     fields=fields,
                     rank=rank,
                     world=world,
@@ -247,6 +255,7 @@ class Table(TableBase):
                 )
             except EndOfTable:
                 return
+            batch._goes_on = True
             yield batch
             del batch  # the caller's alone: held here, it could not be collected while the next is waited for
 
@@ -261,6 +270,7 @@ class Table(TableBase):
         timeout_s: float = TIMEOUT_S_DEFAULT,
         where: Predicate | Iterable[Predicate] = (),
         lease_s: float | None = None,
+        time_limit_s: float | None = None,
         fields: Sequence[str] | None = None,
         rank: int = 0,
         world: int = 1,
@@ -268,7 +278,7 @@ class Table(TableBase):
         prefetch: int = 2,
     ) -> Loader:
         """`leases`, fetched ahead: while one batch is computed with, up to `prefetch` more are leased and their columns brought
-        together. In order; the leases of those that wait are renewed.
+        together. In order; the leases of those that wait are renewed, as long as the loader is asked for batches.
 
         Arguments and waits as of `lease`; `timeout_s` counts from when a batch is asked for. Ends when the table is sealed and
         drained. An error of the fetching is raised where its batch would have come. Leaving it early (``with``, `close`)
@@ -291,7 +301,8 @@ class Table(TableBase):
             world=world,
             replica=replica,
         )
-        return Loader(Ahead(self._client, self._terms, request, Batch, prefetch))
+        limit_s = leasing.time_limit(time_limit_s)
+        return Loader(Ahead(self._client, self._terms, request, Batch, prefetch, limit_s))
 
     def reserve(
         self, rows: int, *, policy_version: int | None = None, timeout_s: float = TIMEOUT_S_DEFAULT

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from transferqueue.errors import SchemaError
+from transferqueue.policies import Task
 from transferqueue.schema import Field, known, not_taken
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_fields
@@ -24,6 +25,10 @@ class Terms:
     def name(self) -> str:
         """The table's name."""
         return self.last.name
+
+    def task(self, name: str) -> Task | None:
+        """The task of that name, as last heard of; None if it was not."""
+        return next((task for task in self.last.tasks if task.name == name), None)
 
     def hear(self, found: m.TableTerms) -> bool:
         """Take over what the server says now; whether the fields differ from what was known."""

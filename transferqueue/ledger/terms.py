@@ -45,7 +45,11 @@ def _check_task(core: Core, task: Task) -> None:
             f'task "{task.name}" needs {len(task.needs)} and gives {len(task.gives)} fields; a table has at most {FIELDS_MAX}'
         )
     deadline_s = task.groups.deadline_s if task.groups else None
-    for what, seconds in (("lease_s", task.lease_s), ("deadline_s of groups", deadline_s)):
+    for what, seconds in (
+        ("lease_s", task.lease_s),
+        ("time_limit_s", task.time_limit_s),
+        ("deadline_s of groups", deadline_s),
+    ):
         if seconds is not None and seconds > SECONDS_MAX:
             raise UsageError(f'task "{task.name}": {what} is {seconds}; at most {SECONDS_MAX:g} s')
 

@@ -70,6 +70,7 @@ class Actions:
             at_least=body.at_least,
             timeout_s=body.timeout_s,
             lease_s=body.lease_s,
+            time_limit_s=0,  # who works on the rows is elsewhere, and renews them itself while it lives
             fields=body.columns,
         )
         async with _released_if_refused(batch):

@@ -1,0 +1,77 @@
+"""Which lease is renewed when: the rules of `keeping`, without a connection."""
+
+from __future__ import annotations
+
+import pytest
+
+from transferqueue.client.keeping import Keeper, Kept
+
+
+def kept(keeper: Keeper, lease: int = 1, *, lease_s: float = 30.0, limit_s: float = 100.0, now: float = 0.0) -> Kept:
+    found = Kept("t", lease, lease, lease_s, limit_s)
+    found.begin(now, lease_s)
+    keeper.keep(found)
+    return found
+
+
+def test_a_lease_is_renewed_at_each_third_one_renewal_at_a_time() -> None:
+    keeper = Keeper()
+    one = kept(keeper)
+    assert keeper.next_due() == 10.0
+    assert keeper.renewals(9.9) == []
+    assert keeper.renewals(10.0) == [(one, 30.0)]
+    assert keeper.next_due() is None, "it is on its way"
+    keeper.renewed(one, 30.0, 11.0)
+    assert keeper.next_due() == 21.0
+
+
+def test_the_last_renewal_ends_at_the_time_limit() -> None:
+    keeper = Keeper()
+    one = kept(keeper)
+    now, asked = 0.0, []
+    while (due := keeper.next_due()) is not None:
+        now = due
+        for held, lease_s in keeper.renewals(now):
+            asked.append((now, lease_s))
+            keeper.renewed(held, lease_s, now)
+    assert asked[-1] == (70.0, 30.0)
+    assert max(at + lease_s for at, lease_s in asked) == one.until == 100.0
+
+
+def test_a_holder_that_shows_that_it_lives_has_its_time_limit_again() -> None:
+    keeper = Keeper()
+    one = kept(keeper, limit_s=30.0)
+    assert keeper.renewals(10.0) == [], "the lease ends with the limit as it is"
+    assert keeper.next_due() is None
+    assert one.restart(25.0), "no renewal was to come: one is due now"
+    keeper.keep(one)
+    assert keeper.renewals(25.0) == [(one, 30.0)]
+    assert one.until == 55.0
+
+
+def test_restarting_does_not_put_a_renewal_off() -> None:
+    keeper = Keeper()
+    one = kept(keeper)
+    for now in range(1, 10):
+        assert not one.restart(float(now))
+    assert keeper.next_due() == 10.0
+    assert one.until == 109.0
+
+
+@pytest.mark.parametrize("how", ["ended", "lost"])
+def test_what_is_over_is_not_renewed(how: str) -> None:
+    keeper = Keeper()
+    one = kept(keeper)
+    other = kept(keeper, 2, now=1.0)
+    setattr(one, how, True)
+    assert keeper.next_due() == 11.0
+    assert keeper.renewals(50.0) == [(other, 30.0)]
+    assert not one.restart(60.0)
+
+
+def test_ended_leases_are_swept_out() -> None:
+    keeper = Keeper()
+    for number in range(10_000):
+        kept(keeper, number).end()
+        keeper.next_due()
+    assert len(keeper._heap) <= 257
