@@ -54,6 +54,18 @@ SPARSE_ROWS = quietly(lambda: torch.eye(3).to_sparse_csr())
 HALF_COMPLEX = quietly(lambda: torch.zeros(2, dtype=torch.complex32))
 NESTED = quietly(lambda: torch.nested.nested_tensor([torch.ones(2)]))
 
+
+def not_utf8(kind: pa.DataType) -> pa.Array:
+    """Two texts of an Arrow type, the second of which is none: as whoever gives buffers to Arrow can make it."""
+    binary = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}[kind]
+    return pa.Array.from_buffers(kind, 2, pa.array([b"ok", b"\xff\xfe"], binary).buffers())
+
+
+def split_character() -> pa.Array:
+    """Bytes that are UTF-8 together, and in no row."""
+    return pa.Array.from_buffers(pa.string(), 2, pa.array([b"\xc3", b"\xa4"], pa.binary()).buffers())
+
+
 UNDECLARED: dict[str, tuple[Any, str]] = {
     "nothing": (None, "NoneType is not a column; give a list, a numpy array"),
     "a set": ({1, 2}, "set is not a column"),
@@ -98,8 +110,19 @@ UNDECLARED: dict[str, tuple[Any, str]] = {
     "rows of two ranks": ([np.zeros(2), np.zeros((2, 2))], "rows of 1, 2 dimensions; all must have the same"),
     "tensors of two ranks": ([torch.zeros(2), torch.zeros(2, 2)], "rows of 1, 2 dimensions; all must have the same"),
     "numbers and text": ([1, "a"], "rows of type int, str are not a column"),
-    "numbers and None": ([1.0, None], "rows of type NoneType, float are not a column"),
-    "arrays and lists": ([np.zeros(2), [1, 2]], "not a plain value|plain values are None, bool"),
+    "numbers and None": ([1.0, None], "row 1 is None; .*mask of True and False"),
+    "lists and None": ([[1, 2], None], "row 1 is None; a column has a value in each row"),
+    "lists of text and None": ([["a"], None], "row 1 is None"),
+    "text and None": (["a", "b", None], "row 2 is None"),
+    "bytes and None": ([None, b"a"], "row 0 is None"),
+    "arrays and None": ([np.zeros(2), None], "row 1 is None"),
+    "tensors and None": ([torch.zeros(2), None], "row 1 is None"),
+    "nothing but None": ([None, None], "row 0 is None"),
+    "None among numbers": ([[1, 2], [3, None]], "row 1 has None among its numbers; .*mask of True"),
+    "None deep among numbers": ([[[1], [2]], [[None], [3]]], "row 1 has None among its numbers"),
+    "lists and numbers": ([[1, 2], 3], "rows of type int, list are not a column; .*declare dtype .value."),
+    "lists and text": ([[1, 2], "a"], "rows of type list, str are not a column"),
+    "arrays and lists": ([np.zeros(2), [1, 2]], "rows of type list, numpy.ndarray are not a column"),
     "lists of arrays": (
         [[np.zeros(2)], [np.zeros(3)]],
         "a row is a list of arrays; stack them into one array for each row",
@@ -129,6 +152,34 @@ UNDECLARED: dict[str, tuple[Any, str]] = {
     "a huge integer in a value": ([{"a": 1 << 64}], "a value cannot be stored .*; integers have 64 bits"),
     "a cyclic value": ([cyclic()], "a value contains itself; store a tree"),
     "a deep value": ([deep(VALUE_DEPTH_MAX)], f"a value is nested deeper than {VALUE_DEPTH_MAX}; flatten it"),
+    "Arrow text that is not UTF-8": (
+        not_utf8(pa.string()),
+        "row 1 has text that is not Unicode .*; store such data as bytes",
+    ),
+    "large Arrow text that is not UTF-8": (not_utf8(pa.large_string()), "row 1 has text that is not Unicode"),
+    "views of text that is not UTF-8": (not_utf8(pa.string_view()), "row 1 has text that is not Unicode"),
+    "chunks of text that is not UTF-8": (
+        pa.chunked_array([pa.array(["a", "ä"]), not_utf8(pa.string())]),
+        "row 3 has text that is not Unicode",
+    ),
+    "half a character": (split_character(), "row 0 has text that is not Unicode"),
+    "a dictionary of text that is not UTF-8": (
+        pa.DictionaryArray.from_arrays(pa.array([0, 1]), not_utf8(pa.string())),
+        "row 1 has text that is not Unicode",
+    ),
+    "structures of text that is not UTF-8": (
+        pa.StructArray.from_arrays([not_utf8(pa.string())], ["a"]),
+        "text that is not Unicode",
+    ),
+    "maps of text that is not UTF-8": (
+        pa.MapArray.from_arrays([0, 1, 2], pa.array(["a", "b"]), not_utf8(pa.string())),
+        "text that is not Unicode",
+    ),
+    "null structures": (pa.array([{"a": 1}, None]), "1 nulls"),
+    "a surrogate in a value": ([{"a": "\ud800"}], "row 0: a value cannot be stored .* text is Unicode"),
+    "a surrogate in a key of a value": ([{"\ud800": 1}], "a value cannot be stored"),
+    "a surrogate in a list": ([["a", "\ud800"]], "a value cannot be stored"),
+    "a surrogate in numpy's text": (np.array(["\ud800"]), "text that is not Unicode"),
     "nulls": (pa.array([1, None]), "1 nulls; a column has none: fill them"),
     "nulls in text": (pa.array(["a", None]), "1 nulls"),
     "null lists": (pa.array([[1], None]), "1 nulls"),

@@ -69,22 +69,37 @@ def _parse_bytes(rows: Sequence[Any]) -> Parsed:
 
 
 def _parse_nested(rows: Sequence[Any], classes: set[type], field: Field | None, subject: str) -> Parsed:
-    """Lists in the list: numbers in rectangles, or else plain values if no field says otherwise."""
+    """Lists in the list: numbers in rectangles, or else plain values if no field says otherwise.
+
+    Rows of several kinds, and None among rows of another kind, are plain values only where a row is a dict: a single None must
+    not turn a column of token ids into one.
+    """
     undeclared = field is None
     if _all(classes, *_LISTS):
         found = _parse_rectangles(rows, field, subject)
         if found is not None:
             return found
-        if not undeclared:
-            raise SchemaError(
-                f'{subject}: a row is a list that is not a rectangle of numbers; declare dtype "value" to store plain values'
-            )
-    if undeclared and any(issubclass(cls, (dict, *_LISTS)) for cls in classes):
-        return parse_values(rows, subject)
+        if undeclared:
+            return parse_values(rows, subject)
+        raise SchemaError(
+            f'{subject}: a row is a list that is not a rectangle of numbers; declare dtype "value" to store plain values'
+        )
+    if undeclared and any(issubclass(cls, dict) for cls in classes):
+        return parse_values(rows, subject)  # of dicts it is clear that plain values are meant: None is one
+    if type(None) in classes:
+        raise _missing(subject, "is None", next(at for at, row in enumerate(rows) if row is None))
     names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.") for cls in classes))
     raise SchemaError(
         f"{subject}: rows of type {names} are not a column; give numbers, text, bytes, arrays, tensors or lists of "
-        "numbers, all of one kind, or plain values (dicts and lists)"
+        'numbers, all of one kind, or plain values (dicts, or lists of anything; or declare dtype "value")'
+    )
+
+
+def _missing(subject: str, what: str, row: int) -> SchemaError:
+    """The error for a value that is not there."""
+    return SchemaError(
+        f"{subject}: row {row} {what}; a column has a value in each row: fill in one of the others' kind, such as 0 or an empty "
+        'list, and say in a second column which rows have one (a mask of True and False), or declare dtype "value" for plain values'
     )
 
 
@@ -98,6 +113,10 @@ def _parse_rectangles(rows: Sequence[Any], field: Field | None, subject: str) ->
         raise SchemaError(f"{subject}: a row is a list of arrays; stack them into one array for each row")
     if not classes and field is None:
         raise SchemaError(f"{subject}: all rows are empty lists, which tell no dtype; declare the field")
+    if type(None) in classes and are_numbers(classes - {type(None)}):
+        raise _missing(
+            subject, "has None among its numbers", next(at for at, row in enumerate(rows) if _holds_none(row))
+        )
     if (classes and not are_numbers(classes)) or (field is not None and field.blob):
         return None
     while field is not None and not classes and len(levels) < len(field.shape):
@@ -107,6 +126,10 @@ def _parse_rectangles(rows: Sequence[Any], field: Field | None, subject: str) ->
         return None
     dtype, numbers = store_numbers(leaves, classes or {bool}, field.dtype if field else None, subject)
     return Listed(dtype, shapes, Arrays([numbers], dtype))
+
+
+def _holds_none(row: Any) -> bool:
+    return row is None or (isinstance(row, _LISTS) and any(map(_holds_none, row)))
 
 
 def _integer_rows(rows: Sequence[Any]) -> tuple[I64, np.ndarray[Any, Any]] | None:

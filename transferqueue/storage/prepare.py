@@ -11,6 +11,9 @@ or the put is refused:
 
 A field that is not declared is inferred: rows given one by one have a varying first dimension, and other
 dimensions vary if they differ in this put; lists that are not rectangles of numbers are plain values.
+
+No column has holes. None among numbers, texts, arrays or lists is refused, as Arrow's nulls and numpy's masks are: fill them, and
+give a mask as a second column. None is a value only inside plain values, and as a row among dicts. NaN is a number.
 """
 
 from __future__ import annotations
