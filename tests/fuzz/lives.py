@@ -133,7 +133,7 @@ class Launcher:
     def death(self) -> str:
         """How the server ended, if it did a moment ago or does within one."""
         if not select.select([self._here], [], [], DEATH_S)[0]:
-            return "the server lives"
+            return f"the server lives; {self.tail()}"
         code = self._line()
         return f"the server ended with {code}; {self.tail()}"
 

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transferqueue.errors import Unreachable, UsageError
-from transferqueue.limits import FRAMES_QUEUED_MAX, MESSAGE_BYTES_MAX, MIB, STRANGER_S, STRANGERS_MAX
+from transferqueue.limits import FRAMES_QUEUED_MAX, MESSAGE_BYTES_MAX, MIB, STRANGER_S
 from transferqueue.transport import Wakeup, dial, local, parse_address
 from transferqueue.transport.local import HungUp, LocalPort, Stream
 from transferqueue.transport.sent import Sent
+from transferqueue.transport.strangers import strangers_max
 
 
 @pytest.fixture
@@ -417,10 +418,10 @@ def test_the_oldest_stranger_that_says_nothing_makes_room(timed, address, wakeup
     client = dial(address)
     client.send(b"hello")
     line, _ = heard(port, client, wakeup)
-    line.admit()
+    port.admit(line)
     asks = stranger(address)
     asks.sendall(b"\x02\0\0\0hi")
-    strangers = [stranger(address) for _ in range(STRANGERS_MAX + 2)]
+    strangers = [stranger(address) for _ in range(strangers_max() + 2)]
     assert port.recv_nowait()[1] == b"hi"
     assert port.recv_nowait() is None
     assert port.turned_away == 3
@@ -437,7 +438,7 @@ def test_a_stranger_has_its_time_and_no_more(timed, address, wakeup):
     client.send(b"hello")
     line, _ = heard(port, client, wakeup)
     assert port.patience_s() == STRANGER_S
-    line.admit()
+    port.admit(line)
     clock.now = STRANGER_S - 1
     port.tick()
     assert port.patience_s() == 1

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from transferqueue.errors import AddressInUse, Corruption, Unreachable
-from transferqueue.limits import BULK_STALL_S, FRAME_BYTES, STRANGERS_MAX
+from transferqueue.limits import BULK_STALL_S, FRAME_BYTES
 from transferqueue.transport import bulk as b
 from transferqueue.transport import bulk_listener
 from transferqueue.transport.bulk_listener import DEAF_S, StreamPort
 from transferqueue.transport.bulk_streams import Stream, StreamLine
+from transferqueue.transport.strangers import strangers_max
 
 PATIENCE_S = 60.0
 FRAME = np.random.default_rng(0).integers(0, 255, FRAME_BYTES, dtype=np.uint8)
@@ -282,12 +283,12 @@ def receive_all(stream):
 def test_strangers_make_room_for_each_other_and_not_at_the_cost_of_those_who_showed_a_ticket(house, line):
     acquaint(house, line)
     strangers = []
-    for _ in range(STRANGERS_MAX + 3):
+    for _ in range(strangers_max() + 3):
         strangers.append(socket.create_connection(("127.0.0.1", house.number)))
         house.until(lambda: house.port.sources[0].poll(0) == [])
     house.until(lambda: house.port.turned_away == 3)
     assert len(house.desks.gone) == 3
-    assert len(house.port) == STRANGERS_MAX + 1
+    assert len(house.port) == strangers_max() + 1
     house.port.tick(house.desks, BULK_STALL_S)
     assert len(house.port) == 1, "they had their time, and whoever is known stays"
     line.send((b.message(b.Taken(1, 2))[0], ()))

@@ -96,6 +96,7 @@ class Loop:
         self._deaths = deaths
         self._clock = clock
         self._together = together
+        node.on_greeted = self._greeted
         self._stopping = False
         self._more = False
 
@@ -124,10 +125,12 @@ class Loop:
         if self._more:
             return 0
         deadline = self._node.next_deadline()
-        patience_s = self._local.patience_s()
+        waits = [self._local.patience_s()]
         if deadline is not None:
-            left_s = deadline - self._clock()
-            patience_s = left_s if patience_s is None else min(left_s, patience_s)
+            waits.append(deadline - self._clock())
+        if self._port is not None:
+            waits.append(self._port.patience_s())
+        patience_s = min((one for one in waits if one is not None), default=None)
         if patience_s is None:
             return None
         return min(max(math.ceil(patience_s * 1000), 0), POLL_MS_MAX)
@@ -175,6 +178,12 @@ class Loop:
         turns.add(seconds, subject)
         if seconds > TURN_S_MAX:
             turns.busy(min(seconds, self._processor() - self._processor_began), subject)
+
+    def _greeted(self, peer: Peer) -> None:
+        if isinstance(peer, Line):
+            self._local.admit(peer)
+        elif self._port is not None and not isinstance(peer, int):
+            self._port.admit(peer)
 
     def _send(self) -> None:
         while self._node.outbox:

@@ -65,7 +65,6 @@ from transferqueue.server.tickets import Tickets
 from transferqueue.server.turns import Turns
 from transferqueue.server.withdrawing import withdraw
 from transferqueue.transport.keys import Role
-from transferqueue.transport.local import Line
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 from transferqueue.wire.versions import refusal_of
@@ -150,6 +149,8 @@ class Node:
             wake=self.parking.wake,
             standing=self._standing_in,
         )
+        self.on_greeted: Callable[[Peer], object] = lambda _: None
+        """Called with each peer that has a session, so that its connection is no stranger's."""
         self.bulk_port = 0
         self.bulk_plain = False
         self.snapshots: Snapshots | None = None
@@ -345,8 +346,7 @@ class Node:
         except TransferQueueError as error:
             self._answer(peer, call, _failed(error))
             return
-        if isinstance(peer, Line):
-            peer.admit()
+        self.on_greeted(peer)
         if session.greeted(peer, call, now):
             session.remote |= hello.remote
             self._answer(peer, call, self._welcome(session))

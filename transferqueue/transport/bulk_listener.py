@@ -6,7 +6,7 @@
   read.
 - Of connections that stand in the middle of a message and do not move for `BULK_STALL_S` there is an end, and of all
   of them there are `BULK_CONNECTIONS_MAX`: the longest unheard of makes room.
-- A connection is a *stranger* until it has shown a ticket that is good. Of strangers there are `STRANGERS_MAX`, each for `BULK_STALL_S`:
+- A connection is a *stranger* until it has shown a ticket that is good. Of strangers there are `strangers_max`, each for `BULK_STALL_S`:
   so they take neither the descriptors nor the places of those who transfer something. The oldest makes room.
 - While no descriptor is left at all, who knocks is hung up on. Where that is impossible too, nobody listens for `DEAF_S`: the kernel would
   report the same knock for ever.
@@ -27,9 +27,10 @@ from contextlib import suppress
 from typing import Final, Protocol
 
 from transferqueue.errors import AddressInUse, Corruption, Unreachable, UsageError
-from transferqueue.limits import BULK_CONNECTIONS_MAX, BULK_STALL_S, STRANGERS_MAX
+from transferqueue.limits import BULK_CONNECTIONS_MAX, BULK_STALL_S
 from transferqueue.transport import bulk as b
 from transferqueue.transport.bulk_streams import Stream
+from transferqueue.transport.strangers import strangers_max
 
 _log: Final = logging.getLogger("transferqueue.server")
 DEAF_S: Final = 0.2
@@ -84,6 +85,7 @@ class StreamPort:
         self._peers: dict[bytes, _Peer] = {}  # who was heard of last comes last
         self._unsettled: dict[bytes, _Peer] = {}
         self._strangers: dict[bytes, _Peer] = {}  # in the order in which they came
+        self._strangers_max = strangers_max()
         self._deaf_until: float | None = None
         self.turned_away = 0
         """Strangers that were let go of, and connections for which no descriptor was left."""
@@ -184,7 +186,7 @@ class StreamPort:
             if error.errno in (errno.EMFILE, errno.ENFILE) and not self._refuse_one(listener):
                 self._be_deaf(now)
             return  # it went away before, or there is no place for it
-        if len(self._strangers) >= STRANGERS_MAX:
+        if len(self._strangers) >= self._strangers_max:
             self._turn_away(next(iter(self._strangers)), desks)
         if len(self._peers) >= BULK_CONNECTIONS_MAX:
             self._lose(next(iter(self._peers)), desks)

@@ -7,8 +7,8 @@ the server's one thread write and read the socket themselves.
 A frame is its length, 4 bytes, little-endian, and its bytes. A peer whose lengths cannot be is hung up on. The socket file belongs to
 its user, and asks for nothing.
 
-A connection is a *stranger* until the server has let in whoever is at its other end (`Line.admit`). Of strangers there are
-`STRANGERS_MAX` at once, each for `STRANGER_S`: they cannot use up the descriptors that the clients of the server need.
+A connection is a *stranger* until the server has let in whoever is at its other end (`LocalPort.admit`). Of strangers there are
+`strangers_max` at once, each for `STRANGER_S`: they cannot use up the descriptors that the clients of the server need.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from transferqueue.errors import Disconnected, Unreachable, UsageError
-from transferqueue.limits import FRAMES_QUEUED_MAX, KIB, MESSAGE_BYTES_MAX, STRANGER_S, STRANGERS_MAX
+from transferqueue.limits import FRAMES_QUEUED_MAX, KIB, MESSAGE_BYTES_MAX, STRANGER_S
 from transferqueue.transport.address import IpcAddress
 from transferqueue.transport.sent import Sent
+from transferqueue.transport.strangers import strangers_max
 from transferqueue.transport.wakeup import Wakeup
 
 _log: Final = logging.getLogger("transferqueue.server")
@@ -290,18 +291,12 @@ def _dialled(path: str) -> socket.socket:
 class Line:
     """A client's connection, as the server sees it: where answers to what came over it go."""
 
-    __slots__ = ("_admitted", "accepted_at", "is_gone", "stream", "waits_to_write")
+    __slots__ = ("accepted_at", "is_gone", "stream", "waits_to_write")
 
-    def __init__(self, stream: Stream, admitted: Callable[[Line], object], now: float) -> None:
-        """admitted: called when it is a stranger no more."""
+    def __init__(self, stream: Stream, now: float) -> None:
         self.stream: Final = stream
         self.accepted_at: Final = now
         self.is_gone = self.waits_to_write = False
-        self._admitted = admitted
-
-    def admit(self) -> None:
-        """The other end has a session: this is a stranger no more."""
-        self._admitted(self)
 
 
 class LocalPort:
@@ -313,6 +308,7 @@ class LocalPort:
         self._clock = clock
         self._lines: dict[int, Line] = {}
         self._strangers: dict[int, Line] = {}  # in the order in which they came
+        self._strangers_max = strangers_max()
         self.turned_away = 0
         """Strangers that were hung up on, and connections for which no descriptor was left."""
         self._arrived: deque[tuple[Line, bytes]] = deque()
@@ -397,9 +393,9 @@ class LocalPort:
 
     def _take_in(self, connected: socket.socket) -> None:
         """A stranger came. It is heard at once: what it has said already tells it from those that say nothing."""
-        if len(self._strangers) >= STRANGERS_MAX:
+        if len(self._strangers) >= self._strangers_max:
             self._hang_up(self._least_promising())
-        line = Line(Stream(connected), self._admit, self._clock())
+        line = Line(Stream(connected), self._clock())
         self._lines[connected.fileno()] = self._strangers[connected.fileno()] = line
         self._happened(line, select.EPOLLIN)
 
@@ -410,7 +406,8 @@ class LocalPort:
             (line for line in self._strangers.values() if id(line) not in waiting), next(iter(self._strangers.values()))
         )
 
-    def _admit(self, line: Line) -> None:
+    def admit(self, line: Line) -> None:
+        """The other end has a session: it is no stranger."""
         if not line.is_gone:
             self._strangers.pop(line.stream.socket.fileno(), None)
 

@@ -25,6 +25,7 @@ from transferqueue.transport.gate import KEY_PROPERTY, Gate
 from transferqueue.transport.keyring import Keyring
 from transferqueue.transport.keys import ClientKeys, secure
 from transferqueue.transport.sent import Sent
+from transferqueue.transport.strangers import Strangers
 from transferqueue.transport.wakeup import Wakeup
 
 RECONNECT_MS: Final = 10
@@ -141,12 +142,25 @@ class Port:
         self._context, self.socket = _open(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else a frame to a full or lost peer vanishes unseen
         self._gate = Gate(self._context, keyring) if keyring is not None else None
-        self.sources: Final = [self.socket, self._gate.socket] if self._gate else [self.socket]
+        self._strangers = Strangers(self.socket)
+        self._last: tuple[bytes | Keyed, zmq.Frame] | None = None
+        self.sources: Final = [self.socket, self._strangers.source, *([self._gate.socket] if self._gate else [])]
         """What becomes readable when there is something to receive or to decide."""
 
     def decide(self) -> bool:
         """Let those in who knock and may enter. Returns whether the keys changed: then some inside may no longer."""
+        self._strangers.hear()
+        self._strangers.tick()
         return self._gate is not None and self._gate.decide()
+
+    def patience_s(self) -> float | None:
+        """How soon `decide` must be called; None: not by itself."""
+        return self._strangers.patience_s()
+
+    def admit(self, peer: bytes | Keyed) -> None:
+        """The sender of the frame that was received last is no stranger: it has a session."""
+        if self._last is not None and self._last[0] == peer:
+            self._strangers.admit(self._last[1])
 
     def listen(self, place: TcpAddress) -> str:
         """Listen at `place` too; returns the address with the port in it. `AddressInUse`, or `UsageError`."""
@@ -165,14 +179,6 @@ class Port:
     def recv_nowait(self) -> tuple[bytes | Keyed, bytes] | None:
         """The next frame and who sent it, or None. A message of several parts, which no client of ours
         sends, comes as the empty frame, which is no message."""
-        if self._gate is not None:
-            return self._recv_keyed()
-        parts = _receive(self.socket, parts_max=2)
-        if parts is None:
-            return None
-        return (parts[0], parts[1]) if len(parts) == 2 else (parts[0], b"")
-
-    def _recv_keyed(self) -> tuple[bytes | Keyed, bytes] | None:
         try:
             first = self.socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -181,7 +187,9 @@ class Port:
         while self.socket.getsockopt(zmq.RCVMORE):
             part, parts = self.socket.recv(zmq.NOBLOCK, copy=False), parts + 1
             body = part if parts == 2 else body
-        return _named(first.bytes, body), body.bytes if parts == 2 else b""
+        peer = first.bytes if self._gate is None else _named(first.bytes, body)
+        self._last = peer, body
+        return peer, body.bytes if parts == 2 else b""
 
     def send(self, peer: bytes | Keyed, frame: bytes) -> Sent:
         """Queue a frame for `peer` without waiting."""
