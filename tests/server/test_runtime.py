@@ -148,3 +148,13 @@ def test_the_default_ceiling_is_clipped_to_what_there_is(tmp_path, monkeypatch):
     assert home.arena.capacity == 3 << 30
     assert home.arena.path.startswith(str(tmp_path))
     home.close()
+
+
+def test_directories_on_the_way_are_private_too_whatever_the_umask(tmp_path):
+    """``mkdir(parents=True)`` gives its mode to the last one only; who may write above can put another in its place."""
+    before = os.umask(0)
+    try:
+        private_directory(tmp_path / "a/b/c")
+    finally:
+        os.umask(before)
+    assert {(tmp_path / one).stat().st_mode & 0o777 for one in ("a", "a/b", "a/b/c")} == {0o700}

@@ -22,13 +22,14 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import msgspec
 import xxhash
 
+from transferqueue.directories import make_directories
 from transferqueue.errors import Corruption, NotFound, OutOfMemory, PeerError, UsageError
 from transferqueue.limits import MIB
 
@@ -106,7 +107,7 @@ class SnapshotWriter:
         self._parent, self._progress = parent, progress
         self._files: dict[str, FileEntry] = {}
         with _disk(parent):
-            make_private(parent)
+            make_directories(parent)
             for left in parent.glob(".new-*"):  # of a writer that died: there is one at a time
                 shutil.rmtree(left)
             self._made = parent / f".new-{secrets.token_hex(4)}"
@@ -119,7 +120,7 @@ class SnapshotWriter:
         path = self._made / name
         rows = 0
         with _disk(self._parent):
-            make_private(path.parent)
+            make_directories(path.parent)
             with _private(path) as file:
                 hashed, told = _Hashed(file), 0
                 with pa.ipc.new_file(pa.PythonFile(hashed, "w"), schema) as out:
@@ -246,17 +247,6 @@ class Snapshot:
                 raise self.wrong(name, f"column {field.name[:200]!r} does not belong there")
             if field.type != types[field.name]:
                 raise self.wrong(name, f"column {field.name!r} is {field.type}; it should be {types[field.name]}")
-
-
-def make_private(directory: Path) -> None:
-    """Make a directory, and those above it that are missing, for this user alone. One that is there stays as it is."""
-    missing = []
-    while not directory.exists():
-        missing.append(directory)
-        directory = directory.parent
-    for one in reversed(missing):
-        with suppress(FileExistsError):  # somebody else makes it at the same time
-            one.mkdir(mode=0o700)
 
 
 def numbered(parent: Path) -> list[Path]:

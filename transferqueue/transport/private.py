@@ -8,13 +8,14 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from transferqueue.directories import make_directories
 from transferqueue.errors import UsageError
 
 
 def private_directory(path: Path, called: str = "runtime directory") -> Path:
     """Make `path` (0700) if it is missing. `UsageError` if it is, or was, open to other users. called: in messages."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directories(path)
         found = path.stat(follow_symlinks=False)
     except OSError as error:
         raise UsageError(f"{called} {path} cannot be made: {error.strerror}; name another") from error
