@@ -132,3 +132,16 @@ def test_arrays_of_a_copy_are_its_own_and_can_be_written() -> None:
     assert not np.shares_memory(copied, world.table().rows.version.a)
     copied[:5] = 3
     assert world.table().rows.version.a[:5].tolist() == [-1] * 5
+
+
+def test_an_image_holds_no_memory_that_was_never_written() -> None:
+    """Such memory has what lay there before, which may be anybody's, and makes two images of one state differ."""
+    np.full((4, 4096), -1)  # what is allocated next may find these bytes
+    world = World()
+    client = world.client()
+    client.create(tasks=[Task("t")])
+    client.put(2)
+    client.put(2)
+    (run,) = world.table().tasks["t"].ready._runs
+    assert run.tail is not None
+    assert not run.tail[:, run.tail_used :].any()

@@ -19,7 +19,8 @@ class Life(Bench):
     """A node on a state directory, driven by hand. `crash` ends it as SIGKILL would."""
 
     def __init__(self, path, level, shared, **options):
-        self.state = Durable(path, level, first_epoch=100, arena_bytes=MIB, shared=shared, **options)
+        options = {"arena_bytes": MIB, **options}
+        self.state = Durable(path, level, first_epoch=100, shared=shared, **options)
         self.watched, self.clients, self.answered = Watched(), 0, {}
         ledger = self.state.ledger
         memory = Memory(self.state.arena.arena, self.state.allocator, len(ledger.state.core.blocks.extents))
@@ -51,7 +52,7 @@ def again(life, client):
     return found
 
 
-def write(life, client, rows, fill):
+def write(life, client, rows, fill, table="t", facts=m.RowFacts()):  # noqa: B008
     """A block of `rows` int64 rows of one value each, written into a grant of the client, and put."""
     granted = client.ask(m.Grant(4096))
     values = b"".join(struct_q(fill) for _ in range(rows))
@@ -61,7 +62,7 @@ def write(life, client, rows, fill):
         file.seek(granted.offset)
         file.write(data)
     placed = m.Placed(granted.extent, granted.offset, _size(rows), rows, ["x"], [rows])
-    return client.ask(m.Put("t", rows, m.Columns(fields=[BIG], blocks=[placed])))
+    return client.ask(m.Put(table, rows, m.Columns(fields=[BIG], blocks=[placed], facts=facts)))
 
 
 def struct_q(value):

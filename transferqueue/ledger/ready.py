@@ -87,7 +87,7 @@ class Run:
                 self.tail = None
                 self.chunks.append(entries)
                 return
-            self.tail, self.tail_used = np.empty((4, CHUNK), np.int64), 0
+            self.tail, self.tail_used = np.zeros((4, CHUNK), np.int64), 0  # an image holds all of it
             self.chunks.append(self.tail[:, :0])
         self.tail[:, self.tail_used : self.tail_used + count] = entries
         start = self.tail_used - self.chunks[-1].shape[1]

@@ -92,7 +92,7 @@ def read_about(path: Path) -> tuple[About | None, str]:
         return msgspec.json.decode((path / ABOUT).read_bytes(), type=About), ""
     except FileNotFoundError:
         return None, ""
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         return None, str(error)
 
 
