@@ -85,9 +85,10 @@ fuzz: $(STAMP) ## a million mutated frames against the decoders, garbage against
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
 SEED ?= 0
-soak: $(STAMP) ## simulator, fuzz, chaos on real processes, all long (minutes; SEED=N begins elsewhere)
+soak: $(STAMP) ## simulator, fuzz, damaged files, chaos on real processes, all long (minutes; SEED=N begins elsewhere)
 	$(BIN)/python -m transferqueue.testing.simulate --seeds 10000 --first $(SEED)
 	$(BIN)/python -m tests.fuzz --frames 5000000 --seed $(SEED)
+	$(BIN)/python -m tests.damage state --count 10000 --seed $(SEED)
 	$(BIN)/python -m tests.damage snapshots --count 10000 --seed $(SEED)
 	$(BIN)/transferqueue chaos --seconds 180 --seed $(SEED)
 

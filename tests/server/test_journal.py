@@ -3,11 +3,12 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from transferqueue.errors import Corruption, JournalFailed, UsageError
-from transferqueue.server.journal import Level, SqliteJournal, read_journal
+from transferqueue.server.journal import Level, Origin, SqliteJournal, read_journal
 
 LEVELS = [Level.PROCESS, Level.DISK]
 
@@ -206,6 +207,14 @@ def test_turns_of_another_journal_are_found(written, tmp_path):
     execute(written, f"ATTACH '{other}' AS other", "REPLACE INTO tail SELECT * FROM other.tail WHERE turn = 5")
     with pytest.raises(Corruption, match="turn 5 does not follow turn 4"):
         read_journal(written)
+
+
+def test_a_journal_of_format_2_is_read():
+    """Written by the first version of that format. Never write this file again: what others wrote must be read."""
+    golden = Path(__file__).parent / "golden" / "journal-2.sqlite"
+    kept = read_journal(golden)
+    assert kept.origin == Origin(bytes(range(16)), bytes(32), "0.1.0", b"state of then")
+    assert (kept.base, kept.turn, kept.image, kept.records) == (2, 3, b"image", [b"record 3"])
 
 
 def test_a_log_without_its_journal_is_found(path):

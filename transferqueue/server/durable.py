@@ -36,6 +36,7 @@ from transferqueue.limits import ARENA_BYTES_DEFAULT
 from transferqueue.server import past
 from transferqueue.server.head import MARGIN_BYTES, ArenaHead, boot_name
 from transferqueue.server.journal import Level, SqliteJournal, new_origin
+from transferqueue.server.memory import SHARD
 from transferqueue.server.past import Gone, Past
 from transferqueue.server.recording import STATE, RecordedLedger, Tail
 from transferqueue.server.runtime import (
@@ -192,9 +193,11 @@ class Durable:
         self._made.close()
 
     def damaged(self) -> list[int]:
-        """The blocks whose bytes are not what they were. Reads all that have a checksum."""
+        """The blocks whose bytes are not what they were, in an arena that is a file of the state directory. Reads them all."""
+        if Path(self.arena.arena.path).parent != self.path:
+            return []
         blocks = self.ledger.state.core.blocks.blocks
-        return [number for number, one in blocks.items() if not self._matches(one.at)]
+        return [number for number, one in blocks.items() if one.at.shard == SHARD and not self._matches(one.at)]
 
     def _matches(self, at: m.BlockAt) -> bool:
         return at.checksum == UNCHECKED or self._checksum(at.offset, at.nbytes) == at.checksum

@@ -44,7 +44,7 @@ FORMAT: Final = 2
 PAGE_BYTES: Final = 8192
 """A turn's records mostly fit one page of the database, which is what a commit writes."""
 LOCK_WAIT_S: Final = 5.0
-"""Somebody who looks at the database with other tools may hold it this long."""
+"""Whoever looks at the database with other tools may hold it this long when a server starts."""
 IDENTITY_BYTES: Final = 16
 SECRET_BYTES: Final = 32
 
@@ -265,6 +265,9 @@ class SqliteJournal:
 
     def _prepare(self, synchronous: str) -> None:
         self._database.execute(f"PRAGMA page_size={PAGE_BYTES}")
+        self._database.execute(
+            "PRAGMA locking_mode=EXCLUSIVE"
+        )  # no index of the log that others share: a commit costs less
         self._database.execute("PRAGMA journal_mode=WAL")
         self._database.execute(f"PRAGMA synchronous={synchronous}")
 
