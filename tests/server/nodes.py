@@ -35,13 +35,15 @@ class Watched:
 class Bench:
     """The node, its clock, and what it answered to whom."""
 
-    def __init__(self, arena_bytes=MIB, swept=None, door=None):
+    def __init__(self, arena_bytes=MIB, swept=None, door=None, tickets=None):
         self.arena = Arena.create(None, arena_bytes)
         self.watched = Watched()
         place = Place(
             epoch=EPOCH, address="ipc:///x", runtime="/r", version="0", pid=os.getpid(), started_at=0.0, swept=swept
         )
-        self.node = Node(Ledger(epoch=EPOCH), Memory(self.arena), place, watcher=self.watched, door=door)
+        self.node = Node(
+            Ledger(epoch=EPOCH), Memory(self.arena), place, watcher=self.watched, door=door, tickets=tickets
+        )
         self.now = 0.0
         self.clients = 0
         self.answered = {}

@@ -1,0 +1,139 @@
+"""One message of each kind, with every field set, and every kind of part, policy and order in some message: what the golden frames are of."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from transferqueue import policies as p
+from transferqueue.limits import Limits
+from transferqueue.schema import Field
+from transferqueue.seat import Seat
+from transferqueue.transport import bulk as b
+from transferqueue.wire import codec
+from transferqueue.wire import messages as m
+
+TWO: Final = bytes.fromhex("01000000000000000200000000000000")
+"""Two int64."""
+FIELDS: Final = [Field("x", "int64", (None,)), Field("y", "float32"), Field("z", "int32", (3, 4))]
+PLACED: Final = m.Placed(3, 4096, 128, 2, ["x", "z"], [5, 0], bytes(8), 2**64 - 1, [m.CopyAt(4, 8192)])
+FACTS: Final = m.RowFacts(
+    TWO, bytes(8), TWO, TWO, TWO, TWO, TWO, ["k", "l"], [{"a": "b", "c": 1}, {"d": 0.5, "e": True}]
+)
+COLUMNS: Final = m.Columns(FIELDS, [PLACED], [m.Inline("y", bytes(8))], FACTS)
+BLOCK: Final = m.BlockAt(9, 0, 3, 4096, 128, 2, ["x", "z"], [5, 0], 2**64 - 1, bytes(16), [m.Copy(1, 4, 8192)])
+CONTENT: Final = m.Content(
+    TWO, TWO, TWO, TWO, bytes(8), TWO, TWO, TWO, ["k", "l"], [{"a": 1}, {}], [m.Inline("y", bytes(8))],
+    [m.Part(["x", "z"], [BLOCK], bytes(8), bytes(8))], codec.encode_fields(FIELDS),
+)  # fmt: skip
+TASKS: Final = [
+    p.Task("train", ["x"], ["r"], p.TokenBalanced(inner=p.Priority(), equal_counts=False), p.Complete(min_size=2, deadline_s=9.5), 30.0, 3, "now", 45.0),
+    p.Task("oldest", ["x"], selector=p.OldestVersionFirst(), groups=p.Complete(incomplete=p.Refill())),
+    p.Task("fresh", selector=p.Freshest(), groups=p.Complete(min_size=1, incomplete=p.Release())),
+    p.Task("long", selector=p.LongestFirst()),
+    p.Task("mine", selector=p.Plugin("mine", {"a": "b", "c": 1, "d": 0.5, "e": True})),
+]  # fmt: skip
+WHERE: Final = [p.TagIs("a", "b"), p.VersionBetween(1, 2), p.Compare("y", "<=", 0.5)]
+PACING: Final = p.Pacing("train", 64, 0.25, 2, p.Requeue("oldest"), "weights")
+OFFER: Final = m.Offer("/dev/shm/a", 1 << 30, "tcp://h:1", "k" * 40, bytes(range(32)), 2)
+
+REQUESTS: Final[list[m.Request]] = [
+    m.Hello(bytes(range(16)), 4711, "host", "/run/sessions/a", "0.1.0", "worker", True, OFFER),
+    m.Heartbeat(),
+    m.Goodbye(),
+    m.Unpin(TWO, TWO),
+    m.CreateTable("t", FIELDS, TASKS, Limits(rows=64, bytes="8MiB"), PACING, p.Manual(), True, 2),
+    m.CreateTable("u", pacing=p.Pacing("train", 4, on_stale=p.HoldClock()), retention=p.Acked()),
+    m.CreateTable("v", pacing=p.Pacing("train", 4, on_stale=p.KeepStale())),
+    m.OpenTable("t", 1.5),
+    m.CreateTable("w", tasks=[p.Task("first")], pacing=p.Pacing("first", 4)),
+    m.AddTask("t", TASKS[3]),
+    m.AddFields("t", FIELDS),
+    m.DropTable("t", True),
+    m.ListTables(),
+    m.Seal("t"),
+    m.Advance("t", 7, 1.5),
+    m.Grant(4096, 1.5, [1, 2], "weights"),
+    m.ReturnGrant(3),
+    m.Put("t", 2, COLUMNS, 5, 1.5),
+    m.Update("t", TWO, COLUMNS, True),
+    m.Lease("t", "train", 1, 2, 3, 1, 1.5, 30.0, WHERE, ["x"], 1, 2, 1, 2),
+    m.Ack("t", 4, 9, TWO, COLUMNS, "old", 3),
+    m.Checkpointed("t", 3, "train"),
+    m.Rollback("t", 2, "train", 1),
+    m.Cursor("t", 5),
+    m.Release("t", 4, 9, TWO, True, "why", COLUMNS),
+    m.Renew("t", 4, 9, 30.0),
+    m.Reserve("t", 4, 2, 1.5),
+    m.Unreserve("t", 5, 2),
+    m.Drop("t", TWO, "old"),
+    m.Delete("t", TWO),
+    m.Find("t", ["k", "l"]),
+    m.Read("t", TWO, ["x"], WHERE, 9),
+    m.Publish("weights", 7, FIELDS, [PLACED], 3, 1.5, 6, [9]),
+    m.Basis("weights"),
+    m.Pull("weights", 6, 7, 1.5),
+    m.Applied("weights", 7),
+    m.Turn("weights", 2, 9.5, 1.5),
+    m.EndTurn("weights"),
+    m.Snapshot("kept", 3),
+    m.Restore("kept"),
+    m.Follow(1, 4096, 1.5),
+    m.Observe("row", "t", 3),
+    m.ListShards(),
+    m.Drain(1),
+    m.TakeOrders(7, 4, [3], 1.5),
+]
+REPLIES: Final[list[m.Reply]] = [
+    m.Welcome(5, 7, "0.1.0", "/run", {0: "/dev/shm/a"}, 1 << 30, 7071, True, True, Seat(1, 2, "d")),
+    m.TableTerms("t", FIELDS, TASKS, Limits(rows=64, bytes="8MiB"), PACING, p.Acked(), True, 7, 2),
+    m.Tables(["t", "u"]),
+    m.Granted(3, 0, 4096, 4096, bytes(16)),
+    m.PutRows(10, 2),
+    m.Leased(4, 9, 30.0, 7, CONTENT),
+    m.Renewed(30.0),
+    m.Reserved(5, 4, 7, [(1, 2)]),
+    m.Found(TWO),
+    m.ReadRows(CONTENT),
+    m.Weights(7, FIELDS, [BLOCK]),
+    m.BasisAt(7, FIELDS, [BLOCK], {3: 4096}, "a shard"),
+    m.Observed(codec.encode_plain({"a": [1, 2.5, None, {"b": "c"}]})),
+    m.CursorAt(8),
+    m.Working(1, "/s/kept", 4096, 8192, True),
+    m.Shards([m.ShardAt(1, "/dev/shm/b", 1 << 20, "tcp://h:1", "k" * 40)]),
+    m.Orders(7, 4, [m.Grow(0, 4096), m.Punch(4096, 4096), m.Revoke(3), m.CloseTransfers(5), m.Stand(9, TWO, 8, TWO), m.Leave()]),
+    m.Done(3),
+    m.Failed("Full", "no room"),
+]  # fmt: skip
+LOCATED: Final = b.Located(9, 3, 4096, 128, 2, 0, [5, 0], bytes(16))
+HEADS: Final[list[b.ToShard | b.ToClient]] = [
+    b.Read(1, 5, 0, FIELDS, [b.Wanted(["x"], [["x", "z"]], [LOCATED], bytes(8), bytes(8))]),
+    b.Write(2, 5, 0, 3, 4096, 4096, bytes(16), 4096, 128),
+    b.Data(2, 1),
+    b.Taken(2, 2, True),
+    b.Frame(1, 0, [b.Begun(0, [5])], True),
+    b.Refused(1, "NotFound", "no such block"),
+]
+
+
+def frames() -> dict[str, bytes]:
+    """Name of each example, and its frame."""
+    found: dict[str, bytes] = {}
+    for number, request in enumerate(REQUESTS, 1):
+        found[f"call {number} {type(request).__name__}"] = codec.encode_call(m.Call(5, number, number - 1, request))
+    for number, reply in enumerate(REPLIES, 1):
+        found[f"answer {number} {type(reply).__name__}"] = codec.encode_answer(m.Answer(7, number, reply))
+    for number, head in enumerate(HEADS, 1):
+        found[f"head {number} {type(head).__name__}"] = b.message(head, (b"content",))[0]
+    return found
+
+
+def structs(value: object) -> set[type]:
+    """Types of all structs in a value."""
+    if isinstance(value, msgspec.Struct):
+        parts = [getattr(value, name) for name in value.__struct_fields__]
+        return {type(value)}.union(*map(structs, parts))
+    if isinstance(value, dict):
+        return structs([*value.values()])
+    return set().union(*map(structs, value)) if isinstance(value, list | tuple) else set()

@@ -1,0 +1,63 @@
+"""A session with a node whose every byte is the same each time: what a client of this protocol said, and what it was answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from tests.server.nodes import Bench
+from transferqueue.policies import Task
+from transferqueue.schema import Field
+from transferqueue.server.tickets import Tickets
+from transferqueue.wire import codec
+from transferqueue.wire import messages as m
+
+PEER: Final = b"peer"
+REWARD: Final = Field("r", "float64")
+STEPS: Final[list[m.Request]] = [
+    m.Hello(bytes(range(16)), host="elsewhere", version="0.1.0", label="recorded"),
+    m.CreateTable("t", [REWARD], [Task("train", ["r"])]),
+    m.Grant(4096),
+    m.Put(
+        "t",
+        2,
+        m.Columns(
+            [REWARD],
+            inline=[m.Inline("r", bytes(8) + bytes.fromhex("000000000000f03f"))],
+            facts=m.RowFacts(keys=["a", "b"]),
+        ),
+    ),
+    m.Put("t", 1, m.Columns([Field("x", "int32", (16,))], blocks=[m.Placed(1, 0, 64, 1, ["x"], [0])])),
+    m.Find("t", ["b", "c"]),
+    m.Lease("t", "train", rows=2),
+    m.Ack("t", 1, 1, step=3),
+    m.Read("t"),
+    m.Checkpointed("t", 3),
+    m.Reserve("t", 4),
+    m.Seal("t"),
+    m.Lease("t", "train", rows=1),
+    m.Goodbye(),
+]
+
+
+def play() -> Iterator[tuple[str, bytes]]:
+    """Each call and its answer."""
+    bench = Bench(tickets=Tickets(bytes(32)))  # random otherwise
+    session = 0
+    for number, request in enumerate(STEPS, 1):
+        call = codec.encode_call(m.Call(session, number, number - 1, request))
+        yield f"{type(request).__name__} call", call
+        for answer in answers(bench, call):
+            reply = codec.decode_answer(answer).reply
+            if isinstance(reply, m.Welcome):
+                session = reply.session
+            yield f"{type(reply).__name__} answer", answer
+    bench.close()
+
+
+def answers(bench: Bench, call: bytes) -> list[bytes]:
+    """What the node says to a frame."""
+    bench.node.receive(PEER, call, bench.now)
+    said = [frame for _, frame in bench.node.outbox]
+    bench.node.outbox = []
+    return said
