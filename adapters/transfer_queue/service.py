@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from transferqueue.adapters.transfer_queue.client import TransferQueueClient
 from transferqueue.adapters.transfer_queue.controller import Controller
 from transferqueue.adapters.transfer_queue.metrics import Metrics
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler
+from transferqueue.storage.dtypes import loaded
 
 ACTOR: Final = "TransferQueueController"
 NAMESPACE: Final = "transfer_queue"
@@ -205,7 +205,7 @@ def _defaults() -> dict[str, Any]:
 
 def _merged(defaults: Mapping[str, Any], given: Any) -> dict[str, Any]:
     """`given` over `defaults`, dict by dict. Other values (a sampler's class) stay what they are."""
-    if "omegaconf" in sys.modules and not isinstance(given, dict):
+    if loaded("omegaconf") is not None and not isinstance(given, dict):
         from omegaconf import OmegaConf
 
         given = OmegaConf.to_container(given) if OmegaConf.is_config(given) else given

@@ -127,7 +127,7 @@ def table(queue: tq.Queue, name: str) -> tq.Table:
 def test_the_parameters_are_those_of_the_calls(call: str, front: type[Any]) -> None:
     signature = inspect.signature(getattr(front, call)).parameters.values()
     named = {one.name for one in signature if one.kind is not one.VAR_KEYWORD and one.name != "self"}
-    assert set(slips.PARAMETERS[call]) == named - {"columns_given"}
+    assert set(slips.PARAMETERS[call]) == named - {"table"}
 
 
 MEANT = {

@@ -207,6 +207,8 @@ class AsyncTable(TableBase):
 
     async def put(
         self,
+        table: Any = None,
+        /,
         *,
         group_id: Ints = None,
         group_size: Ints = None,
@@ -233,6 +235,7 @@ class AsyncTable(TableBase):
             key=key,
             tags=tags,
         )
+        facts, columns = facts.with_table(table, columns)
         number = reservation_id(self._terms, reservation)
         rows = await self._drive(verbs.put(self._client, self._terms, facts, columns, number, timeout_s))
         if reservation is not None:

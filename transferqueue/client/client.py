@@ -87,6 +87,11 @@ class Client:
         known.hear(found)
         return known
 
+    @property
+    def closed(self) -> bool:
+        """Whether the session is over: it was closed, or lost for good."""
+        return not self._end.alive or self.connection.over is not None
+
     def close(self) -> None:
         """Say goodbye, stop the thread, tell whoever waits. Again, or in a forked child: nothing."""
         self._end()

@@ -59,7 +59,10 @@ class QueueBase:
             client.connection.allow_waits()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} at {self.address}>"
+        """What this client knows already; nothing is asked of a server (`tables` and `stats` do)."""
+        used = sum(len(client.tables) for client in self._clients)
+        state = ", closed" if all(client.closed for client in self._clients) else ""
+        return f"<{type(self).__name__} at {self.address}: {used} tables used here{state}>"
 
     def _of(self, name: str) -> Client:
         """The client of the coordinator that a table or channel belongs to."""

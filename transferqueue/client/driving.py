@@ -16,12 +16,13 @@ import msgspec
 from transferqueue.client import checks
 from transferqueue.client.connection import Connection
 from transferqueue.client.deadline import Deadline
-from transferqueue.errors import InternalError, ProtocolError
+from transferqueue.errors import InternalError, ProtocolError, TransferQueueError
 from transferqueue.limits import MIB
 from transferqueue.wire import messages as m
 
 T = TypeVar("T")
 R = TypeVar("R", bound=m.Message)
+E = TypeVar("E", bound=TransferQueueError)
 
 INLINE_WORK_BYTES: Final = 4 * MIB
 """An event loop copies up to this much itself (under a millisecond); a thread takes what is more."""
@@ -76,6 +77,8 @@ def drive(connection: Connection, operation: Operation[T]) -> T:
                 wanted = step(given)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
+            except TransferQueueError as error:
+                raise trimmed(error) from error.__cause__
             try:
                 if isinstance(wanted, Within):
                     given = deadline = Deadline(connection.clock, wanted.wait_s)
@@ -103,6 +106,8 @@ async def adrive(connection: Connection, operation: Operation[T]) -> T:
                 wanted = step(given)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
+            except TransferQueueError as error:
+                raise trimmed(error) from error.__cause__
             try:
                 if isinstance(wanted, Within):
                     given = deadline = Deadline(connection.clock, wanted.wait_s)
@@ -115,6 +120,12 @@ async def adrive(connection: Connection, operation: Operation[T]) -> T:
                 step, given = operation.throw, error
     finally:
         given = None  # as in `drive`
+
+
+def trimmed(error: E) -> E:
+    """The error without the frames of this package that it passed: its text is complete, and what helps is the caller's own
+    line, which comes first then. A defect of the queue keeps them."""
+    return error if isinstance(error, InternalError) else error.with_traceback(None)
 
 
 def _bounded(work: Work, deadline: Deadline | None) -> Work:

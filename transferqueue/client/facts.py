@@ -49,6 +49,20 @@ class Facts(msgspec.Struct, kw_only=True):
         """Whether any fact was given."""
         return any(getattr(self, name) is not None for name in self.__struct_fields__)
 
+    def with_table(self, given: object, columns: dict[str, Any]) -> tuple[Facts, dict[str, Any]]:
+        """These facts and columns, with those of a whole table: of Arrow, or a mapping. A column with a fact's name is that fact.
+
+        `UsageError` for what is no table, and for a name that was given beside it too.
+        """
+        if given is None:
+            return self, columns
+        table = columns_of(given)
+        beside = {*columns, *self.names()} & table.keys()
+        if beside:
+            raise UsageError(f"{min(beside)!r} was given in the table and beside it; give it once")
+        facts = {name: _plain(table.pop(name)) for name in self.__struct_fields__ if name in table}
+        return msgspec.structs.replace(self, **facts), {**table, **columns}
+
     def names(self) -> list[str]:
         """Names of the facts that were given."""
         return [name for name in self.__struct_fields__ if getattr(self, name) is not None]
@@ -67,6 +81,31 @@ class Facts(msgspec.Struct, kw_only=True):
             keys=_keys(self.key, rows),
             tags=_tags(self.tags, rows),
         )
+
+
+def columns_of(given: object) -> dict[str, Any]:
+    """The columns of a table: `pyarrow.Table`, `pyarrow.RecordBatch`, or a mapping of names to columns."""
+    if isinstance(given, Mapping):
+        found = dict(given)
+    elif hasattr(given, "column_names") and hasattr(given, "column"):
+        found = {name: given.column(at) for at, name in enumerate(given.column_names)}
+        if len(found) < len(given.column_names):
+            raise UsageError("the table has two columns of one name; rename one")
+    else:
+        raise UsageError(
+            f"put takes a table, {type(given).__name__} is none; give a pyarrow.Table, a RecordBatch or a dict of columns, or each column "
+            "by name: put(name=values)"
+        )
+    if "row_id" in found:
+        raise UsageError(
+            'column "row_id" is the id that rows had before, and these get new ones; leave it out: .drop_columns(["row_id"])'
+        )
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A fact as an array or list, of an Arrow column too."""
+    return value.to_pylist() if hasattr(value, "to_pylist") else value
 
 
 def _ints(name: str, value: object, rows: int, dtype: str = "<i8") -> bytes | None:

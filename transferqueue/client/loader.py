@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Self
 
 from transferqueue.client.ahead import Ahead
 from transferqueue.client.batch import Batch
-from transferqueue.errors import EndOfTable, Forked, UsageError
+from transferqueue.client.driving import trimmed
+from transferqueue.errors import EndOfTable, Forked, TransferQueueError, UsageError
 
 if TYPE_CHECKING:
     from transferqueue.client.aio import AsyncBatch
@@ -50,6 +51,8 @@ class Loader:
             self._drained = True
             self.close()
             raise StopIteration from None
+        except TransferQueueError as error:
+            raise trimmed(error) from error.__cause__
         except BaseException:
             taken.cancel()
             raise

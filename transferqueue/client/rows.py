@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.client.source import Source
+from transferqueue.errors import UsageError
 from transferqueue.policies import Tags
 from transferqueue.storage.column import Column
 from transferqueue.storage.torched import needed
@@ -22,11 +23,24 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
+class RowKeys(list[str]):
+    """Keys of rows, one each. Called, it gives the names of the columns, which is what ``dict(batch)`` and ``**batch`` ask for."""
+
+    def __init__(self, keys: Iterable[str], fields: tuple[str, ...]) -> None:
+        super().__init__(keys)
+        self._fields = fields
+
+    def __call__(self) -> tuple[str, ...]:
+        """Names of the columns."""
+        return self._fields
+
+
 class RowsBase:
     """Rows with their facts and lazy columns: what `Rows` and the batches of both fronts are.
 
     ``len(rows)`` is the number of rows; ``rows["field"]`` is a `Column`, nothing of which is copied before
-    one of its views is asked for. Facts are arrays in the order of `rows`, this process's own.
+    one of its views is asked for. Facts are arrays in the order of `rows`, this process's own. ``dict(rows)`` and ``**rows`` are its
+    columns by name; iteration gives their names, in the order of the table.
     """
 
     def __init__(self, content: m.Content, source: Source) -> None:
@@ -96,20 +110,50 @@ class RowsBase:
         return short.each(self._content.priority, "<f8", len(self))
 
     @property
-    def keys(self) -> list[str]:
-        """Key of each row; an empty string where there is none."""
-        return self._content.keys if self._content.keys is not None else [""] * len(self)
+    def keys(self) -> RowKeys:
+        """Key of each row; an empty string where there is none. ``keys()``, as of a mapping, are the names of the columns."""
+        return RowKeys(self._content.keys if self._content.keys is not None else [""] * len(self), self.fields)
+
+    def items(self) -> Iterator[tuple[str, Column]]:
+        """Columns with their names, as of a dict."""
+        return ((name, self[name]) for name in self.fields)
+
+    def values(self) -> Iterator[Column]:
+        """The columns, as of a dict."""
+        return (self[name] for name in self.fields)
 
     @property
     def tags(self) -> list[Tags]:
         """Tags of each row; an empty dict where there are none."""
         return self._content.tags if self._content.tags is not None else [{} for _ in range(len(self))]
 
-    def arrow(self) -> pa.Table:
-        """All columns as an Arrow table, for polars, duckdb or Parquet. Keeps its own hold on the memory."""
+    def arrow(self, *, facts: bool = False) -> pa.Table:
+        """All columns as an Arrow table, for polars, duckdb or Parquet. Keeps its own hold on the memory.
+
+        facts: with `row_id`, `key`, `group_id`, `group_size`, `ordinal`, `policy_version`, `policy_version_max`, `tokens` and
+        `priority` of each row before them. `UsageError` if a column has such a name.
+        """
         import pyarrow as pa
 
-        return pa.table({name: self[name].arrow() for name in self.fields})
+        told = self._facts() if facts else {}
+        if both := told.keys() & set(self.fields):
+            raise UsageError(
+                f"column {min(both)!r} has the name of a fact, so the table would have it twice; leave facts=True out"
+            )
+        return pa.table(told | {name: self[name].arrow() for name in self.fields})
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "row_id": self.rows,
+            "key": list(self.keys),
+            "group_id": self.group_id,
+            "group_size": self.group_size,
+            "ordinal": self.ordinal,
+            "policy_version": self.policy_version,
+            "policy_version_max": self.policy_version_max,
+            "tokens": self.tokens,
+            "priority": self.priority,
+        }
 
     def tensordict(self) -> TensorDict:
         """All columns as a `tensordict.TensorDict` of batch size ``[rows]``: dense columns as tensors, ragged ones as
@@ -134,6 +178,20 @@ class Rows(RowsBase):
     this object is collected; a view that was taken before stays valid for as long as it is held, and may be
     changed in place without anyone else seeing it. After the end a column is `BatchEnded`.
     """
+
+    def __init__(self, content: m.Content, source: Source, left_out: tuple[str, ...] = ()) -> None:
+        super().__init__(content, source)
+        self._left_out = left_out
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Fields of the table, as this client last heard of them, that did not come since not all of these rows have them yet."""
+        return self._left_out
+
+    def __repr__(self) -> str:
+        missing = f"; left out, as not all rows have them: {', '.join(self._left_out)}" if self._left_out else ""
+        ended = f", {self._source.ended}" if self._source.ended else ""
+        return f"{super().__repr__()[:-1]}{missing}{ended}>"
 
     def release(self) -> None:
         """Return the memory of the columns; views taken before stay valid. Again: nothing."""

@@ -19,6 +19,14 @@ class Source:
         self.subject, self.rows = subject, rows
         self._columns = columns
         self._blocks = blocks
+        self._left_out: list[str] = []
+        self.ended = ""
+        """How it ended; empty while it lasts."""
+
+    def without(self, fields: list[str]) -> Source:
+        """This, knowing that these fields did not come since not all rows have them."""
+        self._left_out = fields
+        return self
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -30,13 +38,17 @@ class Source:
         found = self._columns.get(name)
         if found is None:
             raise NotFound(
-                f'field "{name}" is not in this batch of {self.subject}; it has {listing(self._columns)}; name others with '
+                f'field "{name}" is left out of these rows of {self.subject}, since not all of them have it; read those that do, '
+                f"or wait for whoever gives it; they have {listing(self._columns)}"
+                if name in self._left_out
+                else f'field "{name}" is not in this batch of {self.subject}; it has {listing(self._columns)}; name others with '
                 "fields="
             )
         return found
 
     def end(self, how: str) -> None:
         """Return the memory, as soon as no view of it is left. What a column has given stays; the rest is `BatchEnded`."""
+        self.ended = self.ended or how
         for blocks in self._blocks:
             blocks.end(
                 f"the batch of {self.subject} {how}, and its memory was returned; take what is needed while it lasts "
@@ -58,4 +70,4 @@ def content_source(client: Client, content: m.Content, terms: Terms, subject: st
         fields = terms.told(content.definitions)
     columns = {value.field: Column.of_inline(fields[value.field], value.data) for value in content.inline}
     placed, held = yield from client.shards.columns(content.parts, fields, rows)
-    return Source(subject, rows, columns | placed, held)
+    return Source(subject, rows, terms.ordered(columns | placed), held)

@@ -61,7 +61,14 @@ class TableBase:
         return self._terms.last.retention
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r} at {self._client.address}>"
+        """What this client knows of it already; nothing is asked of the server (`stats` does)."""
+        terms = self._terms.last
+        tasks = f"tasks {', '.join(self.tasks)}" if terms.tasks else "no tasks"
+        state = f"{', sealed' if terms.sealed else ''}{', closed' if self._client.closed else ''}"
+        return (
+            f"<{type(self).__name__} {self.name!r} at {self._client.address}: {len(self._terms.fields)} fields, {tasks}, "
+            f"at most {terms.limits.rows} rows{state}>"
+        )
 
 
 class Table(TableBase):
@@ -73,6 +80,8 @@ class Table(TableBase):
 
     def put(
         self,
+        table: Any = None,
+        /,
         *,
         group_id: Ints = None,
         group_size: Ints = None,
@@ -92,6 +101,7 @@ class Table(TableBase):
         columns: by field name, each with one value per row: torch (dense ``[rows, ...]`` or jagged), numpy, lists of
         arrays or numbers, Arrow arrays, strings, bytes, plain nested values, or `Repeat` where rows share values. A
         single value (number, text, dict) is given to all rows. A field that the table lacks is added.
+        table: the same as a `pyarrow.Table`, a `RecordBatch` or a dict; its columns that have the name of a fact are that fact.
         facts: one for all rows, or one per row. tokens: if not given, the lengths of `input_ids`, else of
         `prompt_ids` and `response_ids` together, as far as this put has them; later columns add nothing. policy_version: of the
         weights that made the row; without one (-1) it is never stale.
@@ -121,6 +131,7 @@ class Table(TableBase):
             key=key,
             tags=tags,
         )
+        facts, columns = facts.with_table(table, columns)
         number = reservation_id(self._terms, reservation)
         rows = self._drive(verbs.put(self._client, self._terms, facts, columns, number, timeout_s))
         if reservation is not None:

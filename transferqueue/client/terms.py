@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from transferqueue.errors import SchemaError
 from transferqueue.policies import Task
 from transferqueue.schema import Field, known, not_taken
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_fields
+
+C = TypeVar("C")
 
 
 class Terms:
@@ -19,6 +22,8 @@ class Terms:
         self.fields: dict[str, Field] = {}
         self._told: tuple[bytes, dict[str, Field], dict[str, Field]] = b"", {}, {}
         """Definitions, what was known when they came, and both together."""
+        self._placed: tuple[dict[str, Field], dict[str, int]] = {}, {}
+        """Fields, and the place of each among them."""
         self.hear(found)
 
     @property
@@ -35,9 +40,18 @@ class Terms:
         fields = {field.name: known(field) for field in found.fields}
         changed = fields != self.fields
         self.last = found
-        if changed:
+        if changed or list(fields) != list(self.fields):
             self.fields = fields
         return changed
+
+    def ordered(self, columns: dict[str, C]) -> dict[str, C]:
+        """Columns in the order of the table's fields."""
+        if self._placed[0] is not self.fields:
+            self._placed = self.fields, {name: at for at, name in enumerate(self.fields)}
+        at = self._placed[1]
+        if len(columns) < 2:
+            return columns
+        return {name: columns[name] for name in sorted(columns, key=lambda name: at.get(name, len(at)))}
 
     def learn(self, fields: Iterable[Field]) -> None:
         """The server has accepted a commit with these fields, so this is what they are."""

@@ -153,7 +153,8 @@ def read(
 def _read(client: Client, terms: Terms, request: m.Read) -> Operation[Rows]:
     content = (yield from ask(request, m.ReadRows)).content
     source = yield from content_source(client, content, terms, f'table "{terms.name}"')
-    return Rows(content, source)
+    left_out = [name for name in terms.fields if name not in source.fields] if request.fields is None else []
+    return Rows(content, source.without(left_out), tuple(left_out))
 
 
 def find(terms: Terms, keys: str | Sequence[str]) -> Operation[NDArray[np.int64]]:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.errors import InternalError, UsageError
-from transferqueue.schema import Field, align
-from transferqueue.storage.dtypes import I64, stored, viewed
+from transferqueue.errors import BatchEnded, InternalError, UsageError
+from transferqueue.schema import TORCH_ONLY_DTYPES, Field, align
+from transferqueue.storage.dtypes import I64, ml_dtype, stored, viewed
 from transferqueue.storage.gather import Loaded, dense_run, load, offsets_of
 from transferqueue.storage.numbers import store_numbers
 from transferqueue.storage.placement import Placement
-from transferqueue.storage.show import arrow_array, plain_rows, row_value
+from transferqueue.storage.show import arrow_array, plain_rows, row_value, shown_row
 from transferqueue.storage.torched import as_torch, needed
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor
+
+
+SHOWN_ROWS: Final = 4
+"""Rows of a column that its repr shows."""
 
 
 class Column:
@@ -73,7 +77,35 @@ class Column:
         return self._rows
 
     def __repr__(self) -> str:
-        return f"Column({self.field.name!r}, {self.field.describe()}, rows={self._rows})"
+        """Name, dtype, shape and the first values. Only these few rows are looked at, in memory that this process has."""
+        shape = ", ".join("None" if size is None else str(size) for size in self.shape)
+        return f"Column({self.field.name!r}, {self.dtype}, shape=({shape}{',' * (len(self.shape) == 1)}), {self._first_values()})"
+
+    @property
+    def dtype(self) -> str:
+        """Name of the field's dtype, such as ``"float32"``, ``"bfloat16"`` or ``"str"``."""
+        return self.field.dtype
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """``(rows, *shape of one row)``; None where rows differ."""
+        return (self._rows, *self.field.shape)
+
+    def _first_values(self) -> str:
+        if self.dtype in TORCH_ONLY_DTYPES and ml_dtype(self.dtype) is None:
+            return "..."  # only torch could say them, and to import it takes seconds
+        count = min(self._rows, SHOWN_ROWS)
+        try:
+            cell = self._cell.get("rows")
+            if cell is None and self._placement is not None:
+                self._placement.blocks.living()
+                cell = load(self.field, self._placement.select(slice(count)))
+        except BatchEnded:
+            return "ended"
+        if cell is None:
+            return "..."
+        shown = [shown_row(self.field, cell, at) for at in range(count)]
+        return f"[{', '.join(shown + ['...'] * (self._rows > count))}]"
 
     def __iter__(self) -> Iterator[Any]:
         """Rows, each as ``column[i]`` gives it."""

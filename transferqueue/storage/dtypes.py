@@ -75,9 +75,16 @@ _REMEDIES: Final = {
 }
 
 
+def loaded(module: str) -> Any | None:
+    """A module that this process has imported whole; None before. While one thread imports it, others find a part of it in
+    `sys.modules`, which has none of what the module defines later."""
+    found = sys.modules.get(module)
+    return None if getattr(getattr(found, "__spec__", None), "_initializing", False) else found
+
+
 def torch_loaded() -> Any | None:
     """The torch module if this process has imported it: no value can be a tensor before."""
-    return sys.modules.get("torch")
+    return loaded("torch")
 
 
 def of_torch(dtype: Any, subject: str) -> str:

@@ -28,6 +28,30 @@ def row_value(field: Field, loaded: Loaded, at: int) -> Any:
     return _shown(field, _row(field, loaded, at))
 
 
+SHOWN_ITEMS: Final = 4
+"""Items of a row, and SHOWN_BYTES of a text or value, that a repr shows."""
+SHOWN_BYTES: Final = 48
+
+
+def shown_row(field: Field, loaded: Loaded, at: int) -> str:
+    """One row for a repr, shortened; only what is shown is read."""
+    if field.blob:
+        start, end = offsets_of(loaded)[at : at + 2].tolist()
+        if end - start > SHOWN_BYTES and field.dtype == "value":
+            return f"<value of {end - start} bytes>"
+        cut = bytes(loaded.values.data[start : min(end, start + SHOWN_BYTES)])
+        if field.dtype == "value":
+            return repr(decode(cut, f'field "{field.name}"'))
+        text = repr(cut if field.dtype == "bytes" else cut.decode("utf-8", "ignore"))
+        return text if end - start <= SHOWN_BYTES else f"{text}..."
+    if field.shape == ():
+        return repr(row_value(field, loaded, at))
+    row = np.asarray(_shown(field, _row(field, loaded, at)))
+    items = [str(item) for item in row.reshape(-1)[:SHOWN_ITEMS].tolist()]
+    sizes = f" of shape {list(row.shape)}" if row.ndim > 1 else ""
+    return f"[{', '.join(items + ['...'] * (row.size > SHOWN_ITEMS))}]{sizes}"
+
+
 def plain_rows(field: Field, loaded: Loaded) -> list[Any]:
     """All rows as plain Python values."""
     if field.blob:
