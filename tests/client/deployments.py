@@ -78,7 +78,9 @@ class Fronted:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.inner, name)
-        if not callable(value) or isinstance(value, list):  # keys of rows are a list that can be called, as of a mapping
+        if not callable(value) or isinstance(
+            value, list
+        ):  # keys of rows are a list that can be called, as of a mapping
             return value
         return lambda *args, **named: self._wrap(
             value(*map(unwrapped, args), **{k: unwrapped(v) for k, v in named.items()})
