@@ -64,6 +64,8 @@ WORDS: Final = {
     "needs": ["x", "y"], "gives": ["r"], "tags": ["a", "b"], "reason": ["bad", "old"],
 }  # fmt: skip
 _ANY_WORDS: Final = ["", "a", "worker"]
+LARGEST_BYTES: Final = 1 << 18
+"""Of what a list in a list becomes when both are at their ends: a server hangs up on more than a message may have."""
 KEPT: Final = 64
 """Of each kind of id that a server gave, so many are remembered."""
 
@@ -126,10 +128,10 @@ class Typed:
         kind = kind or rng.choices(self._names, self._weights)[0]
         info = self._kinds[kind]
         self._count = rng.choice([1, 1, 2, 3, 8])
-        tree = self._sample(info, kind.__name__)
+        plausible = tree = self._sample(info, kind.__name__)
         for _ in range(rng.choice([0, 0, 1, 1, 1, 2, 4])):
             tree = self._spoil(info, tree, kind.__name__)
-        return tree
+        return tree if len(msgspec.msgpack.encode(tree)) <= LARGEST_BYTES else plausible
 
     def call(self, session: int, call: int, seen: int, tree: Any) -> bytes:
         """The frame of a request."""
