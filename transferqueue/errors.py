@@ -37,6 +37,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from transferqueue.text import visible_lines
+
 
 class TransferQueueError(Exception):
     """Root of all errors raised by the queue. Its text is complete without a traceback."""
@@ -156,7 +158,7 @@ BY_NAME: Final = _tree(TransferQueueError)
 
 def from_wire(name: str, text: str) -> TransferQueueError:
     """The error that a peer reported. An unknown name becomes `InternalError`, keeping the text."""
-    known = BY_NAME.get(name)
+    known, text = BY_NAME.get(name), visible_lines(text)
     return known(text) if known else InternalError(f"{name}: {text}")
 
 

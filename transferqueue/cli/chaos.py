@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from transferqueue.cli.terminal import say
+
 EXAMPLES = (
     ("transferqueue chaos", "three minutes, about 450 faults"),
     ("transferqueue chaos --seconds 20 --seed 7", "a short run with other faults"),
@@ -51,10 +53,10 @@ def chaos(
     from transferqueue.testing.chaos.run import chaos as run_chaos
 
     run = settings(seconds, seed, durability, tcp)
-    typer.echo(f"{run.command}")
-    found = run_chaos(run, typer.echo, keep)
+    say(f"{run.command}")
+    found = run_chaos(run, say, keep)
     for line in found.lines():
-        typer.echo(line)
+        say(line)
     if out is not None:
         out.write_text(json.dumps({"commit": commit_in_use(), **found.plain()}, indent=1) + "\n")
     if not found.kept:

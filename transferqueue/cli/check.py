@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from transferqueue.cli.terminal import say
+
 EXAMPLES = (
     ("transferqueue check worker-*.jsonl", "the histories of all processes of one run, together"),
     ("transferqueue check run.jsonl --late 60", "also: no lease ended a minute later than it might wait"),
@@ -39,9 +41,9 @@ def check(
         checker.see(line)
     found = checker.violations
     for violation in found[:SHOWN_MAX]:
-        typer.echo(str(violation))
+        say(str(violation))
     if len(found) > SHOWN_MAX:
-        typer.echo(f"and {len(found) - SHOWN_MAX} more")
-    typer.echo(f"{checker.operations:,} operations, {len(found):,} violations")
+        say(f"and {len(found) - SHOWN_MAX} more")
+    say(f"{checker.operations:,} operations, {len(found):,} violations")
     if found:
         raise typer.Exit(BROKEN)

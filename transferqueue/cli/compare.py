@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from transferqueue.cli.terminal import console, say
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -47,7 +49,7 @@ def compare_modes(
     comparison.write(out / f"{name}.json", found)
     comparison.draw(out / f"{name}.png", figures, finished)
     _show(figures)
-    typer.echo(f"wrote {out / name}.json and .png")
+    say(f"wrote {out / name}.json and .png")
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -62,14 +64,13 @@ def parse_seeds(text: str) -> list[int]:
 
 def _told(run: Run) -> None:
     found = run.summary
-    typer.echo(
+    say(
         f"{run.mode:8} seed {run.seed}: {found.samples_per_s:7,.0f} samples/s, trainer idle {1 - found.trainer_busy:4.0%}, "
         f"held-out {found.heldout_reward_before:.3f} -> {found.heldout_reward_after:.3f}, {found.seconds:.0f} s"
     )
 
 
 def _show(figures: Sequence[ModeFigures]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -86,7 +87,7 @@ def _show(figures: Sequence[ModeFigures]) -> None:
             f"{1000 * one.swap_s_max:.1f} ms",
             f"{1000 * one.request_s:.1f} ms",
         )
-    Console(highlight=False).print(table)
+    console().print(table)
 
 
 def commit_in_use() -> str:

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from transferqueue.cli.demo_screen import Bar, Lines, Watch
+from transferqueue.cli.terminal import console
 
 if TYPE_CHECKING:
     from transferqueue.workflows.flow import Observe
@@ -146,16 +148,16 @@ def demo(
         filter_zero_advantage=filter_zero_advantage,
     )
     directory = out or Path("runs") / run_name(settings)
-    console = Console(highlight=False)
+    terminal = console()
     with (
         _logging(log, directory) as logger,
         _ended_like_ctrl_c(signal.SIGTERM),
-        _watched(console, settings) as watch,
+        _watched(terminal, settings) as watch,
         _last_words_shown(),
     ):
         run = _run_on_ray if on == "ray" else _run_here
         outcome = run(settings, directory, logged(logger, watch) if logger else watch, watch)
-    show(outcome, console)
+    show(outcome, terminal)
 
 
 def _run_here(settings: JobSettings, directory: Path, observe: Observe, watch: Watch) -> Outcome:
@@ -215,18 +217,18 @@ def job_settings(
     )
 
 
-def show(outcome: Outcome, console: Console) -> None:
+def show(outcome: Outcome, to: Console) -> None:
     """Print the summary as a table, why rows were dropped, and where the files are."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in outcome.summary.rows():
-        table.add_row(f"[dim]{name}[/dim]", value)
-    console.print()
-    console.print(table)
+        table.add_row(Text(name, style="dim"), Text(value))
+    to.print()
+    to.print(table)
     for reason, rows in outcome.audit.dropped.items():
-        console.print(f"[dim]dropped ({reason}):[/dim] {rows}")
-    console.print()
+        to.print(Text.assemble((f"dropped ({reason}):", "dim"), f" {rows}"))
+    to.print()
     for path in outcome.files:
-        console.print(f"[dim]wrote[/dim] {path}", soft_wrap=True)
+        to.print(Text.assemble(("wrote", "dim"), f" {path}"), soft_wrap=True)
 
 
 def _logging(name: str | None, directory: Path) -> AbstractContextManager[Logger | None]:
@@ -261,14 +263,14 @@ def _last_words_shown() -> Iterator[None]:
         yield
     except StageFailed as error:
         if error.last_words:
-            Console(stderr=True, highlight=False).print(error.last_words, markup=False, soft_wrap=True)
+            console(stderr=True).print(error.last_words, soft_wrap=True)
         raise
 
 
 @contextmanager
-def _watched(console: Console, settings: JobSettings) -> Iterator[Watch]:
-    if not console.is_terminal:
-        yield Lines(console, settings.learning.steps)
+def _watched(to: Console, settings: JobSettings) -> Iterator[Watch]:
+    if not to.is_terminal:
+        yield Lines(to, settings.learning.steps)
         return
-    with Bar(console, settings.learning.steps) as bar:
+    with Bar(to, settings.learning.steps) as bar:
         yield bar

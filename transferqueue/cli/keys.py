@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from transferqueue.cli.terminal import say, say_fields
+
 EXAMPLES = (
     ("transferqueue keys new rollout --role producer", "a key for rollout workers"),
     ("transferqueue keys token rollout tcp://10.0.0.7:7777", "what they paste into connect()"),
@@ -43,7 +45,7 @@ def new(
     from transferqueue.transport import keyring
 
     made = keyring.add(keys or keyring.default_directory(), name, role)
-    typer.echo(f"made key {made.name}, role {made.role}")
+    say(f"made key {made.name}, role {made.role}")
 
 
 @commands.command("list")
@@ -52,7 +54,7 @@ def show(keys: KeysOption = None) -> None:
     from transferqueue.transport import keyring
 
     for owner in keyring.load(keys or keyring.default_directory()).clients:
-        typer.echo(f"{owner.name}\t{owner.role}\t{owner.pair.public}\t{owner.made}")
+        say_fields(owner.name, owner.role, owner.pair.public, owner.made)
 
 
 @commands.command("revoke")
@@ -61,7 +63,7 @@ def revoke(name: NameArgument, keys: KeysOption = None) -> None:
     from transferqueue.transport import keyring
 
     gone = keyring.revoke(keys or keyring.default_directory(), name)
-    typer.echo(f"revoked key {gone.name}, role {gone.role}")
+    say(f"revoked key {gone.name}, role {gone.role}")
 
 
 @commands.command("token")
@@ -79,4 +81,4 @@ def token(
     from transferqueue.transport import keyring
     from transferqueue.transport.keys import write_token
 
-    typer.echo(write_token(keyring.token_of(keys or keyring.default_directory(), name, address)))
+    say(write_token(keyring.token_of(keys or keyring.default_directory(), name, address)))

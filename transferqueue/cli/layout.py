@@ -9,6 +9,8 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from transferqueue.text import visible
+
 GAP: Final = 2
 """Blank cells between two columns."""
 
@@ -24,7 +26,7 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def width(self) -> int:
         """Cells of the terminal it takes."""
-        return max(len(self.heading), *(cell.cell_len for cell in self.cells), 0)
+        return max(len(self.heading), *(_seen(cell).cell_len for cell in self.cells), 0)
 
 
 def fit(columns: Sequence[Column], width: int) -> list[Column]:
@@ -48,7 +50,7 @@ def grid_line(columns: Sequence[Column], row: int) -> Text:
 def flow(pieces: Sequence[Text], width: int, *, between: str = " · ", indent: int = 0) -> list[Text]:
     """`pieces` on as few lines as they need, joined by `between`; lines after the first are indented."""
     lines = [Text()]
-    for piece in pieces:
+    for piece in map(_seen, pieces):
         line = lines[-1]
         if line.plain.strip() and line.cell_len + len(between) + piece.cell_len > width:
             lines.append(line := Text(" " * indent))
@@ -60,7 +62,7 @@ def flow(pieces: Sequence[Text], width: int, *, between: str = " · ", indent: i
 
 def wrap(text: Text, width: int, *, indent: int) -> list[Text]:
     """`text` broken at spaces to `width`, every line indented."""
-    lines = text.wrap(Console(), max(width - indent, 20))
+    lines = _seen(text).wrap(Console(), max(width - indent, 20))
     for line in lines:
         line.rstrip()
     return [Text(" " * indent).append_text(line) for line in lines]
@@ -68,6 +70,7 @@ def wrap(text: Text, width: int, *, indent: int) -> list[Text]:
 
 def spread(left: Text, right: Text, width: int) -> list[Text]:
     """`left` and `right` at the two ends of one line, or of two where one is too short for both."""
+    left, right = _seen(left), _seen(right)
     gap = width - left.cell_len - right.cell_len
     if gap < GAP:
         return [left, right]
@@ -80,7 +83,13 @@ def bar(share: float, width: int, *, style: str = "green") -> Text:
     return Text("━" * strong, style=style).append("─" * (width - strong), style="bright_black")
 
 
+def _seen(text: Text) -> Text:
+    """Text as the terminal will show it: as wide as that."""
+    return text if text.plain.isprintable() else Text(visible(text.plain), style=text.style)
+
+
 def _padded(column: Column, cell: Text) -> Text:
+    cell = _seen(cell)
     space = " " * (column.width - cell.cell_len)
     return cell.copy().append(space) if column.left else Text(space).append_text(cell)
 

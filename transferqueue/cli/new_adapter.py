@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from transferqueue.cli.terminal import say
+
 EXAMPLES = (
     (
         "transferqueue new-adapter mine",
@@ -29,5 +31,5 @@ def new_adapter(
 
     files = write(name, kind, directory)
     for path in files:
-        typer.echo(str(path))
-    typer.echo(f"now: cd {files[0].parent} && pip install -e . && pytest")
+        say(str(path))
+    say(f"now: cd {files[0].parent} && pip install -e . && pytest")

@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from typing import Final
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from transferqueue.cli.terminal import console
 from transferqueue.errors import FlowSignal, PeerError, TransferQueueError, UsageError
 
 MEND: Final = 1
@@ -73,4 +73,4 @@ def reported() -> Iterator[None]:
 def say_error(text: str) -> None:
     """``error: text`` as one line on stderr; a terminal wraps it, a pipe does not."""
     line = Text("error: ", style="bold red").append(" ".join(text.split()), style="default not bold")
-    Console(stderr=True).print(line, soft_wrap=True, highlight=False)
+    console(stderr=True).print(line, soft_wrap=True)

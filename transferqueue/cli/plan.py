@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from transferqueue.cli.terminal import console, say
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -41,16 +43,15 @@ def plan(
     found = planner.plan(job)
     _show(found)
     for name, seconds in measured.items():
-        typer.echo(f"measured: {name} {seconds:.4g} s a row")
+        say(f"measured: {name} {seconds:.4g} s a row")
     for one in planner.assumed(job):
-        typer.echo(f"assumed: {one}")
+        say(f"assumed: {one}")
     if picture is not None:
         draw(picture, found[0])
-        typer.echo(f"drew {picture}")
+        say(f"drew {picture}")
 
 
 def _show(found: Sequence[Planned]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -66,11 +67,11 @@ def _show(found: Sequence[Planned]) -> None:
             f"{one.step_s:.1f} s",
             " ".join(f"{name} {share:.0%}" for name, share in one.idle.items()),
         )
-    console = Console(highlight=False)
-    console.print(table)
-    console.print("predicted timeline of the first (full block: all its instances busy)")
+    screen = console()
+    screen.print(table)
+    screen.print("predicted timeline of the first (full block: all its instances busy)")
     for name in one_line_each(found[0]):
-        console.print(name)
+        screen.print(name)
 
 
 def one_line_each(best: Planned) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from transferqueue.cli.address import ADDRESS_VARIABLE
+from transferqueue.cli.terminal import say
 
 if TYPE_CHECKING:
     from transferqueue.weights.relay import Carrier
@@ -118,7 +119,7 @@ def relay(
 
 
 def _tell(line: str) -> None:
-    typer.echo(f"relay: {line}", err=True)
+    say(f"relay: {line}", err=True)
     sys.stderr.flush()
 
 
@@ -146,7 +147,7 @@ def _serve(addresses: Sequence[str], arena_bytes: str | None, make: Callable[[st
     threads: list[_Beside] = []
 
     def ready(listening: list[str]) -> None:
-        typer.echo(" ".join(["ready", *listening]))
+        say(" ".join(["ready", *listening]))
         sys.stdout.flush()
         threads.append(_Beside(make(next(one for one in listening if one.startswith("ipc:")))))
         threads[0].start()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from transferqueue.cli.compare import commit_in_use
+from transferqueue.cli.terminal import console, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,11 +37,10 @@ def replay(
     replay_record.write(out / f"{name}.json", replay_record.record(runs, commit=commit_in_use()))
     replay_record.draw(out / f"{name}.png", runs)
     _show(runs, replay_record.speedups(runs))
-    typer.echo(f"wrote {out / name}.json and .png")
+    say(f"wrote {out / name}.json and .png")
 
 
 def _show(runs: Sequence[Replayed], speedups: dict[str, dict[str, float]]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -56,4 +56,4 @@ def _show(runs: Sequence[Replayed], speedups: dict[str, dict[str, float]]) -> No
             f"{run.overhead:.1%}",
             f"{max(run.spread.values()):.1%}",
         )
-    Console(highlight=False).print(table)
+    console().print(table)

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from transferqueue.cli.address import ADDRESS_VARIABLE
+from transferqueue.cli.terminal import say
 from transferqueue.observe.runtime import RUNTIME_VARIABLE
 
 EXAMPLES = (
@@ -233,7 +234,7 @@ def _announcing(wanted: Mapping[str, str | None], directory: Path | None) -> Cal
         kept.append(started)
         _announce(addresses)
         for name, (_, link) in started.items():
-            typer.echo(f"{name} {link}")
+            say(f"{name} {link}")
         sys.stdout.flush()
 
     return announce
@@ -255,7 +256,7 @@ def place_of(address: str | None, runtime: Path | None) -> str | None:
 
 
 def _announce(addresses: list[str]) -> None:
-    typer.echo(" ".join(["ready", *addresses]))
+    say(" ".join(["ready", *addresses]))
     sys.stdout.flush()
     if sys.stderr.isatty():
-        typer.secho(f'join it with connect("{addresses[0]}"); Ctrl-C stops it', dim=True, err=True)
+        say(f'join it with connect("{addresses[0]}"); Ctrl-C stops it', err=True)

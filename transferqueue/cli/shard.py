@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from transferqueue.cli.address import AddressOption, single_address_of
+from transferqueue.cli.terminal import say
 
 EXAMPLES = (
     ("transferqueue shard", "lend memory to the server of this user"),
@@ -107,7 +108,7 @@ def drain(
 
 
 def _announce(endpoint: str) -> None:
-    typer.echo(f"ready {endpoint}")
+    say(f"ready {endpoint}")
     sys.stdout.flush()
 
 

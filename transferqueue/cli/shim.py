@@ -12,6 +12,7 @@ from typing import Annotated, Final, Literal
 
 import typer
 
+from transferqueue.cli.terminal import say
 from transferqueue.errors import UsageError
 
 EXAMPLES = (
@@ -30,7 +31,7 @@ def shim(
     path = (site or Path(sysconfig.get_path("purelib"))) / FILE
     if switch != "status":
         _turn(path, on=switch == "on")
-    typer.echo(f"on: import transfer_queue is the drop-in ({path})" if path.exists() else f"off: there is no {path}")
+    say(f"on: import transfer_queue is the drop-in ({path})" if path.exists() else f"off: there is no {path}")
 
 
 def _turn(path: Path, *, on: bool) -> None:

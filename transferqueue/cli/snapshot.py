@@ -48,7 +48,7 @@ def _carry_out(address: str | None, act: Callable[[Queue, Callable[[int, int], N
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
     from transferqueue.cli.connecting import connected
-    from transferqueue.cli.terminal import console
+    from transferqueue.cli.terminal import console, say
 
     terminal = console()
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -56,4 +56,4 @@ def _carry_out(address: str | None, act: Callable[[Queue, Callable[[int, int], N
     with connected(single_address_of(address, "a snapshot is of"), label="snapshot") as queue, bar:
         task = bar.add_task("")
         where = act(queue, lambda done, total: bar.update(task, completed=done, total=max(done, total)))
-    typer.echo(where)
+    say(where)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from transferqueue.cli.compare import commit_in_use
+from transferqueue.cli.terminal import console, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,11 +34,10 @@ def streamrl(
     write(out / f"{name}.json", simulating.record(lines, commit=commit_in_use()))
     simulating.draw(out / f"{name}.png", lines)
     _show(lines, simulating.ASSUMED)
-    typer.echo(f"wrote {out / name}.json and .png")
+    say(f"wrote {out / name}.json and .png")
 
 
 def _show(lines: Sequence[Line], assumed: Sequence[str]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     shown = Table(box=None, padding=(0, 2, 0, 0))
@@ -45,7 +45,7 @@ def _show(lines: Sequence[Line], assumed: Sequence[str]) -> None:
         shown.add_column(title, justify="right" if title == "ours" else "left")
     for line in lines:
         shown.add_row(line.figure, line.setting, line.published, f"{line.ours:.3f}")
-    console = Console(highlight=False)
-    console.print(shown)
+    screen = console()
+    screen.print(shown)
     for one in assumed:
-        console.print(f"assumed: {one}")
+        screen.print(f"assumed: {one}")

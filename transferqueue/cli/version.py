@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import typer
+from transferqueue.cli.terminal import say
 
 EXAMPLES = (("transferqueue version", "the version of this installation"),)
 
@@ -11,4 +11,4 @@ def version() -> None:
     """Print the version of TransferQueue."""
     from transferqueue.observe.libraries import version as installed
 
-    typer.echo(f"transferqueue {installed()}")
+    say(f"transferqueue {installed()}")

@@ -18,6 +18,7 @@ from itertools import accumulate
 from typing import Final, Literal, NamedTuple
 
 from transferqueue.observe.stats import ChannelStats, Stats, TableStats, TaskStats, TurnStats
+from transferqueue.text import visible
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -236,4 +237,4 @@ def _braces(labels: Labels) -> str:
 
 
 def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    return visible(value).replace("\\", r"\\").replace('"', r"\"")

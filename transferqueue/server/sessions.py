@@ -20,6 +20,7 @@ from typing import Final
 from transferqueue.errors import Disconnected, Full
 from transferqueue.limits import CALLS_PARKED_MAX, LOCK_CHECK_FIRST_S, LOCK_CHECK_S, SESSION_SILENCE_S, SESSIONS_MAX
 from transferqueue.server.evidence import Evidence
+from transferqueue.text import visible
 from transferqueue.transport.local import Line
 from transferqueue.transport.zeromq import Keyed
 from transferqueue.wire import messages as m
@@ -65,7 +66,7 @@ class Session:
     @property
     def label(self) -> str:
         """What people call it: the label it gave, else its process."""
-        return self.hello.label or (f"pid {self.hello.pid}" if self.hello.pid else f"session {self.number}")
+        return visible(self.hello.label) or (f"pid {self.hello.pid}" if self.hello.pid else f"session {self.number}")
 
     def heard(self, peer: Peer, seen: int, now: float) -> None:
         """A frame came, from `peer`, which has all replies up to `seen`."""

@@ -15,6 +15,7 @@ from typing import Final
 
 import transferqueue as tq
 from transferqueue.errors import AddressInUse, TransferQueueError
+from transferqueue.text import visible
 from transferqueue.transport import TcpAddress
 from transferqueue.web.app import Gate, make_app
 from transferqueue.web.connections import Server, configured
@@ -35,7 +36,7 @@ def main(arguments: list[str]) -> int:
     try:
         asyncio.run(_serve(kind, address, web_place(where), token, metrics_token))
     except TransferQueueError as error:
-        sys.stderr.write(f"transferqueue web: {error}\n")
+        sys.stderr.write(f"transferqueue web: {visible(str(error))}\n")
         return 1
     return 0
 

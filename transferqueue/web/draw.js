@@ -1,4 +1,5 @@
-// How values are shown, and what is drawn from them. All text is set as text, so that no name in a table can be markup.
+// How values are shown, and what is drawn from them. All text is set as text, so that no name in a table can be markup, and made
+// visible first, so that no name can turn the order of a line around.
 "use strict";
 
 const KEPT_S = 300; // five minutes
@@ -7,9 +8,12 @@ const WIDE = 1000; // a drawing, in its own units
 const SVG = "http://www.w3.org/2000/svg";
 const at = (id) => document.getElementById(id);
 
+// Text with each character that does not print (controls, marks of direction, zero-width ones) escaped, as transferqueue/text.py does.
+const visible = (text) => text.replace(/[\p{C}\p{Zl}\p{Zp}]/gu, (one) => `\\u{${one.codePointAt(0).toString(16)}}`);
+
 function made(tag, text = "", className = "") {
   const element = document.createElement(tag);
-  element.textContent = text;
+  element.textContent = visible(String(text));
   if (className) element.className = className;
   return element;
 }
@@ -57,7 +61,7 @@ function drawing(height, label) {
   drawn.setAttribute("viewBox", `0 0 ${WIDE} 100`);
   drawn.setAttribute("preserveAspectRatio", "none");
   drawn.setAttribute("role", "img");
-  drawn.setAttribute("aria-label", label);
+  drawn.setAttribute("aria-label", visible(label));
   drawn.setAttribute("class", height);
   return drawn;
 }

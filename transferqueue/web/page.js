@@ -7,7 +7,7 @@ let moments = [];
 
 function head(frame) {
   const { server, sessions } = frame.stats;
-  at("where").textContent = `${frame.address} · up ${span(server.uptime_s)} · ${count(sessions)} sessions · ${server.version}`;
+  at("where").textContent = visible(`${frame.address} · up ${span(server.uptime_s)} · ${count(sessions)} sessions · ${server.version}`);
   at("arena").value = server.capacity_bytes ? server.used_bytes / server.capacity_bytes : 0;
   at("arena-text").textContent =
     `${size(server.used_bytes)} lent of ${size(server.capacity_bytes)}, ${size(server.backed_bytes)} taken from the system`;
@@ -154,7 +154,7 @@ async function askRow(event) {
 // ------------------------------------------------------------------ events
 
 function say(text, bad) {
-  at("state").textContent = text;
+  at("state").textContent = visible(text);
   at("state").className = bad ? "bad" : "";
 }
 
