@@ -70,6 +70,18 @@ def test_a_wait_for_memory_is_told_elsewhere() -> None:
     assert found.elsewhere[0].text == "the arena is full (maker has waited 30 s)"
 
 
+def test_a_task_whose_last_worker_died_stalls_its_table_after_a_while() -> None:
+    def table(**changed: Any) -> dict[str, Any]:
+        return answer(tables={"t": [{"task": "reward", "text": "nobody works on it", **changed}]})
+
+    assert diagnose(table(unattended_s=11.0, died=True)).stalled == ["t"]
+    assert diagnose(table(unattended_s=9.0, died=True)).stalled == []
+    assert diagnose(table(unattended_s=99.0, died=False)).stalled == [], (
+        "whoever said goodbye may come back in their own time"
+    )
+    assert diagnose(table(stranded=True)).stalled == ["t"]
+
+
 def test_an_answer_that_is_not_one() -> None:
     with pytest.raises(ProtocolError, match=r"the server's answer to doctor cannot be read: .*tables"):
         diagnose({"now_s": 1.0, "waiting": [], "sessions": {}})

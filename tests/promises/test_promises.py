@@ -249,6 +249,36 @@ def test_8_every_wait_ends_with_what_is_missing_and_who_holds_it(queue: tq.Queue
         )
 
 
+def test_8_who_waits_for_what_a_dead_worker_gives_learns_that_nobody_works_on_it(queue: tq.Queue) -> None:
+    tasks = [tq.Task("reward", needs=["x"], gives=["rewards"]), tq.Task("train", needs=["x", "rewards"])]
+    table = queue.create_table("t", tasks=tasks)
+    table.put(x=[1, 2])
+    with Worker(queue.address, "batch = table.lease('reward', rows=2)\nprint('leased')\nsys.stdin.read()") as worker:
+        assert worker.line() == "leased"
+        worker.process.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
+        said = r'2 rows lack "rewards" \(given by "reward": 2 ready and not leased, and nobody works on it; the last worker left '
+        with pytest.raises(tq.DeadlineExceeded, match=said + r"\d s ago \(pid \d+, killed by SIGKILL\)\)"):
+            table.lease("train", rows=2, timeout_s=0.2)
+
+
+def test_8_who_waits_for_what_nobody_gives_any_more_learns_it_at_once(queue: tq.Queue) -> None:
+    table = queue.create_table(
+        "t", tasks=[tq.Task("reward", needs=["x"], gives=["rewards"]), tq.Task("log", needs=["x"])]
+    )
+    table.put(x=[1])
+    table.lease("reward", rows=1).ack()
+    table.add_task(tq.Task("train", needs=["rewards"]))
+    table.put(x=[2])
+    unrewarded = table.lease("reward", rows=1)
+    with pytest.raises(tq.UsageError, match='has no "rewards", which task "reward" gives and task "train" needs'):
+        unrewarded.ack()
+    table.drop([1], "no_result")
+    table.seal()
+    with pytest.raises(tq.Impossible, match='task "train" of table "t" can never progress'):
+        table.lease("train", rows=1, timeout_s=60)
+
+
 @pytest.mark.slow
 def test_9_workers_may_be_killed_at_any_moment(queue: tq.Queue) -> None:
     """Thirty workers die by SIGKILL while they work; every row is done once."""

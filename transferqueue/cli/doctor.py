@@ -51,8 +51,8 @@ def doctor(
     Without an address: shared memory and memory, kernel features (each really tried), the runtime directory,
     limits and versions; each ok, to improve or to mend, with what to do. With one: who waits, for what, what is
     missing and who holds it, in sentences. Ends with code 1 if something must be mended or a table is stalled:
-    somebody has waited there for --patience seconds, or a session that holds its rows was silent for as long; or if one of several
-    coordinators is out of reach.
+    somebody has waited there for --patience seconds, a session that holds its rows was silent for as long, the last worker of a task
+    with ready rows died that long ago, or a task can never progress; or if one of several coordinators is out of reach.
     """
     if where or address or table:
         _deployment(address_of(where or address), table, patience, json=json)

@@ -85,8 +85,20 @@ def _tables(frame: Frame, width: int) -> list[Text]:
         for _ in table.tasks:
             lines.append(grid_line(columns, row))
             row += 1
-        lines += _fates(table, width)
+        lines += [*_troubles(table, width), *_fates(table, width)]
     return lines
+
+
+def _troubles(table: TableStats, width: int) -> list[Text]:
+    """Tasks that nobody works on though rows are ready, and those that never progress."""
+    told = [(name, task.unattended) for name, task in table.tasks.items() if task.unattended]
+    told += [(name, "can never progress; doctor says why") for name, task in table.tasks.items() if task.stranded]
+    lines = [wrap(Text(f"{name}: {text}", style="red"), width, indent=4) for name, text in told]
+    return [
+        Text("  ✗ ", style="bold red").append_text(line[4:]) if not at else line
+        for one in lines
+        for at, line in enumerate(one)
+    ]
 
 
 def _terms(name: str, table: TableStats, rates: TableRates | None) -> list[Text]:

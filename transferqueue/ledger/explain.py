@@ -18,7 +18,7 @@ from transferqueue.ledger.gathering import FORMING, GroupTaskState
 from transferqueue.ledger.giving import is_given_by_none
 from transferqueue.ledger.leases import Lease
 from transferqueue.ledger.pages import LIVE
-from transferqueue.ledger.table import Table
+from transferqueue.ledger.table import Absence, Table
 from transferqueue.ledger.tasks import HELD, LEASED, OPEN, PENDING, READY, STEPPED, TaskState
 from transferqueue.limits import HEARTBEAT_S
 from transferqueue.wire.messages import Lease as LeaseRequest
@@ -49,11 +49,11 @@ def explain_lease(table: Table, task: TaskState, request: LeaseRequest, now: flo
 
 def explain_stranded(table: Table, task: TaskState, now: float) -> str:
     """Why no pending row of a sealed table can become ready for the task any more, and what helps."""
-    name, count = task.task.name, task.counts[PENDING]
+    name = task.task.name
     missing = [field for field in task.task.needs if is_given_by_none(table, field, ())]
     return (
-        f'task "{name}" of table "{table.name}" can never have {_noun(count, "row")} that {"is" if count == 1 else "are"} '
-        f"left: the table is sealed, and {'; '.join(_pending(table, task, now))}. Give {listing(missing)} with update(), or "
+        f'task "{name}" of table "{table.name}" can never progress: the table is sealed, and '
+        f"{'; '.join(_pending(table, task, now))}. Give {listing(missing)} with update(), or "
         "end the rows with drop()"
     )
 
@@ -179,7 +179,7 @@ def _givers(table: Table, name: str, at: IntArray, now: float) -> str:
         return ""
     lacking = at[_without(table, name, at)]
     told = [
-        *_for_givers(givers, lacking),
+        *_for_givers(table, givers, lacking, now),
         *_leased(table, givers, now),
         *_given_by_nobody(table, name, givers, lacking),
     ]
@@ -187,13 +187,23 @@ def _givers(table: Table, name: str, at: IntArray, now: float) -> str:
     return f" (given by {names}{': ' if told else ''}{', '.join(told)})"
 
 
-def _for_givers(givers: Iterable[TaskState], at: IntArray) -> list[str]:
+def absence(table: Table, task: TaskState, now: float) -> Absence | None:
+    """Since when rows are ready for a task and nobody works on it; None if that is not so, or not known."""
+    return table.core.absence(table.name, task.task.name, now) if task.ready_units else None
+
+
+def _and_nobody_works(table: Table, task: TaskState, now: float) -> str:
+    found = absence(table, task, now)
+    return f", and {found.text}" if found else ""
+
+
+def _for_givers(table: Table, givers: Iterable[TaskState], at: IntArray, now: float) -> list[str]:
     """Where the rows at `at` are for those who could give what they lack."""
     told = []
     for task in givers:
         states = task.state.a[at]
         if ready := int((states == READY).sum()):
-            told.append(f"{ready} ready and not leased")
+            told.append(f"{ready} ready and not leased{_and_nobody_works(table, task, now)}")
         if pending := int((states == PENDING).sum()):
             told.append(f'{pending} without what "{task.task.name}" needs')
     return told

@@ -42,7 +42,7 @@ from transferqueue.ledger.selectors import PluginFactory, Ranker
 from transferqueue.ledger.sessions import Replies, Session, Spans
 from transferqueue.ledger.state import State
 from transferqueue.ledger.steps import Steps
-from transferqueue.ledger.table import Core, Table
+from transferqueue.ledger.table import Core, Table, unknown
 from transferqueue.ledger.tasks import Tally, TaskState, View
 from transferqueue.ledger.versions import VersionIndex
 from transferqueue.wire import messages
@@ -55,7 +55,7 @@ _WHOLE: Final = (
 
 _FORMS: Final = [
     *(Form(cls) for cls in _WHOLE),
-    Form(Core, omitted=frozenset({"plugins"})),
+    Form(Core, omitted=frozenset({"plugins", "absence"})),
     Form(Ranker, omitted=frozenset(Ranker.DERIVED)),
     Form(Column, omitted=frozenset({"a"})),
     Form(Pages, derived=("packed",)),
@@ -117,6 +117,7 @@ def read(image: bytes, selectors: Mapping[str, PluginFactory]) -> tuple[State, i
 
 def _complete(state: State, selectors: Mapping[str, PluginFactory]) -> None:
     state.core.plugins = dict(selectors)
+    state.core.absence = unknown
     for table in state.tables.values():
         for task in table.tasks.values():
             task.ranker.rank_by(state.core.plugins)

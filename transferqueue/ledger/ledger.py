@@ -28,6 +28,7 @@ from transferqueue.ledger.sessions import Session
 from transferqueue.ledger.settle import conclude
 from transferqueue.ledger.state import State
 from transferqueue.ledger.table import Core
+from transferqueue.ledger.tasks import LEASED
 from transferqueue.ledger.views import explained, observed
 from transferqueue.limits import SESSIONS_MAX
 from transferqueue.wire import messages as m
@@ -217,6 +218,10 @@ class Ledger:
         """Whether this is a put that is known from its rows, whatever became of its reply."""
         table = self.state.tables.get(request.table) if isinstance(request, m.Put) else None
         return table is not None and (session.client, call) in table.puts
+
+    def has_leased(self, table: str, task: str) -> bool:
+        """Whether rows of a task are on lease."""
+        return bool(self.state.task(table, task)[1].counts[LEASED])
 
     def explain(self, request: m.Request, now: float) -> str:
         """Why a request that waits cannot proceed: what is missing and who holds it."""

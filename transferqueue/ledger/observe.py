@@ -16,10 +16,18 @@ from transferqueue.ledger.again import LOST
 from transferqueue.ledger.arrays import IntArray
 from transferqueue.ledger.blocks import Blocks
 from transferqueue.ledger.channels import Channel
-from transferqueue.ledger.explain import explain_lease, lost_rows, session_name, who_holds_rows
+from transferqueue.ledger.explain import (
+    absence,
+    explain_lease,
+    explain_stranded,
+    lost_rows,
+    session_name,
+    who_holds_rows,
+)
 from transferqueue.ledger.facts import UNSET
 from transferqueue.ledger.flowing import clock_held
 from transferqueue.ledger.gathering import FORMING, GroupTaskState
+from transferqueue.ledger.giving import stranded
 from transferqueue.ledger.history import Event
 from transferqueue.ledger.pages import DONE, DROPPED, LIVE
 from transferqueue.ledger.ready import UNIT
@@ -70,6 +78,7 @@ def _by_lag(counts: Mapping[int, int]) -> dict[str, int]:
 
 def _task_stats(table: Table, task: TaskState, now: float) -> Plain:
     leases = [one for one in table.core.leases.by_id.values() if one.table == table.name and one.task == task.task.name]
+    gone = absence(table, task, now)
     stats: Plain = {
         **{STATES[state]: task.counts[state] for state in (PENDING, HELD, READY, LEASED, STEPPED, KEPT)},
         "checkpoint": task.checkpoint,
@@ -83,6 +92,9 @@ def _task_stats(table: Table, task: TaskState, now: float) -> Plain:
         "holders": sorted({session_name(table, one) for lease in leases for one in lease.holders.values()}),
         "groups_ready": None,
         "groups_forming": None,
+        "stranded": _never_progresses(table, task),
+        "unattended_s": gone.since_s if gone else None,
+        "unattended": gone.text if gone else "",
     }
     if isinstance(task, GroupTaskState):
         stats["groups_ready"] = task.ready_units
@@ -283,8 +295,24 @@ def doctor(tables: Mapping[str, Table], now: float) -> Plain:
 
 
 def _diagnose(table: Table, now: float) -> list[Plain]:
-    told = [{"task": name, "text": _task_line(table, task, now)} for name, task in table.tasks.items()]
-    return told + [{"task": "", "text": text} for text in _of_table(table)]
+    told = [_of_task(table, task, now) for task in table.tasks.values()]
+    about: Plain = {"stranded": False, "unattended_s": None, "died": False}
+    return told + [{"task": "", "text": text} | about for text in _of_table(table)]
+
+
+def _of_task(table: Table, task: TaskState, now: float) -> Plain:
+    gone = absence(table, task, now)
+    return {
+        "task": task.task.name,
+        "text": _task_line(table, task, now) + (f"; {gone.text}" if gone else ""),
+        "stranded": _never_progresses(table, task),
+        "unattended_s": gone.since_s if gone else None,
+        "died": gone is not None and gone.died,
+    }
+
+
+def _never_progresses(table: Table, task: TaskState) -> bool:
+    return not task.counts[READY] and not task.counts[LEASED] and stranded(table, task)
 
 
 def _of_table(table: Table) -> list[str]:
@@ -310,6 +338,8 @@ def _of_table(table: Table) -> list[str]:
 def _task_line(table: Table, task: TaskState, now: float) -> str:
     if not task.open_rows:
         return f'task "{task.task.name}" has nothing to do'
+    if _never_progresses(table, task):
+        return explain_stranded(table, task, now)
     if task.ready_units:
         unit = "groups" if isinstance(task, GroupTaskState) else "rows"
         return f'task "{task.task.name}" has {task.ready_units} {unit} ready, and {task.counts[LEASED]} rows leased'

@@ -6,8 +6,9 @@ This is the state; what happens to it is in `fates` (rows end), `settle` (groups
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from transferqueue.ledger.agreed import Agreement
 from transferqueue.ledger.arrays import IntArray
@@ -30,6 +31,19 @@ from transferqueue.policies import Pacing, Retention, Task
 from transferqueue.wire.messages import TableTerms
 
 
+class Absence(NamedTuple):
+    """Nobody works on a task. text: what is known of who did. died: the last of them left without a goodbye."""
+
+    text: str
+    since_s: float
+    died: bool = False
+
+
+def unknown(table: str, task: str, now: float) -> Absence | None:
+    """A ledger alone does not know who works on a task and holds no rows of it."""
+    return None
+
+
 @dataclass(slots=True)
 class Core:
     """What all tables share."""
@@ -44,6 +58,8 @@ class Core:
     heard: dict[int, float] = field(default_factory=dict)
     """When each session last said something."""
     last_reservation: int = 0
+    absence: Callable[[str, str, float], Absence | None] = unknown
+    """Who works on a task, as far as texts for people say it. The caller's: it is in no image, and decides nothing."""
 
     def __post_init__(self) -> None:
         self.blocks = Blocks(self.effects)

@@ -1,7 +1,8 @@
 """Why a running queue does not move: sentences, from what the server answered to `Observe("doctor")`.
 
-A table is *stalled* when somebody has waited in it for `patience_s`, or when a session that holds rows of it
-has said nothing for as long. Anything else it says is how things stand. A request that waits is explained by
+A table is *stalled* when somebody has waited in it for `patience_s`, when a session that holds rows of it has said nothing for as
+long, when rows have been ready for as long for a task whose last worker left without a goodbye, or when a task can never progress.
+Anything else it says is how things stand. A request that waits is explained by
 the server in its own words; a task for which nobody waits is told of in the ledger's.
 """
 
@@ -21,10 +22,14 @@ NAMES_TOLD = 4
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ledger says of a task, or (task "") of its table."""
+    """What the ledger says of a task, or (task "") of its table. stranded: the task can never progress. unattended_s: for how long
+    nobody has worked on it, though rows are ready (None: somebody does, or none are). died: who did last said no goodbye."""
 
     task: str
     text: str
+    stranded: bool = False
+    unattended_s: float | None = None
+    died: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,8 +80,16 @@ def _table(name: str, told: list[Told], found: Answer, patience_s: float) -> lis
     waits = _waits([wait for wait in found.waiting if wait.table == name], patience_s)
     silent = _silent(name, found.sessions.values(), patience_s)
     explained = {finding.task for finding in waits if finding.task}
-    rest = [Finding(task=one.task, stalled=False, text=one.text) for one in told if one.task not in explained]
+    rest = [
+        Finding(task=one.task, stalled=_stalls(one, patience_s), text=one.text)
+        for one in told
+        if one.task not in explained
+    ]
     return sorted([*waits, *silent, *rest], key=lambda finding: not finding.stalled)
+
+
+def _stalls(one: Told, patience_s: float) -> bool:
+    return one.stranded or (one.died and one.unattended_s is not None and one.unattended_s >= patience_s)
 
 
 def _waits(waiting: list[Waiting], patience_s: float) -> list[Finding]:

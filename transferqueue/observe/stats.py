@@ -33,6 +33,9 @@ class TaskStats(msgspec.Struct, frozen=True, kw_only=True):
     holders: list[str]
     groups_ready: int | None
     groups_forming: int | None
+    stranded: bool = False
+    unattended_s: float | None = None
+    unattended: str = ""
 
 
 class TableStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,6 +54,7 @@ from transferqueue.limits import CALLS_PARKED_MAX, DEFECT_PAUSE_S
 from transferqueue.seat import Seat
 from transferqueue.server import evidence, observing, roles
 from transferqueue.server.durable import Durability, Volatile
+from transferqueue.server.ending import CUT, DIED, GOODBYE
 from transferqueue.server.memory import SHARD, Memory
 from transferqueue.server.parking import Parked, Parking, WakeKey, wait_of
 from transferqueue.server.resuming import origin_of
@@ -64,6 +65,7 @@ from transferqueue.server.snapshots import Snapshots
 from transferqueue.server.tickets import Tickets
 from transferqueue.server.turns import Turns
 from transferqueue.server.withdrawing import withdraw
+from transferqueue.server.workers import Workers
 from transferqueue.transport.keys import Role
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
@@ -140,6 +142,7 @@ class Node:
         self.sessions: Final = Sessions(place.epoch)
         self.parking: Final = Parking()
         self.counters: Final = Counters()
+        self.workers: Final = Workers()
         self.tickets: Final = tickets or Tickets()
         self.shards: Final = Shards(
             memory,
@@ -167,6 +170,7 @@ class Node:
         self._gather = gather
         self._door = door or roles.Door()
         self._durability = durability or Volatile()
+        ledger.state.core.absence = partial(observing.absence, self)
 
     # ------------------------------------------------------------ what the loop calls
 
@@ -303,7 +307,7 @@ class Node:
         """The sessions of keys that are not known any more end; nobody is told."""
         for session in [one for one in self.sessions if self._door.role(one.peer) is None]:
             self.counters.sessions_dropped += 1
-            self._end(session, now, "")
+            self._end(session, now, "", how="its key was withdrawn")
         self._settle(now)
 
     def commit(self) -> None:
@@ -314,6 +318,7 @@ class Node:
         """Watch nobody any more, and tell every session that the server stops, unless sessions outlive it."""
         if not self._durability.sessions_stay:
             self._tell_all(_failed(Disconnected(f"the server at {self.place.address} was stopped")))
+        self.workers.close()
         for session in self.sessions:
             session.evidence.close(self.place.swept)
         for session in self.sessions.lingering:
@@ -334,7 +339,7 @@ class Node:
 
     def end(self, session: Session, now: float) -> None:
         """Close a session whose process is gone."""
-        self._end(session, now, "")
+        self._end(session, now, "", how=DIED)
         self._settle(now)
 
     def _hello(self, peer: Peer, role: Role, call: int, hello: m.Hello, now: float) -> None:
@@ -388,9 +393,12 @@ class Node:
             seat=self.seat,
         )
 
-    def _end(self, session: Session, now: float, told: str) -> None:
-        """Close a session. told: why, for those who wait in it; "" if nobody is left to hear."""
+    def _end(self, session: Session, now: float, told: str, *, how: str = "") -> None:
+        """Close a session. told: why, for those who wait in it; "" if nobody is left to hear. how: the same, for those who ask
+        later who worked here."""
         number, shard = session.number, session.hello.shard
+        said, pidfd = how or told or CUT, session.evidence.pidfd
+        self._guard("note of a worker", partial(self.workers.left, number, session.label, said, pidfd, now))
         for parked in self.parking.remove_session(number):
             if told:
                 self._answer(session.peer, parked.call, _failed(Disconnected(f"session closed: {told}")))
@@ -462,11 +470,15 @@ class Node:
             self._answer(peer, call.id, _failed(refused))
         elif isinstance(call.request, m.Goodbye):
             self._answer(peer, call.id, m.Done())
-            self._end(session, now, "by Goodbye")
+            self._end(session, now, "by Goodbye", how=GOODBYE)
         else:
             self._newcomer(session, call.id, self._durability.stamp(call.request), now)
 
     def _newcomer(self, session: Session, call: int, request: m.Request, now: float) -> None:
+        if isinstance(request, m.Lease):
+            table = self.ledger.state.tables.get(request.table)
+            if table is not None and request.task in table.tasks:
+                self.workers.asks(session.number, request.table, request.task, now)
         ahead = self.parking.queue_before(request)
         outcome = self._behind(session, request, ahead, now) if ahead else self._try(session, call, request, now)
         if isinstance(outcome, Wait) and self.parking.count(session.number) >= CALLS_PARKED_MAX:
@@ -499,7 +511,10 @@ class Node:
                 return m.Observed(codec.encode_plain(observing.observe(self, request, now)))
             if isinstance(request, m.CreateTable) and request.name not in self.ledger.state.tables:
                 self.shards.check_replicas(request.name, request.replicas)
-            return self.ledger.apply(request, session=session.number, call=call, now=now)
+            reply = self.ledger.apply(request, session=session.number, call=call, now=now)
+            if isinstance(request, m.DropTable):
+                self.workers.dropped(request.name)
+            return reply
         except JournalFailed:
             raise
         except InternalError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
+from transferqueue.ledger.table import Absence
 from transferqueue.server.further import Further
 from transferqueue.server.parking import Parked, wait_of
 from transferqueue.server.sessions import Session
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 Plain = dict[str, Any]
 
+IDLE_S: Final = 3.0
+"""A worker that asked for rows this short ago works on them still, or asks again."""
 WAITING_SHOWN_MAX: Final = 100
 """Requests that wait are explained one by one, the longest first; more than a screen shows helps nobody."""
 
@@ -28,6 +31,26 @@ def observe(node: Node, request: m.Observe, now: float) -> object:
         sessions = _sessions(node, node.ledger.observe(m.Observe("sessions"), now), now)
         return account | {"waiting": _all_waiting(node, request.table, now), "sessions": sessions}
     return _sessions(node, account, now) if request.what == "sessions" else account
+
+
+def absence(node: Node, table: str, task: str, now: float) -> Absence | None:
+    """Since when nobody has worked on a task, and what is known of who did; None if somebody holds or waits for rows of it, or
+    asked for some just now."""
+    if node.parking.is_waited_for(("task", table, task)) or node.ledger.has_leased(table, task):
+        return None
+    asked, gone = node.workers.last_to_ask(table, task), node.workers.last_gone(table, task)
+    if asked is not None:
+        number, at = asked
+        session = node.sessions.get(number)
+        label = session.label if session else f"session {number}"
+        text = f"nobody works on it: {label} is connected, and last asked for rows {now - at:.0f} s ago"
+        return Absence(text, now - at) if now - at >= IDLE_S else None
+    if gone is not None:
+        left_s = now - gone.at
+        text = f"nobody works on it; the last worker left {left_s:.0f} s ago ({gone.label}, {gone.ending.text})"
+        return Absence(text, left_s, died=not gone.ending.was_announced)
+    up_s = now - node.place.started_at
+    return Absence(f"nobody works on it, nor has since this server started {up_s:.0f} s ago", up_s)
 
 
 def holders(node: Node, now: float) -> str:

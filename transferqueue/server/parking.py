@@ -132,6 +132,10 @@ class Parking:
             parked.deadline = deadline
             heapq.heappush(self._agenda, (deadline, parked.order))
 
+    def is_waited_for(self, key: WakeKey) -> bool:
+        """Whether anybody rests on `key`."""
+        return bool(self._by_key.get(key))
+
     def wake(self, key: WakeKey) -> None:
         """Something under `key` changed: whoever rests on it is due."""
         for order in self._by_key.get(key, ()):

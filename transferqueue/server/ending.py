@@ -1,0 +1,106 @@
+"""How a client left: what it said, what the server saw, and what the kernel knows of its process. Never a guess.
+
+The status of a process is there for whoever has a pidfd of it: before it is reaped for its parent alone (`waitid`), after that for
+everybody, on kernels that have ``PIDFD_GET_INFO`` with ``PIDFD_INFO_EXIT`` (Linux 6.15). So it is asked for when somebody looks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import struct
+from typing import Final
+
+_GET_INFO: Final = 0xC040FF0B
+"""``_IOWR(PIDFS_IOCTL_MAGIC, 11, struct pidfd_info)`` of the first version of the struct, 64 bytes."""
+_INFO_BYTES: Final = 64
+_INFO_EXIT: Final = 1 << 3
+_CODE_AT: Final = 60
+
+
+GOODBYE: Final = "said goodbye"
+DIED: Final = "its process ended"
+CUT: Final = "its connection ended"
+
+
+class Ending:
+    """How one session ended. said: what the server saw. pidfd: of its process (-1: none); a copy of it is kept until the status
+    is known, or `close`."""
+
+    def __init__(self, said: str, pidfd: int = -1) -> None:
+        self._said = said
+        self._status: int | None = None
+        try:
+            self._pidfd = os.dup(pidfd) if pidfd >= 0 else -1
+        except OSError:  # no descriptor is left: what was seen has to do
+            self._pidfd = -1
+
+    @property
+    def was_announced(self) -> bool:
+        """Whether the client said goodbye."""
+        return self._said == GOODBYE
+
+    @property
+    def text(self) -> str:
+        """In words, such as ``killed by SIGKILL``."""
+        if self.was_announced:
+            return self._said
+        status = self._ask()
+        if status is None:
+            return self._said
+        return f"killed by {_signal_name(-status)}" if status < 0 else f"exited with code {status}"
+
+    def close(self) -> None:
+        """Ask the kernel no more. Again: nothing."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _ask(self) -> int | None:
+        """The exit code of the process (negative: the signal that killed it), once it is known."""
+        if self._status is None and self._pidfd >= 0 and _is_gone(self._pidfd):
+            self._status = _reaped(self._pidfd)
+            if self._status is None:
+                self._status = _of_child(self._pidfd)
+            if self._status is not None:
+                self.close()
+        return self._status
+
+
+def _is_gone(pidfd: int) -> bool:
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def _reaped(pidfd: int) -> int | None:
+    about = bytearray(_INFO_BYTES)
+    struct.pack_into("=Q", about, 0, _INFO_EXIT)
+    try:
+        fcntl.ioctl(pidfd, _GET_INFO, about, True)
+    except OSError:  # an older kernel, or one that forbids it
+        return None
+    (known,) = struct.unpack_from("=Q", about, 0)
+    if not known & _INFO_EXIT:
+        return None
+    (status,) = struct.unpack_from("=i", about, _CODE_AT)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _of_child(pidfd: int) -> int | None:
+    try:
+        found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except OSError:  # not a child of this process
+        return None
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
