@@ -207,7 +207,7 @@ def _bytes_of(life: Durable, block: int) -> bytes:
 
 
 def _lasting(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Without what SQLite makes anew from the rest."""
+    """Without locks, and the index of the log, which SQLite makes anew from the rest."""
     return {name: data for name, data in files.items() if not name.endswith(("-shm", "lock"))}
 
 

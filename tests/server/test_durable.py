@@ -1,6 +1,7 @@
 """State directories: what the next server finds, what it refuses, what is swept and what is not."""
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from transferqueue.schema import Field
 from transferqueue.server import durable, evidence, head, past
 from transferqueue.server.__main__ import main
 from transferqueue.server.durable import Durable
-from transferqueue.server.journal import Level
+from transferqueue.server.journal import Level, read_journal
 from transferqueue.server.runtime import served_arena, sweep_arenas
 from transferqueue.server.supervising import EXIT_TOLD, EXIT_WRONG_CALL
 from transferqueue.transport import FileLock, this_host
@@ -262,6 +263,16 @@ def contents(path):
     return {
         file.name: file.read_bytes() for file in path.iterdir() if file.is_file() and not file.name.endswith("-shm")
     }
+
+
+def test_reading_a_log_leaves_no_file(lives, tmp_path):
+    life = lives()
+    life.client().create_table()
+    for name in ("journal.sqlite", "journal.sqlite-wal"):  # as a server that is killed leaves them
+        shutil.copyfile(life.state.path / name, tmp_path / name)
+    kept = read_journal(tmp_path / "journal.sqlite")
+    assert kept.turn == life.state.ledger._journal.turn
+    assert sorted(file.name for file in tmp_path.glob("journal*")) == ["journal.sqlite", "journal.sqlite-wal"]
 
 
 def test_a_loss_that_is_accepted_leaves_the_files_aside(lives, caplog):

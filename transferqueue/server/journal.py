@@ -162,16 +162,28 @@ def read_journal(path: Path) -> Kept | None:
             if log.is_file() and log.stat().st_size:
                 raise Corruption(f"journal {path} is missing or empty, though its log {log.name} is there")
             return None
-        # "immutable" opens without a log and without making one; with a log, reading may renew only its index (-shm)
-        access = "mode=ro" if log.is_file() and log.stat().st_size else "immutable=1"
-        with closing(
-            sqlite3.connect(f"{path.absolute().as_uri()}?{access}", uri=True, timeout=LOCK_WAIT_S, isolation_level=None)
-        ) as database:
+        with _reading(path, log) as database:
             _check_pages(database, path)
             try:
                 return _read(database, path)
             except _Blank:
                 return None
+
+
+@contextmanager
+def _reading(path: Path, log: Path) -> Iterator[sqlite3.Connection]:
+    """The database, not to be changed. "immutable" opens it without a log and makes none; one with a log needs an index of it,
+    which is removed again."""
+    logged = log.is_file() and log.stat().st_size > 0
+    index = path.with_name(path.name + "-shm")
+    made = logged and not index.exists()
+    try:
+        uri = f"{path.absolute().as_uri()}?{'mode=ro' if logged else 'immutable=1'}"
+        with closing(sqlite3.connect(uri, uri=True, timeout=LOCK_WAIT_S, isolation_level=None)) as database:
+            yield database
+    finally:
+        if made:
+            index.unlink(missing_ok=True)
 
 
 def _check_pages(database: sqlite3.Connection, path: Path) -> None:
