@@ -40,7 +40,6 @@ def test_nothing_is_left_behind(level: str, tmp_path: Path) -> None:
         "state/about.json",
         "state/arena",
         "state/journal.sqlite",
-        "state/tickets.key",
     }
     assert {path for path in report["left"] if not path.startswith(("shm/", "state/arena-"))} <= kept
     assert len([path for path in report["left"] if "arena-" in path]) == 1, "one arena: that which the state names"

@@ -19,7 +19,7 @@ from transferqueue.schema import Field
 from transferqueue.server import durable, evidence, head, past
 from transferqueue.server.__main__ import main
 from transferqueue.server.durable import Durable
-from transferqueue.server.journal import Level, read_journal
+from transferqueue.server.journal import Level, SqliteJournal, read_journal
 from transferqueue.server.runtime import served_arena, sweep_arenas
 from transferqueue.server.supervising import EXIT_TOLD, EXIT_WRONG_CALL
 from transferqueue.transport import FileLock, this_host
@@ -273,6 +273,9 @@ def test_reading_a_log_leaves_no_file(lives, tmp_path):
     kept = read_journal(tmp_path / "journal.sqlite")
     assert kept.turn == life.state.ledger._journal.turn
     assert sorted(file.name for file in tmp_path.glob("journal*")) == ["journal.sqlite", "journal.sqlite-wal"]
+    (tmp_path / "journal.sqlite-shm").write_bytes(bytes(32768))  # a reader was killed
+    SqliteJournal(tmp_path / "journal.sqlite", Level.PROCESS).close()
+    assert [file.name for file in tmp_path.glob("journal*")] == ["journal.sqlite"]
 
 
 def test_a_loss_that_is_accepted_leaves_the_files_aside(lives, caplog):

@@ -175,7 +175,7 @@ def _reading(path: Path, log: Path) -> Iterator[sqlite3.Connection]:
     """The database, not to be changed. "immutable" opens it without a log and makes none; one with a log needs an index of it,
     which is removed again."""
     logged = log.is_file() and log.stat().st_size > 0
-    index = path.with_name(path.name + "-shm")
+    index = _index(path)
     made = logged and not index.exists()
     try:
         uri = f"{path.absolute().as_uri()}?{'mode=ro' if logged else 'immutable=1'}"
@@ -184,6 +184,10 @@ def _reading(path: Path, log: Path) -> Iterator[sqlite3.Connection]:
     finally:
         if made:
             index.unlink(missing_ok=True)
+
+
+def _index(path: Path) -> Path:
+    return path.with_name(path.name + "-shm")
 
 
 def _check_pages(database: sqlite3.Connection, path: Path) -> None:
@@ -271,6 +275,7 @@ class SqliteJournal:
                 self._prepare("FULL" if self._disk else "OFF")
                 self.origin: Final = self._begun(origin)
                 self.turn, self.digest = self._last()
+                _index(path).unlink(missing_ok=True)  # of a reader that was killed; with the lock, nobody uses it
         except BaseException:
             self._database.close()
             raise
