@@ -52,6 +52,7 @@ class Base:
     earlier: list[dict[str, bytes]] = field(default_factory=list)
     image: bytes = b""
     blocks: dict[int, bytes] = field(default_factory=dict)
+    places: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def state(self) -> Path:
@@ -147,7 +148,11 @@ def _damaged(base: Base, one: Damage, data: bytes) -> bytes | None:
 
 
 def _spot(base: Base, one: Damage) -> float:
-    """Bits of memory that is no file are trusted (docs/decisions/0029): of that arena only the last page is damaged."""
+    """Bits of memory that is no file are trusted (docs/decisions/0029): of that arena only the last page is damaged. Of another
+    every other bit is one of a block: most of an arena is empty."""
+    if base.in_state and "arena-" in one.file and one.at % 2:
+        offset, nbytes = base.places[one.at // 2 % len(base.places)]
+        return (offset + one.where * nbytes) / (ARENA_BYTES + MARGIN_BYTES)
     if base.level is Level.PROCESS and not base.in_state and "arena-" in one.file:
         size = ARENA_BYTES + MARGIN_BYTES
         return (ARENA_BYTES + one.where * MARGIN_BYTES) / size
@@ -241,6 +246,7 @@ def _base(base: Base, *, ended: bool) -> Base:
         life.state.commit()
         state = life.state.ledger.state
         base.blocks = {number: _bytes_of(life.state, number) for number in state.core.blocks.blocks}
+        base.places = [(block.at.offset, block.at.nbytes) for block in state.core.blocks.blocks.values()]
         told = _told(life)
         life.crash()
     if ended:
