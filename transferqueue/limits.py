@@ -189,6 +189,14 @@ def check_name(kind: str, name: object) -> str:
     return name
 
 
+SIZE_BYTES_MAX: Final = (1 << 62) - 1
+"""Of anything: offsets and counts are signed integers of 64 bits, and sums of two of them must be, too."""
+COUNT_MAX: Final = SIZE_BYTES_MAX
+STEP_MAX: Final = 1 << 53
+"""Of trainer steps and versions: whole numbers up to here survive every number format that they pass."""
+SECONDS_MAX: Final = 1e9
+"""Thirty years: of any wait, lease or deadline."""
+
 _UNITS: Final = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": GIB << 10,
 }  # fmt: skip
@@ -197,13 +205,30 @@ _UNITS: Final = {
 def parse_bytes(size: int | str) -> int:
     """Bytes of ``8``, ``"8GiB"``, ``"512 MB"``; `UsageError` otherwise."""
     if isinstance(size, int) and not isinstance(size, bool):
-        if size <= 0:
-            raise UsageError(f"size {size} is not positive; give bytes as a number or text such as '8GiB'")
+        if not 0 < size <= SIZE_BYTES_MAX:
+            raise UsageError(
+                f"size {short_number(size)} is not positive, or over {SIZE_BYTES_MAX}; give bytes as a number or text such as '8GiB'"
+            )
         return size
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
     if not found or found[2].upper() not in _UNITS or float(found[1]) * _UNITS[found[2].upper()] < 1:
         raise UsageError(f"size {size!r} is not a size; give bytes as a number or text such as '8GiB' or '512MiB'")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    nbytes = float(found[1]) * _UNITS[found[2].upper()]
+    if nbytes > SIZE_BYTES_MAX:
+        raise UsageError(
+            f"size {_cut(size)} is over {SIZE_BYTES_MAX} bytes; give what the machine could have, such as '8GiB'"
+        )
+    return int(nbytes)
+
+
+def _cut(text: object) -> str:
+    found = repr(text)
+    return found if len(found) <= NAME_CHARS_MAX else f"{found[:40]}..."
+
+
+def short_number(number: int) -> str:
+    """An integer for a message: in full, unless it has more digits than anyone reads."""
+    return str(number) if number.bit_length() <= NAME_CHARS_MAX else f"of {number.bit_length()} bits"
 
 
 RESULTS_SHARE: Final = 8
@@ -224,7 +249,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     def __post_init__(self) -> None:
         if not isinstance(self.rows, int) or isinstance(self.rows, bool) or self.rows <= 0:
-            raise UsageError(f"limit rows={self.rows!r} is not a positive number of rows")
+            raise UsageError(f"limit rows={_cut(self.rows)} is not a positive number of rows")
+        if self.rows > COUNT_MAX:
+            raise UsageError(
+                f"limit rows={short_number(self.rows)} is over {COUNT_MAX}; give rows that memory could hold"
+            )
         if self.bytes is not None:
             parse_bytes(self.bytes)
 

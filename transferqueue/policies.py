@@ -237,7 +237,7 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         if set(self.needs) & set(self.gives):
             both = ", ".join(sorted(set(self.needs) & set(self.gives)))
             raise Impossible(f'task "{self.name}" both needs and gives {both}: it would wait for itself')
-        if self.from_ not in ("start", "now"):
+        if not isinstance(self.from_, str) or self.from_ not in ("start", "now"):
             raise UsageError(f'task "{self.name}": from_={self.from_!r} is neither "start" nor "now"')
 
 

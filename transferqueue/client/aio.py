@@ -11,7 +11,7 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from transferqueue.errors import EndOfTable, LeaseExpired, TransferQueueError, U
 from transferqueue.limits import TIMEOUT_S_DEFAULT, Limits
 from transferqueue.policies import Acked, Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field
+from transferqueue.storage.staying import Staying
 
 A = TypeVar("A", bound=AbstractAsyncContextManager[Any])
 
@@ -85,6 +86,7 @@ class AsyncBatch(BatchBase):
 
     async def ack(
         self,
+        /,
         rows: Any = None,
         *,
         group_id: Ints = None,
@@ -119,6 +121,7 @@ class AsyncBatch(BatchBase):
 
     async def release(
         self,
+        /,
         rows: Any = None,
         *,
         failed: bool = False,
@@ -244,6 +247,7 @@ class AsyncTable(TableBase):
 
     async def update(
         self,
+        /,
         rows: Any,
         *,
         overwrite: bool = False,
@@ -460,8 +464,12 @@ class AsyncTable(TableBase):
         return await adrive(self._client.connection, operation)
 
 
-class AsyncWeightChannel(weighing.WeightChannelBase):
+class AsyncWeightChannel(Staying, weighing.WeightChannelBase):
     """`WeightChannel` for an event loop."""
+
+    elsewhere: ClassVar[str] = (
+        "pass queue.address and the name of the channel, and open it there: tq.connect(address).weights(name)"
+    )
 
     async def publish(
         self,

@@ -98,6 +98,7 @@ class Batch(BatchBase):
 
     def ack(
         self,
+        /,
         rows: Any = None,
         *,
         group_id: Ints = None,
@@ -141,6 +142,7 @@ class Batch(BatchBase):
 
     def release(
         self,
+        /,
         rows: Any = None,
         *,
         failed: bool = False,

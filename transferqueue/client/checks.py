@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from collections.abc import Iterable
@@ -13,10 +12,10 @@ import msgspec
 import numpy as np
 
 from transferqueue.errors import UsageError
-from transferqueue.limits import ROWS_PER_REQUEST_MAX, check_name
+from transferqueue.limits import COUNT_MAX, ROWS_PER_REQUEST_MAX, SECONDS_MAX, STEP_MAX, check_name, short_number
 
-WAIT_S_MAX: Final = 1e9
-_WHOLE_MAX: Final = (1 << 62) - 1
+WAIT_S_MAX: Final = SECONDS_MAX
+_WHOLE_MAX: Final = COUNT_MAX
 _HOMES: Final = re.compile(r"(transferqueue\.\w+|typing|collections\.abc)\.")
 
 
@@ -24,8 +23,8 @@ def seconds(name: str, value: object) -> float:
     """A number of seconds that a request may wait or last: 0 to 10^9."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{name}={value!r} is {type(value).__name__}; give a number of seconds (0: do not wait)")
-    if math.isnan(value) or not 0 <= value <= WAIT_S_MAX:
-        raise UsageError(f"{name}={value!r} is out of range; give 0 (do not wait) to {WAIT_S_MAX:g} seconds")
+    if not 0 <= value <= WAIT_S_MAX:  # which is also false of what is not a number
+        raise UsageError(f"{name}={shown(value)} is out of range; give 0 (do not wait) to {WAIT_S_MAX:g} seconds")
     return float(value)
 
 
@@ -36,8 +35,18 @@ def whole(name: str, value: object, least: int = 0, most: int = _WHOLE_MAX) -> i
     except TypeError:
         raise UsageError(f"{name}={value!r} is {type(value).__name__}; give an integer") from None
     if isinstance(value, bool) or not least <= number <= most:
-        raise UsageError(f"{name}={value!r} is out of range; give {least} to {most}")
+        raise UsageError(f"{name}={shown(value)} is out of range; give {least} to {most}")
     return number
+
+
+def shown(value: object) -> str:
+    """A value for a message; of a number of thousands of digits, how long it is."""
+    return short_number(value) if isinstance(value, int) else repr(value)
+
+
+def step(value: object, least: int = 0) -> int:
+    """A trainer's step."""
+    return whole("step", value, least, STEP_MAX)
 
 
 def positive(name: str, value: object) -> int:
@@ -47,7 +56,12 @@ def positive(name: str, value: object) -> int:
 
 def row_ids(rows: object) -> bytes:
     """Row ids as a message carries them: one id, a sequence, an array or a tensor of ids."""
-    found = np.asarray(rows)
+    try:
+        found = np.asarray(rows)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise UsageError(
+            f"rows cannot be read as an array: {error}; give row ids: integers, in one dimension"
+        ) from error
     if found.size == 0:
         found = found.astype(np.int64)
     if found.dtype.kind not in "iu" or found.ndim > 1:
@@ -63,6 +77,8 @@ def names(kind: str, values: Iterable[str] | None) -> list[str] | None:
         return None
     if isinstance(values, str):
         raise UsageError(f"{kind}s are one string, {values!r}; give a list of names")
+    if not isinstance(values, Iterable):
+        raise UsageError(f"{kind}s are {type(values).__name__}, {values!r}; give a list of names")
     found = tuple(values)
     try:
         return list(_checked(kind, found))
@@ -95,8 +111,8 @@ def policy(name: str, value: Any, kind: Any) -> Any:
 
 def _refusal(value: Any, kind: Any) -> Exception | None:
     try:
-        msgspec.convert(msgspec.to_builtins(value), kind)
-    except (msgspec.ValidationError, TypeError, OverflowError) as error:
+        msgspec.convert(msgspec.to_builtins(value, builtin_types=(bytes,)), kind)
+    except (msgspec.ValidationError, TypeError, OverflowError, UnicodeEncodeError) as error:
         return error
     return None
 

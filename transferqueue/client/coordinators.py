@@ -11,7 +11,7 @@ The law:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from transferqueue.client.client import Client
 from transferqueue.client.driving import Operation
@@ -19,12 +19,15 @@ from transferqueue.client.verbs import observe
 from transferqueue.errors import PeerError, TransferQueueError, UsageError
 from transferqueue.limits import check_name
 from transferqueue.seat import seat_of
+from transferqueue.storage.staying import Staying
 
 Plain = dict[str, Any]
 
 
-class QueueBase:
+class QueueBase(Staying):
     """What the queues of both fronts share: their coordinators. Those given are of one deployment, or `UsageError`."""
+
+    elsewhere: ClassVar[str] = "pass queue.address, and connect there: tq.connect(address)"
 
     def __init__(self, *clients: Client) -> None:
         check_seats(clients)

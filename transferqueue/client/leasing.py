@@ -70,6 +70,11 @@ def lease_request(
 
 def predicates(where: Predicate | Iterable[Predicate]) -> list[Predicate]:
     """One predicate or several, all of which must hold."""
+    if not isinstance(where, Predicate | Iterable) or isinstance(where, str | Mapping):
+        raise UsageError(
+            f"where={where!r} is {type(where).__name__}; give TagIs, VersionBetween or Compare, or a list of these: rows are chosen at the "
+            "server, which carries out no code of clients"
+        )
     found = [where] if isinstance(where, Predicate) else list(where)
     for predicate in found:
         if not isinstance(predicate, Predicate):
@@ -142,7 +147,7 @@ def ack(lent: Lent, rows: object, facts: Facts, columns: Mapping[str, Any], step
             token=lent.token,
             rows=chosen,
             columns=carried,
-            step=checks.whole("step", step, -1),
+            step=checks.step(step, -1),
         )
 
     yield from _ending(lent, _carrying(lent, chosen, facts, columns, request, "ack"))

@@ -7,23 +7,26 @@ import os
 import threading
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from transferqueue.client.ahead import Ahead
 from transferqueue.client.batch import Batch
 from transferqueue.client.driving import trimmed
 from transferqueue.errors import EndOfTable, Forked, TransferQueueError, UsageError
+from transferqueue.storage.staying import Staying
 
 if TYPE_CHECKING:
     from transferqueue.client.aio import AsyncBatch
 
 
-class Loader:
+class Loader(Staying):
     """Batches in order, until the table is sealed and drained; what `Table.loader` gives.
 
     An iterator and a context manager. Each batch is the caller's to ack or release. A thread of its own fetches; it ends with the
     last batch, with `close`, or when the loader is collected. ``next`` may be called from any thread.
     """
+
+    elsewhere: ClassVar[str] = "pass queue.address and names, and make the loader where the batches are used"
 
     def __init__(self, ahead: Ahead[Batch]) -> None:
         self._ahead, self._pid = ahead, os.getpid()
@@ -85,12 +88,14 @@ class Loader:
             raise UsageError(f"the {self._ahead.name} is closed; make another one")
 
 
-class AsyncLoader:
+class AsyncLoader(Staying):
     """`Loader` for an event loop: ``async for batch in table.loader(...): async with batch: ...``.
 
     Fetching begins with the first batch that is asked for. It ends with the last batch, with `aclose` (or the end of its ``async
     with``), or when the loader is collected.
     """
+
+    elsewhere: ClassVar[str] = "pass queue.address and names, and make the loader where the batches are used"
 
     def __init__(self, ahead: Ahead[AsyncBatch]) -> None:
         self._ahead = ahead

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 from transferqueue.client import verbs
 from transferqueue.client.client import Client
 from transferqueue.client.driving import drive
 from transferqueue.client.terms import Terms
 from transferqueue.errors import UsageError
+from transferqueue.storage.staying import Staying
 from transferqueue.wire import messages as m
 
 
@@ -23,8 +24,10 @@ class _Left:
         self.rows = rows
 
 
-class ReservationBase:
+class ReservationBase(Staying):
     """What the reservations of both fronts share."""
+
+    elsewhere: ClassVar[str] = "pass queue.address, and reserve where the rows are put"
 
     def __init__(self, client: Client, terms: Terms, reserved: m.Reserved) -> None:
         self._client, self._terms, self._reserved = client, terms, reserved

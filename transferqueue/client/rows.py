@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from transferqueue.client.source import Source
 from transferqueue.errors import UsageError
 from transferqueue.policies import Tags
 from transferqueue.storage.column import Column
+from transferqueue.storage.staying import Staying
 from transferqueue.storage.torched import needed
 from transferqueue.wire import messages as m
 from transferqueue.wire import short
@@ -35,13 +36,17 @@ class RowKeys(list[str]):
         return self._fields
 
 
-class RowsBase:
+class RowsBase(Staying):
     """Rows with their facts and lazy columns: what `Rows` and the batches of both fronts are.
 
     ``len(rows)`` is the number of rows; ``rows["field"]`` is a `Column`, nothing of which is copied before
     one of its views is asked for. Facts are arrays in the order of `rows`, this process's own. ``dict(rows)`` and ``**rows`` are its
     columns by name; iteration gives their names, in the order of the table.
     """
+
+    elsewhere: ClassVar[str] = (
+        "pass its values (.arrow(), dict of .numpy() or .list()), or lease the rows where they are needed"
+    )
 
     def __init__(self, content: m.Content, source: Source) -> None:
         self._content = content

@@ -46,7 +46,7 @@ PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """The parameters of each call that takes columns."""
 
-RESERVED: Final = frozenset({*FACTS, "timeout_s"})
+RESERVED: Final = frozenset({*FACTS, "timeout_s", "rows"})
 """No field may be declared with such a name: the calls that would bring it take the name for something else."""
 
 _SHORT_FORMS: Final = {"timeout": "timeout_s", "group": "group_id", "version": "policy_version"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +22,15 @@ from transferqueue.errors import EndOfTable
 from transferqueue.limits import TIMEOUT_S_DEFAULT, Limits
 from transferqueue.policies import Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field
+from transferqueue.storage.staying import Staying
 
 
-class TableBase:
+class TableBase(Staying):
     """What the tables of both fronts share: the terms, as last heard of."""
+
+    elsewhere: ClassVar[str] = (
+        "pass queue.address and the name of the table, and open it there: tq.connect(address).table(name)"
+    )
 
     def __init__(self, client: Client, terms: Terms) -> None:
         self._client, self._terms = client, terms
@@ -140,6 +145,7 @@ class Table(TableBase):
 
     def update(
         self,
+        /,
         rows: Any,
         *,
         overwrite: bool = False,

@@ -159,6 +159,8 @@ def _read(client: Client, terms: Terms, request: m.Read) -> Operation[Rows]:
 
 def find(terms: Terms, keys: str | Sequence[str]) -> Operation[NDArray[np.int64]]:
     """Row ids of keys."""
+    if not isinstance(keys, Iterable):
+        raise UsageError(f"keys={keys!r} is {type(keys).__name__}; give a key, or a list of keys")
     wanted = [keys] if isinstance(keys, str) else list(keys)
     request = m.Find(table=terms.name, keys=[check_key(key) for key in wanted])
     found = yield from ask(request, m.Found)
@@ -207,7 +209,7 @@ def advance(terms: Terms, version: int, timeout_s: float) -> Operation[None]:
 
 def checkpointed(terms: Terms, step: int, task: str | None) -> Operation[int]:
     """The model is safe up to `step`."""
-    request = m.Checkpointed(table=terms.name, step=checks.whole("step", step), task=_task_name(task))
+    request = m.Checkpointed(table=terms.name, step=checks.step(step), task=_task_name(task))
     return (yield from ask(request, m.Done)).rows
 
 
@@ -215,7 +217,7 @@ def rollback(terms: Terms, step: int, task: str | None, version: int | None) -> 
     """The model is again as it was at `step`."""
     request = m.Rollback(
         table=terms.name,
-        step=checks.whole("step", step, -1),
+        step=checks.step(step, -1),
         task=_task_name(task),
         version=-1 if version is None else checks.whole("version", version),
     )

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from numpy.typing import NDArray
 
@@ -23,6 +23,7 @@ from transferqueue.schema import Field
 from transferqueue.storage.checksum import verify
 from transferqueue.storage.column import Column
 from transferqueue.storage.placement import Blocks
+from transferqueue.storage.staying import Staying
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Tensor:
         self.blocks.end(message)
 
 
-class Weights(Mapping[str, Any]):
+class Weights(Staying, Mapping[str, Any]):
     """One version of the weights: a mapping from names to tensors of the base, in shared memory and nowhere else.
 
     ``weights[name]`` is a torch tensor where torch is installed, else a numpy array; `torch` and `numpy` give all of
@@ -68,6 +69,8 @@ class Weights(Mapping[str, Any]):
     (``since``) are the same memory as there. The version's memory is pinned until `release`, the end of a ``with`` block, or
     collection.
     """
+
+    elsewhere: ClassVar[str] = "pass queue.address, the channel and the version, and pull it there"
 
     def __init__(self, channel: str, version: int, tensors: dict[str, Tensor], changed: frozenset[str]) -> None:
         self._channel, self._version = channel, version
@@ -185,8 +188,12 @@ class WeightChannelBase:
         return self._name
 
 
-class WeightChannel(WeightChannelBase):
+class WeightChannel(Staying, WeightChannelBase):
     """Versioned publication of weights. Made by `Queue.weights`; any process may publish or pull."""
+
+    elsewhere: ClassVar[str] = (
+        "pass queue.address and the name of the channel, and open it there: tq.connect(address).weights(name)"
+    )
 
     def publish(
         self,

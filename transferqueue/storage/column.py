@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from transferqueue.storage.gather import Loaded, dense_run, load, offsets_of
 from transferqueue.storage.numbers import store_numbers
 from transferqueue.storage.placement import Placement
 from transferqueue.storage.show import arrow_array, plain_rows, row_value, shown_row
+from transferqueue.storage.staying import Staying
 from transferqueue.storage.torched import as_torch, needed
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ SHOWN_ROWS: Final = 4
 """Rows of a column that its repr shows."""
 
 
-class Column:
+class Column(Staying):
     """One field's values for the rows of a batch, loaded at first use.
 
     If the rows lie together in one block, what is given is a view of shared memory and no byte is copied; otherwise
@@ -48,6 +49,8 @@ class Column:
     Methods that do not fit raise `UsageError` and name those that do; after the batch ended and let its memory go, what was not
     taken before raises `BatchEnded`. Safe from several threads.
     """
+
+    elsewhere: ClassVar[str] = "pass its values: .numpy(), .list() or .arrow()"
 
     __slots__ = ("__weakref__", "_cell", "_placement", "_rows", "field")
 

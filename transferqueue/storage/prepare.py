@@ -54,8 +54,16 @@ class Repeat:
     def __init__(self, values: Any, counts: int | Sequence[int] | NDArray[np.integer[Any]]) -> None:
         if isinstance(values, Repeat):
             raise SchemaError("Repeat of a Repeat: multiply the counts instead")
+        single = getattr(values, "ndim", 1) == 0 or not (hasattr(values, "__len__") or is_arrow(values))
+        if single:
+            raise SchemaError(f"Repeat: {type(values).__name__} is no column of values; give a list or an array")
         self.values = values
-        self.counts: I64 = np.asarray(counts)
+        try:
+            self.counts: I64 = np.asarray(counts)
+        except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+            raise SchemaError(
+                f"Repeat: counts are not whole numbers: {error}; give one, or one for each value"
+            ) from error
         if self.counts.dtype.kind not in "iu" or self.counts.ndim > 1:
             raise SchemaError(f"Repeat: counts {counts!r} are not whole numbers; give one, or one for each value")
         self.counts = self.counts.astype(np.int64)
