@@ -10,6 +10,7 @@ from transferqueue.server.durable import Durable
 from transferqueue.server.memory import Memory
 from transferqueue.server.node import Node, Place
 from transferqueue.server.resuming import resume
+from transferqueue.storage.checksum import checksum
 from transferqueue.wire import messages as m
 
 BIG = Field("x", "int64", (None,))
@@ -61,7 +62,8 @@ def write(life, client, rows, fill, table="t", facts=m.RowFacts()):  # noqa: B00
     with open(life.file, "r+b") as file:
         file.seek(granted.offset)
         file.write(data)
-    placed = m.Placed(granted.extent, granted.offset, _size(rows), rows, ["x"], [rows])
+    total = checksum(data.ljust(_size(rows), b"\0"))
+    placed = m.Placed(granted.extent, granted.offset, _size(rows), rows, ["x"], [rows], checksum=total)
     return client.ask(m.Put(table, rows, m.Columns(fields=[BIG], blocks=[placed], facts=facts)))
 
 

@@ -5,6 +5,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from transferqueue.server.durable import Durable
 from transferqueue.server.journal import Level, SqliteJournal, read_journal
 from transferqueue.server.runtime import served_arena, sweep_arenas
 from transferqueue.server.supervising import EXIT_TOLD, EXIT_WRONG_CALL
+from transferqueue.storage.checksum import checksum
 from transferqueue.transport import FileLock, this_host
 from transferqueue.wire import messages as m
 
@@ -478,7 +480,8 @@ def test_rows_that_were_kept_lack_their_values_and_weights_are_gone(lives, monke
     client.ask(m.Ack("t", leased.lease, leased.token))
     granted = client.ask(m.Grant(4096))
     weight = Field("w", "float32", (4,))
-    client.ask(m.Publish("policy", 3, [weight], [m.Placed(granted.extent, granted.offset, 64, 1, ["w"], [0])]))
+    placed = m.Placed(granted.extent, granted.offset, 64, 1, ["w"], [0], checksum=checksum(bytes(64)))
+    client.ask(m.Publish("policy", 3, [weight], [placed]))
     life.crash()
     with open(life.file, "r+b") as file:
         file.write(b"\xff" * (64 << 10))
@@ -517,8 +520,38 @@ def test_a_block_outside_the_arena_is_for_the_ledger_to_refuse(lives):
     client.ask(m.CreateTable("t", tasks=[Task("train", ["x"])], fields=[BIG]))
     granted = client.ask(m.Grant(4096))
     for offset, nbytes in [(1 << 60, 64), (granted.offset, 1 << 50)]:
-        placed = m.Placed(granted.extent, offset, nbytes, 1, ["x"], [1])
-        assert isinstance(client.ask(m.Put("t", 1, m.Columns(fields=[BIG], blocks=[placed]))), m.Failed)
+        placed = m.Placed(granted.extent, offset, nbytes, 1, ["x"], [1], checksum=1)
+        refused = client.ask(m.Put("t", 1, m.Columns(fields=[BIG], blocks=[placed])))
+        assert isinstance(refused, m.Failed)
+        assert "checksum" not in refused.text
+
+
+def test_a_block_without_a_checksum_is_refused_on_a_disk(lives):
+    life = lives(Level.DISK)
+    client = life.client()
+    assert client.welcome.checksums
+    client.ask(m.CreateTable("t", tasks=[Task("train", ["x"])], fields=[BIG]))
+    granted = client.ask(m.Grant(4096))
+    placed = m.Placed(granted.extent, granted.offset, 256, 1, ["x"], [1])
+    for request in (m.Put("t", 1, m.Columns([BIG], [placed])), m.Publish("c", 0, [BIG], [placed])):
+        refused = client.ask(request)
+        assert refused.error == "UsageError"
+        assert refused.text.startswith("block of x has no checksum: this server keeps rows on a disk")
+    assert not lives(path=lives.path / "memory").client().welcome.checksums
+
+
+def test_a_put_that_names_all_memory_again_and_again_is_refused_without_reading_it(lives):
+    """At level ``disk`` the server took the checksum of each block before it looked whether the block was granted: 65,536 blocks of
+    16 MiB, in a message of 2 MB, kept everybody waiting for minutes."""
+    life = lives(Level.DISK, arena_bytes=16 * MIB)
+    client = life.client()
+    client.ask(m.CreateTable("t", tasks=[Task("train", ["x"])], fields=[BIG]))
+    granted = client.ask(m.Grant(4096))
+    block = m.Placed(granted.extent, 0, 16 * MIB, 1, ["x"], [1], checksum=1)
+    began = time.thread_time()
+    for count in (1, 1 << 16):
+        assert isinstance(client.ask(m.Put("t", 1, m.Columns([BIG], [block] * count))), m.Failed)
+    assert time.thread_time() - began < 10
 
 
 def test_what_a_client_had_in_a_further_shard_is_free_if_it_died_while_no_server_ran(lives):

@@ -68,11 +68,14 @@ class Client:
         dial: Callable[[m.ShardAt], RemoteMemory] | None = None,
         ground: Ground | None = None,
         seat: Seat = Seat(),  # noqa: B008  (frozen)
+        checksums: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address: Final = address
         self.connection: Final = connection
         self.seat: Final = seat
+        self.checksums: Final = checksums
+        """Whether the server wants the checksum of each block."""
         self.memory: Final = memory
         self.shards: Final = Shards(memory, dial or _no_way, connection.unpin)
         self.ground: Final = ground or Ground(connection.post)
@@ -143,6 +146,7 @@ def open_client(
         server,
         dial=lambda at: _further(at, welcome, keys, connection),
         seat=welcome.seat,
+        checksums=welcome.checksums,
     )
 
 

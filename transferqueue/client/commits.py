@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from transferqueue.client.checks import few
 from transferqueue.client.client import Client
 from transferqueue.client.deadline import Deadline
 from transferqueue.client.driving import Operation, ask
@@ -26,7 +27,7 @@ from transferqueue.client.slips import check_columns
 from transferqueue.client.terms import Terms
 from transferqueue.client.writing import OPEN_MAX, Fate, Piece
 from transferqueue.errors import FlowSignal, SchemaError, ShardLost, UsageError
-from transferqueue.limits import ROWS_PER_REQUEST_MAX, check_name
+from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX, check_name
 from transferqueue.schema import Field, align
 from transferqueue.storage.blocks import Draft, drafts
 from transferqueue.storage.prepare import Prepared, Repeat, prepare
@@ -70,6 +71,7 @@ def commit(
 
     call: put, update, ack or release, whose columns are compared with what they may have been meant for.
     """
+    few("columns", columns, FIELDS_MAX)
     if any(check_name("field", name) not in terms.fields for name in columns):
         yield from _refresh(terms)
         check_columns(call, columns, facts.names(), terms)
@@ -169,15 +171,18 @@ def _written(
     """One copy, in a shard that is none of `apart`."""
     nbytes = sum(align(block.nbytes) for block in blocks)
     piece = yield from client.ground.piece(nbytes, deadline, apart, use)
-    yield from client.shards.write(piece, nbytes, lambda out: fill(out, blocks))
+    yield from client.shards.write(piece, nbytes, lambda out: fill(out, blocks, checksums=client.checksums))
     return piece
 
 
-def fill(memory: memoryview, blocks: Sequence[Draft]) -> None:
-    """Write blocks one after the other."""
+def fill(memory: memoryview, blocks: Sequence[Draft], *, checksums: bool) -> None:
+    """Write blocks one after the other. checksums: and take the checksum of each."""
     at = 0
     for block in blocks:
-        block.write(memory[at : at + block.nbytes])
+        written = memory[at : at + block.nbytes]
+        block.write(written)
+        if checksums:
+            block.add_up(written)
         at += align(block.nbytes)
 
 
@@ -195,6 +200,7 @@ def placed(piece: Piece, blocks: Sequence[Draft]) -> list[m.Placed]:
                 fields=[field.name for field in block.fields],
                 counts=block.counts,
                 slots=None if block.slots is None else block.slots.astype("<i4").tobytes(),
+                checksum=block.sum,
                 copies=[m.CopyAt(one.extent, one.offset + at - piece.offset) for one in piece.copies],
             )
         )

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,12 +28,11 @@ from transferqueue.client.client import Client
 from transferqueue.client.commits import elsewhere, placed, settled, write
 from transferqueue.client.deadline import Deadline
 from transferqueue.client.driving import Operation, Work, ask, within
-from transferqueue.client.writing import Piece
 from transferqueue.errors import NotFound, SchemaError, ShardLost, UsageError
 from transferqueue.limits import check_name
 from transferqueue.schema import Field
 from transferqueue.storage.blocks import Draft
-from transferqueue.storage.checksum import UNCHECKED, checksum
+from transferqueue.storage.checksum import UNCHECKED
 from transferqueue.storage.prepare import prepare
 from transferqueue.wire import messages as m
 
@@ -43,13 +41,12 @@ BASE: Final = "_"
 
 
 class TensorDraft(Draft):
-    """A tensor that will lie in a block of its own. sum: its checksum, once its bytes were seen."""
+    """A tensor that will lie in a block of its own."""
 
-    __slots__ = ("sum",)
+    __slots__ = ()
 
     def __init__(self, name: str, tensor: Any) -> None:
         super().__init__([prepare(name, tensor[None])])
-        self.sum = UNCHECKED
 
     @property
     def field(self) -> Field:
@@ -59,8 +56,7 @@ class TensorDraft(Draft):
     def write(self, out: Any) -> None:
         """As `Draft.write`; then the checksum is known."""
         super().write(out)
-        if self.sum == UNCHECKED:
-            self.sum = checksum(out)
+        self.add_up(out)
 
 
 class TensorCopy(TensorDraft):
@@ -78,8 +74,7 @@ class TensorCopy(TensorDraft):
     def write(self, out: Any) -> None:
         """As `Draft.write`."""
         np.frombuffer(out, np.uint8)[:] = self.memory
-        if self.sum == UNCHECKED:
-            self.sum = checksum(out)
+        self.add_up(out)
 
 
 def same(field: Field, block: m.BlockAt, other: Field, nbytes: int, total: int) -> bool:
@@ -142,7 +137,7 @@ def _commit(
         channel=channel,
         version=number,
         fields=[field for draft in written for field in draft.fields],
-        blocks=_placed(piece, written) if piece else [],
+        blocks=placed(piece, written) if piece else [],
         keep=keep,
         wait_s=deadline.left(),
         base=basis.version if blocks else -1,
@@ -217,8 +212,3 @@ def _worth_keeping(unchanged: Mapping[str, m.BlockAt], extents: Mapping[int, int
     for block in unchanged.values():
         kept_bytes[block.extent] += block.nbytes
     return {name: one for name, one in unchanged.items() if 2 * kept_bytes[one.extent] >= extents[one.extent]}
-
-
-def _placed(piece: Piece, drafts: Sequence[TensorDraft]) -> list[m.Placed]:
-    found = zip(placed(piece, drafts), drafts, strict=True)
-    return [msgspec.structs.replace(one, checksum=draft.sum) for one, draft in found]

@@ -8,8 +8,9 @@ The law:
 2. The arena lies on shared memory at level ``process`` (in the state directory where that has no room), and in the
    state directory at level ``disk``. The link is made last: what it does not lead to is nobody's.
 3. A turn of the server is told only after `commit`: at level ``disk`` the bytes of its blocks are on the device, then
-   at both levels its records are in the journal. Blocks in a file of the state directory have checksums, taken before that;
-   each start compares them all. What does not match is reported, and its rows end as dropped.
+   at both levels its records are in the journal. Blocks in a file of the state directory have checksums, which
+   whoever writes a block takes and commits with it: so the server hashes nothing while it serves, and a client that lies has its own
+   rows dropped. Each start compares them all. What does not match is reported, and its rows end as dropped.
 4. Time stands still while no server runs: the clock goes on from the last time that the journal has.
 5. What an earlier life left is read whole and checked before anything is changed, freed or punched (`server.past`). What is
    damaged is `Corruption`. Whoever accepts the loss says so (`accept_loss`): the files are moved to ``lost-N`` in the state
@@ -23,7 +24,6 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, Protocol
@@ -69,24 +69,36 @@ class Durability(Protocol):
     def check_offer(self, hello: m.Hello) -> None:
         """`UsageError` if memory that joins could not keep what this level promises."""
 
-    def stamp(self, request: m.Request) -> m.Request:
-        """The request as it is carried out and written down: with checksums where those will be needed."""
+    @property
+    def checksums(self) -> bool:
+        """Whether each block is committed with the checksum of its bytes."""
 
     def commit(self) -> None:
         """What happened so far may be told when this returns."""
+
+
+def without_checksum(request: m.Request) -> UsageError | None:
+    """Why a request is refused where blocks are committed with their checksums; None: each of its blocks has one, or it has none."""
+    carried = request if isinstance(request, m.Publish) else getattr(request, "columns", None)
+    if not isinstance(carried, m.Publish | m.Columns):
+        return None
+    for block in carried.blocks:
+        if block.checksum == UNCHECKED:
+            return UsageError(
+                f"block of {', '.join(block.fields[:12])} has no checksum: this server keeps rows on a disk, and compares each block "
+                "when it starts; commit blocks with the xxh3-64 of their bytes, as Welcome.checksums asks"
+            )
+    return None
 
 
 class Volatile:
     """Level ``memory``: nothing outlives the server."""
 
     sessions_stay: Final = False
+    checksums: Final = False
 
     def check_offer(self, hello: m.Hello) -> None:
         """Any will do."""
-
-    def stamp(self, request: m.Request) -> m.Request:
-        """The request as it is."""
-        return request
 
     def commit(self) -> None:
         """Nothing to wait for."""
@@ -128,7 +140,7 @@ class Durable:
                 journal = self._begin(arena_bytes, shared, made)
                 ledger, tail = Ledger(epoch=0), Tail()
             self.secret: Final = journal.origin.secret
-            self._checked: Final = Path(self.arena.arena.path).parent == self.path
+            self.checksums: Final = Path(self.arena.arena.path).parent == self.path
             self.ledger: Final = RecordedLedger(
                 ledger, journal, tail, epoch=ledger.epoch + 1 if ledger.epoch else first_epoch
             )
@@ -149,22 +161,6 @@ class Durable:
                 "shard refused: durability disk survives a reboot, and the memory of a further shard does not; serve with "
                 "--durability process, or give the server itself a larger --arena-bytes"
             )
-
-    def stamp(self, request: m.Request) -> m.Request:
-        """In an arena on a disk: the request with the checksum of each of its blocks. Reads them once, at memory speed."""
-        if not self._checked:
-            return request
-        if isinstance(request, m.Publish):
-            return msgspec.structs.replace(request, blocks=self._stamped(request.blocks))
-        columns = getattr(request, "columns", None)
-        if not isinstance(columns, m.Columns) or not columns.blocks:
-            return request
-        return msgspec.structs.replace(
-            request, columns=msgspec.structs.replace(columns, blocks=self._stamped(columns.blocks))
-        )
-
-    def _stamped(self, blocks: Iterable[m.Placed]) -> list[m.Placed]:
-        return [msgspec.structs.replace(one, checksum=self._checksum(one.offset, one.nbytes)) for one in blocks]
 
     def _checksum(self, offset: int, nbytes: int) -> int:
         if not 0 <= offset <= offset + nbytes <= self.allocator.capacity:

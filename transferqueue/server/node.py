@@ -53,7 +53,7 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import CALLS_PARKED_MAX, DEFECT_PAUSE_S
 from transferqueue.seat import Seat
 from transferqueue.server import evidence, observing, roles
-from transferqueue.server.durable import Durability, Volatile
+from transferqueue.server.durable import Durability, Volatile, without_checksum
 from transferqueue.server.ending import CUT, DIED, GOODBYE
 from transferqueue.server.memory import SHARD, Memory
 from transferqueue.server.parking import Parked, Parking, WakeKey, wait_of
@@ -391,6 +391,7 @@ class Node:
             durable=self._durability.sessions_stay,
             bulk_plain=self.bulk_plain,
             seat=self.seat,
+            checksums=self._durability.checksums,
         )
 
     def _end(self, session: Session, now: float, told: str, *, how: str = "") -> None:
@@ -466,13 +467,19 @@ class Node:
         if call.id <= session.seen or self.parking.holds(session.number, call.id):
             self.counters.repeated += 1
             self.parking.hurry(session.number, call.id, now + wait_of(call.request))
-        elif (refused := roles.denied(role, call.request) or elsewhere(self.seat, call.request)) is not None:
+        elif (refused := self._refused(role, call.request)) is not None:
             self._answer(peer, call.id, _failed(refused))
         elif isinstance(call.request, m.Goodbye):
             self._answer(peer, call.id, m.Done())
             self._end(session, now, "by Goodbye", how=GOODBYE)
         else:
-            self._newcomer(session, call.id, self._durability.stamp(call.request), now)
+            self._newcomer(session, call.id, call.request, now)
+
+    def _refused(self, role: Role, request: m.Request) -> TransferQueueError | None:
+        """Why a request may not even be tried; None: it may."""
+        if self._durability.checksums and (unchecked := without_checksum(request)) is not None:
+            return unchecked
+        return roles.denied(role, request) or elsewhere(self.seat, request)
 
     def _newcomer(self, session: Session, call: int, request: m.Request, now: float) -> None:
         if isinstance(request, m.Lease):

@@ -8,6 +8,7 @@ import numpy as np
 
 from transferqueue.errors import InternalError, SchemaError, UsageError
 from transferqueue.schema import Span, layout
+from transferqueue.storage.checksum import UNCHECKED, checksum
 from transferqueue.storage.dtypes import I32, U8
 from transferqueue.storage.hands import Job, share
 from transferqueue.storage.prepare import Prepared
@@ -17,10 +18,10 @@ class Draft:
     """Columns that will lie in one block, and how.
 
     rows: of the request. stored_rows: of the block. fields, counts: what `Placed` says of it. slots: for each row of the request the row
-    of the block, None where they are the same. nbytes: of the block.
+    of the block, None where they are the same. nbytes: of the block. sum: the checksum of its bytes, once `add_up` has seen them.
     """
 
-    __slots__ = ("columns", "counts", "fields", "nbytes", "rows", "slots", "spans", "stored_rows")
+    __slots__ = ("columns", "counts", "fields", "nbytes", "rows", "slots", "spans", "stored_rows", "sum")
 
     def __init__(self, columns: Sequence[Prepared]) -> None:
         first = columns[0]
@@ -34,6 +35,7 @@ class Draft:
         self.fields = [column.field for column in columns]
         self.counts = [column.count for column in columns]
         self.spans, self.nbytes = layout(self.fields, self.stored_rows, self.counts)
+        self.sum = UNCHECKED
 
     def write(self, out: memoryview | U8) -> None:
         """Write all columns, one pass each, into `nbytes` bytes on a 64-byte boundary. Padding becomes zeros."""
@@ -46,6 +48,11 @@ class Draft:
             at = _zero_padding(block, span, column, at)
         block[at:] = 0
         share(jobs, self.nbytes)
+
+    def add_up(self, block: memoryview | U8) -> None:
+        """Take the checksum of the bytes that `write` has just written, while they are in the cache. Copies have the same."""
+        if self.sum == UNCHECKED:
+            self.sum = checksum(block)
 
 
 def drafts(columns: Sequence[Prepared]) -> list[Draft]:

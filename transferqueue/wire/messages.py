@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from transferqueue.limits import (
     COPIES_MAX,
+    FIELDS_MAX,
     ITEMS_MAX,
     KEY_CHARS_MAX,
     MESSAGE_BYTES_MAX,
@@ -66,6 +67,9 @@ StepOrNone = Annotated[int, Meta(ge=-1, le=1 << 53)]
 
 
 Fields = Annotated[list[Field], Meta(max_length=ITEMS_MAX)]
+TableFields = Annotated[list[Field], Meta(max_length=2 * FIELDS_MAX)]
+"""Fields of a table. The ledger's own bound is lower, and says so."""
+TableNames = Annotated[list[Name], Meta(max_length=2 * FIELDS_MAX)]
 Names = Annotated[list[Name], Meta(max_length=ITEMS_MAX)]
 Counts = Annotated[list[Count], Meta(max_length=ITEMS_MAX)]
 Tasks = Annotated[list[Task], Meta(max_length=2 * TASKS_MAX)]
@@ -116,7 +120,7 @@ class Placed(Message):
     offset: Bytes from the start of the arena, inside the extent. rows: rows of the block. fields: the
     columns in it. counts: one per field (`schema.layout`). slots: for each row of the request the row
     of the block that holds it (int32; None: the same order, one to one); several rows may share one.
-    checksum: xxh3-64 of the bytes, 0 where they never leave the machine. copies: as many more as the table has replicas.
+    checksum: xxh3-64 of the bytes, by whoever wrote them; 0 where `Welcome` asks for none. copies: as many more as the table has replicas.
     """
 
     extent: Count
@@ -133,7 +137,7 @@ class Placed(Message):
 class Columns(Message):
     """Columns and facts for some rows: what put, update and ack carry."""
 
-    fields: Fields = []
+    fields: TableFields = []
     """Definitions of the fields used, for the ledger to add or to compare."""
     blocks: Annotated[list[Placed], Meta(max_length=ITEMS_MAX)] = []
     inline: Annotated[list[Inline], Meta(max_length=ITEMS_MAX)] = []
@@ -243,6 +247,7 @@ class Welcome(Message):
     bulk_port: of the bulk endpoint, on the host that the client dialled; 0: the server has none. bulk_plain: it asks for no
     keys and encrypts nothing, whatever the control port does.
     durable: the session outlives the server: when it is gone, wait for the next one at the same address.
+    checksums: each block is committed with the checksum of its bytes, since after a reboot that tells whether the device has them.
     seat: which of the coordinators of its deployment this is.
     """
 
@@ -256,6 +261,7 @@ class Welcome(Message):
     durable: bool = False
     bulk_plain: bool = False
     seat: Seat = Seat()
+    checksums: bool = False
 
 
 class Heartbeat(Message):
@@ -283,7 +289,7 @@ class CreateTable(Message):
     """
 
     name: Name
-    fields: Fields = []
+    fields: TableFields = []
     tasks: Tasks = []
     limits: Limits = Limits()
     pacing: Pacing | None = None
@@ -307,7 +313,7 @@ class TableTerms(Message):
     """
 
     name: Text
-    fields: Fields
+    fields: TableFields
     tasks: Tasks
     limits: Limits
     pacing: Pacing | None
@@ -329,7 +335,7 @@ class AddFields(Message):
     """More fields of an existing table, before any row has them. Answer: TableTerms."""
 
     table: Name
-    fields: Fields
+    fields: TableFields
 
 
 class DropTable(Message):
@@ -539,7 +545,7 @@ class Lease(Message):
     wait_s: Seconds = 0.0
     lease_s: Seconds = 0.0
     where: Where = []
-    fields: Names | None = None
+    fields: TableNames | None = None
     rank: Count = 0
     world: Annotated[int, Meta(ge=1)] = 1
     replica: Count = 0
@@ -699,7 +705,7 @@ class Read(Message):
 
     table: Name
     rows: Rows | None = None
-    fields: Names | None = None
+    fields: TableNames | None = None
     where: Where = []
     limit: Count = 0
 

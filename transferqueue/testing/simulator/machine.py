@@ -143,6 +143,7 @@ class Kept:
     """Durability of the simulated server; see `server.durable.Durability` and `server.resuming.Past`."""
 
     sessions_stay: Final = True
+    checksums: Final = False
     rebooted: Final = False
 
     def __init__(self, ledger: RecordedLedger, clock: Callable[[], float]) -> None:
@@ -151,10 +152,6 @@ class Kept:
 
     def check_offer(self, hello: m.Hello) -> None:
         """Any will do."""
-
-    def stamp(self, request: m.Request) -> m.Request:
-        """The request as it is."""
-        return request
 
     def commit(self) -> None:
         """See `Durability.commit`."""
