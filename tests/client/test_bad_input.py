@@ -475,3 +475,23 @@ def test_too_many_rows_are_refused_before_a_value_is_read(table: tq.Table) -> No
         ):
             put()
     assert state(table) == before
+
+
+def test_more_columns_or_fields_than_a_table_has_are_refused_before_any_is_looked_at(
+    opened: tq.Queue, table: tq.Table
+) -> None:
+    """100,000 of them took 16 s."""
+    before = state(table)
+    columns: dict[str, Any] = {f"c{number}": [0] for number in range(100_000)}
+    with pytest.raises(tq.UsageError, match="100000 columns are given; at most 1024 are allowed"):
+        table.put(**columns)
+    fields = [tq.Field("same", "int64")] * 100_000
+    with pytest.raises(tq.UsageError, match="100000 fields are given; at most 1024"):
+        table.add_fields(fields)
+    with pytest.raises(tq.UsageError, match="100000 fields are given; at most 1024"):
+        opened.create_table("wide", fields=fields)
+    with pytest.raises(tq.UsageError, match="100000 fields are given; at most 1024"):
+        table.read(fields=list(columns))
+    with pytest.raises(tq.UsageError, match=r"keep=4611686018427387904 is out of range; give 1 to 1048576"):
+        opened.snapshot("s", keep=1 << 62)
+    assert state(table) == before

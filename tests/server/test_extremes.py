@@ -3,6 +3,7 @@ balance. Nothing is `InternalError`, and nothing leaves `receive`."""
 
 import os
 import struct
+import time
 import typing
 
 import msgspec
@@ -11,7 +12,7 @@ import pytest
 
 from tests.server.extremes import REQUESTS, plain, variants
 from tests.server.nodes import Bench, local, numbers
-from transferqueue.limits import PAGE_BYTES
+from transferqueue.limits import ITEMS_MAX, PAGE_BYTES
 from transferqueue.policies import Compare, Complete, Pacing, TagIs, Task
 from transferqueue.schema import Field, layout
 from transferqueue.server.snapshots import Snapshots
@@ -123,6 +124,33 @@ def judge(world):
     audit = codec.decode_plain(witness.ask(m.Observe("audit")).value)
     assert audit["balanced"], audit
     world.close()
+
+
+MANY = ITEMS_MAX
+"""Items of a list, the most that a message may have of any kind."""
+
+
+@pytest.mark.slow
+def test_many_fields_columns_and_names_are_refused_before_any_work_is_done_for_them(tmp_path):
+    """A request of 65,536 fields took 80 s, with everybody waiting: each field made a copy of all those before it."""
+    world = World(tmp_path)
+    fields = [Field(f"f{number}", "int64") for number in range(MANY)]
+    names = [field.name for field in fields]
+    granted, columns = world.granted, world.columns()
+    twice = m.Placed(granted.extent, granted.offset + 64, SIZE, 2, [*names[:999], *["big"] * 60_000], [0] * 60_999)
+    inline = [m.Inline(name, bytes(16)) for name in names]
+    began = time.thread_time()
+    for request in (
+        m.AddFields("t", fields), m.CreateTable("u", fields), m.Put("t", 2, m.Columns(fields)), m.Lease("t", "train", 1, fields=names),
+        m.Put("t", 2, m.Columns(fields[:2000])), m.AddFields("t", fields[:2000]), m.Put("t", 2, m.Columns([], [twice])),
+        m.Put("t", 2, m.Columns([], [], inline)), m.Put("t", 2, m.Columns([], columns.blocks * MANY)), m.Read("t", ids(), names),
+        m.Update("t", ids(), m.Columns([], columns.blocks * MANY)), m.Publish("c", 1, [], columns.blocks * MANY),
+        m.Publish("c", 1, [], [], base=0, kept=[world.block] * MANY), m.AddTask("t", Task("many", names)),
+    ):  # fmt: skip
+        refused = world.client.ask(request)
+        assert refused.error in ("UsageError", "Impossible", "ProtocolError", "SchemaError"), refused
+    assert time.thread_time() - began < 20
+    judge(world)
 
 
 FRESH_AFTER = 40

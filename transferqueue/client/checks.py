@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from functools import lru_cache
-from typing import Any, Final, get_type_hints
+from itertools import islice
+from typing import Any, Final, TypeVar, get_type_hints
 
 import msgspec
 import numpy as np
 
 from transferqueue.errors import UsageError
-from transferqueue.limits import COUNT_MAX, ROWS_PER_REQUEST_MAX, SECONDS_MAX, STEP_MAX, check_name, short_number
+from transferqueue.limits import (
+    COUNT_MAX,
+    FIELDS_MAX,
+    ROWS_PER_REQUEST_MAX,
+    SECONDS_MAX,
+    STEP_MAX,
+    check_name,
+    short_number,
+)
 
+T = TypeVar("T")
 WAIT_S_MAX: Final = SECONDS_MAX
 _WHOLE_MAX: Final = COUNT_MAX
 _HOMES: Final = re.compile(r"(transferqueue\.\w+|typing|collections\.abc)\.")
@@ -71,6 +81,15 @@ def row_ids(rows: object) -> bytes:
     return found.astype("<i8").tobytes()
 
 
+def few(subject: str, values: Iterable[T], most: int) -> tuple[T, ...]:
+    """The values, of which there may be at most `most`: no more are even taken."""
+    found = tuple(islice(values, most + 1))
+    if len(found) > most:
+        count = len(values) if isinstance(values, Sized) else f"more than {most}"
+        raise UsageError(f"{count} {subject} are given; at most {most} are allowed")
+    return found
+
+
 def names(kind: str, values: Iterable[str] | None) -> list[str] | None:
     """Names of fields wanted, None for the default set."""
     if values is None:
@@ -79,7 +98,7 @@ def names(kind: str, values: Iterable[str] | None) -> list[str] | None:
         raise UsageError(f"{kind}s are one string, {values!r}; give a list of names")
     if not isinstance(values, Iterable):
         raise UsageError(f"{kind}s are {type(values).__name__}, {values!r}; give a list of names")
-    found = tuple(values)
+    found = few(f"{kind}s", values, FIELDS_MAX)
     try:
         return list(_checked(kind, found))
     except TypeError:  # one is a list or the like: remembered can only be what has a hash

@@ -9,6 +9,7 @@ from typing import Final
 from transferqueue.client import checks
 from transferqueue.client.client import Client
 from transferqueue.client.driving import Operation, ask, within
+from transferqueue.limits import SNAPSHOTS_KEPT_MAX
 from transferqueue.wire import messages as m
 
 SNAPSHOT_S: Final = 600.0
@@ -21,7 +22,7 @@ def snapshot(
     client: Client, path: str | os.PathLike[str], keep: int, timeout_s: float, progress: Progress | None
 ) -> Operation[str]:
     """Write all there is; where it is."""
-    request = m.Snapshot(path=os.fspath(path), keep=checks.positive("keep", keep))
+    request = m.Snapshot(path=os.fspath(path), keep=checks.whole("keep", keep, least=1, most=SNAPSHOTS_KEPT_MAX))
     return (yield from _followed(client, request, timeout_s, progress))
 
 

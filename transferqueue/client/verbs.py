@@ -19,7 +19,7 @@ from transferqueue.client.rows import Rows
 from transferqueue.client.source import content_source
 from transferqueue.client.terms import Terms
 from transferqueue.errors import InternalError, ShardLost, UsageError
-from transferqueue.limits import TIMEOUT_S_DEFAULT, Limits, check_name
+from transferqueue.limits import FIELDS_MAX, TASKS_MAX, TIMEOUT_S_DEFAULT, Limits, check_name
 from transferqueue.policies import Acked, Manual, Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
@@ -45,8 +45,8 @@ def create_table(
         raise UsageError(f"extra_fields={extra_fields!r} is {type(extra_fields).__name__}; give True, False or None")
     request = m.CreateTable(
         name=check_name("table", name),
-        fields=_each("fields", fields, Field),
-        tasks=_each("tasks", tasks, Task),
+        fields=_each("fields", fields, Field, FIELDS_MAX),
+        tasks=_each("tasks", tasks, Task, TASKS_MAX),
         limits=_one("limits", limits, Limits),
         pacing=None if pacing is None else _one("pacing", pacing, Pacing),
         retention=None if retention is None else _one("retention", retention, Acked | Manual),
@@ -248,7 +248,7 @@ def add_task(client: Client, terms: Terms, task: Task) -> Operation[None]:
 
 def add_fields(client: Client, terms: Terms, fields: Sequence[Field]) -> Operation[None]:
     """More fields."""
-    request = m.AddFields(table=terms.name, fields=_each("fields", fields, Field))
+    request = m.AddFields(table=terms.name, fields=_each("fields", fields, Field, FIELDS_MAX))
     slips.check_declared(terms.name, request.fields, ())
     client.terms((yield from ask(request, m.TableTerms)))
 
@@ -260,10 +260,10 @@ def _one(name: str, value: Any, kind: Any) -> Any:
     return checks.policy(name, value, kind)
 
 
-def _each(name: str, values: Any, kind: Any) -> list[Any]:
+def _each(name: str, values: Any, kind: Any, most: int) -> list[Any]:
     if isinstance(values, kind | str | Mapping) or not isinstance(values, Iterable):
         raise UsageError(f"{name}={values!r} is not a list; give a list of {kind.__name__}")
-    return [_one(name, value, kind) for value in values]
+    return [_one(name, value, kind) for value in checks.few(name, values, most)]
 
 
 def drain_shard(number: int) -> Operation[None]:

@@ -18,7 +18,7 @@ from transferqueue.ledger.blocks import Blocks, Usage
 from transferqueue.ledger.facts import Facts, check_facts
 from transferqueue.ledger.parts import Part, Parts, Retired
 from transferqueue.ledger.rows import Rows
-from transferqueue.limits import ROWS_PER_REQUEST_MAX
+from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX
 from transferqueue.schema import Field, layout
 from transferqueue.wire.messages import Columns, Placed
 
@@ -51,6 +51,7 @@ class Staged:
 
 def check_columns(rows: Rows, blocks: Blocks, session: int, columns: Columns, count: int, replicas: int) -> Staged:
     """`columns` for `count` rows, each block in `replicas` shards, checked for all that does not depend on which rows."""
+    _check_few(columns)
     known = rows.check_fields(columns.fields)
     inline = [(one.field, _check_inline(rows, known, one.field, one.data, count)) for one in columns.inline]
     slots = [_check_block(rows, known, placed, count) for placed in columns.blocks]
@@ -64,6 +65,15 @@ def check_columns(rows: Rows, blocks: Blocks, session: int, columns: Columns, co
     rows.check_added(field.name for field in new)
     nbytes = replicas * sum(placed.nbytes for placed in columns.blocks)
     return Staged(count, new, list(columns.blocks), slots, inline, facts, names, nbytes)
+
+
+def _check_few(columns: Columns) -> None:
+    """Raise if the columns are more than a table can have, before any of them is looked at."""
+    count = sum(len(placed.fields) for placed in columns.blocks) + len(columns.inline)
+    if count > FIELDS_MAX or len(columns.blocks) > FIELDS_MAX:
+        raise UsageError(
+            f"a request gives {count} columns in {len(columns.blocks)} blocks; a table has at most {FIELDS_MAX} fields"
+        )
 
 
 def _check_inline(rows: Rows, known: dict[str, Field], name: str, data: bytes, count: int) -> AnyArray:

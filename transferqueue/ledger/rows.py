@@ -81,19 +81,21 @@ class Rows:
 
     def check_fields(self, fields: Sequence[Field]) -> dict[str, Field]:
         """The fields of the table with `fields` added; raises if they contradict it or are too many."""
-        known = self.fields
+        if len(fields) > FIELDS_MAX:
+            raise UsageError(f"a request defines {len(fields)} fields; at most {FIELDS_MAX} are allowed")
+        new: dict[str, Field] = {}
         for field in fields:
-            if field.name not in known:
-                known = {**known, field.name: field}
-            there = known[field.name]
+            there = self.fields.get(field.name) or new.setdefault(field.name, field)
             if there != field:
                 raise SchemaError(
                     f'field "{field.name}" of table "{self.table}" is {there.describe()}, but {field.describe()} was '
                     "given; give values of the declared dtype and shape"
                 )
-        if len(known) > FIELDS_MAX:
-            raise UsageError(f'table "{self.table}" would have {len(known)} fields; at most {FIELDS_MAX} are allowed')
-        return known
+        if len(self.fields) + len(new) > FIELDS_MAX:
+            raise UsageError(
+                f'table "{self.table}" would have {len(self.fields) + len(new)} fields; at most {FIELDS_MAX} are allowed'
+            )
+        return {**self.fields, **new} if new else self.fields
 
     def check_added(self, names: Iterable[str]) -> None:
         """Raise unless rows may add these fields, which the table does not have yet."""
