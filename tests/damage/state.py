@@ -32,6 +32,7 @@ from transferqueue.server.durable import Durable
 from transferqueue.server.head import MARGIN_BYTES
 from transferqueue.server.journal import Level
 from transferqueue.server.runtime import SHARED_MEMORY
+from transferqueue.storage.checksum import checksum
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
@@ -309,7 +310,14 @@ def _story(life: Life) -> Iterator[str]:
     yield "turn"
     granted = ask(m.Grant(4096))
     weight = Field("w", "float32", (4,))
-    ask(m.Publish("policy", 3, [weight], [m.Placed(granted.extent, granted.offset, 64, 1, ["w"], [0])]))
+    ask(
+        m.Publish(
+            "policy",
+            3,
+            [weight],
+            [m.Placed(granted.extent, granted.offset, 64, 1, ["w"], [0], checksum=checksum(bytes(64)))],
+        )
+    )
     rewards = m.Columns(fields=[Field("r", "float64")], inline=[m.Inline("r", np.array([1237.57, 0.5]).tobytes())])
     held = ask(m.Lease("big", "reward", rows=2))
     ask(m.Ack("big", held.lease, held.token, columns=rewards))
