@@ -32,6 +32,7 @@ def connect(
     arena_bytes: int | str | None = None,
     runtime: str | Path | None = None,
     data: Data = "auto",
+    verify: bool = False,
 ) -> Queue:
     """A queue: of the server at ``ipc://...`` or ``tcp://...``, or of ``ray://NAMESPACE/NAME``, which `deploy_ray` made in the Ray
     cluster of this process (``ray``: the one with default names), or of a server embedded in this process (``embedded``).
@@ -50,7 +51,9 @@ def connect(
     timeout_s: how long to wait for a server to answer, then `Unreachable`. label: how people see this client in
     `transferqueue top`. For an embedded server only: arena_bytes, the ceiling of its memory (such as ``"8GiB"``), and
     runtime, a private directory for its socket (None: the user's). data: ``"remote"`` has a tcp client send and receive its
-    bytes over the network even where it could map the server's memory, as clients on other machines do.
+    bytes over the network even where it could map the server's memory, as clients on other machines do. verify: compare each
+    block that a lease or a read names with the checksum that it was put with, once; blocks have one where the server
+    keeps them on a disk (``--durability disk``). `Corruption` then names the rows that are damaged, and nothing of them is handed out.
 
     The queue may be used from any thread, and is closed by ``with``, by `Queue.close`, by collection of its last
     handle, or at exit.
@@ -64,7 +67,7 @@ def connect(
         ...         batch["text"].list()
         ['one', 'two']
     """
-    return Queue(*_clients(address, key, timeout_s, label, arena_bytes, runtime, data))
+    return Queue(*_clients(address, key, timeout_s, label, arena_bytes, runtime, data, verify))
 
 
 def aconnect(
@@ -76,6 +79,7 @@ def aconnect(
     arena_bytes: int | str | None = None,
     runtime: str | Path | None = None,
     data: Data = "auto",
+    verify: bool = False,
 ) -> Opening[AsyncQueue]:
     """A queue for event loops; arguments as of `connect`.
 
@@ -84,7 +88,7 @@ def aconnect(
 
     async def make() -> AsyncQueue:
         return AsyncQueue(
-            *await asyncio.to_thread(_clients, address, key, timeout_s, label, arena_bytes, runtime, data)
+            *await asyncio.to_thread(_clients, address, key, timeout_s, label, arena_bytes, runtime, data, verify)
         )
 
     return Opening(make)
@@ -98,8 +102,11 @@ def _clients(
     arena_bytes: int | str | None,
     runtime: str | Path | None,
     data: Data,
+    verify: bool,
 ) -> list[Client]:
     """A session with each coordinator, or with a server of its own."""
+    if verify not in (False, True):
+        raise UsageError(f"verify={verify!r} is neither True nor False")
     deadline = time.monotonic() + checks.seconds("timeout_s", timeout_s)
     if not isinstance(label, str):
         raise UsageError(f"label={label!r} is {type(label).__name__}; give text")
@@ -128,6 +135,8 @@ def _clients(
             for client in _opened(place, keys, deadline, label, data):
                 clients.append(client)
                 opened.callback(client.close)
+                if verify:
+                    client.verify()
         check_seats(clients)
         opened.pop_all()
     return clients

@@ -23,6 +23,7 @@ from transferqueue.client.remote import RemoteMemory
 from transferqueue.client.sessionlock import SessionLock, session_lock
 from transferqueue.client.shards import Presence, Shards
 from transferqueue.client.terms import Terms
+from transferqueue.client.verifying import Verifier
 from transferqueue.client.writing import Ground
 from transferqueue.errors import Unreachable, UsageError
 from transferqueue.seat import Seat
@@ -81,8 +82,18 @@ class Client:
         self.ground: Final = ground or Ground(connection.post)
         self.clock: Final[Callable[[], float]] = clock
         self.tables: Final[dict[str, Terms]] = {}
+        self.verifier: Verifier | None = None
         connection.on_welcome = self.shards.welcomed
         self._end: Final = weakref.finalize(self, _close, os.getpid(), connection, self.shards, server)
+
+    def verify(self) -> None:
+        """From now on compare blocks with their checksums before they are handed out. `UsageError` if they cross a network."""
+        if not isinstance(self.memory, Memory):
+            raise UsageError(
+                f"verify=True compares blocks in memory that is mapped, and this client cannot map that of {self.address}; connect "
+                "without it: what crosses a network is compared on the way"
+            )
+        self.verifier = Verifier()
 
     def terms(self, found: m.TableTerms) -> Terms:
         """The terms of a table as just heard, shared by all handles on it."""

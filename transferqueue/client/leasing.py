@@ -17,6 +17,7 @@ from transferqueue.client.keeping import Kept
 from transferqueue.client.lent import Lent
 from transferqueue.client.source import content_source
 from transferqueue.client.terms import Terms
+from transferqueue.client.verifying import Damaged
 from transferqueue.errors import LeaseExpired, ShardLost, UsageError
 from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
 from transferqueue.policies import Predicate
@@ -117,7 +118,18 @@ def _lease(
             client, leased.content, terms, f'task "{request.task}" (table "{terms.name}")'
         )
         return batch(Lent(client, terms, request.task, leased, source, kept), leased)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, Damaged):  # these count as failed, or they would come again for ever
+            client.connection.post(
+                m.Release(
+                    table=terms.name,
+                    lease=leased.lease,
+                    token=leased.token,
+                    rows=error.rows,
+                    failed=True,
+                    reason=str(error)[:4096],
+                )
+            )
         client.connection.post(m.Release(table=terms.name, lease=leased.lease, token=leased.token))
         raise
 

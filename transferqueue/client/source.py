@@ -70,4 +70,11 @@ def content_source(client: Client, content: m.Content, terms: Terms, subject: st
         fields = terms.told(content.definitions)
     columns = {value.field: Column.of_inline(fields[value.field], value.data) for value in content.inline}
     placed, held = yield from client.shards.columns(content.parts, fields, rows)
+    if client.verifier is not None:
+        try:
+            yield from client.verifier.check(content, placed, held, subject)
+        except BaseException:
+            for blocks in held:
+                blocks.end(f"the batch of {subject} was not handed out")
+            raise
     return Source(subject, rows, terms.ordered(columns | placed), held)
