@@ -1,16 +1,19 @@
 """The drop-in's Prometheus endpoint: ``GET /metrics`` of its server, at the loopback of the server's machine.
 
 It shows counts, sizes and the names of tables to whoever may open a connection on that machine, so it is there only if the
-configuration asks for it. One request at a time, and a peer that is silent for `PATIENCE_S` is left.
+configuration asks for it. At most `OPEN_MAX` connections are open: when one more comes, the oldest is closed. So peers that send half
+a request, or a byte now and then, shut nobody out. A peer that is silent for `PATIENCE_S` is left.
 """
 
 from __future__ import annotations
 
 import socket
+import sys
 import threading
+from contextlib import suppress
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Final
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final
 
 import transferqueue as tq
 from transferqueue.errors import TransferQueueError, UsageError
@@ -19,6 +22,8 @@ from transferqueue.observe.stats import Stats, parse
 
 HOST: Final = "127.0.0.1"
 PATIENCE_S: Final = 10.0
+OPEN_MAX: Final = 16
+"""Each is a thread, for the milliseconds that an answer takes."""
 
 
 class Metrics:
@@ -35,7 +40,7 @@ class Metrics:
             shown = queue
 
         try:
-            self._server = HTTPServer((HOST, port), Answer)
+            self._server = _Server((HOST, port), Answer)
         except OSError as error:
             raise UsageError(
                 f"metrics.port={port} cannot be listened at ({error}); give another, or 0 for a free one"
@@ -52,11 +57,56 @@ class Metrics:
         self._ended.set()
         socket.create_connection((HOST, self._server.server_port), PATIENCE_S).close()  # it sleeps until somebody comes
         self._thread.join()
+        self._server.end_reading()
         self._server.server_close()
 
     def _serve(self) -> None:
         while not self._ended.is_set():
             self._server.handle_request()
+
+
+class _Server(ThreadingHTTPServer):
+    """A thread for each connection, and a bound on their number."""
+
+    daemon_threads = False  # closing waits for them
+    request_queue_size = 128  # a connection that finds no room there is tried again only after a second
+
+    def __init__(self, *given: Any) -> None:
+        self._open: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+        super().__init__(*given)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer over a new connection, for which the oldest makes room."""
+        with self._lock:
+            if len(self._open) >= OPEN_MAX:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                _end(oldest, socket.SHUT_RDWR)
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """The connection is over."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A peer that went away, or was closed for others, is no news."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+    def end_reading(self) -> None:
+        """Answer what was asked, and wait for no other request."""
+        with self._lock:
+            for request in self._open:
+                _end(request, socket.SHUT_RD)
+
+
+def _end(connection: socket.socket, how: int) -> None:
+    with suppress(OSError):  # the peer was quicker
+        connection.shutdown(how)
 
 
 class _Answer(BaseHTTPRequestHandler):
