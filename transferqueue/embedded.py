@@ -124,6 +124,11 @@ def _clients(
             raise UsageError(
                 "a key is for a server that runs, arena_bytes and runtime for an embedded one; give either"
             )
+        if verify:
+            raise UsageError(
+                "verify=True compares blocks with their checksums, and those of an embedded server have none: it keeps nothing on a "
+                "disk; connect without it"
+            )
         return [_embedded(arena_bytes, runtime, timeout_s, label, data)]
     if own:
         raise UsageError(

@@ -90,3 +90,10 @@ def test_what_cannot_be_compared_is_refused(disk):
     address, _ = disk
     with pytest.raises(UsageError, match="verify='yes' is neither True nor False"):
         tq.connect(address, verify="yes")
+    with (
+        tq.connect() as queue,
+        pytest.raises(UsageError, match=r"have none: it does not keep rows on a disk; connect without"),
+    ):
+        tq.connect(queue.address, verify=True)
+    with pytest.raises(UsageError, match="have none"):
+        tq.connect(verify=True)

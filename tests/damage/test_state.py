@@ -39,6 +39,12 @@ def test_the_journal_that_is_gone_cut_or_older_is_refused(bases):
             assert state.verdict(base, state.Damage("state/journal.sqlite-wal", kind, 0.5, 3)) == "refused", base.name
 
 
+def test_a_turn_that_is_deleted_is_missed(bases):
+    for base in bases[::2]:
+        for turn in range(0, 12, 5):
+            assert state.verdict(base, state.Damage("state/journal.sqlite", "turn", 0.0, turn)) == "refused"
+
+
 def test_an_older_journal_or_arena_is_refused(bases):
     for base in bases[1::2]:  # ended in order: the journal is one file
         for name in base.files:

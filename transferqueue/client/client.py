@@ -87,7 +87,13 @@ class Client:
         self._end: Final = weakref.finalize(self, _close, os.getpid(), connection, self.shards, server)
 
     def verify(self) -> None:
-        """From now on compare blocks with their checksums before they are handed out. `UsageError` if they cross a network."""
+        """From now on compare blocks with their checksums before they are handed out. `UsageError` where they have none, or cross
+        a network."""
+        if not self.checksums:
+            raise UsageError(
+                f"verify=True compares blocks with their checksums, and those of the server at {self.address} have none: it does not "
+                "keep rows on a disk; connect without it, or serve with --durability disk"
+            )
         if not isinstance(self.memory, Memory):
             raise UsageError(
                 f"verify=True compares blocks in memory that is mapped, and this client cannot map that of {self.address}; connect "
