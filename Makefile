@@ -81,13 +81,13 @@ engines-matrix: $(ENGINED) ## test-engines, and the tables of docs/ENGINES.md fr
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(ENGINES)/bin/python -m pytest tests/engines --conformance docs/conformance $(ARGS)
 	$(ENGINES)/bin/python -m transferqueue.testing.conformance.matrix --records docs/conformance --into docs/ENGINES.md
 
-fuzz: $(STAMP) ## a million mutated frames against the decoders, garbage against a server (half a minute; ARGS: --seed N, ...)
+fuzz: $(STAMP) ## typed extremes and kills, attacks on the bulk port, mutated frames, garbage (2 minutes; ARGS: --messages N, --seed N, ...)
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
 SEED ?= 0
 soak: $(STAMP) ## simulator, fuzz, damaged files, chaos on real processes, all long (minutes; SEED=N begins elsewhere)
 	$(BIN)/python -m transferqueue.testing.simulate --seeds 10000 --first $(SEED)
-	$(BIN)/python -m tests.fuzz --frames 5000000 --seed $(SEED)
+	$(BIN)/python -m tests.fuzz --frames 5000000 --messages 1000000 --attacks 20000 --seed $(SEED)
 	$(BIN)/python -m tests.damage state --count 10000 --seed $(SEED)
 	$(BIN)/python -m tests.damage snapshots --count 10000 --seed $(SEED)
 	$(BIN)/transferqueue chaos --seconds 180 --seed $(SEED)

@@ -1,5 +1,5 @@
-"""``python -m tests.fuzz``: a million mutated frames against the decoders, garbage against a server that runs, and typed requests with
-extreme values against a durable server that is killed every 700 of them."""
+"""``python -m tests.fuzz``: typed requests with extreme values against a durable server that is killed every 700 of them, attacks on
+the bulk port, a million mutated frames against the decoders, and garbage against a server that runs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from pathlib import Path
 
 import transferqueue as tq
 from tests.client.deployments import served
-from tests.fuzz import decoder, live
+from tests.client.test_keyed import Keyed
+from tests.fuzz import bulk_port, decoder, live
 from transferqueue.limits import MIB
+from transferqueue.transport.keys import ClientKeys, read_token
 
 GROWN_MAX = 10 * MIB
 
@@ -26,19 +28,42 @@ def main() -> int:
     options.add_argument("--live", type=int, default=40_000, help="for the server")
     options.add_argument("--connections", type=int, default=4_000, help="raw ones to the server")
     options.add_argument(
-        "--messages", type=int, default=60_000, help="typed ones, over all seeds, to a server that is killed (0: none)"
+        "--messages", type=int, default=60_000, help="typed ones, over all seeds, to a server that is killed"
     )
     options.add_argument(
-        "--seeds",
-        type=int,
-        default=6,
-        help="over so many seeds, the first of which is --seed; each in a process of its own",
+        "--seeds", type=int, default=6, help="of those messages, from --seed on; each in a process of its own"
     )
     options.add_argument("--at-once", type=int, default=2, help="so many of these processes at a time")
+    options.add_argument("--attacks", type=int, default=2_000, help="on the bulk port, over each carrier")
     options.add_argument("--seed", type=int, default=1)
     given = options.parse_args()
-    typed = fuzz_lives(given.messages, given.seeds, given.seed, given.at_once) if given.messages else True
-    return int(not typed) if not given.frames and not given.live else fuzz_frames(given) or int(not typed)
+    good = [fuzz_lives(given.messages, given.seeds, given.seed, given.at_once)] if given.messages else []
+    good += [fuzz_bulk(given.attacks, given.seed)] if given.attacks else []
+    good += [fuzz_frames(given)] if given.frames or given.live else []
+    return int(not all(good))
+
+
+def fuzz_bulk(attacks: int, seed: int) -> bool:
+    """Attacks on the bulk port, over plain streams and over encrypted connections. Whether memory stood still; else it raises."""
+    with tempfile.TemporaryDirectory() as found:
+        directory = Path(found)
+        with served(directory / "run", "256MiB") as server:
+            plain = _attacked(server.tcp, None, server.process.pid, attacks, seed)
+        keyed = Keyed(directory)
+        try:
+            token = keyed.token("admin")
+            encrypted = _attacked(token, read_token(token).keys, keyed.process.pid, attacks, seed + 1)
+        finally:
+            keyed.stop()
+    for name, report in (("plain", plain), ("encrypted", encrypted)):
+        print(f"bulk port, {name}: {report.attacks:,} attacks in {report.seconds:.1f} s, {report.honest} honest rows there and back as they "
+              f"were; memory {report.grown_bytes / MIB:+.1f} MiB")  # fmt: skip
+    return max(plain.grown_bytes, encrypted.grown_bytes) < bulk_port.GROWN_MAX
+
+
+def _attacked(address: str, keys: ClientKeys | None, pid: int, attacks: int, seed: int) -> bulk_port.Report:
+    with tq.connect(address, data="remote") as honest, tq.connect(address, data="remote") as hostile:
+        return bulk_port.run(honest, hostile, keys, pid, attacks=attacks, seed=seed)
 
 
 def fuzz_lives(messages: int, seeds: int, first: int, at_once: int) -> bool:
@@ -73,8 +98,8 @@ def _fuzz_one(seed: int, messages: int, level: str) -> int:
         return subprocess.run(command, check=False).returncode
 
 
-def fuzz_frames(given: argparse.Namespace) -> int:
-    """Mutated frames; 1 if anything changed or grew."""
+def fuzz_frames(given: argparse.Namespace) -> bool:
+    """Mutated frames. Whether nothing changed or grew."""
     decoded = decoder.run(given.frames, given.seed)
     kept = sum(decoded.messages.values())
     print(f"seed {given.seed}: {decoded.frames:,} frames in {decoded.seconds:.1f} s: {decoded.refused:,} refused, {kept:,} "
@@ -88,7 +113,7 @@ def fuzz_frames(given: argparse.Namespace) -> int:
     same = "unchanged" if found.before == found.after else f"CHANGED: {found.before} -> {found.after}"
     print(f"server: {found.frames:,} frames and {found.connections:,} raw connections over ipc and tcp in {found.seconds:.1f} "
           f"s: state {same}; memory {found.grown_bytes / MIB:+.1f} MiB")  # fmt: skip
-    return int(found.before != found.after or max(found.grown_bytes, decoded.grown_bytes) > GROWN_MAX)
+    return found.before == found.after and max(found.grown_bytes, decoded.grown_bytes) <= GROWN_MAX
 
 
 def fuzz_server(queue, server, frames, connections, seed):

@@ -138,8 +138,9 @@ class Stream:
             while time.monotonic() < asked_at + ASK_S:
                 self._channel.wait(self._bell, ASK_S)
                 while (frame := self._channel.recv_nowait()) is not None:
-                    if codec.decode_answer(frame).id == mark:
-                        return
+                    with suppress(ProtocolError):  # a frame that looked like one of protocol 0 is refused in that
+                        if codec.decode_answer(frame).id == mark:
+                            return
         raise TimeoutError(f"{self.address} does not answer any more")
 
 
