@@ -81,8 +81,8 @@ def test_panels_have_numbers_of_their_own_and_lie_in_the_grid(dashboard):
     assert {panel["datasource"]["uid"] for panel in panels if "targets" in panel} == {"${datasource}"}
 
 
-def test_the_scrape_is_one_of_a_page_with_its_token():
+def test_the_scrape_is_one_of_a_page_with_the_token_of_the_metrics():
     yaml = pytest.importorskip("yaml")
     (job,) = yaml.safe_load((ROOT / "prometheus.yml").read_text())["scrape_configs"]
-    assert job["authorization"] == {"credentials_file": "/run/transferqueue.token"}
+    assert job["authorization"] == {"credentials_file": "/run/transferqueue-tokens/metrics"}
     assert job["static_configs"] == [{"targets": ["127.0.0.1:8787"]}]

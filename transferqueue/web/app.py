@@ -29,6 +29,7 @@ from transferqueue.observe.row import RowLife
 from transferqueue.observe.sessions import labels, parse_sessions
 from transferqueue.observe.stall import diagnose
 from transferqueue.observe.stats import Stats, parse
+from transferqueue.text import visible
 from transferqueue.web.connections import LET_IN
 from transferqueue.web.door import HEADERS, LINK, METRICS, Door
 from transferqueue.web.life import named
@@ -161,7 +162,7 @@ def metrics_of(queue: tq.AsyncQueue) -> Endpoint:
         try:
             found = parse("stats", await queue.stats(), Stats)
         except TransferQueueError as error:
-            return PlainTextResponse(f"{error}\n", HTTPStatus.SERVICE_UNAVAILABLE)
+            return PlainTextResponse(f"{visible(str(error))}\n", HTTPStatus.SERVICE_UNAVAILABLE)
         return Response(exposition(found), media_type=CONTENT_TYPE)
 
     return metrics
@@ -237,7 +238,7 @@ def _nobody_asks() -> None:
 
 
 def _refused(status: HTTPStatus, _error: str, text: str) -> Response:
-    return PlainTextResponse(f"{text}\n", status)
+    return PlainTextResponse(f"{visible(text)}\n", status)
 
 
 def page_file(name: str) -> Endpoint:

@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 import transferqueue as tq
 from transferqueue.errors import TransferQueueError
+from transferqueue.text import visible
 from transferqueue.web.actions import ACTIONS, Action, Actions
 from transferqueue.web.app import Endpoint, Gate, gated, metrics_of
 from transferqueue.web.bodies import JSON, Codec, Refusal, Room, codec_of, decode
@@ -86,7 +87,7 @@ async def _gone(request: Request) -> None:
 
 
 def _refused(codec: Codec, status: HTTPStatus, error: str, text: str) -> Response:
-    return Response(codec.encode(Refused(error=error, text=text)), status, media_type=codec.media_type)
+    return Response(codec.encode(Refused(error=error, text=visible(text))), status, media_type=codec.media_type)
 
 
 def _fixed(body: bytes, media_type: str) -> Endpoint:
