@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from transferqueue.errors import Sealed
+from transferqueue.errors import Sealed, UsageError
 from transferqueue.limits import Limits
 from transferqueue.policies import (
     Complete,
@@ -276,6 +276,8 @@ def _consume(process: Process, books: Books, task: str) -> Steps:
         if chance.random() < 0.1:
             yield m.Renew("t", lease.lease, lease.token)
         _read(process, books, lease)
+        if task == "score" and rows and chance.random() < 0.05:
+            yield from _forget(lease)
         if task == "score" and chance.random() < 0.08:
             yield from _give_back(process, books, lease, rows)
         else:
@@ -303,6 +305,15 @@ def _give_back(process: Process, books: Books, lease: m.Leased, rows: list[int])
     if not failed:
         books.released("score", rows)
     yield m.Release("t", lease.lease, lease.token, failed=failed, reason="for a change")
+
+
+def _forget(lease: m.Leased) -> Steps:
+    """An ack without the result that the next task needs: refused, and the rows stay on lease."""
+    try:
+        yield m.Ack("t", lease.lease, lease.token)
+    except UsageError:
+        return
+    raise Broken("an ack of task score was accepted without the score that task train needs")
 
 
 def _ack(books: Books, task: str, lease: m.Leased, rows: list[int]) -> Steps:
