@@ -203,7 +203,7 @@ class Controller:
             )
         with self._guard:
             partition = self._partition(partition_id)
-            rows = partition.table.put(priority=np.zeros(samples), timeout_s=0).tolist()
+            rows = partition.table.put(priority=np.zeros(samples), timeout_s=None).tolist()
             return partition.describe(rows, (), set())
 
     def _force(self, fields: Sequence[str], partition_id: str) -> BatchMeta:

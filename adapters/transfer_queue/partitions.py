@@ -200,7 +200,7 @@ def _put(table: tq.Table, columns: Columns, keys: Sequence[str] | None, tags: Ta
     facts: dict[str, Any] = {"tags": [stored_tags(each) for each in tags]} if tags else {}
     if keys is not None:
         facts["key"] = list(keys)
-    return table.put(timeout_s=0, **facts, **columns)
+    return table.put(timeout_s=None, **facts, **columns)
 
 
 def _create(table: tq.Table, keys: Sequence[str]) -> Rows:
@@ -211,7 +211,7 @@ def _create(table: tq.Table, keys: Sequence[str]) -> Rows:
         if not new:
             return rows
         try:
-            table.put(key=new, timeout_s=0)
+            table.put(key=new, timeout_s=None)
         except AlreadyExists:
             continue
     raise AlreadyExists(f"keys of table {table.name} are put and deleted by others all the time; try again")

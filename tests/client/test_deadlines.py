@@ -185,6 +185,14 @@ def test_no_refusal_of_the_server_is_cut_off(tmp_path: Path) -> None:
             table.lease("work", rows=1, timeout_s=0.01)
 
 
+def test_a_put_may_do_without_a_deadline_and_without_waiting_for_room() -> None:
+    with tq.connect("embedded") as queue:
+        table = queue.create_table("t", limits=tq.Limits(rows=1))
+        table.put(x=[1], timeout_s=None)
+        with pytest.raises(tq.Full, match="has no room"):
+            table.put(x=[1], timeout_s=None)
+
+
 def test_what_a_caller_waits_past_its_deadline_is_bounded_in_all() -> None:
     now = [100.0]
     deadline = Deadline(lambda: now[0], 1.0)

@@ -223,7 +223,7 @@ class AsyncTable(TableBase):
         key: Keys = None,
         tags: TagsGiven = None,
         reservation: AsyncReservation | None = None,
-        timeout_s: float = TIMEOUT_S_DEFAULT,
+        timeout_s: float | None = TIMEOUT_S_DEFAULT,
         **columns: Any,
     ) -> NDArray[np.int64]:
         """As `Table.put`."""

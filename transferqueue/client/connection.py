@@ -21,7 +21,7 @@ from typing import Final, NoReturn
 from transferqueue.client.calls import Calls, Pending, outcome, wait_of
 from transferqueue.client.deadline import Deadline
 from transferqueue.client.keeping import Keeper, Kept
-from transferqueue.client.unwanted import give_back, unanswered, unpin
+from transferqueue.client.unwanted import give_back, in_doubt, unanswered, unpin
 from transferqueue.errors import (
     DeadlineExceeded,
     Disconnected,
@@ -484,7 +484,7 @@ class Connection:
         name = type(pending.request).__name__
         return Unreachable(
             f"{self.address} did not answer {name} within {ANSWER_S:g} s past the wait it asked for, after "
-            f"{pending.tries} more tries; the server may be stopped or out of reach"
+            f"{pending.tries} more tries; the server may be stopped or out of reach{in_doubt(pending.request)}"
         )
 
     def _say_goodbye(self, now: float) -> None:

@@ -98,7 +98,7 @@ class Table(TableBase):
         key: Keys = None,
         tags: TagsGiven = None,
         reservation: Reservation | None = None,
-        timeout_s: float = TIMEOUT_S_DEFAULT,
+        timeout_s: float | None = TIMEOUT_S_DEFAULT,
         **columns: Any,
     ) -> NDArray[np.int64]:
         """Add rows, in one commit: all of them with all their columns and facts, or nothing.
@@ -112,7 +112,8 @@ class Table(TableBase):
         weights that made the row; without one (-1) it is never stale.
         reservation: rows come out of it; such a put is never refused for capacity.
 
-        Blocks while the table or the arena is full, up to `timeout_s` (0: not at all, then `Full`). Returns row ids
+        Blocks while the table or the arena is full, up to `timeout_s` (0: not at all, then `Full`; None: the same, but with no
+        deadline for the server's answer). Returns row ids
         ``[rows]``, ascending. Values are copied once, before it returns. `SchemaError` if a column does not fit,
         `Sealed`, `Impossible` for rows that could never fit, `DeadlineExceeded` if there was no room. It returns in time whatever
         the server does; if that does not answer the commit itself, the error is `Unreachable`, and the rows may be there or not: with

@@ -58,8 +58,15 @@ def unanswered(request: m.Request, address: str, wait_s: float) -> TransferQueue
     silent = f"{address} did not answer {name} within the {wait_s:g} s that it was given; the server may be stopped or out of reach"
     if isinstance(request, CHANGES_NOTHING):
         return DeadlineExceeded(f"{silent}, so what is missing is not known; nothing was changed")
+    return Unreachable(silent + in_doubt(request))
+
+
+def in_doubt(request: m.Request) -> str:
+    """For the error of a request that nobody answered: what is not known, and what to do about it."""
+    if isinstance(request, CHANGES_NOTHING):
+        return ""
     again = AGAIN.get(type(request), "ask for the state before it is done again")
-    return Unreachable(f"{silent}; whether it was carried out is not known: {again}")
+    return f"; whether it was carried out is not known: {again}"
 
 
 def blocks_of(parts: Iterable[m.Part]) -> Sequence[int]:

@@ -99,10 +99,10 @@ def observe_table(what: str, table: str) -> Operation[dict[str, Any]]:
 
 
 def put(
-    client: Client, terms: Terms, facts: Facts, columns: Mapping[str, Any], reservation: int, timeout_s: float
+    client: Client, terms: Terms, facts: Facts, columns: Mapping[str, Any], reservation: int, timeout_s: float | None
 ) -> Operation[NDArray[np.int64]]:
     """New rows; their ids."""
-    deadline = yield from within(timeout_s)
+    deadline = Deadline(client.clock, 0.0) if timeout_s is None else (yield from within(timeout_s))
 
     def request(rows: int, carried: m.Columns) -> m.Put:
         return m.Put(table=terms.name, rows=rows, columns=carried, reservation=reservation, wait_s=deadline.left())

@@ -199,7 +199,7 @@ def _plant(table: tq.Table, wanted: Rows, end: int, rows_max: int) -> None:
         size = min(_AT_ONCE, end - at, rows_max - int(np.searchsorted(wanted, at)))
         if size <= 0:
             return
-        rows = table.put(priority=np.zeros(size), timeout_s=0)
+        rows = table.put(priority=np.zeros(size), timeout_s=None)
         if rows[0] != at or rows[-1] != at + size - 1:
             raise UsageError(
                 f"{table.name} was written to by another while a checkpoint was loaded; load when nobody writes"
