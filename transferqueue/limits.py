@@ -148,6 +148,8 @@ FRAMES_QUEUED_MAX: Final = 2 * CALLS_PARKED_MAX
 credits what was read in halves of its mark."""
 FRAMES_DRAINED_MAX: Final = 1024
 """Frames the server reads before it looks at the time and at its other sources again."""
+SHARD_BYTES_MAX: Final = 1 << 47
+"""Of one shard: the address space that a process has, so that somebody could map it."""
 TURN_S_MAX: Final = 0.02
 """A turn of the server's loop for one request is late above this: everybody else waits for it. Late turns are counted."""
 DEFECT_PAUSE_S: Final = 1.0
@@ -232,8 +234,8 @@ def short_number(number: int) -> str:
 
 
 RESULTS_SHARE: Final = 8
-"""One part in so many of all memory is never lent to new rows: were it full of them, no result could be written, and so
-nothing ever be freed."""
+"""One part in so many of each shard is never lent to new rows: were all full of them, no result could be written, and so
+nothing ever be freed. Of each, so that what one says of its size gives no room in another."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -22,7 +22,7 @@ class Life(Bench):
     def __init__(self, path, level, shared, **options):
         options = {"arena_bytes": MIB, **options}
         self.state = Durable(path, level, first_epoch=100, shared=shared, **options)
-        self.watched, self.clients, self.answered = Watched(), 0, {}
+        self.watched, self.clients, self.answered, self.descriptors = Watched(), 0, {}, []
         ledger = self.state.ledger
         memory = Memory(self.state.arena.arena, self.state.allocator, len(ledger.state.core.blocks.extents))
         place = Place(

@@ -37,6 +37,7 @@ class Bench:
 
     def __init__(self, arena_bytes=MIB, swept=None, door=None, tickets=None):
         self.arena = Arena.create(None, arena_bytes)
+        self.descriptors = []
         self.watched = Watched()
         place = Place(
             epoch=EPOCH, address="ipc:///x", runtime="/r", version="0", pid=os.getpid(), started_at=0.0, swept=swept
@@ -51,6 +52,8 @@ class Bench:
     def close(self):
         self.node.stop()
         self.arena.close()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
 
     def receive(self, peer, frame):
         self.node.receive(peer, frame, self.now)

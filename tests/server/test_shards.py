@@ -7,7 +7,7 @@ import pytest
 
 from tests.server.nodes import Bench
 from transferqueue.errors import UsageError
-from transferqueue.limits import ARENA_STEP_BYTES, MIB, PAGE_BYTES
+from transferqueue.limits import ARENA_STEP_BYTES, MIB, PAGE_BYTES, RESULTS_SHARE
 from transferqueue.policies import Task
 from transferqueue.schema import Field, align
 from transferqueue.server.roles import Door
@@ -30,19 +30,28 @@ def bench():
     made.close()
 
 
+def memory(bench, size):
+    """Path of a sparse arena of this process."""
+    descriptor = os.memfd_create("arena", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, size)
+    bench.descriptors.append(descriptor)
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
 class Joined:
     """A shard that carries out whatever it is told, when it is told to (`work`)."""
 
     def __init__(self, bench, host=None, **offer):
         facts = {
-            "path": "/arena",
+            "path": memory(bench, offer.get("capacity", CAPACITY)) if host is None else "/arena",
             "capacity": CAPACITY,
             "endpoint": "tcp://127.0.0.1:9",
             "key": "",
             "secret": b"s" * 32,
         }
         hello = {"host": this_host(), "pid": os.getpid()} if host is None else {"host": host}
-        self.client = bench.client(**hello, shard=m.Offer(**(facts | offer)))
+        self.offer = m.Offer(**(facts | offer))
+        self.client = bench.client(**hello, shard=self.offer)
         self.epoch = bench.node.place.epoch
         self.done, self.failed, self.waiting = 0, [], None
         self.told = []
@@ -129,9 +138,10 @@ def test_near_comes_before_far_and_far_before_nothing(bench):
 
 
 def test_who_maps_a_shard_is_told_its_arena_and_needs_no_ticket(bench):
-    Joined(bench).work()
+    shard = Joined(bench)
+    shard.work()
     client, stranger = local(bench), bench.client(host="elsewhere")
-    assert [one.path for one in client.ask(m.ListShards()).shards] == ["/arena"]
+    assert [one.path for one in client.ask(m.ListShards()).shards] == [shard.offer.path]
     (at,) = stranger.ask(m.ListShards()).shards
     assert (at.path, at.endpoint) == ("", "tcp://127.0.0.1:9")
     granted = client.ask(m.Grant(PAGE_BYTES))
@@ -225,12 +235,78 @@ def test_numbers_are_not_given_twice(bench):
     [
         ({"capacity": 100}, "its arena of 100 bytes is none; offer whole pages of 4096"),
         ({"endpoint": "ipc:///x"}, "endpoint 'ipc:///x' is none of tcp; offer tcp://host:port"),
+        (
+            {"endpoint": "tcp://127.0.0.1:0"},
+            "nobody can connect to endpoint 'tcp://127.0.0.1:0'; offer the host and port that others reach",
+        ),
+        ({"key": "short"}, "the key that it offers is no public key of CURVE; offer 40 characters of Z85, or none"),
+        (
+            {"capacity": (1 << 62) - PAGE_BYTES},
+            f"an arena of {(1 << 62) - PAGE_BYTES:,} bytes is more than a process can map, {1 << 47:,}; offer what there is",
+        ),
     ],
 )
 def test_an_offer_that_is_none_is_refused_and_nothing_is_open(bench, offer, said):
     refused = Joined(bench, **offer).client.welcome
     assert (refused.error, refused.text) == ("UsageError", f"shard refused: {said}")
     assert len(bench.node.sessions) == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/nowhere", "cannot be looked at"),
+        ("a\0b", "cannot be looked at"),
+        ("/dev/null", "is not a regular file of user"),
+        ("/", "is not a regular file of user"),
+    ],
+)
+def test_an_arena_of_this_host_is_looked_at(bench, path, said):
+    refused = Joined(bench, path=path).client.welcome
+    assert refused.error == "UsageError"
+    assert said in refused.text
+
+
+def test_an_arena_of_this_host_is_as_large_as_is_offered_and_fits_where_it_lies(bench):
+    path = memory(bench, CAPACITY)
+    assert "bytes are" not in str(Joined(bench, path=path).client.welcome)
+    more = Joined(bench, path=path, capacity=2 * CAPACITY).client.welcome
+    assert f"has {CAPACITY:,} bytes, and {2 * CAPACITY:,} are offered; offer what there is" in more.text
+    sparse = Joined(bench, capacity=1 << 46).client.welcome
+    assert "is larger than what holds it" in sparse.text
+
+
+def test_what_a_shard_says_of_its_size_gives_rows_no_room_in_the_memory_of_others(bench):
+    """An offer of 2**62 bytes counted for every put, and rows filled what is kept for results."""
+    client = local(bench)
+    Joined(bench, host="far", capacity=1 << 46)
+    kept = MIB // RESULTS_SHARE
+    rows = [client.ask(m.Grant(PAGE_BYTES, use="rows")) for _ in range((MIB - kept) // PAGE_BYTES)]
+    assert {one.shard for one in rows} == {0}
+    assert client.ask(m.Grant(PAGE_BYTES, use="rows")).error == "Full"
+    assert client.ask(m.Grant(kept)).shard == 0, "room for results is left"
+
+
+def test_a_shard_without_pages_counts_for_no_more_than_it_has(bench):
+    shard, client = Joined(bench, capacity=2 * ARENA_STEP_BYTES), bench.client(host=this_host(), pid=os.getpid())
+    shard.work()
+    first = client.ask(m.Grant(ARENA_STEP_BYTES - PAGE_BYTES))
+    assert first.shard == 1
+    shard.work(fail=m.Grow)
+    (there,) = bench.node.shards
+    assert there.lendable == ARENA_STEP_BYTES
+    refused = client.ask(m.Grant(ARENA_STEP_BYTES, use="rows"))
+    assert refused.error == "Impossible"
+
+
+def test_a_shard_that_confirms_what_it_was_not_told_is_refused(bench):
+    shard = Joined(bench)
+    refused = shard.client.ask(m.TakeOrders(shard.epoch, (1 << 62) - 1))
+    assert (refused.error, refused.text) == (
+        "ProtocolError", f"shard 1 says that it has carried out order {(1 << 62) - 1}, and was told 0 so far",
+    )  # fmt: skip
+    assert shards(bench)[0]["backed_bytes"] == 0
+    assert shard.work() == [m.Grow(0, ARENA_STEP_BYTES)]
 
 
 def test_nobody_opens_a_file_that_a_holder_of_a_key_names(tmp_path):

@@ -11,6 +11,7 @@ The law (docs/decisions/0004):
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from transferqueue.errors import UsageError
@@ -57,6 +58,8 @@ class Evidence:
 def gather(hello: m.Hello) -> Evidence:
     """The evidence that a client offers. `UsageError` for a lock or process that its own machine cannot show."""
     shares_pids = hello.host == this_host()
+    if shares_pids and hello.shard is not None and hello.shard.path:
+        check_arena(hello.shard)
     lock = _lock_of(hello, must=shares_pids)
     try:
         pidfd = _pidfd_of(hello.pid) if shares_pids and hello.pid > 0 else -1
@@ -65,6 +68,30 @@ def gather(hello: m.Hello) -> Evidence:
             lock.close()
         raise
     return Evidence(pidfd, lock)
+
+
+def check_arena(offer: m.Offer) -> None:
+    """`UsageError` unless the arena that a shard of this host offers is there, of this user, as large as it says, and no larger
+    than the file system (for a memfd: the machine's memory) that is to hold it."""
+    subject = f"shard refused: its arena {offer.path[:200]!r}"
+    try:
+        found, system = os.stat(offer.path), os.statvfs(offer.path)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{subject} cannot be looked at: {error}; offer one that the server can open, or no path"
+        ) from error
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise UsageError(f"{subject} is not a regular file of user {os.geteuid()}")
+    if found.st_size != offer.capacity:
+        raise UsageError(
+            f"{subject} has {found.st_size:,} bytes, and {offer.capacity:,} are offered; offer what there is"
+        )
+    room = system.f_blocks * system.f_frsize or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if offer.capacity > room:
+        raise UsageError(
+            f"{subject} of {offer.capacity:,} bytes is larger than what holds it, {room:,}; start the shard with a smaller "
+            "--arena-bytes"
+        )
 
 
 def find_again(hello: m.Hello) -> tuple[Evidence | None, bool]:

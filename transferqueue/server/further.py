@@ -8,7 +8,9 @@ The law (docs/decisions/0022):
    are there they are lent to the shard itself. A shard that has no room for them is asked again once something was freed.
 3. What a ticket was given for is lent again only when the shard honours no such ticket any more (`tickets`).
 4. Pages of what is free are given back by the rule of `storage.arena`; what is to be given back needs pages again from then on.
-5. A shard that drains lends nothing more. When nothing of it is lent, it is told to leave.
+5. What a shard offered is a claim. It counts as room for rows in this shard alone, and no more of it than has pages once the shard
+   could not make more. It confirms orders that it was told, and no others.
+6. A shard that drains lends nothing more. When nothing of it is lent, it is told to leave.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Final
 
 import msgspec
 
+from transferqueue.errors import ProtocolError
 from transferqueue.ledger.effects import Wait
 from transferqueue.limits import ARENA_STEP_BYTES, ITEMS_MAX, PAGE_BYTES
 from transferqueue.schema import align
@@ -72,7 +75,7 @@ class Further:
         self._wake = wake
         self._standing = standing
         self._orders: deque[_Told] = deque()
-        self._last = 0
+        self._last = self._told = 0
         self._ends = 0
         self._growing = 0
         self._full = False
@@ -92,6 +95,11 @@ class Further:
     def used(self) -> int:
         """Bytes lent to sessions, or just freed."""
         return self.allocator.used - self._growing
+
+    @property
+    def lendable(self) -> int:
+        """Bytes that it lends at most, as far as is known: once pages could not be made, those that there are."""
+        return self.used + self.allocator.warm if self._full else self.allocator.capacity
 
     def _go_on(self, lent: Iterable[int], remote: Iterable[int]) -> None:
         """Nothing is known of what the shard had not been told: so it is told what stands, and that all else has no pages."""
@@ -211,12 +219,17 @@ class Further:
     # ------------------------------------------------------------ orders
 
     def orders(self, request: m.TakeOrders, now: float) -> m.Orders | Wait:
-        """What the shard is to do next, after what it says it has done."""
+        """What the shard is to do next, after what it says it has done. `ProtocolError` if it was never told that."""
         if request.epoch == self._epoch:
+            if request.done > self._told:
+                raise ProtocolError(
+                    f"shard {self.number} says that it has carried out order {request.done}, and was told {self._told} so far"
+                )
             self._confirm(request.done, frozenset(request.failed), now)
         if not self._orders:
             return Wait((("shard", str(self.number)),))
         told = [self._orders[at] for at in range(min(len(self._orders), ITEMS_MAX))]
+        self._told = max(self._told, told[-1].number)
         return m.Orders(self._epoch, told[0].number, [one.order for one in told])
 
     def _confirm(self, done: int, failed: frozenset[int], now: float) -> None:

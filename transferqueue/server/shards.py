@@ -6,7 +6,9 @@ The law (docs/decisions/0022):
    session lasts: so its death is seen as that of any session. What lies in it then is lost, as the ledger says.
 2. Numbers are not given twice, also not in a later life of the coordinator: a session may still hold a reply that names one.
 3. An extent comes from a near shard (of the session's host) if one has room, else from another; from the least full of those.
-4. A session maps a shard if the coordinator sees both die, which needs one host for all three: only so does the kernel tell
+4. What a shard offers is a claim: the coordinator looks at the arena of one on its own host (`evidence`), and of no shard more than
+   a process can map. One part in `RESULTS_SHARE` of each shard is kept for results, so no claim gives room in another's memory.
+5. A session maps a shard if the coordinator sees both die, which needs one host for all three: only so does the kernel tell
    when memory that a client saw may be used again (decision 4). In all other shards its bytes travel, by tickets. Of a block with
    copies it is told one, which it maps if it maps any. Nor is a shard mapped that showed a key: nobody opens a file because a
    stranger names it.
@@ -14,6 +16,7 @@ The law (docs/decisions/0022):
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Collection, Iterator
 from typing import Final
@@ -22,7 +25,7 @@ import msgspec
 
 from transferqueue.errors import Full, Impossible, NotFound, OutOfMemory, UsageError, listing
 from transferqueue.ledger.effects import FreeExtent
-from transferqueue.limits import PAGE_BYTES, RESULTS_SHARE, SESSIONS_MAX
+from transferqueue.limits import PAGE_BYTES, RESULTS_SHARE, SESSIONS_MAX, SHARD_BYTES_MAX
 from transferqueue.server.further import Further
 from transferqueue.server.memory import SHARD, Memory
 from transferqueue.server.parking import WakeKey
@@ -30,6 +33,9 @@ from transferqueue.server.sessions import Session
 from transferqueue.server.tickets import Tickets, issue
 from transferqueue.transport import TcpAddress, parse_address
 from transferqueue.wire import messages as m
+
+_KEY: Final = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+"""A public key of CURVE, in Z85 (32/Z85 of rfc.zeromq.org)."""
 
 
 class Shards:
@@ -74,8 +80,22 @@ class Shards:
             raise UsageError(
                 f"shard refused: its arena of {offer.capacity} bytes is none; offer whole pages of {PAGE_BYTES}"
             )
-        if not isinstance(parse_address(offer.endpoint), TcpAddress):
+        if offer.capacity > SHARD_BYTES_MAX:
+            raise UsageError(
+                f"shard refused: an arena of {offer.capacity:,} bytes is more than a process can map, {SHARD_BYTES_MAX:,}; offer what "
+                "there is"
+            )
+        place = parse_address(offer.endpoint)
+        if not isinstance(place, TcpAddress):
             raise UsageError(f"shard refused: endpoint {offer.endpoint!r} is none of tcp; offer tcp://host:port")
+        if place.port == 0 or place.host == "*":
+            raise UsageError(
+                f"shard refused: nobody can connect to endpoint {offer.endpoint!r}; offer the host and port that others reach"
+            )
+        if offer.key and not _KEY.fullmatch(offer.key):
+            raise UsageError(
+                "shard refused: the key that it offers is no public key of CURVE; offer 40 characters of Z85, or none"
+            )
         offer = msgspec.structs.replace(offer, number=self._last + 1, path="" if keyed else offer.path)
         return msgspec.structs.replace(hello, shard=offer)
 
@@ -143,8 +163,8 @@ class Shards:
 
         `Impossible` if none could ever have it, errors as of `Memory.take`.
         """
-        if use == "rows" and not self._leaves_room(nbytes):
-            return None
+        if use == "rows":
+            self._check_rows(nbytes)
         able = [one for one in self._in_order(session, use) if one.number not in apart]
         if not able:
             raise Impossible(
@@ -155,6 +175,8 @@ class Shards:
             max(able, key=lambda one: one.allocator.capacity).check(nbytes)
         refused: OutOfMemory | None = None
         for shard in able:
+            if use == "rows" and shard.used + nbytes > _for_rows(shard):
+                continue
             try:
                 found = shard.take(nbytes) if nbytes <= shard.allocator.capacity else None
             except OutOfMemory as error:
@@ -166,17 +188,15 @@ class Shards:
             raise refused
         return None
 
-    def _leaves_room(self, nbytes: int) -> bool:
-        """Whether there is enough left for results beside what is lent and `nbytes` for new rows. `Impossible` if there never is."""
+    def _check_rows(self, nbytes: int) -> None:
+        """`Impossible` if no shard could ever lend so much to new rows."""
         lending: list[Memory | Further] = [self.own, *(one for one in self._further.values() if not one.draining)]
-        capacity = sum(one.allocator.capacity for one in lending)
-        room = capacity - capacity // RESULTS_SHARE
+        room, capacity = max((_for_rows(one), one.allocator.capacity) for one in lending)
         if nbytes > room:
             raise Impossible(
                 f"{nbytes:,} bytes for new rows can never be granted: of {capacity:,} bytes of memory these may have {room:,}, the rest "
                 "is for results; put fewer rows at a time, or start the server with a larger --arena-bytes"
             )
-        return sum(one.used for one in lending) + nbytes <= room
 
     def check_replicas(self, table: str, replicas: int) -> None:
         """`Impossible` if there are fewer shards that lend."""
@@ -247,6 +267,12 @@ class Shards:
             return self._tickets if session.remote else None
         shard = self._further.get(number)
         return None if shard is None or _maps(session, shard) else shard.tickets
+
+
+def _for_rows(shard: Memory | Further) -> int:
+    """Bytes of a shard that new rows may have."""
+    lendable = shard.lendable if isinstance(shard, Further) else shard.allocator.capacity
+    return lendable - lendable // RESULTS_SHARE
 
 
 def _fill(shard: Memory | Further) -> float:
