@@ -187,9 +187,10 @@ class Loop:
 
     def _send(self) -> None:
         while self._node.outbox:
-            began = self._clock()
+            began = self._clock() if self._together else 0.0
             self._node.commit()
-            self._took(self._node.turns.commits, began, "commit")
+            if self._together:  # else there is nothing to commit
+                self._took(self._node.turns.commits, began, "commit")
             answers, self._node.outbox = self._node.outbox, []
             for peer, frame in answers:
                 if not self._sent(peer, frame):

@@ -1,0 +1,24 @@
+"""How long turns of the loop take, in buckets of powers of two."""
+
+import pytest
+
+from transferqueue.server.turns import BOUNDS_S, Histogram
+
+
+@pytest.mark.parametrize("bucket", range(len(BOUNDS_S)))
+def test_a_turn_is_in_the_bucket_whose_bound_is_the_next_above_it(bucket):
+    found = Histogram()
+    found.add(BOUNDS_S[bucket] * 0.99, "Put")
+    assert found.counts[bucket] == sum(found.counts) == 1
+    found.add(BOUNDS_S[bucket] * 1.01, "Put")
+    assert found.counts[bucket + 1] == 1
+
+
+def test_the_longest_is_named_and_only_what_kept_the_processor_busy_is_late():
+    found = Histogram()
+    for seconds, subject in [(0.0, "none"), (100.0, "Put"), (0.03, "Lease")]:
+        found.add(seconds, subject)
+    assert (found.longest_s, found.longest_of, found.counts[-1], found.counts[0]) == (100.0, "Put", 1, 1)
+    found.busy(0.001, "Put")
+    found.busy(0.03, "Lease")
+    assert (found.busiest_s, found.busiest_of, found.late) == (0.03, "Lease", {"Lease": 1})
