@@ -66,6 +66,8 @@ WORDS: Final = {
 _ANY_WORDS: Final = ["", "a", "worker"]
 LARGEST_BYTES: Final = 1 << 18
 """Of what a list in a list becomes when both are at their ends: a server hangs up on more than a message may have."""
+ITEMS_MAX: Final = 100
+"""A list of more is not made longer."""
 KEPT: Final = 64
 """Of each kind of id that a server gave, so many are remembered."""
 
@@ -358,17 +360,11 @@ class Typed:
                 return rng.choice(MISFITS)
 
     def _odd_list(self, items: list[Any]) -> Any:
-        return self._rng.choice(
-            [
-                [],
-                items * 2,
-                items * 65,
-                items * 257,
-                items * 1025,
-                msgspec.Raw(b"\xdd\x00\x10\x00\x01"),
-                msgspec.Raw(b"\xdd\xff\xff\xff\xff"),
-            ]
-        )
+        """Empty, many times itself, or a header that lies. One that is long already becomes no longer."""
+        times = self._rng.choice([0, 2, 65, 257, 1025, -1, -2])
+        if times < 0:
+            return msgspec.Raw(b"\xdd\x00\x10\x00\x01" if times == -1 else b"\xdd\xff\xff\xff\xff")
+        return items * times if len(items) < ITEMS_MAX else []
 
     def _odd_dict(self, kind: inspect.DictType, name: str) -> Any:
         rng = self._rng
