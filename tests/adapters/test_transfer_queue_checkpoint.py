@@ -15,7 +15,10 @@ torch = pytest.importorskip("torch")
 tensordict = pytest.importorskip("tensordict")
 pytest.importorskip("omegaconf")
 
+import pyarrow as pa
+
 from transferqueue.adapters import transfer_queue as shim
+from transferqueue.adapters.transfer_queue.checkpoint import sealed, stored
 from transferqueue.adapters.transfer_queue.plain import plain, remembered
 from transferqueue.errors import Corruption, UsageError
 
@@ -181,3 +184,41 @@ def test_memories_as_json() -> None:
         plain({"x": object()}, "it")
     with pytest.raises(Corruption, match="it is no value"):
         remembered({"list": [1]}, "it")
+
+
+def patched(file: Path, column: str, buffer: int, at: int, word: int) -> None:
+    """Write a word into a buffer of a column where it lies in the file."""
+    data = bytearray(file.read_bytes())
+    source = pa.py_buffer(bytes(data))
+    found = pa.ipc.open_file(source).get_batch(0).column(column).buffers()[buffer]
+    start = found.address - source.address + 8 * at
+    data[start : start + 8] = word.to_bytes(8, "little", signed=True)
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("word", [-1, 1 << 20, 1 << 62])
+@pytest.mark.parametrize(("column", "buffer"), [("index", 1), ("field.ids", 1), ("field.text", 1)])
+def test_files_with_right_checksums_that_no_save_writes(tmp_path: Path, column: str, buffer: int, word: int) -> None:
+    fill()
+    shim.save_checkpoint(tmp_path / "ck")
+    before = everything()
+    storage = tmp_path / "ck/storage"
+    file = next(
+        one
+        for one in sorted(storage.glob("*.arrow"))
+        if column in pa.ipc.open_file(pa.py_buffer(one.read_bytes())).schema.names
+    )
+    patched(file, column, buffer, 1 if column != "index" else 0, word)
+    manifest = json.loads((storage / "manifest.json").read_bytes())
+    for partition in manifest["partitions"]:
+        for group in partition["groups"]:
+            part = sealed.part(storage / group["file"])
+            group["part"] = {"bytes": part.bytes, "xxh3": part.xxh3}
+    seal = sealed.write(storage / "manifest.json", stored.KIND, {"partitions": manifest["partitions"]})
+    metadata = json.loads((tmp_path / "ck/metadata.json").read_bytes())
+    content = {name: value for name, value in metadata.items() if name not in ("format", "xxh3")}
+    content["storage"] = {"bytes": seal.bytes, "xxh3": seal.xxh3}
+    sealed.write(tmp_path / "ck/metadata.json", metadata["format"], content)
+    with pytest.raises(Corruption, match=r"\.arrow|samples of partition"):
+        shim.load_checkpoint(str(tmp_path / "ck"))
+    assert everything() == before

@@ -53,7 +53,7 @@ def read(path: Path, kind: str, into: type[T]) -> T:
         raise FileNotFoundError(f"{path} not found; name what save_checkpoint wrote")
     try:
         found = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Corruption(
             f"{path} is not as it was written: it is not JSON ({error}); take another checkpoint"
         ) from error

@@ -28,6 +28,7 @@ from transferqueue.errors import Corruption, NotFound, UsageError
 from transferqueue.schema import Field
 from transferqueue.storage.dtypes import stored
 from transferqueue.storage.frozen import thaw
+from transferqueue.storage.show import arrow_type
 from transferqueue.storage.torched import as_torch
 from transferqueue.storage.values import decode
 
@@ -37,6 +38,8 @@ KIND: Final = "transferqueue drop-in storage 1"
 _FILE: Final = re.compile(r"\d{6}\.arrow")
 _AT_ONCE: Final = 4096
 """Rows of a record batch, and of a put of rows without data."""
+_END_MAX: Final = 1 << 31
+"""Indexes are reached by putting rows without data: half a million puts, minutes. No training gives so many."""
 _TRIES: Final = 8
 """A save begins a partition again when samples of it are cleared meanwhile."""
 Rows = np.ndarray[Any, np.dtype[np.int64]]
@@ -147,18 +150,78 @@ def _read(table: tq.Table, rows: Rows, fields: list[str]) -> Iterator[pa.RecordB
 
 
 def verified(parent: Path) -> Manifest:
-    """The manifest of ``parent/storage``, every file compared with it. Changes nothing."""
+    """The manifest of ``parent/storage``, every file compared with it and checked fully: files are foreign input. Changes nothing.
+
+    `Corruption` names the file and what is wrong with it, also where its checksum is right.
+    """
     path = parent / FOLDER
     found = sealed.read(path / MANIFEST, KIND, Manifest)
+    names = [partition.partition_id for partition in found.partitions]
+    if len(set(names)) != len(names):
+        raise _wrong(path / MANIFEST, "a partition is there twice")
     for partition in found.partitions:
-        partition.schema()
+        schema = _schema(partition, path / MANIFEST)
         for group in partition.groups:
-            if not _FILE.fullmatch(group.file):
-                raise Corruption(
-                    f"{path / MANIFEST} names file {group.file!r}, which no save writes; take another checkpoint"
-                )
+            if not _FILE.fullmatch(group.file) or not set(group.fields) <= schema.keys():
+                raise _wrong(path / MANIFEST, f"it names file {group.file!r} of {group.fields}, which no save writes")
             sealed.compare(path / group.file, group.part)
+        _check_indexes(
+            partition, [_check_group(path / group.file, partition, group, schema) for group in partition.groups], path
+        )
     return found
+
+
+def _wrong(path: Path, what: str) -> Corruption:
+    return Corruption(f"{path}: {what}; take another checkpoint")
+
+
+def _schema(partition: Stored, manifest: Path) -> dict[str, Field]:
+    try:
+        schema = partition.schema()
+    except UsageError as error:
+        raise _wrong(manifest, f"partition {partition.partition_id!r} has a field that is none: {error}") from error
+    if len(schema) != len(partition.fields) or not 0 <= partition.end <= _END_MAX:
+        raise _wrong(manifest, f"partition {partition.partition_id!r} has a field twice, or ends at {partition.end}")
+    return schema
+
+
+def _check_group(file: Path, partition: Stored, group: Group, schema: dict[str, Field]) -> Rows:
+    """The indexes of a file whose columns, texts and values are as `save` writes them."""
+    fields = {f"field.{name}": schema[name] for name in group.fields}
+    types = {"index": pa.int64(), "key": pa.string(), "tags": pa.string()}
+    indexes = [np.empty(0, np.int64)]
+    try:
+        types |= {name: arrow_type(field) for name, field in fields.items()}
+        for batch in _batches(file):
+            batch.validate(full=True)
+            if dict(zip(batch.schema.names, batch.schema.types, strict=True)) != types or batch.num_columns != len(
+                types
+            ):
+                raise _wrong(file, f"it has the columns {batch.schema.names}; the manifest tells of {list(types)}")
+            if any(batch[name].null_count for name in ("index", "tags")):
+                raise _wrong(file, "an index or a tag is null")
+            if not all(isinstance(json.loads(tags), dict) for tags in batch["tags"].to_pylist()):
+                raise _wrong(file, "tags are no JSON object")
+            for name, field in fields.items():
+                thaw(field, batch[name])
+            indexes.append(np.asarray(batch["index"]))
+    except Corruption as error:
+        raise error if str(file) in str(error) else _wrong(file, str(error)) from error
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, OSError, MemoryError) as error:
+        raise _wrong(file, f"it cannot be read ({type(error).__name__}: {error})") from error
+    found = np.concatenate(indexes)
+    if found.size != group.rows:
+        raise _wrong(file, f"it has {found.size} rows; the manifest tells of {group.rows}")
+    return found
+
+
+def _check_indexes(partition: Stored, indexes: list[Rows], path: Path) -> None:
+    every = np.concatenate([np.empty(0, np.int64), *indexes])
+    if every.size and (every.min() < 0 or every.max() >= partition.end or np.unique(every).size != every.size):
+        raise _wrong(
+            path,
+            f"samples of partition {partition.partition_id!r} are not each there once, from 0 to {partition.end - 1}",
+        )
 
 
 def admit(found: Manifest, rows_max: int) -> None:
