@@ -10,12 +10,14 @@ import pytest
 
 from transferqueue.errors import Corruption
 from transferqueue.schema import BLOB_DTYPES, ITEM_BYTES, Field
+from transferqueue.storage import show
 from transferqueue.storage.blocks import Draft
 from transferqueue.storage.column import Column
 from transferqueue.storage.dtypes import stored
 from transferqueue.storage.frozen import thaw
 from transferqueue.storage.placement import Blocks, Placement
 from transferqueue.storage.prepare import Prepared, prepare
+from transferqueue.storage.show import arrow_type
 from transferqueue.storage.sources import Arrays
 from transferqueue.wire.messages import BlockAt
 
@@ -78,3 +80,22 @@ def test_text_bytes_and_values(dtype: str, values: list[Any]) -> None:
 def test_an_array_of_another_field_is_corruption(field: Field) -> None:
     with pytest.raises(Corruption, match=r'field "x" is .*, but its file has double'):
         thaw(field, pa.array([1.0, 2.0]))
+
+
+def test_a_dimension_beyond_32_bits_is_a_large_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow counts the elements of a fixed-size list in an int32. The bytes of such a column are tried by ``python -m tests.large``."""
+    assert arrow_type(Field("w", "uint8", ((1 << 31) + 8,))) == pa.large_list(pa.uint8())
+    assert arrow_type(Field("w", "uint8", (2, 1 << 31))) == pa.list_(pa.large_list(pa.uint8()), 2)
+    assert arrow_type(Field("w", "uint8", (2, 3))) == pa.list_(pa.list_(pa.uint8(), 3), 2)
+    monkeypatch.setattr(show, "_FIXED_MAX", 3)
+    for shape in [(5,), (2, 5), (5, 2), (None, 4), (4, 4)]:
+        field = Field("w", "int16", shape)
+        offsets = np.array([0, 1, 3], np.int64) if field.ragged else None
+        count = (3 if field.ragged else 2) * field.step_elements
+        prepared = Prepared(field, 2, Arrays([numbers("int16", count)], "int16"), offsets, None)
+        column, memory = column_of(prepared)
+        found = column.arrow()
+        found.validate(full=True)
+        assert found.type == arrow_type(field)
+        _, again = column_of(thaw(field, found))
+        np.testing.assert_array_equal(memory, again)

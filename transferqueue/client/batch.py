@@ -13,6 +13,7 @@ from transferqueue.client.facts import Facts, Floats, Ints, Keys, TagsGiven
 from transferqueue.client.lent import Lent
 from transferqueue.client.rows import RowsBase
 from transferqueue.errors import LeaseExpired, TransferQueueError, UsageError
+from transferqueue.storage.pages import when_gone
 from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.client")
@@ -30,6 +31,7 @@ class BatchBase(RowsBase):
         """Whether it comes from a loop over batches, which goes on when this one was lost."""
         unasked = m.Release(table=lent.table, lease=lent.lease, token=lent.token, reason="the batch was collected")
         self._forgotten = weakref.finalize(self, _give_up, lent, unasked)
+        when_gone(self, lambda: _give_up(lent, unasked))
 
     def __repr__(self) -> str:
         state = f", {self._lent.ended}" if self._lent.ended else ""

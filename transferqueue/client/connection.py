@@ -36,6 +36,7 @@ from transferqueue.errors import (
     UsageError,
 )
 from transferqueue.limits import ANSWER_S, HEARTBEAT_S, SERVER_GONE_S, SESSION_SILENCE_S
+from transferqueue.storage.pages import end_interrupted
 from transferqueue.transport import ClientChannel, Wakeup, is_served
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_answer
@@ -66,7 +67,7 @@ class Connection:
         self._durable = False
         self._inbox: deque[Pending] = deque()
         self._left: deque[Pending] = deque()
-        self._unpinned: deque[int] = deque()
+        self._unpinned: deque[list[int]] = deque()
         self._keeper = Keeper()
         self._over: TransferQueueError | None = None
         self._why_no_waits: TransferQueueError | None = None
@@ -177,9 +178,12 @@ class Connection:
             self._bell.set()
 
     def unpin(self, blocks: list[int]) -> None:
-        """One pin of each block is not needed any more. For finalizers too, like `post`."""
+        """One pin of each block is not needed any more. For finalizers too, like `post`.
+
+        blocks: emptied when they are sent, so that a finalizer that was interrupted may give the same list again.
+        """
         if os.getpid() == self._pid and self._over is None:
-            self._unpinned.extend(blocks)
+            self._unpinned.append(blocks)
             self._bell.set()
 
     def end_waits(self, why: TransferQueueError) -> None:
@@ -402,8 +406,13 @@ class Connection:
             self._end(Disconnected(f"the server at {self.address} has been silent for {silent_s:.0f} s; connect again"))
 
     def _send_unpins(self, now: float) -> None:
+        end_interrupted()
         if self._unpinned:
-            blocks = [self._unpinned.popleft() for _ in range(len(self._unpinned))]
+            blocks: list[int] = []
+            for _ in range(len(self._unpinned)):
+                some = self._unpinned.popleft()
+                blocks += some
+                some.clear()
             for notice in unpin(blocks):
                 self._send(self._calls.notice(notice), now)
 

@@ -21,6 +21,7 @@ from transferqueue.errors import Unreachable
 from transferqueue.schema import Field
 from transferqueue.storage import Mapping as Arena
 from transferqueue.storage.column import Column
+from transferqueue.storage.mapping import Pins, Release
 from transferqueue.storage.placement import Blocks, Placement
 from transferqueue.wire import messages as m
 from transferqueue.wire import short
@@ -39,9 +40,9 @@ class Memory:
         self,
         arenas: Mapping[int, str],
         capacity: int,
-        on_release: Callable[[list[int]], object],
+        on_release: Release,
         lock: SessionLock | None,
-        open_arena: Callable[[str, int, Callable[[list[int]], object]], Arena] = Arena.open,
+        open_arena: Callable[[str, int, Release], Arena] = Arena.open,
     ) -> None:
         self._open = open_arena
         self._own = dict(arenas)
@@ -52,6 +53,8 @@ class Memory:
         self._arenas: dict[int, Arena] = {}
         self._guard = threading.RLock()  # reentrant: a finalizer may run inside
         self._pins = 0
+        self._returned: list[int] = []
+        """How many pins each finalizer gave back that `_pins` still counts. Appending is one step, which nothing interrupts."""
         self._closed = False
 
     def map(self, further: Mapping[int, tuple[str, int]]) -> None:
@@ -107,7 +110,7 @@ class Memory:
             try:
                 found |= arena.pin(members.values())
             except BaseException:
-                self._released(list(members))
+                self._released(Pins(members))
                 raise
         return found
 
@@ -129,15 +132,28 @@ class Memory:
                 self._arenas[shard] = found
         return found
 
-    def _released(self, blocks: list[int]) -> None:
-        self._tell(blocks)
-        self._count(-len(blocks))
+    def _released(self, pins: Pins) -> None:
+        """Runs in finalizers: takes no lock, since an interrupt could leave it taken. May be called again with the same pins, where
+        an interrupt stopped the finalizer."""
+        self._tell(pins)
+        if not pins.counted:
+            pins.counted = True
+            self._returned.append(pins.total)
+        if self._closed:
+            self._let_go()
 
     def _count(self, change: int) -> None:
         with self._guard:
-            self._pins += change
-            if self._closed and self._pins == 0 and self._lock_file is not None:
-                self._lock_file.release()
+            back = self._returned[:]
+            del self._returned[: len(back)]  # first: what looks meanwhile must not see fewer pins than there are
+            self._pins += change - sum(back)
+            if self._closed:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the session's lock, if nobody views or writes anything here. Letting go twice is allowed."""
+        if self._lock_file is not None and self._pins == sum(self._returned):
+            self._lock_file.release()
 
 
 def placement_of(part: m.Part, blocks: Blocks, rows: int) -> Placement:

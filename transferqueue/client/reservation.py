@@ -11,6 +11,7 @@ from transferqueue.client.client import Client
 from transferqueue.client.driving import drive
 from transferqueue.client.terms import Terms
 from transferqueue.errors import UsageError
+from transferqueue.storage.pages import when_gone
 from transferqueue.storage.staying import Staying
 from transferqueue.wire import messages as m
 
@@ -34,6 +35,8 @@ class ReservationBase(Staying):
         self._left = _Left(reserved.rows)
         self._unasked = m.Unreserve(table=terms.name, reservation=reserved.reservation)
         weakref.finalize(self, _give_up, client, self._left, self._unasked)
+        left, unasked = self._left, self._unasked
+        when_gone(self, lambda: _give_up(client, left, unasked))
 
     def __repr__(self) -> str:
         table = self._terms.name
@@ -74,10 +77,10 @@ class ReservationBase(Staying):
 
 
 def _give_up(client: Client, left: _Left, unasked: m.Unreserve) -> None:
-    """Return what is left, in a finalizer too."""
+    """Return what is left, in a finalizer too. Returned twice, because an interrupt came between, it is refused to nobody."""
     if left.rows:
-        left.rows = 0
         client.connection.post(unasked)
+        left.rows = 0
 
 
 def reservation_id(terms: Terms, reservation: ReservationBase | None) -> int:

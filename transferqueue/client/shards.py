@@ -174,7 +174,7 @@ class Shards:
             yield from self._explain(shards, error)
         finally:
             if received:
-                self._unpin(received)
+                self._unpin(received)  # which empties the list
         return _joined(parts, found, fields, rows)
 
     def _place(self, number: int) -> int:

@@ -44,7 +44,8 @@ class Buffers:
         if raw is None:
             raw = np.empty((size or nbytes) + ALIGNMENT, np.uint8)
         address = raw.__array_interface__["data"][0]
-        back = (lambda: self._back(size, raw)) if size else None
+        once = [raw]
+        back = (lambda: self._back(size, once)) if size else None
         return expose(address + -address % ALIGNMENT, nbytes, back, owner=raw)
 
     @property
@@ -58,6 +59,8 @@ class Buffers:
         except IndexError:
             return None
 
-    def _back(self, size: int, raw: U8) -> None:
-        if self.kept + size <= self._kept_bytes:
+    def _back(self, size: int, once: list[U8]) -> None:
+        """once: the buffer; empty when it was taken back before, by a finalizer that an interrupt stopped."""
+        raw = once.pop() if once else None
+        if raw is not None and self.kept + size <= self._kept_bytes:
             self._free[size].append(raw)

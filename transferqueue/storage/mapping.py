@@ -53,7 +53,21 @@ class BlockPlace(Protocol):
         """Bytes of the block."""
 
 
-Release = Callable[[list[int]], object]
+class Pins(list[int]):
+    """Blocks whose pins return. Whoever sends them empties the list, so that it may be handed over twice.
+
+    total: how many they were. counted: whether the holder of the mapping has taken them off its count.
+    """
+
+    __slots__ = ("counted", "total")
+
+    def __init__(self, blocks: Iterable[int]) -> None:
+        super().__init__(blocks)
+        self.total = len(self)
+        self.counted = False
+
+
+Release = Callable[[Pins], object]
 """Told the ids of blocks whose pins return. Called from any thread; must not block, take locks or raise."""
 
 
@@ -177,12 +191,13 @@ def _pages_of(members: Sequence[BlockPlace]) -> tuple[int, int]:
 class _Hold:
     """What one reply lends of one extent: pages of the arena-wide mapping if nobody else looks at the extent, else its own."""
 
-    __slots__ = ("_address", "_extent", "_members", "_nbytes", "_on_release", "_own", "_pages", "_start")
+    __slots__ = ("_address", "_extent", "_members", "_nbytes", "_on_release", "_own", "_pages", "_pins", "_start")
 
     def __init__(self, pages: _Pages, extent: int, members: Sequence[BlockPlace]) -> None:
         self._pages, self._extent, self._members = pages, extent, members
         self._start, self._nbytes = _pages_of(members)
         self._on_release: Release | None = None
+        self._pins = Pins(block.block for block in members)
         self._own = pages.viewed.setdefault(extent, self) is not self
         self._address = map_private(pages.fd, self._start, self._nbytes) if self._own else pages.address + self._start
 
@@ -195,13 +210,15 @@ class _Hold:
         }
 
     def end(self) -> None:
-        """Drop the private copies, then tell that the blocks are no longer viewed here."""
+        """Drop the private copies, then tell that the blocks are no longer viewed here. Done again, it does what was left."""
         if os.getpid() != self._pages.pid:
             return
         if self._own:
-            unmap(self._address, self._nbytes)
-        else:
+            nbytes, self._nbytes = self._nbytes, 0  # first: pages are never unmapped twice, others may be there by then
+            if nbytes:
+                unmap(self._address, nbytes)
+        elif self._pages.viewed.get(self._extent) is self:
             forget(self._address, self._nbytes, self._pages.fd, self._start)
             self._pages.viewed.pop(self._extent, None)
         if self._on_release is not None:
-            self._on_release([block.block for block in self._members])
+            self._on_release(self._pins)

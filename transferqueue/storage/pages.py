@@ -12,6 +12,8 @@ import ctypes
 import mmap
 import os
 import sys
+import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -62,25 +64,72 @@ def forget(address: int, nbytes: int, fd: int, offset: int) -> None:
         map_private(fd, offset, nbytes, at=address)
 
 
+class _Watch(weakref.ref[Any]):
+    """What is done when an object is gone."""
+
+    __slots__ = ("ended",)
+    ended: Callable[[], object] | None
+
+    def end(self) -> None:
+        """Do it. An interrupt may stop it at any instruction; then it is done again."""
+        ended = self.ended
+        if ended is not None and not sys.is_finalizing():
+            ended()
+            self.ended = None
+
+
 class _Exporter:
     """What the arrays over an address keep alive."""
 
-    __slots__ = ("__array_interface__", "ended", "owner")
+    __slots__ = ("__array_interface__", "__weakref__", "owner", "watch")
     __array_interface__: dict[str, object]
-    ended: Callable[[], object] | None
     owner: object
+    watch: _Watch | None
 
     def __del__(self) -> None:
-        """Called exactly once (PEP 442); a tenth of the cost of a `weakref.finalize`, and a batch has hundreds."""
-        if self.ended is not None and not sys.is_finalizing():
-            self.ended()
+        """Called once (PEP 442); a tenth of the cost of a `weakref.finalize`, and a batch has hundreds.
+
+        An interrupt (KeyboardInterrupt, or what another signal handler raises) may stop it before its first instruction. Python
+        prints such an error and goes on. So the watch is in `_gone` after that, put there by code in C, which no interrupt stops.
+        """
+        if self.watch is not None:
+            self.watch.end()
+
+
+_watches: Final[dict[int, _Watch]] = {}
+"""A weak reference that is itself collected calls nobody."""
+_gone: Final[deque[_Watch]] = deque()
+"""Watches of objects that are gone. What an interrupt left undone is done by `end_interrupted`."""
+_is_gone: Final[Any] = _gone.append
+
+
+def when_gone(subject: object, ended: Callable[[], object]) -> _Watch:
+    """Have `end_interrupted` call `ended` when `subject` has been collected, after its own finalizer: for one that an interrupt
+    may have stopped. `ended` does nothing where that has done all."""
+    watch = _Watch(subject, _is_gone)
+    watch.ended = ended
+    _watches[id(watch)] = watch
+    return watch
+
+
+def end_interrupted() -> None:
+    """Do what was to be done for objects that are gone, where an interrupt stopped the finalizer. Any thread may call it; one that
+    handles no signals (any but the main thread) does it for good."""
+    while _gone:
+        try:
+            watch = _gone.popleft()
+        except IndexError:  # another thread was quicker
+            return
+        _watches.pop(id(watch), None)
+        watch.end()
 
 
 def expose(address: int, nbytes: int, ended: Callable[[], object] | None = None, owner: object = None) -> U8:
-    """A writable array over raw memory; `ended` is called once, in any thread, when the last view of it is collected.
+    """A writable array over raw memory; `ended` is called, in any thread, when the last view of it is collected.
 
-    owner: kept alive as long as any view. `ended` may run inside a garbage collection at any point of any code of this process: it must take no lock. It does
-    not run at interpreter exit.
+    owner: kept alive as long as any view. `ended` may run inside a garbage collection at any point of any code of this process:
+    it must take no lock. It is called again if an interrupt stopped it: what it did before that must do no harm the second time.
+    It does not run at interpreter exit.
     """
     exporter = _Exporter()
     exporter.__array_interface__ = {
@@ -89,5 +138,7 @@ def expose(address: int, nbytes: int, ended: Callable[[], object] | None = None,
         "data": (address, False),
         "version": 3,
     }
-    exporter.ended, exporter.owner = ended, owner
+    exporter.owner, exporter.watch = owner, None
+    if ended is not None:
+        exporter.watch = when_gone(exporter, ended)
     return np.asarray(exporter)

@@ -123,7 +123,8 @@ class SnapshotWriter:
             make_directories(path.parent)
             with _private(path) as file:
                 hashed, told = _Hashed(file), 0
-                with pa.ipc.new_file(pa.PythonFile(hashed, "w"), schema) as out:
+                options = pa.ipc.IpcWriteOptions(allow_64bit=True)  # a tensor may have more than 2^31 elements
+                with pa.ipc.new_file(pa.PythonFile(hashed, "w"), schema, options=options) as out:
                     for batch in batches:
                         out.write_batch(batch)
                         rows += batch.num_rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+from collections.abc import Callable
 
 
 class Wakeup:
@@ -17,33 +17,44 @@ class Wakeup:
         >>> wakeup.close()
     """
 
-    __slots__ = ("_closing", "_fd")
+    __slots__ = ("_open",)
 
     def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # A late `set` must never write into a number that the kernel has given to another file.
-        self._closing = threading.RLock()
+        self._open: _Descriptor | None = _Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
     def fileno(self) -> int:
         """The descriptor to poll for reading; -1 once closed."""
-        return self._fd
+        return -1 if (held := self._open) is None else held.number
 
     def set(self) -> None:
-        """Wake the waiting thread, now or when it next waits. Never blocks; after `close` it does nothing."""
-        with self._closing:
-            if self._fd >= 0:
-                os.eventfd_write(self._fd, 1)
+        """Wake the waiting thread, now or when it next waits. Never blocks; after `close` it does nothing.
+
+        Takes no lock: finalizers call it, and an interrupt on the way out of a lock's block leaves the lock taken for ever.
+        """
+        held = self._open
+        if held is not None:
+            os.eventfd_write(held.number, 1)
 
     def clear(self) -> bool:
         """Forget that it was set; returns whether it was."""
         try:
-            return os.eventfd_read(self._fd) > 0
+            return os.eventfd_read(self.fileno()) > 0
         except BlockingIOError:
             return False
 
     def close(self) -> None:
         """Give the descriptor back. Closing twice is allowed."""
-        with self._closing:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+        self._open = None
+
+
+class _Descriptor:
+    """An open descriptor, closed when nobody uses it any more: a late `set` must never write into a number that the kernel has
+    given to another file."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.number)

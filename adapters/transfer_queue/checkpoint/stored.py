@@ -125,7 +125,8 @@ def _save_group(table: tq.Table, rows: Rows, fields: list[str], path: Path, numb
     file = path / f"{next(numbers):06d}.arrow"
     batches = _read(table, rows, fields)
     first = next(batches)
-    with file.open("wb") as sink, pa.ipc.new_file(sink, first.schema) as out:
+    options = pa.ipc.IpcWriteOptions(allow_64bit=True)  # samples may have more than 2^31 elements together
+    with file.open("wb") as sink, pa.ipc.new_file(sink, first.schema, options=options) as out:
         out.write_batch(first)
         for batch in batches:
             out.write_batch(batch)
