@@ -19,6 +19,7 @@ from transferqueue.testing.chaos.judge import Account
 from transferqueue.testing.chaos.payload import LARGE_WORDS, SMALL_WORDS, Payload
 from transferqueue.testing.chaos.plan import PROXY, SERVER, SERVER_GAP_S, Fault, plan, settings
 from transferqueue.testing.chaos.recovery import of_leases, of_server
+from transferqueue.testing.chaos.served import Served
 
 
 def command(*options: str) -> list[str]:
@@ -255,3 +256,19 @@ def _names(process: Path, text: str) -> bool:
         return text in (process / "cmdline").read_text()
     except OSError:
         return False
+
+
+def test_the_end_of_a_run_removes_no_directory_but_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At level ``disk`` the link to the arena is relative: its directory was taken for that in which chaos was started."""
+    (tmp_path / "run" / "state").mkdir(parents=True)
+    (tmp_path / "run" / "state" / "arena").symlink_to("arena-1")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "precious").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    run = settings(1.0, 1, "disk", tcp=False)
+    monkeypatch.setattr(Served, "start", lambda self: None)
+    server = Served(tmp_path / "run", run, None)
+    server.process = subprocess.Popen([sys.executable, "-c", "pass"], stdout=subprocess.PIPE, start_new_session=True)
+    server.remove()
+    assert (tmp_path / "here" / "precious").exists()
+    assert (tmp_path / "run" / "state" / "arena").is_symlink()

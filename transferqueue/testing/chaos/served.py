@@ -104,7 +104,7 @@ class Served:
         self.process.wait(STOP_S)
         self.close()
         with suppress(OSError):
-            arena = (self._state / "arena").readlink().parent
+            arena = (self._state / (self._state / "arena").readlink()).parent  # the link is relative to where it is
             if arena != self._state:
                 shutil.rmtree(arena)
                 arena.parent.rmdir()  # unless other servers have theirs there
