@@ -107,7 +107,9 @@ def test_values_are_digested_as_they_are_read(tmp_path: Path):
     torch = pytest.importorskip("torch")
     with tq.connect() as queue, Recorder(path) as recorder:
         fields = [tq.Field("f", "float32"), tq.Field("bf", "bfloat16", (2,))]
-        table = recorder.table(queue.create_table("t", fields=fields, tasks=[tq.Task("all", needs=["f"])]))
+        table = recorder.table(
+            queue.create_table("t", fields=fields, tasks=[tq.Task("all", needs=["f"])], extra_fields=True)
+        )
         table.put(
             f=[0.1, 0.2],
             bf=torch.tensor([[0.1, 0.2], [0.3, 0.4]], dtype=torch.bfloat16),
