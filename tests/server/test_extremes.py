@@ -3,6 +3,7 @@ balance. Nothing is `InternalError`, and nothing leaves `receive`."""
 
 import os
 import struct
+import threading
 import time
 import typing
 
@@ -34,8 +35,9 @@ class World:
         self.bench = bench = Bench()
         self.lock = FileLock(root / f"lock-{id(self)}")
         self.lock.take()
+        self.stirred = threading.Semaphore(0)
         bench.node.snapshots = Snapshots(
-            root, bench.node.ledger, bench.node.memory, wake=bench.node.parking.wake, stir=lambda: None
+            root, bench.node.ledger, bench.node.memory, wake=bench.node.parking.wake, stir=self.stirred.release
         )
         self.client = client = bench.client(**local())
         tasks = [Task("train", ["x"], gives=["big"]), Task("whole", ["x"], groups=Complete())]
@@ -58,6 +60,15 @@ class World:
         self.bench.node.snapshots.stop()
         self.bench.close()
         self.lock.release()
+
+    def outcome(self, work):
+        """How a snapshot or restore ended."""
+        while True:
+            self.bench.node.tick(self.bench.now)
+            reply = self.client.ask(m.Follow(work))
+            if isinstance(reply, m.Failed) or reply.ended:
+                return reply
+            assert self.stirred.acquire(timeout=60)
 
     def columns(self):
         granted = self.granted
@@ -179,6 +190,9 @@ def test_every_request_at_its_extremes_is_answered(kind, tmp_path):
             for reply in [reply for _, reply in world.bench.answered.pop(client.peer, ())]:
                 assert getattr(reply, "error", "") != "InternalError", (tree, reply)
                 changed += not isinstance(reply, m.Failed)
+                if isinstance(reply, m.Working):
+                    outcome = world.outcome(reply.work)
+                    assert getattr(outcome, "error", "") != "InternalError", (tree, outcome)
     judge(world)
 
 
