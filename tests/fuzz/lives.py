@@ -47,6 +47,8 @@ TALKERS: Final = 3
 READY_S: Final = 60.0
 DEATH_S: Final = 3.0
 ARENA_BYTES: Final = 32 * MIB
+OFFERED_BYTES: Final = 4 * MIB
+"""Of the shard that one of the sessions is."""
 SHOWN: Final = 12
 """The last frames that a report of a death shows."""
 
@@ -178,7 +180,12 @@ class Talker:
 
     def renew(self) -> None:
         """Be another client from the next connection on."""
-        offer = m.Offer(f"{self._path}.arena", 4 * MIB, "tcp://127.0.0.1:9", "", bytes(32)) if self._offers else None
+        offer = None
+        if self._offers:
+            arena = Path(f"{self._path}.arena")
+            arena.touch(0o600)
+            os.truncate(arena, OFFERED_BYTES)
+            offer = m.Offer(str(arena), OFFERED_BYTES, "tcp://127.0.0.1:9", "", bytes(32))
         self._hello = m.Hello(
             self._rng.randbytes(16), pid=os.getpid(), host=this_host(), lock=self.world.lock, shard=offer
         )

@@ -27,7 +27,7 @@ def test_a_server_goes_on_from_a_recorded_state_directory_or_says_who_wrote_it(t
     else:
         return
     # Its classes are another version's, and that is refused. Where it is meant: python -m tests.server.recorded
-    assert "start the version that wrote it" in said
+    assert "start that version, drain its tables or take a snapshot there" in said
     assert "0.1.0" in said
 
 
