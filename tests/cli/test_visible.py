@@ -37,8 +37,9 @@ def queue() -> Iterator[tq.Queue]:
         batch = table.lease("score", rows=1)
         batch.release(failed=True, reason=HOSTILE)
         queue.weights("policy").publish(1, {"w": np.zeros(4, np.float32)})
-        with table.lease("score", rows=2):
+        with table.lease("score", rows=2) as held:
             yield queue
+            held.release()
 
 
 def test_visible_escapes_what_does_not_print_and_nothing_else() -> None:

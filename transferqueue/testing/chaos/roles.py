@@ -161,11 +161,11 @@ def train(post: Post, queue: tq.Queue) -> None:
 
 
 def _advance(post: Post, table: tq.Table, model: Saved) -> None:
-    """The clock goes on unless rows that are still to be trained hold it."""
+    """The clock goes on unless rows that are still to be trained hold it, or nobody answers in time: then the next step asks again."""
     post.diary.write("advance?", model.version + 1)
     try:
         table.advance(model.version + 1, timeout_s=ADVANCE_S)
-    except tq.DeadlineExceeded:
+    except (tq.DeadlineExceeded, tq.Unreachable):
         return
     model.version += 1
 
