@@ -40,6 +40,8 @@ class Memory:
         self._growing = False
         self._held: set[int] = set()
         self._aside: list[tuple[int, int]] = []
+        self._refusal = ""
+        """Why the file system gave no pages for the last extent that was asked for; "" if it did."""
 
     @property
     def used(self) -> int:
@@ -72,9 +74,11 @@ class Memory:
         backed = self.arena.backed
         try:
             self.arena.ensure(offset, nbytes)
-        except BaseException:
+        except BaseException as error:
             self.allocator.free(offset, nbytes)
+            self._refusal = str(error)
             raise
+        self._refusal = ""
         self.extents += 1
         self._look_ahead(offset + nbytes, fresh=self.arena.backed > backed)
         return offset, nbytes
@@ -108,6 +112,8 @@ class Memory:
 
     def explain(self, nbytes: int, holders: str) -> str:
         """Why `nbytes` cannot be granted now."""
+        if self._refusal:
+            return f"{self._refusal}. Bytes that are in use are held by {holders}"
         return (
             f"no extent of {nbytes:,} bytes is free: {self.used:,} of {self.allocator.capacity:,} bytes are in use, the "
             f"largest free piece has {self.allocator.largest:,}. Held by {holders}. Consume or drop rows, collect views "
