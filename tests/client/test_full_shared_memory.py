@@ -16,12 +16,12 @@ import transferqueue as tq
 
 address = sys.argv[1]
 server = subprocess.Popen(
-    [sys.executable, "-m", "transferqueue.server", "--address", address, "--arena-bytes", "14MiB"],
+    [sys.executable, "-m", "transferqueue.server", "--address", address, "--arena-bytes", "150MiB"],
     stdout=subprocess.PIPE, text=True,
 )
 atexit.register(server.kill)
 assert server.stdout.readline().startswith("ready")
-row = np.arange(1 << 17)  # 1 MiB
+row = np.arange(1 << 20)  # 8 MiB; pages are taken 64 MiB ahead of use
 with tq.connect(address) as queue:
     table = queue.create_table("t", tasks=[tq.Task("a")])
     rows = table.put(x=[row] * 2)
@@ -57,7 +57,7 @@ print("held")
 @pytest.mark.slow
 def test_others_fill_shared_memory_under_readers_and_writers(tmp_path: Path) -> None:
     mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    script = 'mount -t tmpfs -o size=16m none /dev/shm && { test -z "$2" || exec "$1" -c "$2" "$3"; }'
+    script = 'mount -t tmpfs -o size=160m none /dev/shm && { test -z "$2" || exec "$1" -c "$2" "$3"; }'
     command = [*mount, script, "sh", sys.executable]
     if (
         shutil.which("unshare") is None
