@@ -62,6 +62,10 @@ class Report(msgspec.Struct):
     replies: Counter[tuple[str, str]] = msgspec.field(default_factory=Counter)
     restart_s: list[float] = msgspec.field(default_factory=list)
     largest_bytes: int = 0
+    longest_turn: tuple[float, str] = (0.0, "")
+    """Seconds by the clock of the longest turn of a server's loop for one request, and the request."""
+    busiest_turn: tuple[float, str] = (0.0, "")
+    """The same by processor time, of the turns over 20 ms by the clock."""
 
     def of_reply(self, name: str) -> int:
         """How many requests were answered so."""
@@ -362,7 +366,7 @@ def _one_state(
 
 def _live(talkers: list[Talker], auditor: Talker, report: Report, per_life: int) -> None:
     auditor.connect()
-    _check(auditor)
+    _check(auditor, report)
     _furnish(auditor)
     for talker in talkers:
         talker.connect()
@@ -375,18 +379,21 @@ def _live(talkers: list[Talker], auditor: Talker, report: Report, per_life: int)
         if sent < per_life:  # the last burst is on its way when the server is killed
             for talker in talkers:
                 talker.hear()
-            _check(auditor)
+            _check(auditor, report)
     report.messages += sent
 
 
-def _check(auditor: Talker) -> None:
-    """`Broken` unless the books balance and nothing failed inside the server."""
+def _check(auditor: Talker, report: Report) -> None:
+    """`Broken` unless the books balance and nothing failed inside the server. Notes its longest turns in the report."""
     audit = _observed(auditor, "audit")
     if not audit["balanced"]:
         raise Broken(f"the books do not balance: {audit}")
-    errors = _observed(auditor, "stats")["server"]["internal_errors"]
-    if errors:
-        raise Broken(f"the server counts {errors} internal errors")
+    server = _observed(auditor, "stats")["server"]
+    if server["internal_errors"]:
+        raise Broken(f"the server counts {server['internal_errors']} internal errors")
+    turns = server["turns"]["request"]
+    report.longest_turn = max(report.longest_turn, (turns["longest_s"], turns["longest_of"]))
+    report.busiest_turn = max(report.busiest_turn, (turns["busiest_s"], turns["busiest_of"]))
 
 
 def _observed(auditor: Talker, what: str) -> Any:
@@ -415,6 +422,11 @@ def _furnish(auditor: Talker) -> None:
             raise Broken(f"{request.name} was refused: {reply.text}")
 
 
+def _turn(turn: tuple[float, str]) -> str:
+    seconds, request = turn
+    return f"{seconds * 1e3:.1f} ms ({request})" if request else "none over 20 ms"
+
+
 def main() -> int:
     """One seed, in this process; prints what happened. 1 if something broke."""
     options = argparse.ArgumentParser(prog="python -m tests.fuzz.lives", description=__doc__)
@@ -433,7 +445,8 @@ def main() -> int:
         f"seed {given.seed}, durability {given.level}: {report.messages:,} messages in {report.seconds:.0f} s, {report.lives:,} kills, "
         f"{sum(report.replies.values()) - refused:,} carried out, {refused:,} refused, books balanced; a restart took "
         f"{statistics.median(report.restart_s):.2f} s, the slowest {max(report.restart_s):.2f} s; the largest server had "
-        f"{report.largest_bytes / MIB:.0f} MiB", flush=True,
+        f"{report.largest_bytes / MIB:.0f} MiB; longest turn for one request {_turn(report.longest_turn)} by the clock, "
+        f"{_turn(report.busiest_turn)} of processor time", flush=True,
     )  # fmt: skip
     return 0
 
