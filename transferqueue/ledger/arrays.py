@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.ma  # np.unique imports it at its first call: 30 ms in the turn of some request
 import numpy.typing as npt
 
 from transferqueue.errors import ProtocolError, UsageError
