@@ -135,3 +135,29 @@ def test_limits_that_make_no_sense() -> None:
             table.lease("work", rows=1, time_limit_s=-1)
         with pytest.raises(UsageError, match=r"time_limit_s is 2000000000.0; at most"):
             queue.create_table("u", tasks=[tq.Task("work", time_limit_s=2e9)])
+
+
+def test_a_loop_that_forgets_to_ack_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with tq.connect("embedded") as queue, caplog.at_level(logging.WARNING, "transferqueue.client"):
+        table = queue.create_table("t", tasks=[tq.Task("a", needs=["x"])])
+        table.put(x=[0, 1, 2])
+        seen = []
+        for batch in table.leases("a", rows=1, timeout_s=60):
+            seen += batch.rows.tolist()
+            if len(seen) == 8:
+                break
+        assert set(seen) <= {0, 1, 2}
+        (said,) = [record.message for record in caplog.records]
+        assert said.startswith('a batch of task "a" (table "t") was neither acked nor released')
+        assert "batch.ack(...)" in said
+
+
+def test_a_loop_that_acks_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with tq.connect("embedded") as queue, caplog.at_level(logging.WARNING, "transferqueue.client"):
+        table = queue.create_table("t", tasks=[tq.Task("a", needs=["x"])])
+        table.put(x=[0, 1, 2])
+        table.seal()
+        for batch in table.leases("a", rows=1, timeout_s=60):
+            with batch:
+                pass
+        assert not caplog.records

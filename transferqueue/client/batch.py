@@ -83,6 +83,7 @@ class BatchBase(RowsBase):
 def _give_up(lent: Lent, unasked: m.Release) -> None:
     """Runs in a finalizer: the rows of a batch that nobody can ack any more go back now, not at the deadline."""
     if not lent.ended:
+        lent.terms.forgotten = lent.task  # the next lease logs it: a finalizer must not
         lent.client.connection.post(unasked)
         lent.end("was collected, as nothing held it")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -24,6 +25,8 @@ from transferqueue.policies import Predicate
 from transferqueue.wire import messages as m
 
 B = TypeVar("B")
+
+_log: Final = logging.getLogger("transferqueue.client")
 
 REASON_CHARS_MAX = 4096
 LOST_MAX = 8
@@ -95,6 +98,8 @@ def lease(
     """Rows lent, as what `batch` makes of them. If that fails, the rows go back; others are asked for where a shard that had
     some is gone. time_limit_s: how long the lease is renewed (None: as the task says; 0: not at all)."""
     yield from within(request.wait_s)
+    if terms.forgotten:
+        _log_forgotten(terms)
     until = client.clock() + request.wait_s
     for _ in range(LOST_MAX):
         try:
@@ -102,6 +107,19 @@ def lease(
         except ShardLost:
             request = msgspec.structs.replace(request, wait_s=max(0.0, until - client.clock()))
     return (yield from _lease(client, terms, request, batch, time_limit_s))
+
+
+def _log_forgotten(terms: Terms) -> None:
+    """A loop that drops its batches gets the same rows again for ever. Logged once for each table."""
+    task, terms.forgotten = terms.forgotten, ""
+    if not terms.forgotten_logged:
+        terms.forgotten_logged = True
+        _log.warning(
+            'a batch of task "%s" (table "%s") was neither acked nor released before it was collected, so its rows are given out '
+            'again; work inside "with batch:", whose clean exit acks, or call batch.ack(...)',
+            task,
+            terms.name,
+        )
 
 
 def _lease(

@@ -24,6 +24,9 @@ class Terms:
         """Definitions, what was known when they came, and both together."""
         self._placed: tuple[dict[str, Field], dict[str, int]] = {}, {}
         """Fields, and the place of each among them."""
+        self.forgotten = ""
+        """A task of which a batch was collected that was neither acked nor released; "": none was, or it was logged."""
+        self.forgotten_logged = False
         self.hear(found)
 
     @property
