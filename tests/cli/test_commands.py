@@ -140,7 +140,7 @@ def test_doctor_explains_a_stalled_table(deployment: Served) -> None:
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("  ✗ task")]
     assert line.startswith('  ✗ task "train" of table "rollouts" waits for 3 complete groups: ')
     assert '1 group is leased for "train" by rollout-5' in line
-    assert '1 row lacks "rewards" (given by "reward": 1 ready and not leased)' in line
+    assert '1 row lacks "rewards" (given by "reward": 1 ready and not leased' in line
     assert "(trainer has waited " in line
     assert done.stdout.endswith("Stalled: rollouts.\n")
 

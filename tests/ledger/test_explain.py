@@ -30,4 +30,26 @@ def test_rows_that_were_dropped_are_told_to_who_waits_for_some() -> None:
         client.drop(rows, reason)
     client.ack(client.lease("train", 2))
     text = world.ledger.explain(m.Lease("t", "train", rows=1), world.now)
-    assert text.endswith("no row that it has not done is in the table; 7 were dropped: stale 3, worse 2, bad 1")
+    dropped = "no row that it has not done is in the table; 7 were dropped: stale 3, worse 2, bad 1"
+    assert text.endswith(f"{dropped}; more may be put until the table is sealed")
+
+
+def test_a_field_that_no_task_gives_is_said_to_come_from_outside() -> None:
+    world = World()
+    client = world.client()
+    client.create(tasks=[Task("train", ["x", "rewards"])], fields=[Field("x", "float64")])
+    client.put(1, inline={"x": [0.0]})
+    text = world.ledger.explain(m.Lease("t", "train", rows=2), world.now)
+    assert text.endswith('0 rows are ready; 1 row lacks "rewards" (given by no task: put or update must bring it)')
+
+
+def test_a_task_whose_table_is_not_sealed_is_said_to_wait_for_puts() -> None:
+    world = World()
+    client = world.client()
+    client.create(tasks=[Task("train", ["x"])], fields=[Field("x", "float64")])
+    client.put(1, inline={"x": [0.0]})
+    request = m.Lease("t", "train", rows=2)
+    assert world.ledger.explain(request, world.now).endswith("waits for 2 rows: 1 row is ready")
+    client.ack(client.lease("train", 1))
+    text = world.ledger.explain(request, world.now)
+    assert text.endswith("no row that it has not done is in the table; more may be put until the table is sealed")

@@ -40,10 +40,10 @@ def session_name(table: Table, session: int) -> str:
 
 def explain_lease(table: Table, task: TaskState, request: LeaseRequest, now: float) -> str:
     """What a lease that cannot proceed lacks."""
-    unit = "groups" if isinstance(task, GroupTaskState) else "rows"
+    ready = _count(task.ready_units, "group" if isinstance(task, GroupTaskState) else "row")
     wanted = _wanted(request)
     matching = " that match where" if request.where else ""
-    text = f'task "{task.task.name}" of table "{table.name}" waits for {wanted}{matching}: {task.ready_units} {unit} are ready'
+    text = f'task "{task.task.name}" of table "{table.name}" waits for {wanted}{matching}: {ready} ready'
     return "; ".join([text, *_lacking(table, task, now)])
 
 
@@ -78,6 +78,8 @@ def _lacking(table: Table, task: TaskState, now: float) -> list[str]:
     if not found and not task.open_rows:
         found.append("the table is sealed" if table.sealed else "no row that it has not done is in the table")
         found += _dropped(table)
+        end = [] if table.sealed else ["more may be put until the table is sealed"]
+        return [*found, *lost_rows(table), *end]
     return found + lost_rows(table)
 
 
@@ -176,7 +178,7 @@ def _without(table: Table, name: str, at: IntArray) -> np.typing.NDArray[np.bool
 def _givers(table: Table, name: str, at: IntArray, now: float) -> str:
     givers = [task for task in table.tasks.values() if name in task.task.gives]
     if not givers:
-        return ""
+        return " (given by no task: put or update must bring it)"
     lacking = at[_without(table, name, at)]
     told = [
         *_for_givers(table, givers, lacking, now),
