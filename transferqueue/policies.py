@@ -182,7 +182,8 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     needs: fields that must be complete before the task sees a row.
     gives: fields the task writes back. Those that another task needs must come with each ack, unless the row has them
-    already; an ack without them is refused (a row that has no result is ended by a drop). `Requeue` and the loss of
+    already; an ack without them is refused (a row that has no result is ended by a drop). So leave out what another process
+    brings by `Table.update` only after the ack: the tasks that need it wait for it all the same. `Requeue` and the loss of
     bytes give a row back to the task that gives what it lacks.
     selector: which ready rows next. groups: `Complete(...)` for whole groups only.
     lease_s: seconds until a silent worker (dead, stopped, cut off) loses its rows; the client of a worker that lives renews

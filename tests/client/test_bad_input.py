@@ -147,7 +147,7 @@ OTHERS: dict[str, tuple[Call, type[Exception], str]] = {
     "update of a field already set": (
         lambda t: t.update([0], text=["x"]),
         tq.AlreadyExists,
-        r'field "text" of row 0 .* is already set; pass overwrite=True',
+        r'field "text" of row 0 .* is already set; table.update\(rows, overwrite=True',
     ),
     "update of nothing": (lambda t: t.update([], text=[]), tq.UsageError, r"would change nothing"),
     "update of rows that are none": (lambda t: t.update([0.5], text=["x"]), tq.UsageError, r"rows are float64"),
@@ -267,6 +267,12 @@ QUEUES: dict[str, tuple[Callable[[tq.Queue], object], type[Exception], str]] = {
         tq.UsageError,
         r"tasks: attempts_max=1.5 is not int; give one",
     ),
+    "a number for extra_fields": (
+        lambda q: q.create_table("x", extra_fields=1),  # type: ignore[arg-type]
+        tq.UsageError,
+        r"extra_fields=1 is int; give True, False or None",
+    ),
+    "a row of no name": (lambda q: q.inspect(None, 0), tq.UsageError, r"table name None is NoneType"),  # type: ignore[arg-type]
     "no such row": (lambda q: q.inspect("nowhere", 0), tq.NotFound, "nowhere"),
     "drop of no table": (lambda q: q.drop_table("nowhere"), tq.NotFound, "nowhere"),
     "odd channel": (lambda q: q.weights("a b"), tq.UsageError, r"channel name 'a b'"),
@@ -305,6 +311,21 @@ def test_rows_of_a_batch_that_are_no_ids(table: tq.Table, verb: str, rows: Any) 
         assert state(table) == before
         assert len(batch.rows) == 2
         batch.release()
+
+
+def test_a_result_that_is_set_already_is_refused_with_the_call_that_replaces_it(opened: tq.Queue, name: str) -> None:
+    givers = [tq.Task(task, needs=["x"], gives=["y"]) for task in ("a", "b")]
+    table = opened.create_table(name, tasks=[*givers, tq.Task("c", needs=["y"])])
+    table.put(x=[1])
+    first, second = table.lease("a", rows=1), table.lease("b", rows=1)
+    first.ack(y=[1])
+    with pytest.raises(
+        tq.AlreadyExists, match=r"is already set; table.update\(rows, overwrite=True, ...\) replaces it"
+    ):
+        second.ack(y=[2])
+    with pytest.raises(tq.UsageError, match="ack takes no overwrite"):
+        second.ack(y=[2], overwrite=True)
+    second.ack()
 
 
 def test_a_result_that_does_not_fit_leaves_the_rows_leased(table: tq.Table) -> None:

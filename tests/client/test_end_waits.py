@@ -21,6 +21,18 @@ class Gone(tq.PeerError):
 WHY = Gone("nobody is left", who="double-0")
 
 
+@pytest.mark.parametrize("why", ["gone", None, ValueError("gone")])
+def test_a_reason_that_is_no_error_of_the_queue_is_refused(why):
+    with tq.connect("embedded") as queue:
+        with pytest.raises(
+            tq.UsageError, match=f"is {type(why).__name__}; give an error that calls of the queue may raise"
+        ):
+            queue.end_waits(why)
+        table = queue.create_table("t", tasks=[tq.Task("a", needs=["x"])])
+        with pytest.raises(tq.DeadlineExceeded):
+            table.lease("a", rows=1, timeout_s=0.01)  # waits as before
+
+
 def test_waits_end_with_the_reason_and_what_can_be_done_at_once_is():
     with tq.connect() as queue:
         table = queue.create_table(

@@ -126,7 +126,7 @@ def test_a_table_is_put_whole(queue: tq.Queue, name: str, make: Any) -> None:
 
 def test_what_is_no_table_is_refused(queue: tq.Queue, name: str) -> None:
     table = queue.create_table(name)
-    with pytest.raises(tq.UsageError, match="put takes a table, list is none"):
+    with pytest.raises(tq.UsageError, match="put was given list without a name, which is no table"):
         table.put([1, 2])
     with pytest.raises(tq.UsageError, match="'x' was given in the table and beside it"):
         table.put({"x": [1]}, x=[2])

@@ -297,3 +297,21 @@ def test_it_stays_so_in_a_snapshot(tmp_path: Any, monkeypatch: pytest.MonkeyPatc
         queue.table("plain").put(uid=[2], more=[1])
         with pytest.raises(tq.UsageError, match="did you mean 'more'"):
             queue.table("plain").put(mores=[1])
+
+
+def test_a_parameter_of_another_call_is_named_with_the_calls_that_take_it(table: tq.Table) -> None:
+    with pytest.raises(
+        tq.UsageError,
+        match=r"put takes no row, and 'row' is near rows, a parameter of ack, release, update; leave it out",
+    ):
+        table.put(x=[1], row=[0])
+    with pytest.raises(
+        tq.UsageError,
+        match=r"update takes no timeout, and 'timeout' is near timeout_s, a parameter of put; leave it out",
+    ):
+        table.update([0], x=[1], timeout=5)
+    with pytest.raises(
+        tq.UsageError,
+        match=r"put takes no rows, and 'rows' cannot be a column, since it is a parameter of ack, release",
+    ):
+        table.put(x=[1], rows=[0])

@@ -340,7 +340,7 @@ def test_update_of_a_row_that_was_dropped_and_stays_readable(client: Driver, wor
 
 def test_update_of_a_field_already_set(world: World, client: Driver) -> None:
     client.update([0], inline={"score": 1.0})
-    text = 'field "score" of row 0 in table "t" is already set; pass overwrite=True'
+    text = 'field "score" of row 0 in table "t" is already set; table.update(rows, overwrite=True, ...) replaces it'
     refused(world, AlreadyExists, text, lambda: client.update([0, 1], inline={"score": 2.0}))
     client.update([0], inline={"score": 2.0}, overwrite=True)
     assert np.frombuffer(client.read([0], fields=["score"]).inline[0].data, "<f8").tolist() == [2.0]

@@ -51,8 +51,13 @@ class QueueBase(Staying):
         """From now on no call of this queue waits: one that waits in any thread, or would have to, raises a copy of `why`.
 
         What can be done at once is done as before. A supervisor calls this when whatever the calls wait for is gone, as
-        `workflows.flow.Flow` does. Callable from any thread; returns at once.
+        `workflows.flow.Flow` does. Callable from any thread; returns at once. `UsageError` if `why` is no error of the queue.
         """
+        if not isinstance(why, TransferQueueError):
+            raise UsageError(
+                f"why={why!r} is {type(why).__name__}; give an error that calls of the queue may raise, a TransferQueueError or "
+                "a subclass of it"
+            )
         for client in self._clients:
             client.connection.end_waits(why)
 

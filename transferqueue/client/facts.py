@@ -93,8 +93,8 @@ def columns_of(given: object) -> dict[str, Any]:
             raise UsageError("the table has two columns of one name; rename one")
     else:
         raise UsageError(
-            f"put takes a table, {type(given).__name__} is none; give a pyarrow.Table, a RecordBatch or a dict of columns, or each column "
-            "by name: put(name=values)"
+            f"put was given {type(given).__name__} without a name, which is no table; give each column by name, put(name=values), or a "
+            "pyarrow.Table, a RecordBatch or a dict of columns"
         )
     if "row_id" in found:
         raise UsageError(

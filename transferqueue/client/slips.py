@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from transferqueue.client.terms import Terms
-from transferqueue.errors import UsageError
+from transferqueue.errors import UsageError, listing
 from transferqueue.policies import Task
 from transferqueue.schema import Field
 
@@ -46,7 +46,7 @@ PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """The parameters of each call that takes columns."""
 
-RESERVED: Final = frozenset({*FACTS, "timeout_s", "rows"})
+RESERVED: Final = frozenset({*FACTS, "timeout_s", "rows", "overwrite"})
 """No field may be declared with such a name: the calls that would bring it take the name for something else."""
 
 _SHORT_FORMS: Final = {"timeout": "timeout_s", "group": "group_id", "version": "policy_version"}
@@ -131,8 +131,12 @@ def _promised(tasks: Iterable[Task]) -> set[str]:
 
 
 def _parameter_meant(call: str, name: str, meant: str, table: str) -> str:
-    if name == meant:
-        return f"{call} takes no {name}, and {name!r} cannot be a column: it means something else for put; give the column another name"
+    if meant not in PARAMETERS[call]:
+        takers = listing(other for other, parameters in PARAMETERS.items() if meant in parameters)
+        said = f"{call} takes no {name}"
+        if name == meant:
+            return f"{said}, and {name!r} cannot be a column, since it is a parameter of {takers}; give the column another name"
+        return f"{said}, and {name!r} is near {meant}, a parameter of {takers}; leave it out. {_otherwise(name, table)}"
     return f"{call} has no parameter {name!r}; did you mean {meant}? {_otherwise(name, table)}"
 
 

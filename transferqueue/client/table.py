@@ -200,8 +200,9 @@ class Table(TableBase):
         over the budget comes alone.
 
         Waits at the server until there are that many (or `at_least`, or the table is sealed and only fewer are left),
-        up to `timeout_s`; requests without `where` are served in the order in which they came, so that small ones never
-        starve a large one. Use it as a context manager: a clean exit acks, an exception gives the rows back.
+        up to `timeout_s` seconds; requests without `where` are served in the order in which they came, so that small ones never
+        starve a large one. Use it as a context manager: a clean exit acks, an exception gives the rows back, and so does a clean
+        exit without the results that the task owes (see `Batch`).
 
         where: predicates that every row must satisfy. lease_s: after how long a process that is dead, stopped or cut off loses
         the rows (None: the task's); while it lives, the lease is renewed for it. time_limit_s: how long it may hold the batch at
@@ -374,7 +375,12 @@ class Table(TableBase):
         fields: Sequence[str] | None = None,
         limit: int | None = None,
     ) -> Rows:
-        """Rows without a lease: these ids, or all live rows that satisfy `where`, at most `limit`."""
+        """Rows without a lease: these ids, in this order, or all live rows that satisfy `where`, at most `limit`. Does not wait for rows.
+
+        fields: columns to bring (None: each field that all these rows have; `Rows.left_out` names the others). The columns are
+        lazy, and pin the memory of their rows until the `Rows` are released or collected. `NotFound` for an id that is not in
+        the table, for an unknown field, and for a field named here that one of the rows does not have yet.
+        """
         return self._drive(verbs.read(self._client, self._terms, rows, where, fields, limit))
 
     def find(self, keys: str | Sequence[str]) -> NDArray[np.int64]:

@@ -41,7 +41,7 @@ def create_table(
     extra_fields: bool | None,
 ) -> Operation[Terms]:
     """A new table, or an existing one with the same terms."""
-    if extra_fields not in (None, True, False):
+    if extra_fields is not None and not isinstance(extra_fields, bool):
         raise UsageError(f"extra_fields={extra_fields!r} is {type(extra_fields).__name__}; give True, False or None")
     request = m.CreateTable(
         name=check_name("table", name),
@@ -80,7 +80,7 @@ def tables() -> Operation[list[str]]:
 
 def observe(what: str, table: str = "", row: int = -1) -> Operation[dict[str, Any]]:
     """A snapshot of one kind, as plain values."""
-    if table:
+    if table != "" or what == "row":
         check_name("table", table)
     request = m.Observe(what=what, table=table, row=checks.whole("row", row, least=-1))
     value = decode_plain((yield from ask(request, m.Observed)).value)

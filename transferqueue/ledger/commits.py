@@ -136,7 +136,7 @@ def check_unset(rows: Rows, staged: Staged, ids: IntArray, at: IntArray) -> None
         if there.any():
             raise AlreadyExists(
                 f'field "{name}" of row {some(ids[there])} in table "{rows.table}" is already set; '
-                "pass overwrite=True to replace it"
+                "table.update(rows, overwrite=True, ...) replaces it"
             )
 
 

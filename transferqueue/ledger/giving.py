@@ -59,7 +59,7 @@ def _refusal(table: Table, task: TaskState, name: str, columns: Collection[str],
     return (
         f'the ack of row {some(lacking)} by task "{mine}" of table "{table.name}" has no "{name}", which task '
         f'"{mine}" gives and task {needing} needs{came}. Nothing was changed, and the rows stay leased: ack them with '
-        f"{name}=..., or end rows that have no result by {drop}"
+        f"{name}=..., or end rows that have no result by {drop} (a result that update() brings after the ack does not belong in gives)"
     )
 
 

@@ -24,7 +24,7 @@ IPC_PATH_BYTES_MAX: Final = 107
 _INPROC: Final = re.compile(r"[A-Za-z0-9-]{1,64}")
 _HOST: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\*|\[[0-9A-Fa-f:.]{2,45}\]")
 _COMMA: Final = re.compile(r",(?=\s*(?:ipc://|tcp://|inproc:|ray://|tqjoin_|ray\s*(?:,|$)))")
-_KINDS: Final = "ipc:///path/of/socket, tcp://host:port or inproc:id"
+_KINDS: Final = "ipc:///path/of/socket or tcp://host:port"
 
 
 class IpcAddress(msgspec.Struct, frozen=True):
@@ -92,7 +92,9 @@ def parse_address(text: object) -> Address:
     for scheme, parse in (("ipc://", _ipc), ("tcp://", _tcp), ("inproc:", _inproc)):
         if text.startswith(scheme):
             return parse(text, text[len(scheme) :])
-    raise UsageError(f"address {text!r} is of no known kind; give {_KINDS}")
+    raise UsageError(
+        f"address {text!r} is of no known kind; give {_KINDS} (or, to connect(), a join token, 'embedded' or 'ray')"
+    )
 
 
 def _ipc(text: str, rest: str) -> IpcAddress:

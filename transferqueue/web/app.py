@@ -206,9 +206,7 @@ def gated(door: Door, routes: Sequence[Route], refused: Callable[[HTTPStatus, st
         status, shown = HTTPStatus(getattr(error, "status_code", 404)), repr(request.url.path[:PATH_CHARS_SHOWN])
         if status is HTTPStatus.METHOD_NOT_ALLOWED:
             allowed = ", ".join(sorted((getattr(error, "headers", None) or {}).get("Allow", "").split(", ")))
-            response = refused(
-                status, "UsageError", f"{shown} is not asked by {request.method[:16]!r} but by {allowed}"
-            )
+            response = refused(status, "UsageError", f"{shown} does not take {request.method[:16]!r}; use {allowed}")
             response.headers["Allow"] = allowed
             return response
         return refused(
