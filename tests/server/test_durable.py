@@ -471,7 +471,7 @@ def test_disk_checks_every_block_after_a_reboot_and_serves_none_that_is_damaged(
     assert third.node.ledger.state.tables["t"].rows_dropped == {"lost": 2}
 
 
-def test_rows_that_were_kept_lack_their_values_and_weights_are_gone(lives, monkeypatch):
+def test_rows_that_were_kept_lack_their_values_and_weights_are_gone(lives, monkeypatch, caplog):
     life = lives(Level.DISK)
     client = life.client()
     client.ask(m.CreateTable("t", tasks=[Task("train", ["x"])], fields=[BIG], retention=Manual()))
@@ -488,6 +488,9 @@ def test_rows_that_were_kept_lack_their_values_and_weights_are_gone(lives, monke
     reboot(monkeypatch)
     second = lives(Level.DISK)
     assert second.lost == {}
+    assert (
+        'table "t", field "x": rows 0, 1' in caplog.text
+    )  # no task waits for it, so no row is lost: the log alone tells
     client = second.client()
     table = second.node.ledger.state.tables["t"]
     assert (table.rows_done, table.rows_dropped, table.rows.pages.resident) == (2, {}, 2)

@@ -180,6 +180,10 @@ class Ledger:
         there = [number for number in blocks if number in self.state.core.blocks.blocks]
         return losses.lose(self.state, there, "damaged bytes")
 
+    def values_in(self, blocks: Collection[int]) -> dict[str, dict[str, list[int]]]:
+        """The rows that read a field from one of these blocks, by table and field. Changes nothing."""
+        return losses.values_in(self.state, blocks)
+
     def lose_shard(self, shard: int, now: float) -> dict[str, list[int]]:
         """A shard is gone, with all it had: see `losses`. Returns as `lose`.
 

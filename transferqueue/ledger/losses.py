@@ -37,6 +37,20 @@ def lose(state: State, blocks: Collection[int], why: str) -> dict[str, list[int]
     return {name: rows for name, rows in lost.items() if rows}
 
 
+def values_in(state: State, blocks: Collection[int]) -> dict[str, dict[str, list[int]]]:
+    """What lies in these blocks, by table and field: the rows that read the field there. Changes nothing."""
+    numbers = np.array(sorted(blocks), np.int64)
+    found = {name: _values_in(table, numbers) for name, table in state.tables.items()}
+    return {name: fields for name, fields in found.items() if fields}
+
+
+def _values_in(table: Table, blocks: IntArray) -> dict[str, list[int]]:
+    rows = table.rows.pages.resident_rows()
+    at = table.rows.pages.index(rows)
+    found = {name: rows[there].tolist() for name, there in _fields_there(table, at, blocks).items()}
+    return {name: rows for name, rows in found.items() if rows}
+
+
 def _give_up_staged(state: State, blocks: frozenset[int]) -> None:
     for lease in list(state.core.leases.by_id.values()):
         if lease.staged is not None and not blocks.isdisjoint(lease.staged.blocks):
@@ -65,14 +79,18 @@ def _lose_values(table: Table, blocks: IntArray, why: str, now: float) -> list[i
 def _clear(table: Table, rows: IntArray, blocks: IntArray, why: str, now: float) -> dict[str, IntArray]:
     """Rows lack what lay in the blocks. Returns the rows of each field."""
     at = table.rows.pages.index(rows)
-    found = {name: _lies_there(table, name, at, blocks) for name in table.rows.fields if name not in table.rows.inline}
-    gone = {name: there for name, there in found.items() if there.any()}
+    gone = {name: there for name, there in _fields_there(table, at, blocks).items() if there.any()}
     for name, there in gone.items():
         table.rows.clear_fields(at[there], table.rows.mask((name,)))
         table.history.add(now, why, rows[there], detail=name)
     for number, count in table.parts.prune(at, gone):
         table.core.blocks.retire(number, count)
     return {name: rows[there] for name, there in gone.items()}
+
+
+def _fields_there(table: Table, at: IntArray, blocks: IntArray) -> dict[str, BoolArray]:
+    """For each field that is not inline, which rows read it from one of the blocks."""
+    return {name: _lies_there(table, name, at, blocks) for name in table.rows.fields if name not in table.rows.inline}
 
 
 def _lies_there(table: Table, name: str, at: IntArray, blocks: IntArray) -> BoolArray:

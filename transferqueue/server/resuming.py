@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from transferqueue.errors import Corruption
+from transferqueue.errors import Corruption, listing
 from transferqueue.ledger.blocks import Extent
 from transferqueue.ledger.sessions import Session as Known
 from transferqueue.server import evidence
@@ -59,10 +59,27 @@ def resume(node: Node, state: Past, find_again: FindAgain = evidence.find_again)
     _find_sessions(node, now, find_again, rebooted=state.rebooted)
     lost: dict[str, list[int]] = {}
     if damaged := state.damaged():
+        gone = _told(node.ledger.values_in(damaged))
         lost = node.ledger.lose(damaged, now)
-        _log.error("%d blocks are damaged on disk; rows that were dropped for it, by table: %s", len(damaged), lost)
+        _log.error(
+            "%d blocks are damaged on disk. Values that are gone: %s. Rows that were dropped for it, by table: %s; the others "
+            "go on without these values, which are made again where a task waits for them",
+            len(damaged),
+            gone,
+            lost,
+        )
     node.tick(now)
     return lost
+
+
+def _told(values: dict[str, dict[str, list[int]]]) -> str:
+    """Fields and rows for people, such as ``table "t", field "x": rows 3, 4``."""
+    told = [
+        f'table "{table}", field "{field}": rows {listing(rows)}'
+        for table, fields in values.items()
+        for field, rows in fields.items()
+    ]
+    return "; ".join(told) or "none of a row"
 
 
 def _find_sessions(node: Node, now: float, find_again: FindAgain, *, rebooted: bool) -> None:
