@@ -139,13 +139,18 @@ MEANT = {
     "timeout": "timeout_s",
     "timeouts": "timeout_s",
     "timeout_S": "timeout_s",
+    "timeout_seconds": "timeout_s",
     "group": "group_id",
     "group_ids": "group_id",
     "groupid": "group_id",
     "grup_size": "group_size",
+    "group_sise": "group_size",
+    "group_szie": "group_size",
     "priorty": "priority",
     "priorities": "priority",
+    "prio": "priority",
     "keys": "key",
+    "kye": "key",
     "tag": "tags",
     "reservaton": "reservation",
     "reward": "rewards",
@@ -177,6 +182,8 @@ def test_so_are_update_ack_and_release(table: tq.Table) -> None:
             batch.ack(reward=[1.0, 2.0])
         with pytest.raises(tq.UsageError, match="ack has no parameter 'steps'; did you mean step"):
             batch.ack(rewards=[1.0, 2.0], steps=3)
+        with pytest.raises(tq.UsageError, match="ack has no parameter 'stpe'; did you mean step"):
+            batch.ack(rewards=[1.0, 2.0], stpe=3)
         with pytest.raises(tq.UsageError, match="ack takes no timeout_s"):
             batch.ack(rewards=[1.0, 2.0], timeout_s=3)
         with pytest.raises(tq.UsageError, match="release has no parameter 'reasons'; did you mean reason"):
@@ -220,7 +227,7 @@ def test_no_two_usual_columns_are_near() -> None:
     for name in CANONICAL:
         for call, parameters in slips.PARAMETERS.items():
             if (call, name) != ("ack", "step"):
-                assert slips.nearest(name, parameters) is None, (name, call)
+                assert slips.nearest_parameter(name, parameters) is None, (name, call)
 
 
 @pytest.mark.parametrize("name", slips.FACTS)

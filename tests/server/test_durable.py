@@ -488,9 +488,8 @@ def test_rows_that_were_kept_lack_their_values_and_weights_are_gone(lives, monke
     reboot(monkeypatch)
     second = lives(Level.DISK)
     assert second.lost == {}
-    assert (
-        'table "t", field "x": rows 0, 1' in caplog.text
-    )  # no task waits for it, so no row is lost: the log alone tells
+    # No task waits for it, so no row is lost: the log alone tells.
+    assert 'table "t", field "x": rows 0, 1' in caplog.text
     client = second.client()
     table = second.node.ledger.state.tables["t"]
     assert (table.rows_done, table.rows_dropped, table.rows.pages.resident) == (2, {}, 2)

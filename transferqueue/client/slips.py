@@ -12,6 +12,8 @@ never new. A table made with ``extra_fields=True`` takes every name as it comes.
 
 Two names are near if they differ only in case and punctuation, or in one word, by one letter (two in long words), or by the
 ending of a plural. Different numbers are different names (``x1``, ``x2``), and so are different short words (``x_in``, ``x_on``).
+Parameters are few and their words are short, so with them a short word counts too: one with two letters swapped (``stpe``, ``kye``),
+or with one wrong letter in a parameter of several words (``group_sise``).
 """
 
 from __future__ import annotations
@@ -49,7 +51,14 @@ PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
 RESERVED: Final = frozenset({*FACTS, "timeout_s", "rows", "overwrite"})
 """No field may be declared with such a name: the calls that would bring it take the name for something else."""
 
-_SHORT_FORMS: Final = {"timeout": "timeout_s", "group": "group_id", "version": "policy_version"}
+_SHORT_FORMS: Final = {
+    "timeout": "timeout_s",
+    "timeout_sec": "timeout_s",
+    "timeout_seconds": "timeout_s",
+    "group": "group_id",
+    "version": "policy_version",
+    "prio": "priority",
+}
 """Parameters as they are often called elsewhere."""
 _WORD: Final = re.compile(r"[a-z]+|[0-9]+")
 _CAMEL: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -57,6 +66,8 @@ _LONG: Final = 8
 """Letters of a word in which two may be wrong."""
 _WORTH: Final = 5
 """Letters of the shortest word in which one letter may be another; below, too many words are that near."""
+_SWAPPED: Final = 3
+"""Letters of the shortest word of a parameter in which two may be swapped."""
 
 
 def check_columns(call: str, names: Iterable[str], said: Collection[str], terms: Terms) -> None:
@@ -74,7 +85,7 @@ def check_columns(call: str, names: Iterable[str], said: Collection[str], terms:
     parameters = {*PARAMETERS[call], *RESERVED}
     fields = {*terms.fields, *promised}.difference(given)
     for name in new:
-        meant = name if name in parameters else _SHORT_FORMS.get(name) or nearest(name, parameters)
+        meant = name if name in parameters else _SHORT_FORMS.get(name) or nearest_parameter(name, parameters)
         if meant is not None and (meant == name or meant not in said):
             raise UsageError(_parameter_meant(call, name, meant, terms.name))
         meant = nearest(name, fields)
@@ -126,6 +137,13 @@ def nearest(name: str, known: Collection[str]) -> str | None:
     return next((other for other in sorted(known) if other != name and _near(words, _words(other))), None)
 
 
+def nearest_parameter(name: str, known: Collection[str]) -> str | None:
+    """As `nearest`, for parameters."""
+    words = _words(name)
+    found = nearest(name, known)
+    return found or next((other for other in sorted(known) if _near_parameter(words, _words(other))), None)
+
+
 def _promised(tasks: Iterable[Task]) -> set[str]:
     return {name for task in tasks for name in (*task.needs, *task.gives)}
 
@@ -159,6 +177,20 @@ def _near(left: list[str], right: list[str]) -> bool:
         return False
     differing = [(one, other) for one, other in zip(left, right, strict=True) if one != other]
     return len(differing) == 1 and _near_words(*differing[0])
+
+
+def _near_parameter(left: list[str], right: list[str]) -> bool:
+    """Whether words of a name differ from those of a parameter in one short word with a letter wrong, as the rules above say."""
+    if len(left) != len(right):
+        return False
+    differing = [(one, other) for one, other in zip(left, right, strict=True) if one != other]
+    if len(differing) != 1 or len(differing[0][0]) != len(differing[0][1]):
+        return False
+    one, other = differing[0]
+    if _distance(one, other) != 1:
+        return False
+    swapped = sorted(one) == sorted(other)
+    return len(one) >= _SWAPPED if swapped else len(left) > 1 and len(one) >= _WORTH - 1 and one[0] == other[0]
 
 
 def _near_words(left: str, right: str) -> bool:
