@@ -128,6 +128,12 @@ def test_what_is_no_table_is_refused(queue: tq.Queue, name: str) -> None:
     table = queue.create_table(name)
     with pytest.raises(tq.UsageError, match="put was given list without a name, which is no table"):
         table.put([1, 2])
+    with pytest.raises(tq.SchemaError, match=r"a single value, which is for all rows, was given for table \(dict\)"):
+        table.put(table={"x": [1]})
+    with pytest.raises(
+        tq.UsageError, match=r"put has a parameter timeout_s, so no column of a table .* rename the column"
+    ):
+        table.put({"x": [1], "timeout_s": [1.0]})
     with pytest.raises(tq.UsageError, match="'x' was given in the table and beside it"):
         table.put({"x": [1]}, x=[2])
     with pytest.raises(tq.UsageError, match="'key' was given in the table and beside it"):

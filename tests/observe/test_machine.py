@@ -142,6 +142,11 @@ def test_requirements_are_read_as_declared() -> None:
     ]
 
 
+def test_extras_that_are_shown_are_declared() -> None:
+    declared = {need.extra for need in libraries.requirements()}
+    assert set(libraries.SHOWN_EXTRAS) <= declared
+
+
 def test_an_extra_is_fine_absent_and_not_too_old() -> None:
     need = libraries.Requirement
     absent = libraries.extra_checks([need("no-such-library", "1", "ray")])

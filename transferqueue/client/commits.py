@@ -26,7 +26,7 @@ from transferqueue.client.facts import Facts
 from transferqueue.client.slips import check_columns
 from transferqueue.client.terms import Terms
 from transferqueue.client.writing import OPEN_MAX, Fate, Piece
-from transferqueue.errors import FlowSignal, SchemaError, ShardLost, UsageError
+from transferqueue.errors import FlowSignal, SchemaError, ShardLost, UsageError, listing
 from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX, check_name
 from transferqueue.schema import Field, align
 from transferqueue.storage.blocks import Draft, drafts
@@ -223,8 +223,11 @@ def _rows_of(columns: Mapping[str, Any], facts: Facts) -> int:
             return int(value.size(0)) if nested else len(value)
     rows = facts.rows()
     if rows is None:
+        single = listing(f"{name} ({type(value).__name__})" for name, value in columns.items())
+        given = f": a single value, which is for all rows, was given for {single}" if columns else ""
         raise SchemaError(
-            "a put has no column and no fact with one value per row; give at least one, so that rows can be counted"
+            f"a put has no column and no fact with one value per row{given}; give at least one as a list or an array, so that rows can be "
+            "counted"
         )
     return rows
 

@@ -149,6 +149,8 @@ def _promised(tasks: Iterable[Task]) -> set[str]:
 
 
 def _parameter_meant(call: str, name: str, meant: str, table: str) -> str:
+    if name == meant and name in PARAMETERS[call]:
+        return f"{call} has a parameter {name}, so no column of a table or dict can have that name; rename the column"
     if meant not in PARAMETERS[call]:
         takers = listing(other for other, parameters in PARAMETERS.items() if meant in parameters)
         said = f"{call} takes no {name}"

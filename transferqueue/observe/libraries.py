@@ -14,7 +14,7 @@ from transferqueue.observe.checks import Check, fail, ok, warn
 
 DISTRIBUTION: Final = "asyncflow-transferqueue"
 PYTHON_MIN: Final = (3, 11)
-SHOWN_EXTRAS: Final = ("cli", "torch", "demo", "metrics", "ray")
+SHOWN_EXTRAS: Final = ("cli", "torch", "demo", "web", "http", "ray")
 _REQUIREMENT: Final = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*(?:>=\s*(?P<least>[0-9.]+))?")
 _EXTRA: Final = re.compile(r"""extra\s*==\s*["'](?P<extra>[^"']+)["']""")
 
