@@ -39,9 +39,12 @@ def test_a_clean_exit_without_results_is_refused_and_gives_the_rows_back_as_fail
             batch.drop("no_result", batch.rows[1:2])
             batch.ack(rewards=[3.0])
         table.put(x=[4])
-        with pytest.raises(UsageError, match=r'row 3 by task "reward".* has no "rewards"'):  # noqa: SIM117
+        with pytest.raises(UsageError, match=r'row 3 by task "reward".* has no "rewards"') as refused:  # noqa: SIM117
             with table.lease("reward", rows=1) as batch:
                 pass
+        assert refused.value.__notes__ == [
+            "the block of this batch has ended, so its rows go back as failed; ack them inside the block"
+        ]
         assert batch.ended
         assert queue.inspect("t", 3)["tasks"]["reward"]["attempts"] == 1
         assert table.lease("reward", rows=1, timeout_s=5).rows.tolist() == [3]
@@ -53,9 +56,10 @@ def test_the_same_in_an_event_loop() -> None:
         async with tq.aconnect() as queue:
             table = await queue.create_table("t", tasks=TASKS)
             await table.put(x=[1])
-            with pytest.raises(UsageError, match='has no "rewards"'):
+            with pytest.raises(UsageError, match='has no "rewards"') as refused:
                 async with table.lease("reward", rows=1):
                     pass
+            assert "go back as failed" in refused.value.__notes__[0]
             async with table.lease("reward", rows=1, timeout_s=5) as batch:
                 await batch.ack(rewards=[1.0])
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from transferqueue.client import composing, leasing, snapshot, verbs, weighing
 from transferqueue.client.ahead import Ahead
-from transferqueue.client.batch import BatchBase
+from transferqueue.client.batch import GIVEN_BACK, BatchBase
 from transferqueue.client.coordinators import QueueBase
 from transferqueue.client.driving import Operation, T, adrive
 from transferqueue.client.facts import Facts, Floats, Ints, Keys, TagsGiven
@@ -159,6 +159,7 @@ class AsyncBatch(BatchBase):
             try:
                 await self.ack()
             except UsageError as refused:
+                refused.add_note(GIVEN_BACK)
                 await self._give_back(refused)
                 raise
             except LeaseExpired as late:

@@ -18,6 +18,9 @@ from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.client")
 
+GIVEN_BACK: Final = "the block of this batch has ended, so its rows go back as failed; ack them inside the block"
+"""Added to the refusal of the ack that a clean exit makes: the refusal itself says that the rows stay leased."""
+
 
 class BatchBase(RowsBase):
     """What the batches of both fronts share: what a batch is, and what happens when it is forgotten."""
@@ -118,9 +121,9 @@ class Batch(BatchBase):
     ) -> None:
         """The rows are done. Result columns and facts commit together with the ack, or neither does.
 
-        rows: ids of those that are done; None: all that are left. Columns have one row for each, in this
-        order. step: the trainer's; the rows are then kept until `Table.checkpointed` covers it, and given out again by a
-        `Table.rollback` to an earlier one; -1: they are done at once. `LeaseExpired` if the lease is over: nothing
+        rows: ids of those that are done; None: all that are left. Columns and facts have one value for each, in this
+        order, or one for all; they are given as to `Table.put`. step: the trainer's; the rows are then
+        kept until `Table.checkpointed` covers it, and given out again by a `Table.rollback` to an earlier one; -1: they are done at once. `LeaseExpired` if the lease is over: nothing
         was changed, and the rows are somebody else's. `SchemaError` if a column does not fit: still leased. Rows that
         were dropped meanwhile, or taken back for a refill of their group, are left out; if all were: `LeaseExpired`.
         `UsageError` if a row would end without a field that the task gives and another task needs: still leased; `drop` ends
@@ -201,6 +204,7 @@ class Batch(BatchBase):
             try:
                 self.ack()
             except UsageError as refused:
+                refused.add_note(GIVEN_BACK)
                 self._give_back(refused)
                 raise
             except LeaseExpired as late:

@@ -42,8 +42,11 @@ class Queue(QueueBase):
         replicas: int = 1,
         extra_fields: bool | None = None,
     ) -> Table:
-        """Make a table.
+        """Make a table. Returns at once.
 
+        tasks: who takes its rows; `add_task` declares more. limits: the most rows and bytes it holds; puts wait when it is full.
+        pacing: how far production may run ahead of one of the tasks (None: as far as the limits allow). retention: when
+        rows are freed.
         fields: those that rows may have, beside those that a task needs or gives. Without any, the first put that brings a new
         field adds it, unless its name is near that of a parameter or of another field: that is `UsageError`, with the name that
         was probably meant.

@@ -107,9 +107,12 @@ class Table(TableBase):
         arrays or numbers, Arrow arrays, strings, bytes, plain nested values, or `Repeat` where rows share values. A
         single value (number, text, dict) is given to all rows. A field that the table lacks is added.
         table: the same as a `pyarrow.Table`, a `RecordBatch` or a dict; its columns that have the name of a fact are that fact.
-        facts: one for all rows, or one per row. tokens: if not given, the lengths of `input_ids`, else of
+        facts: one for all rows, or one per row. group_id, group_size: given together, and fixed from then on. ordinal: place of the
+        row in its group or data set (see `cursor`). key: a name of the row, text, unique in the table (else `AlreadyExists`).
+        tags: a dict of name to text, number or bool (see `TagIs`). priority: a float (see `Priority`).
+        tokens: if not given, the lengths of `input_ids`, else of
         `prompt_ids` and `response_ids` together, as far as this put has them; later columns add nothing. policy_version: of the
-        weights that made the row; without one (-1) it is never stale.
+        weights that made the row; without one (-1) it is never stale. policy_version_max: the newest weights that made a part of it.
         reservation: rows come out of it; such a put is never refused for capacity.
 
         Blocks while the table or the arena is full, up to `timeout_s` (0: not at all, then `Full`; None: the same, but with no
@@ -252,8 +255,10 @@ class Table(TableBase):
         """Batches, one `lease` after the other, until the table is sealed and drained.
 
         Each is the caller's to ack or release: ``for batch in table.leases("train", rows=64): with batch: ...``.
-        `timeout_s` is for each of them. A batch that was held past its time limit belongs to others: its ack is refused, and
-        changes nothing. In this loop that ends only the ``with`` block of the batch, with a warning in the log; the loop goes on.
+        Arguments, waits and errors as of `lease`; `timeout_s` is for each of them. A batch that is collected without an ack or a
+        release goes back, comes again, and is logged as a warning.
+        A batch that was held past its time limit belongs to others: its ack is refused, and changes nothing. In this loop
+        that ends only the ``with`` block of the batch, with a warning in the log; the loop goes on.
         """
         while True:
             try:

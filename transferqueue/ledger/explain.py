@@ -87,7 +87,8 @@ def _dropped(table: Table) -> list[str]:
     """Why there may be no rows though some were put. Those that ended as bytes were lost are told by `lost_rows`."""
     reasons = sorted((-count, reason) for reason, count in table.rows_dropped.items() if reason != LOST)
     told = ", ".join(f"{reason} {-count}" for count, reason in reasons[:REASONS_TOLD])
-    return [f"{-sum(count for count, _ in reasons)} were dropped: {told}"] if told else []
+    count = -sum(count for count, _ in reasons)
+    return [f"{count} {'was' if count == 1 else 'were'} dropped: {told}"] if told else []
 
 
 def _leased(table: Table, tasks: Iterable[TaskState], now: float) -> list[str]:
