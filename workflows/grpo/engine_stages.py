@@ -123,4 +123,5 @@ def _following(context: Context, engine: Generator, version: int) -> Iterator[Ca
         yield check
     finally:
         left.set()
-        updating.acquire(timeout=STALL_S)  # one that hangs longer ends with the process
+        if updating.acquire(timeout=STALL_S):  # an update that hangs longer ends with the process
+            updating.release()  # one that begins now sees that the stage is over
