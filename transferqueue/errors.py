@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from transferqueue.text import visible_lines
+from transferqueue.text import visible, visible_lines
 
 
 class TransferQueueError(Exception):
@@ -159,7 +159,7 @@ BY_NAME: Final = _tree(TransferQueueError)
 def from_wire(name: str, text: str) -> TransferQueueError:
     """The error that a peer reported. An unknown name becomes `InternalError`, keeping the text."""
     known, text = BY_NAME.get(name), visible_lines(text)
-    return known(text) if known else InternalError(f"{name}: {text}")
+    return known(text) if known else InternalError(f"{visible(name)}: {text}")
 
 
 def listing(names: object) -> str:

@@ -91,6 +91,7 @@ def test_an_error_of_a_wait_names_its_holders_visibly(queue: tq.Queue) -> None:
         queue.table("rows").lease("score", rows=3, timeout_s=0.01)
     assert str(late.value).isprintable()
     assert str(from_wire("NotFound", HOSTILE)).replace("\n", "").isprintable()
+    assert str(from_wire(HOSTILE, HOSTILE)).replace("\n", "").isprintable()
 
 
 def test_metrics_have_no_control_character(queue: tq.Queue) -> None:

@@ -86,6 +86,12 @@ def test_a_client_names_a_server_of_a_later_protocol_and_repeats_what_it_said() 
     assert str(error).endswith("The server said: this server is package 9.9")
 
 
+def test_what_a_server_of_another_protocol_said_is_shown_escaped() -> None:
+    said = codec.encode_answer(m.Answer(1, 2, m.Failed("VersionMismatch", "install\n\x1b]0;9.9\x07\u202e")))
+    error = mismatch_of(of_protocol(PROTOCOL + 1, said), address="ipc:///x", package="2.0")
+    assert str(error).endswith("The server said: install\n\\x1b]0;9.9\\x07\\u202e")
+
+
 @pytest.mark.parametrize(
     "frame", [b"", b"\xc1", b"\x94", b"\x95", b"\x94\x01\x02\x03\x04", b"\x95\x02\x01\x01\x01\x91\xc0", bytes(60)]
 )

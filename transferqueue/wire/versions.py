@@ -20,6 +20,7 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import VersionMismatch
+from transferqueue.text import visible_lines
 
 PROTOCOL: Final = 1
 """What this package speaks. It grows with each change that the golden frames (tests/wire/golden) notice."""
@@ -113,9 +114,9 @@ def _read_answer(frame: bytes) -> tuple[int, msgspec.Raw]:
 
 
 def _said(reply: msgspec.Raw) -> str:
-    """The text of a refusal; "" for any other reply."""
+    """The text of a refusal, safe to show; "" for any other reply."""
     try:
-        return _refusal.decode(reply)[2][:_TEXT_CHARS_MAX]
+        return visible_lines(_refusal.decode(reply)[2][:_TEXT_CHARS_MAX])
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return ""
 
