@@ -101,8 +101,8 @@ def serve(
         bool,
         typer.Option(
             "--accept-loss",
-            help="If what --state held is damaged or incomplete, which is refused otherwise: move its files to lost-N in it, and "
-            "begin anew. Does nothing where it is whole.",
+            help="If what --state held is damaged or incomplete, which is refused otherwise: move its files to lost-N in it, give "
+            "shared memory that they spoke of back, and begin anew. Does nothing where it is whole.",
         ),
     ] = False,
     snapshots: Annotated[

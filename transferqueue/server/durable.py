@@ -14,7 +14,7 @@ The law:
 4. Time stands still while no server runs: the clock goes on from the last time that the journal has.
 5. What an earlier life left is read whole and checked before anything is changed, freed or punched (`server.past`). What is
    damaged is `Corruption`. Whoever accepts the loss says so (`accept_loss`): the files are moved to ``lost-N`` in the state
-   directory, and a new life begins.
+   directory, and a new life begins. An arena on shared memory is none of these files: it is given back.
 6. What level ``process`` held is gone with the machine's memory. The next server says so, and does as in rule 5 unasked.
 """
 
@@ -206,9 +206,10 @@ class Durable:
             found = past.examine(self.path, self.level)
         except Corruption as error:
             if not accept_loss:
+                memory = " and gives the shared memory of its rows back" if self.level is Level.PROCESS else ""
                 raise Corruption(
                     f"{error}. Nothing was changed. Put the files back as they were; or begin anew without what they held, "
-                    f"which keeps them aside: transferqueue serve --durability {self.level} --state {self.path} --accept-loss"
+                    f"which keeps the files aside{memory}: transferqueue serve --durability {self.level} --state {self.path} --accept-loss"
                 ) from error
             _log.error(
                 "state directory %s: %s. The loss is accepted: files kept in %s", self.path, error, self._set_aside()
