@@ -88,3 +88,18 @@ def test_text_of_users_cannot_break_a_line(stats: Stats) -> None:
         found["transferqueue_table_rows_dropped_total", frozenset({("table", "rollouts"), ("reason", visible(nasty))})]
         == 7
     )
+
+
+def test_a_task_that_nobody_works_on_or_that_cannot_progress_has_a_figure(stats: Stats) -> None:
+    task = frozenset({("table", "rollouts"), ("task", "train")})
+    unattended, stranded = "transferqueue_task_unattended_seconds", "transferqueue_task_stranded"
+    found = read(stats)
+    assert (unattended, task) not in found
+    assert found[stranded, task] == 0
+    table = stats.tables["rollouts"]
+    stuck = msgspec.structs.replace(table.tasks["train"], unattended_s=48.0, stranded=True)
+    found = read(
+        msgspec.structs.replace(stats, tables={"rollouts": msgspec.structs.replace(table, tasks={"train": stuck})})
+    )
+    assert found[unattended, task] == 48
+    assert found[stranded, task] == 1

@@ -180,6 +180,16 @@ def _tasks(stats: Stats) -> Iterator[Family]:
         ("task_leases", "leases", "Leases that are open."),
         ("task_oldest_lease_age_seconds", "oldest_lease_s", "Age of the oldest open lease."),
         ("task_queue_age_seconds", "age_s", "Since the row that is next in line was put."),
+        (
+            "task_unattended_seconds",
+            "unattended_s",
+            "Since rows are ready and nobody holds or asks for any; no sample: somebody does.",
+        ),
+        (
+            "task_stranded",
+            "stranded",
+            "Whether the table is sealed and no row that the task still has can get what it lacks.",
+        ),
     ):
         yield Family(name, "gauge", text, [(labels, getattr(task, field)) for labels, task in tasks])
 
