@@ -567,7 +567,14 @@ def test_tables_that_are_declared_wrongly(world: World, client: Driver) -> None:
     refused(world, UsageError, "129 characters", lambda: client.create("n" * 129))
     refused(world, UsageError, "characters that names may not have", lambda: client.create("a b"))
     refused(world, AlreadyExists, 'table "t" exists already', lambda: client.create())
-    refused(world, AlreadyExists, 'table "t" exists with other terms', lambda: client.create(exist_ok=True))
+    other = [Task("grade", ["nothing"])]
+    text = 'table "t" exists with other terms: limits, task "grade"; give the terms that it was made with'
+    refused(
+        world,
+        AlreadyExists,
+        text,
+        lambda: client.create(exist_ok=True, tasks=other, limits=Limits(rows=3), extra_fields=True),
+    )
     plugin = [Task("x", selector=Plugin("mine"))]
     refused(world, NotFound, 'selector plugin "mine" is not installed', lambda: client.create("new", tasks=plugin))
     forever = [Task("x", lease_s=float("inf"))]

@@ -27,10 +27,14 @@ def _create(state: State, request: m.CreateTable, session: Session, call: int) -
     terms.check_create(state.core, request)
     there = state.tables.get(request.name)
     if there is not None:
-        if request.exist_ok and terms.same_terms(there, request):
-            return there.terms()
-        how = "with other terms" if request.exist_ok else "already; pass exist_ok=True to open it"
-        raise AlreadyExists(f'table "{request.name}" exists {how}')
+        if not request.exist_ok:
+            raise AlreadyExists(f'table "{request.name}" exists already; pass exist_ok=True to open it')
+        if other := terms.other_terms(there, request):
+            raise AlreadyExists(
+                f'table "{request.name}" exists with other terms: {listing(other)}; give the terms that it was made with, open it by '
+                "Queue.table, or end it by drop_table"
+            )
+        return there.terms()
     if len(state.tables) >= TABLES_MAX:
         raise Full(f"{TABLES_MAX} tables exist, the most there may be; drop some")
     table = state.tables[request.name] = terms.create_table(state.core, request)

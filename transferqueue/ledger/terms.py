@@ -112,16 +112,19 @@ def _extra_fields(request: CreateTable) -> bool | None:
     return False if request.extra_fields is None and request.fields else request.extra_fields
 
 
-def same_terms(table: Table, request: CreateTable) -> bool:
-    """Whether an existing table is what the request asks for (it may have more fields and tasks by now)."""
+def other_terms(table: Table, request: CreateTable) -> list[str]:
+    """In what an existing table is not what the request asks for (it may have more fields and tasks by now)."""
     tasks = {name: state.task for name, state in table.tasks.items()}
-    return (
-        all(table.rows.fields.get(field.name) == field for field in request.fields)
-        and all(tasks.get(task.name) == task for task in request.tasks)
-        and (table.limits, table.pacing) == (request.limits, request.pacing)
-        and (table.retention, table.replicas) == (request.retention or Acked(), request.replicas)
-        and table.extra_fields == _extra_fields(request)
-    )
+    found = [f'field "{one.name}"' for one in request.fields if table.rows.fields.get(one.name) != one]
+    found += [f'task "{one.name}"' for one in request.tasks if tasks.get(one.name) != one]
+    terms = {
+        "limits": (table.limits, request.limits),
+        "pacing": (table.pacing, request.pacing),
+        "retention": (table.retention, request.retention or Acked()),
+        "replicas": (table.replicas, request.replicas),
+        "extra_fields": (table.extra_fields, _extra_fields(request)),
+    }
+    return found + [name for name, (there, wanted) in terms.items() if there != wanted]
 
 
 def add_task(table: Table, task: Task, now: float) -> TableTerms:
