@@ -122,7 +122,16 @@ def test_a_pin_of_an_extent_that_others_view_returns(queue: tq.Queue) -> None:
         assert until(lambda: used(queue) == 0), f"interrupted at step {at}, a pin never returned"
         return steps
 
+    once(1 << 30)  # without an interrupt: the arena is mapped as a whole from now on
+    before = mappings()
     assert every_step(once) > 10
+    assert until(lambda: mappings() == before), "an interrupt left a mapping"
+
+
+def mappings() -> int:
+    """Pieces of arenas that this process maps."""
+    with open("/proc/self/maps") as maps:
+        return maps.read().count("transferqueue-arena")
 
 
 def test_rows_of_a_batch_return(queue: tq.Queue) -> None:

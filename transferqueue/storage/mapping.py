@@ -30,7 +30,7 @@ from transferqueue.errors import Corruption, Disconnected, Forked, OutOfMemory, 
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.storage.dtypes import U8
-from transferqueue.storage.pages import expose, forget, map_private, unmap
+from transferqueue.storage.pages import expose, forget, map_private, unmap, unmapping
 
 
 class BlockPlace(Protocol):
@@ -191,15 +191,18 @@ def _pages_of(members: Sequence[BlockPlace]) -> tuple[int, int]:
 class _Hold:
     """What one reply lends of one extent: pages of the arena-wide mapping if nobody else looks at the extent, else its own."""
 
-    __slots__ = ("_address", "_extent", "_members", "_nbytes", "_on_release", "_own", "_pages", "_pins", "_start")
+    __slots__ = ("_address", "_extent", "_members", "_nbytes", "_on_release", "_pages", "_pins", "_start", "_unmap")
 
     def __init__(self, pages: _Pages, extent: int, members: Sequence[BlockPlace]) -> None:
         self._pages, self._extent, self._members = pages, extent, members
         self._start, self._nbytes = _pages_of(members)
         self._on_release: Release | None = None
         self._pins = Pins(block.block for block in members)
-        self._own = pages.viewed.setdefault(extent, self) is not self
-        self._address = map_private(pages.fd, self._start, self._nbytes) if self._own else pages.address + self._start
+        self._unmap: Callable[[], object] | None = None
+        self._address = pages.address + self._start
+        if pages.viewed.setdefault(extent, self) is not self:
+            self._address = map_private(pages.fd, self._start, self._nbytes)
+            self._unmap = unmapping(self._address, self._nbytes)
 
     def lend(self, on_release: Release) -> dict[int, U8]:
         """The bytes of each block; when no view of them is left, the hold ends and their ids are told."""
@@ -213,10 +216,8 @@ class _Hold:
         """Drop the private copies, then tell that the blocks are no longer viewed here. Done again, it does what was left."""
         if os.getpid() != self._pages.pid:
             return
-        if self._own:
-            nbytes, self._nbytes = self._nbytes, 0  # first: pages are never unmapped twice, others may be there by then
-            if nbytes:
-                unmap(self._address, nbytes)
+        if self._unmap is not None:
+            self._unmap()
         elif self._pages.viewed.get(self._extent) is self:
             forget(self._address, self._nbytes, self._pages.fd, self._start)
             self._pages.viewed.pop(self._extent, None)

@@ -15,6 +15,8 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from itertools import starmap
 from typing import Any, Final
 
 import numpy as np
@@ -56,6 +58,12 @@ def map_private(fd: int, offset: int, nbytes: int, at: int | None = None) -> int
 def unmap(address: int, nbytes: int) -> None:
     """Remove a mapping. Nothing may look there any more."""
     _munmap(address, nbytes)
+
+
+def unmapping(address: int, nbytes: int) -> Callable[[], object]:
+    """A function that removes a mapping when it is first called, and does nothing after that. Each call is one call of code in C,
+    so an interrupt comes before it or after it: the mapping is never left, and never removed twice."""
+    return partial(deque, starmap(_munmap, iter([(address, nbytes)])), 0)
 
 
 def forget(address: int, nbytes: int, fd: int, offset: int) -> None:
