@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+import transferqueue as tq
 from tests.ledger.driver import Driver, World
 from transferqueue.errors import DeadlineExceeded, EndOfTable, InternalError
 from transferqueue.ledger import Ledger, Units
@@ -292,3 +293,12 @@ def test_rows_that_die_in_the_queue_do_not_stay_there() -> None:
     queue = client.world.table().tasks["x"].ready
     assert queue.size < 2 * 60 + 1200
     assert client.lease("x", 60).rows == list(range(0, 6000, 100))
+
+
+def test_a_number_of_64_bits_is_compared_with_truth_values() -> None:
+    """It raised OverflowError in the server: the typed fuzz found it, with seed 705."""
+    with tq.connect("embedded") as queue:
+        table = queue.create_table("t", tasks=[tq.Task("a", needs=["b"])])
+        table.put(b=[True, False])
+        with table.lease("a", rows=2, timeout_s=20, where=tq.Compare("b", "<", (1 << 64) - 1)) as batch:
+            assert len(batch) == 2
