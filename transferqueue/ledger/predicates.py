@@ -96,10 +96,10 @@ def _compare(rows: Rows, predicate: Compare, at: IntArray) -> BoolArray:
     if column is not None:
         with np.errstate(over="ignore"):  # a value beyond the column's dtype is its infinity
             values = column.a[at]
-    try:
-        there: BoolArray = compare(values, predicate.value)
-    except OverflowError:  # a number of 64 bits beside truth values: it is beyond all of them
-        there = compare(values, math.inf if float(predicate.value) > 0 else -math.inf)
+            try:
+                there: BoolArray = compare(values, predicate.value)
+            except OverflowError:  # a number of 64 bits beside truth values: it is beyond all of them
+                there = compare(values, math.inf if float(predicate.value) > 0 else -math.inf)
         return there & rows.has_all(at, rows.mask((predicate.field,)))
     if predicate.field in _FACTS:
         found: BoolArray = compare(rows.facts[predicate.field].a[at], predicate.value)
