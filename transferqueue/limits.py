@@ -152,6 +152,8 @@ SHARD_BYTES_MAX: Final = 1 << 47
 """Of one shard: the address space that a process has, so that somebody could map it."""
 TURN_S_MAX: Final = 0.02
 """A turn of the server's loop for one request is late above this: everybody else waits for it. Late turns are counted."""
+SAMPLE_S_MAX: Final = 0.001
+"""The server's loop reads its processor clock at least this often while it handles frames: a turn's processor time is known that well."""
 DEFECT_PAUSE_S: Final = 1.0
 """What failed by a defect when it was due is tried again after this, and not at every frame."""
 LOCK_CHECK_FIRST_S: Final = 0.02

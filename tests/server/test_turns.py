@@ -2,7 +2,7 @@
 
 import pytest
 
-from transferqueue.server.turns import BOUNDS_S, Histogram
+from transferqueue.server.turns import BOUNDS_S, Histogram, Meter
 
 
 @pytest.mark.parametrize("bucket", range(len(BOUNDS_S)))
@@ -22,3 +22,19 @@ def test_the_longest_is_named_and_only_what_kept_the_processor_busy_is_late():
     found.busy(0.001, "Put")
     found.busy(0.03, "Lease")
     assert (found.busiest_s, found.busiest_of, found.late) == (0.03, "Lease", {"Lease": 1})
+
+
+def test_a_late_turn_does_not_count_the_processor_time_of_those_before_it():
+    now, busy, found = [0.0], [0.0], Histogram()
+    meter = Meter(lambda: now[0], lambda: busy[0])
+    meter.start(0.0)
+    for _ in range(50):  # a burst of frames, 2 ms each
+        now[0], busy[0] = now[0] + 0.002, busy[0] + 0.002
+        meter.took(found, now[0] - 0.002, "Put")
+    now[0], busy[0] = now[0] + 0.05, busy[0] + 0.003  # the machine ran something else for 47 ms of the next one
+    meter.took(found, now[0] - 0.05, "Lease")
+    assert (found.busiest_of, found.late) == ("Lease", {})
+    assert found.busiest_s == pytest.approx(0.003)
+    now[0], busy[0] = now[0] + 0.03, busy[0] + 0.03
+    meter.took(found, now[0] - 0.03, "Read")
+    assert found.late == {"Read": 1}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -94,12 +93,11 @@ def _compare(rows: Rows, predicate: Compare, at: IntArray) -> BoolArray:
     compare = _OPERATORS[predicate.op]
     column = rows.inline.get(predicate.field)
     if column is not None:
+        values = column.a[at]
+        if values.dtype == np.bool_:  # numpy compares truth values with no number of 64 bits
+            values = values.view(np.uint8)
         with np.errstate(over="ignore"):  # a value beyond the column's dtype is its infinity
-            values = column.a[at]
-            try:
-                there: BoolArray = compare(values, predicate.value)
-            except OverflowError:  # a number of 64 bits beside truth values: it is beyond all of them
-                there = compare(values, math.inf if float(predicate.value) > 0 else -math.inf)
+            there: BoolArray = compare(values, predicate.value)
         return there & rows.has_all(at, rows.mask((predicate.field,)))
     if predicate.field in _FACTS:
         found: BoolArray = compare(rows.facts[predicate.field].a[at], predicate.value)

@@ -15,10 +15,10 @@ from typing import Final, Protocol
 
 import zmq
 
-from transferqueue.limits import FRAMES_DRAINED_MAX, TURN_S_MAX
+from transferqueue.limits import FRAMES_DRAINED_MAX
 from transferqueue.server.node import Node
 from transferqueue.server.sessions import Peer
-from transferqueue.server.turns import Histogram
+from transferqueue.server.turns import Meter
 from transferqueue.transport import Wakeup
 from transferqueue.transport.inproc import Hub
 from transferqueue.transport.local import Line, LocalPort
@@ -86,8 +86,6 @@ class Loop:
         processor: Callable[[], float] = time.thread_time,
     ) -> None:
         self.turns = 0
-        self._processor = processor
-        self._processor_began = 0.0
         self._node = node
         self._local = local
         self._port = port
@@ -95,6 +93,7 @@ class Loop:
         self._wakeup = wakeup
         self._deaths = deaths
         self._clock = clock
+        self._meter = Meter(clock, processor)
         self._together = together
         node.on_greeted = self._greeted
         self._stopping = False
@@ -138,17 +137,17 @@ class Loop:
     def _turn(self, ready: Container[object]) -> None:
         """ready: what poll found, a socket or the number of a descriptor. Looking in vain costs more than a frame."""
         self.turns += 1
-        self._processor_began = self._processor()
         if self._wakeup.fileno() in ready:
             self._wakeup.clear()
         now = self._clock()
+        self._meter.start(now)
         if self._port is not None and self._port.decide():
             self._node.keys_changed(now)
         self._node.tick(now)
         self._local.tick()
         for session in self._deaths.take() if self._deaths.fileno() in ready else ():
             self._node.died(session, now)
-        self._took(self._node.turns.ticks, now, "tick")
+        self._meter.took(self._node.turns.ticks, now, "tick")
         self._send()
         drained = self._drain(self._local.recv_nowait) + self._drain(self._hub.recv_nowait)
         if self._port is not None:
@@ -167,17 +166,10 @@ class Loop:
                 self._node.lost(peer, now)
             else:
                 self._node.receive(peer, frame, now)
-            self._took(self._node.turns.requests, now, self._node.handled)
+            self._meter.took(self._node.turns.requests, now, self._node.handled)
             if not self._together:
                 self._send()  # at once: what this frame set free should not wait for the next ones
         return FRAMES_DRAINED_MAX
-
-    def _took(self, turns: Histogram, began: float, subject: str) -> None:
-        """A turn that began then is over. Of one that took long, processor time is known as that since the loop woke, at most."""
-        seconds = self._clock() - began
-        turns.add(seconds, subject)
-        if seconds > TURN_S_MAX:
-            turns.busy(min(seconds, self._processor() - self._processor_began), subject)
 
     def _greeted(self, peer: Peer) -> None:
         if isinstance(peer, Line):
@@ -190,7 +182,7 @@ class Loop:
             began = self._clock() if self._together else 0.0
             self._node.commit()
             if self._together:  # else there is nothing to commit
-                self._took(self._node.turns.commits, began, "commit")
+                self._meter.took(self._node.turns.commits, began, "commit")
             answers, self._node.outbox = self._node.outbox, []
             for peer, frame in answers:
                 if not self._sent(peer, frame):

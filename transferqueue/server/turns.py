@@ -10,9 +10,10 @@ ran something else, or nothing of this process: so it alone would say more of th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
-from transferqueue.limits import TURN_S_MAX
+from transferqueue.limits import SAMPLE_S_MAX, TURN_S_MAX
 
 FIRST_EXPONENT: Final = -16
 LAST_EXPONENT: Final = 4
@@ -72,3 +73,30 @@ class Turns:
     def plain(self) -> dict[str, Any]:
         """For `stats`."""
         return {"request": self.requests.plain(), "tick": self.ticks.plain(), "commit": self.commits.plain()}
+
+
+class Meter:
+    """Adds the turns of one thread to histograms. clock, processor: read the seconds that passed, and those that the thread was busy.
+
+    A read of the processor clock costs a system call, so `took` leaves it out while the last one is younger than `SAMPLE_S_MAX`. By
+    so much at most the processor time of a late turn is too long.
+    """
+
+    def __init__(self, clock: Callable[[], float], processor: Callable[[], float]) -> None:
+        self._clock, self._processor = clock, processor
+        self._read_at = self._busy_s = 0.0
+
+    def start(self, now: float) -> None:
+        """The thread was idle until now."""
+        self._read_at, self._busy_s = now, self._processor()
+
+    def took(self, turns: Histogram, began: float, subject: str) -> None:
+        """A turn that began then has just ended."""
+        ended = self._clock()
+        seconds = ended - began
+        turns.add(seconds, subject)
+        if ended - self._read_at > SAMPLE_S_MAX:
+            before = self._busy_s
+            self.start(ended)
+            if seconds > TURN_S_MAX:
+                turns.busy(min(seconds, self._busy_s - before), subject)
