@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from transferqueue.errors import FlowSignal, TransferQueueError, UsageError
-from transferqueue.ledger.cut import Cut, TableCut, take
 from transferqueue.ledger.ledger import Ledger
+from transferqueue.ledger.persistence.snapshot import Cut, TableCut, take
 from transferqueue.limits import MIB
 from transferqueue.server.cutfiles import _placement
 from transferqueue.server.memory import Memory

@@ -26,7 +26,7 @@ import numpy as np
 
 from tests.server.lives import BIG, Life, write
 from transferqueue.errors import Corruption
-from transferqueue.ledger import image
+from transferqueue.ledger.persistence import image
 from transferqueue.policies import Complete, Manual, Task
 from transferqueue.schema import Field
 from transferqueue.server import durable

@@ -12,8 +12,8 @@ from tests.ledger.driver import Driver, World
 from tests.ledger.test_determinism import run
 from transferqueue.errors import UsageError
 from transferqueue.ledger import Ledger
-from transferqueue.ledger.cut import Cut
-from transferqueue.ledger.cut_checks import check
+from transferqueue.ledger.persistence.snapshot import Cut
+from transferqueue.ledger.persistence.snapshot_checks import check
 from transferqueue.limits import PAGE_BYTES, PAGE_ROWS, Limits
 from transferqueue.policies import Complete, LongestFirst, Manual, Pacing, Refill, Release, Task
 from transferqueue.schema import Field, align

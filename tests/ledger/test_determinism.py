@@ -15,7 +15,7 @@ import pytest
 
 from transferqueue.errors import TransferQueueError
 from transferqueue.ledger import FreeExtent, Ledger, Wait
-from transferqueue.ledger.tasks import HELD, READY
+from transferqueue.ledger.tasks.task_state import HELD, READY
 from transferqueue.limits import Limits
 from transferqueue.policies import (
     Compare,

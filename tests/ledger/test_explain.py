@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.ledger.driver import World
-from transferqueue.ledger.explain import LEASES_SEEN
+from transferqueue.ledger.rules.explain import LEASES_SEEN
 from transferqueue.policies import Task
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m

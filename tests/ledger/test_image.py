@@ -12,7 +12,7 @@ from tests.ledger.driver import World
 from tests.ledger.test_determinism import Fuzz, run
 from transferqueue.errors import Corruption, InternalError, NotFound, UsageError
 from transferqueue.ledger import Ledger
-from transferqueue.ledger.image import _Header
+from transferqueue.ledger.persistence.image import _Header
 from transferqueue.limits import PAGE_ROWS, Limits
 from transferqueue.policies import Plugin, Task
 
@@ -99,7 +99,7 @@ def test_the_image_of_another_version_is_refused() -> None:
 
 def test_a_heap_that_makes_no_sense_is_corruption_whatever_it_says() -> None:
     """With a right digest too: each byte of the heap is spoiled in turn, and nothing but `Corruption` comes out."""
-    from transferqueue.ledger.image import _digest
+    from transferqueue.ledger.persistence.image import _digest
 
     image = Ledger().image()
     state = msgspec.msgpack.decode(image, type=_Header).state

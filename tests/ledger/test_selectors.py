@@ -14,9 +14,9 @@ import transferqueue as tq
 from tests.ledger.driver import Driver, World
 from transferqueue.errors import DeadlineExceeded, EndOfTable, InternalError
 from transferqueue.ledger import Ledger, Units
-from transferqueue.ledger.arrays import IntArray
-from transferqueue.ledger.ready import Ready, in_order
-from transferqueue.ledger.selectors import sortable
+from transferqueue.ledger.rows.arrays import IntArray
+from transferqueue.ledger.tasks.ready_queue import Ready, in_order
+from transferqueue.ledger.tasks.selectors import sortable
 from transferqueue.limits import Limits
 from transferqueue.policies import (
     Compare,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from tests.ledger.driver import Driver, World
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, LeaseExpired, UsageError
 from transferqueue.ledger import Wait
-from transferqueue.ledger.split import shares
+from transferqueue.ledger.tasks.shared_batches import shares
 from transferqueue.limits import Limits
 from transferqueue.policies import Complete, DropStale, HoldClock, Pacing, Selector, Task, TokenBalanced
 from transferqueue.wire import short

@@ -18,8 +18,8 @@ from tests.ledger.driver import Given, World
 from tests.ledger.model import INLINE, Model, Refused, Row
 from transferqueue.errors import TransferQueueError
 from transferqueue.ledger import Ledger
-from transferqueue.ledger.gathering import FORMING, OUT, OVER, QUEUED, GroupTaskState
-from transferqueue.ledger.tasks import STATES
+from transferqueue.ledger.tasks.group_task import FORMING, OUT, OVER, QUEUED, GroupTaskState
+from transferqueue.ledger.tasks.task_state import STATES
 from transferqueue.limits import Limits
 from transferqueue.policies import (
     Acked,

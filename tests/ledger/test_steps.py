@@ -9,8 +9,9 @@ import pytest
 
 from tests.ledger.driver import Driver, World
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Full, LeaseExpired, NotFound, ProtocolError, UsageError
-from transferqueue.ledger import Ledger, ordinals
-from transferqueue.ledger.ordinals import Ordinals
+from transferqueue.ledger import Ledger
+from transferqueue.ledger.rows import indexes as ordinals
+from transferqueue.ledger.rows.indexes import Ordinals
 from transferqueue.limits import Limits
 from transferqueue.policies import Complete, Pacing, Task
 from transferqueue.wire import messages as m

@@ -12,7 +12,7 @@ from tests.ledger.driver import World
 from tests.ledger.test_determinism import Fuzz
 from transferqueue.errors import Corruption, InternalError, UsageError
 from transferqueue.ledger import Ledger, Wait
-from transferqueue.ledger.operations import OPERATIONS
+from transferqueue.ledger.dispatch import OPERATIONS
 from transferqueue.policies import Task
 from transferqueue.server import recording
 from transferqueue.server.recording import RecordedLedger, Tail, recover

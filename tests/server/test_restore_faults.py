@@ -17,7 +17,7 @@ import pytest
 import transferqueue as tq
 from tests.damage.restoring import NOW, Restorer
 from transferqueue.errors import Corruption, InternalError, UsageError
-from transferqueue.ledger import planting
+from transferqueue.ledger.persistence import restore as planting
 from transferqueue.policies import Complete, Task
 from transferqueue.server import cutfiles, snapshots
 from transferqueue.server.journal import Level, SqliteJournal

@@ -2,7 +2,7 @@
 
 from transferqueue.ledger.effects import Effect, FreeExtent, LeaseEnded, Wait, Wake, WakeKey
 from transferqueue.ledger.ledger import Ledger
-from transferqueue.ledger.selectors import PluginFactory, SelectorPlugin, Units
+from transferqueue.ledger.tasks.selectors import PluginFactory, SelectorPlugin, Units
 
 __all__ = [
     "Effect",

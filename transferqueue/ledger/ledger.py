@@ -16,20 +16,23 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from transferqueue.errors import Full, InternalError, ProtocolError, UsageError
-from transferqueue.ledger import channels, image, losses, returns
-from transferqueue.ledger.cut import Cut, take
+from transferqueue.ledger import data_loss as losses
+from transferqueue.ledger.dispatch import OPERATIONS
 from transferqueue.ledger.effects import Effect, Wait
-from transferqueue.ledger.gathering import Forming
-from transferqueue.ledger.leases import Lease
-from transferqueue.ledger.operations import OPERATIONS
-from transferqueue.ledger.planting import planted
-from transferqueue.ledger.selectors import PluginFactory
+from transferqueue.ledger.persistence import image
+from transferqueue.ledger.persistence.restore import planted
+from transferqueue.ledger.persistence.snapshot import Cut, take
+from transferqueue.ledger.reports.answers import explained, observed
+from transferqueue.ledger.requests import ack as returns
+from transferqueue.ledger.requests import weight_channels as channels
+from transferqueue.ledger.rules.groups_and_staleness import conclude
 from transferqueue.ledger.sessions import Session
-from transferqueue.ledger.settle import conclude
 from transferqueue.ledger.state import State
 from transferqueue.ledger.table import Core
-from transferqueue.ledger.tasks import LEASED
-from transferqueue.ledger.views import explained, observed
+from transferqueue.ledger.tasks.group_task import Forming
+from transferqueue.ledger.tasks.leases import Lease
+from transferqueue.ledger.tasks.selectors import PluginFactory
+from transferqueue.ledger.tasks.task_state import LEASED
 from transferqueue.limits import SESSIONS_MAX
 from transferqueue.wire import messages as m
 

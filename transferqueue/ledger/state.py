@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from transferqueue.errors import Disconnected, NotFound, listing
-from transferqueue.ledger import channels, returns
-from transferqueue.ledger.channels import Channel
+from transferqueue.ledger.requests import ack as returns
+from transferqueue.ledger.requests import weight_channels as channels
+from transferqueue.ledger.requests.weight_channels import Channel
 from transferqueue.ledger.sessions import Session
 from transferqueue.ledger.table import Core, Table
-from transferqueue.ledger.tasks import TaskState
+from transferqueue.ledger.tasks.task_state import TaskState
 
 
 @dataclass(slots=True)

@@ -10,22 +10,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from transferqueue.ledger.agreed import Agreement
-from transferqueue.ledger.arrays import IntArray
-from transferqueue.ledger.blocks import Blocks, Usage
 from transferqueue.ledger.deadlines import Deadlines
 from transferqueue.ledger.effects import Effects
-from transferqueue.ledger.flow import Flow
-from transferqueue.ledger.gathering import GroupTaskState
-from transferqueue.ledger.groups import Groups
-from transferqueue.ledger.history import History
-from transferqueue.ledger.leases import Leases
-from transferqueue.ledger.ordinals import Ordinals
-from transferqueue.ledger.parts import Parts
-from transferqueue.ledger.rows import Rows
-from transferqueue.ledger.selectors import PluginFactory, Ranker
-from transferqueue.ledger.tasks import OPEN, TaskState
-from transferqueue.ledger.versions import VersionIndex
+from transferqueue.ledger.rows.arrays import IntArray
+from transferqueue.ledger.rows.blocks import Blocks, Usage
+from transferqueue.ledger.rows.column_places import Parts
+from transferqueue.ledger.rows.events import History
+from transferqueue.ledger.rows.groups import Groups
+from transferqueue.ledger.rows.indexes import Ordinals, VersionIndex
+from transferqueue.ledger.rows.row_state import Rows
+from transferqueue.ledger.tasks.group_task import GroupTaskState
+from transferqueue.ledger.tasks.leases import Leases
+from transferqueue.ledger.tasks.reservations import Flow
+from transferqueue.ledger.tasks.selectors import PluginFactory, Ranker
+from transferqueue.ledger.tasks.shared_batches import Agreement
+from transferqueue.ledger.tasks.task_state import OPEN, TaskState
 from transferqueue.limits import Limits
 from transferqueue.policies import Pacing, Retention, Task
 from transferqueue.wire.messages import TableTerms

@@ -15,11 +15,19 @@ import msgspec
 import numpy as np
 
 from transferqueue.errors import Corruption
-from transferqueue.ledger.arrays import AnyArray, IntArray
-from transferqueue.ledger.cut import FORMING_COLUMNS, ChannelCut, Columns, Cut, TableCounts, TableCut, VersionCut
-from transferqueue.ledger.cut_checks import check
-from transferqueue.ledger.facts import DTYPES, UNSET
-from transferqueue.ledger.tasks import STATES
+from transferqueue.ledger.persistence.snapshot import (
+    FORMING_COLUMNS,
+    ChannelCut,
+    Columns,
+    Cut,
+    TableCounts,
+    TableCut,
+    VersionCut,
+)
+from transferqueue.ledger.persistence.snapshot_checks import check
+from transferqueue.ledger.rows.arrays import AnyArray, IntArray
+from transferqueue.ledger.rows.facts import DTYPES, UNSET
+from transferqueue.ledger.tasks.task_state import STATES
 from transferqueue.limits import MIB
 from transferqueue.schema import Field
 from transferqueue.storage.column import Column

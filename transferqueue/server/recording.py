@@ -29,11 +29,11 @@ from transferqueue.errors import (
     TransferQueueError,
     UsageError,
 )
-from transferqueue.ledger import image
-from transferqueue.ledger.cut import Cut
 from transferqueue.ledger.effects import Wait
 from transferqueue.ledger.ledger import ANSWERED_ANEW, Ledger
-from transferqueue.ledger.selectors import PluginFactory
+from transferqueue.ledger.persistence import image
+from transferqueue.ledger.persistence.snapshot import Cut
+from transferqueue.ledger.tasks.selectors import PluginFactory
 from transferqueue.limits import TAIL_BYTES_MIN, TAIL_RECORDS_MAX
 from transferqueue.server.journal import Journal
 from transferqueue.wire import messages as m

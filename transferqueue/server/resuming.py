@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from transferqueue.errors import Corruption, listing
-from transferqueue.ledger.blocks import Extent
+from transferqueue.ledger.rows.blocks import Extent
 from transferqueue.ledger.sessions import Session as Known
 from transferqueue.server import evidence
 from transferqueue.wire import messages as m

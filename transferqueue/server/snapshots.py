@@ -42,10 +42,10 @@ from transferqueue.errors import (
     UsageError,
     listing,
 )
-from transferqueue.ledger.cut import Cut
 from transferqueue.ledger.effects import Wait
 from transferqueue.ledger.ledger import Ledger
-from transferqueue.ledger.planting import check_empty
+from transferqueue.ledger.persistence.restore import check_empty
+from transferqueue.ledger.persistence.snapshot import Cut
 from transferqueue.limits import MIB
 from transferqueue.seat import Seat
 from transferqueue.server.cutfiles import Piece, check_cut, pieces, read_about, read_cut, read_tables, write_cut

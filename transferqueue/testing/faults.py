@@ -13,16 +13,24 @@ import msgspec
 import numpy as np
 
 from transferqueue.client.calls import Calls
-from transferqueue.ledger import channels, fates, flowing, handover, intake, returns, settle, stepped, tasks
-from transferqueue.ledger.arrays import NO_ROWS
-from transferqueue.ledger.blocks import Blocks
-from transferqueue.ledger.fates import finish_rows
-from transferqueue.ledger.flow import Flow
-from transferqueue.ledger.gathering import GroupTaskState
-from transferqueue.ledger.groups import Groups
-from transferqueue.ledger.leases import Leases
+from transferqueue.ledger.requests import ack as returns
+from transferqueue.ledger.requests import checkpoints as stepped
+from transferqueue.ledger.requests import flow_control as flowing
+from transferqueue.ledger.requests import lease as handover
+from transferqueue.ledger.requests import put as intake
+from transferqueue.ledger.requests import weight_channels as channels
+from transferqueue.ledger.rows.arrays import NO_ROWS
+from transferqueue.ledger.rows.blocks import Blocks
+from transferqueue.ledger.rows.groups import Groups
+from transferqueue.ledger.rules import finish as fates
+from transferqueue.ledger.rules import groups_and_staleness as settle
+from transferqueue.ledger.rules.finish import finish_rows
 from transferqueue.ledger.table import Table
-from transferqueue.ledger.tasks import TaskState
+from transferqueue.ledger.tasks import task_state as tasks
+from transferqueue.ledger.tasks.group_task import GroupTaskState
+from transferqueue.ledger.tasks.leases import Leases
+from transferqueue.ledger.tasks.reservations import Flow
+from transferqueue.ledger.tasks.task_state import TaskState
 from transferqueue.server import recording
 from transferqueue.server.memory import Memory
 from transferqueue.server.parking import Parking

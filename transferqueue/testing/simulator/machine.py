@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from transferqueue.errors import JournalFailed, UsageError
-from transferqueue.ledger.blocks import Extent
 from transferqueue.ledger.ledger import Ledger
+from transferqueue.ledger.rows.blocks import Extent
 from transferqueue.server.evidence import Evidence
 from transferqueue.server.memory import SHARD, Memory
 from transferqueue.server.node import Node, Place

@@ -1,0 +1,119 @@
+"""Bytes that are gone: what somebody still waits for is made again, or its rows end, counted and named.
+
+- A row without a lost value goes on. It lacks the value from now on; whether that ends it, `again` decides.
+- Results that waited for a last ack go with their lease, whose rows return; that is no attempt.
+- A version of weights that is not whole is kept no more (see `channels`).
+- Extents of a lost shard are never freed, since nobody may use them again; whoever was granted one learns that when it commits.
+
+Lost bytes are never handed over again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from transferqueue.ledger.requests import ack as returns
+from transferqueue.ledger.requests import weight_channels as channels
+from transferqueue.ledger.rows.arrays import BoolArray, IntArray
+from transferqueue.ledger.rows.pages import LIVE
+from transferqueue.ledger.rules.groups_and_staleness import conclude
+from transferqueue.ledger.rules.requeue import LOST, make_again
+from transferqueue.ledger.state import State
+from transferqueue.ledger.table import Table
+from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
+
+
+def lose(state: State, blocks: Collection[int], why: str) -> dict[str, list[int]]:
+    """The bytes of these blocks are gone. why: for people. Returns the rows that ended as lost, by table."""
+    gone = frozenset(blocks)
+    if not gone:
+        return {}
+    _give_up_staged(state, gone)
+    for channel in state.channels.values():
+        channels.lose(channel, state.core.blocks, gone, why)
+    numbers = np.array(sorted(gone), np.int64)
+    lost = {name: _lose_values(table, numbers, why, state.now) for name, table in state.tables.items()}
+    return {name: rows for name, rows in lost.items() if rows}
+
+
+def values_in(state: State, blocks: Collection[int]) -> dict[str, dict[str, list[int]]]:
+    """What lies in these blocks, by table and field: the rows that read the field there. Changes nothing."""
+    numbers = np.array(sorted(blocks), np.int64)
+    found = {name: _values_in(table, numbers) for name, table in state.tables.items()}
+    return {name: fields for name, fields in found.items() if fields}
+
+
+def _values_in(table: Table, blocks: IntArray) -> dict[str, list[int]]:
+    rows = table.rows.pages.resident_rows()
+    at = table.rows.pages.index(rows)
+    found = {name: rows[there].tolist() for name, there in _fields_there(table, at, blocks).items()}
+    return {name: rows for name, rows in found.items() if rows}
+
+
+def _give_up_staged(state: State, blocks: frozenset[int]) -> None:
+    for lease in list(state.core.leases.by_id.values()):
+        if lease.staged is not None and not blocks.isdisjoint(lease.staged.blocks):
+            why = "the bytes of its results were lost"
+            returns.give_up(state.tables[lease.table], lease, why, state.now, failed=False)
+
+
+def _lose_values(table: Table, blocks: IntArray, why: str, now: float) -> list[int]:
+    """Returns the rows that ended as lost."""
+    rows = table.rows.pages.resident_rows()
+    rows = rows[table.parts.lies_in(table.rows.pages.index(rows), blocks)]
+    if not rows.size:
+        return []
+    live = rows[table.rows.pages.fate.a[table.rows.pages.index(rows)] == LIVE]
+    for name, lacking in _clear(table, rows, blocks, why, now).items():
+        lacking = lacking[np.isin(lacking, live)]
+        make_again(table, name, lacking[_waited_for(table, name, lacking)], now)
+    ended = sorted({row for doomed, reason in table.doomed if reason == LOST for row in doomed.tolist()})
+    conclude(table, now)
+    if ended:
+        table.lost[why] = table.lost.get(why, 0) + len(ended)
+    table.wake_room()
+    return ended
+
+
+def _clear(table: Table, rows: IntArray, blocks: IntArray, why: str, now: float) -> dict[str, IntArray]:
+    """Rows lack what lay in the blocks. Returns the rows of each field."""
+    at = table.rows.pages.index(rows)
+    gone = {name: there for name, there in _fields_there(table, at, blocks).items() if there.any()}
+    for name, there in gone.items():
+        table.rows.clear_fields(at[there], table.rows.mask((name,)))
+        table.history.add(now, why, rows[there], detail=name)
+    for number, count in table.parts.prune(at, gone):
+        table.core.blocks.retire(number, count)
+    return {name: rows[there] for name, there in gone.items()}
+
+
+def _fields_there(table: Table, at: IntArray, blocks: IntArray) -> dict[str, BoolArray]:
+    """For each field that is not inline, which rows read it from one of the blocks."""
+    return {name: _lies_there(table, name, at, blocks) for name in table.rows.fields if name not in table.rows.inline}
+
+
+def _lies_there(table: Table, name: str, at: IntArray, blocks: IntArray) -> BoolArray:
+    """Which rows read the field from one of the blocks."""
+    (places,) = table.parts.locate([name], at)
+    return table.rows.has_all(at, table.rows.mask((name,))) & np.isin(places.blocks, blocks)
+
+
+def _waited_for(table: Table, name: str, rows: IntArray) -> BoolArray:
+    """Of which rows a task waits for the field."""
+    at = table.rows.pages.index(rows)
+    found = np.zeros(rows.size, np.bool_)
+    for task in table.tasks.values():
+        if name in task.needs:
+            found |= (task.state.a[at] <= READY) | _set_aside(table, task, at)
+    return found
+
+
+def _set_aside(table: Table, task: TaskState, at: IntArray) -> BoolArray:
+    """Rows in shares that no rank has claimed: nobody has read them."""
+    leases = table.core.leases.by_id
+    held = task.hold.a[at]
+    unclaimed = [number for number, one in leases.items() if one.table == table.name and not one.holders]
+    found: BoolArray = (task.state.a[at] == LEASED) & np.isin(held, unclaimed)
+    return found

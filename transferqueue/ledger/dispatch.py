@@ -1,0 +1,291 @@
+"""What each request does: one function a request, by type. Shared signature: state, request, session, call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from transferqueue.errors import AlreadyExists, DeadlineExceeded, Full, NotFound, ProtocolError, UsageError, listing
+from transferqueue.ledger.effects import Wait
+from transferqueue.ledger.reports.answers import observed
+from transferqueue.ledger.requests import ack as returns
+from transferqueue.ledger.requests import checkpoints as stepped
+from transferqueue.ledger.requests import flow_control as flowing
+from transferqueue.ledger.requests import lease as handover
+from transferqueue.ledger.requests import put as intake
+from transferqueue.ledger.requests import read as reading
+from transferqueue.ledger.requests import tables as terms
+from transferqueue.ledger.requests import weight_channels as channels
+from transferqueue.ledger.requests.weight_channels import Channel
+from transferqueue.ledger.rows.arrays import decode_ids
+from transferqueue.ledger.sessions import Session
+from transferqueue.ledger.state import State
+from transferqueue.limits import TABLES_MAX, check_name
+from transferqueue.wire import messages as m
+
+Answer = m.Reply | Wait
+
+# ---------------------------------------------------------------- tables
+
+
+def _create(state: State, request: m.CreateTable, session: Session, call: int) -> Answer:
+    terms.check_create(state.core, request)
+    there = state.tables.get(request.name)
+    if there is not None:
+        if not request.exist_ok:
+            raise AlreadyExists(f'table "{request.name}" exists already; pass exist_ok=True to open it')
+        if other := terms.other_terms(there, request):
+            raise AlreadyExists(
+                f'table "{request.name}" exists with other terms: {listing(other)}; give the terms that it was made with, open it by '
+                "Queue.table, or end it by drop_table"
+            )
+        return there.terms()
+    if len(state.tables) >= TABLES_MAX:
+        raise Full(f"{TABLES_MAX} tables exist, the most there may be; drop some")
+    table = state.tables[request.name] = terms.create_table(state.core, request)
+    if table.pacing is not None and table.pacing.channel in state.channels:
+        table.clock = max(0, state.channels[table.pacing.channel].latest)
+    state.core.effects.wake("table", request.name)
+    return table.terms()
+
+
+def _open(state: State, request: m.OpenTable, session: Session, call: int) -> Answer:
+    if request.name not in state.tables and request.wait_s > 0:
+        return Wait((("table", request.name),))
+    return state.table(request.name).terms()
+
+
+def _add_task(state: State, request: m.AddTask, session: Session, call: int) -> Answer:
+    return terms.add_task(state.table(request.table), request.task, state.now)
+
+
+def _add_fields(state: State, request: m.AddFields, session: Session, call: int) -> Answer:
+    table = state.table(request.table)
+    known = table.rows.check_fields(request.fields)
+    for field in known.values():
+        table.rows.add_field(field)
+    return table.terms()
+
+
+def _drop_table(state: State, request: m.DropTable, session: Session, call: int) -> Answer:
+    table = state.table(request.name)
+    rows = table.rows_live
+    resident = len(table.rows.pages.resident_rows()) if request.empty else 0
+    if resident:
+        raise UsageError(f'table "{table.name}" has {resident} rows and is dropped only when empty; delete them first')
+    terms.drop_table(table, state.now)
+    del state.tables[request.name]
+    kept = state.dropped_tables
+    counts = {"put": table.rows_put, "done": table.rows_done, "dropped": sum(table.rows_dropped.values())}
+    for name, count in counts.items():
+        kept[name] = kept.get(name, 0) + count
+    return m.Done(rows)
+
+
+def _list_tables(state: State, request: m.ListTables, session: Session, call: int) -> Answer:
+    return m.Tables(sorted(state.tables))
+
+
+def _seal(state: State, request: m.Seal, session: Session, call: int) -> Answer:
+    return flowing.seal(state.table(request.table), state.now)
+
+
+def _advance(state: State, request: m.Advance, session: Session, call: int) -> Answer:
+    table = state.table(request.table)
+    if table.pacing is not None and table.pacing.channel is not None:
+        raise UsageError(
+            f'the clock of table "{table.name}" is weight channel "{table.pacing.channel}"; publish a version there'
+        )
+    return flowing.advance(table, request, state.now)
+
+
+# ---------------------------------------------------------------- bytes and sessions
+
+
+def _unpin(state: State, request: m.Unpin, session: Session, call: int) -> Answer:
+    blocks, counts = decode_ids("blocks", request.blocks), decode_ids("counts", request.counts)
+    if blocks.size != counts.size:
+        raise ProtocolError(f"{blocks.size} blocks are unpinned with {counts.size} counts; give one a block")
+    total: dict[int, int] = {}
+    for block, count in zip(blocks.tolist(), counts.tolist(), strict=True):
+        if count < 1:
+            raise ProtocolError(f"block {block} is unpinned {count} times; counts are positive")
+        total[block] = total.get(block, 0) + count
+    state.core.blocks.unpin(session.id, total)
+    return m.Done(len(total))
+
+
+def _return_grant(state: State, request: m.ReturnGrant, session: Session, call: int) -> Answer:
+    state.core.blocks.return_grant(session.id, request.extent)
+    return m.Done()
+
+
+def _heartbeat(state: State, request: m.Heartbeat, session: Session, call: int) -> Answer:
+    return m.Done()
+
+
+def _goodbye(state: State, request: m.Goodbye, session: Session, call: int) -> Answer:
+    state.close_session(session.id)
+    state.end_pins(session.id)
+    return m.Done()
+
+
+# ---------------------------------------------------------------- rows
+
+
+def _put(state: State, request: m.Put, session: Session, call: int) -> Answer:
+    return intake.put(state.table(request.table), request, session.id, (session.client, call), state.now)
+
+
+def _update(state: State, request: m.Update, session: Session, call: int) -> Answer:
+    return intake.update(state.table(request.table), request, session.id, state.now)
+
+
+def _lease(state: State, request: m.Lease, session: Session, call: int) -> Answer:
+    table, task = state.task(request.table, request.task)
+    return handover.lease(table, task, request, session.id, state.now)
+
+
+def _ack(state: State, request: m.Ack, session: Session, call: int) -> Answer:
+    return returns.ack(state.table(request.table), request, session.id, state.now)
+
+
+def _checkpointed(state: State, request: m.Checkpointed, session: Session, call: int) -> Answer:
+    return stepped.checkpointed(state.table(request.table), request, state.now)
+
+
+def _rollback(state: State, request: m.Rollback, session: Session, call: int) -> Answer:
+    return stepped.rollback(state.table(request.table), request, state.now)
+
+
+def _cursor(state: State, request: m.Cursor, session: Session, call: int) -> Answer:
+    return m.CursorAt(state.table(request.table).ordinals.cursor(request.start))
+
+
+def _release(state: State, request: m.Release, session: Session, call: int) -> Answer:
+    return returns.release(state.table(request.table), request, session.id, state.now)
+
+
+def _renew(state: State, request: m.Renew, session: Session, call: int) -> Answer:
+    return returns.renew(state.table(request.table), request, session.id, state.now)
+
+
+def _reserve(state: State, request: m.Reserve, session: Session, call: int) -> Answer:
+    return flowing.reserve(state.table(request.table), request, session.id)
+
+
+def _unreserve(state: State, request: m.Unreserve, session: Session, call: int) -> Answer:
+    return flowing.unreserve(state.table(request.table), request, session.id)
+
+
+def _drop(state: State, request: m.Drop, session: Session, call: int) -> Answer:
+    return intake.drop(state.table(request.table), request, state.now)
+
+
+def _delete(state: State, request: m.Delete, session: Session, call: int) -> Answer:
+    return intake.delete(state.table(request.table), request, state.now)
+
+
+def _find(state: State, request: m.Find, session: Session, call: int) -> Answer:
+    return reading.find(state.table(request.table), request)
+
+
+def _read(state: State, request: m.Read, session: Session, call: int) -> Answer:
+    return reading.read(state.table(request.table), request, session.id)
+
+
+# ---------------------------------------------------------------- weights
+
+
+def _publish(state: State, request: m.Publish, session: Session, call: int) -> Answer:
+    channel = state.channels.get(request.channel) or Channel(check_name("channel", request.channel))
+    channels.check_publish(channel, state.core.blocks, session.id, request)
+    followers = state.followers(request.channel)
+    held = [table for table in followers if flowing.clock_held(table, request.version)]
+    if held and request.wait_s > 0:
+        return Wait(tuple(("clock", table.name) for table in held))
+    if held:
+        raise DeadlineExceeded(flowing.clock_held(held[0], request.version))
+    state.channels[request.channel] = channel
+    channels.publish(channel, state.core.blocks, request, state.now)
+    for table in followers:
+        flowing.set_clock(table, request.version, state.now)
+    state.core.effects.wake("channel", request.channel)
+    return m.Done(len(request.fields))
+
+
+def _pull(state: State, request: m.Pull, session: Session, call: int) -> Answer:
+    channel = state.channels.get(request.channel) or Channel(request.channel)
+    return channels.pull(channel, state.core.blocks, request, session.id)
+
+
+def _applied(state: State, request: m.Applied, session: Session, call: int) -> Answer:
+    channel = state.channels.get(request.channel)
+    if channel is None:
+        raise NotFound(f'channel "{request.channel}" does not exist; there are {listing(state.channels)}')
+    channels.apply_version(channel, request, session.id, state.now)
+    return m.Done()
+
+
+def _basis(state: State, request: m.Basis, session: Session, call: int) -> Answer:
+    channel = state.channels.get(request.channel) or Channel(check_name("channel", request.channel))
+    return channels.basis(channel, state.core.blocks)
+
+
+def _turn(state: State, request: m.Turn, session: Session, call: int) -> Answer:
+    channel = state.channels.get(request.channel)
+    if channel is None:
+        raise NotFound(f'channel "{request.channel}" does not exist; there are {listing(state.channels)}')
+    return channels.take_turn(channel, request, session.id, state.core.deadlines, state.now)
+
+
+def _end_turn(state: State, request: m.EndTurn, session: Session, call: int) -> Answer:
+    channel = state.channels.get(request.channel)
+    ended = channel is not None and channels.end_turn(channel, session.id, state.core.effects)
+    return m.Done(int(ended))
+
+
+def _observe(state: State, request: m.Observe, session: Session, call: int) -> Answer:
+    return m.Observed(msgspec.Raw(msgspec.msgpack.encode(observed(state, request))))
+
+
+Operation = Callable[[State, Any, Session, int], Answer]
+
+OPERATIONS: Final[dict[type, Operation]] = {
+    m.CreateTable: _create,
+    m.OpenTable: _open,
+    m.AddTask: _add_task,
+    m.AddFields: _add_fields,
+    m.DropTable: _drop_table,
+    m.ListTables: _list_tables,
+    m.Seal: _seal,
+    m.Advance: _advance,
+    m.Unpin: _unpin,
+    m.ReturnGrant: _return_grant,
+    m.Heartbeat: _heartbeat,
+    m.Goodbye: _goodbye,
+    m.Put: _put,
+    m.Update: _update,
+    m.Lease: _lease,
+    m.Ack: _ack,
+    m.Checkpointed: _checkpointed,
+    m.Rollback: _rollback,
+    m.Cursor: _cursor,
+    m.Release: _release,
+    m.Renew: _renew,
+    m.Reserve: _reserve,
+    m.Unreserve: _unreserve,
+    m.Drop: _drop,
+    m.Delete: _delete,
+    m.Find: _find,
+    m.Read: _read,
+    m.Publish: _publish,
+    m.Pull: _pull,
+    m.Applied: _applied,
+    m.Basis: _basis,
+    m.Turn: _turn,
+    m.EndTurn: _end_turn,
+    m.Observe: _observe,
+}

@@ -1,0 +1,1 @@
+"""The state of the ledger as bytes: journal images and snapshots."""

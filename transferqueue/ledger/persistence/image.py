@@ -1,0 +1,126 @@
+"""The whole state of a ledger as bytes, and a ledger from them that goes on as the other would have.
+
+The law: for any history, a ledger made from an image gives to any further history the replies and effects that the
+first ledger gives to it. Three things are not in an image: the selectors that the server has installed, which are
+given anew; how a `Ranker` computes its keys, which follows from its selector; and pages without a row.
+
+An image is read only by the version that wrote it, or one whose state has the same classes and attributes: its
+fingerprint says so. What outlives versions is a snapshot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Final
+
+import msgspec
+import xxhash
+
+from transferqueue import limits, policies, schema
+from transferqueue.errors import Corruption, UsageError
+from transferqueue.ledger import effects
+from transferqueue.ledger.deadlines import Deadlines
+from transferqueue.ledger.persistence import object_graph as heap
+from transferqueue.ledger.persistence.object_graph import Form, Known
+from transferqueue.ledger.requests.weight_channels import Application, Channel, Turn, Version
+from transferqueue.ledger.rows.blocks import Block, Blocks, Extent, Usage
+from transferqueue.ledger.rows.column_places import Part, Parts
+from transferqueue.ledger.rows.commit import Staged
+from transferqueue.ledger.rows.events import Event, History
+from transferqueue.ledger.rows.facts import Facts
+from transferqueue.ledger.rows.groups import Group, Groups
+from transferqueue.ledger.rows.indexes import Ordinals, Steps, VersionIndex
+from transferqueue.ledger.rows.pages import Column, Pages
+from transferqueue.ledger.rows.row_state import Mask, Rows
+from transferqueue.ledger.sessions import Replies, Session, Spans
+from transferqueue.ledger.state import State
+from transferqueue.ledger.table import Core, Table, unknown
+from transferqueue.ledger.tasks.group_task import Forming, GroupTaskState
+from transferqueue.ledger.tasks.leases import Lease, Leases
+from transferqueue.ledger.tasks.ready_queue import Ready, Run
+from transferqueue.ledger.tasks.reservations import Flow, Reservation
+from transferqueue.ledger.tasks.selectors import PluginFactory, Ranker
+from transferqueue.ledger.tasks.shared_batches import Agreement, Batch
+from transferqueue.ledger.tasks.task_state import Tally, TaskState, View
+from transferqueue.wire import messages
+
+_WHOLE: Final = (
+    State, Table, Session, Replies, Spans, effects.Effects, Deadlines, Leases, Lease, Blocks, Block, Extent, Usage, Rows,
+    Mask, Parts, Part, Groups, Group, TaskState, GroupTaskState, Tally, Forming, Ready, Run, Flow, Reservation,
+    VersionIndex, Steps, Ordinals, History, Agreement, Batch, Channel, Version, Application, Turn, Staged, Facts,
+)  # fmt: skip
+
+_FORMS: Final = [
+    *(Form(cls) for cls in _WHOLE),
+    Form(Core, omitted=frozenset({"plugins", "absence"})),
+    Form(Ranker, omitted=frozenset(Ranker.DERIVED)),
+    Form(Column, omitted=frozenset({"a"})),
+    Form(Pages, derived=("packed",)),
+]
+
+
+class _Header(msgspec.Struct, frozen=True, array_like=True):
+    magic: str
+    fingerprint: bytes
+    epoch: int
+    digest: bytes
+    state: bytes
+
+
+MAGIC: Final = "transferqueue ledger image 1"
+
+
+def _structs(*modules: ModuleType) -> list[type]:
+    return [
+        found
+        for module in modules
+        for found in vars(module).values()
+        if isinstance(found, type) and issubclass(found, msgspec.Struct) and found.__module__ == module.__name__
+    ]
+
+
+_KNOWN: Final = Known(
+    _FORMS, structs=_structs(messages, policies, schema, limits, effects), tuples=[Event, View], methods=["alive"]
+)
+FINGERPRINT: Final = hashlib.blake2b(_KNOWN.fingerprint().encode(), digest_size=16).digest()
+"""Of the classes that a state is made of."""
+
+
+def write(state: State, epoch: int) -> bytes:
+    """An image of the state."""
+    body = heap.write(state, _KNOWN)
+    return msgspec.msgpack.encode(_Header(MAGIC, FINGERPRINT, epoch, _digest(body), body))
+
+
+def read(image: bytes, selectors: Mapping[str, PluginFactory]) -> tuple[State, int]:
+    """The state of an image, and its epoch. `Corruption` if it is none, `UsageError` if another version wrote it."""
+    try:
+        header = msgspec.msgpack.decode(image, type=_Header)
+    except msgspec.MsgspecError as error:
+        raise Corruption(f"{len(image)} bytes are no image of a ledger: {error}") from error
+    if header.magic != MAGIC or header.fingerprint != FINGERPRINT:
+        raise UsageError(
+            f"image {header.magic!r} has the state of another version of this package; start that version, drain its "
+            "tables or take a snapshot there, and begin with an empty state directory"
+        )
+    if _digest(header.state) != header.digest:
+        raise Corruption(f"image of {len(image):,} bytes is damaged: its digest differs; restore a snapshot")
+    state = heap.read(header.state, _KNOWN)
+    if not isinstance(state, State):
+        raise Corruption(f"image of {len(image):,} bytes holds {type(state).__name__}, not the state of a ledger")
+    _complete(state, selectors)
+    return state, header.epoch
+
+
+def _complete(state: State, selectors: Mapping[str, PluginFactory]) -> None:
+    state.core.plugins = dict(selectors)
+    state.core.absence = unknown
+    for table in state.tables.values():
+        for task in table.tasks.values():
+            task.ranker.rank_by(state.core.plugins)
+
+
+def _digest(body: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(body)

@@ -1,0 +1,200 @@
+"""A ledger without tables becomes the one that a cut was taken of, as its law (see `cut`) says.
+
+The rules:
+
+- `planted` changes a copy of the state and returns it. The caller puts the copy in the place of the state, in one assignment,
+  so that a step that fails here changes nothing.
+- Whether ids, states, groups and counts of a cut fit each other, `cut_checks` has looked at before. What a table's terms must
+  fulfil is checked here as of any new table, and the copy must balance at the end.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from transferqueue.errors import Corruption, NotFound, UsageError, listing
+from transferqueue.ledger.persistence import image
+from transferqueue.ledger.persistence.snapshot import ChannelCut, Cut, TableCut
+from transferqueue.ledger.reports.statistics import table_audit
+from transferqueue.ledger.requests.tables import check_create, create_table
+from transferqueue.ledger.requests.weight_channels import Channel, Version
+from transferqueue.ledger.rows.arrays import BoolArray, IntArray, tally
+from transferqueue.ledger.rows.blocks import Usage
+from transferqueue.ledger.rows.facts import Facts
+from transferqueue.ledger.rows.pages import LIVE
+from transferqueue.ledger.rules.groups_and_staleness import conclude, return_rows
+from transferqueue.ledger.state import State
+from transferqueue.ledger.table import Table
+from transferqueue.ledger.tasks.group_task import GroupTaskState
+from transferqueue.ledger.tasks.task_state import KEPT, LEASED, STEPPED, TaskState
+from transferqueue.limits import PAGE_BYTES
+from transferqueue.schema import align
+from transferqueue.wire.messages import CreateTable, Placed
+
+PLANTER = -1
+"""Owns the extents of the cut's blocks until all are committed."""
+
+
+def planted(state: State, cut: Cut, now: float) -> State:
+    """A copy of the state with the tables and channels of `cut`. Each block of the cut lies in an extent of its own, of whole
+    pages, which is this ledger's from now on; it has no copies, whatever the terms of its table say of new ones.
+
+    `UsageError` if there is a table or channel already, `Corruption` if the cut is none of a ledger. `state` stays as it is.
+    """
+    check_empty(state)
+    copied, _ = image.read(image.write(state, 0), state.core.plugins)
+    _plant(copied, cut, now)
+    _check_sums(copied, cut)
+    return copied
+
+
+def check_empty(state: State) -> None:
+    """`UsageError` if there is a table or a channel."""
+    if state.tables or state.channels:
+        there = listing([*state.tables, *state.channels])
+        raise UsageError(f"a snapshot is restored into an empty deployment; this one has {there}: start another server")
+
+
+def _check_sums(state: State, cut: Cut) -> None:
+    """What a ledger works out anew must be what the cut tells."""
+    for table in cut.tables:
+        made = state.tables[table.terms.name]
+        if not table_audit(made)["balanced"]:
+            raise Corruption(f'table "{made.name}" does not balance: {table_audit(made)}')
+
+
+def _check_terms(state: State, cut: TableCut) -> None:
+    """A table can be made of these terms."""
+    try:
+        check_create(state.core, _request(cut))
+    except NotFound:
+        raise  # a selector that this server has not installed: the files may be as they were written
+    except UsageError as error:
+        raise Corruption(f'table "{cut.terms.name}" has terms that no table has: {error}') from error
+
+
+def _plant(state: State, cut: Cut, now: float) -> None:
+    for table in cut.tables:
+        _check_terms(state, table)
+    planting = _Planting(state, cut, now)
+    for table in cut.tables:
+        planting.table(table)
+    for channel in cut.channels:
+        planting.channel(channel)
+    state.core.blocks.return_grants(PLANTER)
+    state.dropped_tables = dict(cut.dropped_tables)
+
+
+def _request(cut: TableCut) -> CreateTable:
+    terms = cut.terms
+    return CreateTable(
+        terms.name, terms.fields, terms.tasks, terms.limits, terms.pacing, terms.retention, replicas=terms.replicas
+    )
+
+
+class _Planting:
+    """One cut on its way into a state."""
+
+    def __init__(self, state: State, cut: Cut, now: float) -> None:
+        self._state, self._cut, self._now = state, cut, now
+
+    def table(self, cut: TableCut) -> None:
+        """Make a table."""
+        table = create_table(self._state.core, _request(cut))
+        self._state.tables[table.name] = table
+        table.restrict_fields(cut.terms.extra_fields)
+        table.sealed, table.clock = cut.terms.sealed, cut.terms.version
+        ids = cut.rows["row_id"]
+        table.rows.pages.plant(cut.counts.next_row, ids)
+        at = table.rows.pages.index(ids)
+        self._rows(table, cut, at)
+        self._blocks(table, cut, at)
+        _counts(table, cut)
+        live = cut.rows["fate"] == LIVE
+        table.groups.plant(cut.groups, ids[live], cut.rows["group_id"][live])
+        for name, task in table.tasks.items():
+            self._task(task, cut, name, ids, at)
+        if table.versions is not None:
+            table.versions.file(ids[live], table.rows.version.a[at[live]])
+        table.history.add(self._now, "restored", ids)
+        if table.ordinals.cursor() != cut.counts.cursor:
+            raise Corruption(
+                f'table "{table.name}" has the cursor {cut.counts.cursor}; its rows say {table.ordinals.cursor()}'
+            )
+        self._end_leases(table, ids, at)
+
+    def _rows(self, table: Table, cut: TableCut, at: IntArray) -> None:
+        rows = table.rows
+        rows.pages.fate.a[at] = cut.rows["fate"]
+        rows.put_at.a[at] = self._now - cut.rows["age_s"]
+        rows.stamped.a[at] = cut.rows["stamped"]
+        for name, column in rows.facts.items():
+            column.a[at] = cut.rows[name]
+        for name, there in cut.has.items():
+            rows.set_fields(at[there], rows.mask((name,)))
+        for name, values in cut.inline.items():
+            rows.set_inline(name, at, values)
+        for kept, facts in ((cut.keys, Facts(keys=[*cut.keys.values()])), (cut.tags, Facts(tags=[*cut.tags.values()]))):
+            ids = np.array([*kept], np.int64)
+            rows.set_facts(ids, rows.pages.index(ids), facts)
+        left = [(task["state"] <= STEPPED) | (task["state"] == KEPT) for task in cut.tasks.values()]
+        rows.tasks_left.a[at] = np.sum(left, axis=0) if left else 0
+
+    def _blocks(self, table: Table, cut: TableCut, at: IntArray) -> None:
+        refs: dict[int, int] = {}
+        for blocks, _ in cut.places.values():
+            for number, count in tally(blocks[blocks > 0]):
+                refs[number] = refs.get(number, 0) + count
+        new = {number: self._commit(number, table.usage, count) for number, count in refs.items()}
+        for name, (blocks, slots) in cut.places.items():
+            parts = table.parts.parts_of((name,))
+            for number, count in tally(blocks[blocks > 0]):
+                chosen = blocks == number
+                table.parts.write(at[chosen], count, parts, new[number], slots[chosen])
+
+    def _commit(self, number: int, usage: Usage, refs: int) -> int:
+        blocks, at = self._state.core.blocks, self._cut.blocks[number]
+        extent = blocks.grant(PLANTER, at.shard, at.offset, align(max(at.nbytes, 1), PAGE_BYTES))
+        placed = Placed(extent.id, at.offset, at.nbytes, at.rows, list(at.fields), list(at.counts), None, at.checksum)
+        return blocks.commit([placed], usage, [refs])[0]
+
+    def _task(self, task: TaskState, cut: TableCut, name: str, ids: IntArray, at: IntArray) -> None:
+        columns = cut.tasks[name]
+        task.plant(ids, at, columns["state"], columns["attempts"], columns["order"], columns["step"])
+        counts = cut.counts.tasks[name]
+        task.checkpoint = counts.checkpoint
+        tally = task.tally
+        tally.given, tally.done, tally.failed, tally.dropped = counts.given, counts.done, counts.failed, counts.dropped
+        if isinstance(task, GroupTaskState):
+            task.plant_groups(cut.forming[name], ids, at, self._now)
+        else:
+            task.rerank(ids, at)
+
+    def _end_leases(self, table: Table, ids: IntArray, at: IntArray) -> None:
+        for task in table.tasks.values():
+            leased: BoolArray = task.state.a[at] == LEASED
+            return_rows(table, task, ids[leased], failed=False, now=self._now)
+        conclude(table, self._now)
+        table.wake_room()
+        table.wake_tasks()
+        table.core.effects.wake("table", table.name)
+
+    def channel(self, cut: ChannelCut) -> None:
+        """Make a weight channel."""
+        channel = self._state.channels[cut.name] = Channel(cut.name, cut.keep, cut.latest)
+        for one in cut.versions:
+            numbers = [self._commit(number, channel.usage, 1) for number in one.blocks]
+            channel.versions[one.version] = Version(one.fields, numbers, self._now - one.age_s)
+        self._state.core.effects.wake("channel", cut.name)
+
+
+def _counts(table: Table, cut: TableCut) -> None:
+    counts = cut.counts
+    table.rows_put, table.rows_done, table.rows_dropped = counts.rows_put, counts.rows_done, dict(counts.rows_dropped)
+    table.staleness = dict(counts.staleness)
+    table.staleness_in_flight, table.staleness_in_queue = (
+        dict(counts.staleness_in_flight),
+        dict(counts.staleness_in_queue),
+    )
+    table.flow.owed = dict(counts.refills)
+    table.ordinals.spans = cut.ordinals

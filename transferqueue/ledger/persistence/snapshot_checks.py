@@ -1,0 +1,286 @@
+"""Whether a cut that was read from files can be the cut of a ledger: ids, bounds, states, groups and counts that fit each other.
+
+Snapshot files are foreign input. Their checksums say that nothing changed since they were written, not that a ledger wrote them.
+`check` looks at every value before `plant` builds anything of it, and raises `Corruption` naming table, value and rule. The
+values of columns and where they lie are checked where files are read (`server.cutfiles`); what a table's terms must fulfil,
+`plant` checks as of any new table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import numpy as np
+
+from transferqueue.errors import Corruption, UsageError
+from transferqueue.ledger.persistence.snapshot import ChannelCut, Cut, TableCut
+from transferqueue.ledger.requests.flow_control import VERSION_MAX
+from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, IntArray, some
+from transferqueue.ledger.rows.facts import DTYPES, check_ranges, check_tags_of_rows
+from transferqueue.ledger.rows.indexes import SPANS_MAX
+from transferqueue.ledger.rows.pages import DROPPED, LIVE, SHIFT
+from transferqueue.ledger.tasks.group_task import FORMING, OUT, OVER, QUEUED
+from transferqueue.ledger.tasks.task_state import (
+    ABSENT,
+    DONE,
+    GONE,
+    HELD,
+    KEPT,
+    LEASED,
+    PENDING,
+    READY,
+    STATES,
+    STEPPED,
+)
+from transferqueue.limits import KEY_CHARS_MAX, REASONS_MAX, TABLES_MAX, TEXT_CHARS_MAX, check_name
+from transferqueue.policies import Task
+
+COUNT_MAX: Final = 1 << 53
+"""Rows, orders, steps and counters: exact in a float64, and far from where an int64 ends."""
+AGE_S_MAX: Final = 1e12
+"""Ages and deadlines: thirty thousand years."""
+REASONS_OURS_MAX: Final = 64
+"""Reasons for which the ledger itself drops rows are not counted where callers are refused a further one."""
+PAGES_MAX: Final = 1 << 24
+"""Pages from the first resident row to the last: a page table of 256 MiB, and 7e10 rows behind the slowest one."""
+
+
+def check(cut: Cut) -> None:
+    """`Corruption` unless a ledger could have been cut so. O(rows)."""
+    if len(cut.tables) > TABLES_MAX:
+        raise Corruption(f"{len(cut.tables)} tables are told of; a deployment has at most {TABLES_MAX}")
+    _once("table", [table.terms.name for table in cut.tables])
+    _once("channel", [channel.name for channel in cut.channels])
+    for table in cut.tables:
+        _Checks(table).run()
+    for channel in cut.channels:
+        _check_channel(channel)
+    for name, rows in cut.dropped_tables.items():
+        _within(f"dropped_tables: {name[:40]!r}", [rows], 0)
+
+
+def _once(kind: str, names: list[str]) -> None:
+    for name in names:
+        try:
+            check_name(kind, name)
+        except UsageError as error:
+            raise Corruption(str(error)) from error
+    if len(set(names)) != len(names):
+        raise Corruption(f"two {kind}s have one name; they have {', '.join(sorted(names))}")
+
+
+def _within(what: str, values: Iterable[int], lowest: int, highest: int = COUNT_MAX) -> None:
+    wrong = next((value for value in values if not lowest <= value <= highest), None)
+    if wrong is not None:
+        raise Corruption(f"{what} is {wrong}; it is {lowest} to {highest}")
+
+
+def _check_channel(channel: ChannelCut) -> None:
+    subject = f'channel "{channel.name}"'
+    _within(f"{subject}: keep", [channel.keep], 1)
+    _within(f"{subject}: latest", [channel.latest], -1, VERSION_MAX)
+    numbers = [one.version for one in channel.versions]
+    _within(f"{subject}: a version", numbers, 0, channel.latest)
+    if sorted(set(numbers)) != numbers or len(numbers) > channel.keep:
+        raise Corruption(f"{subject}: its versions are {numbers}; they ascend, and {channel.keep} are kept")
+    for one in channel.versions:
+        names = [field.name for field in one.fields]
+        if not names or len(set(names)) != len(names):
+            raise Corruption(f"{subject}: version {one.version} has the fields {names}; it has some, each once")
+        if not abs(one.age_s) <= AGE_S_MAX:
+            raise Corruption(f"{subject}: version {one.version} is {one.age_s} s old")
+
+
+class _Checks:
+    """One table."""
+
+    def __init__(self, cut: TableCut) -> None:
+        self._cut, self._terms, self._counts = cut, cut.terms, cut.counts
+        self._ids: IntArray = cut.rows["row_id"]
+        self._live: BoolArray = cut.rows["fate"] == LIVE
+        self._tasks: Mapping[str, Task] = {task.name: task for task in cut.terms.tasks}
+
+    def run(self) -> None:
+        """All of it, each check relying on those before."""
+        self._check_counts()
+        self._check_rows()
+        self._check_facts()
+        self._check_names()
+        self._check_fields()
+        self._check_groups()
+        for name, task in self._tasks.items():
+            self._check_task(name, task)
+        self._check_open()
+        self._check_ordinals()
+
+    def _wrong(self, what: str) -> Corruption:
+        return Corruption(f'table "{self._terms.name}": {what}')
+
+    def _rows(self, wrong: BoolArray, what: str) -> None:
+        if wrong.any():
+            raise self._wrong(f"row {some(self._ids[wrong])} {what}")
+
+    def _numbers(self, what: str, values: Iterable[int], lowest: int = 0, highest: int = COUNT_MAX) -> None:
+        _within(f'table "{self._terms.name}": {what}', values, lowest, highest)
+
+    # ------------------------------------------------------------ counts and rows
+
+    def _check_counts(self) -> None:
+        counts = self._counts
+        self._numbers("the clock", [self._terms.version], 0, VERSION_MAX)
+        self._numbers("a count of rows", [counts.next_row, counts.rows_put, counts.rows_done, counts.cursor])
+        self._numbers("a count of dropped rows", counts.rows_dropped.values())
+        for each in (counts.staleness, counts.staleness_in_flight, counts.staleness_in_queue):
+            self._numbers("a lag", each, -VERSION_MAX, VERSION_MAX)
+            self._numbers("rows of a lag", each.values())
+        if set(counts.tasks) != set(self._tasks):
+            raise self._wrong(f"it counts for the tasks {sorted(counts.tasks)}, and has {sorted(self._tasks)}")
+        for one in counts.tasks.values():
+            self._numbers("a checkpoint", [one.checkpoint], -1)
+            self._numbers("a count of a task", [one.given, one.done, one.failed, one.dropped])
+        if len(counts.rows_dropped) > REASONS_MAX + REASONS_OURS_MAX or any(
+            len(reason) > TEXT_CHARS_MAX for reason in counts.rows_dropped
+        ):
+            raise self._wrong(
+                f"rows were dropped for {len(counts.rows_dropped)} reasons; at most {REASONS_MAX}, each short"
+            )
+        ended = counts.rows_done + sum(counts.rows_dropped.values())
+        if counts.rows_put != counts.next_row or counts.rows_put != int(self._live.sum()) + ended:
+            raise self._wrong(
+                f"rows put {counts.rows_put} (the next is {counts.next_row}) != {int(self._live.sum())} live + {ended} ended"
+            )
+
+    def _check_rows(self) -> None:
+        ids, next_row = self._ids, self._counts.next_row
+        if ids.size and (ids[0] < 0 or ids[-1] >= next_row or (ids[1:] <= ids[:-1]).any()):
+            raise self._wrong(f"its rows do not ascend from 0 to {next_row - 1}, as the manifest says of them")
+        if ids.size and (int(ids[-1]) >> SHIFT) - (int(ids[0]) >> SHIFT) >= PAGES_MAX:
+            raise self._wrong(f"its rows are {ids[0]} to {ids[-1]}, which takes more than {PAGES_MAX} pages")
+        fate = self._cut.rows["fate"]
+        self._rows((fate < LIVE) | (fate > DROPPED), "has no fate")
+        self._rows(~(np.abs(self._cut.rows["age_s"]) <= AGE_S_MAX), "has no age")
+        stamped = self._cut.rows["stamped"]
+        self._rows((stamped < -1) | (stamped > VERSION_MAX), "was stamped at no version")
+
+    def _check_facts(self) -> None:
+        try:
+            check_ranges({name: self._cut.rows[name] for name in DTYPES})
+            check_tags_of_rows(list(self._cut.tags.values()))
+        except UsageError as error:
+            raise self._wrong(str(error)) from error
+
+    def _check_names(self) -> None:
+        keys = list(self._cut.keys.values())
+        if len(set(keys)) != len(keys):
+            raise self._wrong("two rows have one key")
+        wrong = next((key for key in keys if not 0 < len(key) <= KEY_CHARS_MAX), None)
+        if wrong is not None:
+            raise self._wrong(f"a key has {len(wrong)} characters; 1 to {KEY_CHARS_MAX}")
+
+    def _check_fields(self) -> None:
+        fields = [field.name for field in self._terms.fields]
+        if sorted(self._cut.has) != sorted(fields):
+            raise self._wrong(f"its rows have the fields {sorted(self._cut.has)}, its terms {sorted(fields)}")
+
+    # ------------------------------------------------------------ groups
+
+    def _check_groups(self) -> None:
+        groups, ids = self._cut.groups, self._cut.rows["group_id"]
+        known, sizes, present = (groups[name] for name in ("group_id", "group_size", "present"))
+        if np.unique(known).size != known.size or (known < 0).any():
+            raise self._wrong("a group is told of twice, or has a negative id")
+        members = self._live & (ids >= 0)
+        order = np.argsort(known, kind="stable")
+        at = np.searchsorted(known, ids[members], sorter=order)
+        at = order[np.minimum(at, known.size - 1)] if known.size else at
+        missing = np.ones(at.size, np.bool_) if not known.size else known[at] != ids[members]
+        if missing.any():
+            raise self._wrong(f"row {some(self._ids[members][missing])} is of a group that is not told of")
+        if (sizes[at] != self._cut.rows["group_size"][members]).any():
+            raise self._wrong("a row and its group differ about the group's size")
+        there = np.bincount(at, minlength=known.size)
+        if ((there < 1) | (present < there) | (present > sizes)).any():
+            raise self._wrong("a group has no row, or counts other members than it has")
+        self._check_refills(dict(zip(known.tolist(), sizes.tolist(), strict=True)))
+
+    def _check_refills(self, sizes: dict[int, int]) -> None:
+        for group, count in self._counts.refills.items():  # more than it lacks, where others put what was promised
+            if not 0 < count <= sizes.get(group, 0):
+                raise self._wrong(f"{count} members of group {group} are asked for, which is of {sizes.get(group, 0)}")
+
+    # ------------------------------------------------------------ tasks
+
+    def _check_task(self, name: str, task: Task) -> None:
+        columns = self._cut.tasks[name]
+        state, step = columns["state"], columns["step"]
+        if state.size and int(state.max()) >= len(STATES):
+            raise self._wrong(f'task "{name}" has a row in no state')
+        self._rows(columns["attempts"] < 0, f'has less than no attempt in task "{name}"')
+        order = columns["order"]
+        self._rows((order < 0) | (order > COUNT_MAX), f'has no order in task "{name}"')
+        stepped = state == STEPPED
+        checkpoint = self._counts.tasks[name].checkpoint
+        self._rows(stepped & ((step <= checkpoint) | (step > COUNT_MAX)), f'was acked in "{name}" with no step to come')
+        self._rows(~stepped & (step != -1), f'has a step in "{name}", and was acked with none')
+        self._rows(self._live & (state == GONE), f'is live, and gone for task "{name}"')
+        self._rows(~self._live & (state < DONE), f'has ended, and not for task "{name}"')
+        complete = self._complete(task)
+        self._rows(~complete & ((state == READY) | (state == HELD)), f'is ready for "{name}" without what that needs')
+        self._rows(complete & (state == PENDING), f'has what "{name}" needs, and is pending')
+        if task.groups is None:
+            self._rows(state == HELD, f'is held for a group in "{name}", which takes rows')
+        else:
+            self._check_forming(name, state)
+
+    def _complete(self, task: Task) -> BoolArray:
+        """Which rows have all that the task needs."""
+        has = self._cut.has
+        if any(field not in has for field in task.needs):
+            return np.zeros(self._ids.size, np.bool_)
+        return np.all([has[field] for field in task.needs], axis=0) if task.needs else np.ones(self._ids.size, np.bool_)
+
+    def _check_forming(self, name: str, state: AnyArray) -> None:
+        every = {key: column.tolist() for key, column in self._cut.forming[name].items()}
+        known = dict(zip(every["unit"], every["state"], strict=True))
+        if len(known) != len(every["unit"]):
+            raise self._wrong(f'task "{name}" has a group twice')
+        self._numbers(f'task "{name}": a group\'s state', every["state"], FORMING, OVER)
+        self._numbers(f'task "{name}": members lost', every["lost"])
+        self._numbers(f'task "{name}": the order of a group', every["order"])
+        left = self._cut.forming[name]["left_s"]
+        if not (np.isnan(left) | (np.abs(left) <= AGE_S_MAX)).all():
+            raise self._wrong(f'task "{name}": a group has no deadline and not none')
+        units = np.where(self._cut.rows["group_id"] < 0, -2 - self._ids, self._cut.rows["group_id"])
+        strange = set(known) - set(units[self._live].tolist())
+        if strange:
+            raise self._wrong(f'task "{name}" knows group {min(strange)}, which has no row')
+        self._check_members(name, known, units, state)
+
+    def _check_members(self, name: str, known: Mapping[int, int], units: IntArray, state: AnyArray) -> None:
+        def of(chosen: int) -> set[int]:
+            return set(units[self._live & (state == chosen)].tolist())
+
+        ready, queued = of(READY), {unit for unit, one in known.items() if one == QUEUED}
+        if ready != queued:
+            raise self._wrong(f'task "{name}": the groups with ready rows are not those that are queued')
+        wrong = [unit for unit in of(HELD) if known.get(unit) not in (FORMING, OUT)]
+        wrong += [unit for unit in of(LEASED) | of(STEPPED) if unit not in known]
+        if wrong:
+            raise self._wrong(f'task "{name}": group {min(wrong)} is not as its rows are')
+
+    def _check_open(self) -> None:
+        """A live row that all tasks are done with would stay for ever."""
+        if not self._cut.tasks:
+            return
+        states = np.stack([columns["state"] for columns in self._cut.tasks.values()])
+        left = ((states <= STEPPED) | (states == KEPT) | (states == ABSENT)).any(axis=0)
+        self._rows(self._live & ~left, "is live, and no task has work with it")
+
+    def _check_ordinals(self) -> None:
+        spans = self._cut.ordinals
+        flat = spans.reshape(-1)
+        if len(spans) > SPANS_MAX or (spans[:, 0] > spans[:, 1]).any() or (spans[1:, 0] <= spans[:-1, 1] + 1).any():
+            raise self._wrong("its spans of ordinals do not ascend with a gap between any two")
+        if flat.size and (int(flat[0]) < 0 or int(flat[-1]) > COUNT_MAX):
+            raise self._wrong(f"its ordinals are {flat[0]} to {flat[-1]}; they are 0 to {COUNT_MAX}")

@@ -1,0 +1,1 @@
+"""What people ask of the ledger: statistics and answers to `Observe`."""

@@ -1,0 +1,137 @@
+"""What people ask of the ledger: observations, and why a request waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from transferqueue.errors import NotFound, UsageError, listing
+from transferqueue.ledger.reports import statistics as observe
+from transferqueue.ledger.reports.weight_channels import channel_lines
+from transferqueue.ledger.requests import flow_control as flowing
+from transferqueue.ledger.requests import put as intake
+from transferqueue.ledger.requests import weight_channels as channels
+from transferqueue.ledger.requests.weight_channels import Channel
+from transferqueue.ledger.rules.explain import explain_lease, explain_room, who_holds_rows
+from transferqueue.ledger.state import State
+from transferqueue.ledger.table import Table
+from transferqueue.wire import messages as m
+
+# ---------------------------------------------------------------- observations
+
+
+def observed(state: State, request: m.Observe) -> dict[str, Any]:
+    """Plain values; `UsageError` lists what there is to observe."""
+    view = _VIEWS.get(request.what)
+    if view is None:
+        raise UsageError(f"there is nothing to observe as {request.what!r}; ask for {listing(_VIEWS)}")
+    chosen: Mapping[str, Table] = {request.table: state.table(request.table)} if request.table else state.tables
+    return view(state, request, chosen)
+
+
+def _stats(state: State, request: m.Observe, tables: Mapping[str, Table]) -> dict[str, Any]:
+    return {
+        "now_s": state.now,
+        "tables": {name: observe.table_stats(one, state.now) for name, one in tables.items()},
+        "channels": {name: observe.channel_stats(one, state.now) for name, one in state.channels.items()},
+        "bytes": observe.bytes_stats(state.core.blocks),
+        "sessions": sum(one.open for one in state.sessions.values()),
+    }
+
+
+def _audit(state: State, request: m.Observe, tables: Mapping[str, Table]) -> dict[str, Any]:
+    found = {name: observe.table_audit(one) for name, one in tables.items()}
+    balanced = all(one["balanced"] for one in found.values())
+    return {"balanced": balanced, "tables": found, "dropped_tables": dict(state.dropped_tables)}
+
+
+def _row(state: State, request: m.Observe, tables: Mapping[str, Table]) -> dict[str, Any]:
+    if not request.table:
+        raise UsageError(f"a row is observed in a table; name one of {listing(state.tables)}")
+    return observe.row_life(tables[request.table], request.row, state.now)
+
+
+def _doctor(state: State, request: m.Observe, tables: Mapping[str, Table]) -> dict[str, Any]:
+    told = {} if request.table else state.channels
+    lines = {name: channel_lines(one, state.core, state.now) for name, one in told.items()}
+    return {"now_s": state.now, **observe.doctor(tables, state.now), "channels": lines}
+
+
+def _sessions(state: State, request: m.Observe, tables: Mapping[str, Table]) -> dict[str, Any]:
+    return {
+        str(number): observe.session_stats(one, state.tables.values(), state.core, state.now)
+        for number, one in state.sessions.items()
+    }
+
+
+View = Callable[[State, m.Observe, Mapping[str, Table]], dict[str, Any]]
+_VIEWS: Final[dict[str, View]] = {
+    "stats": _stats,
+    "audit": _audit,
+    "row": _row,
+    "doctor": _doctor,
+    "sessions": _sessions,
+}
+
+# ---------------------------------------------------------------- why a request waits
+
+
+def explained(state: State, request: m.Request) -> str:
+    """What the request lacks and who holds it; says so if it does not wait."""
+    explain = _EXPLANATIONS.get(type(request))
+    try:
+        return explain(state, request) if explain else f"{type(request).__name__} does not wait"
+    except NotFound as gone:
+        return str(gone)
+
+
+def _of_lease(state: State, request: m.Lease) -> str:
+    table, task = state.task(request.table, request.task)
+    return explain_lease(table, task, request, state.now)
+
+
+def _of_put(state: State, request: m.Put) -> str:
+    table = state.table(request.table)
+    why = intake.no_room(table, request.rows, table.replicas * sum(block.nbytes for block in request.columns.blocks))
+    return explain_room(table, why or "there is room by now")
+
+
+def _of_reserve(state: State, request: m.Reserve) -> str:
+    table = state.table(request.table)
+    why = flowing.reserve_hindered(table, request) or "nothing hinders them by now"
+    return f'{request.rows} rows are not reserved in table "{table.name}": {why}; {who_holds_rows(table)}'
+
+
+def _of_advance(state: State, request: m.Advance) -> str:
+    return flowing.clock_held(state.table(request.table), request.version) or "the clock may move by now"
+
+
+def _of_publish(state: State, request: m.Publish) -> str:
+    held = [flowing.clock_held(table, request.version) for table in state.followers(request.channel)]
+    return "; ".join(why for why in held if why) or "nothing holds the clock by now"
+
+
+def _of_pull(state: State, request: m.Pull) -> str:
+    return channels.explain_pull(state.channels.get(request.channel) or Channel(request.channel), request)
+
+
+def _of_turn(state: State, request: m.Turn) -> str:
+    return channels.explain_turn(
+        state.channels.get(request.channel) or Channel(request.channel), request, state.core.labels
+    )
+
+
+def _of_open(state: State, request: m.OpenTable) -> str:
+    return f'table "{request.name}" was not created; there are {listing(state.tables)}'
+
+
+_EXPLANATIONS: Final[dict[type, Callable[[State, Any], str]]] = {
+    m.Lease: _of_lease,
+    m.Put: _of_put,
+    m.Reserve: _of_reserve,
+    m.Advance: _of_advance,
+    m.Publish: _of_publish,
+    m.Pull: _of_pull,
+    m.Turn: _of_turn,
+    m.OpenTable: _of_open,
+}

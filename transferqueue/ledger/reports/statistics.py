@@ -1,0 +1,357 @@
+"""Plain values for people and metrics: stats, audit, one row's life, what stalls.
+
+Keys are documented in docs/OBSERVING.md. Stats and audit cost O(tables x tasks); a row's life and the doctor
+walk a bounded history or sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from transferqueue.errors import NotFound
+from transferqueue.ledger.requests.flow_control import clock_held
+from transferqueue.ledger.requests.weight_channels import Channel
+from transferqueue.ledger.rows.arrays import IntArray
+from transferqueue.ledger.rows.blocks import Blocks
+from transferqueue.ledger.rows.events import Event
+from transferqueue.ledger.rows.facts import UNSET
+from transferqueue.ledger.rows.pages import DONE, DROPPED, LIVE
+from transferqueue.ledger.rules.explain import (
+    absence,
+    explain_lease,
+    explain_stranded,
+    lost_rows,
+    session_name,
+    who_holds_rows,
+)
+from transferqueue.ledger.rules.requeue import LOST
+from transferqueue.ledger.rules.required_results import stranded
+from transferqueue.ledger.sessions import Session
+from transferqueue.ledger.table import Core, Table
+from transferqueue.ledger.tasks.group_task import FORMING, GroupTaskState
+from transferqueue.ledger.tasks.ready_queue import UNIT
+from transferqueue.ledger.tasks.task_state import HELD, KEPT, LEASED, PENDING, READY, STATES, STEPPED, TaskState
+from transferqueue.wire.messages import Lease as LeaseRequest
+
+Plain = dict[str, Any]
+FATES = {LIVE: "live", DONE: "done", DROPPED: "dropped"}
+
+# ---------------------------------------------------------------- stats
+
+
+def table_stats(table: Table, now: float) -> Plain:
+    """How full a table is, and where its rows are."""
+    pacing = table.pacing
+    return {
+        **table_audit(table),
+        "rows_resident": table.rows.pages.resident,
+        "rows_limit": table.limits.rows,
+        "bytes": table.usage.bytes,
+        "bytes_limit": table.limits.bytes_max,
+        "fields": {name: field.describe() for name, field in table.rows.fields.items()},
+        "extra_fields": table.extra_fields is not False,
+        "groups": len(table.groups),
+        "version": table.clock,
+        "cursor": table.ordinals.cursor(),
+        "sealed": table.sealed,
+        "replicas": table.replicas,
+        "age_s": _oldest(table, now),
+        "staleness": _by_lag(table.staleness),
+        "staleness_in_flight": _by_lag(table.staleness_in_flight),
+        "staleness_in_queue": _by_lag(table.staleness_in_queue),
+        "max_staleness": None if pacing is None else pacing.max_staleness,
+        "reserved": table.flow.reserved,
+        "refills": table.flow.owed_rows,
+        "outstanding": table.outstanding,
+        "outstanding_limit": None if pacing is None else pacing.rows_ahead_max,
+        "pacing_task": None if pacing is None else pacing.task,
+        "tasks": {name: _task_stats(table, task, now) for name, task in table.tasks.items()},
+    }
+
+
+def _by_lag(counts: Mapping[int, int]) -> dict[str, int]:
+    return {str(lag): rows for lag, rows in sorted(counts.items())}
+
+
+def _task_stats(table: Table, task: TaskState, now: float) -> Plain:
+    leases = [one for one in table.core.leases.by_id.values() if one.table == table.name and one.task == task.task.name]
+    gone = absence(table, task, now)
+    stats: Plain = {
+        **{STATES[state]: task.counts[state] for state in (PENDING, HELD, READY, LEASED, STEPPED, KEPT)},
+        "checkpoint": task.checkpoint,
+        "done": task.tally.done,
+        "dropped": task.tally.dropped,
+        "given": task.tally.given,
+        "failed": task.tally.failed,
+        "leases": len(leases),
+        "age_s": _next_in_line(table, task, now),
+        "oldest_lease_s": max((now - one.since for one in leases), default=None),
+        "holders": sorted({session_name(table, one) for lease in leases for one in lease.holders.values()}),
+        "groups_ready": None,
+        "groups_forming": None,
+        "stranded": _never_progresses(table, task),
+        "unattended_s": gone.since_s if gone else None,
+        "unattended": gone.text if gone else "",
+    }
+    if isinstance(task, GroupTaskState):
+        stats["groups_ready"] = task.ready_units
+        stats["groups_forming"] = sum(one.state == FORMING for one in task.forming.values())
+    return stats
+
+
+def _next_in_line(table: Table, task: TaskState, now: float) -> float | None:
+    """How long ago the row that is handed over next was put."""
+    units = task.queue(()).first(1)[UNIT]
+    if not units.size:
+        return None
+    rows, _ = task.members(units)
+    return now - float(table.rows.put_at.a[table.rows.pages.index(rows)].min())
+
+
+def _oldest(table: Table, now: float) -> float | None:
+    """Age of the oldest resident row; rows are put in order of time."""
+    for page in table.rows.pages.pages():
+        rows = table.rows.pages.rows_of(page)
+        if rows.size:
+            return now - float(table.rows.put_at.a[table.rows.pages.index(rows[:1])][0])
+    return None
+
+
+def table_audit(table: Table) -> Plain:
+    """Where every row that was ever put is now. balanced: the sum is right, counted twice independently."""
+    live = sum(_live_rows(table, page) for page in table.rows.pages.pages())
+    dropped = sum(table.rows_dropped.values())
+    return {
+        "rows_put": table.rows_put,
+        "rows_live": live,
+        "rows_done": table.rows_done,
+        "rows_dropped": dropped,
+        "dropped": dict(sorted(table.rows_dropped.items())),
+        "rows_lost": table.rows_dropped.get(LOST, 0),
+        "balanced": table.rows_put == live + table.rows_done + dropped,
+    }
+
+
+def _live_rows(table: Table, page: int) -> int:
+    pages = table.rows.pages
+    return int((pages.fate.a[pages.index(pages.rows_of(page))] == LIVE).sum())
+
+
+def channel_stats(channel: Channel, now: float) -> Plain:
+    """Versions of a channel and who generates with which."""
+    newest = channel.versions.get(channel.latest)
+    return {
+        "newest": channel.latest,
+        "kept": list(channel.versions),
+        "lost": {str(version): why for version, why in channel.lost.items()},
+        "bytes": channel.usage.bytes,
+        "age_s": None if newest is None else now - newest.at,
+        "applied": {str(session): one.version for session, one in channel.applied.items()},
+        "applied_age_s": {str(session): now - one.at for session, one in channel.applied.items()},
+        "publish_lag_s": {str(session): one.lag_s for session, one in channel.applied.items()},
+        "turns": {str(session): turn.deadline - now for session, turn in channel.turns.items() if turn.deadline},
+    }
+
+
+def bytes_stats(blocks: Blocks) -> Plain:
+    """Extents, blocks and pins of all tables and channels."""
+    extents = blocks.extents.values()
+    return {
+        "extents": len(extents),
+        "extents_open": sum(extent.open for extent in extents),
+        "granted": sum(extent.nbytes for extent in extents),
+        "blocks": len(blocks.blocks),
+        "blocks_pinned": sum(block.pins > 0 for block in blocks.blocks.values()),
+    }
+
+
+def session_stats(session: Session, tables: Iterable[Table], core: Core, now: float) -> Plain:
+    """What a session holds."""
+    leases, blocks = core.leases.of(session.id), core.blocks
+    return {
+        "session": session.id,
+        "label": session.label,
+        "client": session.client[:4].hex(),
+        "state": "open" if session.open else "ended",
+        "opened_s": now - session.opened,
+        "silent_s": core.silent_s(session.id, now),
+        "leases": [{"lease": one.id, "table": one.table, "task": one.task, "rows": one.left} for one in leases],
+        "rows_leased": sum(one.left for one in leases),
+        "reserved": sum(one.left for table in tables for one in table.flow.of(session.id)),
+        "pins": len(blocks.pins.get(session.id, {})),
+        "grants": sum(extent.session == session.id for extent in blocks.extents.values()),
+    }
+
+
+# ---------------------------------------------------------------- one row's whole life
+
+
+def row_life(table: Table, row: int, now: float) -> Plain:
+    """What happened to a row, and where it is now. A finished row is known by its recent history only."""
+    if not 0 <= row < table.rows.pages.next_row:
+        raise NotFound(
+            f'row {row} was never put into table "{table.name}"; ids so far end at {table.rows.pages.next_row - 1}'
+        )
+    found = table.history.of(row)
+    at, there = table.rows.pages.find(np.array([row], np.int64))
+    told = _resident(table, row, at, now) if there[0] else _forgotten(found, now)
+    return {
+        "table": table.name,
+        "row": row,
+        **told,
+        "put_by": next((event.session for event in found if event.what == "put" and event.session), None),
+        "events": [_event(event, now) for event in found],
+        "events_complete": any(event.what == "put" for event in found),
+    }
+
+
+def _event(event: Event, now: float) -> Plain:
+    return {
+        "ago_s": now - event.at,
+        "what": event.what,
+        "task": event.task,
+        "session": event.session,
+        "detail": event.detail,
+    }
+
+
+def _forgotten(events: list[Event], now: float) -> Plain:
+    """What is known of a row that was freed: how it ended, while its history lasts."""
+    put = next((event for event in events if event.what == "put"), None)
+    end = next((event for event in reversed(events) if event.what in ("done", "dropped")), None)
+    unknown: Plain = {"key": None, "tags": {}, **UNSET}
+    return {
+        "state": end.what if end else "forgotten",
+        "reason": end.detail if end and end.what == "dropped" else "",
+        "age_s": now - put.at if put else None,
+        "resident": False,
+        **unknown,
+        "fields": {},
+        "tasks": {},
+    }
+
+
+def _resident(table: Table, row: int, at: IntArray, now: float) -> Plain:
+    fate = FATES[int(table.rows.pages.fate.a[at[0]])]
+    ends = [event.detail for event in table.history.of(row) if event.what == "dropped"] if fate == "dropped" else []
+    return {
+        "state": fate,
+        "reason": ends[-1] if ends else "",
+        "age_s": now - float(table.rows.put_at.a[at[0]]),
+        "resident": True,
+        "key": table.rows.keys.get(row),
+        "tags": dict(table.rows.tags.get(row, {})),
+        **{name: column.a[at[0]].item() for name, column in table.rows.facts.items()},
+        "fields": {name: _field(table, name, at) for name in table.rows.fields},
+        "tasks": {name: _standing(table, task, at, now) for name, task in table.tasks.items()},
+    }
+
+
+def _field(table: Table, name: str, at: IntArray) -> Plain:
+    """Whether a row has a field, and its value or the place of its bytes."""
+    column = table.rows.inline.get(name)
+    told: Plain = {"set": bool(table.rows.has_all(at, table.rows.mask((name,)))[0]), "inline": column is not None}
+    told |= dict.fromkeys(("value", "block", "slot", "shard", "bytes"))
+    if told["set"] and column is not None:
+        value = column.a[at[0]].item()
+        told["value"] = str(value) if isinstance(value, complex) else value
+    elif told["set"]:
+        (place,) = table.parts.locate([name], at)
+        block = table.core.blocks.blocks[int(place.blocks[0])].at
+        told |= {"block": block.block, "slot": int(place.slots[0]), "shard": block.shard, "bytes": block.nbytes}
+    return told
+
+
+def _standing(table: Table, task: TaskState, at: IntArray, now: float) -> Plain:
+    """Where a row stands for a task."""
+    state = int(task.state.a[at[0]])
+    lease = table.core.leases.by_id.get(int(task.hold.a[at[0]])) if state == LEASED else None
+    holders = list(lease.holders.values()) if lease else []
+    lacks = [
+        name
+        for name in task.task.needs
+        if name not in table.rows.fields or not bool(table.rows.has_all(at, table.rows.mask((name,)))[0])
+    ]
+    return {
+        "state": STATES[state],
+        "lacks": lacks if state == PENDING else [],
+        "attempts": int(task.attempts.a[at[0]]),
+        "lease": lease.id if lease else None,
+        "session": holders[0] if holders else None,
+        "held_s": now - lease.since if lease else None,
+        "left_s": lease.deadline - now if lease and lease.deadline is not None else None,
+    }
+
+
+# ---------------------------------------------------------------- what stalls
+
+
+def doctor(tables: Mapping[str, Table], now: float) -> Plain:
+    """For each table, in words: what each task waits for, who holds it, and why producers wait."""
+    return {"tables": {name: _diagnose(table, now) for name, table in tables.items()}}
+
+
+def _diagnose(table: Table, now: float) -> list[Plain]:
+    told = [_of_task(table, task, now) for task in table.tasks.values()]
+    about: Plain = {"stranded": False, "unattended_s": None, "died": False}
+    return told + [{"task": "", "text": text} | about for text in _of_table(table)]
+
+
+def _of_task(table: Table, task: TaskState, now: float) -> Plain:
+    gone = absence(table, task, now)
+    return {
+        "task": task.task.name,
+        "text": _task_line(table, task, now) + (f"; {gone.text}" if gone else ""),
+        "stranded": _never_progresses(table, task),
+        "unattended_s": gone.since_s if gone else None,
+        "died": gone is not None and gone.died,
+    }
+
+
+def _never_progresses(table: Table, task: TaskState) -> bool:
+    return not task.counts[READY] and not task.counts[LEASED] and stranded(table, task)
+
+
+def _of_table(table: Table) -> list[str]:
+    """What holds up producers, the clock, and the end."""
+    told = lost_rows(table)
+    if table.rows.pages.resident + table.flow.reserved >= table.limits.rows:
+        told.append(
+            f"puts wait: {table.limits.rows} rows are there or reserved, the most there may be; {who_holds_rows(table)}"
+        )
+    most = table.limits.bytes_max
+    if most is not None and table.usage.bytes >= most:
+        told.append(f"puts wait: {table.usage.bytes} bytes are there, of at most {most}; {who_holds_rows(table)}")
+    if table.pacing is not None and table.outstanding >= table.pacing.rows_ahead_max:
+        told.append(
+            f'reserves wait for task "{table.pacing.task}": {table.outstanding} rows are outstanding, of at most '
+            f"{table.pacing.rows_ahead_max}"
+        )
+    if held := clock_held(table, table.clock + 1):
+        told.append(held)
+    return told + (_end_lines(table) if table.sealed else [])
+
+
+def _task_line(table: Table, task: TaskState, now: float) -> str:
+    if not task.open_rows:
+        return f'task "{task.task.name}" has nothing to do'
+    if _never_progresses(table, task):
+        return explain_stranded(table, task, now)
+    if task.ready_units:
+        unit = "groups" if isinstance(task, GroupTaskState) else "rows"
+        return f'task "{task.task.name}" has {task.ready_units} {unit} ready, and {task.counts[LEASED]} rows leased'
+    grouped = isinstance(task, GroupTaskState)
+    one = LeaseRequest(table.name, task.task.name, rows=int(not grouped), groups=int(grouped))
+    return explain_lease(table, task, one, now)
+
+
+def _end_lines(table: Table) -> list[str]:
+    """A sealed table ends for a task when it has no pending, held, ready or leased row."""
+    return [
+        f'the end of the table waits for task "{task.task.name}": {task.open_rows} rows are not done'
+        for task in table.tasks.values()
+        if task.open_rows
+    ]

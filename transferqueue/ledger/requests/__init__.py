@@ -1,0 +1,1 @@
+"""One file for each family of requests, named as the request."""

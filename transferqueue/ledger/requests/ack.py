@@ -1,0 +1,269 @@
+"""Ack, release, renew, expire: how leases end."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from transferqueue.errors import LeaseExpired, UsageError
+from transferqueue.ledger.requests.put import check_reason, rows_changed
+from transferqueue.ledger.rows.arrays import IntArray, decode_rows, some
+from transferqueue.ledger.rows.commit import (
+    Staged,
+    check_columns,
+    check_later,
+    check_size,
+    check_unset,
+    reserve_blocks,
+    unused,
+    write_columns,
+)
+from transferqueue.ledger.rules.finish import drop_staged, end_lease, finish_rows, retire
+from transferqueue.ledger.rules.groups_and_staleness import conclude, judge_stale, return_rows
+from transferqueue.ledger.rules.required_results import check_given
+from transferqueue.ledger.table import Table
+from transferqueue.ledger.tasks.group_task import GroupTaskState
+from transferqueue.ledger.tasks.leases import Lease
+from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
+from transferqueue.wire.messages import Ack, Done, Release, Renew, Renewed
+
+# ---------------------------------------------------------------- ack
+
+
+def ack(table: Table, request: Ack, session: int, now: float) -> Done:
+    """Rows of a lease are done, together with their results; or dropped."""
+    one = table.core.leases.get(request.lease, request.token, table.name, session)
+    task = table.tasks[one.task]
+    named = one.positions(None if request.rows is None else decode_rows(request.rows))
+    _check_whole(table, task, one, named, "ack")
+    if request.drop:
+        check_reason(table, request.drop)
+    held = named[one.held[named]]
+    if named.size and not held.size:
+        raise LeaseExpired(
+            f"row {some(one.rows[named])} of lease {one.id} was dropped meanwhile; there is nothing to ack"
+        )
+    staged = _check_results(table, one, request, session, named)
+    if one.replicas > 1:
+        return _ack_replica(table, one, request, session, staged, now)
+    rows = one.rows[held]
+    if task.owed and not request.drop:
+        check_given(table, task, () if staged is None else staged.names, rows)
+    if staged is not None:
+        _stage(table, staged)
+        _commit(table, staged, rows, np.flatnonzero(one.held[named]), now)
+    one.held[held] = one.open[named] = False
+    _finish(table, task, rows, request, session, now)
+    _end_if_empty(table, one, "it was acked")
+    judge_stale(table, rows, now)
+    conclude(table, now)
+    return Done(rows.size)
+
+
+def _check_results(table: Table, one: Lease, request: Ack, session: int, named: IntArray) -> Staged | None:
+    staged = _check_columns(table, one, request, session, named)
+    if staged is None:
+        return None
+    if request.drop:
+        raise UsageError(f"an ack that drops its rows ({request.drop!r}) carries no columns; nobody would read them")
+    held = one.rows[named[one.held[named]]]
+    check_unset(table.rows, staged, held, table.rows.pages.index(held))
+    return staged
+
+
+def _check_columns(table: Table, one: Lease, request: Ack | Release, session: int, named: IntArray) -> Staged | None:
+    """What comes with the end of a lease, for the rows that it names; None when nothing does."""
+    if request.columns is None:
+        return None
+    staged = check_columns(table.rows, table.core.blocks, session, request.columns, named.size, table.replicas)
+    check_later(staged)
+    if staged.empty:
+        return None
+    if not named.size:
+        raise UsageError(f"lease {one.id} has no rows left; its end carries no columns")
+    check_size(staged, table.name, table.limits.bytes_max, named.size)
+    if staged.facts.keys is not None:
+        table.rows.check_keys(staged.facts.keys, one.rows[named])
+    return staged
+
+
+def _stage(table: Table, staged: Staged) -> None:
+    reserve_blocks(staged, table.rows, table.parts, table.core.blocks, table.usage)
+
+
+def _commit(table: Table, staged: Staged, rows: IntArray, chosen: IntArray, now: float) -> None:
+    """Results of `rows`, which are `chosen` of those that the ack named, become visible to all tasks."""
+    at = table.rows.pages.index(rows)
+    whole = chosen.size == staged.rows
+    retire(table, write_columns(staged, table.rows, table.parts, rows, at, None if whole else chosen))
+    retire(table, unused(staged))
+    rows_changed(table, staged, rows, at, now)
+
+
+def _finish(table: Table, task: TaskState, rows: IntArray, request: Ack, session: int, now: float) -> None:
+    detail = f"step {request.step}" if request.step >= 0 else ""
+    if request.drop:
+        table.history.add(now, "acked as dropped", rows, task.task.name, session, request.drop)
+        return_rows(table, task, rows, failed=False, now=now)
+        table.doomed.append((rows, request.drop))
+        return
+    table.history.add(now, "acked", rows, task.task.name, session, detail)
+    if request.step > task.checkpoint:
+        task.step(rows, table.rows.pages.index(rows), request.step)
+    else:
+        finish_rows(table, task, rows, now)
+    if task is table.pacer:
+        table.wake_room()
+    if table.sealed and (task is table.pacer or not (task.counts[READY] or task.counts[LEASED])):
+        table.wake_tasks()  # others may have waited for this to know that nothing comes (back) to them
+    elif table.sealed:
+        table.wake_task(task.task.name)
+
+
+def _check_whole(table: Table, task: TaskState, one: Lease, named: IntArray, verb: str) -> None:
+    """Groups end together: part of one would be handed out again as less than a whole."""
+    if not isinstance(task, GroupTaskState) or named.size == one.rows.size:
+        return
+    left = np.ones(one.rows.size, np.bool_)
+    left[named] = False
+    left &= one.held
+    rows = one.rows[named[one.held[named]]]
+    cut = np.intersect1d(_units(table, rows), _units(table, one.rows[left]))
+    if cut.size:
+        raise UsageError(
+            f'task "{task.task.name}" takes whole groups: {verb} all rows of group {some(cut)} together, '
+            "or drop single rows"
+        )
+
+
+def _units(table: Table, rows: IntArray) -> IntArray:
+    return table.groups.units(rows, table.rows.pages.index(rows))
+
+
+def _end_if_empty(table: Table, one: Lease, why: str) -> None:
+    if not one.open.any() or not one.held.any():
+        end_lease(table, one, why, told=True)
+
+
+# ---------------------------------------------------------------- replicas
+
+
+def _ack_replica(table: Table, one: Lease, request: Ack, session: int, staged: Staged | None, now: float) -> Done:
+    """One of several peers is done; the rows are when all are."""
+    peers = [replica for replica, holder in one.holders.items() if holder == session and replica not in one.acked]
+    if not peers:
+        raise LeaseExpired(f"lease {one.id} was acked by this replica before")
+    if request.rows is not None and decode_rows(request.rows).size != int(one.open.sum()):
+        raise UsageError(f"lease {one.id} is shared by {one.replicas} replicas, who ack all of its rows together")
+    if len(one.acked) + 1 == one.replicas and not (one.dropped_as or request.drop):
+        results = one.staged or staged
+        names = () if results is None else results.names
+        check_given(table, table.tasks[one.task], names, one.rows[one.held])
+    one.acked[peers[0]] = None
+    one.dropped_as = one.dropped_as or request.drop
+    if staged is not None and one.staged is None:
+        one.staged = _in_lease_order(table, one, request, staged)
+    elif staged is not None:
+        # Written, accepted, and needed by nobody: the extent closes as after any commit.
+        table.core.blocks.commit(staged.placed, table.usage, [0] * len(staged.placed))
+    if len(one.acked) == one.replicas:
+        _ack_last(table, one, request, session, now)
+    conclude(table, now)
+    return Done(one.left if one.id in table.core.leases.by_id else int(one.rows.size))
+
+
+def _in_lease_order(table: Table, one: Lease, request: Ack, staged: Staged) -> Staged:
+    """The blocks are real from now on (their extent may close), but no row has them yet."""
+    _stage(table, staged)
+    if request.rows is not None:
+        one.staged_order = one.positions(decode_rows(request.rows))
+    return staged
+
+
+def _ack_last(table: Table, one: Lease, request: Ack, session: int, now: float) -> None:
+    task, held = table.tasks[one.task], one.rows[one.held]
+    if one.staged is not None and not one.dropped_as:
+        order = one.staged_order if one.staged_order is not None else np.arange(one.rows.size)
+        chosen = np.flatnonzero(one.held[order])
+        rows = one.rows[order[chosen]]
+        _commit(table, one.staged, rows, chosen, now)
+        # Somebody may have updated the rows since the first replica's ack was checked.
+        retire(table, table.parts.prune(table.rows.pages.index(rows), one.staged.names))
+        one.staged = None
+    drop_staged(table, one)
+    one.held[:] = one.open[:] = False
+    final = Ack(request.table, request.lease, request.token, drop=one.dropped_as, step=request.step)
+    _finish(table, task, held, final, session, now)
+    end_lease(table, one, "it was acked by all replicas", told=True)
+    judge_stale(table, held, now)
+
+
+# ---------------------------------------------------------------- release, renew
+
+
+def release(table: Table, request: Release, session: int, now: float) -> Done:
+    """Rows of a lease go back to ready, with what was made of them so far: its columns replace what they had."""
+    one = table.core.leases.get(request.lease, request.token, table.name, session)
+    task = table.tasks[one.task]
+    named = one.positions(None if request.rows is None else decode_rows(request.rows))
+    if one.replicas > 1 and named.size != int(one.open.sum()):
+        raise UsageError(f"lease {one.id} is shared by {one.replicas} replicas; release all of its rows")
+    _check_whole(table, task, one, named, "release")
+    staged = _check_progress(table, one, request, session, named)
+    rows = one.rows[named[one.held[named]]]
+    if staged is not None:
+        _stage(table, staged)
+        _commit(table, staged, rows, np.flatnonzero(one.held[named]), now)
+        retire(table, table.parts.prune(table.rows.pages.index(rows), staged.names))
+    one.held[named] = one.open[named] = False
+    table.history.add(now, "failed" if request.failed else "released", rows, one.task, session, request.reason)
+    return_rows(table, task, rows, failed=request.failed, now=now)
+    _end_if_empty(table, one, "it was released")
+    if staged is not None:
+        judge_stale(table, rows, now)
+        table.wake_room()
+    conclude(table, now)
+    return Done(rows.size)
+
+
+def _check_progress(table: Table, one: Lease, request: Release, session: int, named: IntArray) -> Staged | None:
+    staged = _check_columns(table, one, request, session, named)
+    if staged is None:
+        return None
+    if one.replicas > 1:
+        raise UsageError(
+            f"lease {one.id} is shared by {one.replicas} replicas, and one of them cannot say for all how far its rows "
+            "are; release them without columns"
+        )
+    if not one.held[named].any():
+        raise LeaseExpired(
+            f"row {some(one.rows[named])} of lease {one.id} was dropped meanwhile; there is nothing to give back"
+        )
+    return staged
+
+
+def renew(table: Table, request: Renew, session: int, now: float) -> Renewed:
+    """The lease runs from now on again."""
+    one = table.core.leases.get(request.lease, request.token, table.name, session)
+    one.length_s = request.lease_s or one.length_s
+    table.core.deadlines.add(one, now + one.length_s)
+    return Renewed(one.length_s)
+
+
+# ---------------------------------------------------------------- ends that nobody asked for
+
+
+def give_up(table: Table, one: Lease, why: str, now: float, *, failed: bool = True) -> None:
+    """A lease ends by expiry or the death of its holder: a failed attempt. Unclaimed shares are no attempt."""
+    task = table.tasks[one.task]
+    claimed = bool(one.holders)
+    rows = one.rows[one.held]
+    one.held[:] = one.open[:] = False
+    table.history.add(now, why, rows, one.task, next(iter(one.holders.values()), 0))
+    return_rows(table, task, rows, failed=failed and claimed, now=now)
+    end_lease(table, one, why, told=False)
+    if one.share is not None:
+        for number in table.agreements[one.task, *one.share].break_up(one.id):
+            give_up(
+                table, table.core.leases.by_id[number], "its batch was given up by another rank", now, failed=failed
+            )
+    conclude(table, now)

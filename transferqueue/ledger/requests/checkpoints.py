@@ -1,0 +1,99 @@
+"""Rows acked with a step: done for now, and for good with the checkpoint that covers the step.
+
+What a trainer learned from rows is safe only in a checkpoint of its model. So rows acked with a step after the last
+checkpoint stay in the table, per task::
+
+    LEASED --ack(step=k)--> STEPPED --checkpointed(c >= k)--> DONE
+                               |
+                               +--rollback(c < k)--> READY at its old place (HELD, until its group is whole)
+
+- An ack without a step, or of a step that a checkpoint covers already, is final at once.
+- Stepped rows are live and resident: they count against the limits, so that memory stays bounded, but they are not
+  outstanding: nobody has work with them, and the pace is not held up. A table whose room is all theirs says so to
+  whoever waits, with the step to be covered.
+- A rollback ends the leases of the task as well, as no attempt: their holders work on a model that is no more, and an
+  ack of theirs must not count for the one that goes on.
+- A row that was rolled back and done again is done once: it has one fate, given with `checkpointed`.
+- The end of a table does not wait for a checkpoint; a rollback after it gives rows out again.
+"""
+
+from __future__ import annotations
+
+from transferqueue.errors import NotFound, UsageError, listing
+from transferqueue.ledger.requests.ack import give_up
+from transferqueue.ledger.rows.pages import LIVE
+from transferqueue.ledger.rules.finish import finish_rows
+from transferqueue.ledger.rules.groups_and_staleness import conclude, return_rows
+from transferqueue.ledger.table import Table
+from transferqueue.ledger.tasks.task_state import STEPPED, TaskState
+from transferqueue.wire.messages import Checkpointed, Done, Rollback
+
+
+def checkpointed(table: Table, request: Checkpointed, now: float) -> Done:
+    """Rows of steps up to `request.step` are done. Steps that were covered before change nothing."""
+    task = _task(table, request.task)
+    rows = task.stepped.take(lambda step: step <= request.step)
+    task.checkpoint = max(task.checkpoint, request.step)
+    if rows.size:
+        table.history.add(now, "checkpointed", rows, task.task.name, detail=f"step {request.step}")
+        finish_rows(table, task, rows, now, STEPPED)
+        conclude(table, now)
+    return Done(rows.size)
+
+
+def rollback(table: Table, request: Rollback, now: float) -> Done:
+    """Rows of steps above `request.step` are ready again, and the leases of the task end."""
+    task = _task(table, request.task)
+    _check_rollback(table, task, request)
+    if request.version >= 0:
+        _turn_back(table, request.version)
+    why = f"its task was rolled back to step {request.step}"
+    for lease in list(table.core.leases.by_id.values()):
+        held = lease.table == table.name and lease.task == task.task.name
+        if held and lease.id in table.core.leases.by_id:
+            give_up(table, lease, why, now, failed=False)
+    rows = task.stepped.take(lambda step: step > request.step)
+    table.history.add(now, "rolled back", rows, task.task.name, detail=f"to step {request.step}")
+    return_rows(table, task, rows, failed=False, now=now, before=STEPPED)
+    table.wake_room()
+    conclude(table, now)
+    return Done(rows.size)
+
+
+def _task(table: Table, name: str) -> TaskState:
+    """The task of that name; without one the task that sets the pace, or the only one."""
+    if not name and (table.pacer is not None or len(table.tasks) == 1):
+        return table.pacer or next(iter(table.tasks.values()))
+    found = table.tasks.get(name)
+    if found is not None:
+        return found
+    if not name:
+        raise UsageError(
+            f'table "{table.name}" has no pacing, so steps are not known to be those of one task; name one of '
+            f"{listing(table.tasks)}"
+        )
+    raise NotFound(f'task "{name}" is not in table "{table.name}"; it has {listing(table.tasks)}')
+
+
+def _check_rollback(table: Table, task: TaskState, request: Rollback) -> None:
+    if request.step < task.checkpoint:
+        raise UsageError(
+            f'task "{task.task.name}" of table "{table.name}" cannot go back to step {request.step}: rows up to step '
+            f"{task.checkpoint} are done for good, as checkpointed({task.checkpoint}) said; restore that checkpoint, or a later one"
+        )
+    if request.version > table.clock:
+        raise UsageError(
+            f'the clock of table "{table.name}" is {table.clock}; a rollback does not move it forward to {request.version}: '
+            "use advance"
+        )
+
+
+def _turn_back(table: Table, version: int) -> None:
+    """The trainer is at an earlier version again. Rows that were judged by a later clock are judged again as it comes back."""
+    table.clock = version
+    if table.versions is None:
+        return
+    rows = table.rows.pages.resident_rows()
+    at = table.rows.pages.index(rows)
+    live = table.rows.pages.fate.a[at] == LIVE
+    table.versions.file(rows[live], table.rows.version.a[at[live]])

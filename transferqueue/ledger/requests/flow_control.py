@@ -1,0 +1,129 @@
+"""Requests of flow control: reserve, unreserve, advance, seal."""
+
+from __future__ import annotations
+
+from transferqueue.errors import DeadlineExceeded, Full, NotFound, Sealed, UsageError
+from transferqueue.ledger.effects import Wait
+from transferqueue.ledger.rows.arrays import IntArray, tally
+from transferqueue.ledger.rules.groups_and_staleness import conclude, judge_stale
+from transferqueue.ledger.table import Table
+from transferqueue.ledger.tasks.reservations import check_reserve, why_not
+from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
+from transferqueue.policies import HoldClock
+from transferqueue.wire.messages import Advance, Done, Reserve, Reserved, Unreserve
+
+VERSION_MAX = 1 << 53
+"""As for the versions of rows: exact as int64 and as float64."""
+
+
+def reserve(table: Table, request: Reserve, session: int) -> Reserved | Wait:
+    """Answer a `Reserve`."""
+    if table.sealed:
+        raise Sealed(f'table "{table.name}" is sealed; no row may enter it, so none can be reserved')
+    version = table.clock if request.policy_version < 0 else request.policy_version
+    check_reserve(table.name, table.pacing, table.limits.rows, request.rows, version, table.clock)
+    if why := reserve_hindered(table, request):
+        if request.wait_s > 0:
+            return Wait((("room", table.name), ("table", table.name)))
+        raise Full(f'{request.rows} rows cannot be reserved in table "{table.name}" now: {why}')
+    table.core.last_reservation += 1
+    one = table.flow.open(table.core.last_reservation, session, request.rows, version)
+    return Reserved(one.id, one.left, version, list(one.refills.items()))
+
+
+def reserve_hindered(table: Table, request: Reserve) -> str:
+    """Why the rows cannot be reserved now, "" if they can."""
+    version = table.clock if request.policy_version < 0 else request.policy_version
+    new = request.rows - min(request.rows, table.flow.owed_rows)
+    if why := why_not(table.pacing, table.outstanding, new, version, table.clock):
+        return why
+    held = table.rows.pages.resident + table.flow.reserved
+    if new and held + request.rows > table.limits.rows:
+        return f"{held} rows are there or reserved, and {held} + {request.rows} > {table.limits.rows}"
+    return ""
+
+
+def unreserve(table: Table, request: Unreserve, session: int) -> Done:
+    """Rows of a reservation will not be produced."""
+    one = table.flow.reservations.get(request.reservation)
+    if one is None or one.session != session:
+        raise NotFound(
+            f'reservation {request.reservation} of table "{table.name}" is used up, was returned, or is not of this session'
+        )
+    if request.rows > one.left:
+        raise UsageError(f"reservation {one.id} has {one.left} rows left; {request.rows} cannot be returned")
+    count = request.rows or one.left
+    if count == one.left:
+        table.flow.close(one)
+    else:
+        table.flow.use(one, count, [])
+    table.wake_room()
+    return Done(count)
+
+
+def advance(table: Table, request: Advance, now: float) -> Done | Wait:
+    """The clock moves to `version`."""
+    if request.version > VERSION_MAX:
+        raise UsageError(f"version {request.version} is above {VERSION_MAX}; versions count trainer steps")
+    if request.version < table.clock:
+        raise UsageError(f'the clock of table "{table.name}" is {table.clock}; it never goes back to {request.version}')
+    if why := clock_held(table, request.version):
+        if request.wait_s > 0:
+            return Wait((("clock", table.name), ("table", table.name)))
+        raise DeadlineExceeded(why)
+    set_clock(table, request.version, now)
+    return Done()
+
+
+def clock_held(table: Table, version: int) -> str:
+    """Why the clock may not move to `version` now, "" if it may."""
+    pacing, pacer = table.pacing, table.pacer
+    if pacing is None or pacer is None or table.versions is None or not isinstance(pacing.on_stale, HoldClock):
+        return ""
+    bound = version - (pacing.max_staleness or 0)
+    held = 0
+    for rows in table.versions.below(bound):
+        at = table.rows.pages.index(rows)
+        held += int((pacer.state.a[at] <= READY).sum()) + _set_aside(table, pacer, at)
+    if not held:
+        return ""
+    return (
+        f'the clock of table "{table.name}" is held at {table.clock}: {held} rows of versions below {bound} would be '
+        f'stale at {version} (max_staleness {pacing.max_staleness}) and task "{pacing.task}" has not had them'
+    )
+
+
+def _set_aside(table: Table, pacer: TaskState, at: IntArray) -> int:
+    """Rows in shares that no rank has claimed: not handed over yet."""
+    if not table.agreements:
+        return 0
+    leases = table.core.leases.by_id
+    holds = pacer.hold.a[at[pacer.state.a[at] == LEASED]]
+    return sum(count for number, count in tally(holds) if not leases[number].holders)
+
+
+def set_clock(table: Table, version: int, now: float) -> None:
+    """Advance the clock and judge the rows that this makes stale."""
+    if version <= table.clock:
+        return
+    table.clock = version
+    if table.versions is not None:
+        stale: IntArray = table.versions.take_below(table.stale_below)
+        judge_stale(table, stale, now)
+    table.wake_room()
+    conclude(table, now)
+
+
+def seal(table: Table, now: float) -> Done:
+    """No more rows enter. Incomplete groups are judged; waiting consumers see what is left, or the end."""
+    if table.sealed:
+        raise Sealed(f'table "{table.name}" is sealed already')
+    table.sealed = True
+    for task in table.gatherers:
+        task.unsettled.update(dict.fromkeys(task.forming))
+    for number in [*table.flow.owed, *table.flow.promised]:
+        table.flow.forget(number)
+    conclude(table, now)
+    table.wake_tasks()
+    table.wake_room()
+    return Done(table.rows_live)

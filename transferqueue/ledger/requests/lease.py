@@ -1,0 +1,258 @@
+"""Lease: ready rows are lent. Whole batches to one worker, or shares of an agreed batch to ranks and replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, UsageError
+from transferqueue.ledger.effects import Wait
+from transferqueue.ledger.requests.reply_rows import complete_fields, describe_rows
+from transferqueue.ledger.rows.arrays import NO_ROWS, IntArray, run_of, tally
+from transferqueue.ledger.rules.choose import Choice, check_groups_fit, choose, tokens_of
+from transferqueue.ledger.rules.explain import explain_lease, explain_stranded
+from transferqueue.ledger.rules.groups_and_staleness import conclude, may_return, return_rows
+from transferqueue.ledger.rules.required_results import stranded
+from transferqueue.ledger.table import Table
+from transferqueue.ledger.tasks.group_task import GroupTaskState
+from transferqueue.ledger.tasks.leases import Lease
+from transferqueue.ledger.tasks.predicates import check_where
+from transferqueue.ledger.tasks.shared_batches import Agreement, shares
+from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
+from transferqueue.limits import REPLICAS_MAX, ROWS_PER_REQUEST_MAX
+from transferqueue.wire.messages import Lease as LeaseRequest
+from transferqueue.wire.messages import Leased
+
+
+def lease(table: Table, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | Wait:
+    """Answer a `Lease`: rows, `Wait`, `EndOfTable`, or `DeadlineExceeded` if it does not want to wait."""
+    _check(table, task, request)
+    if request.world > 1 or request.replicas > 1:
+        given = _claim(table, task, request, session, now)
+    else:
+        given = _lend(table, task, request, session, now)
+    if given is not None:
+        return given
+    if table.sealed:
+        _check_end(table, task, request, now)
+    if request.wait_s > 0:
+        return Wait((("task", table.name, task.task.name), ("table", table.name)))
+    raise DeadlineExceeded(explain_lease(table, task, request, now))
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _check(table: Table, task: TaskState, request: LeaseRequest) -> None:
+    given = [name for name in ("rows", "tokens", "groups") if getattr(request, name)]
+    if len(given) != 1:
+        raise UsageError(
+            f"a lease names exactly one of rows, tokens and groups, above 0; this names {' and '.join(given) or 'none'}"
+        )
+    if request.groups and task.task.groups is None:
+        raise UsageError(
+            f'task "{task.task.name}" does not take groups (declare it with groups=Complete(...)); lease rows or tokens'
+        )
+    budget = request.rows or request.tokens or request.groups
+    if request.at_least > budget:
+        raise UsageError(f"at_least={request.at_least} is above {given[0]}={budget}; it is the least of that number")
+    _check_peers(request)
+    _check_possible(table, task, request)
+    check_where(table.rows, request.where, table.expected_fields())
+    for name in _asked(task, request) or ():
+        if name not in table.rows.fields and name not in table.expected_fields():
+            raise table.rows.unknown_field(name)
+
+
+def _check_peers(request: LeaseRequest) -> None:
+    for one, of in (("rank", "world"), ("replica", "replicas")):
+        number, count = getattr(request, one), getattr(request, of)
+        if number >= count:
+            raise UsageError(f"{one}={number} is not below {of}={count}; {one}s are 0 to {count - 1}")
+        if count > REPLICAS_MAX:
+            raise Impossible(f"{of}={count} is above {REPLICAS_MAX}, the most sessions there can be")
+
+
+def _check_possible(table: Table, task: TaskState, request: LeaseRequest) -> None:
+    if request.rows > ROWS_PER_REQUEST_MAX:
+        raise Impossible(f"rows={request.rows} is above {ROWS_PER_REQUEST_MAX}, the most that one lease may have")
+    least = request.at_least or request.rows
+    if request.rows and least > table.limits.rows and not table.sealed:
+        raise Impossible(
+            f'a lease of {least} rows can never be filled: table "{table.name}" holds at most {table.limits.rows} rows; '
+            "ask for fewer, or set at_least"
+        )
+    if task.ranker.equal_counts and task.task.groups is None and request.rows % request.world:
+        raise Impossible(
+            f"rows={request.rows} cannot be split in equal counts over world={request.world}: "
+            f"{request.rows} % {request.world} = {request.rows % request.world}; use a multiple, or "
+            "TokenBalanced(equal_counts=False)"
+        )
+    if request.groups and task.ranker.equal_counts and request.groups % request.world:
+        raise Impossible(
+            f"groups={request.groups} cannot be split in equal counts over world={request.world}; use a multiple, or "
+            "TokenBalanced(equal_counts=False)"
+        )
+    if request.rows and request.rows < request.world:
+        raise Impossible(f"rows={request.rows} cannot give each of world={request.world} ranks a row")
+    check_groups_fit(table, task, request)
+
+
+def _check_end(table: Table, task: TaskState, request: LeaseRequest, now: float) -> None:
+    """Raise if no row of the sealed table can come any more for this request: the end, or `Impossible` where rows are left."""
+    if task.counts[LEASED] or may_return(table, task):
+        return
+    if task.counts[READY] and not (request.where and not task.queue(request.where).first(1).size):
+        return
+    if task.final:
+        raise EndOfTable(f'table "{table.name}" is sealed and task "{task.task.name}" has drained it')
+    if stranded(table, task):
+        raise Impossible(explain_stranded(table, task, now))
+
+
+# ---------------------------------------------------------------- one worker
+
+
+def _lend(table: Table, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | None:
+    choice = choose(table, task, request)
+    if choice is None:
+        return None
+    choice.queue.taken(choice.sizes.size)
+    at = table.rows.pages.index(choice.rows)
+    one = _open(table, task, choice.rows, at, request, now)
+    table.core.leases.hold(one, session, 0)
+    return _reply(table, one, at, request, session, now)
+
+
+def _open(table: Table, task: TaskState, rows: IntArray, at: IntArray, request: LeaseRequest, now: float) -> Lease:
+    """The rows, at these places, leave the queue; nobody holds the lease yet."""
+    length = request.lease_s or task.task.lease_s
+    one = table.core.leases.open(table.name, task.task.name, rows, length, now)
+    one.replicas = request.replicas
+    task.lend(rows, at, one.id)
+    table.core.deadlines.add(one, now + length)
+    return one
+
+
+def _asked(task: TaskState, request: LeaseRequest) -> Sequence[str] | None:
+    """Fields that the request names; None where they are those that each of its rows has because it is ready."""
+    return None if request.fields is None or tuple(request.fields) == task.task.needs else request.fields
+
+
+def _reply(table: Table, one: Lease, at: IntArray, request: LeaseRequest, session: int, now: float) -> Leased:
+    task = table.tasks[one.task]
+    asked = _asked(task, request)
+    fields = task.task.needs if asked is None else complete_fields(table, at, asked)
+    content, blocks = describe_rows(table, one.rows, run_of(at), fields)
+    table.core.blocks.pin(session, blocks)
+    table.history.add(now, "leased", one.rows, one.task, session, f"lease {one.id}")
+    if table.pacing and table.pacing.task == one.task:
+        table.core.effects.wake("clock", table.name)
+        _count_staleness(table, at)
+    return Leased(one.id, one.token, one.length_s, table.clock, content)
+
+
+def _count_staleness(table: Table, at: IntArray) -> None:
+    """How many versions behind the clock rows are that go to the pacing task, and where; rows without a version are not."""
+    at = at[table.rows.version.a[at] >= 0]
+    version = table.rows.version.a[at]
+    lag = np.maximum(table.clock - version, 0)
+    in_flight = np.clip(table.rows.stamped.a[at] - version, 0, lag)
+    _add(table.staleness, lag)
+    _add(table.staleness_in_flight, in_flight)
+    _add(table.staleness_in_queue, lag - in_flight)
+
+
+def _add(counts: dict[int, int], lags: IntArray) -> None:
+    for lag, count in tally(lags):
+        counts[lag] = counts.get(lag, 0) + count
+
+
+# ---------------------------------------------------------------- ranks and replicas
+
+
+def _claim(table: Table, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | None:
+    key = (task.task.name, request.world, request.replicas)
+    agreement = table.agreements.get(key) or Agreement(request.world, request.replicas)
+    found = agreement.waiting(request)
+    if found is None:
+        choice = choose(table, task, request)
+        if choice is None:
+            return None
+        table.agreements[key] = agreement
+        found = agreement.make(request, _make_shares(table, task, choice, request, now))
+        table.wake_task(task.task.name)
+    number, batch = found
+    one = table.core.leases.by_id[batch.shares[request.rank]]
+    reply = _join(table, one, request, session, now)
+    agreement.claim(number, request.rank, request.replica)
+    return reply
+
+
+def _make_shares(table: Table, task: TaskState, choice: Choice, request: LeaseRequest, now: float) -> list[int]:
+    choice.queue.taken(choice.sizes.size)
+    starts = np.cumsum(choice.sizes) - choice.sizes
+    made = []
+    weights = tokens_of(table, choice.rows, choice.sizes)
+    for units in shares(weights, request.world, equal_counts=task.ranker.equal_counts):
+        rows = [choice.rows[starts[unit] : starts[unit] + choice.sizes[unit]] for unit in units]
+        share = np.concatenate(rows) if rows else NO_ROWS
+        one = _open(table, task, share, table.rows.pages.index(share), request, now)
+        one.share = (request.world, request.replicas)
+        made.append(one.id)
+    return made
+
+
+def _join(table: Table, one: Lease, request: LeaseRequest, session: int, now: float) -> Leased:
+    """This peer holds the share too; every peer gets what the first got."""
+    if one.reply is not None and one.fields != request.fields:
+        raise UsageError(
+            f"replica {request.replica} asks for fields {request.fields}, the first replica asked for {one.fields}; "
+            "replicas ask alike"
+        )
+    first = not one.holders
+    table.core.leases.hold(one, session, request.replica)
+    if first:
+        _begin(table, one, now)
+        reply = _reply(table, one, table.rows.pages.index(one.rows), request, session, now)
+        if one.replicas > 1:
+            # Pinned for the lease too: the first replica may let go before the last has asked.
+            one.reply, one.fields = reply, request.fields
+            table.core.blocks.pin(-one.id, _blocks(reply))
+        return reply
+    reply = one.reply or _reply(table, one, table.rows.pages.index(one.rows), request, session, now)
+    table.core.blocks.pin(session, _blocks(reply))
+    left = one.length_s if one.deadline is None else max(0.0, one.deadline - now)
+    return Leased(reply.lease, reply.token, left, reply.version, reply.content)
+
+
+def _begin(table: Table, one: Lease, now: float) -> None:
+    """The lease time of a share begins when it is claimed. Rows that were dropped, or became stale, are not in it."""
+    table.core.deadlines.add(one, now + one.length_s)
+    stale = _stale_since(table, one)
+    if stale.size:
+        one.lose(stale)
+        return_rows(table, table.tasks[one.task], stale, failed=False, now=now)
+    one.begin(now)
+    conclude(table, now)
+
+
+def _stale_since(table: Table, one: Lease) -> IntArray:
+    """Rows of an unclaimed share that are over the staleness bound by now, with the rest of their groups."""
+    task = table.tasks[one.task]
+    rows = one.rows[one.held]
+    if task is not table.pacer or table.stale_below <= 0:
+        return NO_ROWS
+    at = table.rows.pages.index(rows)
+    version = table.rows.version.a[at]
+    stale = (version >= 0) & (version < table.stale_below)
+    if isinstance(task, GroupTaskState):
+        units = table.groups.units(rows, at)
+        stale = np.isin(units, units[stale])
+    chosen: IntArray = rows[stale]
+    return chosen
+
+
+def _blocks(reply: Leased) -> list[int]:
+    return [at.block for part in reply.content.parts for at in part.blocks]

@@ -1,0 +1,270 @@
+"""Rows and columns come in: put, update; and rows are taken out by name: drop, delete."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from transferqueue.errors import Full, Impossible, NotFound, ProtocolError, Sealed, UsageError
+from transferqueue.ledger.effects import Wait
+from transferqueue.ledger.rows.arrays import Index, IntArray, decode_rows, some
+from transferqueue.ledger.rows.commit import (
+    Staged,
+    check_columns,
+    check_later,
+    check_size,
+    check_unset,
+    reserve_blocks,
+    write_columns,
+)
+from transferqueue.ledger.rows.pages import LIVE, SHIFT
+from transferqueue.ledger.rules.explain import explain_room
+from transferqueue.ledger.rules.finish import drop_rows, forget_puts, free_rows, retire
+from transferqueue.ledger.rules.groups_and_staleness import conclude, judge_stale
+from transferqueue.ledger.table import Table
+from transferqueue.ledger.tasks.group_task import GroupTaskState
+from transferqueue.ledger.tasks.reservations import Reservation
+from transferqueue.ledger.tasks.task_state import LEASED, PENDING
+from transferqueue.limits import REASONS_MAX, ROWS_PER_REQUEST_MAX, check_name
+from transferqueue.wire.messages import Delete, Done, Drop, Put, PutRows, Update
+
+# ---------------------------------------------------------------- put
+
+
+def put(table: Table, request: Put, session: int, author: tuple[bytes, int], now: float) -> PutRows | Wait:
+    """Answer a `Put`. author: (client, call), by which a late retry is known for as long as its rows live."""
+    before = table.puts.get(author)
+    if before is not None:
+        return _again(table, request, before)
+    if table.sealed:
+        raise Sealed(f'table "{table.name}" is sealed; no row may enter it any more')
+    staged = _check_put(table, request, session)
+    reservation = _check_reservation(table, request, session)
+    if reservation is None and (why := no_room(table, request.rows, staged.nbytes)):
+        if request.wait_s > 0:
+            return Wait((("room", table.name), ("table", table.name)))
+        raise Full(explain_room(table, why))
+    first = _admit(table, staged, session, now)
+    if reservation is not None:
+        _use(table, reservation, staged)
+    _remember(table, author, first, request.rows)
+    conclude(table, now)
+    return PutRows(first, request.rows)
+
+
+def _again(table: Table, request: Put, before: tuple[int, int]) -> PutRows:
+    first, rows = before
+    if rows != request.rows:
+        raise ProtocolError(
+            f'this call put {rows} rows into table "{table.name}" before, and now {request.rows}; a call id names one request'
+        )
+    return PutRows(first, rows)
+
+
+def _check_put(table: Table, request: Put, session: int) -> Staged:
+    if request.rows > ROWS_PER_REQUEST_MAX:
+        raise UsageError(f"a put of {request.rows} rows is above {ROWS_PER_REQUEST_MAX}; put them in several")
+    if request.rows > table.limits.rows:
+        raise Impossible(
+            f'a put of {request.rows} rows can never enter table "{table.name}", which holds at most '
+            f"{table.limits.rows}: {request.rows} > {table.limits.rows}"
+        )
+    staged = check_columns(table.rows, table.core.blocks, session, request.columns, request.rows, table.replicas)
+    check_size(staged, table.name, table.limits.bytes_max, request.rows if request.reservation else 1)
+    if "group_id" in staged.facts.numbers:
+        numbers = staged.facts.numbers
+        table.groups.check_put(table.name, numbers["group_id"], numbers["group_size"], _group_rows_max(table))
+    if staged.facts.keys is not None:
+        table.rows.check_keys(staged.facts.keys, None)
+    return staged
+
+
+def _group_rows_max(table: Table) -> int:
+    """A group above this can never be whole: not in the table, or not among the rows that may be ahead."""
+    if table.pacing and isinstance(table.pacer, GroupTaskState):
+        return min(table.limits.rows, table.pacing.rows_ahead_max)
+    return table.limits.rows
+
+
+def _check_reservation(table: Table, request: Put, session: int) -> Reservation | None:
+    if not request.reservation:
+        return None
+    one = table.flow.reservations.get(request.reservation)
+    if one is None or one.session != session:
+        raise NotFound(
+            f'reservation {request.reservation} of table "{table.name}" is used up, was returned, or is not of this session'
+        )
+    if request.rows > one.left:
+        raise UsageError(
+            f"reservation {one.id} has {one.left} rows left; the put has {request.rows}: reserve more first"
+        )
+    return one
+
+
+def no_room(table: Table, rows: int, nbytes: int) -> str:
+    """Why rows without a reservation cannot enter now, "" if they can."""
+    held = table.rows.pages.resident + table.flow.reserved
+    if held + rows > table.limits.rows:
+        return (
+            f"{rows} rows do not fit: {table.rows.pages.resident} are there and {table.flow.reserved} are reserved, "
+            f"of at most {table.limits.rows}"
+        )
+    most = table.limits.bytes_max
+    if most is not None and nbytes and table.usage.bytes + nbytes > most:
+        return f"{nbytes} bytes do not fit: {table.usage.bytes} are there, of at most {most}"
+    return ""
+
+
+def _admit(table: Table, staged: Staged, session: int, now: float) -> int:
+    rows = table.rows
+    reserve_blocks(staged, rows, table.parts, table.core.blocks, table.usage)
+    first, where, finished = rows.pages.append(staged.rows)
+    forget_puts(table, finished)
+    ids = np.arange(first, first + staged.rows)
+    rows.put_at.a[where] = now
+    rows.tasks_left.a[where] = len(table.tasks)
+    write_columns(staged, rows, table.parts, ids, where)
+    table.rows_put += staged.rows
+    table.history.add(now, "put", ids, session=session)
+    _enter(table, staged, ids, where, now)
+    return first
+
+
+def _enter(table: Table, staged: Staged, ids: IntArray, where: Index, now: float) -> None:
+    """New rows become known to groups, tasks and the staleness index."""
+    numbers = staged.facts.numbers
+    if "group_id" in numbers:
+        table.groups.add(ids, numbers["group_id"], numbers["group_size"])
+    there = frozenset(staged.names)
+    for task in table.tasks.values():
+        complete = task.needs <= there
+        task.arrive(ids, where, complete=complete, now=now)
+        if complete:
+            table.wake_task(task.task.name)
+    if "policy_version" in numbers:
+        _stamp(table, ids, where, numbers["policy_version"])
+        judge_stale(table, ids, now)
+
+
+def _use(table: Table, reservation: Reservation, staged: Staged) -> None:
+    groups = staged.facts.numbers.get("group_id")
+    counts = [] if groups is None else table.groups.counts(groups)
+    table.flow.use(reservation, staged.rows, counts)
+
+
+def _remember(table: Table, author: tuple[bytes, int], first: int, rows: int) -> None:
+    groups = table.flow.owed
+    for number in list(groups):
+        group = table.groups.get(number)
+        if group is not None:
+            table.flow.bound(number, group.size - group.present)
+    if author[0] and author[1] > 0:
+        table.puts[author] = (first, rows)
+        table.puts_of_page.setdefault((first + rows - 1) >> SHIFT, []).append(author)
+
+
+# ---------------------------------------------------------------- update
+
+
+def update(table: Table, request: Update, session: int, now: float) -> Done:
+    """More columns or facts for live rows."""
+    rows = decode_rows(request.rows)
+    staged = check_columns(table.rows, table.core.blocks, session, request.columns, rows.size, table.replicas)
+    at = table.rows.live_places(rows)
+    check_later(staged)
+    check_size(staged, table.name, table.limits.bytes_max, rows.size)
+    if not request.overwrite:
+        check_unset(table.rows, staged, rows, at)
+    if staged.facts.keys is not None:
+        table.rows.check_keys(staged.facts.keys, rows)
+    if staged.empty:
+        return Done(rows.size)
+    reserve_blocks(staged, table.rows, table.parts, table.core.blocks, table.usage)
+    retire(table, write_columns(staged, table.rows, table.parts, rows, at))
+    if request.overwrite:
+        retire(table, table.parts.prune(at, staged.names))
+        table.wake_room()
+    table.history.add(now, "updated", rows, session=session, detail=", ".join(staged.names))
+    rows_changed(table, staged, rows, at, now)
+    judge_stale(table, rows, now)
+    conclude(table, now)
+    return Done(rows.size)
+
+
+def rows_changed(table: Table, staged: Staged, rows: IntArray, at: IntArray, now: float) -> None:
+    """Columns or facts of live rows were written: some become ready, some rank anew.
+
+    Whether a new version makes them stale is for the caller to have judged, once the rows are where they belong.
+    """
+    names, facts = frozenset(staged.names), frozenset(staged.facts.numbers)
+    for task in table.tasks.values():
+        if task.ranker.ranked_by & facts or (task.views and (staged.facts or staged.inline)):
+            task.rerank(rows, at)
+            table.wake_task(task.task.name)
+        if task.needs & names:
+            _complete(table, task.task.name, rows, at, now)
+    if "policy_version" in facts:
+        _stamp(table, rows, at, table.rows.version.a[at])
+        if table.versions is not None:
+            table.wake_room()
+
+
+def _stamp(table: Table, rows: IntArray, at: Index, versions: IntArray) -> None:
+    """Rows got policy versions. The clock of this moment parts their staleness: in flight before it, in the queue after."""
+    table.rows.stamped.a[at] = table.clock
+    if table.versions is not None:
+        table.versions.file(rows, versions)
+
+
+def _complete(table: Table, name: str, rows: IntArray, at: IntArray, now: float) -> None:
+    task = table.tasks[name]
+    ready = (task.state.a[at] == PENDING) & task.completed(at)
+    if ready.all():
+        task.complete(rows, at, now)
+    elif ready.any():
+        task.complete(rows[ready], at[ready], now)
+    else:
+        return
+    table.wake_task(name)
+
+
+# ---------------------------------------------------------------- drop, delete
+
+
+def check_reason(table: Table, reason: str) -> None:
+    """Raise if rows may not be dropped with this reason."""
+    check_name("reason", reason)
+    if reason not in table.rows_dropped and len(table.rows_dropped) >= REASONS_MAX:
+        raise UsageError(
+            f'reason "{reason}" would be number {REASONS_MAX + 1} of table "{table.name}"; at most {REASONS_MAX} are '
+            "counted: use few reasons, and tags for detail"
+        )
+
+
+def drop(table: Table, request: Drop, now: float) -> Done:
+    """Rows end as dropped, for every task, leased or not."""
+    rows = decode_rows(request.rows)
+    check_reason(table, request.reason)
+    table.rows.live_places(rows)
+    drop_rows(table, rows, request.reason, now)
+    conclude(table, now)
+    return Done(rows.size)
+
+
+def delete(table: Table, request: Delete, now: float) -> Done:
+    """Rows are freed. Those without a fate end as dropped ("deleted")."""
+    rows = decode_rows(request.rows)
+    at = table.rows.places(rows)
+    for task in table.tasks.values():
+        leased = task.state.a[at] == LEASED
+        if leased.any():
+            raise UsageError(
+                f'row {some(rows[leased])} of table "{table.name}" is leased by task "{task.task.name}"; '
+                "wait for its ack, or drop it"
+            )
+    drop_rows(table, rows[table.rows.pages.fate.a[at] == LIVE], "deleted", now)
+    conclude(table, now)
+    at, there = table.rows.pages.find(rows)
+    if there.any():
+        free_rows(table, rows[there], at[there])
+        table.wake_room()
+    return Done(rows.size)

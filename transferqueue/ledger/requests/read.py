@@ -1,0 +1,73 @@
+"""Requests that look at rows without a lease: find, read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from transferqueue.errors import NotFound
+from transferqueue.ledger.requests.reply_rows import complete_fields, describe_rows
+from transferqueue.ledger.rows.arrays import IntArray, decode_rows, run_of, some
+from transferqueue.ledger.rows.pages import DROPPED
+from transferqueue.ledger.table import Table
+from transferqueue.ledger.tasks.predicates import check_where, matches
+from transferqueue.limits import ROWS_PER_REQUEST_MAX
+from transferqueue.policies import Predicate
+from transferqueue.wire.messages import Find, Found, Read, ReadRows
+
+
+def find(table: Table, request: Find) -> Found:
+    """Row ids of keys; -1 where no resident row has the key."""
+    rows = [table.rows.row_of_key.get(key, -1) if key else -1 for key in request.keys]
+    return Found(np.array(rows, np.int64).tobytes())
+
+
+def read(table: Table, request: Read, session: int) -> ReadRows:
+    """Resident rows by id, in the order asked for, or all that are not dropped and match, ascending."""
+    check_where(table.rows, request.where, table.expected_fields())
+    for name in request.fields or ():
+        if name not in table.rows.fields:
+            raise table.rows.unknown_field(name)
+    rows = _named(table, request) if request.rows is not None else _scan(table, request.where, request.limit)
+    at = table.rows.pages.index(rows)
+    if request.fields is None:
+        fields = complete_fields(table, at, list(table.rows.fields))
+    else:
+        fields = list(dict.fromkeys(request.fields))
+        _check_complete(table, rows, at, fields)
+    content, blocks = describe_rows(table, rows, run_of(at), fields)
+    table.core.blocks.pin(session, blocks)
+    return ReadRows(content)
+
+
+def _named(table: Table, request: Read) -> IntArray:
+    rows = decode_rows(request.rows or b"")
+    at = table.rows.places(rows)
+    chosen = rows[matches(table.rows, request.where, rows, at)] if request.where else rows
+    return chosen[: request.limit] if request.limit else chosen
+
+
+def _scan(table: Table, where: Sequence[Predicate], limit: int) -> IntArray:
+    most = min(limit or ROWS_PER_REQUEST_MAX, ROWS_PER_REQUEST_MAX)
+    found: list[IntArray] = []
+    have = 0
+    for page in table.rows.pages.pages():
+        rows = table.rows.pages.rows_of(page)
+        at = table.rows.pages.index(rows)
+        good = (table.rows.pages.fate.a[at] != DROPPED) & matches(table.rows, where, rows, at)
+        found.append(rows[good])
+        have += found[-1].size
+        if have >= most:
+            break
+    return np.concatenate(found)[:most] if found else np.empty(0, np.int64)
+
+
+def _check_complete(table: Table, rows: IntArray, at: IntArray, fields: Sequence[str]) -> None:
+    complete = complete_fields(table, at, fields)
+    for name in fields:
+        if name not in complete:
+            lacking = rows[~table.rows.has_all(at, table.rows.mask((name,)))]
+            raise NotFound(
+                f'row {some(lacking)} of table "{table.name}" does not have "{name}" yet; read rows that have it'
+            )

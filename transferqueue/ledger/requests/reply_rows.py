@@ -1,0 +1,76 @@
+"""Rows as a reply tells them: facts, inline values, and the places of their columns.
+
+Only fields that every row of the reply has are in it. Naming a block pins it for the session, once per reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, TypeVar
+
+import numpy as np
+
+from transferqueue.ledger.rows.arrays import Index, IntArray
+from transferqueue.ledger.rows.blocks import Blocks
+from transferqueue.ledger.rows.column_places import Places
+from transferqueue.ledger.rows.facts import DTYPES
+from transferqueue.ledger.table import Table
+from transferqueue.wire import short
+from transferqueue.wire.messages import Content, Inline, Part
+
+Value = TypeVar("Value")
+
+_FIRST: Final = short.alike(np.zeros(1, np.int32))
+"""Every row is in the first block."""
+
+
+def describe_rows(table: Table, rows: IntArray, at: Index, there: Sequence[str]) -> tuple[Content, list[int]]:
+    """Content of `rows` with fields that all of them have (`complete_fields`), and the blocks it names."""
+    inline, placed, definitions = table.rows.told(there)
+    blocks: dict[int, None] = {}
+    parts = [_part(table.core.blocks, places, blocks) for places in table.parts.locate(placed, at)]
+    content = Content(
+        rows=rows.tobytes(),
+        **{name: short.alike(table.rows.facts[name].a[at]) for name in DTYPES},
+        keys=_of_rows(table.rows.keys, rows, ""),
+        tags=_of_rows(table.rows.tags, rows, {}),
+        inline=[Inline(name, table.rows.inline[name].a[at].tobytes()) for name in inline],
+        parts=parts,
+        definitions=definitions,
+    )
+    return content, list(blocks)
+
+
+def complete_fields(table: Table, at: IntArray, fields: Sequence[str]) -> list[str]:
+    """Those of `fields` that all rows have."""
+    known = list(filter(table.rows.fields.__contains__, dict.fromkeys(fields)))
+    if bool(table.rows.has_all(at, table.rows.mask(known)).all()):
+        return known
+    return [name for name in known if bool(table.rows.has_all(at, table.rows.mask((name,))).all())]
+
+
+def _of_rows(values: dict[int, Value], rows: IntArray, default: Value) -> list[Value] | None:
+    """The value of each row; None if none has one."""
+    if not values:
+        return None
+    found = [values.get(row) for row in rows.tolist()]
+    return [default if one is None else one for one in found] if any(one is not None for one in found) else None
+
+
+def _part(blocks: Blocks, places: Places, named: dict[int, None]) -> Part:
+    numbers, index = _distinct(places.blocks)
+    named.update(dict.fromkeys(numbers))
+    return Part(
+        fields=places.fields,
+        blocks=[blocks.blocks[number].at for number in numbers],
+        block_of_row=index,
+        slot_of_row=short.ascending(places.slots),
+    )
+
+
+def _distinct(blocks: IntArray) -> tuple[list[int], bytes]:
+    """The distinct blocks, and for each row which of them it is in, as `short.alike`."""
+    if blocks.size and (blocks == blocks[0]).all():
+        return [int(blocks[0])], _FIRST
+    found, index = np.unique(blocks, return_inverse=True)
+    return found.tolist(), index.astype(np.int32).tobytes()

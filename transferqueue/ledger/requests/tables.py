@@ -1,0 +1,179 @@
+"""Requests about tables as such: create, declare tasks and fields. What could never work is refused here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from transferqueue.errors import AlreadyExists, Impossible, UsageError, listing
+from transferqueue.ledger.rows.pages import LIVE
+from transferqueue.ledger.rules.finish import drop_rows, end_lease, forget_puts, free_rows
+from transferqueue.ledger.rules.groups_and_staleness import conclude
+from transferqueue.ledger.rules.requeue import downstream
+from transferqueue.ledger.table import Core, Table
+from transferqueue.ledger.tasks.selectors import Ranker
+from transferqueue.ledger.tasks.task_state import ABSENT, PENDING
+from transferqueue.limits import COPIES_MAX, FIELDS_MAX, TASKS_MAX, check_name
+from transferqueue.policies import Acked, Pacing, Requeue, Task
+from transferqueue.wire.messages import CreateTable, TableTerms
+
+SECONDS_MAX = 1e9
+"""As in messages: thirty years."""
+
+
+def check_create(core: Core, request: CreateTable) -> None:
+    """Raise unless a table can be made of these terms."""
+    check_name("table", request.name)
+    names = [task.name for task in request.tasks]
+    _check_once("task", names, TASKS_MAX)
+    _check_once("field", [field.name for field in request.fields], FIELDS_MAX)
+    if request.replicas > COPIES_MAX:
+        raise Impossible(
+            f'table "{request.name}" would have replicas={request.replicas}; at most {COPIES_MAX} shards keep each block'
+        )
+    for task in request.tasks:
+        _check_task(core, task)
+    if request.pacing is not None:
+        _check_pacing(request.name, request.pacing, request.tasks, request.limits.rows)
+
+
+def _check_task(core: Core, task: Task) -> None:
+    Ranker(task.selector, core.plugins)
+    if len(task.needs) > FIELDS_MAX or len(task.gives) > FIELDS_MAX:
+        raise Impossible(
+            f'task "{task.name}" needs {len(task.needs)} and gives {len(task.gives)} fields; a table has at most {FIELDS_MAX}'
+        )
+    deadline_s = task.groups.deadline_s if task.groups else None
+    for what, seconds in (
+        ("lease_s", task.lease_s),
+        ("time_limit_s", task.time_limit_s),
+        ("deadline_s of groups", deadline_s),
+    ):
+        if seconds is not None and seconds > SECONDS_MAX:
+            raise UsageError(f'task "{task.name}": {what} is {seconds}; at most {SECONDS_MAX:g} s')
+
+
+def _check_once(kind: str, names: Sequence[str], most: int) -> None:
+    if len(names) > most:
+        raise UsageError(f"{len(names)} {kind}s are declared; at most {most} are allowed")
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise AlreadyExists(f'{kind} "{twice}" is declared twice')
+
+
+def _check_pacing(table: str, pacing: Pacing, tasks: Sequence[Task], rows_max: int) -> None:
+    by_name = {task.name: task for task in tasks}
+    if pacing.task not in by_name:
+        raise Impossible(
+            f'pacing of table "{table}" names task "{pacing.task}", which is not declared; it has {listing(by_name)}'
+        )
+    if pacing.batch_rows > rows_max:
+        raise Impossible(
+            f'a batch of batch_rows={pacing.batch_rows} never fits table "{table}" of limits.rows={rows_max}: '
+            f"{pacing.batch_rows} > {rows_max}"
+        )
+    if pacing.rows_ahead_max > rows_max:
+        raise Impossible(
+            f"depth={pacing.depth} lets ({pacing.depth} + 1) * {pacing.batch_rows} = {pacing.rows_ahead_max} rows be "
+            f'ahead, but table "{table}" holds limits.rows={rows_max}; raise the limit or lower depth'
+        )
+    if isinstance(pacing.on_stale, Requeue):
+        _check_requeue(pacing, pacing.on_stale.task, by_name)
+
+
+def _check_requeue(pacing: Pacing, target: str, tasks: dict[str, Task]) -> None:
+    if target not in tasks:
+        raise Impossible(f'Requeue names task "{target}", which is not declared; it has {listing(tasks)}')
+    if not tasks[target].gives:
+        raise Impossible(
+            f'Requeue("{target}"): that task declares no gives, so it would give nothing anew; declare them'
+        )
+    if pacing.task not in downstream(list(tasks.values()), tasks[target])[1]:
+        raise Impossible(
+            f'Requeue("{target}"): task "{pacing.task}" needs nothing that comes from it, so stale rows would stay ready; '
+            "name a task that gives what it needs"
+        )
+
+
+def create_table(core: Core, request: CreateTable) -> Table:
+    """A new table of checked terms."""
+    table = Table(core, request.name, request.limits, request.pacing, request.retention or Acked(), request.replicas)
+    for field in request.fields:
+        table.rows.add_field(field)
+    for task in request.tasks:
+        table.add_task(task)
+    table.restrict_fields(_extra_fields(request))
+    return table
+
+
+def _extra_fields(request: CreateTable) -> bool | None:
+    """Who declares fields means those and no others, unless the request says otherwise."""
+    return False if request.extra_fields is None and request.fields else request.extra_fields
+
+
+def other_terms(table: Table, request: CreateTable) -> list[str]:
+    """In what an existing table is not what the request asks for (it may have more fields and tasks by now)."""
+    tasks = {name: state.task for name, state in table.tasks.items()}
+    found = [f'field "{one.name}"' for one in request.fields if table.rows.fields.get(one.name) != one]
+    found += [f'task "{one.name}"' for one in request.tasks if tasks.get(one.name) != one]
+    terms = {
+        "limits": (table.limits, request.limits),
+        "pacing": (table.pacing, request.pacing),
+        "retention": (table.retention, request.retention or Acked()),
+        "replicas": (table.replicas, request.replicas),
+        "extra_fields": (table.extra_fields, _extra_fields(request)),
+    }
+    return found + [name for name, (there, wanted) in terms.items() if there != wanted]
+
+
+def add_task(table: Table, task: Task, now: float) -> TableTerms:
+    """Declare a task. The same declaration again is no error."""
+    there = table.tasks.get(task.name)
+    if there is not None:
+        if there.task == task:
+            return table.terms()
+        raise AlreadyExists(f'task "{task.name}" of table "{table.name}" exists with other terms: {there.task}')
+    if len(table.tasks) >= TASKS_MAX:
+        raise UsageError(f'table "{table.name}" has {TASKS_MAX} tasks, the most there may be')
+    _check_task(table.core, task)
+    _introduce(table, task, now)
+    conclude(table, now)
+    return table.terms()
+
+
+def _introduce(table: Table, task: Task, now: float) -> None:
+    """The new task sees every live row, or none of those that are there. Walks all rows, once."""
+    state = table.add_task(task)
+    rows = table.rows.pages.resident_rows()
+    at = table.rows.pages.index(rows)
+    live = table.rows.pages.fate.a[at] == LIVE
+    state.state.a[at] = ABSENT
+    state.counts[ABSENT] = rows.size
+    if task.from_ == "now" or not live.any():
+        return
+    rows, at = rows[live], at[live]
+    state.move(at, rows.size, ABSENT, PENDING)
+    table.rows.tasks_left.a[at] += 1
+    ready = state.completed(at) if task.needs else np.ones(rows.size, np.bool_)
+    state.complete(rows[ready], at[ready], now)
+    table.wake_task(task.name)
+
+
+def drop_table(table: Table, now: float) -> None:
+    """Every row is dropped, every lease ended, every waiter told."""
+    rows = table.rows.pages.resident_rows()
+    drop_rows(table, rows, "table_dropped", now)
+    conclude(table, now)
+    left = table.rows.pages.resident_rows()
+    if left.size:
+        free_rows(table, left, table.rows.pages.index(left))
+    for lease in [one for one in table.core.leases.by_id.values() if one.table == table.name]:
+        end_lease(table, lease, "its table was dropped", told=False)
+    forget_puts(table, list(table.puts_of_page))
+    for task in table.gatherers:
+        for unit in list(task.forming):
+            task.forget(unit)
+    table.wake_tasks()
+    table.wake_room()
+    table.core.effects.wake("table", table.name)

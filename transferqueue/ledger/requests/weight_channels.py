@@ -1,0 +1,253 @@
+"""Weight channels: versions of a set of tensors, each one commit; who generates with which; who may change now.
+
+The law:
+
+- A version is a composition of blocks: new ones, and ones of a kept version, its base. A block is referred to once by
+  each kept version that it is part of, so its bytes end with the last of those, and never before.
+- The newest `keep` versions are kept, and any of them can be pulled at any time. What a reply names stays
+  pinned for its session, so a version that is no longer kept keeps its bytes until the last reader lets go.
+- A version of which a block is lost is gone as a whole. The newest whole one is what is pulled; whoever asks for the lost one
+  is told, and nothing is composed over it: the next version is published with all its tensors.
+- Publication and application are different facts: `applied` says who generates with which version, since when.
+- A *turn* is the leave to change weights. At most `at_once` sessions have one (each request says its own bound), and
+  each ends by its holder, by the end of its session, or after its length: a dead replica never blocks the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from transferqueue.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    NotFound,
+    SchemaError,
+    ShardLost,
+    UsageError,
+    listing,
+)
+from transferqueue.ledger.deadlines import Deadlines
+from transferqueue.ledger.effects import Effects, Wait
+from transferqueue.ledger.requests.flow_control import VERSION_MAX
+from transferqueue.ledger.rows.blocks import Blocks, Usage
+from transferqueue.ledger.rows.commit import check_layout
+from transferqueue.schema import Field
+from transferqueue.wire.messages import Applied, BasisAt, Done, Publish, Pull, Weights
+from transferqueue.wire.messages import Turn as TakeTurn
+
+
+@dataclass(slots=True)
+class Version:
+    """One published version: its fields, the numbers of its blocks, when it came."""
+
+    fields: list[Field]
+    blocks: list[int]
+    at: float
+
+
+@dataclass(slots=True)
+class Application:
+    """A session generates with `version` since `at`. lag_s: how long after its publication; None where that is forgotten."""
+
+    version: int
+    at: float
+    lag_s: float | None
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """`session` changes its weights, until `deadline`."""
+
+    channel: str
+    session: int
+    deadline: float | None = None
+
+
+@dataclass(slots=True)
+class Channel:
+    """The kept versions of one channel, ascending."""
+
+    name: str
+    keep: int = 2
+    latest: int = -1
+    versions: dict[int, Version] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
+    """Versions that are gone before their time, the newest `keep` of them: how."""
+    applied: dict[int, Application] = field(default_factory=dict)
+    """By session: the version it generates with."""
+    turns: dict[int, Turn] = field(default_factory=dict)
+    """By session: leave to change weights."""
+    usage: Usage = field(default_factory=Usage)
+
+
+def check_publish(channel: Channel, blocks: Blocks, session: int, request: Publish) -> None:
+    """Raise unless this version may be published."""
+    if request.version > VERSION_MAX:
+        raise UsageError(f"version {request.version} is above {VERSION_MAX}; versions count trainer steps")
+    if request.version == channel.latest:
+        raise AlreadyExists(
+            f'version {request.version} of channel "{channel.name}" is published; versions are published once'
+        )
+    if request.version < channel.latest:
+        raise UsageError(
+            f'channel "{channel.name}" is at version {channel.latest}; it never goes back to {request.version}'
+        )
+    kept = _check_kept(channel, blocks, request)
+    fields = {one.name: one for one in request.fields}
+    if len(fields) + len(kept) != len({*fields, *kept}) or len(fields) != len(request.fields) or not (fields or kept):
+        raise SchemaError(f'version {request.version} of channel "{channel.name}" needs fields, each named once')
+    placed = [name for block in request.blocks for name in block.fields]
+    if sorted(placed) != sorted(fields):
+        raise SchemaError(
+            f'version {request.version} of channel "{channel.name}" declares {listing(fields)}, but its blocks hold '
+            f"{listing(placed)}; each field lies in exactly one block"
+        )
+    for block in request.blocks:
+        if block.rows != 1 or block.slots is not None:
+            raise SchemaError("a block of weights has one row and no slots: one value per tensor")
+        check_layout(block, [fields[name] for name in block.fields])
+    blocks.check(session, request.blocks)
+
+
+def _check_kept(channel: Channel, blocks: Blocks, request: Publish) -> list[str]:
+    """Names of the fields that the version keeps of its base."""
+    if request.base < 0 and not request.kept:
+        return []
+    base = channel.versions.get(request.base)
+    if request.base in channel.lost:
+        raise ShardLost(
+            f"{explain_lost(channel, request.base)}: version {request.version} cannot keep blocks of it; publish again, all tensors"
+        )
+    if base is None:
+        raise NotFound(
+            f'version {request.base} of channel "{channel.name}", of which version {request.version} keeps blocks, is not kept; '
+            f"it has {listing(channel.versions)}: publish over one of these, or all tensors"
+        )
+    strange = set(request.kept) - set(base.blocks)
+    if strange or len(set(request.kept)) != len(request.kept):
+        raise UsageError(
+            f'version {request.version} of channel "{channel.name}" keeps blocks {listing(strange or request.kept)} of version '
+            f"{request.base}, which has {listing(base.blocks)}; name blocks of it, each once"
+        )
+    return [name for number in request.kept for name in blocks.blocks[number].at.fields]
+
+
+def publish(channel: Channel, blocks: Blocks, request: Publish, now: float) -> None:
+    """Make the version the latest, and let go of those beyond `keep`. Checked before."""
+    numbers = blocks.commit(request.blocks, channel.usage, [1] * len(request.blocks))
+    blocks.refer(request.kept)
+    fields = list(request.fields)
+    if request.kept:
+        names = {name for number in request.kept for name in blocks.blocks[number].at.fields}
+        fields += [one for one in channel.versions[request.base].fields if one.name in names]
+    channel.versions[request.version] = Version(fields, [*numbers, *request.kept], now)
+    channel.latest, channel.keep = request.version, request.keep
+    for version in list(channel.versions)[: -channel.keep]:
+        _forget(channel, blocks, version)
+
+
+def _forget(channel: Channel, blocks: Blocks, version: int) -> None:
+    for number in channel.versions.pop(version).blocks:
+        blocks.retire(number, 1)
+
+
+def lose(channel: Channel, blocks: Blocks, gone: frozenset[int], why: str) -> None:
+    """The bytes of some blocks are gone, and with them each version that has one. why: as `Channel.lost`."""
+    for version in [number for number, one in channel.versions.items() if not gone.isdisjoint(one.blocks)]:
+        _forget(channel, blocks, version)
+        channel.lost[version] = why
+    channel.lost = dict(sorted(channel.lost.items())[-channel.keep :])
+
+
+def basis(channel: Channel, blocks: Blocks) -> BasisAt:
+    """What the next version may be made of. Nothing is pinned: a basis that ended meanwhile is refused by `check_publish`."""
+    newest = channel.versions.get(channel.latest)
+    if newest is None:
+        return BasisAt(channel.latest, [], [], {}, channel.lost.get(channel.latest, ""))
+    found = [blocks.blocks[number] for number in newest.blocks]
+    extents = {one.extent.id: 0 if one.extent.open else one.extent.nbytes for one in found}
+    return BasisAt(channel.latest, list(newest.fields), [one.at for one in found], extents)
+
+
+def pull(channel: Channel, blocks: Blocks, request: Pull, session: int) -> Weights | Wait:
+    """The version asked for, pinned for the session."""
+    version = request.version if request.version >= 0 else max(channel.versions, default=-1)
+    if version in channel.lost:
+        raise ShardLost(f"{explain_lost(channel, version)}; pull the newest, or wait for the next")
+    if request.version >= 0 and request.version <= channel.latest and version not in channel.versions:
+        raise NotFound(
+            f'version {version} of channel "{channel.name}" is not kept; it has {listing(channel.versions)}: pull a newer one'
+        )
+    kept = channel.versions.get(version)
+    if kept is None or (request.version < 0 and version <= request.above):
+        if request.wait_s > 0:
+            return Wait((("channel", channel.name),))
+        raise DeadlineExceeded(explain_pull(channel, request))
+    blocks.pin(session, kept.blocks)
+    return Weights(version, list(kept.fields), [blocks.blocks[number].at for number in kept.blocks])
+
+
+def explain_pull(channel: Channel, request: Pull) -> str:
+    """What a pull waits for."""
+    wanted = f"version {request.version}" if request.version >= 0 else f"a version above {request.above}"
+    has = f"its latest is {channel.latest}" if channel.latest >= 0 else "nothing was published yet"
+    if channel.latest in channel.lost:
+        has = explain_lost(channel, channel.latest)
+    return f'channel "{channel.name}" does not have {wanted}: {has}'
+
+
+def apply_version(channel: Channel, request: Applied, session: int, now: float) -> None:
+    """`session` generates with the version from now on."""
+    if request.version > channel.latest:
+        raise NotFound(
+            f'version {request.version} of channel "{channel.name}" was never published; {explain_latest(channel)}'
+        )
+    known = channel.versions.get(request.version)
+    lag_s = None if known is None else now - known.at
+    channel.applied[session] = Application(request.version, now, lag_s)
+
+
+def take_turn(channel: Channel, request: TakeTurn, session: int, deadlines: Deadlines, now: float) -> Done | Wait:
+    """A turn of the session, from now on; asked for again, it begins anew."""
+    others = len(channel.turns.keys() - {session})
+    if others >= request.at_once:
+        if request.wait_s > 0:
+            return Wait((("turn", channel.name),))
+        raise DeadlineExceeded(explain_turn(channel, request))
+    turn = channel.turns.setdefault(session, Turn(channel.name, session))
+    deadlines.add(turn, now + request.length_s)
+    return Done(1)
+
+
+def end_turn(channel: Channel, session: int, effects: Effects) -> bool:
+    """The session's turn is over, if it has one; whether it had."""
+    turn = channel.turns.pop(session, None)
+    if turn is None:
+        return False
+    turn.deadline = None
+    effects.wake("turn", channel.name)
+    return True
+
+
+def explain_turn(channel: Channel, request: TakeTurn, labels: Mapping[int, str] = MappingProxyType({})) -> str:
+    """Whom a turn waits for. labels: of sessions."""
+    holders = listing(labels.get(number) or f"session {number}" for number in channel.turns)
+    return (
+        f'channel "{channel.name}" lets {request.at_once} change weights at once, and {holders} do; a turn ends by its '
+        "holder, or when it expires"
+    )
+
+
+def explain_lost(channel: Channel, version: int) -> str:
+    """What became of a lost version, and what there is instead."""
+    whole = (
+        f"the versions that are whole are {listing(channel.versions)}" if channel.versions else "no version is whole"
+    )
+    return f'version {version} of channel "{channel.name}" is gone ({channel.lost[version]}), and {whole}'
+
+
+def explain_latest(channel: Channel) -> str:
+    """Which version is the latest."""
+    return f"its latest is {channel.latest}" if channel.latest >= 0 else "it has none"

@@ -1,0 +1,1 @@
+"""The state of rows and of the bytes that they have."""

@@ -1,0 +1,172 @@
+"""Where the columns of rows lie: which block, which row in it.
+
+Fields that were written together lie in one block, so their places are the same. Each distinct set of
+fields written together is a *part* of the table, with a block number and a slot for each row (0: the row
+has none there). Block numbers ascend, so the place of a field is that of the part with the highest block
+number among the parts that have the field. An entry is kept exactly while some field of it is still
+read there; what is no longer read is given back as (block, rows), for `Blocks.retire`.
+
+A table with more than `PARTS_MAX` sets of fields stores further sets as one part a field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from transferqueue.ledger.rows.arrays import BoolArray, Index, IntArray, tally
+from transferqueue.ledger.rows.pages import Column
+from transferqueue.ledger.rows.row_state import Rows
+from transferqueue.limits import PARTS_MAX
+
+Slots = npt.NDArray[np.int32]
+TOGETHER_KEPT = 64
+"""Sets of fields that leases ask for, step after step the same few."""
+Retired = list[tuple[int, int]]
+"""Blocks, and how many references to each are gone."""
+
+
+class Part:
+    """A set of fields and where each row has them."""
+
+    __slots__ = ("block", "entries", "fields", "slot")
+
+    def __init__(self, fields: tuple[str, ...], block: Column, slot: Column) -> None:
+        self.fields = fields
+        self.block = block
+        self.slot = slot
+        self.entries = 0
+
+
+@dataclass(slots=True)
+class Places:
+    """Fields that lie together for some rows: block number (0: not set) and slot of each row."""
+
+    fields: list[str]
+    blocks: IntArray
+    slots: Slots
+
+
+class Parts:
+    """All parts of a table."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._by_fields: dict[tuple[str, ...], Part] = {}
+        self._of_field: dict[str, list[Part]] = {}
+        self._together: dict[tuple[str, ...], list[list[str]]] = {}
+        """Fields asked for, and which of them lie in the same parts; until there is one more part."""
+
+    def parts_of(self, fields: Iterable[str]) -> list[Part]:
+        """The parts that a block with `fields` is written to: one, or one a field past `PARTS_MAX`."""
+        names = tuple(sorted(fields))
+        part = self._by_fields.get(names)
+        if part is not None:
+            return [part]
+        if len(self._by_fields) < PARTS_MAX or len(names) == 1:
+            return [self._add(names)]
+        return [part for name in names for part in self.parts_of((name,))]
+
+    def _add(self, names: tuple[str, ...]) -> Part:
+        pages = self._rows.pages
+        part = Part(names, pages.column(np.int64), pages.column(np.int32))
+        self._by_fields[names] = part
+        self._together.clear()
+        for name in names:
+            self._of_field.setdefault(name, []).append(part)
+        return part
+
+    # ------------------------------------------------------------ writing
+
+    def write(self, at: Index, count: int, parts: Sequence[Part], block: int, slots: Slots | slice) -> Retired:
+        """`count` rows have the fields of `parts` in `block`. Returns what they had there before."""
+        retired: Retired = []
+        values = np.arange(count, dtype=np.int32) if isinstance(slots, slice) else slots
+        for part in parts:
+            if part.entries:
+                retired += self._take_out(part, part.block.a[at])
+            part.block.a[at] = block
+            part.slot.a[at] = values
+            part.entries += count
+        return retired
+
+    @staticmethod
+    def _take_out(part: Part, blocks: IntArray) -> Retired:
+        held = blocks[blocks > 0]
+        part.entries -= held.size
+        return tally(held)
+
+    def prune(self, at: IntArray, fields: Iterable[str]) -> Retired:
+        """Give back entries of rows that nothing is read from any more, among parts with `fields`."""
+        retired: Retired = []
+        suspects = {id(part): part for name in fields for part in self._of_field.get(name, ())}
+        for part in suspects.values():
+            if not part.entries:
+                continue
+            unread = (part.block.a[at] > 0) & ~self._read(part, at)
+            if unread.any():
+                retired += self._take_out(part, part.block.a[at[unread]])
+                part.block.a[at[unread]] = 0
+        return retired
+
+    def _read(self, part: Part, at: IntArray) -> BoolArray:
+        """Which rows read some field of `part` there: it is set, and `part` is the newest that has it."""
+        read = np.zeros(at.size, np.bool_)
+        for name in part.fields:
+            newest = part.block.a[at] >= self._newest(name, at)
+            read |= newest & self._rows.has_all(at, self._rows.mask((name,)))
+        return read
+
+    def _newest(self, name: str, at: IntArray) -> IntArray:
+        newest: IntArray = np.max([part.block.a[at] for part in self._of_field[name]], axis=0)
+        return newest
+
+    def release(self, at: IntArray) -> Retired:
+        """All that rows have, because they are finished."""
+        retired: Retired = []
+        for part in self._by_fields.values():
+            if part.entries:
+                retired += self._take_out(part, part.block.a[at])
+                part.block.a[at] = 0
+        return retired
+
+    # ------------------------------------------------------------ reading
+
+    def lies_in(self, at: IntArray, blocks: IntArray) -> BoolArray:
+        """Which rows have anything in one of `blocks`."""
+        found = np.zeros(at.size, np.bool_)
+        for part in self._by_fields.values():
+            if part.entries:
+                found |= np.isin(part.block.a[at], blocks)
+        return found
+
+    def locate(self, fields: Iterable[str], at: Index) -> list[Places]:
+        """Places of fields (that are set) for rows, fields that lie together in one entry."""
+        key = tuple(fields)
+        together = self._together.get(key)
+        if together is None:
+            if len(self._together) > TOGETHER_KEPT:
+                self._together.clear()
+            together = self._together[key] = self._grouped(key)
+        return [self._places(names, at) for names in together]
+
+    def _grouped(self, fields: Iterable[str]) -> list[list[str]]:
+        together: dict[tuple[int, ...], list[str]] = {}
+        for name in fields:
+            together.setdefault(tuple(id(part) for part in self._of_field.get(name, ())), []).append(name)
+        return list(together.values())
+
+    def _places(self, names: list[str], at: Index) -> Places:
+        parts = self._of_field.get(names[0], [])
+        if len(parts) == 1:
+            return Places(names, parts[0].block.a[at], parts[0].slot.a[at])
+        if not parts:
+            count = self._rows.pages.fate.a[at].size
+            return Places(names, np.zeros(count, np.int64), np.zeros(count, np.int32))
+        blocks = np.stack([part.block.a[at] for part in parts])
+        newest = blocks.argmax(axis=0)[np.newaxis]
+        slots = np.stack([part.slot.a[at] for part in parts])
+        return Places(names, np.take_along_axis(blocks, newest, 0)[0], np.take_along_axis(slots, newest, 0)[0])

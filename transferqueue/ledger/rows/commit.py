@@ -1,0 +1,201 @@
+"""Columns and facts of a request: checked against the table first, then committed, all or nothing.
+
+`check_columns` raises for everything that could be wrong and changes nothing. `reserve_blocks` makes the
+blocks real, `write_columns` puts them in place for some or all rows. Between the two a commit may wait (the
+results of a replicated lease do, for the last ack); `discard` gives up what was never written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from transferqueue.errors import AlreadyExists, Impossible, SchemaError, UsageError
+from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, decode, some
+from transferqueue.ledger.rows.blocks import Blocks, Usage
+from transferqueue.ledger.rows.column_places import Part, Parts, Retired
+from transferqueue.ledger.rows.facts import Facts, check_facts
+from transferqueue.ledger.rows.row_state import Rows
+from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX
+from transferqueue.schema import Field, layout
+from transferqueue.wire.messages import Columns, Placed
+
+
+@dataclass(slots=True)
+class Staged:
+    """Checked columns of `rows` rows. Slots: None where row i of the request is row i of the block."""
+
+    rows: int
+    new_fields: list[Field]
+    placed: list[Placed]
+    slots: list[AnyArray | None]
+    inline: list[tuple[str, AnyArray]]
+    facts: Facts
+    names: list[str]
+    nbytes: int
+    blocks: list[int] = field(default_factory=list)
+    parts: list[list[Part]] = field(default_factory=list)
+    written: int = 0
+    """Rows whose references were used."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing in it."""
+        return not self.names and not self.facts
+
+
+# ---------------------------------------------------------------- checks: nothing is changed
+
+
+def check_columns(rows: Rows, blocks: Blocks, session: int, columns: Columns, count: int, replicas: int) -> Staged:
+    """`columns` for `count` rows, each block in `replicas` shards, checked for all that does not depend on which rows."""
+    _check_few(columns)
+    known = rows.check_fields(columns.fields)
+    inline = [(one.field, _check_inline(rows, known, one.field, one.data, count)) for one in columns.inline]
+    slots = [_check_block(rows, known, placed, count) for placed in columns.blocks]
+    names = [name for placed in columns.blocks for name in placed.fields] + [name for name, _ in inline]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UsageError(f'field "{twice}" is given twice in one request; give each field once')
+    blocks.check(session, columns.blocks, replicas)
+    facts = check_facts(columns.facts, count)
+    new = [] if known is rows.fields else [known[name] for name in known if name not in rows.fields]
+    rows.check_added(field.name for field in new)
+    nbytes = replicas * sum(placed.nbytes for placed in columns.blocks)
+    return Staged(count, new, list(columns.blocks), slots, inline, facts, names, nbytes)
+
+
+def _check_few(columns: Columns) -> None:
+    """Raise if the columns are more than a table can have, before any of them is looked at."""
+    count = sum(len(placed.fields) for placed in columns.blocks) + len(columns.inline)
+    if count > FIELDS_MAX or len(columns.blocks) > FIELDS_MAX:
+        raise UsageError(
+            f"a request gives {count} columns in {len(columns.blocks)} blocks; a table has at most {FIELDS_MAX} fields"
+        )
+
+
+def _check_inline(rows: Rows, known: dict[str, Field], name: str, data: bytes, count: int) -> AnyArray:
+    field = known.get(name)
+    if field is None:
+        raise rows.unknown_field(name)
+    if not field.inline:
+        raise SchemaError(f'field "{name}" is {field.describe()}, which does not travel inline; place it in a block')
+    values = decode(f'field "{name}"', data, np.dtype(field.dtype).newbyteorder("<").str, count)
+    if field.dtype == "bool" and count and int(values.view(np.uint8).max()) > 1:
+        raise SchemaError(f'field "{name}" is bool, but a byte of it is neither 0 nor 1')
+    return values
+
+
+def _check_block(rows: Rows, known: dict[str, Field], placed: Placed, count: int) -> AnyArray | None:
+    fields = []
+    for name in placed.fields:
+        field = known.get(name)
+        if field is None:
+            raise rows.unknown_field(name)
+        if field.inline:
+            raise SchemaError(f'field "{name}" is {field.describe()}, which travels inline, not in a block')
+        fields.append(field)
+    check_layout(placed, fields)
+    return _check_slots(placed, count)
+
+
+def check_layout(placed: Placed, fields: Sequence[Field]) -> None:
+    """Raise unless the block's bytes are exactly those of its fields, rows and counts."""
+    if not fields:
+        raise UsageError("a block without fields holds nothing; name its fields")
+    if not 1 <= placed.rows <= ROWS_PER_REQUEST_MAX:
+        raise UsageError(f"a block has {placed.rows} rows; it has 1 to {ROWS_PER_REQUEST_MAX}")
+    _, nbytes = layout(fields, placed.rows, placed.counts)
+    if nbytes != placed.nbytes:
+        raise UsageError(
+            f"block of {', '.join(placed.fields)} has {placed.nbytes} bytes; {placed.rows} rows with counts "
+            f"{placed.counts} take {nbytes}"
+        )
+
+
+def _check_slots(placed: Placed, count: int) -> AnyArray | None:
+    if placed.slots is None:
+        if placed.rows != count:
+            raise SchemaError(f"block of {', '.join(placed.fields)} has {placed.rows} rows; the request has {count}")
+        return None
+    slots = decode("slots", placed.slots, "<i4", count)
+    if count and (int(slots.min()) < 0 or int(slots.max()) >= placed.rows):
+        raise UsageError(f"slots reach from {slots.min()} to {slots.max()}; the block has rows 0 to {placed.rows - 1}")
+    return slots
+
+
+def check_unset(rows: Rows, staged: Staged, ids: IntArray, at: IntArray) -> None:
+    """Raise if a row already has one of the fields."""
+    names = [name for name in staged.names if name in rows.fields]
+    if not rows.has_any(at, rows.mask(names)).any():
+        return
+    for name in names:
+        there: BoolArray = rows.has_any(at, rows.mask((name,)))
+        if there.any():
+            raise AlreadyExists(
+                f'field "{name}" of row {some(ids[there])} in table "{rows.table}" is already set; '
+                "table.update(rows, overwrite=True, ...) replaces it"
+            )
+
+
+def check_later(staged: Staged) -> None:
+    """Raise if an update or ack carries facts that only a put may."""
+    if "group_id" in staged.facts.numbers:
+        raise UsageError("group_id and group_size are given at put and stay; they cannot be updated")
+
+
+def check_size(staged: Staged, table: str, bytes_max: int | None, rows: int) -> None:
+    """Raise if `rows` rows of this size cannot be in the table at all."""
+    if bytes_max is not None and staged.nbytes > bytes_max * rows:
+        what = f"{rows} rows of {staged.nbytes // rows} bytes each" if rows > 1 else f"{staged.nbytes} bytes"
+        raise Impossible(
+            f'{what} do not fit table "{table}", which holds at most {bytes_max} bytes: {staged.nbytes} > {bytes_max}'
+        )
+
+
+# ---------------------------------------------------------------- changes: nothing raises
+
+
+def reserve_blocks(staged: Staged, rows: Rows, parts: Parts, blocks: Blocks, usage: Usage) -> None:
+    """Declare new fields and make the blocks of checked columns real."""
+    for new in staged.new_fields:
+        rows.add_field(new)
+    staged.parts = [parts.parts_of(placed.fields) for placed in staged.placed]
+    if staged.placed:
+        refs = [staged.rows * len(one) for one in staged.parts]
+        staged.blocks = blocks.commit(staged.placed, usage, refs)
+
+
+def write_columns(
+    staged: Staged, rows: Rows, parts: Parts, ids: IntArray, at: Index, chosen: IntArray | None = None
+) -> Retired:
+    """Put columns and facts in place for the rows `ids`, which are `chosen` of the request (None: all).
+
+    Returns blocks that lost references. Every chosen row is written once.
+    """
+    retired: Retired = []
+    for number, slots, into in zip(staged.blocks, staged.slots, staged.parts, strict=True):
+        retired += parts.write(at, ids.size, into, number, _slots(slots, chosen))
+    for name, values in staged.inline:
+        rows.set_inline(name, at, values if chosen is None else values[chosen])
+    if staged.names:
+        rows.set_fields(at, rows.mask(staged.names))
+    if staged.facts:
+        rows.set_facts(ids, at, staged.facts if chosen is None else staged.facts.take(chosen))
+    staged.written += ids.size
+    return retired
+
+
+def _slots(slots: AnyArray | None, chosen: IntArray | None) -> AnyArray | slice:
+    if slots is None:
+        return slice(None) if chosen is None else chosen.astype(np.int32)
+    return slots if chosen is None else slots[chosen]
+
+
+def unused(staged: Staged) -> Retired:
+    """References of rows that were not written and will not be."""
+    left = staged.rows - staged.written
+    staged.written = staged.rows
+    return [(number, left * len(into)) for number, into in zip(staged.blocks, staged.parts, strict=True) if left]

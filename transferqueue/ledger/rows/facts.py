@@ -1,0 +1,137 @@
+"""Facts of rows (group, version, tokens, ...) as a request carries them: checked, as arrays."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from transferqueue.errors import UsageError
+from transferqueue.ledger.rows.arrays import AnyArray, decode
+from transferqueue.limits import ROWS_PER_REQUEST_MAX, TAGS_MAX
+from transferqueue.policies import Tags, check_tags
+from transferqueue.wire.messages import RowFacts
+
+DTYPES: Final = {
+    "group_id": "<i8",
+    "group_size": "<i4",
+    "ordinal": "<i8",
+    "policy_version": "<i8",
+    "policy_version_max": "<i8",
+    "tokens": "<i8",
+    "priority": "<f8",
+}
+"""Numeric facts and how they travel."""
+
+UNSET: Final = {
+    "group_id": -1,
+    "group_size": 1,
+    "ordinal": -1,
+    "policy_version": -1,
+    "policy_version_max": -1,
+    "tokens": 0,
+    "priority": 0.0,
+}
+"""What a row has that was never told. A row without a group is a group of one."""
+
+_LOWEST: Final = {"group_id": -1, "group_size": 1, "policy_version": -1, "policy_version_max": -1, "tokens": 0}
+_HIGHEST: Final = 1 << 53
+"""Selectors negate and compare these as int64 and users read them as float64: both are exact up to here."""
+_TOKENS_MAX: Final = 1 << 40
+"""Tokens are added up over a lease of up to 2**20 rows, in int64."""
+
+
+@dataclass(slots=True)
+class Facts:
+    """Checked facts: an array per numeric fact that was given, keys and tags as lists."""
+
+    numbers: dict[str, AnyArray] = field(default_factory=dict)
+    keys: list[str] | None = None
+    tags: list[Tags] | None = None
+
+    def take(self, chosen: AnyArray) -> Facts:
+        """The facts of some of the rows, by position."""
+        return Facts(
+            {name: values[chosen] for name, values in self.numbers.items()},
+            [self.keys[at] for at in chosen] if self.keys is not None else None,
+            [self.tags[at] for at in chosen] if self.tags is not None else None,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers) or self.keys is not None or self.tags is not None
+
+
+def check_facts(facts: RowFacts, rows: int) -> Facts:
+    """`facts` as arrays of `rows` values; `UsageError` if they cannot be."""
+    numbers = {name: _numbers(name, data, rows) for name, data in _given(facts)}
+    _check_groups(numbers)
+    keys, tags = facts.keys, facts.tags
+    for name, values in (("keys", keys), ("tags", tags)):
+        if values is not None and len(values) != rows:
+            raise UsageError(f"{name} has {len(values)} values for {rows} rows; give one a row")
+    if keys is not None:
+        _check_keys(keys)
+    if tags is not None:
+        check_tags_of_rows(tags)
+    return Facts(numbers, keys, tags)
+
+
+def _given(facts: RowFacts) -> list[tuple[str, bytes]]:
+    return [(name, data) for name in DTYPES if (data := getattr(facts, name)) is not None]
+
+
+def _numbers(name: str, data: bytes, rows: int) -> AnyArray:
+    values = decode(name, data, DTYPES[name], rows)
+    _check_range(name, values)
+    return values
+
+
+def _check_range(name: str, values: AnyArray) -> None:
+    if name == "priority":
+        if np.isnan(values).any():
+            raise UsageError("priority has a NaN, which has no place in an order; give numbers")
+        return
+    lowest, highest = _LOWEST.get(name, -_HIGHEST), _TOKENS_MAX if name == "tokens" else _HIGHEST
+    if values.size and (int(values.min()) < lowest or int(values.max()) > highest):
+        wrong = int(values.min()) if int(values.min()) < lowest else int(values.max())
+        raise UsageError(f"{name} {wrong} is out of range; {name} is {lowest} to {highest}")
+
+
+def check_ranges(numbers: dict[str, AnyArray]) -> None:
+    """`UsageError` unless these numeric facts of rows, by name, are such as a request may carry."""
+    for name, values in numbers.items():
+        _check_range(name, values)
+    _check_groups(numbers)
+
+
+def _check_groups(numbers: dict[str, AnyArray]) -> None:
+    ids, sizes = numbers.get("group_id"), numbers.get("group_size")
+    if ids is None and sizes is None:
+        return
+    if ids is None or sizes is None:
+        given, missing = ("group_size", "group_id") if ids is None else ("group_id", "group_size")
+        raise UsageError(f"{given} is given without {missing}; a group is known by both")
+    if sizes.size and int(sizes.max()) > ROWS_PER_REQUEST_MAX:
+        raise UsageError(
+            f"group_size {int(sizes.max())} is above {ROWS_PER_REQUEST_MAX}, the most rows one lease may have"
+        )
+    alone = ids < 0
+    if (sizes[alone] > 1).any():
+        raise UsageError(f"group_size {int(sizes[alone].max())} is given for a row without a group_id")
+
+
+def _check_keys(keys: list[str]) -> None:
+    given = [key for key in keys if key]
+    if len(set(given)) < len(given):
+        twice, _ = Counter(given).most_common(1)[0]
+        raise UsageError(f"key {twice!r} is given twice in one request; a key names one row")
+
+
+def check_tags_of_rows(tags: list[Tags]) -> None:
+    """`UsageError` unless each of these may be the tags of a row."""
+    for one in tags:
+        if len(one) > TAGS_MAX:
+            raise UsageError(f"a row has {len(one)} tags; at most {TAGS_MAX}: use a column")
+        check_tags(one)

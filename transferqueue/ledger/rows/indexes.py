@@ -1,0 +1,190 @@
+"""Indexes over the rows of a table: by policy version, by ordinal, by the step of their ack.
+
+Each lets one question be answered without a walk over all rows: which rows are now over their staleness bound, up to which
+ordinal everything has ended, which rows a checkpoint covers.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from transferqueue.ledger.rows.arrays import NO_ROWS, IntArray, tally
+from transferqueue.ledger.rows.pages import LIVE, Column
+from transferqueue.ledger.rows.row_state import Rows
+
+SLACK: Final = 8192
+"""Void entries that an index may keep, beyond as many as there are rows."""
+
+
+class VersionIndex:
+    """Live rows by policy version: which are over the staleness bound.
+
+    Every row with a version is filed under it. When the clock advances, the versions below the bound are taken out; so each row
+    is looked at once for its version, whatever the table holds. A row that gets another version is filed again, and its entry
+    under the old version is void.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._filed: dict[int, list[IntArray]] = {}
+        self._versions: list[int] = []
+        self._size = 0
+
+    def file(self, rows: IntArray, versions: IntArray) -> None:
+        """Rows were stamped. Those without a version (-1) are never stale."""
+        for version, count in tally(versions):
+            if version < 0:
+                continue
+            if version not in self._filed:
+                self._filed[version] = []
+                heapq.heappush(self._versions, version)
+            self._filed[version].append(rows if count == rows.size else rows[versions == version])
+            self._size += count
+        if self._size > 2 * self._rows.pages.resident + SLACK:
+            self._compact()
+
+    def _standing(self, version: int) -> IntArray:
+        rows = np.concatenate(self._filed[version])
+        at, there = self._rows.pages.find(rows)
+        there &= (self._rows.version.a[at] == version) & (self._rows.pages.fate.a[at] == LIVE)
+        return np.unique(rows[there])
+
+    def _compact(self) -> None:
+        for version in list(self._filed):
+            rows = self._standing(version)
+            if rows.size:
+                self._filed[version] = [rows]
+            else:
+                del self._filed[version]
+        self._versions = sorted(self._filed)
+        self._size = sum(one[0].size for one in self._filed.values())
+
+    def below(self, bound: int) -> list[IntArray]:
+        """Live rows of versions below `bound`, oldest version first; they stay filed."""
+        return [self._standing(version) for version in sorted(self._filed) if version < bound]
+
+    def take_below(self, bound: int) -> IntArray:
+        """Live rows of versions below `bound`; they are filed no more."""
+        taken = []
+        while self._versions and self._versions[0] < bound:
+            version = heapq.heappop(self._versions)
+            taken.append(self._standing(version))
+            self._size -= sum(rows.size for rows in self._filed.pop(version))
+        return np.concatenate(taken) if taken else np.empty(0, np.int64)
+
+
+PENDING_MAX: Final = 1 << 16
+"""Ended ordinals that are kept as they came, before they are made into spans."""
+SPANS_MAX: Final = 1 << 16
+"""More are kept of no table: of ordinals so sparse the highest are forgotten. The cursor then stays where it would be with
+them unfinished, which is safe: a prompt is put again, none is lost."""
+
+
+class Ordinals:
+    """Ordinals of which rows have ended, and the prompt cursor: the lowest ordinal that is not final.
+
+    An ordinal is final if rows of it were put, some row of it has ended, and none of its rows is live. So a further member of its group makes
+    it open again. Ended ordinals are kept as spans of consecutive numbers; whether one has a live row is looked up only when the cursor is
+    asked for. So an end costs an append, and a run that puts its ordinals roughly in order has few spans.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self.spans: IntArray = np.empty((0, 2), np.int64)
+        """First and last of each, ascending, with a gap between any two: ``[spans, 2]``."""
+        self._pending: list[IntArray] = []
+        self._count = 0
+
+    def ended(self, at: IntArray) -> None:
+        """The rows at these places have got their fate."""
+        ordinals: IntArray = self._rows.facts["ordinal"].a[at]
+        if int(ordinals.max()) < 0:
+            return
+        self._pending.append(ordinals)
+        self._count += ordinals.size
+        if self._count > PENDING_MAX:
+            self.settle()
+
+    def settle(self) -> None:
+        """Make all that ended into spans."""
+        if not self._pending:
+            return
+        ordinals = np.unique(np.concatenate(self._pending))
+        ordinals = ordinals[ordinals >= 0]
+        starts = np.flatnonzero(np.diff(ordinals, prepend=-2) > 1)
+        ends = np.append(starts[1:], ordinals.size) - 1
+        self.spans = _joined(np.concatenate([self.spans, np.stack([ordinals[starts], ordinals[ends]], axis=1)]))
+        self._pending, self._count = [], 0
+
+    def cursor(self, start: int = 0) -> int:
+        """The lowest ordinal from `start` on that is not final. Walks the live rows."""
+        self.settle()
+        found = int(np.searchsorted(self.spans[:, 0], start, "right")) - 1
+        end = max(start, int(self.spans[found, 1]) + 1) if found >= 0 else start
+        rows = self._rows.pages.resident_rows()
+        at = self._rows.pages.index(rows)
+        live: IntArray = self._rows.facts["ordinal"].a[at[self._rows.pages.fate.a[at] == LIVE]]
+        return int(live[(live >= start) & (live < end)].min(initial=end))
+
+
+def _joined(spans: IntArray) -> IntArray:
+    """Spans that overlap or touch become one."""
+    spans = spans[np.argsort(spans[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(spans[:, 1])
+    first = np.ones(len(spans), np.bool_)
+    first[1:] = spans[1:, 0] > reach[:-1] + 1
+    starts = np.flatnonzero(first)
+    ends = np.append(starts[1:], len(spans)) - 1
+    return np.stack([spans[starts, 0], reach[ends]], axis=1)[:SPANS_MAX]
+
+
+class Steps:
+    """Rows of one task by the step they were acked with, filed until a checkpoint covers the step or a rollback undoes it.
+
+    state, hold: columns of the task. A filed row may meanwhile have ended, been requeued to an earlier task, or been acked again; so its entry
+    is valid only while its `state` is `stepped` and its `hold` is this step. Void entries are removed when they are as many as the rows.
+    """
+
+    def __init__(self, rows: Rows, state: Column, hold: Column, stepped: int) -> None:
+        self._rows = rows
+        self._state = state
+        self._hold = hold
+        self._stepped = stepped
+        self._filed: dict[int, list[IntArray]] = {}
+        self._size = 0
+
+    def file(self, rows: IntArray, step: int) -> None:
+        """Rows have just been acked with `step`."""
+        self._filed.setdefault(step, []).append(rows)
+        self._size += rows.size
+        if self._size > 2 * self._rows.pages.resident + SLACK:
+            self._sweep()
+
+    def standing(self, step: int) -> IntArray:
+        """Rows whose last ack was with `step`, and that still wait, ascending."""
+        rows = np.unique(np.concatenate(self._filed[step]))
+        at, there = self._rows.pages.find(rows)
+        standing: IntArray = rows[there & (self._state.a[at] == self._stepped) & (self._hold.a[at] == step)]
+        return standing
+
+    def take(self, chosen: Callable[[int], bool]) -> IntArray:
+        """The standing rows of the chosen steps, in order of step; they are filed no more."""
+        taken = []
+        for step in sorted(step for step in self._filed if chosen(step)):
+            taken.append(self.standing(step))
+            self._size -= sum(rows.size for rows in self._filed.pop(step))
+        return np.concatenate(taken) if taken else NO_ROWS
+
+    @property
+    def latest(self) -> int:
+        """The highest step that rows are filed under; -1 if there is none."""
+        return max(self._filed, default=-1)
+
+    def _sweep(self) -> None:
+        standing = {step: self.standing(step) for step in self._filed}
+        self._filed = {step: [rows] for step, rows in standing.items() if rows.size}
+        self._size = sum(rows.size for rows in standing.values())

@@ -1,0 +1,196 @@
+"""Where the state of a row is: pages of rows in flat columns.
+
+Row ids ascend and are never reused, so state is kept by page of `PAGE_ROWS` ids. All pages of a table lie
+in flat numpy arrays, one per column, and a page table says which frame of those arrays a page has. So
+any set of rows, however scattered, is reached by one fancy index per column, and the cost does not
+depend on how many rows there are. When the last row of a page is finished its frame goes to the next page.
+
+Memory is that of the pages with a resident row. Columns begin with one page and double when needed: a table of one batch, of which
+some stacks make one a step, costs no fresh memory of the system's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, tally
+from transferqueue.limits import PAGE_ROWS
+
+SHIFT = PAGE_ROWS.bit_length() - 1
+MASK = PAGE_ROWS - 1
+
+FREE, LIVE, DONE, DROPPED = 0, 1, 2, 3
+"""Fate of a row in the `fate` column. FREE: its storage is gone (or was never used)."""
+
+
+class Column:
+    """One value per resident row. `a` is replaced when the pages grow: never keep it across an append."""
+
+    __slots__ = ("a", "fill")
+
+    def __init__(self, a: AnyArray, fill: float) -> None:
+        self.a = a
+        self.fill = fill
+
+
+class Pages:
+    """Frames, the page table, and the columns that lie in the frames."""
+
+    def __init__(self) -> None:
+        self._capacity = PAGE_ROWS
+        self._columns: list[Column] = []
+        self._spare = [0]
+        self._frames: IntArray = np.full(16, -1, np.int64)
+        self._base = 0
+        """First page of the page table."""
+        self._left: dict[int, int] = {}
+        """Resident rows of each page in use."""
+        self.next_row = 0
+        self.resident = 0
+        self.fate = self.column(np.uint8, FREE)
+
+    def column(self, dtype: npt.DTypeLike, fill: float = 0) -> Column:
+        """A new column, `fill` everywhere."""
+        a: AnyArray
+        if not self._left:
+            a = np.empty(self._capacity, dtype)  # each page is filled as it comes into use
+        else:
+            a = np.zeros(self._capacity, dtype) if fill == 0 else np.full(self._capacity, fill, dtype)
+        column = Column(a, fill)
+        self._columns.append(column)
+        return column
+
+    # ------------------------------------------------------------ rows in
+
+    def append(self, count: int) -> tuple[int, Index, list[int]]:
+        """The first of `count` new rows, their places, and pages that were found finished on the way."""
+        first, last = self.next_row, self.next_row + count - 1
+        finished = []
+        for page in range(first >> SHIFT, (last >> SHIFT) + 1):
+            if page not in self._left:
+                finished += self._finished_last_page(page)
+                self._open_page(page)
+            self._left[page] += min(last, (page << SHIFT) + MASK) - max(first, page << SHIFT) + 1
+        self.next_row += count
+        self.resident += count
+        where = self._places(first, last)
+        self.fate.a[where] = LIVE
+        return first, where, finished
+
+    def _places(self, first: int, last: int) -> Index:
+        if first >> SHIFT == last >> SHIFT:
+            at = int(self._frames[(first >> SHIFT) - self._base]) * PAGE_ROWS + (first & MASK)
+            return slice(at, at + last - first + 1)
+        return self.index(np.arange(first, last + 1))
+
+    def _finished_last_page(self, page: int) -> list[int]:
+        if self._left.get(page - 1) == 0:
+            self._close_page(page - 1)
+            return [page - 1]
+        return []
+
+    def _open_page(self, page: int) -> None:
+        if not self._spare:
+            self._grow()
+        frame = self._spare.pop()
+        self._reach(page)
+        self._frames[page - self._base] = frame
+        self._left[page] = 0
+        at = slice(frame * PAGE_ROWS, (frame + 1) * PAGE_ROWS)
+        for column in self._columns:
+            column.a[at] = column.fill
+
+    def _grow(self) -> None:
+        old, self._capacity = self._capacity, 2 * self._capacity
+        for column in self._columns:
+            grown = np.empty(self._capacity, column.a.dtype)
+            grown[:old] = column.a
+            column.a = grown
+        self._spare = list(range(self._capacity // PAGE_ROWS - 1, old // PAGE_ROWS - 1, -1))
+
+    def _reach(self, page: int) -> None:
+        """Let the page table reach `page`: forget finished pages at its front, or double it."""
+        if page - self._base < self._frames.size:
+            return
+        oldest = next(iter(self._left), page)
+        kept = self._frames[oldest - self._base :]
+        size = max(16, 2 * (page - oldest + 1))
+        frames: IntArray = np.full(size, -1, np.int64)
+        frames[: kept.size] = kept
+        self._frames, self._base = frames, oldest
+
+    def plant(self, next_row: int, rows: IntArray) -> None:
+        """In pages without a row: `rows`, ascending, are resident, and the next one will be `next_row`. Fates are the caller's to set."""
+        for page, count in tally(rows >> SHIFT):
+            self._open_page(page)
+            self._left[page] = count
+        self.next_row, self.resident = next_row, rows.size
+
+    # ------------------------------------------------------------ rows out
+
+    def free(self, rows: IntArray) -> list[int]:
+        """Forget resident rows; the pages that are finished with them."""
+        self.fate.a[self.index(rows)] = FREE
+        self.resident -= rows.size
+        finished = []
+        for page, count in tally(rows >> SHIFT):
+            self._left[page] -= count
+            if not self._left[page] and page < self.next_row >> SHIFT:
+                self._close_page(page)
+                finished.append(page)
+        return finished
+
+    def _close_page(self, page: int) -> None:
+        del self._left[page]
+        self._spare.append(int(self._frames[page - self._base]))
+        self._frames[page - self._base] = -1
+
+    # ------------------------------------------------------------ where rows are
+
+    def index(self, rows: IntArray) -> IntArray:
+        """Places of rows that are resident (not checked: a finished row gives some place in bounds)."""
+        page = self._frames.take((rows >> SHIFT) - self._base, mode="clip")
+        return (page << SHIFT) | (rows & MASK)
+
+    def find(self, rows: IntArray) -> tuple[IntArray, BoolArray]:
+        """Places of any row ids, and which of them are resident."""
+        page = (rows >> SHIFT) - self._base
+        inside = (page >= 0) & (page < self._frames.size)
+        frame = self._frames[np.where(inside, page, 0)]
+        inside &= (frame >= 0) & (rows >= 0)
+        places = np.where(inside, (frame << SHIFT) | (rows & MASK), 0)
+        return places, inside & (self.fate.a[places] != FREE)
+
+    def pages(self) -> list[int]:
+        """Pages with resident rows, ascending."""
+        return list(self._left)
+
+    def rows_of(self, page: int) -> IntArray:
+        """Resident rows of a page, ascending."""
+        at = int(self._frames[page - self._base]) * PAGE_ROWS
+        found: IntArray = np.flatnonzero(self.fate.a[at : at + PAGE_ROWS])
+        return found + (page << SHIFT)
+
+    def resident_rows(self) -> IntArray:
+        """All resident rows, ascending. Walks every page: for people, and for tasks declared late."""
+        pages = [self.rows_of(page) for page in self._left]
+        return np.concatenate(pages) if pages else np.empty(0, np.int64)
+
+    # ------------------------------------------------------------ images
+
+    @property
+    def packed(self) -> list[AnyArray]:
+        """The frames of the pages in use, of each column, ``[pages * PAGE_ROWS]``. Set it to have them back."""
+        return [column.a.reshape(-1, PAGE_ROWS)[self._frames_in_use()].ravel() for column in self._columns]
+
+    @packed.setter
+    def packed(self, packed: list[AnyArray]) -> None:
+        frames = self._frames_in_use()
+        for column, data in zip(self._columns, packed, strict=True):
+            column.a = np.zeros(self._capacity, data.dtype)
+            column.a.reshape(-1, PAGE_ROWS)[frames] = data.reshape(-1, PAGE_ROWS)
+
+    def _frames_in_use(self) -> IntArray:
+        found: IntArray = self._frames[np.array(list(self._left), np.int64) - self._base]
+        return found

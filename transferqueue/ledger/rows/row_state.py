@@ -1,0 +1,232 @@
+"""State of rows that does not depend on a task: fate, facts, which fields are set, inline values.
+
+Which fields a row has is a mask of one bit a field, in 64-bit words. Keys and tags are Python values of
+the few rows that have them. Everything else is a column of `Pages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from transferqueue.errors import AlreadyExists, NotFound, SchemaError, UsageError, listing
+from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, some
+from transferqueue.ledger.rows.facts import DTYPES, UNSET, Facts
+from transferqueue.ledger.rows.pages import DONE, LIVE, Column, Pages
+from transferqueue.limits import FIELDS_MAX
+from transferqueue.policies import Tags
+from transferqueue.schema import Field, known, not_taken
+from transferqueue.wire.codec import encode_fields
+
+WORD = 64
+MASKS_KEPT = 4096
+"""Masks of field sets kept ready; requests use the same few again and again."""
+
+
+TOLD_KEPT = 64
+"""As `MASKS_KEPT`, of `told`, which are larger."""
+
+
+class Mask:
+    """A set of fields as bits: (word, bits) pairs."""
+
+    __slots__ = ("words",)
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        words: dict[int, int] = {}
+        for number in numbers:
+            words[number // WORD] = words.get(number // WORD, 0) | 1 << number % WORD
+        self.words = [(word, np.uint64(bits)) for word, bits in sorted(words.items())]
+
+
+class Rows:
+    """Facts, fields and values of the rows of one table."""
+
+    def __init__(self, table: str) -> None:
+        self.table = table
+        self.pages = Pages()
+        self.facts = {name: self.pages.column(dtype, UNSET[name]) for name, dtype in DTYPES.items()}
+        self.version = self.facts["policy_version"]
+        self.stamped = self.pages.column(np.int64, -1)
+        """The table's clock when the row last got its policy version."""
+        self.group_id = self.facts["group_id"]
+        self.put_at = self.pages.column(np.float64)
+        self.tasks_left = self.pages.column(np.uint8)
+        """Tasks that are not done with the row."""
+        self.fields: dict[str, Field] = {}
+        self.may_add: frozenset[str] | None = None
+        """Names of fields that rows may add beside those declared; None: any."""
+        self.number: dict[str, int] = {}
+        self.words: list[Column] = []
+        self._masks: dict[tuple[str, ...], Mask] = {}
+        self._told: dict[tuple[str, ...], tuple[list[str], list[str], bytes]] = {}
+        self.inline: dict[str, Column] = {}
+        self.keys: dict[int, str] = {}
+        self.row_of_key: dict[str, int] = {}
+        self.tags: dict[int, Tags] = {}
+
+    # ------------------------------------------------------------ fields
+
+    def add_field(self, field: Field) -> None:
+        """Declare a field; one that is there already stays. Checked by `check_field`."""
+        if field.name in self.fields:
+            return
+        self.number[field.name] = len(self.fields)
+        self.fields[field.name] = field = known(field)
+        if len(self.words) * WORD < len(self.fields):
+            self.words.append(self.pages.column(np.uint64))
+        if field.inline:
+            self.inline[field.name] = self.pages.column(field.dtype)
+
+    def check_fields(self, fields: Sequence[Field]) -> dict[str, Field]:
+        """The fields of the table with `fields` added; raises if they contradict it or are too many."""
+        if len(fields) > FIELDS_MAX:
+            raise UsageError(f"a request defines {len(fields)} fields; at most {FIELDS_MAX} are allowed")
+        new: dict[str, Field] = {}
+        for field in fields:
+            there = self.fields.get(field.name) or new.setdefault(field.name, field)
+            if there != field:
+                raise SchemaError(
+                    f'field "{field.name}" of table "{self.table}" is {there.describe()}, but {field.describe()} was '
+                    "given; give values of the declared dtype and shape"
+                )
+        if len(self.fields) + len(new) > FIELDS_MAX:
+            raise UsageError(
+                f'table "{self.table}" would have {len(self.fields) + len(new)} fields; at most {FIELDS_MAX} are allowed'
+            )
+        return {**self.fields, **new} if new else self.fields
+
+    def check_added(self, names: Iterable[str]) -> None:
+        """Raise unless rows may add these fields, which the table does not have yet."""
+        if self.may_add is None:
+            return
+        for name in names:
+            if name not in self.may_add:
+                raise SchemaError(not_taken(self.table, name, {*self.fields, *self.may_add}))
+
+    def unknown_field(self, name: str) -> NotFound:
+        """The error for a field that the table does not have."""
+        return NotFound(f'field "{name}" is not in table "{self.table}"; it has {listing(self.fields)}')
+
+    def mask(self, names: Iterable[str]) -> Mask:
+        """Bits of fields that the table has."""
+        key = tuple(names)
+        mask = self._masks.get(key)
+        if mask is None:
+            if len(self._masks) > MASKS_KEPT:
+                self._masks.clear()
+            mask = self._masks[key] = Mask(self.number[name] for name in key)
+        return mask
+
+    def told(self, names: Sequence[str]) -> tuple[list[str], list[str], bytes]:
+        """Of fields that the table has: those that are inline, the others, and the definitions of all as a reply tells them."""
+        key = tuple(names)
+        found = self._told.get(key)
+        if found is None:
+            if len(self._told) > TOLD_KEPT:
+                self._told.clear()
+            inline = [name for name in key if name in self.inline]
+            placed = [name for name in key if name not in self.inline]
+            found = self._told[key] = inline, placed, encode_fields([self.fields[name] for name in key])
+        return found
+
+    def has_all(self, at: Index, mask: Mask) -> BoolArray:
+        """Which rows have every field of `mask`."""
+        if len(mask.words) == 1:
+            ((word, bits),) = mask.words
+            one: BoolArray = (self.words[word].a[at] & bits) == bits
+            return one
+        found = np.ones(self.pages.fate.a[at].size, np.bool_)
+        for word, bits in mask.words:
+            found &= (self.words[word].a[at] & bits) == bits
+        return found
+
+    def has_any(self, at: Index, mask: Mask) -> BoolArray:
+        """Which rows have a field of `mask`."""
+        found = np.zeros(self.pages.fate.a[at].size, np.bool_)
+        for word, bits in mask.words:
+            found |= (self.words[word].a[at] & bits) != 0
+        return found
+
+    def set_fields(self, at: Index, mask: Mask) -> None:
+        """The rows have the fields of `mask` now."""
+        for word, bits in mask.words:
+            self.words[word].a[at] |= bits
+
+    def clear_fields(self, at: Index, mask: Mask) -> None:
+        """The rows have none of the fields of `mask` any more."""
+        for word, bits in mask.words:
+            self.words[word].a[at] &= ~bits
+
+    # ------------------------------------------------------------ rows that a request names
+
+    def places(self, rows: IntArray) -> IntArray:
+        """Places of rows that must all be resident; `NotFound` names those that are not."""
+        at, there = self.pages.find(rows)
+        if not there.all():
+            gone = rows[~there]
+            never = gone[(gone < 0) | (gone >= self.pages.next_row)]
+            if never.size:
+                raise NotFound(
+                    f'row {some(never)} was never put into table "{self.table}"; ids so far end at {self.pages.next_row - 1}'
+                )
+            raise NotFound(f'row {some(gone)} of table "{self.table}" is finished and was freed, or was deleted')
+        return at
+
+    def live_places(self, rows: IntArray) -> IntArray:
+        """Places of rows that must all be live: resident and without a fate."""
+        at = self.places(rows)
+        ended = self.pages.fate.a[at] != LIVE
+        if ended.any():
+            fate = "done" if self.pages.fate.a[at[ended][0]] == DONE else "dropped"
+            raise NotFound(
+                f'row {some(rows[ended])} of table "{self.table}" has ended: it was {fate}; it takes no more'
+            )
+        return at
+
+    # ------------------------------------------------------------ facts
+
+    def check_keys(self, keys: Sequence[str], rows: IntArray | None) -> None:
+        """Raise if a key names another row of the table. rows: their owners, None for rows to be put."""
+        if self.row_of_key.keys().isdisjoint(keys):
+            return
+        for position, key in enumerate(keys):
+            there = self.row_of_key.get(key) if key else None
+            if there is not None and (rows is None or int(rows[position]) != there):
+                raise AlreadyExists(f'key {key!r} of table "{self.table}" names row {there}; a key names one row')
+
+    def set_facts(self, rows: IntArray, at: Index, facts: Facts) -> None:
+        """Write facts of rows at places `at`."""
+        for name, values in facts.numbers.items():
+            self.facts[name].a[at] = values
+        if facts.keys is not None:
+            self._name(rows.tolist(), facts.keys)
+        for row, tags in zip(rows.tolist(), facts.tags or (), strict=False):
+            if tags:
+                self.tags[row] = tags
+            else:
+                self.tags.pop(row, None)
+
+    def _name(self, rows: list[int], keys: list[str]) -> None:
+        self._unname(rows)
+        named = {row: key for row, key in zip(rows, keys, strict=True) if key}
+        self.keys |= named
+        self.row_of_key |= zip(named.values(), named, strict=True)
+
+    def _unname(self, rows: list[int]) -> None:
+        for row in self.keys.keys() & rows:
+            del self.row_of_key[self.keys.pop(row)]
+
+    def set_inline(self, name: str, at: Index, values: AnyArray) -> None:
+        """Write values of an inline field."""
+        self.inline[name].a[at] = values
+
+    def free(self, rows: IntArray) -> list[int]:
+        """Forget rows; pages that are finished with them."""
+        if self.keys or self.tags:
+            gone = rows.tolist()
+            self._unname(gone)
+            for row in gone:
+                self.tags.pop(row, None)
+        return self.pages.free(rows)

@@ -1,0 +1,150 @@
+"""Which ready units one lease gets.
+
+Units are taken in the order of the selector while they fit the budget: rows, tokens or groups. A lease gets
+its *full* number when no further unit would fit. It may get less
+
+- once `at_least` is ready, if it said so;
+- when the table is sealed and nothing more can become ready (see `TaskState.final`, `giving.stranded`): then what is left.
+
+A unit that alone exceeds a token budget is handed out alone, since it would else never be. Groups are never
+cut; a group larger than `rows` is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from transferqueue.errors import Impossible
+from transferqueue.ledger.rows.arrays import IntArray
+from transferqueue.ledger.rules.required_results import stranded
+from transferqueue.ledger.table import Table
+from transferqueue.ledger.tasks.group_task import GroupTaskState
+from transferqueue.ledger.tasks.ready_queue import UNIT, Ready
+from transferqueue.ledger.tasks.task_state import TaskState
+from transferqueue.limits import ROWS_PER_REQUEST_MAX
+from transferqueue.wire.messages import Lease as LeaseRequest
+
+BATCH_FIRST = 64
+"""Units looked at first under a token budget; doubled until the budget is filled."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """Rows of the chosen units, unit by unit. sizes: rows of each unit."""
+
+    rows: IntArray
+    sizes: IntArray
+    queue: Ready
+    """Where the units came from: whoever lends them tells it how many."""
+
+
+def choose(table: Table, task: TaskState, request: LeaseRequest) -> Choice | None:
+    """The rows this request would get now; None if it has to wait. Changes nothing."""
+    budget = request.rows or request.tokens or request.groups
+    final = table.sealed and bool(task.ready_units) and (task.final or stranded(table, task))
+    least = min(request.at_least or budget, budget)
+    if not _may_suffice(task, request, least, final=final):
+        return None
+    queue = task.queue(request.where)
+    units = _fitting(table, task, request, queue, budget)
+    count, amount, full = units.count, units.amount, units.full
+    if request.world > 1 and task.ranker.equal_counts and not final:
+        count -= count % request.world
+        amount = int(units.costs[:count].sum())
+        full = full and count > 0
+    enough = count > 0 and (final or full or (request.at_least > 0 and amount >= request.at_least))
+    if not enough or (request.world > count and not final):
+        return None
+    return _choice(task, units.ids[:count], queue)
+
+
+def _may_suffice(task: TaskState, request: LeaseRequest, least: int, *, final: bool) -> bool:
+    """A quick no, without looking at the queue."""
+    if not task.ready_units or final:
+        return bool(task.ready_units)
+    if request.groups or (request.rows and not isinstance(task, GroupTaskState)):
+        return task.ready_units >= least
+    return True
+
+
+@dataclass(slots=True)
+class _Fit:
+    ids: IntArray
+    costs: IntArray
+    count: int
+    amount: int
+    full: bool
+
+
+def _fitting(table: Table, task: TaskState, request: LeaseRequest, queue: Ready, budget: int) -> _Fit:
+    """The units from the front of the queue that fit the budget."""
+    if request.groups or (request.rows and not isinstance(task, GroupTaskState)):
+        ids = queue.first(budget)[UNIT]
+        return _Fit(ids, np.ones(ids.size, np.int64), ids.size, ids.size, ids.size == budget)
+    look = BATCH_FIRST
+    while True:
+        ids = queue.first(look)[UNIT]
+        fit = _fit(table, task, request, ids, budget)
+        if ids.size < look or fit.count < ids.size or look >= ROWS_PER_REQUEST_MAX:
+            return fit
+        look = min(2 * look, ROWS_PER_REQUEST_MAX)
+
+
+def _fit(table: Table, task: TaskState, request: LeaseRequest, ids: IntArray, budget: int) -> _Fit:
+    rows, sizes = task.members(ids)
+    costs = sizes if request.rows else tokens_of(table, rows, sizes)
+    total = np.cumsum(costs)
+    count = int(np.searchsorted(total, budget, side="right"))
+    if request.tokens and count < request.world:
+        count = min(request.world, ids.size)
+    if request.rows and not count and ids.size:
+        raise _too_large(table, int(sizes[0]), request)
+    amount = int(total[count - 1]) if count else 0
+    spare = budget - amount
+    full = count < ids.size or spare <= 0 or (bool(request.rows) and spare < _smallest(table))
+    return _Fit(ids, costs, count, amount, full)
+
+
+def check_groups_fit(table: Table, task: TaskState, request: LeaseRequest) -> None:
+    """Raise if the known groups could never be handed out to this request."""
+    if not isinstance(task, GroupTaskState) or not len(table.groups):
+        return
+    if request.rows and table.groups.largest * request.world > request.rows:
+        raise _too_large(table, table.groups.largest, request)
+    least, most = request.groups * _smallest(table), request.groups * table.groups.largest
+    if most > ROWS_PER_REQUEST_MAX or (least > table.limits.rows and not table.sealed and not request.at_least):
+        bound = min(table.limits.rows, ROWS_PER_REQUEST_MAX)
+        raise Impossible(
+            f'{request.groups} complete groups of table "{table.name}" are at least {least} rows; at most {bound} can '
+            "be there at once: ask for fewer groups"
+        )
+
+
+def _smallest(table: Table) -> int:
+    """Rows of the smallest unit that is there; a row without a group is a unit of one."""
+    return table.groups.smallest if table.groups.members_live == table.rows_live else 1
+
+
+def _too_large(table: Table, size: int, request: LeaseRequest) -> Impossible:
+    each = f" for each of {request.world} ranks" if request.world > 1 else ""
+    need = size * request.world
+    return Impossible(
+        f'table "{table.name}" has a group of {size} rows; a lease of complete groups with rows={request.rows} can '
+        f"never hold one{each}: {need} > {request.rows}; ask for rows >= {need}, or for groups={request.world}"
+    )
+
+
+def tokens_of(table: Table, rows: IntArray, sizes: IntArray) -> IntArray:
+    """Tokens of each unit; a row that was never told its tokens counts as one."""
+    tokens = np.maximum(table.rows.facts["tokens"].a[table.rows.pages.index(rows)], 1)
+    if rows.size == sizes.size:
+        return tokens
+    summed: IntArray = np.add.reduceat(tokens, np.cumsum(sizes) - sizes)
+    return summed
+
+
+def _choice(task: TaskState, ids: IntArray, queue: Ready) -> Choice:
+    rows, sizes = task.members(ids)
+    return Choice(rows, sizes, queue)

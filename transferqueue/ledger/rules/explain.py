@@ -1,0 +1,271 @@
+"""Why a request waits, for people: what is missing, and who holds it.
+
+These walk rows (a bounded sample), so they are for errors and for `doctor`, never on the way of a request
+that proceeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+
+from transferqueue.errors import listing
+from transferqueue.ledger.rows.arrays import BoolArray, IntArray, tally
+from transferqueue.ledger.rows.pages import LIVE
+from transferqueue.ledger.rules.requeue import LOST
+from transferqueue.ledger.rules.required_results import is_given_by_none
+from transferqueue.ledger.table import Absence, Table
+from transferqueue.ledger.tasks.group_task import FORMING, GroupTaskState
+from transferqueue.ledger.tasks.leases import Lease
+from transferqueue.ledger.tasks.task_state import HELD, LEASED, OPEN, PENDING, READY, STEPPED, TaskState
+from transferqueue.limits import HEARTBEAT_S
+from transferqueue.wire.messages import Lease as LeaseRequest
+
+PAGES_SEEN = 16
+"""Pages of rows looked at: the oldest ones, where what is stuck lies."""
+LEASES_SEEN = 256
+"""Leases looked at, the oldest first: a thousand waits that end together must not walk thousands of leases each."""
+GROUPS_TOLD = 3
+REASONS_TOLD = 3
+SILENT_TOLD_S = 3 * HEARTBEAT_S
+"""A live client says something every `HEARTBEAT_S`; one late word is no news."""
+
+
+def session_name(table: Table, session: int) -> str:
+    """What to call a session."""
+    return table.core.labels.get(session) or f"session {session}"
+
+
+def explain_lease(table: Table, task: TaskState, request: LeaseRequest, now: float) -> str:
+    """What a lease that cannot proceed lacks."""
+    ready = _count(task.ready_units, "group" if isinstance(task, GroupTaskState) else "row")
+    wanted = _wanted(request)
+    matching = " that match where" if request.where else ""
+    text = f'task "{task.task.name}" of table "{table.name}" waits for {wanted}{matching}: {ready} ready'
+    return "; ".join([text, *_lacking(table, task, now)])
+
+
+def explain_stranded(table: Table, task: TaskState, now: float) -> str:
+    """Why no pending row of a sealed table can become ready for the task any more, and what helps."""
+    name = task.task.name
+    missing = [field for field in task.task.needs if is_given_by_none(table, field, ())]
+    return (
+        f'task "{name}" of table "{table.name}" can never progress: the table is sealed, and '
+        f"{'; '.join(_pending(table, task, now))}. Give {listing(missing)} with update(), or "
+        "end the rows with drop()"
+    )
+
+
+def lost_rows(table: Table) -> list[str]:
+    """Rows that ended as bytes were lost, by what took them."""
+    return [f"{count} rows ended: {why}" for why, count in table.lost.items()]
+
+
+def _wanted(request: LeaseRequest) -> str:
+    what = "rows" if request.rows else "tokens" if request.tokens else "groups"
+    number = request.rows or request.tokens or request.groups
+    least = f" (at least {request.at_least})" if request.at_least else ""
+    ranks = f" for {request.world} ranks" if request.world > 1 else ""
+    return f"{number} {'complete ' if what == 'groups' else ''}{what[:-1] if number == 1 else what}{least}{ranks}"
+
+
+def _lacking(table: Table, task: TaskState, now: float) -> list[str]:
+    found = [*_leased(table, [task], now), *_pending(table, task, now), *_stepped(task)]
+    if isinstance(task, GroupTaskState):
+        found += _forming(table, task)
+    if not found and not task.open_rows:
+        found.append("the table is sealed" if table.sealed else "no row that it has not done is in the table")
+        found += _dropped(table)
+        end = [] if table.sealed else ["more may be put until the table is sealed"]
+        return [*found, *lost_rows(table), *end]
+    return found + lost_rows(table)
+
+
+def _dropped(table: Table) -> list[str]:
+    """Why there may be no rows though some were put. Those that ended as bytes were lost are told by `lost_rows`."""
+    reasons = sorted((-count, reason) for reason, count in table.rows_dropped.items() if reason != LOST)
+    told = ", ".join(f"{reason} {-count}" for count, reason in reasons[:REASONS_TOLD])
+    count = -sum(count for count, _ in reasons)
+    return [f"{count} {'was' if count == 1 else 'were'} dropped: {told}"] if told else []
+
+
+def _leased(table: Table, tasks: Iterable[TaskState], now: float) -> list[str]:
+    """How many rows (or groups) are leased, by whom, since when, and whether they still say something."""
+    told = []
+    for task in tasks:
+        held: dict[str, tuple[int, float]] = {}
+        unseen = task.counts[LEASED]
+        for lease in islice(_leases_of(table, task), LEASES_SEEN):
+            unseen -= lease.left
+            units = _units_left(table, task, lease)
+            for session in dict.fromkeys(lease.holders.values()) or (0,):
+                who = _holder(table, session, now)
+                count, since = held.get(who, (0, now))
+                held[who] = (count + units, min(since, lease.since))
+        noun = "group" if isinstance(task, GroupTaskState) else "row"
+        told += [
+            f'{_count(count, noun)} leased for "{task.task.name}" by {who}, for {now - since:.0f} s'
+            for who, (count, since) in held.items()
+        ]
+        if unseen:
+            told.append(f'{_count(unseen, "more row")} leased for "{task.task.name}"')
+    return told
+
+
+def _stepped(task: TaskState) -> list[str]:
+    """Rows that wait for a checkpoint, and for which."""
+    count = task.counts[STEPPED]
+    if not count:
+        return []
+    name, step = task.task.name, task.stepped.latest
+    call = f'call checkpointed({step}, task="{name}") once the model is saved'
+    return [f"{_count(count, 'row')} kept until a checkpoint covers step {step}: {call}"]
+
+
+def _holder(table: Table, session: int, now: float) -> str:
+    if not session:
+        return "a rank that has not asked yet"
+    silent = table.core.silent_s(session, now)
+    return session_name(table, session) + (f" (silent {silent:.0f} s)" if silent >= SILENT_TOLD_S else "")
+
+
+def _units_left(table: Table, task: TaskState, lease: Lease) -> int:
+    if not isinstance(task, GroupTaskState):
+        return lease.left
+    rows = lease.rows[lease.held]
+    return int(np.unique(table.groups.units(rows, table.rows.pages.index(rows))).size)
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{_noun(count, noun)} {'is' if count == 1 else 'are'}"
+
+
+def _noun(count: int, noun: str) -> str:
+    return f"1 {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _leases_of(table: Table, task: TaskState) -> Iterator[Lease]:
+    if task.counts[LEASED]:
+        for one in table.core.leases.by_id.values():
+            if one.table == table.name and one.task == task.task.name and one.left:
+                yield one
+
+
+def _pending(table: Table, task: TaskState, now: float) -> list[str]:
+    """Which fields rows lack, and who could give them."""
+    if not task.counts[PENDING]:
+        return []
+    rows = sample(table)
+    at = table.rows.pages.index(rows)
+    pending = task.state.a[at] == PENDING
+    told = []
+    for name in task.task.needs:
+        lacking = int(_without(table, name, at[pending]).sum())
+        if lacking:
+            told.append(
+                f'{lacking} {"row lacks" if lacking == 1 else "rows lack"} "{name}"{_givers(table, name, at[pending], now)}'
+            )
+    return told or [f"{task.counts[PENDING]} rows are not complete"]
+
+
+def _without(table: Table, name: str, at: IntArray) -> np.typing.NDArray[np.bool_]:
+    if name not in table.rows.fields:
+        return np.ones(at.size, np.bool_)
+    return ~table.rows.has_all(at, table.rows.mask((name,)))
+
+
+def _givers(table: Table, name: str, at: IntArray, now: float) -> str:
+    givers = [task for task in table.tasks.values() if name in task.task.gives]
+    if not givers:
+        return " (given by no task: put or update must bring it)"
+    lacking = at[_without(table, name, at)]
+    told = [
+        *_for_givers(table, givers, lacking, now),
+        *_leased(table, givers, now),
+        *_given_by_nobody(table, name, givers, lacking),
+    ]
+    names = ", ".join(f'"{task.task.name}"' for task in givers)
+    return f" (given by {names}{': ' if told else ''}{', '.join(told)})"
+
+
+def absence(table: Table, task: TaskState, now: float) -> Absence | None:
+    """Since when rows are ready for a task and nobody works on it; None if that is not so, or not known."""
+    return table.core.absence(table.name, task.task.name, now) if task.ready_units else None
+
+
+def _and_nobody_works(table: Table, task: TaskState, now: float) -> str:
+    found = absence(table, task, now)
+    return f", and {found.text}" if found else ""
+
+
+def _for_givers(table: Table, givers: Iterable[TaskState], at: IntArray, now: float) -> list[str]:
+    """Where the rows at `at` are for those who could give what they lack."""
+    told = []
+    for task in givers:
+        states = task.state.a[at]
+        if ready := int((states == READY).sum()):
+            told.append(f"{ready} ready and not leased{_and_nobody_works(table, task, now)}")
+        if pending := int((states == PENDING).sum()):
+            told.append(f'{pending} without what "{task.task.name}" needs')
+    return told
+
+
+def _given_by_nobody(table: Table, name: str, givers: Sequence[TaskState], at: IntArray) -> list[str]:
+    """How many of the rows at `at` lack a field although no task that gives it has them any more."""
+    has: BoolArray = np.zeros(at.size, np.bool_)
+    for task in givers:
+        has |= np.isin(task.state.a[at], OPEN)
+    gone = int((~has).sum())
+    return [f'"{name}" of {_noun(gone, "row")} is given by nobody any more'] if gone else []
+
+
+def _forming(table: Table, task: GroupTaskState) -> list[str]:
+    """Groups of which some members are ready."""
+    forming = [one for one in task.forming.values() if one.state == FORMING and one.ready]
+    told = []
+    for one in forming[:GROUPS_TOLD]:
+        pending, ready = task.missing(one.unit)
+        size = table.groups.size_of(one.unit)
+        group = table.groups.get(one.unit)
+        absent = size - (group.present if group else 1)
+        parts = [f"{ready} of {size} ready"]
+        parts += [f"{pending} not complete"] if pending else []
+        parts += [f"{absent} not put"] if absent else []
+        told.append(f"group {one.unit}: {', '.join(parts)}")
+    if len(forming) > GROUPS_TOLD:
+        told.append(f"{len(forming) - GROUPS_TOLD} more groups are not whole")
+    return told
+
+
+def sample(table: Table) -> IntArray:
+    """Live rows of the oldest pages."""
+    pages = [table.rows.pages.rows_of(page) for page in table.rows.pages.pages()[:PAGES_SEEN]]
+    rows = np.concatenate(pages) if pages else np.empty(0, np.int64)
+    live: IntArray = rows[table.rows.pages.fate.a[table.rows.pages.index(rows)] == LIVE]
+    return live
+
+
+def explain_room(table: Table, why: str) -> str:
+    """What a put that finds no room waits for."""
+    return f'table "{table.name}" has no room: {why}; {who_holds_rows(table)}'
+
+
+def who_holds_rows(table: Table) -> str:
+    """Which tasks are not done with the rows that are there."""
+    told = []
+    for task in table.tasks.values():
+        counts = task.counts
+        if task.open_rows:
+            told.append(
+                f'task "{task.task.name}" has {task.open_rows - counts[LEASED] - counts[PENDING] - counts[HELD]} ready, '
+                f"{counts[LEASED]} leased, {counts[PENDING] + counts[HELD]} not complete"
+            )
+        told += [f'task "{task.task.name}": {text}' for text in _stepped(task)]
+    if table.flow.reserved:
+        holders = tally(np.array([one.session for one in table.flow.reservations.values()], np.int64))
+        told.append(
+            f"{table.flow.reserved} rows are reserved by {listing(session_name(table, one) for one, _ in holders)}"
+        )
+    return "; ".join(told) or "no task takes its rows" if table.rows_live else "; ".join(told) or "it is empty"

@@ -1,0 +1,123 @@
+"""How rows end: done, or dropped with a reason; never neither, never both.
+
+A fate is given once, by `finish_rows` (all tasks are done with the row) or `drop_rows`. Giving it takes the
+row from every task and lease, then counts it, then frees it (`Acked`) or keeps it readable (`Manual`). So
+``rows_put = rows_live + rows_done + rows_dropped`` holds after every step.
+
+One end can bring about others: a dropped member makes its group incomplete, whose policy may drop the rest.
+`Table.doomed` collects rows to be dropped; `settle.conclude` works until nothing is left to do.
+"""
+
+from __future__ import annotations
+
+from transferqueue.ledger.effects import LeaseEnded
+from transferqueue.ledger.rows.arrays import BoolArray, IntArray, tally
+from transferqueue.ledger.rows.column_places import Retired
+from transferqueue.ledger.rows.commit import unused
+from transferqueue.ledger.rows.pages import DONE, DROPPED, LIVE
+from transferqueue.ledger.table import Table
+from transferqueue.ledger.tasks.leases import Lease
+from transferqueue.ledger.tasks.task_state import LEASED, TaskState
+from transferqueue.policies import Acked
+
+
+def drop_rows(table: Table, rows: IntArray, reason: str, now: float) -> None:
+    """Rows that are still live end as dropped(reason), for every task."""
+    at, there = table.rows.pages.find(rows)
+    there &= table.rows.pages.fate.a[at] == LIVE
+    if not there.any():
+        return
+    rows, at = rows[there], at[there]
+    for task in table.tasks.values():
+        lose_leases(table, task, rows, at, f"its rows were dropped ({reason})")
+        task.withdraw(rows, at)
+    table.rows_dropped[reason] = table.rows_dropped.get(reason, 0) + rows.size
+    table.history.add(now, "dropped", rows, detail=reason)
+    _end(table, rows, at, DROPPED)
+    if table.sealed:
+        table.wake_tasks()
+
+
+def finish_rows(table: Table, task: TaskState, rows: IntArray, now: float, before: int = LEASED) -> None:
+    """`task` is done with leased (or stepped) rows; those that no task needs any more are done."""
+    at = table.rows.pages.index(rows)
+    task.finish(rows, at, before)
+    left = table.rows.tasks_left
+    left.a[at] -= 1
+    over: BoolArray = left.a[at] == 0
+    if not over.any():
+        return
+    if not over.all():
+        rows, at = rows[over], at[over]
+    table.rows_done += rows.size
+    table.history.add(now, "done", rows)
+    _end(table, rows, at, DONE)
+
+
+def _end(table: Table, rows: IntArray, at: IntArray, fate: int) -> None:
+    table.ordinals.ended(at)
+    if len(table.groups) or table.gatherers:
+        for unit in table.groups.leave(rows, at, dropped=fate == DROPPED):
+            table.flow.forget(unit)
+            for task in table.gatherers:
+                task.forget(unit)
+    if isinstance(table.retention, Acked):
+        free_rows(table, rows, at)
+    else:
+        table.rows.pages.fate.a[at] = fate
+    table.wake_room()
+
+
+def free_rows(table: Table, rows: IntArray, at: IntArray) -> None:
+    """Forget rows that have their fate: their bytes, keys, tags, and pages that are finished."""
+    retire(table, table.parts.release(at))
+    forget_puts(table, table.rows.free(rows))
+
+
+def forget_puts(table: Table, pages: list[int]) -> None:
+    """Pages are gone: a retry of their puts cannot be answered from rows any more."""
+    for page in pages:
+        for key in table.puts_of_page.pop(page, ()):
+            table.puts.pop(key, None)
+
+
+def retire(table: Table, retired: Retired) -> None:
+    """Give up references to blocks."""
+    for number, count in retired:
+        table.core.blocks.retire(number, count)
+
+
+def lose_leases(table: Table, task: TaskState, rows: IntArray, at: IntArray, why: str) -> IntArray:
+    """Leases of `task` lose those of `rows` that they hold. Returns them."""
+    leased: BoolArray = task.state.a[at] == LEASED
+    lost: IntArray = rows[leased]
+    if not lost.size:
+        return lost
+    holds = task.hold.a[at[leased]]
+    for number, _ in tally(holds):
+        lease = table.core.leases.by_id[number]
+        lease.lose(lost[holds == number])
+        if lease.holders and not lease.left:
+            end_lease(table, lease, why, told=False)
+    return lost
+
+
+def end_lease(table: Table, lease: Lease, why: str, *, told: bool) -> None:
+    """A lease is over; its holders are told unless it was their doing."""
+    if not told:
+        for session in lease.holders.values():
+            table.core.effects.add(LeaseEnded(session, lease.id, why))
+    if lease.staged is not None:
+        drop_staged(table, lease)
+        table.wake_room()
+    if lease.share is not None:
+        table.agreements[lease.task, *lease.share].over(lease.id)
+    table.core.blocks.unpin_all(-lease.id)
+    table.core.leases.end(lease, why)
+
+
+def drop_staged(table: Table, lease: Lease) -> None:
+    """Results that were never committed are given up."""
+    if lease.staged is not None:
+        retire(table, unused(lease.staged))
+        lease.staged = None

@@ -1,0 +1,249 @@
+"""What is decided about rows without anybody asking: incomplete groups, and rows over the staleness bound.
+
+Incomplete groups. A group that is forming for a task is judged when it changed and (a) a member was dropped,
+(b) its deadline passed, or (c) the table is sealed:
+
+- `DropGroup`: on (a) and (b) all members are dropped at once.
+- `Release`: the group is dropped as soon as `min_size` can no longer be reached; else it is handed over when
+  every member that was put is ready or dropped, or when its deadline passes. What is not ready then is dropped.
+- `Refill`: (a) asks for the dropped members again; (b) asks for all that are absent, ends the leases that
+  other tasks hold on members that are not ready, and starts the deadline anew.
+- On (c), when no member is pending any more and the group still is not whole: `Release` applies, and the
+  other two drop the group, since nothing will ever be put again. So the end of the table always arrives.
+
+Stale rows. A row is over the bound when ``clock - policy_version > max_staleness``. It is judged when the clock
+moves, when it is stamped, and when it returns from a lease of the pacing task, so that no row over the bound is
+ever in that task's queue. Rows that the task has on lease were handed over in bound and are left alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from transferqueue.ledger.rows.arrays import BoolArray, IntArray
+from transferqueue.ledger.rows.pages import LIVE
+from transferqueue.ledger.rules.finish import drop_rows, lose_leases
+from transferqueue.ledger.rules.requeue import downstream, missed, send_back
+from transferqueue.ledger.table import Table
+from transferqueue.ledger.tasks.group_task import FORMING, Forming, GroupTaskState
+from transferqueue.ledger.tasks.task_state import KEPT, LEASED, OPEN, PENDING, READY, TaskState
+from transferqueue.policies import KeepStale, Refill, Release, Requeue
+
+INCOMPLETE = "group_incomplete"
+
+
+def conclude(table: Table, now: float) -> None:
+    """Work off what the request set in motion, until every group is settled and nothing is doomed."""
+    gatherers = table.gatherers
+    while True:
+        for task in gatherers:
+            _drop_unwanted(table, task)
+        if table.doomed:
+            rows, reason = table.doomed.pop(0)
+            drop_rows(table, rows, reason, now)
+            continue
+        unsettled = [task for task in gatherers if task.unsettled]
+        if not unsettled:
+            return
+        _settle(table, unsettled[0], now)
+
+
+# ---------------------------------------------------------------- groups
+
+
+def _drop_unwanted(table: Table, task: GroupTaskState) -> None:
+    """Members that came too late for `task`, and that no other task wants, will be dropped."""
+    for rows in task.unwanted:
+        at, there = table.rows.pages.find(rows)
+        there &= (table.rows.tasks_left.a[at] == 0) & (table.rows.pages.fate.a[at] == LIVE)
+        if there.any():
+            table.doomed.append((rows[there], INCOMPLETE))
+    if task.unwanted and table.sealed:
+        table.wake_tasks()  # what this task would have given these members does not come
+    task.unwanted.clear()
+
+
+def _settle(table: Table, task: GroupTaskState, now: float) -> None:
+    changed = [one for unit in task.unsettled if (one := task.forming.get(unit)) and one.state == FORMING]
+    task.unsettled.clear()
+    whole = []
+    for one in changed:
+        if one.ready == table.groups.size_of(one.unit):
+            one.lost, one.late = 0, False
+            whole.append(one.unit)
+        elif one.lost or one.late or table.sealed:
+            _judge(table, task, one, now)
+    if whole:
+        task.enqueue(whole)
+        table.wake_task(task.task.name)
+
+
+def _judge(table: Table, task: GroupTaskState, one: Forming, now: float) -> None:
+    rule = task.rule.incomplete
+    pending, ready = task.missing(one.unit)
+    if isinstance(rule, Release):
+        _release(table, task, one, pending, ready)
+        task.await_rest(one, now)
+    elif isinstance(rule, Refill) and not table.sealed:
+        _refill(table, task, one, now)
+    elif (table.sealed and not pending) or (not isinstance(rule, Refill) and (one.lost or one.late)):
+        doom_group(table, one.unit)
+
+
+def _release(table: Table, task: GroupTaskState, one: Forming, pending: int, ready: int) -> None:
+    size = table.groups.size_of(one.unit)
+    least = task.rule.min_size or size
+    group = table.groups.get(one.unit)
+    to_come = 0 if group is None or one.late or table.sealed else max(0, size - group.present - one.lost)
+    reach = ready if one.late else ready + pending + to_come
+    if reach < least:
+        doom_group(table, one.unit)
+    elif one.late or not (pending or to_come):
+        _hand_over(table, task, one)
+
+
+def _hand_over(table: Table, task: GroupTaskState, one: Forming) -> None:
+    """The members that are ready are a batch unit from now on; the others are dropped."""
+    rows = np.array(table.groups.members(one.unit), np.int64)
+    waiting = task.state.a[table.rows.pages.index(rows)] == PENDING
+    task.enqueue([one.unit])
+    table.wake_task(task.task.name)
+    if waiting.any():
+        # Withdrawn first: that they are dropped must not make the group, which is settled, incomplete again.
+        rows = rows[waiting]
+        task.withdraw_late(rows, table.rows.pages.index(rows))
+        table.doomed.append((rows, INCOMPLETE))
+
+
+def _refill(table: Table, task: GroupTaskState, one: Forming, now: float) -> None:
+    group = table.groups.get(one.unit)
+    if group is None:
+        return
+    absent = group.size - group.present
+    table.flow.ask(one.unit, absent if one.late else one.lost, absent)
+    table.wake_room()
+    if one.late:
+        rows = np.array(list(group.rows), np.int64)
+        waiting = rows[task.state.a[table.rows.pages.index(rows)] == PENDING]
+        _take_back(table, task, waiting, now)
+    one.lost, one.late = 0, False
+    task.await_rest(one, now)
+
+
+def _take_back(table: Table, but: TaskState, rows: IntArray, now: float) -> None:
+    """Other tasks lose their leases of rows; it counts as a failed attempt, as an expiry does."""
+    for task in table.tasks.values():
+        if task is not but:
+            at = table.rows.pages.index(rows)
+            lost = lose_leases(table, task, rows, at, "its group waited past the deadline")
+            return_rows(table, task, lost, failed=True, now=now)
+
+
+def doom_group(table: Table, unit: int) -> None:
+    """All members of a group will be dropped."""
+    table.doomed.append((np.array(table.groups.members(unit), np.int64), INCOMPLETE))
+
+
+def return_rows(
+    table: Table, task: TaskState, rows: IntArray, *, failed: bool, now: float, before: int = LEASED
+) -> None:
+    """Leased (or stepped) rows that no lease holds any more go back to `task`, unless they failed too often, are stale, or
+    something that it needs is gone meanwhile."""
+    if not rows.size:
+        return
+    at = table.rows.pages.index(rows)
+    task.give_back(rows, at, now, before)
+    if not task.completed(at).all():
+        missed(table, task, rows, now)
+    if failed:
+        task.tally.failed += rows.size
+        task.attempts.a[at] += 1
+        if task.task.attempts_max:
+            spent = task.attempts.a[at] >= task.task.attempts_max
+            if spent.any():
+                table.doomed.append((rows[spent], "attempts"))
+    if task is table.pacer:
+        judge_stale(table, rows, now)
+        table.wake_room()
+    table.wake_task(task.task.name)
+
+
+# ---------------------------------------------------------------- stale rows
+
+
+def judge_stale(table: Table, rows: IntArray, now: float) -> None:
+    """Do what `on_stale` says with those of `rows` that are live, over the bound and not handed over."""
+    pacer = table.pacer
+    if table.versions is None or pacer is None or table.pacing is None or table.stale_below <= 0:
+        return
+    at, there = table.rows.pages.find(rows)
+    version = table.rows.version.a[at]
+    stale: BoolArray = there & (version >= 0) & (version < table.stale_below) & (pacer.state.a[at] <= READY)
+    if not stale.any():
+        return
+    rows = rows[stale]
+    policy = table.pacing.on_stale
+    if isinstance(policy, KeepStale):
+        _keep(table, pacer, _whole_groups(table, pacer, rows), now)
+    elif isinstance(policy, Requeue):
+        requeue(table, pacer, policy.task, rows, now)
+    else:
+        table.doomed.append((rows, "stale"))
+
+
+def _whole_groups(table: Table, pacer: TaskState, rows: IntArray) -> IntArray:
+    """`rows`, with all members of their groups that the pacing task could still get."""
+    units = table.groups.units(rows, table.rows.pages.index(rows))
+    members = [row for unit, _ in table.groups.counts(units) for row in table.groups.members(unit)]
+    found = np.array(members, np.int64)
+    chosen: IntArray = found[pacer.state.a[table.rows.pages.index(found)] <= READY]
+    return chosen
+
+
+def _keep(table: Table, pacer: TaskState, rows: IntArray, now: float) -> None:
+    at = table.rows.pages.index(rows)
+    if not isinstance(pacer, GroupTaskState):
+        stale = table.rows.version.a[at]
+        chosen = (stale >= 0) & (stale < table.stale_below)
+        rows, at = rows[chosen], at[chosen]
+    pacer.withdraw(rows, at, KEPT)
+    if isinstance(pacer, GroupTaskState):
+        for unit, _ in table.groups.counts(table.groups.units(rows, at)):
+            pacer.close(unit)
+    table.history.add(now, "kept though stale", rows, pacer.task.name)
+    table.wake_room()
+    if table.sealed:
+        table.wake_tasks()
+    else:
+        table.wake_task(pacer.task.name)
+
+
+def requeue(table: Table, pacer: TaskState, target: str, rows: IntArray, now: float) -> None:
+    """Rows go back to `target` as stale, the version cleared too.
+
+    A group whose members some task takes together goes back together.
+    """
+    _, names = downstream([one.task for one in table.tasks.values()], table.tasks[target].task)
+    if any(
+        isinstance(task, GroupTaskState) for task in (table.tasks[target], pacer, *(table.tasks[one] for one in names))
+    ):
+        rows = _whole_groups(table, pacer, rows)
+    at = table.rows.pages.index(rows)
+    for name in ("policy_version", "policy_version_max"):
+        table.rows.facts[name].a[at] = -1
+    send_back(table, target, rows, "requeued as stale", now)
+
+
+def may_return(table: Table, task: TaskState) -> bool:
+    """Whether rows that `task` is done with may be requeued to it, or to one before it: the pacing task has not had them all.
+
+    Until then the table has not ended for `task`, or nobody would be left to give anew what a stale row needs.
+    """
+    pacing, pacer = table.pacing, table.pacer
+    if pacing is None or pacer is None or task is pacer or pacing.max_staleness is None:
+        return False
+    if not isinstance(pacing.on_stale, Requeue) or not any(pacer.counts[state] for state in OPEN):
+        return False
+    first = table.tasks[pacing.on_stale.task]
+    _, names = downstream([one.task for one in table.tasks.values()], first.task)
+    return task is first or task.task.name in names

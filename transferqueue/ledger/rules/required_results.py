@@ -1,0 +1,116 @@
+"""What a task owes for a row: the fields that it declares in `gives` and that another task needs.
+
+Rules:
+
+1. An ack is refused unless each row that it ends has every owed field, from the ack itself or from before. If another
+   task that gives the field still has the row, that task owes it instead: the last one gives it. A row without a result
+   is ended by a drop.
+2. A sealed table gets no rows any more, so a task can tell when its pending rows never become ready: each of them lacks
+   a field that some task gives, and no task that gives it still moves. A task moves while rows are ready for it or
+   leased, or while a pending row of it may become ready. A field that no task gives may still come by an update; nobody
+   can tell, so rows that lack only such fields are waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from difflib import get_close_matches
+
+import numpy as np
+
+from transferqueue.errors import UsageError, listing
+from transferqueue.ledger.rows.arrays import BoolArray, IntArray, some
+from transferqueue.ledger.table import Table
+from transferqueue.ledger.tasks.group_task import GroupTaskState
+from transferqueue.ledger.tasks.task_state import LEASED, OPEN, PENDING, READY, TaskState
+from transferqueue.policies import Requeue
+
+NEAR = 0.75
+"""Names at least so alike (`difflib`: 2 × common characters / all characters) are taken for a slip."""
+
+
+# ---------------------------------------------------------------- rule 1
+
+
+def check_given(table: Table, task: TaskState, columns: Collection[str], rows: IntArray) -> None:
+    """Raise `UsageError` unless `rows`, acked by `task` with these columns, have all that the task owes for them."""
+    for name in sorted(task.owed.difference(columns)):
+        lacking = rows[_lacks(table, name, rows)]
+        for other in table.tasks.values():
+            if other is not task and lacking.size and name in other.task.gives:
+                lacking = lacking[~np.isin(other.state.a[table.rows.pages.index(lacking)], OPEN)]
+        if lacking.size:
+            raise UsageError(_refusal(table, task, name, columns, lacking))
+
+
+def _lacks(table: Table, name: str, rows: IntArray) -> BoolArray:
+    if name not in table.rows.fields:
+        return np.ones(rows.size, np.bool_)
+    lacks: BoolArray = ~table.rows.has_all(table.rows.pages.index(rows), table.rows.mask((name,)))
+    return lacks
+
+
+def _refusal(table: Table, task: TaskState, name: str, columns: Collection[str], lacking: IntArray) -> str:
+    mine = task.task.name
+    needing = listing(f'"{other}"' for other, state in table.tasks.items() if name in state.needs)
+    near = get_close_matches(name, [one for one in columns if one not in table.expected_fields()], 1, NEAR)
+    came = f'; it has "{near[0]}", and "{name}" is meant' if near else f"; it has {listing(columns)}" if columns else ""
+    drop = "table.drop(rows, reason)" if isinstance(task, GroupTaskState) else "batch.drop(reason, rows)"
+    return (
+        f'the ack of row {some(lacking)} by task "{mine}" of table "{table.name}" has no "{name}", which task '
+        f'"{mine}" gives and task {needing} needs{came}. Nothing was changed, and the rows stay leased: ack them with '
+        f"{name}=..., or end rows that have no result by {drop} (a result that update() brings after the ack does not belong in gives)"
+    )
+
+
+# ---------------------------------------------------------------- rule 2
+
+
+def stranded(table: Table, task: TaskState) -> bool:
+    """Whether the task has pending rows of a sealed table, and none of them can become ready any more."""
+    if not table.sealed or not task.counts[PENDING] or _sends_back(table):
+        return False
+    return not _may_complete(table, task, _moving(table))
+
+
+def _sends_back(table: Table) -> bool:
+    """Whether a row that turns stale goes back to an earlier task, which then gives again."""
+    pacing = table.pacing
+    return pacing is not None and pacing.max_staleness is not None and isinstance(pacing.on_stale, Requeue)
+
+
+def _moving(table: Table) -> set[str]:
+    """Tasks that may still end rows: the least set that the rule describes."""
+    moving = {name for name, one in table.tasks.items() if one.counts[READY] or one.counts[LEASED]}
+    grew = True
+    while grew:
+        more = {
+            name
+            for name, one in table.tasks.items()
+            if name not in moving and one.counts[PENDING] and _may_complete(table, one, moving)
+        }
+        grew = bool(more)
+        moving |= more
+    return moving
+
+
+def _may_complete(table: Table, task: TaskState, moving: Collection[str]) -> bool:
+    """Whether some pending row lacks no field that only tasks outside of `moving` give."""
+    gone = [name for name in task.task.needs if is_given_by_none(table, name, moving)]
+    if not gone:
+        return True
+    if any(name not in table.rows.fields for name in gone):
+        return False
+    mask, pages = table.rows.mask(gone), table.rows.pages
+    for page in pages.pages():
+        at = pages.index(pages.rows_of(page))
+        at = at[task.state.a[at] == PENDING]
+        if at.size and table.rows.has_all(at, mask).any():
+            return True
+    return False
+
+
+def is_given_by_none(table: Table, name: str, moving: Collection[str]) -> bool:
+    """Whether tasks give the field, but none of `moving` does."""
+    givers = [one for one, state in table.tasks.items() if name in state.task.gives]
+    return bool(givers) and not any(one in moving for one in givers)

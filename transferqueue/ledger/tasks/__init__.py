@@ -1,0 +1,1 @@
+"""The state of one task: which rows wait, which are leased, and how the next are selected."""

@@ -1,0 +1,314 @@
+"""A task that takes whole groups: its units are groups, and a row waits (HELD) until its group is whole.
+
+Per group and task::
+
+    FORMING --all members complete--> QUEUED --lease--> OUT --ack--> OVER
+       ^                                |                |
+       +-----a member was dropped-------+----release-----+
+
+A group that is FORMING becomes *incomplete* when its deadline passes, when a member is dropped, or when the
+table is sealed and it can never be whole. `settle` then applies the declared policy. Members that arrive for
+a group that is OVER are not for this task (ABSENT).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from transferqueue.ledger.deadlines import Deadlines
+from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray
+from transferqueue.ledger.rows.groups import Groups
+from transferqueue.ledger.rows.row_state import Rows
+from transferqueue.ledger.tasks.predicates import matches
+from transferqueue.ledger.tasks.ready_queue import ORDER, STAMP, UNIT, in_order
+from transferqueue.ledger.tasks.selectors import Ranker, Units
+from transferqueue.ledger.tasks.task_state import ABSENT, DONE, GONE, HELD, LEASED, PENDING, READY, TaskState
+from transferqueue.policies import Complete, Predicate, Task
+
+FORMING, QUEUED, OUT, OVER = range(4)
+
+
+class Forming:
+    """One group as one task sees it."""
+
+    __slots__ = ("deadline", "late", "lost", "order", "owner", "ready", "stamp", "state", "unit")
+
+    def __init__(self, owner: GroupTaskState, unit: int) -> None:
+        self.owner = owner
+        self.unit = unit
+        self.state = FORMING
+        self.ready = 0
+        """Members that are complete (HELD or READY)."""
+        self.stamp = 0
+        self.order = 0
+        self.lost = 0
+        """Members that were dropped and not asked for again."""
+        self.late = False
+        self.deadline: float | None = None
+
+
+class GroupTaskState(TaskState):
+    """A task whose units are groups."""
+
+    def __init__(
+        self, task: Task, rows: Rows, ranker: Ranker, rule: Complete, groups: Groups, deadlines: Deadlines
+    ) -> None:
+        super().__init__(task, rows, ranker)
+        self.rule = rule
+        self.groups = groups
+        self.forming: dict[int, Forming] = {}
+        self.unsettled: dict[int, None] = {}
+        """Groups that changed and have to be looked at before the request ends."""
+        self.unwanted: list[IntArray] = []
+        """Members that came too late; those that no other task wants either are dropped before the request ends."""
+        self._deadlines = deadlines
+        self._queued = 0
+
+    # ------------------------------------------------------------ rows change state
+
+    def arrive(self, rows: IntArray, at: Index, *, complete: bool, now: float) -> None:
+        """New rows; those whose group is over are not for this task."""
+        self.counts[PENDING] += rows.size
+        late = self._over(rows, at)
+        if late.any():
+            places = self.rows.pages.index(rows)
+            self.withdraw_late(rows[late], places[late])
+            rows, at = rows[~late], places[~late]
+        if complete and rows.size:
+            self.complete(rows, at, now)
+
+    def _over(self, rows: IntArray, at: Index) -> BoolArray:
+        units = self.groups.units(rows, at)
+        over = {unit for unit, _ in self.groups.counts(units) if self._state(unit) == OVER}
+        return np.isin(units, list(over)) if over else np.zeros(rows.size, np.bool_)
+
+    def withdraw_late(self, rows: IntArray, at: IntArray) -> None:
+        """Members came after their group was handed over without them: they are not for this task."""
+        self._set_state(at, ABSENT)
+        self.rows.tasks_left.a[at] -= 1
+        self.unwanted.append(rows)
+
+    def complete(self, rows: IntArray, at: Index, now: float) -> None:
+        """Pending members have all the task needs."""
+        self.move(at, rows.size, PENDING, HELD)
+        for unit, count in self.groups.counts(self.groups.units(rows, at)):
+            self._gather(unit, count, now)
+
+    def _gather(self, unit: int, count: int, now: float) -> None:
+        one = self.forming.get(unit)
+        if one is None:
+            one = self.forming[unit] = Forming(self, unit)
+        one.ready += count
+        self.await_rest(one, now)
+        self.unsettled[unit] = None
+
+    def await_rest(self, one: Forming, now: float) -> None:
+        """A group of which members are ready has until its deadline to be whole."""
+        if one.state == FORMING and one.ready and not one.late and one.deadline is None and self.rule.deadline_s:
+            self._deadlines.add(one, now + self.rule.deadline_s)
+
+    def give_back(self, rows: IntArray, at: IntArray, now: float, before: int = LEASED) -> None:
+        """Leased (or stepped) members are complete again; whether their group is whole shows when it is settled."""
+        self.move(at, rows.size, before, HELD)
+        for unit, count in self.groups.counts(self.groups.units(rows, at)):
+            one = self.forming[unit]
+            one.state = FORMING
+            one.ready += count
+            self.unsettled[unit] = None
+
+    def rerank(self, rows: IntArray, at: IntArray) -> None:
+        """Facts of members changed: their groups, if queued, take the place that they have now."""
+        units = [unit for unit, _ in self.groups.counts(self.groups.units(rows, at)) if self._state(unit) == QUEUED]
+        if units:
+            self._enqueue_units(units)
+
+    def finish(self, rows: IntArray, at: IntArray, before: int = LEASED) -> None:
+        """Leased (or stepped) groups are done."""
+        super().finish(rows, at, before)
+        for unit, _ in self.groups.counts(self.groups.units(rows, at)):
+            self.close(unit)
+            self._leave_out(unit)
+
+    def _leave_out(self, unit: int) -> None:
+        """Members that came while the others were handed over have missed their group."""
+        rows = np.array(self.groups.members(unit), np.int64)
+        at = self.rows.pages.index(rows)
+        late = self.state.a[at] <= HELD
+        if late.any():
+            self.withdraw_late(rows[late], at[late])
+
+    def close(self, unit: int) -> None:
+        """The task is done with the group."""
+        one = self.forming.get(unit)
+        if one is None:
+            one = self.forming[unit] = Forming(self, unit)
+        self._leave_queue(one)
+        one.state, one.ready, one.deadline = OVER, 0, None
+        one.lost, one.late = 0, False
+
+    def withdraw(self, rows: IntArray, at: IntArray, to: int = GONE) -> None:
+        """Members end; what that does to their groups shows when those are settled."""
+        states = self.state.a[at]
+        units = self.groups.units(rows, at)
+        super().withdraw(rows, at, to)
+        ready = dict(self.groups.counts(units[(states == HELD) | (states == READY)]))
+        for unit, lost in self.groups.counts(units[states < DONE]):
+            self._lose(unit, ready.get(unit, 0), lost)
+
+    def _lose(self, unit: int, ready: int, lost: int) -> None:
+        one = self.forming.get(unit)
+        if one is None:
+            one = self.forming[unit] = Forming(self, unit)
+        one.ready -= ready
+        one.lost += lost
+        self._unqueue(one)
+        self.unsettled[unit] = None
+
+    def _unqueue(self, one: Forming) -> None:
+        """A queued group is not whole any more: its other members wait again."""
+        if one.state != QUEUED:
+            return
+        self._leave_queue(one)
+        one.state = FORMING
+        at = self.rows.pages.index(np.array(self.groups.members(one.unit)))
+        at = at[self.state.a[at] == READY]
+        self.move(at, at.size, READY, HELD)
+
+    def recede(self, rows: IntArray, at: IntArray) -> None:
+        """Members lost fields that the task needs: they are pending, and their groups form again."""
+        states = self.state.a[at]
+        units = self.groups.units(rows, at)
+        ready = dict(self.groups.counts(units[(states == HELD) | (states == READY)]))
+        for unit, _ in self.groups.counts(units):
+            one = self.forming.get(unit)
+            if one is None:
+                continue
+            self._unqueue(one)
+            one.ready -= ready.get(unit, 0)
+            one.state, one.order = FORMING, 0
+        super().recede(rows, at)
+
+    def forget(self, unit: int) -> None:
+        """The group is known no more."""
+        one = self.forming.pop(unit, None)
+        if one is not None:
+            self._leave_queue(one)
+            one.deadline = None
+        self.unsettled.pop(unit, None)
+
+    def plant_groups(self, forming: dict[str, AnyArray], rows: IntArray, at: IntArray, now: float) -> None:
+        """The groups that `forming` tells of, as columns; after `plant`, and after the groups themselves."""
+        states = self.state.a[at]
+        ready = dict(self.groups.counts(self.groups.units(rows, at)[(states == HELD) | (states == READY)]))
+        every = zip(
+            *(forming[name].tolist() for name in ("unit", "state", "lost", "late", "order", "left_s")), strict=True
+        )
+        queued = []
+        for unit, state, lost, late, order, left_s in every:
+            one = self.forming[unit] = Forming(self, unit)
+            one.state, one.lost, one.late, one.order = state, lost, late, order
+            one.ready = ready.get(unit, 0) if state in (FORMING, QUEUED) else 0
+            if left_s == left_s:
+                self._deadlines.add(one, now + left_s)
+            queued += [unit] if state == QUEUED else []
+        self._queued = len(queued)
+        self._stamp = max(self._stamp, int(forming["order"].max(initial=0)))
+        if queued:
+            self._enqueue_units(sorted(queued, key=lambda unit: self.forming[unit].order))
+
+    # ------------------------------------------------------------ the queue of groups
+
+    def enqueue(self, units: list[int]) -> None:
+        """Groups may be handed over: whole, or as many as their policy accepts."""
+        for unit in units:
+            one = self.forming[unit]
+            one.state, one.deadline = QUEUED, None
+            self._queued += 1
+        at = self.rows.pages.index(np.array([row for unit in units for row in self.groups.members(unit)], np.int64))
+        at = at[self.state.a[at] == HELD]
+        self.move(at, at.size, HELD, READY)
+        self._enqueue_units(units)
+
+    def _enqueue_units(self, units: list[int]) -> None:
+        rows, sizes = self._queued_members(units)
+        at = self.rows.pages.index(rows)
+        starts = np.cumsum(sizes) - sizes
+        seen = Units(self.rows, rows, at, starts)
+        entries = np.empty((4, len(units)), np.int64)
+        entries[0] = self.ranker.keys(seen)
+        entries[STAMP] = self.stamps(len(units))
+        entries[UNIT] = units
+        for unit, stamp in zip(units, entries[STAMP].tolist(), strict=True):
+            one = self.forming[unit]
+            one.stamp, one.order = stamp, one.order or stamp
+        entries[ORDER] = -seen.last_row if self.ranker.newest_first else [self.forming[unit].order for unit in units]
+        self.push(in_order(entries))
+
+    def _queued_members(self, units: list[int]) -> tuple[IntArray, IntArray]:
+        members = [self.groups.members(unit) for unit in units]
+        rows = np.array([row for one in members for row in one], np.int64)
+        sizes = np.array([len(one) for one in members], np.int64)
+        good: BoolArray = self.state.a[self.rows.pages.index(rows)] == READY
+        if good.all():
+            return rows, sizes
+        return rows[good], np.add.reduceat(good.astype(np.int64), np.cumsum(sizes) - sizes)
+
+    def _leave_queue(self, one: Forming) -> None:
+        if one.state == QUEUED:
+            self._queued -= 1
+            one.stamp = 0
+
+    @property
+    def ready_units(self) -> int:
+        """Groups that can be handed over."""
+        return self._queued
+
+    def handed_over(self, units: IntArray) -> BoolArray:
+        """Which units are out, or were."""
+        return np.array([self._state(unit) >= OUT for unit in units.tolist()], np.bool_)
+
+    def _state(self, unit: int) -> int:
+        one = self.forming.get(unit)
+        return FORMING if one is None else one.state
+
+    def alive(self, units: IntArray, stamps: IntArray) -> BoolArray:
+        """Which entries of the queue still stand."""
+        forming = self.forming
+        return np.fromiter(
+            (
+                (one := forming.get(unit)) is not None and one.stamp == stamp
+                for unit, stamp in zip(units.tolist(), stamps.tolist(), strict=True)
+            ),
+            np.bool_,
+            units.size,
+        )
+
+    def matching(self, units: IntArray, where: Sequence[Predicate]) -> BoolArray:
+        """Which groups satisfy all predicates with every member."""
+        if not units.size:
+            return np.empty(0, np.bool_)
+        rows, sizes = self._queued_members(units.tolist())
+        good = matches(self.rows, where, rows, self.rows.pages.index(rows))
+        return np.logical_and.reduceat(good, np.cumsum(sizes) - sizes)
+
+    def members(self, units: IntArray) -> tuple[IntArray, IntArray]:
+        """Rows of queued groups, group by group, and how many each has."""
+        return self._queued_members(units.tolist())
+
+    def lend(self, rows: IntArray, at: IntArray, lease: int) -> None:
+        """Queued groups are leased, whole."""
+        super().lend(rows, at, lease)
+        for unit, count in self.groups.counts(self.groups.units(rows, at)):
+            one = self.forming[unit]
+            self._leave_queue(one)
+            one.state = OUT
+            one.ready -= count
+
+    # ------------------------------------------------------------ incomplete groups
+
+    def missing(self, unit: int) -> tuple[int, int]:
+        """Of a forming group: members that may still become ready, and those that are."""
+        at = self.rows.pages.index(np.array(self.groups.members(unit), np.int64))
+        return int((self.state.a[at] == PENDING).sum()), self.forming[unit].ready

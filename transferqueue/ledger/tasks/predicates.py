@@ -1,0 +1,105 @@
+"""Predicates of a lease or a read: which rows may be chosen. All of a list must hold."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from transferqueue.errors import UsageError
+from transferqueue.ledger.rows.arrays import BoolArray, IntArray
+from transferqueue.ledger.rows.row_state import Rows
+from transferqueue.limits import PREDICATES_MAX, check_name
+from transferqueue.policies import Compare, Predicate, TagIs, VersionBetween
+
+_OPERATORS: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
+_FACTS: Final = ("tokens", "priority", "ordinal")
+
+
+def check_where(rows: Rows, where: Sequence[Predicate], expected_fields: frozenset[str]) -> None:
+    """Raise if a predicate cannot be evaluated here. expected_fields: undeclared yet, but some task's."""
+    if len(where) > PREDICATES_MAX:
+        raise UsageError(f"where has {len(where)} predicates; at most {PREDICATES_MAX}")
+    for predicate in where:
+        if isinstance(predicate, TagIs):
+            check_name("tag", predicate.name)
+        elif isinstance(predicate, Compare):
+            _check_compare(rows, predicate, expected_fields)
+
+
+def _check_compare(rows: Rows, predicate: Compare, expected_fields: frozenset[str]) -> None:
+    name = predicate.field
+    field = rows.fields.get(name)
+    if field is None:
+        if name not in _FACTS and name not in expected_fields:
+            raise rows.unknown_field(name)
+        return
+    if not field.inline:
+        raise UsageError(
+            f'where compares field "{name}", which is {field.describe()}; only scalars of at most 8 bytes and '
+            f"{', '.join(_FACTS)} can be compared"
+        )
+    if field.dtype.startswith("complex") and predicate.op not in ("==", "!="):
+        raise UsageError(
+            f'where orders field "{name}", which is {field.dtype}; complex numbers have no order: use == or !='
+        )
+
+
+def matches(rows: Rows, where: Sequence[Predicate], ids: IntArray, at: IntArray) -> BoolArray:
+    """Which rows satisfy every predicate."""
+    found = np.ones(ids.size, np.bool_)
+    for predicate in where:
+        found &= _matches(rows, predicate, ids, at)
+    return found
+
+
+def _matches(rows: Rows, predicate: Predicate, ids: IntArray, at: IntArray) -> BoolArray:
+    if isinstance(predicate, TagIs):
+        return _tag_is(rows, predicate, ids)
+    if isinstance(predicate, VersionBetween):
+        return _version_between(rows, predicate, at)
+    return _compare(rows, predicate, at)
+
+
+def _tag_is(rows: Rows, predicate: TagIs, ids: IntArray) -> BoolArray:
+    def same(row: int) -> bool:
+        value = rows.tags.get(row, {}).get(predicate.name)
+        # A tag 1 is not the tag True: they compare equal in Python, and differ to who set them.
+        return value == predicate.value and isinstance(value, bool) == isinstance(predicate.value, bool)
+
+    return np.fromiter((same(row) for row in ids.tolist()), np.bool_, ids.size)
+
+
+def _version_between(rows: Rows, predicate: VersionBetween, at: IntArray) -> BoolArray:
+    version = rows.version.a[at]
+    found = np.ones(at.size, np.bool_)
+    if predicate.low is not None:
+        found &= version >= predicate.low
+    if predicate.high is not None:
+        found &= version <= predicate.high
+    return found
+
+
+def _compare(rows: Rows, predicate: Compare, at: IntArray) -> BoolArray:
+    compare = _OPERATORS[predicate.op]
+    column = rows.inline.get(predicate.field)
+    if column is not None:
+        values = column.a[at]
+        if values.dtype == np.bool_:  # numpy compares truth values with no number of 64 bits
+            values = values.view(np.uint8)
+        with np.errstate(over="ignore"):  # a value beyond the column's dtype is its infinity
+            there: BoolArray = compare(values, predicate.value)
+        return there & rows.has_all(at, rows.mask((predicate.field,)))
+    if predicate.field in _FACTS:
+        found: BoolArray = compare(rows.facts[predicate.field].a[at], predicate.value)
+        return found
+    return np.zeros(at.size, np.bool_)

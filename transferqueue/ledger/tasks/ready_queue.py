@@ -1,0 +1,249 @@
+"""Ready units of one task, in selector order, at a cost that does not depend on how many there are.
+
+A unit is a row, or a group. Every entry carries its whole sort key (key, order), a stamp, and the unit.
+The rules:
+
+- An entry is *alive* while its unit is ready under the same stamp. A unit that is leased, dropped or ranked
+  anew is not searched for and removed: its entry is dead from then on, and skipped when it surfaces.
+- Entries lie in sorted *runs*. A push that sorts after (or before) a whole run extends it; else it becomes
+  a run, and runs are merged so that each is at least four times the next. So a row is moved O(log n) times
+  in its life, always by a vectorised merge, and there are O(log n) runs. Fifo needs one run and no merge.
+- With several runs, a *front* is cut from all their heads, as much as a few leases take: `first(k)` then reads
+  one run and skips what is dead. What is pushed and sorts into the front joins it. So a lease costs
+  O(k), and its part of a cut O(k log n). `taken` moves past what was handed out.
+
+This is a log-structured merge tree (O'Neil et al. 1996) in memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+
+import numpy as np
+
+from transferqueue.ledger.rows.arrays import BoolArray, IntArray
+
+KEY, ORDER, STAMP, UNIT = 0, 1, 2, 3
+"""Rows of an entries array ``[4, n]``, int64."""
+CHUNK = 4096
+SLACK = 1024
+"""Dead entries that are not worth a compaction."""
+TIER = 4
+CUT = 8
+"""Leases' worth of entries cut from all runs at once: a cut is paid by that many leases."""
+FRONT_MAX = 8192
+"""Pushes that sort into the front are merged with it; a front beyond this becomes a run."""
+PREPEND_MIN = 64
+"""Shorter pushes are merged instead: a run of tiny chunks is slow to read."""
+
+Entries = IntArray
+Alive = Callable[[IntArray, IntArray], BoolArray]
+"""(units, stamps) -> which entries are alive."""
+
+_NONE: Entries = np.empty((4, 0), np.int64)
+
+
+def in_order(entries: Entries) -> Entries:
+    """Entries sorted by (key, order)."""
+    return entries[:, np.lexsort((entries[ORDER], entries[KEY]))]
+
+
+def _before(left: Entries, right: Entries) -> bool:
+    """Whether all of `left` sorts before all of `right`; both are sorted and not empty."""
+    end, start = left[KEY, -1], right[KEY, 0]
+    return bool(end < start or (end == start and left[ORDER, -1] < right[ORDER, 0]))
+
+
+class Run:
+    """Entries in order, in chunks; read from the front, extended at both ends."""
+
+    __slots__ = ("chunks", "head", "size", "tail", "tail_used")
+
+    def __init__(self, entries: Entries) -> None:
+        self.chunks: deque[Entries] = deque([entries])
+        self.head = 0
+        """Entries of the first chunk that were handed out."""
+        self.size = entries.shape[1]
+        self.tail: Entries | None = None
+        self.tail_used = 0
+
+    def extend(self, entries: Entries) -> bool:
+        """Take `entries` if they sort after or before all that is here."""
+        if _before(self.chunks[-1], entries):
+            self._append(entries)
+        elif entries.shape[1] >= PREPEND_MIN and _before(entries, self.chunks[0][:, self.head :]):
+            self._prepend(entries)
+        else:
+            return False
+        self.size += entries.shape[1]
+        return True
+
+    def _append(self, entries: Entries) -> None:
+        count = entries.shape[1]
+        if self.tail is None or self.tail_used + count > CHUNK:
+            if count > CHUNK // 4:
+                self.tail = None
+                self.chunks.append(entries)
+                return
+            self.tail, self.tail_used = np.zeros((4, CHUNK), np.int64), 0  # an image holds all of it
+            self.chunks.append(self.tail[:, :0])
+        self.tail[:, self.tail_used : self.tail_used + count] = entries
+        start = self.tail_used - self.chunks[-1].shape[1]
+        self.tail_used += count
+        self.chunks[-1] = self.tail[:, start : self.tail_used]
+
+    def _prepend(self, entries: Entries) -> None:
+        self.chunks[0] = self.chunks[0][:, self.head :]
+        self.head = 0
+        self.chunks.appendleft(entries)
+
+    def peek(self, count: int) -> Entries:
+        """The first `count` entries, dead or alive, fewer if there are fewer."""
+        first = self.chunks[0][:, self.head : self.head + count]
+        if first.shape[1] == count or len(self.chunks) == 1:
+            return first
+        found, have = [first], first.shape[1]
+        for chunk in islice(self.chunks, 1, None):
+            found.append(chunk[:, : count - have])
+            have += found[-1].shape[1]
+            if have == count:
+                break
+        return np.concatenate(found, axis=1)
+
+    def skip(self, count: int) -> None:
+        """Forget the first `count` entries."""
+        self.head += count
+        self.size -= count
+        while self.chunks and self.head >= self.chunks[0].shape[1]:
+            self.head -= self.chunks.popleft().shape[1]
+        if not self.chunks:
+            self.tail = None
+
+    def entries(self) -> Entries:
+        """All entries, dead ones too."""
+        return self.peek(self.size)
+
+
+class Ready:
+    """The ready units of one task (or of one `where` of it)."""
+
+    def __init__(self, alive: Alive) -> None:
+        self._alive = alive
+        self._runs: list[Run] = []
+        self._front: Run | None = None
+        """Entries that sort before all of `_runs`."""
+        self._looked: tuple[Run, IntArray | None] | None = None
+        """What `first` gave last: from which run, and which of its entries (None: all from the start)."""
+
+    # ------------------------------------------------------------ in
+
+    def push(self, entries: Entries, alive_at_most: int) -> None:
+        """Add sorted entries. alive_at_most: a bound of how many can be alive now, for compaction."""
+        if self._front is not None and entries.shape[1]:
+            entries = self._join_front(self._front, entries)
+        if not entries.shape[1]:
+            return
+        if not any(run.extend(entries) for run in self._runs):
+            self._add(Run(entries))
+        if self.size > 2 * alive_at_most + SLACK:
+            self._compact()
+
+    def _join_front(self, front: Run, entries: Entries) -> Entries:
+        """Merge those entries that sort into the front; the others are returned."""
+        end, last = front.chunks[-1][KEY, -1], front.chunks[-1][ORDER, -1]
+        count = int(((entries[KEY] < end) | ((entries[KEY] == end) & (entries[ORDER] < last))).sum())
+        if count:
+            self._front = Run(in_order(np.concatenate([front.entries(), entries[:, :count]], axis=1)))
+        if self._front is not None and self._front.size > FRONT_MAX:
+            front, self._front = self._front, None
+            self._add(front)
+        return entries[:, count:]
+
+    def _add(self, run: Run) -> None:
+        """One more run; runs of like size are merged."""
+        self._runs.append(run)
+        self._runs.sort(key=lambda run: run.size, reverse=True)
+        while len(self._runs) > 1 and self._runs[-2].size < TIER * self._runs[-1].size:
+            small = self._runs.pop().entries()
+            merged = np.concatenate([self._runs.pop().entries(), small], axis=1)
+            self._runs.append(Run(in_order(merged)))
+
+    def _compact(self) -> None:
+        entries = self.all()
+        self._front = None
+        self._runs = [Run(entries)] if entries.shape[1] else []
+
+    # ------------------------------------------------------------ out
+
+    def first(self, count: int) -> Entries:
+        """The first `count` alive entries in order, fewer if there are fewer."""
+        look = count
+        while (run := self._leading(look)) is not None:
+            entries = run.peek(look)
+            alive = self._alive(entries[UNIT], entries[STAMP])
+            if alive.all():
+                self._looked = run, None
+                return entries[:, :count]
+            places = np.flatnonzero(alive)[:count]
+            if not places.size:
+                self._skip(run, entries.shape[1])
+            elif places.size == count or entries.shape[1] < look:
+                self._looked = run, places
+                return entries[:, places]
+            else:
+                look *= 2
+        return _NONE
+
+    def taken(self, count: int) -> None:
+        """The first `count` entries that `first` just gave are handed out: do not look at them again."""
+        if count and self._looked is not None:
+            run, places = self._looked
+            self._looked = None
+            self._skip(run, count if places is None else int(places[count - 1]) + 1)
+
+    def all(self) -> Entries:
+        """Every alive entry, in order."""
+        if not self.size:
+            return _NONE
+        entries = in_order(np.concatenate([run.entries() for run in self._all_runs()], axis=1))
+        return entries[:, self._alive(entries[UNIT], entries[STAMP])]
+
+    @property
+    def size(self) -> int:
+        """Entries, dead ones too."""
+        return sum(run.size for run in self._all_runs())
+
+    def _all_runs(self) -> list[Run]:
+        return self._runs if self._front is None else [self._front, *self._runs]
+
+    def _leading(self, look: int) -> Run | None:
+        """A run whose first `look` entries are the first of all; if it has fewer, there are no more."""
+        if self._front is not None and (self._front.size >= look or not self._runs):
+            return self._front
+        if self._front is None and len(self._runs) < 2:
+            return self._runs[0] if self._runs else None
+        return self._cut(CUT * look)
+
+    def _cut(self, count: int) -> Run:
+        """The first `count` entries of all runs become the front."""
+        runs = self._all_runs()
+        heads = [run.peek(count) for run in runs]
+        entries = np.concatenate(heads, axis=1)
+        order = np.lexsort((entries[ORDER], entries[KEY]))[:count]
+        sources = np.repeat(np.arange(len(heads)), [head.shape[1] for head in heads])
+        for run, mine in zip(runs, np.bincount(sources[order], minlength=len(runs)).tolist(), strict=True):
+            run.skip(mine)
+        self._runs = [run for run in self._runs if run.size]
+        self._front = Run(entries[:, order])
+        return self._front
+
+    def _skip(self, run: Run, count: int) -> None:
+        run.skip(count)
+        if run.size:
+            return
+        if run is self._front:
+            self._front = None
+        else:
+            self._runs.remove(run)

@@ -1,0 +1,128 @@
+"""Batches that the ranks of one job agree on.
+
+The k-th lease of each rank is its share of the k-th batch. A batch is made when the first rank asks for it;
+every share is a lease from then on, whose rows nobody else gets. The rules that keep ranks in step:
+
+- All ranks ask in the same terms; a rank that asks in others is told so.
+- Each (rank, replica) claims each batch at most once, in order.
+- A share that nobody claims within its lease time goes back to ready. So do the unclaimed shares of a batch of
+  which a claimed share ended by expiry or death: that step of the job has failed. Ranks that had not claimed
+  such a batch go on with the next one that stands.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from transferqueue.errors import UsageError
+from transferqueue.ledger.rows.arrays import IntArray
+from transferqueue.wire.messages import Lease as LeaseRequest
+
+
+@dataclass(slots=True)
+class Batch:
+    """Shares that some (rank, replica) has not claimed yet: lease of each rank."""
+
+    terms: tuple[object, ...]
+    shares: list[int]
+    claimed: dict[tuple[int, int], None] = field(default_factory=dict)
+
+
+def terms_of(request: LeaseRequest) -> tuple[object, ...]:
+    """What all ranks of a batch must ask for alike."""
+    return (request.rows, request.tokens, request.groups, request.at_least, tuple(request.where))
+
+
+@dataclass(slots=True)
+class Agreement:
+    """The batches of one task for one (world, replicas)."""
+
+    world: int
+    replicas: int
+    batches: dict[int, Batch] = field(default_factory=dict)
+    made: int = 0
+    next: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(rank, replica) -> number of the batch it claims next."""
+
+    def waiting(self, request: LeaseRequest) -> tuple[int, Batch] | None:
+        """The oldest batch that this rank may still claim; `UsageError` if it was made on other terms."""
+        after = self.next.get((request.rank, request.replica), 0)
+        for number, batch in self.batches.items():
+            if number < after or (request.rank, request.replica) in batch.claimed:
+                continue
+            if batch.terms != terms_of(request):
+                raise UsageError(
+                    f"rank {request.rank} asks for {_tell(terms_of(request))}, but batch {number} was agreed with "
+                    f"{_tell(batch.terms)}; all ranks of a world ask alike"
+                )
+            return number, batch
+        return None
+
+    def make(self, request: LeaseRequest, shares: list[int]) -> tuple[int, Batch]:
+        """A new batch."""
+        number, batch = self.made, Batch(terms_of(request), shares)
+        self.batches[number] = batch
+        self.made += 1
+        return number, batch
+
+    def claim(self, number: int, rank: int, replica: int) -> None:
+        """(rank, replica) has its share."""
+        batch = self.batches[number]
+        batch.claimed[rank, replica] = None
+        self.next[rank, replica] = number + 1
+        if len(batch.claimed) == self.world * self.replicas:
+            del self.batches[number]
+
+    def over(self, lease: int) -> None:
+        """A share has ended: no replica can claim it any more."""
+        for number, batch in list(self.batches.items()):
+            if lease not in batch.shares:
+                continue
+            rank = batch.shares.index(lease)
+            batch.claimed.update({(rank, replica): None for replica in range(self.replicas)})
+            if len(batch.claimed) == self.world * self.replicas:
+                del self.batches[number]
+
+    def break_up(self, lease: int) -> list[int]:
+        """A share ended early: its batch is given up. Shares of it that nobody has claimed."""
+        for number, batch in list(self.batches.items()):
+            if lease in batch.shares:
+                del self.batches[number]
+                claimed = {rank for rank, _ in batch.claimed}
+                return [share for rank, share in enumerate(batch.shares) if rank not in claimed and share != lease]
+        return []
+
+
+def _tell(terms: tuple[object, ...]) -> str:
+    names = ("rows", "tokens", "groups", "at_least", "where")
+    return ", ".join(f"{name}={value}" for name, value in zip(names, terms, strict=True) if value) or "nothing"
+
+
+def shares(weights: IntArray, world: int, *, equal_counts: bool) -> list[IntArray]:
+    """Positions of the units of each rank, ascending, so that a share keeps the order of the batch.
+
+    Longest processing time first: units by falling weight, each to the rank with the least so far. With free counts the heaviest rank then
+    has at most 4/3 - 1/(3 world) of the best possible (R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17,
+    1969). With equal counts a rank that has its number of units takes no more; counts differ by one at most, where the units cannot be divided.
+    """
+    room = _room(weights.size, world, equal_counts=equal_counts)
+    taken: list[list[int]] = [[] for _ in range(world)]
+    loads = [(0, rank) for rank in range(world) if room[rank]]
+    ranked = weights.tolist()
+    for position in np.argsort(-weights, kind="stable").tolist():
+        load, rank = heapq.heappop(loads)
+        taken[rank].append(position)
+        if len(taken[rank]) < room[rank]:
+            heapq.heappush(loads, (load + ranked[position], rank))
+    return [np.array(sorted(positions), np.int64) for positions in taken]
+
+
+def _room(units: int, world: int, *, equal_counts: bool) -> list[int]:
+    """How many units each rank may take."""
+    if not equal_counts:
+        return [units] * world
+    each, more = divmod(units, world)
+    return [each + (rank < more) for rank in range(world)]

@@ -1,0 +1,259 @@
+"""State of one task: what each row is to it, and which units are ready.
+
+Each row is, to each task, in one of these states::
+
+    PENDING --all needs set--> READY --lease--> LEASED --ack--> DONE
+       |                        ^  |               |
+       |   (groups) HELD -whole-+  +----release, expire, death of the holder
+       +--> HELD: complete, but its group is not whole
+
+    STEPPED: acked with a step that no checkpoint covers yet: DONE or READY again later (see `stepped`)
+
+    ABSENT: the task never sees the row (declared later with from_="now", or its group was over)
+    KEPT:   stale under KeepStale: never handed over again, readable until deleted
+    GONE:   the row has a fate
+
+`hold` is the stamp of a READY row's entry in the ready queue, the lease of a LEASED row, the step of a STEPPED one. `order` is when
+it first became ready, and decides among equals; a row that returns keeps it, so it does not lose its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, tally
+from transferqueue.ledger.rows.indexes import Steps
+from transferqueue.ledger.rows.row_state import Mask, Rows
+from transferqueue.ledger.tasks.predicates import matches
+from transferqueue.ledger.tasks.ready_queue import ORDER, STAMP, UNIT, Entries, Ready, in_order
+from transferqueue.ledger.tasks.selectors import Ranker, Units
+from transferqueue.limits import VIEWS_MAX
+from transferqueue.policies import Predicate, Task
+
+PENDING, HELD, READY, LEASED, STEPPED, DONE, ABSENT, KEPT, GONE = range(9)
+STATES: Final = ("pending", "held", "ready", "leased", "stepped", "done", "absent", "kept", "gone")
+OPEN: Final = (PENDING, HELD, READY, LEASED)
+"""States in which the task still has work with the row."""
+
+
+class Tally:
+    """What happened to rows in one task, ever. Each number only grows, so that a rate is a difference.
+
+    given: handed over, or set aside for a rank (twice is two). done: finished by it. failed: came back from a
+    lease that failed, expired or lost its holder. dropped: ended before the task was done with them.
+    """
+
+    __slots__ = ("done", "dropped", "failed", "given")
+
+    def __init__(self) -> None:
+        self.given = self.done = self.failed = self.dropped = 0
+
+
+class View(NamedTuple):
+    """The ready units that satisfy all of `where`."""
+
+    where: list[Predicate]
+    queue: Ready
+
+
+class TaskState:
+    """Columns, counts and ready queue of one task whose units are rows."""
+
+    def __init__(self, task: Task, rows: Rows, ranker: Ranker) -> None:
+        self.task = task
+        self.rows = rows
+        self.ranker = ranker
+        self.state = rows.pages.column(np.uint8, PENDING)
+        self.hold = rows.pages.column(np.int64)
+        self.order = rows.pages.column(np.int64)
+        self.attempts = rows.pages.column(np.int32)
+        self.stepped = Steps(rows, self.state, self.hold, STEPPED)
+        self.checkpoint = -1
+        """The latest step that a checkpoint covers."""
+        self.needs = frozenset(task.needs)
+        self.owed: frozenset[str] = frozenset()
+        """Fields that it gives and another task needs; `Table.add_task` keeps this true."""
+        self.counts = [0] * len(STATES)
+        self.tally = Tally()
+        self.ready = Ready(self.alive)
+        self.views: dict[bytes, View] = {}
+        """The queues of those units that satisfy a `where`, by its encoding (in which 1 and True differ)."""
+        self._stamp = 0
+        self._mask: Mask | None = None
+
+    # ------------------------------------------------------------ needs
+
+    def mask(self) -> Mask | None:
+        """Bits of the needed fields; None while the table does not have all of them."""
+        if self._mask is None and all(name in self.rows.fields for name in self.task.needs):
+            self._mask = self.rows.mask(self.task.needs)
+        return self._mask
+
+    def completed(self, at: Index) -> BoolArray:
+        """Which rows have every field that the task needs."""
+        mask = self.mask()
+        if mask is None:
+            return np.zeros(self.state.a[at].size, np.bool_)
+        return self.rows.has_all(at, mask)
+
+    # ------------------------------------------------------------ rows change state
+
+    def move(self, at: Index, count: int, before: int, after: int) -> None:
+        """`count` rows go from one state to another."""
+        self.state.a[at] = after
+        self.counts[before] -= count
+        self.counts[after] += count
+
+    def arrive(self, rows: IntArray, at: Index, *, complete: bool, now: float) -> None:
+        """New rows."""
+        self.counts[PENDING] += rows.size
+        if complete:
+            self.complete(rows, at, now)
+
+    def complete(self, rows: IntArray, at: Index, now: float) -> None:
+        """Pending rows have all the task needs."""
+        self.move(at, rows.size, PENDING, READY)
+        stamps = self.stamps(rows.size)
+        self.order.a[at] = stamps
+        self._enqueue(rows, at, stamps, stamps)
+
+    def give_back(self, rows: IntArray, at: IntArray, now: float, before: int = LEASED) -> None:
+        """Leased (or stepped) rows are ready again, at their old place."""
+        self.move(at, rows.size, before, READY)
+        self._enqueue(rows, at, self.order.a[at], self.stamps(rows.size))
+
+    def rerank(self, rows: IntArray, at: IntArray) -> None:
+        """Facts of rows changed: those that are ready take the place that they have now."""
+        ready = self.state.a[at] == READY
+        if ready.any():
+            at = at[ready]
+            self._enqueue(rows[ready], at, self.order.a[at], self.stamps(at.size))
+
+    def step(self, rows: IntArray, at: IntArray, step: int) -> None:
+        """Leased rows are done, once a checkpoint covers `step`."""
+        self.move(at, rows.size, LEASED, STEPPED)
+        self.hold.a[at] = step
+        self.stepped.file(rows, step)
+
+    def finish(self, rows: IntArray, at: IntArray, before: int = LEASED) -> None:
+        """Leased (or stepped) rows are done."""
+        self.tally.done += rows.size
+        self.move(at, rows.size, before, DONE)
+
+    def withdraw(self, rows: IntArray, at: IntArray, to: int = GONE) -> None:
+        """Rows end, or become what the task has no work with. Leases lose them elsewhere."""
+        if to == GONE:
+            self.tally.dropped += int((self.state.a[at] < DONE).sum())
+        self._set_state(at, to)
+
+    def recede(self, rows: IntArray, at: IntArray) -> None:
+        """Rows lost fields that the task needs: whatever they were, they are pending again."""
+        self._set_state(at, PENDING)
+
+    def _set_state(self, at: IntArray, to: int) -> None:
+        for state, count in enumerate(np.bincount(self.state.a[at], minlength=len(STATES)).tolist()):
+            self.counts[state] -= count
+        self.counts[to] += at.size
+        self.state.a[at] = to
+
+    def stamps(self, count: int) -> IntArray:
+        """Stamps that were never used before."""
+        self._stamp += count
+        return np.arange(self._stamp - count + 1, self._stamp + 1)
+
+    def plant(
+        self, rows: IntArray, at: IntArray, state: AnyArray, attempts: AnyArray, order: IntArray, step: IntArray
+    ) -> None:
+        """In a task without rows: these, as they were. Those that are ready are in no queue yet: `rerank` puts them there."""
+        self.state.a[at], self.attempts.a[at], self.order.a[at] = state, attempts, order
+        self.counts = np.bincount(state, minlength=len(STATES)).tolist()
+        self._stamp = int(order.max(initial=0))
+        for number, _ in tally(step[step >= 0]):
+            self.hold.a[at[step == number]] = number
+            self.stepped.file(rows[step == number], number)
+
+    # ------------------------------------------------------------ the ready queue
+
+    def _enqueue(self, rows: IntArray, at: Index, orders: IntArray, stamps: IntArray) -> None:
+        self.hold.a[at] = stamps
+        entries = np.empty((4, rows.size), np.int64)
+        if self.ranker.by_arrival:
+            entries[0] = 0
+        else:
+            places = np.arange(at.start, at.stop) if isinstance(at, slice) else at
+            entries[0] = self.ranker.keys(Units(self.rows, rows, places, None))
+        entries[ORDER] = -rows if self.ranker.newest_first else orders
+        entries[STAMP] = stamps
+        entries[UNIT] = rows
+        # Orders given now ascend; only rows that come back, or are ranked, may be out of order.
+        self.push(entries if self.ranker.by_arrival and orders is stamps else in_order(entries))
+
+    def push(self, entries: Entries) -> None:
+        """Sorted entries enter the queue, and each view whose predicates they satisfy."""
+        self.ready.push(entries, self.ready_units)
+        for view in self.views.values():
+            view.queue.push(entries[:, self.matching(entries[UNIT], view.where)], self.ready_units)
+
+    @property
+    def ready_units(self) -> int:
+        """Units that can be handed over."""
+        return self.counts[READY]
+
+    def alive(self, units: IntArray, stamps: IntArray) -> BoolArray:
+        """Which entries of the queue still stand.
+
+        A row that was freed gives the place of some other row. That does no harm: a stamp is given once
+        in the life of a task, so the other row's hold is not this stamp.
+        """
+        at = self.rows.pages.index(units)
+        alive: BoolArray = (self.hold.a[at] == stamps) & (self.state.a[at] == READY)
+        return alive
+
+    def matching(self, units: IntArray, where: Sequence[Predicate]) -> BoolArray:
+        """Which units satisfy all predicates."""
+        return matches(self.rows, where, units, self.rows.pages.index(units))
+
+    def queue(self, where: Sequence[Predicate]) -> Ready:
+        """The ready queue of those units that satisfy `where`: built once, then kept up to date."""
+        if not where:
+            return self.ready
+        key = msgspec.msgpack.encode(where)
+        view = self.views.pop(key, None) or self._view(list(where))
+        self.views[key] = view
+        while len(self.views) > VIEWS_MAX:
+            del self.views[next(iter(self.views))]
+        return view.queue
+
+    def _view(self, where: list[Predicate]) -> View:
+        view = View(where, Ready(self.alive))
+        entries = self.ready.all()
+        view.queue.push(entries[:, self.matching(entries[UNIT], where)], self.ready_units)
+        return view
+
+    # ------------------------------------------------------------ units and their rows
+
+    def members(self, units: IntArray) -> tuple[IntArray, IntArray]:
+        """Rows of ready units, and how many each has."""
+        return units, np.ones(units.size, np.int64)
+
+    def lend(self, rows: IntArray, at: IntArray, lease: int) -> None:
+        """Ready rows, of whole units, are leased."""
+        self.tally.given += rows.size
+        self.move(at, rows.size, READY, LEASED)
+        self.hold.a[at] = lease
+
+    # ------------------------------------------------------------ what is left
+
+    @property
+    def open_rows(self) -> int:
+        """Rows that the task is not done with and may still get."""
+        return sum(self.counts[state] for state in OPEN)
+
+    @property
+    def final(self) -> bool:
+        """Whether nothing more becomes ready without a new row, or the return of one that is leased."""
+        return not self.counts[PENDING] and not self.counts[HELD]
