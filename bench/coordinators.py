@@ -28,7 +28,7 @@ import transferqueue as tq
 from bench.harness import ByHand, Result
 from bench.limits import child
 from bench.server import Server
-from transferqueue.seat import seat_of
+from transferqueue.wire.home_coordinator import seat_of
 
 SCENARIO = "coordinators"
 CONTENDER = "transferqueue"

@@ -40,8 +40,8 @@ from bench.namespaces import FAR, START_S, Far, inside, why_not
 from bench.remote import moving
 from bench.server import Server
 from bench.workloads import MIB
-from transferqueue.transport import keyring
-from transferqueue.transport.keys import write_token
+from transferqueue.transport.security import keyring
+from transferqueue.transport.security.keys import write_token
 
 SCENARIO = "hosts"
 OURS = "transferqueue"

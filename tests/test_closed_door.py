@@ -15,9 +15,9 @@ PACKAGE = ROOT / "transferqueue"
 DIALS = {"connect", "connect_ex", "create_connection", "create_datagram_endpoint", "open_connection", "urlopen", "dial"}
 ALLOWED = {
     # the address that the user gave, checked by parse_address
-    ("transport/zeromq.py", "self._socket.connect"),
-    ("transport/local.py", "dialled.connect"),
-    ("transport/channel.py", "inproc.connect"),
+    ("transport/control/zeromq.py", "self._socket.connect"),
+    ("transport/control/unix_socket.py", "dialled.connect"),
+    ("transport/control/channel.py", "inproc.connect"),
     ("client/client.py", "dial"),
     ("cluster/shard.py", "dial"),
     ("weights/relay.py", "tq.connect"),
@@ -27,8 +27,8 @@ ALLOWED = {
     ("cluster/shard.py", "asked.connect"),
     # the host that the user gave, at the port that Welcome told; or a further shard, at the place that the server which the
     # user named has checked and told (SECURITY.md)
-    ("transport/bulk_sockets.py", "self._socket.connect"),
-    ("transport/bulk_streams.py", "connection.connect_ex"),
+    ("transport/bulk/zeromq.py", "self._socket.connect"),
+    ("transport/bulk/tcp.py", "connection.connect_ex"),
     # files, and the front for commands
     ("server/journal.py", "sqlite3.connect"),
     ("cli/connecting.py", "transferqueue.connect"),
@@ -57,7 +57,7 @@ def test_no_address_from_a_message_is_dialled() -> None:
     files = [file for room in rooms for file in ([room] if room.suffix == ".py" else room.rglob("*.py"))]
     found = {(str(file.relative_to(PACKAGE)), what) for file in files for what in dials(file.read_text())}
     assert found <= ALLOWED
-    assert ("transport/zeromq.py", "self._socket.connect") in found
+    assert ("transport/control/zeromq.py", "self._socket.connect") in found
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ if TYPE_CHECKING:
         VersionBetween,
     )
     from transferqueue.schema import Field
-    from transferqueue.storage.column import Column
-    from transferqueue.storage.prepare import Repeat
+    from transferqueue.storage.columns.column import Column
+    from transferqueue.storage.inputs.prepare import Repeat
 
 __version__ = "0.1.0"
 

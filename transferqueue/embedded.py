@@ -17,7 +17,7 @@ from transferqueue.client.joining import EMBEDDED, listed, named_server, ways_in
 from transferqueue.client.queue import Queue
 from transferqueue.cluster.names import is_ray, parse_named
 from transferqueue.errors import UsageError
-from transferqueue.transport.keys import ClientKeys
+from transferqueue.transport.security.keys import ClientKeys
 
 CONNECT_S: Final = 10.0
 """A server that is being started is up by then; one that is not there is noticed before patience ends."""

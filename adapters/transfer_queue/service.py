@@ -22,7 +22,7 @@ from transferqueue.adapters.transfer_queue.client import TransferQueueClient
 from transferqueue.adapters.transfer_queue.controller import Controller
 from transferqueue.adapters.transfer_queue.metrics import Metrics
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler
-from transferqueue.storage.dtypes import loaded
+from transferqueue.storage.elements.dtypes import loaded
 
 ACTOR: Final = "TransferQueueController"
 NAMESPACE: Final = "transfer_queue"

@@ -9,7 +9,7 @@ import pytest
 
 import transferqueue as tq
 from tests.cli.deployment import Served, run, served
-from transferqueue.seat import seat_of
+from transferqueue.wire.home_coordinator import seat_of
 
 pytestmark = pytest.mark.slow
 TABLES = ("b", "c")  # at 1/2 and at 2/2, see tests/test_seat.py

@@ -6,8 +6,8 @@ import pytest
 
 from transferqueue.cli import main
 from transferqueue.cli.address import address_of
-from transferqueue.transport import keyring
-from transferqueue.transport.keys import read_token
+from transferqueue.transport.security import keyring
+from transferqueue.transport.security.keys import read_token
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from transferqueue.transport import FileLock, Wakeup, parse_address
-from transferqueue.transport.local import LocalPort
+from transferqueue.transport.control.unix_socket import LocalPort
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_call, encode_answer
 

@@ -17,9 +17,9 @@ import pytest
 import transferqueue as tq
 from tests.client.deployments import LoopThread, Worker
 from transferqueue.client.joining import TOKEN_VARIABLE
-from transferqueue.seat import seat_of
-from transferqueue.transport import keyring
-from transferqueue.transport.keys import write_token
+from transferqueue.transport.security import keyring
+from transferqueue.transport.security.keys import write_token
+from transferqueue.wire.home_coordinator import seat_of
 
 pytestmark = pytest.mark.slow
 

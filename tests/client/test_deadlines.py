@@ -21,8 +21,8 @@ from transferqueue.client import remote
 from transferqueue.client.deadline import Deadline
 from transferqueue.client.unwanted import AGAIN, CHANGES_NOTHING
 from transferqueue.limits import ANSWER_S, LATE_ANSWER_S
-from transferqueue.transport import bulk
-from transferqueue.transport.bulk_streams import StreamLine
+from transferqueue.transport.bulk import protocol as bulk
+from transferqueue.transport.bulk.tcp import StreamLine
 from transferqueue.wire import messages as m
 
 WAIT_S = 0.2

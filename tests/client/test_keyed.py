@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import transferqueue as tq
-from transferqueue.transport import keyring
-from transferqueue.transport.keyring import Keyring
-from transferqueue.transport.keys import ClientKeys, JoinToken, KeyPair, read_token, write_token
+from transferqueue.transport.security import keyring
+from transferqueue.transport.security.keyring import Keyring
+from transferqueue.transport.security.keys import ClientKeys, JoinToken, KeyPair, read_token, write_token
 
 QUIET_S = 0.5
 """A stranger hears nothing for as long; a longer wait would only hear nothing for longer."""

@@ -21,8 +21,8 @@ import transferqueue as tq
 from tests.client.deployments import Served, Worker
 from transferqueue.client import remote
 from transferqueue.limits import BULK_TRIES
-from transferqueue.storage.buffers import Buffers
-from transferqueue.transport.bulk_sockets import BulkLine
+from transferqueue.storage.memory.buffer_pool import Buffers
+from transferqueue.transport.bulk.zeromq import BulkLine
 from transferqueue.wire.messages import Welcome
 
 MIB = 1 << 20

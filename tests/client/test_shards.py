@@ -11,10 +11,10 @@ from transferqueue.client.driving import Work
 from transferqueue.client.memory import placement_of
 from transferqueue.client.shards import _one, _split, together
 from transferqueue.errors import Unreachable
-from transferqueue.storage.blocks import Draft
-from transferqueue.storage.column import Column
-from transferqueue.storage.placement import Blocks
-from transferqueue.storage.prepare import prepare
+from transferqueue.storage.columns.column import Column
+from transferqueue.storage.columns.placement import Blocks
+from transferqueue.storage.inputs.block_writer import Draft
+from transferqueue.storage.inputs.prepare import prepare
 from transferqueue.wire import messages as m
 
 GENEROUS_S = 60.0

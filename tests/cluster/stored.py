@@ -14,8 +14,8 @@ import transferqueue as tq
 from tests.client.deployments import served
 from tests.cluster.shards import PATIENCE_S, ShardProcess, await_shards, shards
 from transferqueue.limits import MIB, SMALL_EXTENT_BYTES
-from transferqueue.storage.backing import Backing
-from transferqueue.storage.objects import Objects, ObjectStore
+from transferqueue.storage.memory.backing import Backing
+from transferqueue.storage.memory.object_store import Objects, ObjectStore
 
 ROWS = 8
 WIDTH = SMALL_EXTENT_BYTES // 64

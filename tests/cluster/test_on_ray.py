@@ -13,8 +13,8 @@ import pytest
 import transferqueue as tq
 from tests.cluster.shards import await_shards, shards
 from transferqueue.errors import AlreadyExists, Impossible, NotFound, UsageError
-from transferqueue.seat import seat_of
 from transferqueue.transport import runtime_directory
+from transferqueue.wire.home_coordinator import seat_of
 
 ray = pytest.importorskip("ray", reason="make test-ray has Ray")
 from ray.cluster_utils import Cluster  # noqa: E402

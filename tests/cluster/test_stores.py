@@ -20,9 +20,9 @@ from transferqueue.cluster.directory import DirectoryStore
 from transferqueue.cluster.stores import kept_in, open_store
 from transferqueue.errors import Corruption, Disconnected, ShardLost, Unreachable, UsageError
 from transferqueue.limits import FRAME_BYTES, KIB, MIB
-from transferqueue.storage.arena import Arena
-from transferqueue.storage.backing import Backing, Mapped, Range
-from transferqueue.storage.objects import Objects
+from transferqueue.storage.memory.arena import Arena
+from transferqueue.storage.memory.backing import Backing, Mapped, Range
+from transferqueue.storage.memory.object_store import Objects
 from transferqueue.testing.conformance.backings import BACKING_CHECKS, content, write
 from transferqueue.testing.conformance.report import Verdict, judge
 from transferqueue.testing.conformance.stores import STORE_CHECKS

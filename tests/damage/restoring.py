@@ -20,8 +20,8 @@ from transferqueue.limits import MIB
 from transferqueue.server.cutfiles import _placement
 from transferqueue.server.memory import Memory
 from transferqueue.server.snapshots import Snapshots
-from transferqueue.storage.arena import Arena
-from transferqueue.storage.column import Column
+from transferqueue.storage.columns.column import Column
+from transferqueue.storage.memory.arena import Arena
 from transferqueue.wire import messages as m
 
 ENDED_S: Final = 60.0

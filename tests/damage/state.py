@@ -34,7 +34,7 @@ from transferqueue.server.durable import Durable
 from transferqueue.server.head import MARGIN_BYTES
 from transferqueue.server.journal import Level
 from transferqueue.server.runtime import SHARED_MEMORY
-from transferqueue.storage.checksum import checksum
+from transferqueue.storage.memory.checksum import checksum
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 

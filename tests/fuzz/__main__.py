@@ -16,7 +16,7 @@ from tests.client.deployments import served
 from tests.client.test_keyed import Keyed
 from tests.fuzz import bulk_port, decoder, live
 from transferqueue.limits import MIB
-from transferqueue.transport.keys import ClientKeys, read_token
+from transferqueue.transport.security.keys import ClientKeys, read_token
 
 GROWN_MAX = 10 * MIB
 

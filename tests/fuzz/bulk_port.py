@@ -24,10 +24,10 @@ from tests.fuzz.typed import INTEGERS
 from transferqueue.errors import Corruption, Unreachable
 from transferqueue.limits import MIB
 from transferqueue.schema import Field
-from transferqueue.transport import bulk as b
-from transferqueue.transport.bulk_sockets import BulkLine
-from transferqueue.transport.bulk_streams import StreamLine
-from transferqueue.transport.keys import ClientKeys
+from transferqueue.transport.bulk import protocol as b
+from transferqueue.transport.bulk.tcp import StreamLine
+from transferqueue.transport.bulk.zeromq import BulkLine
+from transferqueue.transport.security.keys import ClientKeys
 from transferqueue.wire import messages as m
 
 Line = StreamLine | BulkLine

@@ -13,7 +13,7 @@ import msgspec
 from tests.fuzz.frames import Fuzzer, with_digest
 from tests.fuzz.memory import resident_bytes
 from transferqueue.errors import ProtocolError
-from transferqueue.transport import bulk
+from transferqueue.transport.bulk import protocol as bulk
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import inspect
 
 from transferqueue.errors import ProtocolError
-from transferqueue.transport import bulk
+from transferqueue.transport.bulk import protocol as bulk
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 from transferqueue.wire.versions import PROTOCOL

@@ -19,9 +19,10 @@ import transferqueue as tq
 from tests.fuzz.frames import Fuzzer
 from tests.fuzz.memory import resident_bytes
 from transferqueue.errors import ProtocolError, Unreachable
-from transferqueue.transport import Wakeup, bulk, dial
+from transferqueue.transport import Wakeup, dial
 from transferqueue.transport.address import IpcAddress, TcpAddress, parse_address
-from transferqueue.transport.bulk_streams import StreamLine
+from transferqueue.transport.bulk import protocol as bulk
+from transferqueue.transport.bulk.tcp import StreamLine
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 

@@ -6,7 +6,7 @@ import transferqueue as tq
 from tests.client.deployments import served
 from tests.client.test_keyed import Keyed
 from tests.fuzz import bulk_port
-from transferqueue.transport.keys import read_token
+from transferqueue.transport.security.keys import read_token
 
 ATTACKS = 300
 

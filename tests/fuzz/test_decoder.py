@@ -8,7 +8,7 @@ import pytest
 from tests.fuzz import decoder
 from tests.fuzz.frames import bulk_seeds, seeds
 from transferqueue.limits import MIB
-from transferqueue.transport import bulk
+from transferqueue.transport.bulk import protocol as bulk
 from transferqueue.wire import messages as m
 
 

@@ -14,7 +14,7 @@ from transferqueue.limits import PAGE_ROWS, PARTS_MAX, Limits
 from transferqueue.policies import HoldClock, Manual, Pacing, Task
 from transferqueue.schema import Field, layout
 from transferqueue.wire import messages as m
-from transferqueue.wire import short
+from transferqueue.wire import run_length as short
 from transferqueue.wire.codec import decode_fields
 
 

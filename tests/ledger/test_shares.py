@@ -16,7 +16,7 @@ from transferqueue.ledger import Wait
 from transferqueue.ledger.tasks.shared_batches import shares
 from transferqueue.limits import Limits
 from transferqueue.policies import Complete, DropStale, HoldClock, Pacing, Selector, Task, TokenBalanced
-from transferqueue.wire import short
+from transferqueue.wire import run_length as short
 
 weights = st.lists(st.integers(0, 60), min_size=1, max_size=60)
 

@@ -42,7 +42,7 @@ from transferqueue.policies import (
     VersionBetween,
 )
 from transferqueue.wire import messages as m
-from transferqueue.wire import short
+from transferqueue.wire import run_length as short
 from transferqueue.wire.codec import decode_fields
 
 ROWS_MAX = 24

@@ -10,7 +10,7 @@ from transferqueue.server.durable import Durable
 from transferqueue.server.memory import Memory
 from transferqueue.server.node import Node, Place
 from transferqueue.server.resuming import resume
-from transferqueue.storage.checksum import checksum
+from transferqueue.storage.memory.checksum import checksum
 from transferqueue.wire import messages as m
 
 BIG = Field("x", "int64", (None,))

@@ -11,7 +11,7 @@ from transferqueue.policies import Task
 from transferqueue.schema import Field
 from transferqueue.server.memory import Memory
 from transferqueue.server.node import Node, Place
-from transferqueue.storage.arena import Arena
+from transferqueue.storage.memory.arena import Arena
 from transferqueue.transport import this_host
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m

@@ -9,10 +9,11 @@ from transferqueue.errors import BY_NAME
 from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, BULK_WINDOW_FRAMES, FRAME_BYTES, MIB
 from transferqueue.server.bulk import Exchange
 from transferqueue.server.tickets import Tickets
-from transferqueue.storage import drafts, prepare
-from transferqueue.storage.arena import Arena
-from transferqueue.storage.backing import Mapped
-from transferqueue.transport import bulk as b
+from transferqueue.storage import drafts
+from transferqueue.storage.inputs import prepare
+from transferqueue.storage.memory.arena import Arena
+from transferqueue.storage.memory.backing import Mapped
+from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire import messages as m
 
 SESSION, EXTENT, SHARD = 7, 3, 0

@@ -23,7 +23,7 @@ from transferqueue.server.durable import Durable
 from transferqueue.server.journal import Level, SqliteJournal, read_journal
 from transferqueue.server.runtime import served_arena, sweep_arenas
 from transferqueue.server.supervising import EXIT_TOLD, EXIT_WRONG_CALL
-from transferqueue.storage.checksum import checksum
+from transferqueue.storage.memory.checksum import checksum
 from transferqueue.transport import FileLock, this_host
 from transferqueue.wire import messages as m
 

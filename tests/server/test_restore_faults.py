@@ -22,7 +22,8 @@ from transferqueue.policies import Complete, Task
 from transferqueue.server import cutfiles, snapshots
 from transferqueue.server.journal import Level, SqliteJournal
 from transferqueue.server.recording import RecordedLedger, recover
-from transferqueue.storage import frozen, snapshot
+from transferqueue.storage import snapshot
+from transferqueue.storage.inputs import from_snapshot as frozen
 from transferqueue.wire import messages as m
 
 ROOMS = (

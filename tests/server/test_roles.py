@@ -8,10 +8,10 @@ from tests.server.nodes import Bench, Client, lease
 from transferqueue.errors import PermissionDenied
 from transferqueue.server.roles import MAY, Door, check_offer, denied
 from transferqueue.server.sessions import NOWHERE
-from transferqueue.transport import keyring
-from transferqueue.transport.keyring import Keyring
-from transferqueue.transport.keys import ROLES
-from transferqueue.transport.zeromq import Keyed
+from transferqueue.transport.control.zeromq import Keyed
+from transferqueue.transport.security import keyring
+from transferqueue.transport.security.keyring import Keyring
+from transferqueue.transport.security.keys import ROLES
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 

@@ -10,7 +10,7 @@ from transferqueue.errors import AddressInUse, UsageError
 from transferqueue.limits import MIB
 from transferqueue.server.runtime import Home, served_arena, sweep_arenas
 from transferqueue.transport import FileLock, IpcAddress
-from transferqueue.transport.private import private_directory
+from transferqueue.transport.system.private_files import private_directory
 
 LIVE_AND_DIE = """
 import sys

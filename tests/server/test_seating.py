@@ -5,9 +5,9 @@ import pytest
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.limits import Limits
 from transferqueue.policies import Acked, Pacing, Task
-from transferqueue.seat import Seat, seat_of
 from transferqueue.server.seating import elsewhere
 from transferqueue.wire import messages as m
+from transferqueue.wire.home_coordinator import Seat, seat_of
 
 HERE, THERE = (next(f"t{n}" for n in range(99) if seat_of(f"t{n}", 2) == seat) for seat in (1, 2))
 SEAT = Seat(1, 2)

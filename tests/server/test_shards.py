@@ -12,10 +12,10 @@ from transferqueue.policies import Task
 from transferqueue.schema import Field, align
 from transferqueue.server.roles import Door
 from transferqueue.server.tickets import Standing, Tickets
-from transferqueue.transport import bulk as b
 from transferqueue.transport import this_host
-from transferqueue.transport.keyring import Keyring, add, load
-from transferqueue.transport.zeromq import Keyed
+from transferqueue.transport.bulk import protocol as b
+from transferqueue.transport.control.zeromq import Keyed
+from transferqueue.transport.security.keyring import Keyring, add, load
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from transferqueue.schema import Field
-from transferqueue.storage import Allocator, Arena, Blocks, Column, Placement, drafts, prepare
+from transferqueue.storage import Allocator, Arena, Blocks, Column, Placement, drafts
 from transferqueue.storage import Mapping as Mapped
+from transferqueue.storage.inputs import prepare
 
 
 @dataclass

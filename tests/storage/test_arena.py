@@ -14,7 +14,7 @@ import pytest
 from transferqueue.errors import OutOfMemory, UsageError
 from transferqueue.limits import ARENA_SLICE_BYTES, MIB, PAGE_BYTES
 from transferqueue.storage import Allocator, Arena, Mapping, room
-from transferqueue.storage.arena import KEEP_BYTES, TRIM_BYTES, surplus
+from transferqueue.storage.memory.arena import KEEP_BYTES, TRIM_BYTES, surplus
 
 
 def pages_of(path: str) -> int:

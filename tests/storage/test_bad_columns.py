@@ -16,8 +16,9 @@ import torch
 from transferqueue.errors import SchemaError, UsageError
 from transferqueue.limits import ROWS_PER_REQUEST_MAX, VALUE_DEPTH_MAX, VALUE_NODES_MAX
 from transferqueue.schema import Field
-from transferqueue.storage import Repeat, drafts, prepare
-from transferqueue.storage import values as plain
+from transferqueue.storage import Repeat, drafts
+from transferqueue.storage.elements import values as plain
+from transferqueue.storage.inputs import prepare
 
 
 class Foreign:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from transferqueue.errors import Corruption
-from transferqueue.storage import checksum, verify
+from transferqueue.storage import verify
+from transferqueue.storage.memory import checksum
 
 BLOCK = np.arange(100, dtype=np.uint8)
 

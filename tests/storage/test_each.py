@@ -11,7 +11,8 @@ import torch
 from tests.storage.shards import Shard
 from transferqueue.errors import SchemaError
 from transferqueue.schema import Field
-from transferqueue.storage import Each, Plain, prepare
+from transferqueue.storage import Each, Plain
+from transferqueue.storage.inputs import prepare
 
 
 @pytest.mark.parametrize("value", [[[1, 2], [3, 4]], ["a"], np.arange(3), torch.arange(3), {"a": 1}, 7])

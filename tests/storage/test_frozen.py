@@ -10,15 +10,15 @@ import pytest
 
 from transferqueue.errors import Corruption
 from transferqueue.schema import BLOB_DTYPES, ITEM_BYTES, Field
-from transferqueue.storage import show
-from transferqueue.storage.blocks import Draft
-from transferqueue.storage.column import Column
-from transferqueue.storage.dtypes import stored
-from transferqueue.storage.frozen import thaw
-from transferqueue.storage.placement import Blocks, Placement
-from transferqueue.storage.prepare import Prepared, prepare
-from transferqueue.storage.show import arrow_type
-from transferqueue.storage.sources import Arrays
+from transferqueue.storage.columns import export as show
+from transferqueue.storage.columns.column import Column
+from transferqueue.storage.columns.export import arrow_type
+from transferqueue.storage.columns.placement import Blocks, Placement
+from transferqueue.storage.elements.dtypes import stored
+from transferqueue.storage.inputs.block_writer import Draft
+from transferqueue.storage.inputs.from_snapshot import thaw
+from transferqueue.storage.inputs.prepare import Prepared, prepare
+from transferqueue.storage.inputs.sources import Arrays
 from transferqueue.wire.messages import BlockAt
 
 NUMBERS = [name for name in ITEM_BYTES if name not in BLOB_DTYPES]

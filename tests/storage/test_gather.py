@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tests.storage.shards import Shard
 from transferqueue.errors import Corruption
 from transferqueue.schema import Field, layout
-from transferqueue.storage import Blocks, Column, Placement, Repeat, gather, ranges
-from transferqueue.storage.placement import layouts
-from transferqueue.storage.ranges import copy_ranges
+from transferqueue.storage import Blocks, Column, Placement, Repeat
+from transferqueue.storage.columns import gather, ranges
+from transferqueue.storage.columns.placement import layouts
+from transferqueue.storage.columns.ranges import copy_ranges
 
 MEMORY = np.random.default_rng(0).integers(0, 255, 1 << 16, dtype=np.uint8)
 RANGES = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 40)), max_size=30)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
-from transferqueue.storage.dtypes import loaded, torch_loaded
+from transferqueue.storage.elements.dtypes import loaded, torch_loaded
 
 HALF = """
 import builtins

@@ -10,10 +10,10 @@ import pytest
 
 from transferqueue.limits import MIB
 from transferqueue.schema import Field
-from transferqueue.storage import hands
-from transferqueue.storage.blocks import Draft
-from transferqueue.storage.hands import PART_BYTES, SHARED_BYTES, share
-from transferqueue.storage.prepare import prepare
+from transferqueue.storage.inputs.block_writer import Draft
+from transferqueue.storage.inputs.prepare import prepare
+from transferqueue.storage.memory import parallel_copy as hands
+from transferqueue.storage.memory.parallel_copy import PART_BYTES, SHARED_BYTES, share
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transferqueue.storage.intervals import Intervals
+from transferqueue.storage.memory.intervals import Intervals
 
 STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(0, 30)), max_size=30)
 

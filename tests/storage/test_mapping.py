@@ -22,8 +22,9 @@ import torch
 from tests.storage.shards import Block, Shard
 from transferqueue.errors import BatchEnded, Corruption, Disconnected, Forked, OutOfMemory, ProtocolError
 from transferqueue.schema import Field
-from transferqueue.storage import Mapping, mapping
-from transferqueue.storage.pages import forget, map_private, unmap
+from transferqueue.storage import Mapping
+from transferqueue.storage.memory import mapping
+from transferqueue.storage.memory.private_pages import forget, map_private, unmap
 
 NUMBERS = np.arange(4096, dtype=np.int64)
 

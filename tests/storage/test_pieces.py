@@ -9,8 +9,9 @@ import pytest
 
 from tests.storage.shards import Shard
 from transferqueue.schema import Field, align, layout
-from transferqueue.storage import drafts, prepare
-from transferqueue.storage.pieces import count_of, pieces
+from transferqueue.storage import drafts
+from transferqueue.storage.columns.byte_stream import count_of, pieces
+from transferqueue.storage.inputs import prepare
 
 RNG = np.random.default_rng(3)
 COLUMNS: dict[str, tuple[Field, list[Any]]] = {

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tests.storage.shards import opened_shard
 from transferqueue.schema import TORCH_ONLY_DTYPES, Field
 from transferqueue.storage import Column
-from transferqueue.storage.dtypes import NUMPY_DTYPES, stored
-from transferqueue.storage.torched import as_torch
+from transferqueue.storage.elements.dtypes import NUMPY_DTYPES, stored
+from transferqueue.storage.elements.torch_interop import as_torch
 
 pytestmark = pytest.mark.slow
 FEWER = settings(max_examples=max(settings.default.max_examples * 3 // 10, 1))  # type: ignore[union-attr]

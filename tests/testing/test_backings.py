@@ -11,9 +11,9 @@ import pytest
 from transferqueue.adapters.protocols import Unsupported
 from transferqueue.errors import NotFound
 from transferqueue.limits import MIB
-from transferqueue.storage.backing import Backing, Range
-from transferqueue.storage.dtypes import U8
-from transferqueue.storage.objects import Objects
+from transferqueue.storage.elements.dtypes import U8
+from transferqueue.storage.memory.backing import Backing, Range
+from transferqueue.storage.memory.object_store import Objects
 from transferqueue.testing.conformance.backings import BACKING_CHECKS
 from transferqueue.testing.conformance.report import Verdict, run
 from transferqueue.testing.conformance.stores import STORE_CHECKS

@@ -5,7 +5,7 @@ import pytest
 
 from transferqueue.errors import Corruption, ProtocolError
 from transferqueue.limits import BULK_WINDOW_FRAMES
-from transferqueue.transport import bulk as b
+from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire.versions import PROTOCOL
 
 TAKEN = b.Taken(3, 4)

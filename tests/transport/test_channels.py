@@ -11,11 +11,11 @@ import pytest
 from transferqueue.errors import AddressInUse, Disconnected, Unreachable
 from transferqueue.limits import FRAMES_QUEUED_MAX
 from transferqueue.transport import Wakeup, dial, is_served, parse_address
-from transferqueue.transport.bulk_sockets import BulkLine
-from transferqueue.transport.inproc import Hub
-from transferqueue.transport.local import LocalPort
-from transferqueue.transport.sent import Sent
-from transferqueue.transport.zeromq import Port
+from transferqueue.transport.bulk.zeromq import BulkLine
+from transferqueue.transport.control.inproc import Hub
+from transferqueue.transport.control.send_result import Sent
+from transferqueue.transport.control.unix_socket import LocalPort
+from transferqueue.transport.control.zeromq import Port
 
 
 class Echo:

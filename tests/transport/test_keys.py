@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from transferqueue.errors import AlreadyExists, NotFound, UsageError
-from transferqueue.transport import keyring
-from transferqueue.transport.keyring import Keyring
-from transferqueue.transport.keys import ClientKeys, JoinToken, KeyPair, read_token, write_token
+from transferqueue.transport.security import keyring
+from transferqueue.transport.security.keyring import Keyring
+from transferqueue.transport.security.keys import ClientKeys, JoinToken, KeyPair, read_token, write_token
 
 ADDRESS = "tcp://10.0.0.7:7777"
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from transferqueue.errors import Unreachable, UsageError
 from transferqueue.limits import FRAMES_QUEUED_MAX, MESSAGE_BYTES_MAX, MIB, STRANGER_S
-from transferqueue.transport import Wakeup, dial, local, parse_address
-from transferqueue.transport.local import HungUp, LocalPort, Stream
-from transferqueue.transport.sent import Sent
-from transferqueue.transport.strangers import strangers_max
+from transferqueue.transport import Wakeup, dial, parse_address
+from transferqueue.transport.control import unix_socket as local
+from transferqueue.transport.control.send_result import Sent
+from transferqueue.transport.control.strangers import strangers_max
+from transferqueue.transport.control.unix_socket import HungUp, LocalPort, Stream
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from transferqueue.errors import UsageError
-from transferqueue.transport.lock import FileLock, is_locked
+from transferqueue.transport.system.file_lock import FileLock, is_locked
 
 HOLDER = """
 import sys

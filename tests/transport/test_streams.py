@@ -11,11 +11,11 @@ import pytest
 
 from transferqueue.errors import AddressInUse, Corruption, Unreachable
 from transferqueue.limits import BULK_STALL_S, FRAME_BYTES
-from transferqueue.transport import bulk as b
-from transferqueue.transport import bulk_listener
-from transferqueue.transport.bulk_listener import DEAF_S, StreamPort
-from transferqueue.transport.bulk_streams import Stream, StreamLine
-from transferqueue.transport.strangers import strangers_max
+from transferqueue.transport.bulk import listener as bulk_listener
+from transferqueue.transport.bulk import protocol as b
+from transferqueue.transport.bulk.listener import DEAF_S, StreamPort
+from transferqueue.transport.bulk.tcp import Stream, StreamLine
+from transferqueue.transport.control.strangers import strangers_max
 
 PATIENCE_S = 60.0
 FRAME = np.random.default_rng(0).integers(0, 255, FRAME_BYTES, dtype=np.uint8)

@@ -9,10 +9,10 @@ import msgspec
 from transferqueue import policies as p
 from transferqueue.limits import Limits
 from transferqueue.schema import Field
-from transferqueue.seat import Seat
-from transferqueue.transport import bulk as b
+from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.home_coordinator import Seat
 
 TWO: Final = bytes.fromhex("01000000000000000200000000000000")
 """Two int64."""

@@ -11,7 +11,7 @@ from msgspec import inspect
 
 from transferqueue.errors import ProtocolError
 from transferqueue.limits import FIELDS_MAX, MESSAGE_BYTES_MAX, MIB, ROWS_PER_REQUEST_MAX
-from transferqueue.transport import bulk
+from transferqueue.transport.bulk import protocol as bulk
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 from transferqueue.wire.versions import PROTOCOL

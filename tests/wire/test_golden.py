@@ -10,7 +10,7 @@ from tests.server.nodes import Bench
 from tests.wire import examples, golden, session
 from transferqueue.errors import ProtocolError
 from transferqueue.server.tickets import Tickets
-from transferqueue.transport import bulk as b
+from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 

@@ -34,7 +34,7 @@ def address_of(given: str | None) -> str:
     """
     from transferqueue.client.joining import TOKEN_VARIABLE, named_server
     from transferqueue.transport import default_address, parse_address, split_addresses
-    from transferqueue.transport.keys import is_token, read_token
+    from transferqueue.transport.security.keys import is_token, read_token
 
     named = given or named_server() or default_address()
     ways = split_addresses(named)

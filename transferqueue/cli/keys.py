@@ -42,7 +42,7 @@ def new(
     keys: KeysOption = None,
 ) -> None:
     """Make a key. The first one also makes the server's own; a server that runs lets it in at once."""
-    from transferqueue.transport import keyring
+    from transferqueue.transport.security import keyring
 
     made = keyring.add(keys or keyring.default_directory(), name, role)
     say(f"made key {made.name}, role {made.role}")
@@ -51,7 +51,7 @@ def new(
 @commands.command("list")
 def show(keys: KeysOption = None) -> None:
     """List names, roles, public keys and when each was made. Prints no secret."""
-    from transferqueue.transport import keyring
+    from transferqueue.transport.security import keyring
 
     for owner in keyring.load(keys or keyring.default_directory()).clients:
         say_fields(owner.name, owner.role, owner.pair.public, owner.made)
@@ -60,7 +60,7 @@ def show(keys: KeysOption = None) -> None:
 @commands.command("revoke")
 def revoke(name: NameArgument, keys: KeysOption = None) -> None:
     """Revoke a key. A server that runs ends its sessions when it next wakes; SIGHUP wakes it now."""
-    from transferqueue.transport import keyring
+    from transferqueue.transport.security import keyring
 
     gone = keyring.revoke(keys or keyring.default_directory(), name)
     say(f"revoked key {gone.name}, role {gone.role}")
@@ -78,7 +78,7 @@ def token(
     keys: KeysOption = None,
 ) -> None:
     """Print the join token of a key: a password for connect() or $TRANSFERQUEUE_TOKEN."""
-    from transferqueue.transport import keyring
-    from transferqueue.transport.keys import write_token
+    from transferqueue.transport.security import keyring
+    from transferqueue.transport.security.keys import write_token
 
     say(write_token(keyring.token_of(keys or keyring.default_directory(), name, address)))

@@ -31,7 +31,7 @@ from transferqueue.errors import EndOfTable, LeaseExpired, TransferQueueError, U
 from transferqueue.limits import TIMEOUT_S_DEFAULT, Limits
 from transferqueue.policies import Acked, Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field
-from transferqueue.storage.staying import Staying
+from transferqueue.storage.elements.process_bound import Staying
 
 A = TypeVar("A", bound=AbstractAsyncContextManager[Any])
 

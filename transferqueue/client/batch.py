@@ -13,7 +13,7 @@ from transferqueue.client.facts import Facts, Floats, Ints, Keys, TagsGiven
 from transferqueue.client.lent import Lent
 from transferqueue.client.rows import RowsBase
 from transferqueue.errors import LeaseExpired, TransferQueueError, UsageError
-from transferqueue.storage.pages import when_gone
+from transferqueue.storage.memory.private_pages import when_gone
 from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.client")

@@ -26,12 +26,12 @@ from transferqueue.client.terms import Terms
 from transferqueue.client.verifying import Verifier
 from transferqueue.client.writing import Ground
 from transferqueue.errors import Unreachable, UsageError
-from transferqueue.seat import Seat
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
-from transferqueue.transport.bulk_sockets import BulkLine
-from transferqueue.transport.bulk_streams import StreamLine
-from transferqueue.transport.keys import ClientKeys, KeyPair
+from transferqueue.transport.bulk.tcp import StreamLine
+from transferqueue.transport.bulk.zeromq import BulkLine
+from transferqueue.transport.security.keys import ClientKeys, KeyPair
 from transferqueue.wire import messages as m
+from transferqueue.wire.home_coordinator import Seat
 
 Data = Literal["auto", "remote"]
 """Whether bytes are mapped where they can be, or always cross the network (for tests and measurements)."""

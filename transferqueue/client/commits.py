@@ -29,8 +29,8 @@ from transferqueue.client.writing import OPEN_MAX, Fate, Piece
 from transferqueue.errors import FlowSignal, SchemaError, ShardLost, UsageError, listing
 from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX, check_name
 from transferqueue.schema import Field, align
-from transferqueue.storage.blocks import Draft, drafts
-from transferqueue.storage.prepare import Prepared, Repeat, prepare
+from transferqueue.storage.inputs.block_writer import Draft, drafts
+from transferqueue.storage.inputs.prepare import Prepared, Repeat, prepare
 from transferqueue.wire import messages as m
 
 R = TypeVar("R", bound=m.Message)

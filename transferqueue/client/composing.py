@@ -31,9 +31,9 @@ from transferqueue.client.driving import Operation, Work, ask, within
 from transferqueue.errors import NotFound, SchemaError, ShardLost, UsageError
 from transferqueue.limits import check_name
 from transferqueue.schema import Field
-from transferqueue.storage.blocks import Draft
-from transferqueue.storage.checksum import UNCHECKED
-from transferqueue.storage.prepare import prepare
+from transferqueue.storage.inputs.block_writer import Draft
+from transferqueue.storage.inputs.prepare import prepare
+from transferqueue.storage.memory.checksum import UNCHECKED
 from transferqueue.wire import messages as m
 
 BASE: Final = "_"

@@ -36,7 +36,7 @@ from transferqueue.errors import (
     UsageError,
 )
 from transferqueue.limits import ANSWER_S, HEARTBEAT_S, SERVER_GONE_S, SESSION_SILENCE_S
-from transferqueue.storage.pages import end_interrupted
+from transferqueue.storage.memory.private_pages import end_interrupted
 from transferqueue.transport import ClientChannel, Wakeup, is_served
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_answer

@@ -1,4 +1,4 @@
-"""The coordinators of a deployment as a client has them: a session with each, mostly one. Who has what, says `transferqueue.seat`.
+"""The coordinators of a deployment as a client has them: a session with each, mostly one. Who has what, says `transferqueue.wire.home_coordinator`.
 
 The law:
 
@@ -18,8 +18,8 @@ from transferqueue.client.driving import Operation
 from transferqueue.client.verbs import observe
 from transferqueue.errors import PeerError, TransferQueueError, UsageError
 from transferqueue.limits import check_name
-from transferqueue.seat import seat_of
-from transferqueue.storage.staying import Staying
+from transferqueue.storage.elements.process_bound import Staying
+from transferqueue.wire.home_coordinator import seat_of
 
 Plain = dict[str, Any]
 

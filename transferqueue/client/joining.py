@@ -8,7 +8,7 @@ from typing import Final
 
 from transferqueue.errors import UsageError
 from transferqueue.transport import parse_address, split_addresses
-from transferqueue.transport.keys import ClientKeys, is_token, read_token
+from transferqueue.transport.security.keys import ClientKeys, is_token, read_token
 
 TOKEN_VARIABLE: Final = "TRANSFERQUEUE_TOKEN"  # noqa: S105  (its name)
 

@@ -13,7 +13,7 @@ from transferqueue.client.ahead import Ahead
 from transferqueue.client.batch import Batch
 from transferqueue.client.driving import trimmed
 from transferqueue.errors import EndOfTable, Forked, TransferQueueError, UsageError
-from transferqueue.storage.staying import Staying
+from transferqueue.storage.elements.process_bound import Staying
 
 if TYPE_CHECKING:
     from transferqueue.client.aio import AsyncBatch

@@ -20,11 +20,11 @@ from transferqueue.client.writing import Fate, Piece
 from transferqueue.errors import Unreachable
 from transferqueue.schema import Field
 from transferqueue.storage import Mapping as Arena
-from transferqueue.storage.column import Column
-from transferqueue.storage.mapping import Pins, Release
-from transferqueue.storage.placement import Blocks, Placement
+from transferqueue.storage.columns.column import Column
+from transferqueue.storage.columns.placement import Blocks, Placement
+from transferqueue.storage.memory.mapping import Pins, Release
 from transferqueue.wire import messages as m
-from transferqueue.wire import short
+from transferqueue.wire import run_length as short
 
 _ONE: Final = 4
 """Bytes of one item of `Part`."""

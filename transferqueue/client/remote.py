@@ -31,11 +31,11 @@ from transferqueue.errors import (
 )
 from transferqueue.limits import BULK_SILENCE_S, BULK_TRANSFERS_MAX, BULK_TRIES, STALLED_S, TIMEOUT_S_DEFAULT
 from transferqueue.schema import Field
-from transferqueue.storage.buffers import Buffers
-from transferqueue.storage.column import Column
-from transferqueue.storage.placement import Blocks, Placement
-from transferqueue.transport.bulk_sockets import BulkLine
-from transferqueue.transport.bulk_streams import StreamLine
+from transferqueue.storage.columns.column import Column
+from transferqueue.storage.columns.placement import Blocks, Placement
+from transferqueue.storage.memory.buffer_pool import Buffers
+from transferqueue.transport.bulk.tcp import StreamLine
+from transferqueue.transport.bulk.zeromq import BulkLine
 from transferqueue.wire import messages as m
 
 T = TypeVar("T", bound=Transfer)

@@ -11,8 +11,8 @@ from transferqueue.client.client import Client
 from transferqueue.client.driving import drive
 from transferqueue.client.terms import Terms
 from transferqueue.errors import UsageError
-from transferqueue.storage.pages import when_gone
-from transferqueue.storage.staying import Staying
+from transferqueue.storage.elements.process_bound import Staying
+from transferqueue.storage.memory.private_pages import when_gone
 from transferqueue.wire import messages as m
 
 

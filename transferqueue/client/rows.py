@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from transferqueue.client.source import Source
 from transferqueue.errors import UsageError
 from transferqueue.policies import Tags
-from transferqueue.storage.column import Column
-from transferqueue.storage.staying import Staying
-from transferqueue.storage.torched import needed
+from transferqueue.storage.columns.column import Column
+from transferqueue.storage.elements.process_bound import Staying
+from transferqueue.storage.elements.torch_interop import needed
 from transferqueue.wire import messages as m
-from transferqueue.wire import short
+from transferqueue.wire import run_length as short
 
 if TYPE_CHECKING:
     import pyarrow as pa

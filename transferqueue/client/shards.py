@@ -28,10 +28,10 @@ from transferqueue.client.remote import ASK_S, RemoteMemory
 from transferqueue.client.writing import Fate, Piece
 from transferqueue.errors import Corruption, DeadlineExceeded, PeerError, ShardLost, TransferQueueError
 from transferqueue.schema import Field
-from transferqueue.storage.column import Column
-from transferqueue.storage.placement import Blocks, Placement
+from transferqueue.storage.columns.column import Column
+from transferqueue.storage.columns.placement import Blocks, Placement
 from transferqueue.wire import messages as m
-from transferqueue.wire import short
+from transferqueue.wire import run_length as short
 
 OWN: Final = 0
 """The coordinator's shard."""

@@ -7,8 +7,8 @@ from transferqueue.client.driving import Operation, ask
 from transferqueue.client.terms import Terms
 from transferqueue.errors import NotFound, listing
 from transferqueue.schema import Field
-from transferqueue.storage.column import Column
-from transferqueue.storage.placement import Blocks
+from transferqueue.storage.columns.column import Column
+from transferqueue.storage.columns.placement import Blocks
 from transferqueue.wire import messages as m
 
 

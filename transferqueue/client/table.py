@@ -22,7 +22,7 @@ from transferqueue.errors import EndOfTable
 from transferqueue.limits import TIMEOUT_S_DEFAULT, Limits
 from transferqueue.policies import Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field
-from transferqueue.storage.staying import Staying
+from transferqueue.storage.elements.process_bound import Staying
 
 
 class TableBase(Staying):

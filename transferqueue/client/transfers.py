@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from transferqueue.errors import Corruption, Unreachable, from_wire
 from transferqueue.limits import FRAME_BYTES
 from transferqueue.schema import Field, layout
-from transferqueue.storage.buffers import Buffers
-from transferqueue.storage.dtypes import U8
-from transferqueue.transport import bulk as b
+from transferqueue.storage.elements.dtypes import U8
+from transferqueue.storage.memory.buffer_pool import Buffers
+from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire import messages as m
-from transferqueue.wire import short
+from transferqueue.wire import run_length as short
 
 
 class Transfer(Protocol):

@@ -14,10 +14,10 @@ import numpy as np
 
 from transferqueue.client.driving import Operation, Work
 from transferqueue.errors import Corruption, listing
-from transferqueue.storage.checksum import UNCHECKED, checksum
-from transferqueue.storage.column import Column
-from transferqueue.storage.dtypes import U8
-from transferqueue.storage.placement import Blocks
+from transferqueue.storage.columns.column import Column
+from transferqueue.storage.columns.placement import Blocks
+from transferqueue.storage.elements.dtypes import U8
+from transferqueue.storage.memory.checksum import UNCHECKED, checksum
 from transferqueue.wire import messages as m
 
 REMEMBERED_MAX: Final = 1 << 16

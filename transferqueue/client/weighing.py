@@ -20,10 +20,10 @@ from transferqueue.client.driving import Operation, Work, ask, drive, within
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
 from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
 from transferqueue.schema import Field
-from transferqueue.storage.checksum import verify
-from transferqueue.storage.column import Column
-from transferqueue.storage.placement import Blocks
-from transferqueue.storage.staying import Staying
+from transferqueue.storage.columns.column import Column
+from transferqueue.storage.columns.placement import Blocks
+from transferqueue.storage.elements.process_bound import Staying
+from transferqueue.storage.memory.checksum import verify
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:

@@ -32,9 +32,9 @@ from transferqueue.server.runtime import SHARED_MEMORY, ArenaHome, arena_root, s
 from transferqueue.server.serving import allow_many_files
 from transferqueue.server.supervising import EXIT_AGAIN, EXIT_DEFECT
 from transferqueue.transport import IpcAddress, TcpAddress, runtime_directory, this_host
-from transferqueue.transport.keyring import Keyring, add, key_file, load, token_of
-from transferqueue.transport.keys import ROLES, write_token
-from transferqueue.transport.private import private_directory, write_private
+from transferqueue.transport.security.keyring import Keyring, add, key_file, load, token_of
+from transferqueue.transport.security.keys import ROLES, write_token
+from transferqueue.transport.system.private_files import private_directory, write_private
 
 _log: Final = logging.getLogger("transferqueue.cluster")
 STOP_S: Final = 60.0

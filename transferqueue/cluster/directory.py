@@ -13,7 +13,7 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from transferqueue.errors import NotFound, OutOfMemory, Unreachable, UsageError
-from transferqueue.transport.private import private_directory
+from transferqueue.transport.system.private_files import private_directory
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _KEY: Final = re.compile(r"[A-Za-z0-9_-]{1,200}")

@@ -17,7 +17,7 @@ from transferqueue.cluster.shard import Shard
 from transferqueue.errors import TransferQueueError
 from transferqueue.server.supervising import EXIT_AGAIN
 from transferqueue.transport import this_host
-from transferqueue.transport.keys import ClientKeys, read_token
+from transferqueue.transport.security.keys import ClientKeys, read_token
 
 _log: Final = logging.getLogger("transferqueue.cluster")
 

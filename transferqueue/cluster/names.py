@@ -13,7 +13,7 @@ import msgspec
 
 from transferqueue.errors import ProtocolError, UsageError
 from transferqueue.limits import check_name
-from transferqueue.seat import Seat
+from transferqueue.wire.home_coordinator import Seat
 
 NAMESPACE: Final = "transferqueue"
 NAME: Final = "default"

@@ -41,9 +41,9 @@ from transferqueue.cluster.names import (
 from transferqueue.cluster.nodes import choose
 from transferqueue.errors import AlreadyExists, NotFound, Unreachable, UsageError, from_wire
 from transferqueue.limits import COORDINATORS_MAX, RESTARTS_MAX, parse_bytes
-from transferqueue.seat import Seat
 from transferqueue.transport import this_host
-from transferqueue.transport.keys import ClientKeys, read_token
+from transferqueue.transport.security.keys import ClientKeys, read_token
+from transferqueue.wire.home_coordinator import Seat
 
 DEPLOY_S: Final = 60.0
 """Ray starts a worker in a second or two; on a busy cluster it may have to wait for one."""

@@ -22,7 +22,7 @@ import msgspec
 
 from transferqueue.cluster.names import Deploy
 from transferqueue.transport import FileLock, runtime_directory, this_host
-from transferqueue.transport.private import private_directory, write_private
+from transferqueue.transport.system.private_files import private_directory, write_private
 
 PREFIX: Final = "ray-"
 _OWNER: Final = "owner.json"

@@ -30,12 +30,12 @@ from transferqueue.limits import ARENA_BYTES_DEFAULT, TIMEOUT_S_DEFAULT
 from transferqueue.server.bulk import Shard as Endpoint
 from transferqueue.server.runtime import served_arena
 from transferqueue.server.tickets import Standing, Tickets
-from transferqueue.storage.backing import Backing, Mapped
-from transferqueue.storage.objects import Objects
+from transferqueue.storage.memory.backing import Backing, Mapped
+from transferqueue.storage.memory.object_store import Objects
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
-from transferqueue.transport.gate import Anyone
-from transferqueue.transport.keys import ClientKeys
-from transferqueue.transport.zeromq import is_loopback
+from transferqueue.transport.control.zeromq import is_loopback
+from transferqueue.transport.security.keys import ClientKeys
+from transferqueue.transport.security.zap import Anyone
 from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.shard")

@@ -25,9 +25,9 @@ from typing import Final
 from transferqueue.cluster.directory import DirectoryStore
 from transferqueue.cluster.mooncake import MooncakeStore
 from transferqueue.errors import UsageError, listing
-from transferqueue.storage.objects import Objects, ObjectStore
+from transferqueue.storage.memory.object_store import Objects, ObjectStore
 from transferqueue.transport import FileLock, runtime_directory
-from transferqueue.transport.private import private_directory
+from transferqueue.transport.system.private_files import private_directory
 
 Opener = Callable[[str, str], ObjectStore]
 """Makes a store of its address, on a machine that others reach by this name."""

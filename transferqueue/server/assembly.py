@@ -11,7 +11,6 @@ from pathlib import Path
 
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import FAREWELL_S
-from transferqueue.seat import Seat
 from transferqueue.server.bulk import Shard
 from transferqueue.server.durable import Durable
 from transferqueue.server.loop import Deaths, Descriptor, Loop
@@ -22,12 +21,13 @@ from transferqueue.server.roles import Door
 from transferqueue.server.runtime import ArenaHome, Home
 from transferqueue.server.snapshots import SNAPSHOTS_VARIABLE, Snapshots
 from transferqueue.server.tickets import Tickets
-from transferqueue.storage.backing import Mapped
+from transferqueue.storage.memory.backing import Mapped
 from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
-from transferqueue.transport.inproc import Hub
-from transferqueue.transport.keyring import Keyring
-from transferqueue.transport.local import LocalPort
-from transferqueue.transport.zeromq import Port
+from transferqueue.transport.control.inproc import Hub
+from transferqueue.transport.control.unix_socket import LocalPort
+from transferqueue.transport.control.zeromq import Port
+from transferqueue.transport.security.keyring import Keyring
+from transferqueue.wire.home_coordinator import Seat
 
 
 class Server:

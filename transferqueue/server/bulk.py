@@ -38,12 +38,12 @@ from transferqueue.errors import (
 from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, FAREWELL_S, KIB
 from transferqueue.server.tickets import Tickets
 from transferqueue.server.transfers import Reading, Writing
-from transferqueue.storage.backing import Backing
+from transferqueue.storage.memory.backing import Backing
 from transferqueue.transport import TcpAddress, Wakeup, parse_address
-from transferqueue.transport import bulk as b
-from transferqueue.transport.bulk_listener import StreamPort
-from transferqueue.transport.bulk_sockets import BulkPort
-from transferqueue.transport.gate import Ring
+from transferqueue.transport.bulk import protocol as b
+from transferqueue.transport.bulk.listener import StreamPort
+from transferqueue.transport.bulk.zeromq import BulkPort
+from transferqueue.transport.security.zap import Ring
 
 _log: Final = logging.getLogger("transferqueue.server")
 _EVERYWHERE: Final = ("*", "0.0.0.0", "[::]")  # noqa: S104  (asked for so by who serves)

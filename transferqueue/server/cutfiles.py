@@ -30,10 +30,10 @@ from transferqueue.ledger.rows.facts import DTYPES, UNSET
 from transferqueue.ledger.tasks.task_state import STATES
 from transferqueue.limits import MIB
 from transferqueue.schema import Field
-from transferqueue.storage.column import Column
-from transferqueue.storage.dtypes import U8
-from transferqueue.storage.placement import Blocks, Placement
-from transferqueue.storage.show import arrow_type
+from transferqueue.storage.columns.column import Column
+from transferqueue.storage.columns.export import arrow_type
+from transferqueue.storage.columns.placement import Blocks, Placement
+from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.snapshot import Snapshot, SnapshotWriter
 from transferqueue.wire.messages import BlockAt, TableTerms
 

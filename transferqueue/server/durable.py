@@ -47,11 +47,11 @@ from transferqueue.server.runtime import (
     remove_arena,
     sweep_arenas,
 )
-from transferqueue.storage.allocator import Allocator
-from transferqueue.storage.arena import Arena, room
-from transferqueue.storage.checksum import UNCHECKED, checksum
+from transferqueue.storage.memory.allocator import Allocator
+from transferqueue.storage.memory.arena import Arena, room
+from transferqueue.storage.memory.checksum import UNCHECKED, checksum
 from transferqueue.transport import FileLock
-from transferqueue.transport.private import private_directory, settle, write_private
+from transferqueue.transport.system.private_files import private_directory, settle, write_private
 from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.server")

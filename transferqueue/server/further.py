@@ -29,8 +29,8 @@ from transferqueue.server.memory import TRIM_AFTER_S, check_size
 from transferqueue.server.parking import WakeKey
 from transferqueue.server.sessions import Session
 from transferqueue.server.tickets import Tickets
-from transferqueue.storage.allocator import Allocator
-from transferqueue.storage.arena import surplus
+from transferqueue.storage.memory.allocator import Allocator
+from transferqueue.storage.memory.arena import surplus
 from transferqueue.wire import messages as m
 
 _AHEAD_BYTES: Final = ARENA_STEP_BYTES // 4

@@ -30,7 +30,7 @@ from transferqueue.transport import this_boot
 
 if TYPE_CHECKING:
     from transferqueue.server.journal import Kept
-    from transferqueue.storage.arena import Arena
+    from transferqueue.storage.memory.arena import Arena
 
 MARGIN_BYTES: Final = PAGE_BYTES
 _MAGIC: Final = b"tq head1"

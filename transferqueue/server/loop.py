@@ -20,10 +20,10 @@ from transferqueue.server.node import Node
 from transferqueue.server.sessions import Peer
 from transferqueue.server.turns import Meter
 from transferqueue.transport import Wakeup
-from transferqueue.transport.inproc import Hub
-from transferqueue.transport.local import Line, LocalPort
-from transferqueue.transport.sent import Sent
-from transferqueue.transport.zeromq import Port
+from transferqueue.transport.control.inproc import Hub
+from transferqueue.transport.control.send_result import Sent
+from transferqueue.transport.control.unix_socket import Line, LocalPort
+from transferqueue.transport.control.zeromq import Port
 
 POLL_MS_MAX: Final = 1 << 30
 """The longest sleep that poll can be asked for; a later deadline is slept for twice."""

@@ -7,8 +7,8 @@ from typing import Final
 from transferqueue.errors import Impossible
 from transferqueue.limits import ARENA_STEP_BYTES, PAGE_BYTES
 from transferqueue.schema import align
-from transferqueue.storage.allocator import Allocator
-from transferqueue.storage.arena import Arena
+from transferqueue.storage.memory.allocator import Allocator
+from transferqueue.storage.memory.arena import Arena
 
 SHARD: Final = 0
 """The coordinator's own shard."""

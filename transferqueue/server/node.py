@@ -51,7 +51,6 @@ from transferqueue.errors import (
 from transferqueue.ledger.effects import FreeExtent, LeaseEnded, Wait, Wake
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import CALLS_PARKED_MAX, DEFECT_PAUSE_S
-from transferqueue.seat import Seat
 from transferqueue.server import evidence, observing, roles
 from transferqueue.server.durable import Durability, Volatile, without_checksum
 from transferqueue.server.ending import CUT, DIED, GOODBYE
@@ -66,9 +65,10 @@ from transferqueue.server.tickets import Tickets
 from transferqueue.server.turns import Turns
 from transferqueue.server.withdrawing import withdraw
 from transferqueue.server.workers import Workers
-from transferqueue.transport.keys import Role
+from transferqueue.transport.security.keys import Role
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.home_coordinator import Seat
 from transferqueue.wire.versions import refusal_of
 
 _log: Final = logging.getLogger("transferqueue.server")

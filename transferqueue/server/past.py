@@ -28,7 +28,7 @@ from transferqueue.server.head import MARGIN_BYTES, Notes
 from transferqueue.server.journal import Kept, Level, read_journal
 from transferqueue.server.memory import SHARD
 from transferqueue.server.recording import STATE, Tail, recover
-from transferqueue.storage.allocator import Allocator
+from transferqueue.storage.memory.allocator import Allocator
 
 JOURNAL: Final = "journal.sqlite"
 LINK: Final = "arena"

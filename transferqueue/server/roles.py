@@ -21,9 +21,9 @@ from typing import Final
 
 from transferqueue.errors import Disconnected, PermissionDenied, UsageError
 from transferqueue.server.sessions import NOWHERE, Peer, Session
-from transferqueue.transport.keyring import Keyring
-from transferqueue.transport.keys import ROLES, Role
-from transferqueue.transport.zeromq import Keyed
+from transferqueue.transport.control.zeromq import Keyed
+from transferqueue.transport.security.keyring import Keyring
+from transferqueue.transport.security.keys import ROLES, Role
 from transferqueue.wire import messages as m
 
 _EVERYONE: Final = frozenset(ROLES)

@@ -25,9 +25,9 @@ from typing import Final
 
 from transferqueue.errors import AddressInUse, UsageError
 from transferqueue.limits import ARENA_BYTES_DEFAULT, GIB
-from transferqueue.storage.arena import Arena, room
+from transferqueue.storage.memory.arena import Arena, room
 from transferqueue.transport import FileLock, IpcAddress, remove_unlocked
-from transferqueue.transport.private import private_directory
+from transferqueue.transport.system.private_files import private_directory
 
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108  (a private directory is made in it)
 SHARED_ENOUGH: Final = GIB

@@ -1,10 +1,10 @@
-"""What a coordinator opens: only what belongs to its seat (see `transferqueue.seat`). Whatever else names a table finds none."""
+"""What a coordinator opens: only what belongs to its seat (see `transferqueue.wire.home_coordinator`). Whatever else names a table finds none."""
 
 from __future__ import annotations
 
 from transferqueue.errors import TransferQueueError
-from transferqueue.seat import Seat
 from transferqueue.wire import messages as m
+from transferqueue.wire.home_coordinator import Seat
 
 
 def elsewhere(seat: Seat, request: m.Request) -> TransferQueueError | None:

@@ -14,14 +14,14 @@ from types import FrameType
 from typing import Any, Final, Self
 
 from transferqueue.errors import UsageError
-from transferqueue.seat import Seat
 from transferqueue.server.assembly import Server, first_epoch
 from transferqueue.server.durable import Durable
 from transferqueue.server.journal import Level
 from transferqueue.server.runtime import ArenaHome, served_arena
 from transferqueue.transport import IpcAddress, TcpAddress, default_address, parse_address, runtime_directory
-from transferqueue.transport.keyring import Keyring, default_directory, key_file
-from transferqueue.transport.zeromq import is_loopback
+from transferqueue.transport.control.zeromq import is_loopback
+from transferqueue.transport.security.keyring import Keyring, default_directory, key_file
+from transferqueue.wire.home_coordinator import Seat
 
 _log: Final = logging.getLogger("transferqueue.server")
 
@@ -47,7 +47,7 @@ def serve(
     None: the user's, where an address is not loopback, which is refused without keys. plain_bytes: see `Server`. durability, state: what outlives this
     process, and the directory that keeps it (see `durable`). accept_loss: what `state` held and cannot be read whole is kept
     aside there, and a new life begins. snapshots: see `Server`.
-    coordinator: its seat among several, ``K/N`` or ``NAME:K/N`` (see `transferqueue.seat`); None: it is the only one. on_ready: called once with all addresses, when it listens.
+    coordinator: its seat among several, ``K/N`` or ``NAME:K/N`` (see `transferqueue.wire.home_coordinator`); None: it is the only one. on_ready: called once with all addresses, when it listens.
     """
     place, ports = _places(address, tcp)
     seat = Seat() if coordinator is None else Seat.parse(coordinator)

@@ -21,8 +21,8 @@ from transferqueue.errors import Disconnected, Full
 from transferqueue.limits import CALLS_PARKED_MAX, LOCK_CHECK_FIRST_S, LOCK_CHECK_S, SESSION_SILENCE_S, SESSIONS_MAX
 from transferqueue.server.evidence import Evidence
 from transferqueue.text import visible
-from transferqueue.transport.local import Line
-from transferqueue.transport.zeromq import Keyed
+from transferqueue.transport.control.unix_socket import Line
+from transferqueue.transport.control.zeromq import Keyed
 from transferqueue.wire import messages as m
 
 Peer = Line | bytes | Keyed | int

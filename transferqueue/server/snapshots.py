@@ -47,15 +47,15 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence.restore import check_empty
 from transferqueue.ledger.persistence.snapshot import Cut
 from transferqueue.limits import MIB
-from transferqueue.seat import Seat
 from transferqueue.server.cutfiles import Piece, check_cut, pieces, read_about, read_cut, read_tables, write_cut
 from transferqueue.server.memory import SHARD, Memory
-from transferqueue.storage.blocks import Draft
-from transferqueue.storage.checksum import checksum
-from transferqueue.storage.dtypes import U8
-from transferqueue.storage.frozen import thaw
+from transferqueue.storage.elements.dtypes import U8
+from transferqueue.storage.inputs.block_writer import Draft
+from transferqueue.storage.inputs.from_snapshot import thaw
+from transferqueue.storage.memory.checksum import checksum
 from transferqueue.storage.snapshot import Snapshot, SnapshotWriter
 from transferqueue.wire import messages as m
+from transferqueue.wire.home_coordinator import Seat
 
 _log: Final = logging.getLogger("transferqueue.server")
 SNAPSHOTS_VARIABLE: Final = "TRANSFERQUEUE_SNAPSHOTS"

@@ -32,7 +32,7 @@ import msgspec
 
 from transferqueue.errors import Disconnected, UsageError
 from transferqueue.limits import TICKET_BYTES
-from transferqueue.transport import bulk as b
+from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire import messages as m
 
 _KEY_BYTES: Final = 32

@@ -11,11 +11,11 @@ from transferqueue.errors import Corruption, NotFound, ProtocolError
 from transferqueue.limits import FIELDS_MAX, FRAME_BYTES, PARTS_MAX
 from transferqueue.schema import Field
 from transferqueue.server.tickets import Tickets
-from transferqueue.storage.backing import Backing, Range
-from transferqueue.storage.dtypes import U8
-from transferqueue.storage.pieces import count_of, pieces
-from transferqueue.storage.placement import Blocks, Placement
-from transferqueue.transport import bulk as b
+from transferqueue.storage.columns.byte_stream import count_of, pieces
+from transferqueue.storage.columns.placement import Blocks, Placement
+from transferqueue.storage.elements.dtypes import U8
+from transferqueue.storage.memory.backing import Backing, Range
+from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire.messages import BlockAt
 
 Content = tuple[list[b.Begun], list[memoryview]]

@@ -26,10 +26,10 @@ from transferqueue.client import Batch, Reservation, Table, WeightChannel, Weigh
 from transferqueue.client.commits import Outgoing, outgoing
 from transferqueue.client.facts import Facts
 from transferqueue.errors import Disconnected
-from transferqueue.storage.blocks import Draft
-from transferqueue.storage.column import Column
-from transferqueue.storage.placement import Blocks, Placement
-from transferqueue.storage.prepare import Prepared
+from transferqueue.storage.columns.column import Column
+from transferqueue.storage.columns.placement import Blocks, Placement
+from transferqueue.storage.inputs.block_writer import Draft
+from transferqueue.storage.inputs.prepare import Prepared
 from transferqueue.testing import history as h
 from transferqueue.wire import messages as m
 

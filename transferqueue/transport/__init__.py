@@ -16,10 +16,10 @@ from transferqueue.transport.address import (
     runtime_directory,
     split_addresses,
 )
-from transferqueue.transport.channel import ClientChannel, dial, is_served
-from transferqueue.transport.host import this_boot, this_host
-from transferqueue.transport.lock import FileLock, LockProbe, is_locked, remove_unlocked
-from transferqueue.transport.wakeup import Wakeup
+from transferqueue.transport.control.channel import ClientChannel, dial, is_served
+from transferqueue.transport.system.file_lock import FileLock, LockProbe, is_locked, remove_unlocked
+from transferqueue.transport.system.host import this_boot, this_host
+from transferqueue.transport.system.wakeup import Wakeup
 
 __all__ = [
     "Address",

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from transferqueue.errors import SchemaError
 from transferqueue.limits import ROWS_PER_REQUEST_MAX
 from transferqueue.schema import BLOB_DTYPES, Field
-from transferqueue.storage.column import Column
-from transferqueue.storage.dtypes import viewed
+from transferqueue.storage.columns.column import Column
+from transferqueue.storage.elements.dtypes import viewed
 
 _LISTED: Final = frozenset({"bool", "str", "float16", "float32", "float64"})
 """Dtypes that JSON has, besides integers."""

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 from transferqueue.errors import UsageError
 from transferqueue.transport import TcpAddress, parse_address
-from transferqueue.transport.zeromq import is_loopback
+from transferqueue.transport.control.zeromq import is_loopback
 
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "

@@ -34,7 +34,7 @@ from transferqueue.limits import (
 )
 from transferqueue.policies import Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field
-from transferqueue.seat import Seat
+from transferqueue.wire.home_coordinator import Seat
 from transferqueue.wire.versions import PROTOCOL
 
 Bytes = Annotated[bytes, Meta(max_length=MESSAGE_BYTES_MAX)]

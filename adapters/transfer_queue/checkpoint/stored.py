@@ -26,11 +26,11 @@ from transferqueue.adapters.transfer_queue.partitions import Partitions
 from transferqueue.adapters.transfer_queue.tags import partition_of, table_of
 from transferqueue.errors import Corruption, NotFound, UsageError
 from transferqueue.schema import Field
-from transferqueue.storage.dtypes import stored
-from transferqueue.storage.frozen import thaw
-from transferqueue.storage.show import arrow_type
-from transferqueue.storage.torched import as_torch
-from transferqueue.storage.values import decode
+from transferqueue.storage.columns.export import arrow_type
+from transferqueue.storage.elements.dtypes import stored
+from transferqueue.storage.elements.torch_interop import as_torch
+from transferqueue.storage.elements.values import decode
+from transferqueue.storage.inputs.from_snapshot import thaw
 
 FOLDER: Final = "storage"
 MANIFEST: Final = "manifest.json"

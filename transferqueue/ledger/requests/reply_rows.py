@@ -15,7 +15,7 @@ from transferqueue.ledger.rows.blocks import Blocks
 from transferqueue.ledger.rows.column_places import Places
 from transferqueue.ledger.rows.facts import DTYPES
 from transferqueue.ledger.table import Table
-from transferqueue.wire import short
+from transferqueue.wire import run_length as short
 from transferqueue.wire.messages import Content, Inline, Part
 
 Value = TypeVar("Value")

@@ -36,8 +36,8 @@ from transferqueue.testing.chaos.report import Report, report
 from transferqueue.testing.chaos.roles import live
 from transferqueue.testing.chaos.served import Served
 from transferqueue.testing.chaos.stage import Stage
-from transferqueue.transport import keyring
-from transferqueue.transport.keys import write_token
+from transferqueue.transport.security import keyring
+from transferqueue.transport.security.keys import write_token
 
 START_S: Final = 60.0
 DRAIN_S: Final = 150.0

@@ -14,8 +14,8 @@ import numpy as np
 
 from transferqueue.errors import OutOfMemory, PeerError, TransferQueueError
 from transferqueue.limits import FRAME_BYTES, PAGE_BYTES
-from transferqueue.storage.backing import Backing, Landing, Range
-from transferqueue.storage.dtypes import U8
+from transferqueue.storage.elements.dtypes import U8
+from transferqueue.storage.memory.backing import Backing, Landing, Range
 from transferqueue.testing.conformance.report import require
 
 

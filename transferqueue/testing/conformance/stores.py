@@ -13,8 +13,8 @@ from typing import Final, Protocol
 import numpy as np
 
 from transferqueue.errors import NotFound, OutOfMemory, PeerError
-from transferqueue.storage.dtypes import U8
-from transferqueue.storage.objects import ObjectStore
+from transferqueue.storage.elements.dtypes import U8
+from transferqueue.storage.memory.object_store import ObjectStore
 from transferqueue.testing.conformance.backings import content
 from transferqueue.testing.conformance.report import require
 

@@ -35,7 +35,7 @@ from transferqueue.testing.simulator.job import (
 )
 from transferqueue.testing.simulator.machine import Broken
 from transferqueue.wire import messages as m
-from transferqueue.wire import short
+from transferqueue.wire import run_length as short
 
 if TYPE_CHECKING:
     from transferqueue.ledger.state import State

@@ -19,7 +19,7 @@ from transferqueue.policies import Task
 from transferqueue.schema import Field
 from transferqueue.testing.simulator.machine import Broken
 from transferqueue.wire import messages as m
-from transferqueue.wire import short
+from transferqueue.wire import run_length as short
 
 if TYPE_CHECKING:
     from transferqueue.testing.simulator.process import Process

@@ -18,7 +18,7 @@ from transferqueue.server.memory import SHARD, Memory
 from transferqueue.server.node import Node, Place
 from transferqueue.server.recording import RecordedLedger, recover
 from transferqueue.server.resuming import resume
-from transferqueue.storage.allocator import Allocator
+from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.testing.simulator.world import World
 from transferqueue.wire import messages as m
 

@@ -1,0 +1,1 @@
+"""Reading columns: where they lie, and how rows are gathered."""

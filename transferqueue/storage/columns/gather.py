@@ -1,0 +1,197 @@
+"""Bringing the rows of one column together.
+
+Rows that are one run of one block are not brought anywhere: the result is a view of the block. Otherwise each column is gathered
+once, in the order of the rows:
+
+- dense rows of one block by numpy's ``take``;
+- many short rows of one block by Arrow's ``take``, as large binary values;
+- else by copying ranges of memory (see `ranges`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from transferqueue.errors import Corruption, InternalError
+from transferqueue.schema import Field
+from transferqueue.storage.columns.placement import Placement, Spans
+from transferqueue.storage.columns.ranges import FEW_RANGES, LONG_RANGE_BYTES, copy_ranges, take_rows
+from transferqueue.storage.elements.dtypes import I64, U8, stored
+
+TAKEN_SHARE: Final = 4
+"""Arrow takes from a whole block if at least one in so many of its rows is wanted: its offsets serve as they are."""
+
+
+class Loaded(NamedTuple):
+    """A column's rows together: values one after the other in stored form, offsets from 0, shapes. None as the layout has it."""
+
+    rows: int
+    values: np.ndarray[Any, Any]
+    offsets: I64 | None
+    shapes: I64 | None
+
+
+def offsets_of(loaded: Loaded) -> I64:
+    """Offsets of a column that has them."""
+    if loaded.offsets is None:
+        raise InternalError("a column of equal rows was asked for its offsets")
+    return loaded.offsets
+
+
+def shapes_of(loaded: Loaded) -> I64:
+    """Shapes of a column that has them."""
+    if loaded.shapes is None:
+        raise InternalError("a column whose rows have no shapes was asked for them")
+    return loaded.shapes
+
+
+def load(field: Field, placement: Placement) -> Loaded:
+    """The rows of a column: views of their block if they are one run of it, otherwise copies of their own.
+
+    Raises `Corruption` if offsets point outside their block, `BatchEnded` if the memory was returned.
+    """
+    if not len(placement):
+        return _nothing(field)
+    spans = placement.blocks.spans(field)
+    if placement.run is not None:
+        return _view(field, placement, spans, *placement.run)
+    return _gather_dense(field, placement, spans) if field.dense else _gather_varying(field, placement, spans)
+
+
+def dense_run(field: Field, placement: Placement, block: int, first: int) -> np.ndarray[Any, Any]:
+    """Dense rows ``[rows, *shape]`` in stored form that are one run of a block: a view of it, made in one step, since a batch
+    may have hundreds of them. Errors as of `load`."""
+    memory, start = placement.blocks.values(field, block)
+    return np.ndarray((placement.rows, *field.fixed), stored(field.dtype), memory, start + first * field.row_bytes)
+
+
+def _nothing(field: Field) -> Loaded:
+    offsets = None if field.dense else np.zeros(1, np.int64)
+    shapes = np.zeros((0, len(field.shape)), np.int64) if field.varied else None
+    return Loaded(0, np.empty(0, stored(field.dtype)), offsets, shapes)
+
+
+def _view(field: Field, placement: Placement, spans: Spans, block: int, first: int) -> Loaded:
+    memory, rows = placement.blocks.living()[block], len(placement)
+    step, start = field.row_bytes, int(spans.values[block])
+    if field.dense:
+        values = memory[start + first * step : start + (first + rows) * step].view(stored(field.dtype))
+        return Loaded(rows, values, None, None)
+    offsets, shapes = _int64(memory, int(spans.offsets[block]) + 8 * first, rows + 1), None
+    low, high = int(offsets[0]), int(offsets[-1])
+    if low < 0 or high > spans.counts[block] or (offsets[1:] < offsets[:-1]).any():
+        _refuse_offsets(field)
+    if field.varied:
+        width = len(field.shape)
+        shapes = _int64(memory, int(spans.shapes[block]) + 8 * first * width, rows * width).reshape(rows, width)
+    values = memory[start + low * step : start + high * step].view(stored(field.dtype))
+    return _checked(field, Loaded(rows, values, offsets if low == 0 else offsets - low, shapes))
+
+
+def _int64(memory: U8, start: int, count: int) -> I64:
+    return memory[start : start + 8 * count].view(np.int64)
+
+
+def _refuse_offsets(field: Field) -> None:
+    raise Corruption(f'field "{field.name}": offsets of a block point outside it')
+
+
+def _checked(field: Field, loaded: Loaded) -> Loaded:
+    """Shapes must agree with offsets: they were written by another process."""
+    if loaded.shapes is not None and loaded.offsets is not None:
+        lengths = np.diff(loaded.offsets)
+        if (loaded.shapes < 0).any() or (loaded.shapes.prod(axis=1) != lengths).any():
+            raise Corruption(f'field "{field.name}": shapes of a block do not match its offsets')
+    return loaded
+
+
+def _gather_dense(field: Field, placement: Placement, spans: Spans) -> Loaded:
+    row = field.row_bytes
+    blocks, block = placement.block_of_row, int(placement.block_of_row[0])
+    if row == 0:
+        return Loaded(len(blocks), np.empty(0, stored(field.dtype)), None, None)
+    if (blocks == block).all():
+        start = int(spans.values[block])
+        rows = int(placement.blocks.rows[block])
+        source = placement.blocks.living()[block][start : start + rows * row].view(stored(field.dtype))
+        taken = source.reshape(rows, field.step_elements).take(placement.slot_of_row, axis=0)
+        return Loaded(len(blocks), taken.reshape(-1), None, None)
+    low, stretch = placement.blocks.stretch()
+    starts = (placement.blocks.addresses - low + spans.values)[blocks] + placement.slot_of_row * np.int64(row)
+    return Loaded(len(blocks), copy_ranges(stretch, starts, starts + row).view(stored(field.dtype)), None, None)
+
+
+def _gather_varying(field: Field, placement: Placement, spans: Spans) -> Loaded:
+    first, last = _edges(field, placement, spans)
+    offsets = _summed(last - first)
+    values = _taken(field, placement, spans, int(offsets[-1]))
+    if values is None:
+        low, stretch = placement.blocks.stretch()
+        step = field.row_bytes
+        starts = (placement.blocks.addresses - low + spans.values)[placement.block_of_row] + first * step
+        values = copy_ranges(stretch, starts, starts + (last - first) * step)
+    shapes = _gather_shapes(field, placement, spans) if field.varied else None
+    return _checked(field, Loaded(len(first), values.view(stored(field.dtype)), offsets, shapes))
+
+
+def lengths(field: Field, placement: Placement) -> I64:
+    """Offset steps of each row of a column that is not dense, without its values. Errors as of `load`."""
+    placement.blocks.living()
+    if not len(placement):
+        return np.empty(0, np.int64)
+    first, last = _edges(field, placement, placement.blocks.spans(field))
+    return last - first
+
+
+def row_shapes(field: Field, placement: Placement) -> I64:
+    """Shapes int64 ``[rows, dimensions]`` of a column that has them, gathered. Errors as of `load`."""
+    placement.blocks.living()
+    return _gather_shapes(field, placement, placement.blocks.spans(field))
+
+
+def _edges(field: Field, placement: Placement, spans: Spans) -> tuple[I64, I64]:
+    """Where the values of each row begin and end in its block, in offset steps; checked against the block."""
+    blocks, slots = placement.block_of_row, placement.slot_of_row
+    low, stretch = placement.blocks.stretch()
+    numbers = _numbers(stretch)
+    at = ((placement.blocks.addresses - low + spans.offsets) // 8)[blocks] + slots
+    first, last = numbers[at], numbers[at + 1]
+    if (first < 0).any() or (last < first).any() or (last > spans.counts[blocks]).any():
+        _refuse_offsets(field)
+    return first, last
+
+
+def _gather_shapes(field: Field, placement: Placement, spans: Spans) -> I64:
+    low, stretch = placement.blocks.stretch()
+    width = len(field.shape)
+    starts = (placement.blocks.addresses - low + spans.shapes) // 8
+    places = starts[placement.block_of_row] + placement.slot_of_row * np.int64(width)
+    return _numbers(stretch)[places[:, None] + np.arange(width)]
+
+
+def _numbers(stretch: U8) -> I64:
+    return stretch[: len(stretch) // 8 * 8].view(np.int64)
+
+
+def _summed(lengths: I64) -> I64:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _taken(field: Field, placement: Placement, spans: Spans, count: int) -> U8 | None:
+    """The rows by Arrow, if they are many short ones and a good part of one block; None otherwise."""
+    step, wanted, block = field.row_bytes, len(placement), int(placement.block_of_row[0])
+    rows = int(placement.blocks.rows[block])
+    if wanted <= FEW_RANGES or wanted * TAKEN_SHARE < rows or count * step >= LONG_RANGE_BYTES * wanted:
+        return None
+    if (placement.block_of_row != block).any():
+        return None
+    memory, start = placement.blocks.living()[block], int(spans.values[block])
+    edges = _int64(memory, int(spans.offsets[block]), rows + 1).copy()  # what was checked is what Arrow follows
+    if edges[0] != 0 or edges[-1] > spans.counts[block] or (edges[1:] < edges[:-1]).any():
+        _refuse_offsets(field)
+    values = memory[start : start + int(spans.counts[block]) * step]
+    return take_rows(values, edges if step == 1 else edges * step, placement.slot_of_row)

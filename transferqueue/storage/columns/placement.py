@@ -1,0 +1,317 @@
+"""Where the rows of a batch are: blocks as they lie in memory, and for each row its block and slot.
+
+All blocks of a batch are looked at as one stretch of memory, from the lowest to the highest address, of which only
+the bytes inside blocks are ever touched; so the places of thousands of rows in hundreds of blocks are found by a few
+numpy operations, not by a loop over blocks. Whatever was read from memory that others wrote (offsets) is checked against
+its block before it is followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, Final, NamedTuple, Protocol
+from weakref import WeakSet
+
+import numpy as np
+
+from transferqueue.errors import BatchEnded, Corruption
+from transferqueue.limits import ALIGNMENT, ROWS_PER_REQUEST_MAX
+from transferqueue.schema import Field, layout
+from transferqueue.storage.elements.dtypes import I32, I64, U8
+from transferqueue.storage.memory.private_pages import expose
+
+VECTORISED_BLOCKS: Final = 4
+"""With more blocks than this, layouts are computed for all of them at once."""
+
+
+class BlockShape(Protocol):
+    """What a reply says of the layout of a block."""
+
+    @property
+    def block(self) -> int:
+        """Id of the block."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the block."""
+
+    @property
+    def fields(self) -> Sequence[str]:
+        """Names of its columns, in order."""
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """One count for each column; see `schema.layout`."""
+
+
+class Forgets(Protocol):
+    """Something that keeps memory of blocks and can let it go."""
+
+    def forget(self) -> None:
+        """Let it go."""
+
+
+class Spans(NamedTuple):
+    """Where one column lies in each block: bytes from the block's start; -1 where it has no such buffer."""
+
+    values: I64
+    offsets: I64
+    shapes: I64
+    counts: I64
+
+
+class Blocks:
+    """Blocks in this process's memory. Holding this object holds the memory; `end` lets it go.
+
+    memory: ``uint8 [nbytes]`` of each block, in the order of `shapes`. fields: definitions of all fields that occur in the blocks.
+    """
+
+    def __init__(self, shapes: Sequence[BlockShape], memory: Sequence[U8], fields: Mapping[str, Field]) -> None:
+        self.shapes, self.fields = shapes, fields
+        self.memory = memory
+        self._addresses = list(map(_address, memory))
+        if any(address % ALIGNMENT for address in self._addresses):
+            self.memory = [_aligned(block) for block in memory]
+            self._addresses = list(map(_address, self.memory))
+        self._sizes = list(map(len, self.memory))
+        self.ended = ""
+        self.columns: WeakSet[Forgets] = WeakSet()
+        """Columns that have loaded rows of these blocks."""
+        self._spans: dict[str, Spans] = {}
+        self._merged = False
+        """Whether some blocks have other fields than others, so that one may lack a field."""
+
+    @cached_property
+    def addresses(self) -> I64:
+        """Where each block begins in this process's memory."""
+        return np.array(self._addresses, np.int64)
+
+    @cached_property
+    def rows(self) -> I64:
+        """Rows of each block."""
+        return np.fromiter((shape.rows for shape in self.shapes), np.int64, len(self.shapes))
+
+    @cached_property
+    def sizes(self) -> I64:
+        """Bytes of each block."""
+        return np.array(self._sizes, np.int64)
+
+    def end(self, message: str) -> None:
+        """Let the memory go; what is asked of it later is refused with `BatchEnded` and this message."""
+        self.ended = message
+        self.memory = []
+        for column in list(self.columns):
+            column.forget()
+
+    def living(self) -> Sequence[U8]:
+        """The memory of each block; `BatchEnded` after `end`."""
+        memory = self.memory
+        if self.ended:
+            raise BatchEnded(self.ended)
+        return memory
+
+    def spans(self, field: Field) -> Spans:
+        """Where a column lies in each block. Raises `Corruption` if a block is too small for its layout."""
+        found = self._spans.get(field.name)
+        if found is None:
+            self._lay_out()
+            found = self._spans.get(field.name)
+        if found is None or (self._merged and (found.values < 0).any()):
+            raise Corruption(f'a block that should hold field "{field.name}" does not')
+        return found
+
+    def values(self, field: Field, block: int) -> tuple[U8, int]:
+        """The memory of one block, and where in it the values of a column begin. Errors as of `spans` and `living`."""
+        found = self._spans.get(field.name)
+        if found is None or self._merged:
+            found = self.spans(field)
+        return self.living()[block], found.values.item(block)
+
+    def stretch(self) -> tuple[int, U8]:
+        """The lowest address, and the memory from there to the end of the last block. Only bytes inside blocks may be touched."""
+        low, high = int(self.addresses.min()), int((self.addresses + self.sizes).max())
+        return low, expose(low, high - low)
+
+    def _lay_out(self) -> None:
+        if len(self.shapes) == 1 and self._lay_out_dense(self.shapes[0]):
+            return
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for at, shape in enumerate(self.shapes):
+            alike.setdefault(tuple(shape.fields), []).append(at)
+        for names, members in alike.items():
+            self._lay_out_alike(names, members)
+
+    def _lay_out_dense(self, shape: BlockShape) -> bool:
+        """One block of dense columns, as training batches are step after step: from what is remembered. Whether it is one."""
+        names, rows = shape.fields, shape.rows
+        if any(shape.counts) or len(shape.counts) != len(names) or not 1 <= rows <= ROWS_PER_REQUEST_MAX:
+            return False
+        spans, size = _layout_of_dense(tuple([self.fields[name] for name in names]), rows)
+        if size > self._sizes[0]:
+            raise Corruption(f"a block with {', '.join(names)} is smaller than its layout")
+        self._spans = spans
+        return True
+
+    def _lay_out_alike(self, names: Sequence[str], members: Sequence[int]) -> None:
+        fields = [self.fields[name] for name in names]
+        rows = self.rows[members]
+        counts = np.array([self.shapes[at].counts for at in members], np.int64).reshape(len(members), len(names))
+        if (counts < 0).any() or (rows < 1).any() or (rows > ROWS_PER_REQUEST_MAX).any():
+            raise Corruption(
+                f"a block says that it has {rows.min()} to {rows.max()} rows and counts down to {counts.min(initial=0)}"
+            )
+        self._check_steps(names, fields, int(rows.max()), counts)
+        spans, sizes = layouts(fields, rows, counts)
+        if (sizes > self.sizes[members]).any():
+            raise Corruption(f"a block with {', '.join(names)} is smaller than its layout")
+        if len(members) == len(self.shapes):  # the common case: nothing to merge
+            self._spans.update(zip(names, spans, strict=True))
+            return
+        self._merged = True
+        for field, span in zip(fields, spans, strict=True):
+            mine = self._spans.setdefault(field.name, _nowhere(len(self.shapes)))
+            for into, found in zip(mine, span, strict=True):
+                into[members] = found
+
+    def _check_steps(self, names: Sequence[str], fields: Sequence[Field], rows_max: int, counts: I64) -> None:
+        size_max = int(self.sizes.max())
+        for field, count in zip(fields, counts.max(axis=0).tolist(), strict=True):
+            steps = rows_max if field.dense else count
+            if steps * field.step_elements * field.item_bytes > size_max:  # and so it may overflow in `layouts`
+                raise Corruption(f"a block with {', '.join(names)} is smaller than its layout")
+
+
+@lru_cache(maxsize=32)
+def _layout_of_dense(fields: tuple[Field, ...], rows: int) -> tuple[dict[str, Spans], int]:
+    """`layouts` of one block without counts, by name, and its size. Nobody may change what this gives."""
+    spans, size = layout(fields, rows, [0] * len(fields))
+    if size > np.iinfo(np.int64).max:
+        raise Corruption(
+            f"a block of {rows} rows with {', '.join(field.name for field in fields)} is beyond any memory"
+        )
+    none = np.zeros(1, np.int64)
+    found = [Spans._make([*np.array([[one.values], [one.offsets], [one.shapes]], np.int64), none]) for one in spans]
+    return {field.name: span for field, span in zip(fields, found, strict=True)}, size
+
+
+def layouts(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list[Spans], I64]:
+    """`schema.layout` of many blocks at once: spans for each field and the size of each block.
+
+    rows: ``[blocks]``, counts: ``[blocks, fields]``.
+    """
+    if len(rows) <= VECTORISED_BLOCKS:
+        return _layouts_each(fields, rows, counts)
+    at, nowhere = np.zeros(len(rows), np.int64), np.full(len(rows), -1, np.int64)
+    found: list[Spans] = []
+    for field, count in zip(fields, counts.T, strict=True):
+        shapes = offsets = nowhere
+        if field.varied:
+            shapes, at = at, _align(at + 8 * rows * len(field.shape))
+        if not field.dense:
+            offsets, at = at, _align(at + 8 * (rows + 1))
+        found.append(Spans(at, offsets, shapes, count))
+        at = _align(at + (rows if field.dense else count) * (field.step_elements * field.item_bytes))
+    return found, at
+
+
+def _layouts_each(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list[Spans], I64]:
+    each = [layout(fields, int(n), count.tolist()) for n, count in zip(rows, counts, strict=True)]
+    places = np.array(
+        [[(span.values, span.offsets, span.shapes) for span in spans] for spans, _ in each], np.int64
+    ).reshape(len(each), len(fields), 3)
+    found = [Spans(places[:, at, 0], places[:, at, 1], places[:, at, 2], counts[:, at]) for at in range(len(fields))]
+    return found, np.array([size for _, size in each], np.int64)
+
+
+def _align(size: I64) -> I64:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _nowhere(blocks: int) -> Spans:
+    return Spans._make(np.full(blocks, -1, np.int64) for _ in Spans._fields)
+
+
+def _address(memory: U8) -> int:
+    return int(memory.__array_interface__["data"][0])
+
+
+def _aligned(memory: U8) -> U8:
+    """The block on a 64-byte boundary: as it is if it came from an arena, a copy if it came by another way and is not."""
+    if _address(memory) % ALIGNMENT == 0:
+        return memory
+    room = np.empty(len(memory) + ALIGNMENT, np.uint8)
+    start = -_address(room) % ALIGNMENT
+    room[start : start + len(memory)] = memory
+    return room[start : start + len(memory)]
+
+
+class Placement:
+    """Block and slot of each row, for columns that lie together. run: (block, first slot) if the rows are one run of one block."""
+
+    __slots__ = ("_block_of_row", "_slot_of_row", "blocks", "rows", "run")
+
+    def __init__(self, blocks: Blocks, block_of_row: I32, slot_of_row: I32) -> None:
+        self.blocks, self.rows = blocks, len(slot_of_row)
+        self._block_of_row: I32 | None = block_of_row
+        self._slot_of_row: I32 | None = slot_of_row
+        if len(block_of_row) != len(slot_of_row):
+            raise Corruption(f"{len(block_of_row)} rows have a block, but {len(slot_of_row)} a slot")
+        self.run = self._check(block_of_row, slot_of_row)
+
+    @classmethod
+    def of_run(cls, blocks: Blocks, block: int, first: int, rows: int) -> Placement:
+        """Rows (at least one) that lie one after the other in one block, from slot `first` on."""
+        placement = cls.__new__(cls)
+        placement.blocks, placement.rows, placement.run = blocks, rows, (block, first)
+        placement._block_of_row = placement._slot_of_row = None
+        _check_block(block, block, len(blocks.shapes))
+        if first < 0 or first + rows > blocks.shapes[block].rows:
+            raise Corruption(_BEYOND)
+        return placement
+
+    def __len__(self) -> int:
+        return self.rows
+
+    @property
+    def block_of_row(self) -> I32:
+        """Index into `blocks` of each row."""
+        if self._block_of_row is None:
+            self._block_of_row = np.full(self.rows, 0 if self.run is None else self.run[0], np.int32)
+        return self._block_of_row
+
+    @property
+    def slot_of_row(self) -> I32:
+        """Row of its block that each row is."""
+        if self._slot_of_row is None:
+            first = 0 if self.run is None else self.run[1]
+            self._slot_of_row = np.arange(first, first + self.rows, dtype=np.int32)
+        return self._slot_of_row
+
+    def select(self, rows: Any) -> Placement:
+        """The same for some of the rows, by slice or index array."""
+        return Placement(self.blocks, self.block_of_row[rows], self.slot_of_row[rows])
+
+    def _check(self, block: I32, slot: I32) -> tuple[int, int] | None:
+        if not len(slot):
+            return None
+        first, last = int(block.min()), int(block.max())
+        _check_block(first, last, len(self.blocks.shapes))
+        if slot.min() < 0 or (slot >= self.blocks.rows[block]).any():
+            raise Corruption(_BEYOND)
+        start, end = int(slot[0]), int(slot[-1])
+        if first != last or end - start != len(slot) - 1 or (np.diff(slot) != 1).any():
+            return None
+        return first, start
+
+
+_BEYOND: Final = "a row is beyond the rows of its block"
+
+
+def _check_block(first: int, last: int, blocks: int) -> None:
+    if first < 0 or last >= blocks:
+        raise Corruption(f"a row is in block {first if first < 0 else last} of {blocks}")

@@ -1,0 +1,1 @@
+"""What one element of a column may be."""

@@ -1,0 +1,42 @@
+"""Memory of a column as a torch tensor: the one place here that imports torch, when a tensor is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any, cast
+
+import numpy as np
+
+from transferqueue.errors import UsageError
+from transferqueue.schema import ITEM_BYTES
+from transferqueue.storage.elements.dtypes import NUMPY_DTYPES, torch_dtype
+
+
+def needed(module: str) -> Any:
+    """The module torch, or tensordict; `UsageError` where it is not installed: the queue itself needs neither."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise UsageError(
+            f"{module} is not installed here, and tensors were asked for: pip install 'asyncflow-transferqueue[torch]', or ask "
+            "for .numpy(), .ragged(), .arrow() or .list()"
+        ) from error
+
+
+def as_torch(array: np.ndarray[Any, Any], dtype: str) -> Any:
+    """A tensor of a field's dtype over the memory of an array of its stored dtype; no bytes are copied."""
+    return _maker(dtype)(array)
+
+
+@cache
+def _maker(dtype: str) -> Callable[[np.ndarray[Any, Any]], Any]:
+    """Kept for each dtype: even an import that finds its module costs a third of a tensor."""
+    torch = needed("torch")
+    if dtype in NUMPY_DTYPES:
+        return cast("Callable[[np.ndarray[Any, Any]], Any]", torch.from_numpy)
+    kind, bits = torch_dtype(dtype, torch), np.dtype(f"<i{ITEM_BYTES[dtype]}")
+    return lambda array: torch.from_numpy(array.view(bits) if bits.itemsize > 1 else array).view(kind)

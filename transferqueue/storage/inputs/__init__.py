@@ -1,0 +1,1 @@
+"""Writing columns: what callers pass, parsed into blocks."""

@@ -1,0 +1,68 @@
+"""Numpy arrays as columns: one array over all rows, or a list with an array for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from transferqueue.errors import SchemaError
+from transferqueue.schema import TORCH_ONLY_DTYPES
+from transferqueue.storage.elements.dtypes import I64, of_numpy, stored
+from transferqueue.storage.inputs.parsed import Dense, Listed, Parsed
+from transferqueue.storage.inputs.sources import Arrays
+
+Array = np.ndarray[Any, Any]
+
+
+def parse_array(array: Array, subject: str) -> Parsed | list[Any]:
+    """One array over all rows. Numpy's own text and byte strings come back as a list, to be parsed as one."""
+    _refuse_masked(array, subject)
+    if array.dtype.kind in "UST":
+        return array.tolist()  # type: ignore[no-any-return]
+    dtype = of_numpy(array.dtype, subject)
+    return Dense(dtype, array.shape[0], array.shape[1:], Arrays([_bits(array, dtype)], dtype))
+
+
+def parse_arrays(rows: Sequence[Array], subject: str) -> Parsed:
+    """An array for each row, all of one dtype and number of dimensions."""
+    if not set(map(type, rows)) <= {np.ndarray}:
+        for row in rows:
+            _refuse_masked(row, subject)
+    dtypes = set(map(attrgetter("dtype"), rows))
+    names = {of_numpy(dtype, subject) for dtype in dtypes}
+    if len(names) > 1:
+        raise SchemaError(f"{subject}: rows of dtypes {', '.join(sorted(names))}; convert them to one dtype")
+    dtype = names.pop()
+    if dtype in TORCH_ONLY_DTYPES:
+        rows = [_bits(row, dtype) for row in rows]
+    ndim = only_rank(set(map(attrgetter("ndim"), rows)), subject)
+    if ndim == 0:
+        return Dense(dtype, len(rows), (), Arrays([row.reshape(1) for row in rows], dtype))
+    return Listed(dtype, _shapes(rows, ndim), Arrays(rows, dtype))
+
+
+def only_rank(ranks: set[int], subject: str) -> int:
+    """The one number of dimensions that all rows have."""
+    if len(ranks) > 1:
+        raise SchemaError(f"{subject}: rows of {', '.join(map(str, sorted(ranks)))} dimensions; all must have the same")
+    return ranks.pop()
+
+
+def _shapes(rows: Sequence[Array], ndim: int) -> I64:
+    if ndim == 1:
+        return np.fromiter(map(len, rows), np.int64, len(rows)).reshape(-1, 1)
+    return np.array([row.shape for row in rows], np.int64)
+
+
+def _bits(array: Array, dtype: str) -> Array:
+    return array.view(stored(dtype)) if dtype in TORCH_ONLY_DTYPES else array
+
+
+def _refuse_masked(array: Array, subject: str) -> None:
+    if isinstance(array, np.ma.MaskedArray):
+        raise SchemaError(
+            f"{subject}: a masked array has no values where it is masked; give .filled(...) and a mask column"
+        )

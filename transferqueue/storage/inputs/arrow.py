@@ -1,0 +1,193 @@
+"""Arrow arrays as columns: primitives, text, binary, lists of any kind and depth, fixed-size lists; whole, sliced or chunked.
+
+Buffers are used where they lie; only bit-packed booleans are unpacked. Arrow's nulls have no place in a column and are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import starmap
+from typing import Any
+
+import numpy as np
+
+from transferqueue.errors import SchemaError
+from transferqueue.storage.elements.dtypes import I64, of_numpy
+from transferqueue.storage.inputs.parsed import Blobs, Dense, Listed, Parsed, rectangles
+from transferqueue.storage.inputs.sources import Arrays
+
+Array = np.ndarray[Any, Any]
+_ASCII_MAX = 127
+
+
+def is_arrow(value: object) -> bool:
+    """Whether this is an Arrow array, or gives one by Arrow's C interface (polars, duckdb and others do)."""
+    return hasattr(value, "__arrow_c_array__") or hasattr(value, "__arrow_c_stream__")
+
+
+def parse_arrow(value: Any, subject: str) -> Parsed | list[Any]:
+    """An Arrow column. Structures and maps come back as a list of plain values, to be parsed as one."""
+    import pyarrow as pa
+
+    array = _chunked(value, subject)
+    kind = array.type
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return _parse_fixed_tensors(array, subject)
+    if isinstance(kind, pa.BaseExtensionType):
+        array = pa.chunked_array([chunk.storage for chunk in array.chunks], type=kind.storage_type)
+        kind = array.type
+    if pa.types.is_dictionary(kind):
+        array = pa.chunked_array([chunk.dictionary_decode() for chunk in array.chunks], type=kind.value_type)
+        kind = array.type
+    if _is_text(kind, pa) or _is_binary(kind, pa):
+        return _parse_blobs(array, "str" if _is_text(kind, pa) else "bytes", subject)
+    if pa.types.is_struct(kind) or pa.types.is_map(kind):
+        return _plain(array, subject)
+    return (
+        _parse_lists(array.chunks, kind, subject) if array.chunks else _parse_lists([pa.array([], kind)], kind, subject)
+    )
+
+
+def _plain(array: Any, subject: str) -> list[Any]:
+    _refuse_nulls(array, subject)
+    try:
+        return array.to_pylist()  # type: ignore[no-any-return]
+    except UnicodeDecodeError as error:
+        raise SchemaError(f"{subject}: text that is not Unicode ({error}); store such data as bytes") from error
+
+
+def _chunked(value: Any, subject: str) -> Any:
+    import pyarrow as pa
+
+    if isinstance(value, pa.Array):
+        return pa.chunked_array([value])
+    if not isinstance(value, pa.ChunkedArray):
+        if isinstance(value, pa.Table | pa.RecordBatch):
+            raise SchemaError(f"{subject}: a {type(value).__name__} is many columns; give one of them")
+        value = pa.chunked_array(value)
+    return value
+
+
+def _is_text(kind: Any, pa: Any) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _is_binary(kind: Any, pa: Any) -> bool:
+    return bool(
+        pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+        or pa.types.is_binary_view(kind)
+        or pa.types.is_fixed_size_binary(kind)
+    )
+
+
+def _parse_fixed_tensors(array: Any, subject: str) -> Parsed:
+    _refuse_nulls(array, subject)
+    arrays = [chunk.to_numpy_ndarray() for chunk in array.chunks if len(chunk)]
+    dtype, shape = of_numpy(arrays[0].dtype, subject), arrays[0].shape[1:]
+    return Dense(dtype, sum(map(len, arrays)), shape, Arrays([part.reshape(-1) for part in arrays], dtype))
+
+
+def _parse_blobs(array: Any, dtype: str, subject: str) -> Parsed:
+    import pyarrow as pa
+
+    _refuse_nulls(array, subject)
+    large = array.cast(pa.large_string() if dtype == "str" else pa.large_binary())
+    parts = [_blob_parts(chunk) for chunk in large.chunks if len(chunk)]
+    if dtype == "str":
+        _check_text(large.chunks, parts, subject)
+    lengths = np.concatenate([np.diff(offsets) for offsets, _ in parts]) if parts else np.empty(0, np.int64)
+    data = [data[offsets[0] : offsets[-1]] for offsets, data in parts]
+    return Blobs(dtype, lengths, Arrays(data or [np.empty(0, np.uint8)], dtype))
+
+
+def _check_text(chunks: Sequence[Any], parts: Sequence[tuple[I64, Array]], subject: str) -> None:
+    """Arrow takes anybody's word that bytes are UTF-8. ASCII, which most text is, costs a tenth of the copy; other text as much as it."""
+    chunks, first = [chunk for chunk in chunks if len(chunk)], 0
+    for chunk, (offsets, data) in zip(chunks, parts, strict=True):
+        if data[offsets[0] : offsets[-1]].max(initial=0) > _ASCII_MAX:
+            _check_utf8(chunk, first, subject)
+        first += len(chunk)
+
+
+def _check_utf8(chunk: Any, first: int, subject: str) -> None:
+    import pyarrow as pa
+
+    try:
+        chunk.validate(full=True)
+    except pa.ArrowInvalid as error:
+        row = next((at for at, raw in enumerate(chunk.cast(pa.large_binary())) if not _is_utf8(raw.as_py())), 0)
+        raise SchemaError(
+            f"{subject}: row {first + row} has text that is not Unicode ({error}); store such data as bytes"
+        ) from error
+
+
+def _is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _blob_parts(chunk: Any) -> tuple[I64, Array]:
+    _, offsets, data = chunk.buffers()
+    placed = np.frombuffer(offsets, np.int64, len(chunk) + 1, chunk.offset * 8)
+    return placed, np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)
+
+
+def _parse_lists(chunks: Sequence[Any], kind: Any, subject: str) -> Parsed:
+    """Lists around a primitive: the lengths at each level, then the leaves."""
+    rows, fixed = sum(map(len, chunks)), True
+    levels: list[I64] = []
+    while _is_list(kind):
+        fixed = fixed and hasattr(kind, "list_size")
+        levels.append(_each(chunks, _lengths, subject))
+        chunks, kind = [chunk.flatten() for chunk in chunks], kind.value_type
+    leaves = [_leaf(chunk, subject) for chunk in chunks]
+    dtype = of_numpy(leaves[0].dtype, subject)
+    source = Arrays([leaf for leaf in leaves if len(leaf)] or leaves[:1], dtype)
+    if fixed:
+        return Dense(dtype, rows, tuple(int(level[0]) if len(level) else 0 for level in levels), source)
+    shapes = rectangles(levels)
+    if shapes is None:
+        raise SchemaError(f"{subject}: a row is a list of lists of different lengths; give rectangles, or plain values")
+    return Listed(dtype, shapes, source)
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return isinstance(
+        kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType | pa.ListViewType | pa.LargeListViewType
+    )
+
+
+def _each(chunks: Sequence[Any], of: Callable[[Any, str], I64], subject: str) -> I64:
+    return np.concatenate(list(starmap(of, ((chunk, subject) for chunk in chunks))))
+
+
+def _lengths(chunk: Any, subject: str) -> I64:
+    _refuse_nulls(chunk, subject)
+    if hasattr(chunk.type, "list_size"):
+        return np.full(len(chunk), chunk.type.list_size, np.int64)
+    lengths: I64 = chunk.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+    return lengths
+
+
+def _leaf(chunk: Any, subject: str) -> Array:
+    import pyarrow as pa
+
+    _refuse_nulls(chunk, subject)
+    kind = chunk.type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        raise SchemaError(f"{subject}: Arrow type {kind} cannot be stored; cast it to a number, text or binary type")
+    leaf: Array = chunk.to_numpy(zero_copy_only=False)
+    return leaf
+
+
+def _refuse_nulls(array: Any, subject: str) -> None:
+    if array.null_count:
+        raise SchemaError(
+            f"{subject}: {array.null_count} nulls; a column has none: fill them, and give a mask as a column"
+        )

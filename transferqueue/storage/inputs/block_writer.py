@@ -1,0 +1,91 @@
+"""Blocks: columns of one put, laid out by `schema.layout`, written once and then only read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from transferqueue.errors import InternalError, SchemaError, UsageError
+from transferqueue.schema import Span, layout
+from transferqueue.storage.elements.dtypes import I32, U8
+from transferqueue.storage.inputs.prepare import Prepared
+from transferqueue.storage.memory.checksum import UNCHECKED, checksum
+from transferqueue.storage.memory.parallel_copy import Job, share
+
+
+class Draft:
+    """Columns that will lie in one block, and how.
+
+    rows: of the request. stored_rows: of the block. fields, counts: what `Placed` says of it. slots: for each row of the request the row
+    of the block, None where they are the same. nbytes: of the block. sum: the checksum of its bytes, once `add_up` has seen them.
+    """
+
+    __slots__ = ("columns", "counts", "fields", "nbytes", "rows", "slots", "spans", "stored_rows", "sum")
+
+    def __init__(self, columns: Sequence[Prepared]) -> None:
+        first = columns[0]
+        self.columns, self.rows, self.stored_rows, self.slots = columns, first.rows, first.stored_rows, first.slots
+        for column in columns:
+            _check_rows(first, column)
+            if not _same(first.slots, column.slots):
+                raise UsageError(
+                    f'field "{column.field.name}" shares values unlike the others of its block; see `drafts`'
+                )
+        self.fields = [column.field for column in columns]
+        self.counts = [column.count for column in columns]
+        self.spans, self.nbytes = layout(self.fields, self.stored_rows, self.counts)
+        self.sum = UNCHECKED
+
+    def write(self, out: memoryview | U8) -> None:
+        """Write all columns, one pass each, into `nbytes` bytes on a 64-byte boundary. Padding becomes zeros."""
+        block = np.frombuffer(out, np.uint8) if isinstance(out, memoryview) else out
+        if len(block) != self.nbytes:
+            raise InternalError(f"a block of {self.nbytes} bytes is written into {len(block)}; give it exactly its own")
+        at, jobs = 0, list[Job]()
+        for column, span in zip(self.columns, self.spans, strict=True):
+            jobs += column.jobs(block, span)
+            at = _zero_padding(block, span, column, at)
+        block[at:] = 0
+        share(jobs, self.nbytes)
+
+    def add_up(self, block: memoryview | U8) -> None:
+        """Take the checksum of the bytes that `write` has just written, while they are in the cache. Copies have the same."""
+        if self.sum == UNCHECKED:
+            self.sum = checksum(block)
+
+
+def drafts(columns: Sequence[Prepared]) -> list[Draft]:
+    """The blocks that these columns make: those whose rows share values alike lie together."""
+    found: dict[bytes | None, list[Prepared]] = {}
+    for column in columns:
+        _check_rows(columns[0], column)
+        found.setdefault(None if column.slots is None else column.slots.tobytes(), []).append(column)
+    return [Draft(alike) for alike in found.values()]
+
+
+def _check_rows(first: Prepared, column: Prepared) -> None:
+    if column.rows != first.rows:
+        raise SchemaError(
+            f'field "{column.field.name}" has {column.rows} rows, but field "{first.field.name}" has {first.rows}; all columns of '
+            "one call have the same rows"
+        )
+
+
+def _same(one: I32 | None, other: I32 | None) -> bool:
+    return one is other or (one is not None and other is not None and np.array_equal(one, other))
+
+
+def _zero_padding(block: U8, span: Span, column: Prepared, at: int) -> int:
+    """Zero the gaps between the buffers of one column, so that a block's bytes depend on its content alone."""
+    rows, field = column.stored_rows, column.field
+    for start, nbytes in (
+        (span.shapes, 8 * rows * len(field.shape)),
+        (span.offsets, 8 * (rows + 1)),
+        (span.values, span.values_bytes),
+    ):
+        if start >= 0:
+            if start > at:
+                block[at:start] = 0
+            at = start + nbytes
+    return at

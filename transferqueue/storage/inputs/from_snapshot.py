@@ -1,0 +1,105 @@
+"""Columns as they lie in Arrow files, back as columns: the inverse of `Column.arrow`.
+
+Unlike what a caller gives to `prepare`, the field is known, and bits stand for what Arrow has no type for. The arrays come from
+files, which are foreign input: Arrow has validated them fully (offsets, lengths, UTF-8) before they come here, they have the type
+of their field, and `thaw` looks at what Arrow does not know of: nulls, shapes, plain values.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from transferqueue.errors import Corruption
+from transferqueue.schema import Field
+from transferqueue.storage.elements.dtypes import I64, U8, stored
+from transferqueue.storage.elements.values import decode
+from transferqueue.storage.inputs.prepare import Prepared
+from transferqueue.storage.inputs.sources import Arrays
+
+
+def thaw(field: Field, array: Any) -> Prepared:
+    """The rows of an Arrow array that `Column.arrow` gave for `field`, ready to be written. Keeps the array's buffers.
+
+    array: validated fully, of `arrow_type(field)`. `Corruption` if it cannot be a column of this field.
+    """
+    try:
+        return _thaw(field, array)
+    except (AttributeError, ValueError, TypeError, LookupError) as error:
+        raise _wrong(field, f"its file has {array.type}: {error}") from error
+
+
+def _wrong(field: Field, what: str) -> Corruption:
+    return Corruption(f'field "{field.name}" is {field.describe()}, but {what}')
+
+
+def _thaw(field: Field, array: Any) -> Prepared:
+    rows = len(array)
+    _refuse_nulls(field, array)
+    if field.blob:
+        offsets = _offsets(array.buffers()[1], array)
+        data = array.buffers()[2]
+        values = np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)
+        values = values[offsets[0] : offsets[-1]]
+        if field.dtype == "value":
+            _check_plain(field, values, offsets - offsets[0])
+        return _made(field, rows, values, offsets - offsets[0], None)
+    shapes: I64 | None = None
+    if field.varied:
+        shapes = _leaves(array.field("shape"), "int64").reshape(rows, len(field.shape))
+        array = array.field("values")
+        _refuse_nulls(field, array)
+    if field.dense:
+        return _made(field, rows, _leaves(array, field.dtype), None, None)
+    offsets = _offsets(array.buffers()[1], array)
+    if shapes is not None:
+        _check_shapes(field, shapes, np.diff(offsets))
+    return _made(field, rows, _leaves(array.flatten(), field.dtype), offsets - offsets[0], shapes)
+
+
+def _refuse_nulls(field: Field, array: Any) -> None:
+    if array.null_count:
+        raise _wrong(field, f"{array.null_count} rows or elements of its file are null")
+
+
+def _check_shapes(field: Field, shapes: I64, sizes: I64) -> None:
+    """Each row has as many elements as its shape says, and the sizes that the field fixes."""
+    fixed = [at for at, size in enumerate(field.shape) if size is not None]
+    wrong = (shapes < 0).any(axis=1) | (shapes[:, fixed] != field.fixed).any(axis=1)
+    # In float64: a product beyond 2**53 is inexact, and no size is so large.
+    wrong |= shapes.astype(np.float64).prod(axis=1) != sizes
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise _wrong(field, f"a row of {sizes[row]} elements has the shape {shapes[row].tolist()}")
+
+
+def _check_plain(field: Field, values: U8, offsets: I64) -> None:
+    memory, edges = values.data, offsets.tolist()
+    for start, end in pairwise(edges):
+        decode(memory[start:end], f'field "{field.name}"')
+
+
+def _offsets(buffer: Any, array: Any) -> I64:
+    return np.frombuffer(buffer, np.int64, len(array) + 1, array.offset * 8)
+
+
+def _leaves(array: Any, dtype: str) -> np.ndarray[Any, Any]:
+    """The numbers inside any depth of lists of one size."""
+    while hasattr(array.type, "value_type"):
+        if array.null_count:
+            raise ValueError(f"{array.null_count} elements are null")
+        array = array.flatten()
+    if array.null_count:
+        raise ValueError(f"{array.null_count} elements are null")
+    values: np.ndarray[Any, Any] = np.ascontiguousarray(array.to_numpy(zero_copy_only=False))
+    return values.view(stored(dtype))
+
+
+def _made(field: Field, rows: int, values: Any, offsets: I64 | None, shapes: I64 | None) -> Prepared:
+    source: U8 = values.view(stored(field.dtype))
+    prepared = Prepared(field, rows, Arrays([source], field.dtype), offsets, shapes)
+    if prepared.nbytes != source.nbytes:
+        raise ValueError("the values are not as many as the rows say")
+    return prepared

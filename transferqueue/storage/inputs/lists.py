@@ -1,0 +1,159 @@
+"""Python lists as columns: one element for each row, whatever the elements are."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+
+from transferqueue.errors import SchemaError
+from transferqueue.schema import RAGGED_RANK_MAX, Field
+from transferqueue.storage.elements.dtypes import I64
+from transferqueue.storage.elements.numbers import are_numbers, store_integers, store_numbers
+from transferqueue.storage.elements.values import encode
+from transferqueue.storage.inputs.arrays import parse_arrays
+from transferqueue.storage.inputs.parsed import Blobs, Dense, Listed, Parsed, rectangles
+from transferqueue.storage.inputs.sources import Arrays, ByteStrings
+from transferqueue.storage.inputs.tensors import are_tensors, parse_tensors
+
+_BYTE_STRINGS: Final = (bytes, bytearray, memoryview)
+_LISTS: Final = (list, tuple)
+
+
+def parse_list(rows: Sequence[Any], field: Field | None, subject: str) -> Parsed:
+    """A list or tuple with one element for each row."""
+    classes = set(map(type, rows))
+    if field is not None and field.dtype == "value":
+        return parse_values(rows, subject)
+    if are_tensors(classes):
+        return parse_tensors(rows, subject)
+    if _all(classes, np.ndarray):
+        return parse_arrays(rows, subject)
+    if are_numbers(classes):
+        dtype, numbers = store_numbers(rows, classes, field.dtype if field else None, subject)
+        return Dense(dtype, len(rows), (), Arrays([numbers], dtype))
+    if _all(classes, str):
+        return _parse_text(rows, subject)
+    if _all(classes, *_BYTE_STRINGS):
+        return _parse_bytes(rows)
+    return _parse_nested(rows, classes, field, subject)
+
+
+def parse_values(rows: Sequence[Any], subject: str) -> Parsed:
+    """A plain value for each row."""
+    encoded = [encode(row, f"{subject}, row {at}") for at, row in enumerate(rows)]
+    lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+    return Blobs("value", lengths, ByteStrings(encoded, int(lengths.sum())))
+
+
+def _all(classes: set[type], *bases: type) -> bool:
+    return all(issubclass(cls, bases) for cls in classes)
+
+
+def _parse_text(rows: Sequence[str], subject: str) -> Parsed:
+    try:
+        encoded = [row.encode() for row in rows]
+    except UnicodeEncodeError as error:
+        raise SchemaError(f"{subject}: text that is not Unicode ({error}); store such data as bytes") from error
+    lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+    return Blobs("str", lengths, ByteStrings(encoded, int(lengths.sum())))
+
+
+def _parse_bytes(rows: Sequence[Any]) -> Parsed:
+    strings = [row if type(row) is bytes else memoryview(row).cast("B") if len(row) else b"" for row in rows]
+    lengths = np.fromiter(map(len, strings), np.int64, len(strings))
+    return Blobs("bytes", lengths, ByteStrings(strings, int(lengths.sum())))
+
+
+def _parse_nested(rows: Sequence[Any], classes: set[type], field: Field | None, subject: str) -> Parsed:
+    """Lists in the list: numbers in rectangles, or else plain values if no field says otherwise.
+
+    Rows of several kinds, and None among rows of another kind, are plain values only where a row is a dict: a single None must
+    not turn a column of token ids into one.
+    """
+    undeclared = field is None
+    if _all(classes, *_LISTS):
+        found = _parse_rectangles(rows, field, subject)
+        if found is not None:
+            return found
+        if undeclared:
+            return parse_values(rows, subject)
+        raise SchemaError(
+            f'{subject}: a row is a list that is not a rectangle of numbers; declare dtype "value" to store plain values'
+        )
+    if undeclared and any(issubclass(cls, dict) for cls in classes):
+        return parse_values(rows, subject)  # of dicts it is clear that plain values are meant: None is one
+    if type(None) in classes:
+        raise _missing(subject, "is None", next(at for at, row in enumerate(rows) if row is None))
+    names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.") for cls in classes))
+    raise SchemaError(
+        f"{subject}: rows of type {names} are not a column; give numbers, text, bytes, arrays, tensors or lists of "
+        'numbers, all of one kind, or plain values (dicts, or lists of anything; or declare dtype "value")'
+    )
+
+
+def _missing(subject: str, what: str, row: int) -> SchemaError:
+    """The error for a value that is not there."""
+    return SchemaError(
+        f"{subject}: row {row} {what}; a column has a value in each row: fill in one of the others' kind, such as 0 or an empty "
+        'list, and say in a second column which rows have one (a mask of True and False), or declare dtype "value" for plain values'
+    )
+
+
+def _parse_rectangles(rows: Sequence[Any], field: Field | None, subject: str) -> Listed | None:
+    fast = _integer_rows(rows) if field is None or not field.blob else None
+    if fast is not None:
+        dtype, numbers = store_integers(fast[1], field.dtype if field else None, subject)
+        return Listed(dtype, fast[0].reshape(-1, 1), Arrays([numbers], dtype))
+    levels, leaves, classes = _levels(rows)
+    if any(issubclass(cls, np.ndarray) for cls in classes) or (classes and are_tensors(classes)):
+        raise SchemaError(f"{subject}: a row is a list of arrays; stack them into one array for each row")
+    if not classes and field is None:
+        raise SchemaError(f"{subject}: all rows are empty lists, which tell no dtype; declare the field")
+    if type(None) in classes and are_numbers(classes - {type(None)}):
+        raise _missing(
+            subject, "has None among its numbers", next(at for at, row in enumerate(rows) if _holds_none(row))
+        )
+    if (classes and not are_numbers(classes)) or (field is not None and field.blob):
+        return None
+    while field is not None and not classes and len(levels) < len(field.shape):
+        levels.append(np.empty(0, np.int64))
+    shapes = rectangles(levels)
+    if shapes is None:
+        return None
+    dtype, numbers = store_numbers(leaves, classes or {bool}, field.dtype if field else None, subject)
+    return Listed(dtype, shapes, Arrays([numbers], dtype))
+
+
+def _holds_none(row: Any) -> bool:
+    return row is None or (isinstance(row, _LISTS) and any(map(_holds_none, row)))
+
+
+def _integer_rows(rows: Sequence[Any]) -> tuple[I64, np.ndarray[Any, Any]] | None:
+    """Lengths and elements of lists of ints: token ids, the commonest list, read four times as fast as any.
+
+    None if the first elements are not all ints, or others are not: then the slower way tells what is wrong.
+    """
+    if set(map(type, rows)) != {list} or {type(row[0]) for row in rows if row} != {int}:
+        return None
+    elements = array("q")
+    try:
+        for row in rows:
+            elements.fromlist(row)
+    except (TypeError, OverflowError):
+        return None
+    return np.fromiter(map(len, rows), np.int64, len(rows)), np.frombuffer(elements, np.int64)
+
+
+def _levels(rows: Sequence[Any]) -> tuple[list[I64], Sequence[Any], set[type]]:
+    """Lengths of the lists at each level, then what is not a list, and its types."""
+    levels: list[I64] = []
+    flat, classes = rows, set(map(type, rows))
+    while classes and _all(classes, *_LISTS) and len(levels) < RAGGED_RANK_MAX:
+        levels.append(np.fromiter(map(len, flat), np.int64, len(flat)))
+        flat = list(chain.from_iterable(flat))
+        classes = set(map(type, flat))
+    return levels, flat, classes

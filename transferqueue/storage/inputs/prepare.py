@@ -1,0 +1,340 @@
+"""From what a caller gives as a column to what a block holds: checked whole before a byte is written.
+
+The store never pads, renames or re-types. So an input has one dtype and one raggedness, and either it is its field's
+or the put is refused:
+
+- one array over all rows (numpy, torch, Arrow of fixed size) is dense, and fits only a dense field;
+- a nested tensor is ragged, and fits only a ragged field;
+- rows given one by one (lists of arrays, tensors or lists, Arrow lists, `Each`) fit a dense field if all have its shape;
+- Python numbers have no dtype of their own and take the field's (see `numbers`);
+- a single value for all rows (a number, text, bytes, dict, or an array of no dimensions) is stored once.
+
+A field that is not declared is inferred: rows given one by one have a varying first dimension, and other
+dimensions vary if they differ in this put; lists that are not rectangles of numbers are plain values.
+
+No column has holes. None among numbers, texts, arrays or lists is refused, as Arrow's nulls and numpy's masks are: fill them, and
+give a mask as a second column. None is a value only inside plain values, and as a row among dicts. NaN is a number.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferqueue.errors import SchemaError
+from transferqueue.limits import ROWS_PER_REQUEST_MAX
+from transferqueue.schema import Field, Span
+from transferqueue.storage.elements.dtypes import I32, I64, U8, stored
+from transferqueue.storage.elements.numbers import kind_of
+from transferqueue.storage.inputs.arrays import parse_array
+from transferqueue.storage.inputs.arrow import is_arrow, parse_arrow
+from transferqueue.storage.inputs.lists import parse_list
+from transferqueue.storage.inputs.parsed import UNKNOWN, Blobs, Dense, Listed, Parsed
+from transferqueue.storage.inputs.sources import Source
+from transferqueue.storage.inputs.tensors import is_tensor, parse_tensor
+from transferqueue.storage.memory.parallel_copy import Job
+
+
+class Repeat:
+    """A column whose rows share values: ``values[i]`` is stored once and stands for `counts` rows (``counts[i]``).
+
+    The rows of one value follow each other: ``Repeat(prompts, 8)`` for groups of eight. values: any column input.
+    counts: one positive number for all values, or one for each. Takes no copy of `values`.
+
+    >>> import transferqueue as tq
+    >>> prompts = tq.Repeat(["2+2", "3+5"], 4)  # 8 rows, 2 stored values
+    """
+
+    __slots__ = ("counts", "values")
+
+    def __init__(self, values: Any, counts: int | Sequence[int] | NDArray[np.integer[Any]]) -> None:
+        if isinstance(values, Repeat):
+            raise SchemaError("Repeat of a Repeat: multiply the counts instead")
+        single = getattr(values, "ndim", 1) == 0 or not (hasattr(values, "__len__") or is_arrow(values))
+        if single:
+            raise SchemaError(f"Repeat: {type(values).__name__} is no column of values; give a list or an array")
+        self.values = values
+        try:
+            self.counts: I64 = np.asarray(counts)
+        except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+            raise SchemaError(
+                f"Repeat: counts are not whole numbers: {error}; give one, or one for each value"
+            ) from error
+        if self.counts.dtype.kind not in "iu" or self.counts.ndim > 1:
+            raise SchemaError(f"Repeat: counts {counts!r} are not whole numbers; give one, or one for each value")
+        self.counts = self.counts.astype(np.int64)
+        if self.counts.size and self.counts.min() < 1:
+            raise SchemaError(f"Repeat: count {self.counts.min()} is not positive; leave out values that no row has")
+
+    def __repr__(self) -> str:
+        return f"Repeat({type(self.values).__name__}, counts={self.counts!r})"
+
+    def slots(self, stored_rows: int, subject: str) -> I32:
+        """For each row the value it has."""
+        if self.counts.ndim and len(self.counts) != stored_rows:
+            raise SchemaError(
+                f"{subject}: Repeat of {stored_rows} values with {len(self.counts)} counts; give one for each"
+            )
+        # in Python's integers: a sum of int64 wraps around
+        total = sum(self.counts.tolist()) if self.counts.ndim else int(self.counts) * stored_rows
+        _check_rows(total, subject)
+        return np.repeat(np.arange(stored_rows, dtype=np.int32), self.counts)
+
+
+class Each:
+    """An array or tensor ``[rows, ...]`` as its rows: what ``list(values)`` means, at the price of one array.
+
+    For a column whose rows may differ in size, where those of this put do not. Takes no copy of `values`.
+    """
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def parsed(self, subject: str) -> Parsed:
+        """The rows. `SchemaError` for values that are no array, or one of single numbers."""
+        found = _parse(self.values, None, subject)
+        if not isinstance(found, Dense) or not found.shape:
+            raise SchemaError(
+                f"{subject}: Each of {type(self.values).__name__} has no rows of numbers; give it as it is"
+            )
+        shapes = np.broadcast_to(np.array(found.shape, np.int64), (found.rows, len(found.shape)))
+        return Listed(found.dtype, shapes, found.source)
+
+
+class Plain:
+    """Plain values, one a row, whatever they are: a column of dtype ``value`` also where all are text, or all numbers."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def parsed(self, subject: str) -> Parsed:
+        """The values. `SchemaError` for one that is not plain."""
+        rows = list(self.values)
+        _check_rows(len(rows), subject)
+        return parse_list(rows, _VALUE, subject)
+
+
+_VALUE: Final = Field("plain", "value")
+
+
+class Prepared:
+    """A column that fits its field, ready to be written. Keeps the caller's buffers: they must not change before `write`.
+
+    field: given or inferred. rows: of the request. stored_rows: of the block; fewer if rows share values, then `slots` (int32
+    ``[rows]``) says which. count: the field's count for `schema.layout`. nbytes: of the values, without offsets and padding.
+    """
+
+    __slots__ = ("count", "field", "nbytes", "offsets", "rows", "shapes", "slots", "source", "stored_rows")
+
+    def __init__(self, field: Field, stored_rows: int, source: Source, offsets: I64 | None, shapes: I64 | None) -> None:
+        self.field, self.stored_rows, self.source = field, stored_rows, source
+        self.offsets, self.shapes = offsets, shapes
+        self.count = 0 if offsets is None else int(offsets[-1])
+        self.nbytes = (stored_rows if offsets is None else self.count) * field.step_elements * field.item_bytes
+        self.rows = stored_rows
+        self.slots: I32 | None = None
+
+    def jobs(self, out: U8, span: Span) -> list[Job]:
+        """Write the column into its block `out` (``uint8``, the whole block), where `schema.layout` placed it, but for what these jobs
+        write, in any order and in any threads. One pass."""
+        if span.shapes >= 0 and self.shapes is not None:
+            _place(out, span.shapes, self.shapes)
+        if span.offsets >= 0 and self.offsets is not None:
+            _place(out, span.offsets, self.offsets)
+        return self.source.jobs(out[span.values : span.values + span.values_bytes]) if self.nbytes else []
+
+    def inline(self) -> bytes:
+        """Values of an inline field for all rows of the request: little-endian, ``rows x item_bytes``."""
+        if not self.field.inline:
+            raise SchemaError(f'field "{self.field.name}" is {self.field.describe()}; only small scalars are inline')
+        out = np.empty(self.nbytes, np.uint8)
+        self.source.write(out)
+        return out.tobytes() if self.slots is None else out.view(stored(self.field.dtype))[self.slots].tobytes()
+
+    def row_lengths(self) -> I64:
+        """Elements of the first dimension (bytes of a blob) of each row of the request: tokens, where rows are tokens."""
+        if self.shapes is not None:
+            lengths = self.shapes[:, 0]
+        elif self.offsets is not None:
+            lengths = np.diff(self.offsets)
+        else:
+            lengths = np.full(self.stored_rows, self.field.shape[0] if self.field.shape else 1, np.int64)
+        return lengths if self.slots is None else lengths[self.slots]
+
+
+def prepare(name: str, value: Any, field: Field | None = None, rows: int | None = None) -> Prepared:
+    """Check a column against its field (None: infer one) without copying bulk bytes.
+
+    rows: of the request; a single value is then given to all of them. Raises `SchemaError` if the value is not a column, does
+    not fit `field`, or has another number of rows.
+    """
+    subject = f'field "{name}"'
+    repeat = value if isinstance(value, Repeat) else _broadcast(value, field, rows, subject)
+    prepared = _fit(name, _parse(repeat.values if repeat else value, field, subject), field, subject)
+    if repeat:
+        prepared.slots = repeat.slots(prepared.stored_rows, subject)
+        prepared.rows = len(prepared.slots)
+    if rows is not None and prepared.rows != rows:
+        raise SchemaError(f"{subject} has {prepared.rows} rows, but this call has {rows}; give one value for each row")
+    return prepared
+
+
+def _broadcast(value: Any, field: Field | None, rows: int | None, subject: str) -> Repeat | None:
+    """A single value for all rows, as a value stored once."""
+    array = hasattr(value, "__array__") and kind_of(type(value)) is None
+    if array:
+        single = getattr(value, "ndim", 1) == 0
+    else:
+        single = isinstance(value, str | bytes | bytearray | Mapping) or kind_of(type(value)) is not None
+    if not single and not (value is None and field is not None and field.dtype == "value"):
+        return None
+    if rows is None:
+        raise SchemaError(
+            f"{subject}: {type(value).__name__} is a single value; give a list or array with one value for each row"
+        )
+    return Repeat(value.reshape(1) if array else [value], rows)
+
+
+def _parse(value: Any, field: Field | None, subject: str) -> Parsed:
+    found: Parsed | list[Any]
+    if isinstance(value, Each | Plain):
+        return value.parsed(subject)
+    if is_tensor(value):
+        found = parse_tensor(value, subject)
+    elif isinstance(value, np.ndarray):
+        found = parse_array(value, subject)
+    elif isinstance(value, list | tuple):
+        found = list(value)
+    elif is_arrow(value):
+        found = parse_arrow(value, subject)
+    else:
+        found = _parse_other(value, subject)
+    if isinstance(found, list):
+        _check_rows(len(found), subject)
+        return parse_list(found, field, subject)
+    return found
+
+
+_REFUSED: Final = (Mapping, str, bytes, bytearray)
+
+
+def _parse_other(value: Any, subject: str) -> Parsed | list[Any]:
+    if isinstance(value, memoryview | array) or hasattr(value, "__array__"):
+        return parse_array(np.asarray(value), subject)
+    if isinstance(value, Sequence) and not isinstance(value, _REFUSED):
+        return list(value)
+    raise SchemaError(
+        f"{subject}: {type(value).__module__}.{type(value).__qualname__} is not a column; give a list, a numpy array, a torch "
+        "tensor or an Arrow array with one value for each row"
+    )
+
+
+def _check_rows(rows: int, subject: str) -> None:
+    if rows < 1:
+        raise SchemaError(f"{subject} has no rows; a column has at least one")
+    if rows > ROWS_PER_REQUEST_MAX:
+        raise SchemaError(f"{subject} has {rows} rows; one call carries at most {ROWS_PER_REQUEST_MAX}: split it")
+
+
+def _fit(name: str, parsed: Parsed, field: Field | None, subject: str) -> Prepared:
+    if field is not None and parsed.dtype != field.dtype:
+        raise SchemaError(
+            f"{subject} is {field.describe()}, but the values are {parsed.dtype}; convert them, the store never re-types"
+        )
+    if isinstance(parsed, Dense):
+        return _fit_dense(name, parsed, field, subject)
+    if isinstance(parsed, Listed):
+        return _fit_listed(name, parsed, field, subject)
+    return _fit_blobs(name, parsed, field, subject)
+
+
+def _fit_dense(name: str, parsed: Dense, field: Field | None, subject: str) -> Prepared:
+    _check_rows(parsed.rows, subject)
+    field = field or Field(name, parsed.dtype, parsed.shape)
+    if not field.dense:
+        raise SchemaError(
+            f"{subject} is {field.describe()} with rows of different sizes, but the values are one dense array of rows "
+            f"{list(parsed.shape)}; give a list of rows or a nested tensor without padding"
+        )
+    if field.shape != parsed.shape:
+        raise SchemaError(f"{subject} is {field.describe()}, but rows of the values have shape {list(parsed.shape)}")
+    return Prepared(field, parsed.rows, parsed.source, None, None)
+
+
+def _fit_blobs(name: str, parsed: Blobs, field: Field | None, subject: str) -> Prepared:
+    _check_rows(len(parsed.lengths), subject)
+    return Prepared(
+        field or Field(name, parsed.dtype), len(parsed.lengths), parsed.source, _offsets(parsed.lengths), None
+    )
+
+
+def _fit_listed(name: str, parsed: Listed, field: Field | None, subject: str) -> Prepared:
+    rows = len(parsed.shapes)
+    _check_rows(rows, subject)
+    field = field or _inferred(name, parsed)
+    shapes = _known(parsed.shapes, field, subject)
+    if field.dense and parsed.jagged:
+        raise SchemaError(f"{subject} is {field.describe()}, but the values are a nested tensor; give a dense one")
+    _check_shapes(shapes, field, subject)
+    if field.dense:
+        return Prepared(field, rows, parsed.source, None, None)
+    if field.ragged:
+        return Prepared(field, rows, parsed.source, _offsets(shapes[:, 0]), None)
+    return Prepared(field, rows, parsed.source, _offsets(shapes.prod(axis=1)), np.ascontiguousarray(shapes))
+
+
+def _inferred(name: str, parsed: Listed) -> Field:
+    """The first dimension varies; another one does if it differs among these rows."""
+    shape: list[int | None] = [None]
+    for column in parsed.shapes.T[1:]:
+        sizes = np.unique(column[column != UNKNOWN])
+        shape.append(int(sizes[0]) if len(sizes) == 1 else None)
+    return Field(name, parsed.dtype, tuple(shape))
+
+
+def _known(shapes: I64, field: Field, subject: str) -> I64:
+    """Shapes with what empty rows did not tell filled in from the field."""
+    if shapes.shape[1] != len(field.shape):
+        raise SchemaError(
+            f"{subject} is {field.describe()}, but rows of the values have {shapes.shape[1]} dimensions; give rows of "
+            f"{len(field.shape)}"
+        )
+    unknown = shapes == UNKNOWN
+    if unknown.any():
+        shapes = np.where(unknown, [size or 0 for size in field.shape], shapes)
+    return shapes
+
+
+def _check_shapes(shapes: I64, field: Field, subject: str) -> None:
+    for at, size in enumerate(field.shape):
+        wrong = shapes[:, at] != size if size is not None else None
+        if wrong is not None and wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
+            raise SchemaError(
+                f"{subject} is {field.describe()}, but row {row} has shape {shapes[row].tolist()}; rows of different sizes need a "
+                "field declared with None in those dimensions"
+            )
+
+
+def _offsets(lengths: I64) -> I64:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _place(out: U8, at: int, numbers: I64) -> None:
+    out[at : at + numbers.nbytes].view(np.int64)[:] = numbers.reshape(-1)

@@ -1,0 +1,117 @@
+"""Torch tensors as columns: dense, nested (jagged), or a list with a tensor for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from transferqueue.errors import SchemaError
+from transferqueue.schema import ITEM_BYTES
+from transferqueue.storage.elements.dtypes import as_array, of_torch, torch_loaded
+from transferqueue.storage.inputs.arrays import only_rank
+from transferqueue.storage.inputs.parsed import Dense, Listed, Parsed
+from transferqueue.storage.inputs.sources import Arrays, DeviceTensors, Source, TensorMemory
+
+
+def is_tensor(value: object) -> bool:
+    """Whether this is a torch tensor; without importing torch, since without it nothing is."""
+    torch = torch_loaded()
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def are_tensors(classes: set[type]) -> bool:
+    """Whether all instances of these classes are torch tensors."""
+    torch = torch_loaded()
+    return torch is not None and all(issubclass(cls, torch.Tensor) for cls in classes)
+
+
+def parse_tensor(tensor: Any, subject: str) -> Parsed:
+    """One tensor over all rows: strided, or nested with one ragged dimension."""
+    if tensor.is_nested:
+        return _parse_nested(tensor, subject)
+    _refuse_unstorable(tensor, subject)
+    dtype = of_torch(tensor.dtype, subject)
+    return Dense(dtype, tensor.shape[0], tuple(tensor.shape[1:]), _source([tensor], dtype, subject))
+
+
+def parse_tensors(rows: Sequence[Any], subject: str) -> Parsed:
+    """A tensor for each row, all of one dtype and number of dimensions."""
+    import torch
+
+    names = {of_torch(dtype, subject) for dtype in set(map(attrgetter("dtype"), rows))}
+    if len(names) > 1:
+        raise SchemaError(f"{subject}: rows of dtypes {', '.join(sorted(names))}; convert them to one dtype")
+    dtype = names.pop()
+    found = _parse_flat(rows, dtype, torch)
+    if found is not None:
+        return found
+    for row in rows:
+        _refuse_unstorable(row, subject)
+        if row.is_nested:
+            raise SchemaError(f"{subject}: a row is a nested tensor; give one nested tensor, or a list of plain ones")
+    ndim = only_rank(set(map(torch.Tensor.dim, rows)), subject)
+    if ndim == 0:
+        return Dense(dtype, len(rows), (), _source([row.reshape(1) for row in rows], dtype, subject))
+    return Listed(
+        dtype, np.array([tuple(row.shape) for row in rows], np.int64).reshape(-1, ndim), _source(rows, dtype, subject)
+    )
+
+
+def _parse_flat(rows: Sequence[Any], dtype: str, torch: Any) -> Listed | None:
+    """Many plain one-dimensional rows, in half a microsecond each; None for any others, to be looked at one by one."""
+    if not set(map(type, rows)) <= {torch.Tensor, torch.nn.Parameter} or set(map(torch.Tensor.dim, rows)) != {1}:
+        return None
+    try:
+        plain = all(map(attrgetter("is_cpu"), rows)) and all(map(torch.Tensor.is_contiguous, rows))
+        if not plain or any(map(torch.Tensor.is_neg, rows)) or (rows[0].is_complex() and any(map(torch.is_conj, rows))):
+            return None
+        starts = np.fromiter(map(torch.Tensor.data_ptr, rows), np.int64, len(rows))
+    except (RuntimeError, NotImplementedError):  # sparse, quantised or functional: these have no such memory
+        return None
+    lengths = np.fromiter(map(torch.Tensor.numel, rows), np.int64, len(rows))
+    filled = lengths > 0
+    ends = starts + lengths * ITEM_BYTES[dtype]
+    return Listed(dtype, lengths.reshape(-1, 1), TensorMemory(rows, starts[filled], ends[filled]))
+
+
+def _source(tensors: Sequence[Any], dtype: str, subject: str) -> Source:
+    if not all(map(attrgetter("is_cpu"), tensors)):
+        return DeviceTensors(tensors, dtype)
+    try:
+        return Arrays([as_array(tensor, dtype) for tensor in tensors], dtype)
+    except (RuntimeError, TypeError) as error:
+        raise SchemaError(f"{subject}: a tensor without memory of its own ({error}); give an ordinary one") from error
+
+
+def _parse_nested(tensor: Any, subject: str) -> Parsed:
+    import torch
+
+    if tensor.layout is not torch.jagged or tensor.lengths() is not None or tensor._ragged_idx != 1:
+        listed = parse_tensors(tensor.detach().unbind(), subject)
+        return Listed(listed.dtype, listed.shapes, listed.source, jagged=True) if isinstance(listed, Listed) else listed
+    values = tensor.values().detach()
+    dtype = of_torch(values.dtype, subject)
+    offsets = tensor.offsets().cpu().numpy().astype(np.int64, copy=False)
+    shapes = np.empty((len(offsets) - 1, values.dim()), np.int64)
+    shapes[:, 0], shapes[:, 1:] = np.diff(offsets), values.shape[1:]
+    return Listed(dtype, shapes, _source([values[int(offsets[0]) : int(offsets[-1])]], dtype, subject), jagged=True)
+
+
+def _refuse_unstorable(tensor: Any, subject: str) -> None:
+    import torch
+
+    if tensor.is_quantized:
+        raise SchemaError(
+            f"{subject}: a quantised tensor has scales beside its values; give .dequantize() or .int_repr()"
+        )
+    if tensor.layout is not torch.strided:
+        raise SchemaError(
+            f"{subject}: a tensor of layout {tensor.layout} is not stored; give .to_dense(), or its parts"
+        )
+    if tensor.is_meta:
+        raise SchemaError(f"{subject}: a meta tensor has no values; give a tensor with memory")
+    if hasattr(tensor, "full_tensor"):
+        raise SchemaError(f"{subject}: a distributed tensor is spread over ranks; give .full_tensor() or .to_local()")

@@ -1,0 +1,1 @@
+"""Memory: allocation, arenas, mappings, copies, checksums."""

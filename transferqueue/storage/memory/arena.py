@@ -1,0 +1,273 @@
+"""The memory of a shard, on the side of the process that owns it.
+
+The law:
+
+1. An arena is one file: sparse, as long as its ceiling from the beginning, so that whoever maps it maps it
+   once. *Served*: a file (0600) in a private directory on shared memory. *Embedded*: a memfd, which vanishes
+   with its process and counts against no `/dev/shm`; others of the same user open it through `/proc`.
+2. No extent is lent before the file system has promised its pages (`ensure`): a full disk is `OutOfMemory`
+   here, never SIGBUS in a worker. Who has time grows the file ahead of that (`grow`), a little at a time.
+3. What is free stays warm, within a bound: `trim` gives the longest unused free pages back until at most
+   ``KEEP_RATIO x lent + KEEP_BYTES`` are backed. It acts only above ``TRIM_RATIO x lent + TRIM_BYTES``, so that
+   a steady flow of puts and frees never pays for fresh pages. With what a process of Python weighs, that
+   keeps the promise of at most 1.3 x live payload + 150 MiB.
+4. An arena may end with a *margin*: pages behind `capacity` that are never lent. Its owner keeps there what has to lie in
+   the same file as the bytes (see `server.head`); clients do not map it.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+from pathlib import Path
+from typing import Final
+
+from transferqueue.errors import Corruption, InternalError, OutOfMemory, UsageError
+from transferqueue.limits import ARENA_SLICE_BYTES, MIB, PAGE_BYTES
+from transferqueue.schema import align
+from transferqueue.storage.memory.allocator import Allocator
+from transferqueue.storage.memory.intervals import Intervals
+
+KEEP_RATIO: Final = 1.10
+KEEP_BYTES: Final = 48 * MIB
+TRIM_RATIO: Final = 1.20
+TRIM_BYTES: Final = 80 * MIB
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG})
+_CANNOT_PUNCH: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EACCES, errno.EPERM})
+
+
+def room(directory: Path | None) -> int:
+    """Bytes that an arena in this directory (None: a memfd) could have at most, right now.
+
+    For a directory: what its file system has free. For a memfd: three quarters of the machine's memory, since
+    nothing but the out-of-memory killer bounds it.
+    """
+    if directory is None:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 * 3
+    stat = os.statvfs(directory)
+    return stat.f_bavail * stat.f_frsize
+
+
+def surplus(backed: int, used: int) -> int:
+    """How many bytes of pages to give back, in whole pages, where `backed` are held and `used` lent: 0 for few."""
+    if backed <= TRIM_RATIO * used + TRIM_BYTES:
+        return 0
+    return align(backed - int(KEEP_RATIO * used) - KEEP_BYTES, PAGE_BYTES)
+
+
+class Arena:
+    """A file of `capacity` bytes that grows as it is used. One thread owns it.
+
+    path: where others open it while this process lives. backed: bytes that have pages now. margin: bytes behind `capacity`.
+    """
+
+    def __init__(self, fd: int, path: str, capacity: int, file: Path | None, margin: int = 0) -> None:
+        self.path, self.capacity, self.margin = path, capacity, margin
+        self._fd, self._file = fd, file
+        self._map: mmap.mmap | None = mmap.mmap(fd, capacity + margin)
+        self._backed = Intervals()
+        self._can_punch = True
+
+    @classmethod
+    def create(cls, directory: Path | None, capacity: int, *, margin: int = 0) -> Arena:
+        """A new, empty arena of at most `capacity` bytes (rounded up to pages).
+
+        directory: an existing directory of the caller's, preferably on shared memory; None: a memfd. Takes address
+        space, and pages only for the margin (whole pages, zeros at first). Raises `UsageError` for a capacity or directory that is none, `OutOfMemory` where the file or
+        its mapping cannot be made.
+        """
+        if capacity < 1:
+            raise UsageError(f"an arena of {capacity} bytes is not one; give a positive size such as '8GiB'")
+        capacity = align(capacity, PAGE_BYTES)
+        fd, path, file = _memfd() if directory is None else _file_in(directory)
+        try:
+            os.ftruncate(fd, capacity + margin)
+            if margin:
+                os.posix_fallocate(fd, capacity, margin)
+            return cls(fd, path, capacity, file, margin)
+        except (OSError, ValueError, OverflowError) as error:
+            os.close(fd)
+            if file is not None:
+                file.unlink(missing_ok=True)
+            raise OutOfMemory(f"an arena of {capacity} bytes cannot be made: {error}; ask for less") from error
+
+    @classmethod
+    def attach(cls, file: Path, allocator: Allocator, *, margin: int = 0) -> Arena:
+        """The arena that another process left at `file`. What the allocator has lent is kept, all else is given back.
+
+        `Corruption` if there is no such file, or none of the allocator's capacity and this margin.
+        """
+        try:
+            fd = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise Corruption(f"arena {file} cannot be opened: {error.strerror}; its rows are lost with it") from error
+        try:
+            if (size := os.fstat(fd).st_size) != allocator.capacity + margin:
+                raise Corruption(
+                    f"arena {file} has {size} bytes, not {allocator.capacity + margin}; it is not the one it was"
+                )
+            made = cls(fd, str(file), allocator.capacity, file, margin)
+        except BaseException:
+            os.close(fd)
+            raise
+        made._keep_lent(allocator)
+        return made
+
+    def _keep_lent(self, allocator: Allocator) -> None:
+        end = 0
+        for offset, nbytes in [*allocator.free_ranges(), (self.capacity, 0)]:
+            if offset > end:
+                self._backed.add(end, offset)
+            end = offset + nbytes
+            if nbytes and self._can_punch:
+                self._remove(offset, nbytes)
+
+    def sync(self) -> None:
+        """All bytes written so far, by whatever process, are on the device when this returns. `OutOfMemory` if it fails.
+
+        For an arena in a file on a disk; on shared memory there is no device.
+        """
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise OutOfMemory(f"the arena at {self.path} cannot be written to its disk: {error.strerror}") from error
+
+    def write_margin(self, offset: int, data: bytes) -> None:
+        """Store `data` in the margin, from its byte `offset` on. No system call."""
+        if self._map is None or offset < 0 or offset + len(data) > self.margin:
+            raise InternalError(f"bytes {offset} to {offset + len(data)} are not in an open margin of {self.margin}")
+        start = self.capacity + offset
+        self._map[start : start + len(data)] = data
+
+    def sync_margin(self) -> None:
+        """The margin is on the device when this returns. `OutOfMemory` if that fails."""
+        if self._map is None:
+            raise InternalError("the arena is closed; its margin cannot be written to its disk")
+        try:
+            self._map.flush(self.capacity, self.margin)
+        except OSError as error:
+            raise OutOfMemory(f"the arena at {self.path} cannot be written to its disk: {error.strerror}") from error
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """These bytes, read-only. Release it before `close`."""
+        if self._map is None or offset < 0 or nbytes < 0 or offset + nbytes > self.capacity:
+            raise InternalError(f"bytes {offset} to {offset + nbytes} are not in an open arena of {self.capacity}")
+        return memoryview(self._map)[offset : offset + nbytes].toreadonly()
+
+    @property
+    def backed(self) -> int:
+        """Bytes for which the file system holds pages."""
+        return self._backed.total
+
+    def ensure(self, offset: int, nbytes: int) -> None:
+        """Make sure that these bytes have pages, so that writing them cannot fail.
+
+        Blocks for the time the kernel needs (about 0.3 ms a MiB for pages that are not there). Raises `OutOfMemory`
+        where the file system is full; what was backed before still is.
+        """
+        if offset < 0 or nbytes < 1 or offset + nbytes > self.capacity:
+            raise OutOfMemory(
+                f"bytes {offset} to {offset + nbytes} are beyond the arena's {self.capacity}; ask for less"
+            )
+        for start, end in self._backed.gaps(offset, offset + nbytes):
+            self._back(start, align(end, PAGE_BYTES))
+
+    def grow(self, start: int, end: int) -> bool:
+        """Give the next `ARENA_SLICE_BYTES` of these bytes pages ahead of use; whether some are left without.
+
+        Blocks for less than 2 ms. A file system that is full ends it: what is needed is asked for by `ensure`.
+        """
+        end = min(end, self.capacity)
+        for low, high in self._backed.gaps(start, end):
+            reached = min(high, low + ARENA_SLICE_BYTES)
+            return self._allocates(low, align(reached, PAGE_BYTES)) is None and reached < end
+        return False
+
+    def trim(self, allocator: Allocator) -> int:
+        """Give pages of free extents back to the system by the rule above; returns how many bytes.
+
+        Cheap when there is nothing to do. Calling it a moment after a free rather than at once lets a flow of puts find
+        its pages warm.
+        """
+        excess = surplus(self.backed, allocator.used)
+        if not excess or not self._can_punch:
+            return 0
+        given = 0
+        for offset, nbytes in list(allocator.coldest()):
+            if given >= excess or not self._can_punch:
+                break
+            given += self._punch(allocator, offset, min(nbytes, excess - given))
+        return given
+
+    def punch(self, offset: int, nbytes: int) -> None:
+        """Give the pages of these bytes, which nobody needs, back to the system, where it takes them."""
+        if self._can_punch and self._remove(offset, nbytes):
+            self._backed.remove(offset, offset + nbytes)
+
+    def close(self, unlink: bool = True) -> None:
+        """Unmap and close; unlink the file too, so that its pages go with the last process that maps it.
+
+        Views that others hold stay valid. Closing twice is allowed.
+        """
+        if self._map is None:
+            return
+        self._map.close()
+        self._map = None
+        os.close(self._fd)
+        if unlink and self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+    def _back(self, start: int, end: int) -> None:
+        error = self._allocates(start, end)
+        if error is not None:
+            raise OutOfMemory(
+                f"the arena at {self.path} cannot grow by {end - start} bytes ({error.strerror}): it has {self.backed}; "
+                "free rows, enlarge the file system (for /dev/shm: mount -o remount,size=...), or lower arena_bytes"
+            ) from error
+
+    def _allocates(self, start: int, end: int) -> OSError | None:
+        try:
+            os.posix_fallocate(self._fd, start, end - start)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            return error
+        self._backed.add(start, end)
+        return None
+
+    def _punch(self, allocator: Allocator, offset: int, nbytes: int) -> int:
+        if not self._remove(offset, nbytes):
+            return 0
+        self._backed.remove(offset, offset + nbytes)
+        allocator.chill(offset, nbytes)
+        return nbytes
+
+    def _remove(self, offset: int, nbytes: int) -> bool:
+        if self._map is None:
+            return False
+        try:
+            self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
+        except OSError as error:
+            if error.errno not in _CANNOT_PUNCH:
+                raise
+            self._can_punch = False  # a file system without holes: pages stay until the arena closes
+        return self._can_punch
+
+
+def _memfd() -> tuple[int, str, None]:
+    fd = os.memfd_create("transferqueue-arena", os.MFD_CLOEXEC)
+    return fd, f"/proc/{os.getpid()}/fd/{fd}", None
+
+
+def _file_in(directory: Path) -> tuple[int, str, Path]:
+    file = directory / f"arena-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise UsageError(
+            f"no arena can be made in {directory}: {error.strerror}; give a directory you may write"
+        ) from error
+    return fd, str(file), file

@@ -1,0 +1,312 @@
+"""The shard's end of the bulk protocol's plain connections: who listens, who is connected, who is let go.
+
+- One message at most of each connection that has some, in each round of `arrivals`: they take turns.
+- Whoever has not taken what was sent is `clogged`: it is not listened to, and the shard makes nothing for it meanwhile. So
+  neither questions without end nor a reader that stalls make anything grow here. Clients never wait to be heard before they
+  read.
+- Of connections that stand in the middle of a message and do not move for `BULK_STALL_S` there is an end, and of all
+  of them there are `BULK_CONNECTIONS_MAX`: the longest unheard of makes room.
+- A connection is a *stranger* until it has shown a ticket that is good. Of strangers there are `strangers_max`, each for `BULK_STALL_S`:
+  so they take neither the descriptors nor the places of those who transfer something. The oldest makes room.
+- While no descriptor is left at all, who knocks is hung up on. Where that is impossible too, nobody listens for `DEAF_S`: the kernel would
+  report the same knock for ever.
+- After what cannot be believed a connection is told so, and not listened to any more: what follows has no beginning.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import select
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Final, Protocol
+
+from transferqueue.errors import AddressInUse, Corruption, Unreachable, UsageError
+from transferqueue.limits import BULK_CONNECTIONS_MAX, BULK_STALL_S
+from transferqueue.transport.bulk import protocol as b
+from transferqueue.transport.bulk.tcp import Stream
+from transferqueue.transport.control.strangers import strangers_max
+
+_log: Final = logging.getLogger("transferqueue.server")
+DEAF_S: Final = 0.2
+_BACKLOG: Final = 512
+_READ: Final = select.EPOLLIN
+_WRITE: Final = select.EPOLLOUT
+
+
+class Desks(Protocol):
+    """Who takes what the peers of a port say."""
+
+    def desk(self, peer: bytes) -> b.Taker:
+        """The taker of this peer's messages."""
+
+    def spoiled(self, peer: bytes, error: Corruption) -> None:
+        """What came of this peer cannot be believed."""
+
+    def heard(self, peer: bytes) -> None:
+        """Bytes of this peer have moved."""
+
+    def lost(self, peer: bytes) -> None:
+        """This peer is gone."""
+
+    def knows(self, peer: bytes) -> bool:
+        """Whether this peer has shown a ticket that is good."""
+
+
+class _Peer:
+    """A connection. heard_at: when it last moved. deaf: whether it is not listened to any more."""
+
+    __slots__ = ("accepted_at", "deaf", "heard_at", "stream", "wanted")
+
+    def __init__(self, stream: Stream, now: float) -> None:
+        self.stream = stream
+        self.accepted_at = self.heard_at = now
+        self.deaf = False
+        self.wanted = _READ
+
+    @property
+    def settled(self) -> bool:
+        return not self.deaf and self.stream.settled
+
+
+class StreamPort:
+    """All connections of a shard. Used by one thread. `sources`: what to poll for reading."""
+
+    def __init__(self) -> None:
+        self._ready = select.epoll()
+        self._spare = _spare()
+        self._listeners: dict[int, socket.socket] = {}
+        self._names: dict[int, bytes] = {}
+        self._peers: dict[bytes, _Peer] = {}  # who was heard of last comes last
+        self._unsettled: dict[bytes, _Peer] = {}
+        self._strangers: dict[bytes, _Peer] = {}  # in the order in which they came
+        self._strangers_max = strangers_max()
+        self._deaf_until: float | None = None
+        self.turned_away = 0
+        """Strangers that were let go of, and connections for which no descriptor was left."""
+        self._numbers = itertools.count(1)
+        self.clogged: Final[set[bytes]] = set()
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    @property
+    def sources(self) -> Sequence[select.epoll]:
+        """What to poll for reading."""
+        return [self._ready]
+
+    def listen_at_all(self, hosts: Sequence[str], port: int, tries: int) -> int:
+        """Listen at one port of all hosts; returns it (0: one that is free on all). `AddressInUse`, or `UsageError`."""
+        for _ in range(1 if port else tries - 1):
+            with suppress(AddressInUse):
+                return self._listen(hosts, port)
+        return self._listen(hosts, port)
+
+    def _listen(self, hosts: Sequence[str], port: int) -> int:
+        listeners: list[socket.socket] = []
+        try:
+            for host in hosts:
+                listeners.append(_listener(host, port))
+                port = int(listeners[-1].getsockname()[1])
+        except (AddressInUse, UsageError):
+            for listener in listeners:
+                listener.close()
+            raise
+        for listener in listeners:
+            self._listeners[listener.fileno()] = listener
+            self._ready.register(listener.fileno(), _READ)
+        return port
+
+    def arrivals(self, desks: Desks, now: float) -> Iterator[bytes]:
+        """Take what has come, of each peer a message at most; yields those whose message has come whole."""
+        for fd, _ in self._ready.poll(0):
+            if fd in self._listeners:
+                self._accept(self._listeners[fd], desks, now)
+            elif (name := self._names.get(fd)) is not None and self._serve(name, desks, now):
+                yield name
+
+    def send(self, name: bytes, message: b.Message) -> bool:
+        """Hand a message over. False: the peer is gone."""
+        peer = self._peers.get(name)
+        if peer is None:
+            return False
+        try:
+            peer.stream.send(message)
+        except Unreachable:
+            self._drop(name)
+            return False
+        self._note(name, peer)
+        return True
+
+    def tick(self, desks: Desks, now: float) -> None:
+        """Let go of those that stand still in the middle of a message."""
+        for name, peer in list(self._unsettled.items()):
+            if now - peer.heard_at >= BULK_STALL_S:
+                self._lose(name, desks)
+        late = [name for name, peer in self._strangers.items() if now - peer.accepted_at >= BULK_STALL_S]
+        for name in late:
+            self._turn_away(name, desks)
+        if self._deaf_until is not None and now >= self._deaf_until:
+            self._listen_again()
+
+    def next_deadline(self) -> float | None:
+        """When `tick` must be called; None: not by itself."""
+        oldest = next(iter(self._strangers.values()), None)
+        deadlines = [peer.heard_at + BULK_STALL_S for peer in self._unsettled.values()]
+        deadlines += [] if oldest is None else [oldest.accepted_at + BULK_STALL_S]
+        deadlines += [] if self._deaf_until is None else [self._deaf_until]
+        return min(deadlines, default=None)
+
+    def close(self, farewell_s: float = 0.0) -> None:
+        """Stop listening; what was handed over gets up to `farewell_s` to leave."""
+        for listener in self._listeners.values():
+            listener.close()
+        deadline = time.monotonic() + farewell_s
+        while self.clogged and (left := deadline - time.monotonic()) > 0:
+            for fd, events in self._ready.poll(left):
+                if events & ~_READ and (name := self._names.get(fd)) is not None:
+                    self._flush(name)
+        for name in list(self._peers):
+            self._drop(name)
+        self._ready.close()
+        if self._spare >= 0:
+            os.close(self._spare)
+
+    # ------------------------------------------------------------ connections
+
+    def _accept(self, listener: socket.socket, desks: Desks, now: float) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE) and not self._refuse_one(listener):
+                self._be_deaf(now)
+            return  # it went away before, or there is no place for it
+        if len(self._strangers) >= self._strangers_max:
+            self._turn_away(next(iter(self._strangers)), desks)
+        if len(self._peers) >= BULK_CONNECTIONS_MAX:
+            self._lose(next(iter(self._peers)), desks)
+        name = next(self._numbers).to_bytes(8, "big")
+        self._names[connection.fileno()] = name
+        self._peers[name] = self._strangers[name] = _Peer(Stream(connection), now)
+        self._ready.register(connection.fileno(), _READ)
+
+    def _refuse_one(self, listener: socket.socket) -> bool:
+        """Without a descriptor nobody can be accepted, nor refused, and would be reported for ever: one was kept for this. Whether
+        that one was there, and nobody else took it meanwhile."""
+        if self._spare >= 0:
+            os.close(self._spare)
+        try:
+            listener.accept()[0].close()
+        except OSError as error:
+            return error.errno not in (errno.EMFILE, errno.ENFILE)
+        finally:
+            self._spare = _spare()
+        self.turned_away += 1
+        return True
+
+    def _be_deaf(self, now: float) -> None:
+        for fd in self._listeners:
+            self._ready.modify(fd, 0)
+        self._deaf_until = now + DEAF_S
+
+    def _listen_again(self) -> None:
+        self._deaf_until = None
+        self._spare = self._spare if self._spare >= 0 else _spare()
+        for fd in self._listeners:
+            self._ready.modify(fd, _READ)
+
+    def _turn_away(self, name: bytes, desks: Desks) -> None:
+        self.turned_away += 1
+        if self.turned_away == 1:
+            _log.warning(
+                "the bulk endpoint closed a connection that showed no good ticket within %g s, or made room for later ones; another "
+                "program connects here (this is logged once)",
+                BULK_STALL_S,
+            )
+        self._lose(name, desks)
+
+    def _serve(self, name: bytes, desks: Desks, now: float) -> bool:
+        """Move what can be moved of one connection; whether a message has come whole."""
+        peer = self._peers[name]
+        before = peer.stream.moved
+        whole = False
+        try:
+            peer.stream.flush()
+            if peer.deaf:
+                peer.stream.discard()
+            elif not peer.stream.pending:
+                whole = peer.stream.receive(desks.desk(name))
+        except Corruption as error:
+            peer.deaf = True
+            desks.spoiled(name, error)
+        except Unreachable:
+            self._lose(name, desks)
+            return False
+        if peer.stream.moved != before:
+            peer.heard_at = now
+            desks.heard(name)
+            self._peers[name] = self._peers.pop(name)
+        self._note(name, peer)
+        if whole and name in self._strangers and desks.knows(name):
+            del self._strangers[name]
+        return whole
+
+    def _flush(self, name: bytes) -> None:
+        peer = self._peers[name]
+        try:
+            peer.stream.flush()
+        except Unreachable:
+            self._drop(name)
+        else:
+            self._note(name, peer)
+
+    def _note(self, name: bytes, peer: _Peer) -> None:
+        """Have the books and the kernel know what this connection waits for now."""
+        pending = peer.stream.pending
+        (self.clogged.add if pending else self.clogged.discard)(name)
+        if peer.settled:
+            self._unsettled.pop(name, None)
+        else:
+            self._unsettled[name] = peer
+        wanted = _WRITE if pending else _READ
+        if wanted != peer.wanted:
+            peer.wanted = wanted
+            self._ready.modify(peer.stream.socket.fileno(), wanted)
+
+    def _lose(self, name: bytes, desks: Desks) -> None:
+        self._drop(name)
+        desks.lost(name)
+
+    def _drop(self, name: bytes) -> None:
+        peer = self._peers.pop(name)
+        self._unsettled.pop(name, None)
+        self._strangers.pop(name, None)
+        self.clogged.discard(name)
+        del self._names[peer.stream.socket.fileno()]
+        peer.stream.socket.close()  # which the kernel's list of those to watch learns by itself
+
+
+def _spare() -> int:
+    """A descriptor to give up when none is left; -1: none is left already."""
+    try:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    place = "" if host == "*" else host.strip("[]")
+    try:
+        listener = socket.create_server((place, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUse(f"bulk port {port} of {host} is in use; take another, or 0 for any") from error
+        raise UsageError(f"bulk port {port} of {host} cannot be listened at: {error.strerror}") from error
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,220 @@
+"""The connections of the bulk protocol where keys are asked for: ZeroMQ over TCP, which encrypts (CURVE).
+
+DEALER at the client, ROUTER at the shard. Messages arrive whole in ZeroMQ's memory and are copied to where they belong.
+Encryption is what costs (docs/decisions/0013).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Final
+
+import zmq
+
+from transferqueue.errors import AddressInUse, Corruption, Unreachable, UsageError
+from transferqueue.limits import (
+    BULK_TRANSFERS_MAX,
+    BULK_WINDOW_FRAMES,
+    FRAME_BYTES,
+    FRAMES_DRAINED_MAX,
+    KIB,
+    MESSAGE_BYTES_MAX,
+)
+from transferqueue.transport.bulk.listener import Desks
+from transferqueue.transport.bulk.protocol import PIECES_MAX, Message, Piece, Taker, hand_over
+from transferqueue.transport.control.zeromq import HANDSHAKE_MS, PING_MS, RECONNECT_MS, RECONNECT_MS_MAX
+from transferqueue.transport.security.keys import ClientKeys, secure
+from transferqueue.transport.security.zap import Gate, Ring
+from transferqueue.transport.system.wakeup import Wakeup
+
+_SHARED_BYTES: Final = 64 * KIB
+"""Smaller pieces are copied: that costs less than the bookkeeping of sharing them."""
+_FRAMES_QUEUED: Final = 4 * BULK_TRANSFERS_MAX * BULK_WINDOW_FRAMES
+"""Messages that ZeroMQ keeps for one peer, never reached by those who keep to their windows."""
+
+Received = tuple[memoryview, list[memoryview]]
+"""Head and pieces of a message that arrived."""
+
+
+class BulkLine:
+    """The client's end of one connection, to the shard of one life of a server. Used by one thread at a time."""
+
+    def __init__(self, host: str, port: int, epoch: int, keys: ClientKeys | None = None) -> None:
+        self._context, self._socket = _open(zmq.DEALER, FRAME_BYTES + 64 * KIB)
+        secure(self._socket, keys)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
+        self._socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
+        self._wakeup = Wakeup()
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wakeup, zmq.POLLIN)
+        self._socket.connect(f"tcp://{host}:{port}")
+        self.epoch: Final = epoch
+        self.transfers = 0
+        """How many it has carried."""
+        self.moved = 0
+        """Messages that have come."""
+
+    quiet: Final = True
+
+    def open(self, timeout_s: float) -> bool:
+        """ZeroMQ connects by itself, now or later."""
+        return True
+
+    def send(self, message: Message) -> None:
+        """Hand a message over; it leaves in order, now or once there is a connection.
+
+        `Unreachable` if the connection is lost for good, as after bytes that were no frames: another line is needed.
+        """
+        try:
+            _send(self._socket, message)
+        except zmq.Again:
+            raise Unreachable(
+                "the bulk connection was lost, or its peer takes nothing; bytes need another one"
+            ) from None
+
+    ask = send
+
+    def receive(self, taker: Taker, timeout_s: float) -> bool:
+        """Take one message; False if there is none within `timeout_s`, or after `interrupt`. `Corruption`: no match."""
+        found = _receive(self._socket) or self._wait(timeout_s)
+        if found is None:
+            return False
+        self.moved += 1
+        hand_over(bytes(found[0]), found[1], taker)
+        return True
+
+    def _wait(self, timeout_s: float) -> Received | None:
+        self._poller.poll(math.ceil(timeout_s * 1000))
+        self._wakeup.clear()
+        return _receive(self._socket)
+
+    def interrupt(self) -> None:
+        """End a `receive` that waits, or the next one. From any thread, at any time."""
+        self._wakeup.set()
+
+    def close(self) -> None:
+        """Close the connection; what has not left is lost."""
+        self._context.destroy(linger=0)
+        self._wakeup.close()
+
+
+class BulkPort:
+    """The shard's end of all connections. Used by one thread. clogged: nobody, since ZeroMQ keeps what has not left."""
+
+    clogged: Final[frozenset[bytes]] = frozenset()
+
+    def __init__(self, keyring: Ring | None = None) -> None:
+        self._context, self._socket = _open(zmq.ROUTER, MESSAGE_BYTES_MAX)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._gate = None if keyring is None else Gate(self._context, keyring)
+        if self._gate is not None:
+            self._gate.guard(self._socket)
+
+    @property
+    def sources(self) -> list[zmq.Socket[bytes]]:
+        """What to poll for reading."""
+        return [self._socket] if self._gate is None else [self._socket, self._gate.socket]
+
+    def tick(self, desks: Desks, now: float) -> None:
+        """Answer those who want to connect, if keys are asked for."""
+        if self._gate is not None:
+            self._gate.decide()
+
+    def next_deadline(self) -> None:
+        """ZeroMQ keeps its own time."""
+
+    def listen_at_all(self, hosts: Sequence[str], port: int, tries: int) -> int:
+        """Listen at one port of all hosts; returns it (0: one that is free on all). `AddressInUse`, or `UsageError`."""
+        self._socket.setsockopt(zmq.IPV6, int(any(host.startswith("[") for host in hosts)))
+        for _ in range(1 if port else tries - 1):
+            with suppress(AddressInUse):
+                return self._bind_all(hosts, port)
+        return self._bind_all(hosts, port)
+
+    def _bind_all(self, hosts: Sequence[str], port: int) -> int:
+        bound: list[str] = []
+        try:
+            for host in hosts:
+                port = self._bind(host, port)
+                bound.append(f"tcp://{host}:{port}")
+        except AddressInUse:
+            for endpoint in bound:
+                self._socket.unbind(endpoint)
+            raise
+        return port
+
+    def _bind(self, host: str, port: int) -> int:
+        try:
+            self._socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                raise AddressInUse(f"bulk port {port} of {host} is in use; take another, or 0 for any") from error
+            raise UsageError(f"bulk port {port} of {host} cannot be listened at: {error.strerror}") from error
+        return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    def arrivals(self, desks: Desks, now: float) -> Iterator[bytes]:
+        """Take what has come; yields the peer of each message that matches."""
+        for _ in range(FRAMES_DRAINED_MAX):
+            found = _receive(self._socket)
+            if found is None:
+                return
+            peer, parts = bytes(found[0]), found[1]
+            try:
+                hand_over(bytes(parts[0]) if parts else b"", parts[1:], desks.desk(peer))
+            except Corruption as error:
+                desks.spoiled(peer, error)
+            else:
+                yield peer
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        """Hand a message over. False: the peer is gone, or reads nothing."""
+        try:
+            self._socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
+            _send(self._socket, message)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            raise
+        return True
+
+    def close(self, farewell_s: float = 0.0) -> None:
+        """Stop listening; what was handed over gets up to `farewell_s` to leave."""
+        self._context.destroy(linger=int(farewell_s * 1000))
+
+
+def _open(kind: int, largest: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+    context = zmq.Context()
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, _FRAMES_QUEUED)
+    socket.setsockopt(zmq.RCVHWM, _FRAMES_QUEUED)
+    socket.setsockopt(zmq.MAXMSGSIZE, largest)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    return context, socket
+
+
+def _send(socket: zmq.Socket[bytes], message: Message) -> None:
+    head, pieces = message
+    parts: Sequence[Piece] = (head, *pieces)
+    for at, part in enumerate(parts):
+        more = zmq.SNDMORE if at + 1 < len(parts) else 0
+        socket.send(part, more | zmq.NOBLOCK, copy=memoryview(part).nbytes < _SHARED_BYTES)
+
+
+def _receive(socket: zmq.Socket[bytes]) -> Received | None:
+    """The rest of the message, None if there is none. Of pieces past `PIECES_MAX` nothing is kept: it will not match."""
+    if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        return None
+    parts = [socket.recv(zmq.NOBLOCK, copy=False).buffer]
+    while socket.getsockopt(zmq.RCVMORE):
+        part = socket.recv(zmq.NOBLOCK, copy=False).buffer
+        if len(parts) < PIECES_MAX + 2:  # before them a head and, at the shard, who sent them
+            parts.append(part)
+    return parts[0], parts[1:]

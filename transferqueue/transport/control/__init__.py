@@ -1,0 +1,1 @@
+"""Control frames: in process, over a socket file, over ZeroMQ."""

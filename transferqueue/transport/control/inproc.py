@@ -1,0 +1,174 @@
+"""Frames between threads of one process: two bounded queues and two wake-ups for each channel.
+
+The same encoded frames travel as over a socket, so that there is one path to test. A client that does
+not take its answers is closed when `FRAMES_QUEUED_MAX` of them lie, like a peer behind a socket.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import threading
+from collections import deque
+from typing import Final
+
+from transferqueue.errors import Disconnected, Unreachable
+from transferqueue.limits import FRAMES_QUEUED_MAX
+from transferqueue.transport.address import InprocAddress
+from transferqueue.transport.system.wakeup import Wakeup
+
+_hubs: Final[dict[str, Hub]] = {}
+_numbers: Final = itertools.count(1)
+
+
+class InprocChannel:
+    """The client's end. See `transferqueue.transport.ClientChannel`."""
+
+    ways: Final = 1
+    is_lost: Final = False
+
+    def __init__(self, hub: Hub, peer: int) -> None:
+        self._hub = hub
+        self._peer = peer
+        self._arrived: deque[bytes] = deque()
+        self._ready = Wakeup()
+        self._open = True
+
+    @property
+    def address(self) -> str:
+        """``inproc:`` and the server's id."""
+        return self._hub.address
+
+    @property
+    def doubt(self) -> str:
+        """See `transferqueue.transport.ClientChannel`."""
+        return "the embedded server is busy, or its process was stopped"
+
+    def send(self, frame: bytes) -> None:
+        """Queue a frame for the server's thread and wake it."""
+        if not self._open:
+            raise Disconnected(f"the embedded server {self.address} is closed, or this channel to it")
+        self._hub._take(self._peer, frame)
+
+    def recv_nowait(self) -> bytes | None:
+        """The next frame, or None."""
+        if self._arrived:
+            return self._arrived.popleft()
+        if not self._open:
+            raise Disconnected(f"the embedded server {self.address} is closed, or this channel to it")
+        return None
+
+    def wait(self, wakeup: Wakeup, timeout_s: float | None) -> None:
+        """Sleep until a frame, the wake-up or the time."""
+        if self._open and not self._arrived:
+            polled = select.poll()
+            polled.register(self._ready.fileno(), select.POLLIN)
+            polled.register(wakeup.fileno(), select.POLLIN)
+            polled.poll(None if timeout_s is None else timeout_s * 1000)
+        if self._open:
+            self._ready.clear()
+        wakeup.clear()
+
+    def close(self) -> None:
+        """Leave the server."""
+        self._hub._forget(self._peer)
+        self._shut()
+        self._ready.close()
+
+    def _give(self, frame: bytes) -> bool:
+        if len(self._arrived) >= FRAMES_QUEUED_MAX:
+            return False
+        self._arrived.append(frame)
+        self._ready.set()
+        return True
+
+    def _shut(self) -> None:
+        self._open = False
+        self._ready.set()
+
+
+class Hub:
+    """The server's end of all in-process channels. `wakeup` is set when a frame has arrived.
+
+    Clients connect and send from any thread; the rest belongs to the server's thread.
+    """
+
+    def __init__(self, wakeup: Wakeup) -> None:
+        self.id = f"{os.getpid()}-{next(_numbers)}"
+        self._wakeup = wakeup
+        self._channels: dict[int, InprocChannel] = {}
+        self._peers = itertools.count(1)
+        self._arrived: deque[tuple[int, bytes | None]] = deque()
+        self._changing = threading.Lock()
+        _hubs[self.id] = self
+
+    @property
+    def address(self) -> str:
+        """What `dial` takes."""
+        return str(InprocAddress(self.id))
+
+    def recv_nowait(self) -> tuple[int, bytes | None] | None:
+        """The next frame and who sent it, or None. A frame of None, the last of its sender: it has left."""
+        return self._arrived.popleft() if self._arrived else None
+
+    def send(self, peer: int, frame: bytes) -> bool:
+        """Queue a frame for `peer`. False: it is gone, or was closed just now for not reading."""
+        channel = self._channels.get(peer)
+        if channel is None:
+            return False
+        if not channel._give(frame):
+            self._forget(peer)
+            channel._shut()
+            return False
+        return True
+
+    def close(self) -> None:
+        """End all channels: their clients see `Disconnected` after what was already sent to them."""
+        _hubs.pop(self.id, None)
+        with self._changing:
+            channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            channel._shut()
+
+    def _connect(self) -> InprocChannel:
+        with self._changing:
+            peer = next(self._peers)
+            channel = self._channels[peer] = InprocChannel(self, peer)
+        return channel
+
+    def _take(self, peer: int, frame: bytes) -> None:
+        if len(self._arrived) >= FRAMES_QUEUED_MAX:
+            raise Unreachable(
+                f"the embedded server {self.address} has {len(self._arrived)} frames to read; it takes no more: "
+                "it is overloaded or stuck"
+            )
+        self._arrived.append((peer, frame))
+        self._wakeup.set()
+
+    def _forget(self, peer: int) -> None:
+        with self._changing:
+            known = self._channels.pop(peer, None)
+        if known is not None:
+            self._arrived.append((peer, None))
+            self._wakeup.set()
+
+
+def connect(address: InprocAddress) -> InprocChannel:
+    """A channel to an embedded server; `Unreachable` if none of this id runs here."""
+    hub = _hubs.get(address.id)
+    if hub is None:
+        raise Unreachable(f"no embedded server {address} runs in this process; other processes use its ipc address")
+    return hub._connect()
+
+
+def is_open(address: InprocAddress) -> bool:
+    """Whether an embedded server of this id runs in this process."""
+    return address.id in _hubs
+
+
+def _forget_all_in_child() -> None:
+    _hubs.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all_in_child)

@@ -1,0 +1,268 @@
+"""Frames over ZeroMQ, to other machines: DEALER at the client, ROUTER at the server.
+
+Every socket has marks that bound what it keeps, closes at once (LINGER 0) and drops a frame over
+`MESSAGE_BYTES_MAX` together with the connection that sent it. Each channel owns its context, so that
+closing it gives back its descriptors and its thread and nobody else's.
+
+A server with keys (`keyring`) hears only those it knows, each named by its public key (`Keyed`); one without keys listens at
+loopback only.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import sys
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+import zmq
+
+from transferqueue.errors import AddressInUse, Disconnected, Unreachable, UsageError
+from transferqueue.limits import FRAMES_QUEUED_MAX, MESSAGE_BYTES_MAX
+from transferqueue.transport.address import TcpAddress
+from transferqueue.transport.control.send_result import Sent
+from transferqueue.transport.control.strangers import Strangers
+from transferqueue.transport.security.keyring import Keyring
+from transferqueue.transport.security.keys import ClientKeys, secure
+from transferqueue.transport.security.zap import KEY_PROPERTY, Gate
+from transferqueue.transport.system.wakeup import Wakeup
+
+RECONNECT_MS: Final = 10
+"""First pause before a lost connection is tried again; doubles up to `RECONNECT_MS_MAX`."""
+RECONNECT_MS_MAX: Final = 500
+REDIAL_MS: Final = 50
+"""After a loss ZeroMQ says at once that it will try again. Where it says nothing for this long it has given up, as it does
+when bytes arrived that are no frames or no key fits; then the connection is opened anew here."""
+HANDSHAKE_MS: Final = 10_000
+"""A greeting between sockets that takes longer, because bytes of it changed on the way, is begun anew."""
+PING_MS: Final = 5_000
+"""A tcp connection that is silent this long is asked; without an answer it is opened anew."""
+
+
+class ZmqChannel:
+    """The client's end. See `transferqueue.transport.ClientChannel`."""
+
+    def __init__(self, place: TcpAddress, keys: ClientKeys | None = None) -> None:
+        self.address = str(place)
+        self.doubt = _doubt(place, keys)
+        self._context, self._socket = _open(zmq.DEALER)
+        self._socket.setsockopt(zmq.IPV6, int(place.host.startswith("[")))
+        secure(self._socket, keys)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._events = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+        )
+        self._poller.register(self._events, zmq.POLLIN)
+        self._watched: Wakeup | None = None
+        self.ways, self.is_lost = 0, False
+        self._is_given_up = False
+        try:
+            self._socket.connect(self.address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise UsageError(f"address {self.address!r} cannot be connected to: {error.strerror}") from error
+
+    def send(self, frame: bytes) -> None:
+        """Queue a frame; ZeroMQ's own thread sends it."""
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            raise Unreachable(
+                f"{self.address} has taken none of the last {FRAMES_QUEUED_MAX} messages; nothing reads there"
+            ) from None
+        except zmq.ZMQError as error:
+            raise Disconnected(f"the channel to {self.address} is closed") from error
+
+    def recv_nowait(self) -> bytes | None:
+        """The next frame, or None."""
+        try:
+            parts = _receive(self._socket, parts_max=1)
+        except zmq.ZMQError as error:
+            raise Disconnected(f"the channel to {self.address} is closed") from error
+        return parts[0] if parts else None
+
+    def wait(self, wakeup: Wakeup, timeout_s: float | None) -> None:
+        """Sleep until a frame, the wake-up or the time."""
+        if self._watched is not wakeup:
+            if self._watched is not None:
+                self._poller.unregister(self._watched)
+            self._poller.register(wakeup, zmq.POLLIN)
+            self._watched = wakeup
+        timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
+        if self._is_given_up:
+            timeout_ms = REDIAL_MS if timeout_ms is None else min(timeout_ms, REDIAL_MS)
+        ready = self._poller.poll(timeout_ms)
+        if self._is_given_up and not ready:
+            self._dial_again()
+        for source, _ in ready:
+            if source is self._events:
+                self._hear_events()
+            elif source == wakeup.fileno():
+                wakeup.clear()
+
+    def _hear_events(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                event, _ = self._events.recv_multipart(zmq.NOBLOCK)
+                number = int.from_bytes(event[:2], sys.byteorder)
+                self._is_given_up = number == zmq.EVENT_DISCONNECTED
+                if number != zmq.EVENT_CONNECT_RETRIED:
+                    self.is_lost = number == zmq.EVENT_DISCONNECTED
+                    self.ways += not self.is_lost
+
+    def _dial_again(self) -> None:
+        self._is_given_up = False
+        with suppress(zmq.ZMQError):  # it may have forgotten that already
+            self._socket.disconnect(self.address)
+        self._socket.connect(self.address)
+
+    def close(self) -> None:
+        """Close the connection; frames not yet sent are lost."""
+        self._context.destroy(linger=0)
+
+
+class Keyed(NamedTuple):
+    """A peer that showed a key: where answers to it go, and its public key."""
+
+    route: bytes
+    key: str
+
+
+class Port:
+    """The server's end of all connections, of every address it listens at. Used by one thread.
+
+    keyring: who is let in; None: whoever can reach a loopback address, and no other is listened at.
+    """
+
+    def __init__(self, keyring: Keyring | None = None) -> None:
+        self._context, self.socket = _open(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else a frame to a full or lost peer vanishes unseen
+        self._gate = Gate(self._context, keyring) if keyring is not None else None
+        self._strangers = Strangers(self.socket)
+        self._last: tuple[bytes | Keyed, zmq.Frame] | None = None
+        self.sources: Final = [self.socket, self._strangers.source, *([self._gate.socket] if self._gate else [])]
+        """What becomes readable when there is something to receive or to decide."""
+
+    def decide(self) -> bool:
+        """Let those in who knock and may enter. Returns whether the keys changed: then some inside may no longer."""
+        self._strangers.hear()
+        self._strangers.tick()
+        return self._gate is not None and self._gate.decide()
+
+    def patience_s(self) -> float | None:
+        """How soon `decide` must be called; None: not by itself."""
+        return self._strangers.patience_s()
+
+    def admit(self, peer: bytes | Keyed) -> None:
+        """The sender of the frame that was received last is no stranger: it has a session."""
+        if self._last is not None and self._last[0] == peer:
+            self._strangers.admit(self._last[1])
+
+    def listen(self, place: TcpAddress) -> str:
+        """Listen at `place` too; returns the address with the port in it. `AddressInUse`, or `UsageError`."""
+        check_open(place, keyed=self._gate is not None)
+        self.socket.setsockopt(zmq.IPV6, int(place.host.startswith("[")))
+        if self._gate is not None:
+            self._gate.guard(self.socket)
+        try:
+            self.socket.bind(str(place))
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                raise AddressInUse(f"address {place} is in use by another server; stop it or take another") from error
+            raise UsageError(f"address {place} cannot be listened at: {error.strerror}") from error
+        return self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def recv_nowait(self) -> tuple[bytes | Keyed, bytes] | None:
+        """The next frame and who sent it, or None. A message of several parts, which no client of ours
+        sends, comes as the empty frame, which is no message."""
+        try:
+            first = self.socket.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        body, parts = first, 1
+        while self.socket.getsockopt(zmq.RCVMORE):
+            part, parts = self.socket.recv(zmq.NOBLOCK, copy=False), parts + 1
+            body = part if parts == 2 else body
+        peer = first.bytes if self._gate is None else _named(first.bytes, body)
+        self._last = peer, body
+        return peer, body.bytes if parts == 2 else b""
+
+    def send(self, peer: bytes | Keyed, frame: bytes) -> Sent:
+        """Queue a frame for `peer` without waiting."""
+        try:
+            self.socket.send(peer.route if isinstance(peer, Keyed) else peer, zmq.SNDMORE | zmq.NOBLOCK)
+            self.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return Sent.UNREAD
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return Sent.GONE
+            raise
+        return Sent.ON_ITS_WAY
+
+    def close(self, farewell_s: float = 0.0) -> None:
+        """Stop listening; frames already queued get up to `farewell_s` to leave."""
+        self._context.destroy(linger=int(farewell_s * 1000))
+
+
+def check_open(place: TcpAddress, *, keyed: bool) -> None:
+    """`UsageError` for an address that others could reach, of a server without keys."""
+    if keyed or is_loopback(place.host):
+        return
+    raise UsageError(
+        f"address {place} can be reached from other machines, and this server has no keys: whoever reaches it could read "
+        "and change everything. Make keys (transferqueue keys new NAME --role ROLE) and serve with --keys, or listen "
+        "at 127.0.0.1"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address with this host."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _doubt(place: TcpAddress, keys: ClientKeys | None) -> str:
+    start = f"is a server running there? Start one: transferqueue serve --address {place}"
+    if keys is None:
+        return f"{start}. One that has keys does not answer those without: connect with a join token (transferqueue keys token)"
+    return f"{start} --keys. One that runs does not answer a key that it does not know, or that was revoked"
+
+
+def _named(route: bytes, frame: zmq.Frame) -> bytes | Keyed:
+    try:
+        return Keyed(route, str(frame.get(KEY_PROPERTY)))
+    except zmq.ZMQError:
+        return route
+
+
+def _open(kind: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+    context = zmq.Context()
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, FRAMES_QUEUED_MAX)
+    socket.setsockopt(zmq.RCVHWM, FRAMES_QUEUED_MAX)
+    socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    return context, socket
+
+
+def _receive(socket: zmq.Socket[bytes], parts_max: int) -> list[bytes] | None:
+    """The parts of one message, None if there is none. Of a longer one only the first part, so that a
+    peer cannot make many parts pile up."""
+    try:
+        parts = [socket.recv(zmq.NOBLOCK)]
+    except zmq.Again:
+        return None
+    while socket.getsockopt(zmq.RCVMORE):
+        part = socket.recv(zmq.NOBLOCK)
+        if len(parts) <= parts_max:
+            parts.append(part)
+    return parts if len(parts) <= parts_max else parts[:1]

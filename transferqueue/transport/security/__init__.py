@@ -1,0 +1,1 @@
+"""Keys, and who may connect with which."""

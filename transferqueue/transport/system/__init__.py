@@ -1,0 +1,1 @@
+"""What the operating system gives: host identity, locks, private files, wake-ups."""
