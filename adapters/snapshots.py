@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from transferqueue.errors import NotFound, listing
-from transferqueue.server.cutfiles import TableAbout, read_about, read_rows, read_values
+from transferqueue.server.durability.snapshot_files import TableAbout, read_about, read_rows, read_values
 from transferqueue.storage.snapshot import Snapshot
 
 INLINE, PLACED = "field/", "at/"

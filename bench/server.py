@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.harness import ROOT
-from transferqueue.server.runtime import SHARED_MEMORY, arena_root, sweep_arenas
+from transferqueue.server.files import SHARED_MEMORY, arena_root, sweep_arenas
 
 START_S = 20
 

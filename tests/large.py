@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 
 import transferqueue as tq
-from transferqueue.server import embedded
-from transferqueue.server.snapshots import SNAPSHOTS_VARIABLE
+from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE
+from transferqueue.server.process import embedded
 
 GIB: Final = 1 << 30
 OVER: Final = 2 * GIB + (64 << 20)

@@ -166,7 +166,7 @@ def _left(deadline: float) -> float:
 def _embedded(
     arena_bytes: int | str | None, runtime: str | Path | None, timeout_s: float, label: str, data: Data
 ) -> Client:
-    from transferqueue.server import embedded  # only who has a server of its own loads one
+    from transferqueue.server.process import embedded  # only who has a server of its own loads one
 
     server = embedded.start(arena_bytes, runtime)
     try:

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 import transferqueue as tq
-from transferqueue.server import runtime
-from transferqueue.server.assembly import Server, first_epoch
-from transferqueue.server.durable import Durable
-from transferqueue.server.journal import Level
-from transferqueue.server.serving import Signals
+from transferqueue.server import files as runtime
+from transferqueue.server.durability.journal import Level
+from transferqueue.server.durability.state_directory import Durable
+from transferqueue.server.process.assembly import Server, first_epoch
+from transferqueue.server.process.serve import Signals
 from transferqueue.transport import IpcAddress
 
 ARENA_BYTES = 64 << 20

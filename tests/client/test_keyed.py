@@ -160,7 +160,7 @@ def test_files_of_a_server_are_private_under_any_umask(tmp_path):
 
 def test_a_keyring_is_needed_for_any_address_but_loopback(tmp_path, monkeypatch):
     monkeypatch.setenv("TRANSFERQUEUE_KEYS", str(tmp_path / "none"))
-    from transferqueue.server.serving import serve
+    from transferqueue.server.process.serve import serve
 
     for address in ("tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0", "tcp://10.1.2.3:7777", "tcp://somehost:7777"):
         with pytest.raises(tq.UsageError, match=r"this server has no keys.*Make keys.*--keys, or listen at 127.0.0.1"):

@@ -19,9 +19,9 @@ import pytest
 
 import transferqueue as tq
 from transferqueue.errors import Corruption, EndOfTable, FlowSignal, Full, NotFound, OutOfMemory, UsageError
-from transferqueue.server import embedded
-from transferqueue.server.cutfiles import _Rows
-from transferqueue.server.snapshots import SNAPSHOTS_VARIABLE
+from transferqueue.server.durability.snapshot_files import _Rows
+from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE
+from transferqueue.server.process import embedded
 from transferqueue.storage import snapshot as files
 
 

@@ -8,9 +8,9 @@ import pytest
 
 import transferqueue as tq
 from transferqueue.errors import Corruption, UsageError
-from transferqueue.server.assembly import Server
-from transferqueue.server.durable import Durable
-from transferqueue.server.journal import Level
+from transferqueue.server.durability.journal import Level
+from transferqueue.server.durability.state_directory import Durable
+from transferqueue.server.process.assembly import Server
 from transferqueue.transport import IpcAddress
 
 

@@ -10,7 +10,7 @@ import transferqueue as tq
 from transferqueue.cluster.actor import QueueActor
 from transferqueue.cluster.names import SAID, Deploy, Named, Refused, Ways, read, write
 from transferqueue.errors import PermissionDenied
-from transferqueue.server.supervising import EXIT_AGAIN
+from transferqueue.server.process.supervisor import EXIT_AGAIN
 from transferqueue.transport import this_host
 
 NAMED = Named("tests", "one")

@@ -17,9 +17,9 @@ from transferqueue.errors import FlowSignal, TransferQueueError, UsageError
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence.snapshot import Cut, TableCut, take
 from transferqueue.limits import MIB
-from transferqueue.server.cutfiles import _placement
-from transferqueue.server.memory import Memory
-from transferqueue.server.snapshots import Snapshots
+from transferqueue.server.durability.snapshot_files import _placement
+from transferqueue.server.durability.snapshots import Snapshots
+from transferqueue.server.shards.own_memory import Memory
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.wire import messages as m

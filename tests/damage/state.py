@@ -29,11 +29,11 @@ from transferqueue.errors import Corruption
 from transferqueue.ledger.persistence import image
 from transferqueue.policies import Complete, Manual, Task
 from transferqueue.schema import Field
-from transferqueue.server import durable
-from transferqueue.server.durable import Durable
-from transferqueue.server.head import MARGIN_BYTES
-from transferqueue.server.journal import Level
-from transferqueue.server.runtime import SHARED_MEMORY
+from transferqueue.server.durability import state_directory as durable
+from transferqueue.server.durability.journal import Level
+from transferqueue.server.durability.journal_head import MARGIN_BYTES
+from transferqueue.server.durability.state_directory import Durable
+from transferqueue.server.files import SHARED_MEMORY
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.damage import state
 from transferqueue.errors import Corruption
-from transferqueue.server import head
-from transferqueue.server.durable import Durable
+from transferqueue.server.durability import journal_head as head
+from transferqueue.server.durability.state_directory import Durable
 
 fractions = st.floats(0, 1, exclude_max=True)
 

@@ -32,7 +32,7 @@ from tests.fuzz.typed import FIELDS, Typed, World
 from transferqueue.errors import BY_NAME, ProtocolError
 from transferqueue.limits import MIB, Limits
 from transferqueue.policies import Manual, Pacing, Task
-from transferqueue.server.serving import serve
+from transferqueue.server.process.serve import serve
 from transferqueue.transport import FileLock, this_host
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m

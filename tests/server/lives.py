@@ -6,10 +6,10 @@ from pathlib import Path
 from tests.server.nodes import Bench, Client, Watched
 from transferqueue.limits import MIB
 from transferqueue.schema import Field, layout
-from transferqueue.server.durable import Durable
-from transferqueue.server.memory import Memory
+from transferqueue.server.durability.state_directory import Durable
 from transferqueue.server.node import Node, Place
-from transferqueue.server.resuming import resume
+from transferqueue.server.resume import resume
+from transferqueue.server.shards.own_memory import Memory
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.wire import messages as m
 

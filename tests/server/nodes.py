@@ -9,8 +9,8 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import MIB
 from transferqueue.policies import Task
 from transferqueue.schema import Field
-from transferqueue.server.memory import Memory
 from transferqueue.server.node import Node, Place
+from transferqueue.server.shards.own_memory import Memory
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.transport import this_host
 from transferqueue.wire import codec

@@ -7,8 +7,8 @@ import pytest
 
 from transferqueue.errors import BY_NAME
 from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, BULK_WINDOW_FRAMES, FRAME_BYTES, MIB
-from transferqueue.server.bulk import Exchange
-from transferqueue.server.tickets import Tickets
+from transferqueue.server.shards.bulk_endpoint import Exchange
+from transferqueue.server.shards.tickets import Tickets
 from transferqueue.storage import drafts
 from transferqueue.storage.inputs import prepare
 from transferqueue.storage.memory.arena import Arena

@@ -12,8 +12,8 @@ from transferqueue.ledger.state import State
 from transferqueue.limits import DEFECT_PAUSE_S
 from transferqueue.policies import Task
 from transferqueue.schema import Field
-from transferqueue.server.journal import Level, SqliteJournal
-from transferqueue.server.recording import RecordedLedger, recover
+from transferqueue.server.durability.journal import Level, SqliteJournal
+from transferqueue.server.durability.recorded_ledger import RecordedLedger, recover
 from transferqueue.transport import this_host
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m

@@ -17,12 +17,15 @@ from transferqueue.errors import AddressInUse, Corruption, UsageError
 from transferqueue.limits import MIB, PAGE_BYTES
 from transferqueue.policies import Manual, Task
 from transferqueue.schema import Field
-from transferqueue.server import durable, evidence, head, past
 from transferqueue.server.__main__ import main
-from transferqueue.server.durable import Durable
-from transferqueue.server.journal import Level, SqliteJournal, read_journal
-from transferqueue.server.runtime import served_arena, sweep_arenas
-from transferqueue.server.supervising import EXIT_TOLD, EXIT_WRONG_CALL
+from transferqueue.server.durability import journal_head as head
+from transferqueue.server.durability import recovery as past
+from transferqueue.server.durability import state_directory as durable
+from transferqueue.server.durability.journal import Level, SqliteJournal, read_journal
+from transferqueue.server.durability.state_directory import Durable
+from transferqueue.server.files import served_arena, sweep_arenas
+from transferqueue.server.process.supervisor import EXIT_TOLD, EXIT_WRONG_CALL
+from transferqueue.server.sessions import liveness as evidence
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.transport import FileLock, this_host
 from transferqueue.wire import messages as m

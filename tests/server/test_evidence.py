@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from transferqueue.errors import UsageError
-from transferqueue.server.evidence import gather
+from transferqueue.server.sessions.liveness import gather
 from transferqueue.transport import FileLock, this_host
 from transferqueue.wire import messages as m
 

@@ -16,7 +16,7 @@ from tests.server.nodes import Bench, local, numbers
 from transferqueue.limits import ITEMS_MAX, PAGE_BYTES
 from transferqueue.policies import Compare, Complete, Pacing, TagIs, Task
 from transferqueue.schema import Field, layout
-from transferqueue.server.snapshots import Snapshots
+from transferqueue.server.durability.snapshots import Snapshots
 from transferqueue.transport import FileLock, this_host
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m

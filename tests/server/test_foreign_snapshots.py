@@ -19,7 +19,7 @@ import transferqueue as tq
 from tests.damage.restoring import Restorer
 from transferqueue.adapters.snapshots import read_table
 from transferqueue.errors import Corruption
-from transferqueue.server.snapshots import SNAPSHOTS_VARIABLE
+from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE
 
 
 @pytest.fixture(scope="module")

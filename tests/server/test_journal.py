@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from transferqueue.errors import Corruption, JournalFailed, UsageError
-from transferqueue.server.journal import Level, Origin, SqliteJournal, read_journal
+from transferqueue.server.durability.journal import Level, Origin, SqliteJournal, read_journal
 
 LEVELS = [Level.PROCESS, Level.DISK]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from transferqueue.limits import ARENA_SLICE_BYTES, ARENA_STEP_BYTES, GIB, MIB
-from transferqueue.server.memory import Memory
+from transferqueue.server.shards.own_memory import Memory
 from transferqueue.storage import Arena
 
 

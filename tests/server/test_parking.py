@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from transferqueue.policies import TagIs
-from transferqueue.server.parking import Parking, lane_of
+from transferqueue.server.sessions.waiting import Parking, lane_of
 from transferqueue.wire import messages as m
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from tests.ledger.driver import World
 from transferqueue.ledger import Ledger
 from transferqueue.policies import Task
-from transferqueue.server.journal import Level, SqliteJournal
-from transferqueue.server.recording import RecordedLedger, recover
+from transferqueue.server.durability.journal import Level, SqliteJournal
+from transferqueue.server.durability.recorded_ledger import RecordedLedger, recover
 from transferqueue.wire import messages as m
 
 

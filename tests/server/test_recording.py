@@ -14,8 +14,8 @@ from transferqueue.errors import Corruption, InternalError, UsageError
 from transferqueue.ledger import Ledger, Wait
 from transferqueue.ledger.dispatch import OPERATIONS
 from transferqueue.policies import Task
-from transferqueue.server import recording
-from transferqueue.server.recording import RecordedLedger, Tail, recover
+from transferqueue.server.durability import recorded_ledger as recording
+from transferqueue.server.durability.recorded_ledger import RecordedLedger, Tail, recover
 from transferqueue.wire import messages as m
 
 

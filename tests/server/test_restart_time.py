@@ -8,8 +8,8 @@ import pytest
 from tests.ledger.driver import World
 from transferqueue.limits import Limits
 from transferqueue.policies import Complete, Task
-from transferqueue.server.journal import Level, SqliteJournal
-from transferqueue.server.recording import RecordedLedger, recover
+from transferqueue.server.durability.journal import Level, SqliteJournal
+from transferqueue.server.durability.recorded_ledger import RecordedLedger, recover
 
 ROWS = 100_000
 SERVES_WITHIN_S = 2.0

@@ -19,9 +19,10 @@ from tests.damage.restoring import NOW, Restorer
 from transferqueue.errors import Corruption, InternalError, UsageError
 from transferqueue.ledger.persistence import restore as planting
 from transferqueue.policies import Complete, Task
-from transferqueue.server import cutfiles, snapshots
-from transferqueue.server.journal import Level, SqliteJournal
-from transferqueue.server.recording import RecordedLedger, recover
+from transferqueue.server.durability import snapshot_files as cutfiles
+from transferqueue.server.durability import snapshots
+from transferqueue.server.durability.journal import Level, SqliteJournal
+from transferqueue.server.durability.recorded_ledger import RecordedLedger, recover
 from transferqueue.storage import snapshot
 from transferqueue.storage.inputs import from_snapshot as frozen
 from transferqueue.wire import messages as m

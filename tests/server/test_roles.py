@@ -6,8 +6,8 @@ import pytest
 
 from tests.server.nodes import Bench, Client, lease
 from transferqueue.errors import PermissionDenied
-from transferqueue.server.roles import MAY, Door, check_offer, denied
-from transferqueue.server.sessions import NOWHERE
+from transferqueue.server.sessions.authorization import MAY, Door, check_offer, denied
+from transferqueue.server.sessions.sessions import NOWHERE
 from transferqueue.transport.control.zeromq import Keyed
 from transferqueue.transport.security import keyring
 from transferqueue.transport.security.keyring import Keyring
@@ -19,7 +19,7 @@ REQUESTS = typing.get_args(m.Request)
 
 
 def test_every_request_is_in_the_table():
-    assert set(MAY) == set(REQUESTS), "a new request needs its row in transferqueue/server/roles.py"
+    assert set(MAY) == set(REQUESTS), "a new request needs its row in transferqueue/server/sessions/authorization.py"
     assert all("admin" in may for may in MAY.values())
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from transferqueue.errors import AddressInUse, UsageError
 from transferqueue.limits import MIB
-from transferqueue.server.runtime import Home, served_arena, sweep_arenas
+from transferqueue.server.files import Home, served_arena, sweep_arenas
 from transferqueue.transport import FileLock, IpcAddress
 from transferqueue.transport.system.private_files import private_directory
 

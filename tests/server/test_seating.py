@@ -5,7 +5,7 @@ import pytest
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.limits import Limits
 from transferqueue.policies import Acked, Pacing, Task
-from transferqueue.server.seating import elsewhere
+from transferqueue.server.sessions.home_coordinator import elsewhere
 from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import Seat, seat_of
 

@@ -15,9 +15,9 @@ from transferqueue.errors import AddressInUse, Disconnected, UsageError
 from transferqueue.limits import FRAMES_QUEUED_MAX, MIB
 from transferqueue.policies import Task
 from transferqueue.schema import Field
-from transferqueue.server import embedded
-from transferqueue.server.assembly import Server
-from transferqueue.server.runtime import private_arena
+from transferqueue.server.files import private_arena
+from transferqueue.server.process import embedded
+from transferqueue.server.process.assembly import Server
 from transferqueue.transport import FileLock, IpcAddress, Wakeup, dial, parse_address, this_host
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m

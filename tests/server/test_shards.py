@@ -10,8 +10,8 @@ from transferqueue.errors import UsageError
 from transferqueue.limits import ARENA_STEP_BYTES, MIB, PAGE_BYTES, RESULTS_SHARE
 from transferqueue.policies import Task
 from transferqueue.schema import Field, align
-from transferqueue.server.roles import Door
-from transferqueue.server.tickets import Standing, Tickets
+from transferqueue.server.sessions.authorization import Door
+from transferqueue.server.shards.tickets import Standing, Tickets
 from transferqueue.transport import this_host
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.transport.control.zeromq import Keyed
@@ -170,7 +170,7 @@ def test_a_ticket_holds_in_the_shard_and_what_it_was_for_is_lent_again_only_when
 
 
 def test_what_stands_is_told_once_many_have_ended(bench, monkeypatch):
-    monkeypatch.setattr("transferqueue.server.further._ENDS_KEPT", 3)
+    monkeypatch.setattr("transferqueue.server.shards.remote_shard._ENDS_KEPT", 3)
     shard = Joined(bench, host="there")
     shard.work()
     client = bench.client(host="there")

@@ -10,7 +10,7 @@ import pytest
 
 from transferqueue.errors import JournalFailed, OutOfMemory, UsageError
 from transferqueue.limits import RESTARTS_MAX
-from transferqueue.server.supervising import EXIT_AGAIN, EXIT_TOLD, EXIT_WRONG_CALL, exit_code
+from transferqueue.server.process.supervisor import EXIT_AGAIN, EXIT_TOLD, EXIT_WRONG_CALL, exit_code
 
 PROGRAM = """
 import os, signal, sys

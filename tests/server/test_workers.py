@@ -13,8 +13,8 @@ import pytest
 from tests.server.nodes import Bench, local
 from transferqueue.observe.stall import diagnose
 from transferqueue.policies import Task
-from transferqueue.server.ending import CUT, GOODBYE, Ending
-from transferqueue.server.workers import GONE_MAX, Workers
+from transferqueue.server.sessions.exit_status import CUT, GOODBYE, Ending
+from transferqueue.server.sessions.workers import GONE_MAX, Workers
 from transferqueue.wire import messages as m
 
 

@@ -8,7 +8,7 @@ from typing import Final
 from tests.server.nodes import Bench
 from transferqueue.policies import Task
 from transferqueue.schema import Field
-from transferqueue.server.tickets import Tickets
+from transferqueue.server.shards.tickets import Tickets
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 

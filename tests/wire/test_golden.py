@@ -9,7 +9,7 @@ from msgspec import inspect
 from tests.server.nodes import Bench
 from tests.wire import examples, golden, session
 from transferqueue.errors import ProtocolError
-from transferqueue.server.tickets import Tickets
+from transferqueue.server.shards.tickets import Tickets
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m

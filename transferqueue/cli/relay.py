@@ -142,7 +142,7 @@ class _Beside(threading.Thread):
 def _serve(addresses: Sequence[str], arena_bytes: str | None, make: Callable[[str], Carrier]) -> None:
     """Be the server, with a carrier into it."""
     from transferqueue.limits import parse_bytes
-    from transferqueue.server.serving import serve
+    from transferqueue.server.process.serve import serve
 
     threads: list[_Beside] = []
 

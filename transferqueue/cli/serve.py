@@ -163,8 +163,8 @@ def serve(
     Prints one line when it listens: "ready", then its addresses (and "web" or "http" and a link, with --web or --http). Clients give the first of them to connect().
     """
     from transferqueue.limits import parse_bytes
-    from transferqueue.server.serving import serve as serve_until_stopped
-    from transferqueue.server.supervising import supervise
+    from transferqueue.server.process.serve import serve as serve_until_stopped
+    from transferqueue.server.process.supervisor import supervise
 
     _refuse_one_token(token_file)
     announce = _announcing({"web": web, "http": http}, tokens)

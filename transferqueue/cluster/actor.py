@@ -25,12 +25,12 @@ from typing import Final
 from transferqueue.cluster.names import DEPLOY, Refused, Ways, read, write
 from transferqueue.cluster.places import Owner, claim, own_directory, sweep
 from transferqueue.errors import AddressInUse, Corruption, TransferQueueError, Unreachable
-from transferqueue.server.assembly import Server, first_epoch
-from transferqueue.server.durable import Durable
-from transferqueue.server.journal import Level
-from transferqueue.server.runtime import SHARED_MEMORY, ArenaHome, arena_root, served_arena, sweep_arenas
-from transferqueue.server.serving import allow_many_files
-from transferqueue.server.supervising import EXIT_AGAIN, EXIT_DEFECT
+from transferqueue.server.durability.journal import Level
+from transferqueue.server.durability.state_directory import Durable
+from transferqueue.server.files import SHARED_MEMORY, ArenaHome, arena_root, served_arena, sweep_arenas
+from transferqueue.server.process.assembly import Server, first_epoch
+from transferqueue.server.process.serve import allow_many_files
+from transferqueue.server.process.supervisor import EXIT_AGAIN, EXIT_DEFECT
 from transferqueue.transport import IpcAddress, TcpAddress, runtime_directory, this_host
 from transferqueue.transport.security.keyring import Keyring, add, key_file, load, token_of
 from transferqueue.transport.security.keys import ROLES, write_token

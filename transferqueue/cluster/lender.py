@@ -15,7 +15,7 @@ from typing import Final
 from transferqueue.cluster.names import LEND, Lend, Refused, Ways, read, write
 from transferqueue.cluster.shard import Shard
 from transferqueue.errors import TransferQueueError
-from transferqueue.server.supervising import EXIT_AGAIN
+from transferqueue.server.process.supervisor import EXIT_AGAIN
 from transferqueue.transport import this_host
 from transferqueue.transport.security.keys import ClientKeys, read_token
 

@@ -27,9 +27,9 @@ from transferqueue.client.sessionlock import session_lock
 from transferqueue.cluster.stores import kept_in
 from transferqueue.errors import DeadlineExceeded, Disconnected, OutOfMemory, ProtocolError, UsageError
 from transferqueue.limits import ARENA_BYTES_DEFAULT, TIMEOUT_S_DEFAULT
-from transferqueue.server.bulk import Shard as Endpoint
-from transferqueue.server.runtime import served_arena
-from transferqueue.server.tickets import Standing, Tickets
+from transferqueue.server.files import served_arena
+from transferqueue.server.shards.bulk_endpoint import Shard as Endpoint
+from transferqueue.server.shards.tickets import Standing, Tickets
 from transferqueue.storage.memory.backing import Backing, Mapped
 from transferqueue.storage.memory.object_store import Objects
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host

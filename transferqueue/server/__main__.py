@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from transferqueue.limits import parse_bytes
-from transferqueue.server.journal import Level
-from transferqueue.server.serving import serve
-from transferqueue.server.supervising import exit_code, supervise
+from transferqueue.server.durability.journal import Level
+from transferqueue.server.process.serve import serve
+from transferqueue.server.process.supervisor import exit_code, supervise
 
 
 def main(arguments: list[str] | None = None) -> int:

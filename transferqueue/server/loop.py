@@ -17,8 +17,8 @@ import zmq
 
 from transferqueue.limits import FRAMES_DRAINED_MAX
 from transferqueue.server.node import Node
-from transferqueue.server.sessions import Peer
-from transferqueue.server.turns import Meter
+from transferqueue.server.sessions.sessions import Peer
+from transferqueue.server.turn_times import Meter
 from transferqueue.transport import Wakeup
 from transferqueue.transport.control.inproc import Hub
 from transferqueue.transport.control.send_result import Sent

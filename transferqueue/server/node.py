@@ -51,20 +51,22 @@ from transferqueue.errors import (
 from transferqueue.ledger.effects import FreeExtent, LeaseEnded, Wait, Wake
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import CALLS_PARKED_MAX, DEFECT_PAUSE_S
-from transferqueue.server import evidence, observing, roles
-from transferqueue.server.durable import Durability, Volatile, without_checksum
-from transferqueue.server.ending import CUT, DIED, GOODBYE
-from transferqueue.server.memory import SHARD, Memory
-from transferqueue.server.parking import Parked, Parking, WakeKey, wait_of
-from transferqueue.server.resuming import origin_of
-from transferqueue.server.seating import elsewhere
-from transferqueue.server.sessions import NOWHERE, Peer, Session, Sessions
-from transferqueue.server.shards import Shards, standing
-from transferqueue.server.snapshots import Snapshots
-from transferqueue.server.tickets import Tickets
-from transferqueue.server.turns import Turns
-from transferqueue.server.withdrawing import withdraw
-from transferqueue.server.workers import Workers
+from transferqueue.server import reports as observing
+from transferqueue.server.durability.snapshots import Snapshots
+from transferqueue.server.durability.state_directory import Durability, Volatile, without_checksum
+from transferqueue.server.resume import origin_of
+from transferqueue.server.sessions import authorization as roles
+from transferqueue.server.sessions import liveness as evidence
+from transferqueue.server.sessions.exit_status import CUT, DIED, GOODBYE
+from transferqueue.server.sessions.home_coordinator import elsewhere
+from transferqueue.server.sessions.sessions import NOWHERE, Peer, Session, Sessions
+from transferqueue.server.sessions.undo import withdraw
+from transferqueue.server.sessions.waiting import Parked, Parking, WakeKey, wait_of
+from transferqueue.server.sessions.workers import Workers
+from transferqueue.server.shards.own_memory import SHARD, Memory
+from transferqueue.server.shards.shards import Shards, standing
+from transferqueue.server.shards.tickets import Tickets
+from transferqueue.server.turn_times import Turns
 from transferqueue.transport.security.keys import Role
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m

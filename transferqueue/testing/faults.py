@@ -31,9 +31,9 @@ from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.leases import Leases
 from transferqueue.ledger.tasks.reservations import Flow
 from transferqueue.ledger.tasks.task_state import TaskState
-from transferqueue.server import recording
-from transferqueue.server.memory import Memory
-from transferqueue.server.parking import Parking
+from transferqueue.server.durability import recorded_ledger as recording
+from transferqueue.server.sessions.waiting import Parking
+from transferqueue.server.shards.own_memory import Memory
 from transferqueue.testing.simulator.machine import SimJournal
 from transferqueue.wire import messages as m
 

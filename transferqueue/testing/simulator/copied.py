@@ -20,7 +20,7 @@ from transferqueue.errors import (
 )
 from transferqueue.limits import PAGE_BYTES, Limits
 from transferqueue.policies import Task
-from transferqueue.server.memory import SHARD
+from transferqueue.server.shards.own_memory import SHARD
 from transferqueue.testing.simulator.job import (
     BODY,
     ROW_BYTES,

@@ -13,11 +13,11 @@ from typing import Final
 from transferqueue.errors import JournalFailed, UsageError
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.rows.blocks import Extent
-from transferqueue.server.evidence import Evidence
-from transferqueue.server.memory import SHARD, Memory
+from transferqueue.server.durability.recorded_ledger import RecordedLedger, recover
 from transferqueue.server.node import Node, Place
-from transferqueue.server.recording import RecordedLedger, recover
-from transferqueue.server.resuming import resume
+from transferqueue.server.resume import resume
+from transferqueue.server.sessions.liveness import Evidence
+from transferqueue.server.shards.own_memory import SHARD, Memory
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.testing.simulator.world import World
 from transferqueue.wire import messages as m

@@ -24,7 +24,7 @@ from transferqueue.limits import check_name
 from transferqueue.transport.address import TcpAddress, parse_address
 
 Role = Literal["admin", "producer", "consumer", "observer", "shard"]
-"""What a key may do; which requests, says `transferqueue.server.roles`."""
+"""What a key may do; which requests, says `transferqueue.server.sessions.authorization`."""
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 TOKEN_PREFIX: Final = "tqjoin_"  # noqa: S105  (a mark, no secret)

@@ -14,10 +14,10 @@ from types import FrameType
 from typing import Any, Final, Self
 
 from transferqueue.errors import UsageError
-from transferqueue.server.assembly import Server, first_epoch
-from transferqueue.server.durable import Durable
-from transferqueue.server.journal import Level
-from transferqueue.server.runtime import ArenaHome, served_arena
+from transferqueue.server.durability.journal import Level
+from transferqueue.server.durability.state_directory import Durable
+from transferqueue.server.files import ArenaHome, served_arena
+from transferqueue.server.process.assembly import Server, first_epoch
 from transferqueue.transport import IpcAddress, TcpAddress, default_address, parse_address, runtime_directory
 from transferqueue.transport.control.zeromq import is_loopback
 from transferqueue.transport.security.keyring import Keyring, default_directory, key_file

@@ -10,7 +10,7 @@ import numpy as np
 from transferqueue.errors import Corruption, NotFound, ProtocolError
 from transferqueue.limits import FIELDS_MAX, FRAME_BYTES, PARTS_MAX
 from transferqueue.schema import Field
-from transferqueue.server.tickets import Tickets
+from transferqueue.server.shards.tickets import Tickets
 from transferqueue.storage.columns.byte_stream import count_of, pieces
 from transferqueue.storage.columns.placement import Blocks, Placement
 from transferqueue.storage.elements.dtypes import U8

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from transferqueue.limits import parse_bytes
-from transferqueue.server.assembly import Server
-from transferqueue.server.runtime import private_arena
+from transferqueue.server.files import private_arena
+from transferqueue.server.process.assembly import Server
 from transferqueue.transport import IpcAddress, parse_address, runtime_directory
 
 _numbers: Final = itertools.count(1)

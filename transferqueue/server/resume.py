@@ -16,7 +16,7 @@ import msgspec
 from transferqueue.errors import Corruption, listing
 from transferqueue.ledger.rows.blocks import Extent
 from transferqueue.ledger.sessions import Session as Known
-from transferqueue.server import evidence
+from transferqueue.server.sessions import liveness as evidence
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from transferqueue.ledger.table import Absence
-from transferqueue.server.further import Further
-from transferqueue.server.parking import Parked, wait_of
-from transferqueue.server.sessions import Session
+from transferqueue.server.sessions.sessions import Session
+from transferqueue.server.sessions.waiting import Parked, wait_of
+from transferqueue.server.shards.remote_shard import Further
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:

@@ -25,11 +25,11 @@ import xxhash
 
 from transferqueue.errors import Corruption
 from transferqueue.limits import PAGE_BYTES
-from transferqueue.server.journal import IDENTITY_BYTES, Level
+from transferqueue.server.durability.journal import IDENTITY_BYTES, Level
 from transferqueue.transport import this_boot
 
 if TYPE_CHECKING:
-    from transferqueue.server.journal import Kept
+    from transferqueue.server.durability.journal import Kept
     from transferqueue.storage.memory.arena import Arena
 
 MARGIN_BYTES: Final = PAGE_BYTES

@@ -35,7 +35,7 @@ from transferqueue.ledger.persistence import image
 from transferqueue.ledger.persistence.snapshot import Cut
 from transferqueue.ledger.tasks.selectors import PluginFactory
 from transferqueue.limits import TAIL_BYTES_MIN, TAIL_RECORDS_MAX
-from transferqueue.server.journal import Journal
+from transferqueue.server.durability.journal import Journal
 from transferqueue.wire import messages as m
 
 

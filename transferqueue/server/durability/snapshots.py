@@ -47,8 +47,16 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence.restore import check_empty
 from transferqueue.ledger.persistence.snapshot import Cut
 from transferqueue.limits import MIB
-from transferqueue.server.cutfiles import Piece, check_cut, pieces, read_about, read_cut, read_tables, write_cut
-from transferqueue.server.memory import SHARD, Memory
+from transferqueue.server.durability.snapshot_files import (
+    Piece,
+    check_cut,
+    pieces,
+    read_about,
+    read_cut,
+    read_tables,
+    write_cut,
+)
+from transferqueue.server.shards.own_memory import SHARD, Memory
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.inputs.block_writer import Draft
 from transferqueue.storage.inputs.from_snapshot import thaw

@@ -36,8 +36,8 @@ from transferqueue.errors import (
     UsageError,
 )
 from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, FAREWELL_S, KIB
-from transferqueue.server.tickets import Tickets
-from transferqueue.server.transfers import Reading, Writing
+from transferqueue.server.shards.tickets import Tickets
+from transferqueue.server.shards.transfers import Reading, Writing
 from transferqueue.storage.memory.backing import Backing
 from transferqueue.transport import TcpAddress, Wakeup, parse_address
 from transferqueue.transport.bulk import protocol as b

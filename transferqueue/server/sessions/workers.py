@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from transferqueue.server.ending import Ending
+from transferqueue.server.sessions.exit_status import Ending
 
 GONE_MAX: Final = 256
 """Tasks of which the last worker is remembered; each may hold a descriptor of its process."""

@@ -33,20 +33,13 @@ import msgspec
 from transferqueue.errors import AddressInUse, Corruption, UsageError
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import ARENA_BYTES_DEFAULT
-from transferqueue.server import past
-from transferqueue.server.head import MARGIN_BYTES, ArenaHead, boot_name
-from transferqueue.server.journal import Level, SqliteJournal, new_origin
-from transferqueue.server.memory import SHARD
-from transferqueue.server.past import Gone, Past
-from transferqueue.server.recording import STATE, RecordedLedger, Tail
-from transferqueue.server.runtime import (
-    SHARED_MEMORY,
-    ArenaHome,
-    arena_root,
-    claim,
-    remove_arena,
-    sweep_arenas,
-)
+from transferqueue.server.durability import recovery as past
+from transferqueue.server.durability.journal import Level, SqliteJournal, new_origin
+from transferqueue.server.durability.journal_head import MARGIN_BYTES, ArenaHead, boot_name
+from transferqueue.server.durability.recorded_ledger import STATE, RecordedLedger, Tail
+from transferqueue.server.durability.recovery import Gone, Past
+from transferqueue.server.files import SHARED_MEMORY, ArenaHome, arena_root, claim, remove_arena, sweep_arenas
+from transferqueue.server.shards.own_memory import SHARD
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena, room
 from transferqueue.storage.memory.checksum import UNCHECKED, checksum

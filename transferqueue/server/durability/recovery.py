@@ -23,11 +23,11 @@ import msgspec
 
 from transferqueue.errors import Corruption, TransferQueueError, UsageError
 from transferqueue.ledger.ledger import Ledger
-from transferqueue.server import head
-from transferqueue.server.head import MARGIN_BYTES, Notes
-from transferqueue.server.journal import Kept, Level, read_journal
-from transferqueue.server.memory import SHARD
-from transferqueue.server.recording import STATE, Tail, recover
+from transferqueue.server.durability import journal_head as head
+from transferqueue.server.durability.journal import Kept, Level, read_journal
+from transferqueue.server.durability.journal_head import MARGIN_BYTES, Notes
+from transferqueue.server.durability.recorded_ledger import STATE, Tail, recover
+from transferqueue.server.shards.own_memory import SHARD
 from transferqueue.storage.memory.allocator import Allocator
 
 JOURNAL: Final = "journal.sqlite"

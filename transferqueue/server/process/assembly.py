@@ -11,16 +11,16 @@ from pathlib import Path
 
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import FAREWELL_S
-from transferqueue.server.bulk import Shard
-from transferqueue.server.durable import Durable
+from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE, Snapshots
+from transferqueue.server.durability.state_directory import Durable
+from transferqueue.server.files import ArenaHome, Home
 from transferqueue.server.loop import Deaths, Descriptor, Loop
-from transferqueue.server.memory import SHARD, Memory
 from transferqueue.server.node import Node, Place
-from transferqueue.server.resuming import resume
-from transferqueue.server.roles import Door
-from transferqueue.server.runtime import ArenaHome, Home
-from transferqueue.server.snapshots import SNAPSHOTS_VARIABLE, Snapshots
-from transferqueue.server.tickets import Tickets
+from transferqueue.server.resume import resume
+from transferqueue.server.sessions.authorization import Door
+from transferqueue.server.shards.bulk_endpoint import Shard
+from transferqueue.server.shards.own_memory import SHARD, Memory
+from transferqueue.server.shards.tickets import Tickets
 from transferqueue.storage.memory.backing import Mapped
 from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
 from transferqueue.transport.control.inproc import Hub

@@ -26,11 +26,11 @@ import msgspec
 from transferqueue.errors import Full, Impossible, NotFound, OutOfMemory, UsageError, listing
 from transferqueue.ledger.effects import FreeExtent
 from transferqueue.limits import PAGE_BYTES, RESULTS_SHARE, SESSIONS_MAX, SHARD_BYTES_MAX
-from transferqueue.server.further import Further
-from transferqueue.server.memory import SHARD, Memory
-from transferqueue.server.parking import WakeKey
-from transferqueue.server.sessions import Session
-from transferqueue.server.tickets import Tickets, issue
+from transferqueue.server.sessions.sessions import Session
+from transferqueue.server.sessions.waiting import WakeKey
+from transferqueue.server.shards.own_memory import SHARD, Memory
+from transferqueue.server.shards.remote_shard import Further
+from transferqueue.server.shards.tickets import Tickets, issue
 from transferqueue.transport import TcpAddress, parse_address
 from transferqueue.wire import messages as m
 

@@ -25,10 +25,10 @@ from transferqueue.errors import ProtocolError
 from transferqueue.ledger.effects import Wait
 from transferqueue.limits import ARENA_STEP_BYTES, ITEMS_MAX, PAGE_BYTES
 from transferqueue.schema import align
-from transferqueue.server.memory import TRIM_AFTER_S, check_size
-from transferqueue.server.parking import WakeKey
-from transferqueue.server.sessions import Session
-from transferqueue.server.tickets import Tickets
+from transferqueue.server.sessions.sessions import Session
+from transferqueue.server.sessions.waiting import WakeKey
+from transferqueue.server.shards.own_memory import TRIM_AFTER_S, check_size
+from transferqueue.server.shards.tickets import Tickets
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import surplus
 from transferqueue.wire import messages as m

@@ -19,7 +19,7 @@ from typing import Final
 
 from transferqueue.errors import Disconnected, Full
 from transferqueue.limits import CALLS_PARKED_MAX, LOCK_CHECK_FIRST_S, LOCK_CHECK_S, SESSION_SILENCE_S, SESSIONS_MAX
-from transferqueue.server.evidence import Evidence
+from transferqueue.server.sessions.liveness import Evidence
 from transferqueue.text import visible
 from transferqueue.transport.control.unix_socket import Line
 from transferqueue.transport.control.zeromq import Keyed

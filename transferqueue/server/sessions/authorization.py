@@ -20,7 +20,7 @@ from pathlib import PurePath
 from typing import Final
 
 from transferqueue.errors import Disconnected, PermissionDenied, UsageError
-from transferqueue.server.sessions import NOWHERE, Peer, Session
+from transferqueue.server.sessions.sessions import NOWHERE, Peer, Session
 from transferqueue.transport.control.zeromq import Keyed
 from transferqueue.transport.security.keyring import Keyring
 from transferqueue.transport.security.keys import ROLES, Role

@@ -1,0 +1,1 @@
+"""The journal, the state directory, and snapshots."""

@@ -1,0 +1,1 @@
+"""Who is connected, who waits, who may do what."""

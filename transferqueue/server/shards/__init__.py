@@ -1,0 +1,1 @@
+"""Memory of this server and of remote shards, and the transfers of its bytes."""
