@@ -10,14 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from transferqueue.client.aio import AsyncBatch, AsyncQueue, AsyncReservation, AsyncTable, AsyncWeightChannel
-    from transferqueue.client.batch import Batch
-    from transferqueue.client.loader import AsyncLoader, Loader
-    from transferqueue.client.queue import Queue
-    from transferqueue.client.reservation import Reservation
-    from transferqueue.client.rows import Rows
-    from transferqueue.client.table import Table
-    from transferqueue.client.weighing import WeightChannel, Weights
+    from transferqueue.client.aio.queue import AsyncBatch, AsyncQueue, AsyncReservation, AsyncTable, AsyncWeightChannel
+    from transferqueue.client.handles.weights import WeightChannel, Weights
+    from transferqueue.client.operations.rows import Rows
+    from transferqueue.client.sync.batch import Batch
+    from transferqueue.client.sync.loader import AsyncLoader, Loader
+    from transferqueue.client.sync.queue import Queue
+    from transferqueue.client.sync.reservation import Reservation
+    from transferqueue.client.sync.table import Table
     from transferqueue.cluster.on_ray import Deployment, deploy_ray
     from transferqueue.embedded import aconnect, connect
     from transferqueue.errors import (
@@ -81,14 +81,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES: Final[dict[str, str]] = {
-    "client.aio": "AsyncBatch AsyncQueue AsyncReservation AsyncTable AsyncWeightChannel",
-    "client.batch": "Batch",
-    "client.loader": "AsyncLoader Loader",
-    "client.queue": "Queue",
-    "client.reservation": "Reservation",
-    "client.rows": "Rows",
-    "client.table": "Table",
-    "client.weighing": "WeightChannel Weights",
+    "client.aio.queue": "AsyncBatch AsyncQueue AsyncReservation AsyncTable AsyncWeightChannel",
+    "client.sync.batch": "Batch",
+    "client.sync.loader": "AsyncLoader Loader",
+    "client.sync.queue": "Queue",
+    "client.sync.reservation": "Reservation",
+    "client.operations.rows": "Rows",
+    "client.sync.table": "Table",
+    "client.handles.weights": "WeightChannel Weights",
     "cluster.on_ray": "Deployment deploy_ray",
     "embedded": "aconnect connect",
     "errors": "AddressInUse AlreadyExists BatchEnded Corruption DeadlineExceeded Disconnected EndOfTable FlowSignal Forked "
@@ -99,8 +99,8 @@ _HOMES: Final[dict[str, str]] = {
     "OldestVersionFirst OnStale Pacing Plugin Predicate Priority Refill Release Requeue Retention Selector TagIs Task "
     "TokenBalanced VersionBetween",
     "schema": "Field",
-    "storage.column": "Column",
-    "storage.prepare": "Repeat",
+    "storage.columns.column": "Column",
+    "storage.inputs.prepare": "Repeat",
 }
 _HOME: Final = {name: f"transferqueue.{module}" for module, names in _HOMES.items() for name in names.split()}
 

@@ -9,12 +9,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from transferqueue.client import checks
-from transferqueue.client.aio import AsyncQueue, Opening
+from transferqueue.client.aio.queue import AsyncQueue, Opening
 from transferqueue.client.client import Client, Data, open_client
-from transferqueue.client.coordinators import check_seats
-from transferqueue.client.joining import EMBEDDED, listed, named_server, ways_in
-from transferqueue.client.queue import Queue
+from transferqueue.client.handles.coordinators import check_seats
+from transferqueue.client.operations import arguments as checks
+from transferqueue.client.session.addresses import EMBEDDED, listed, named_server, ways_in
+from transferqueue.client.sync.queue import Queue
 from transferqueue.cluster.names import is_ray, parse_named
 from transferqueue.errors import UsageError
 from transferqueue.transport.security.keys import ClientKeys

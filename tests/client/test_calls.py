@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from transferqueue.client.calls import Calls, Pending
+from transferqueue.client.session.calls import Calls, Pending
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.limits import ANSWER_S, MESSAGE_BYTES_MAX, RESEND_S
 from transferqueue.policies import Compare

@@ -18,7 +18,7 @@ import pytest
 
 from tests.client.scripted import ScriptedServer
 from tests.wire.test_versions import OLD_REFUSAL
-from transferqueue.client.connection import Connection
+from transferqueue.client.session.connection import Connection
 from transferqueue.errors import Disconnected, Forked, NotFound, ProtocolError, Unreachable, UsageError, VersionMismatch
 from transferqueue.limits import RESEND_S
 from transferqueue.transport import dial

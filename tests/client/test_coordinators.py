@@ -16,7 +16,7 @@ import pytest
 
 import transferqueue as tq
 from tests.client.deployments import LoopThread, Worker
-from transferqueue.client.joining import TOKEN_VARIABLE
+from transferqueue.client.session.addresses import TOKEN_VARIABLE
 from transferqueue.transport.security import keyring
 from transferqueue.transport.security.keys import write_token
 from transferqueue.wire.home_coordinator import seat_of

@@ -17,9 +17,9 @@ import pytest
 
 import transferqueue as tq
 from tests.client.deployments import LoopThread, Served
-from transferqueue.client import remote
-from transferqueue.client.deadline import Deadline
-from transferqueue.client.unwanted import AGAIN, CHANGES_NOTHING
+from transferqueue.client.memory import remote
+from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.undo import AGAIN, CHANGES_NOTHING
 from transferqueue.limits import ANSWER_S, LATE_ANSWER_S
 from transferqueue.transport.bulk import protocol as bulk
 from transferqueue.transport.bulk.tcp import StreamLine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transferqueue.client.keeping import Keeper, Kept
+from transferqueue.client.session.lease_renewal import Keeper, Kept
 
 
 def kept(keeper: Keeper, lease: int = 1, *, lease_s: float = 30.0, limit_s: float = 100.0, now: float = 0.0) -> Kept:

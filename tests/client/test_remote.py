@@ -19,7 +19,7 @@ import pytest
 
 import transferqueue as tq
 from tests.client.deployments import Served, Worker
-from transferqueue.client import remote
+from transferqueue.client.memory import remote
 from transferqueue.limits import BULK_TRIES
 from transferqueue.storage.memory.buffer_pool import Buffers
 from transferqueue.transport.bulk.zeromq import BulkLine
@@ -244,7 +244,7 @@ def test_a_reader_that_stalls_holds_few_bytes_at_the_server(server: Served, name
         return int(status.split("RssAnon:")[1].split()[0]) << 10
 
     program = """
-        import transferqueue.client.remote as remote
+        import transferqueue.client.memory.remote as remote
         class Stalled(remote.Fetch):
             def receive(self):
                 print("stalled", flush=True)

@@ -271,7 +271,7 @@ def test_a_server_that_stops_in_order_is_gone_on_with_too(tmp_path: Path) -> Non
 def test_a_call_to_a_server_that_does_not_come_back_ends_at_its_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transferqueue.client.calls.ANSWER_S", 1.0)
+    monkeypatch.setattr("transferqueue.client.session.calls.ANSWER_S", 1.0)
     with Supervised(tmp_path, "process", supervise=False) as server, tq.connect(server.address) as queue:
         table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
         server.kill()

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transferqueue.client.driving import Work
-from transferqueue.client.memory import placement_of
-from transferqueue.client.shards import _one, _split, together
+from transferqueue.client.memory.mapped import placement_of
+from transferqueue.client.memory.shards import _one, _split, together
+from transferqueue.client.session.run import Work
 from transferqueue.errors import Unreachable
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import Blocks

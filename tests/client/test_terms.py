@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transferqueue.client.terms import Terms
+from transferqueue.client.table_info import Terms
 from transferqueue.errors import ProtocolError
 from transferqueue.limits import Limits
 from transferqueue.policies import Acked

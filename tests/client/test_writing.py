@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from transferqueue.client.deadline import Deadline
-from transferqueue.client.writing import OPEN_MAX, Fate, Ground, Piece
+from transferqueue.client.memory.grants import OPEN_MAX, Fate, Ground, Piece
+from transferqueue.client.session.deadline import Deadline
 from transferqueue.limits import ALIGNMENT, MIB, SMALL_EXTENT_BYTES, SMALL_EXTENTS_BYTES
 from transferqueue.wire import messages as m
 

@@ -32,7 +32,7 @@ def address_of(given: str | None) -> str:
 
     Of a join token the address; its key goes to the environment, where `connect` finds it: what is printed is no secret.
     """
-    from transferqueue.client.joining import TOKEN_VARIABLE, named_server
+    from transferqueue.client.session.addresses import TOKEN_VARIABLE, named_server
     from transferqueue.transport import default_address, parse_address, split_addresses
     from transferqueue.transport.security.keys import is_token, read_token
 

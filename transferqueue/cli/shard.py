@@ -79,7 +79,7 @@ def shard(
     """
     if context.invoked_subcommand is not None:
         return
-    from transferqueue.client.joining import way_in
+    from transferqueue.client.session.addresses import way_in
     from transferqueue.cluster.shard import Shard, serve_shard
     from transferqueue.limits import parse_bytes
 

@@ -1,17 +1,17 @@
-"""Queue, table and batch as a program sees them: a sync and an async front over one sans-IO client.
+"""Queue, table and batch as a program sees them: an API for threads and one for asyncio, over one client.
 
-What is where: `calls` and `connection` carry requests; `driving` runs the operations of `verbs`, `leasing`,
-`commits` and `weighing`, which are generators; `ahead` fetches batches for `loader`; `queue`, `table`, `batch`, `reservation` and `aio` are the fronts.
+`session` carries requests over one connection. `memory` has the bytes. `operations` are generators without I/O, which `session.run` runs.
+`handles` has what both APIs share; `sync` is the API for threads, `aio` the one for asyncio.
 """
 
-from transferqueue.client.aio import AsyncBatch, AsyncQueue, AsyncReservation, AsyncTable, AsyncWeightChannel
-from transferqueue.client.batch import Batch
-from transferqueue.client.loader import AsyncLoader, Loader
-from transferqueue.client.queue import Queue
-from transferqueue.client.reservation import Reservation
-from transferqueue.client.rows import Rows
-from transferqueue.client.table import Table
-from transferqueue.client.weighing import WeightChannel, Weights
+from transferqueue.client.aio.queue import AsyncBatch, AsyncQueue, AsyncReservation, AsyncTable, AsyncWeightChannel
+from transferqueue.client.handles.weights import WeightChannel, Weights
+from transferqueue.client.operations.rows import Rows
+from transferqueue.client.sync.batch import Batch
+from transferqueue.client.sync.loader import AsyncLoader, Loader
+from transferqueue.client.sync.queue import Queue
+from transferqueue.client.sync.reservation import Reservation
+from transferqueue.client.sync.table import Table
 
 __all__ = [
     "AsyncBatch",

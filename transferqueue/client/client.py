@@ -16,15 +16,15 @@ from typing import Final, Literal, Protocol, get_args
 
 import msgspec
 
-from transferqueue.client.connection import Connection
-from transferqueue.client.deadline import Deadline
-from transferqueue.client.memory import Memory
-from transferqueue.client.remote import RemoteMemory
-from transferqueue.client.sessionlock import SessionLock, session_lock
-from transferqueue.client.shards import Presence, Shards
-from transferqueue.client.terms import Terms
-from transferqueue.client.verifying import Verifier
-from transferqueue.client.writing import Ground
+from transferqueue.client.memory.grants import Ground
+from transferqueue.client.memory.mapped import Memory
+from transferqueue.client.memory.remote import RemoteMemory
+from transferqueue.client.memory.shards import Presence, Shards
+from transferqueue.client.memory.verify import Verifier
+from transferqueue.client.session.connection import Connection
+from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.session_lock import SessionLock, session_lock
+from transferqueue.client.table_info import Terms
 from transferqueue.errors import Unreachable, UsageError
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
 from transferqueue.transport.bulk.tcp import StreamLine

@@ -22,8 +22,8 @@ from contextlib import ExitStack
 from importlib import metadata
 from typing import Final, Self
 
-from transferqueue.client.connection import Connection
-from transferqueue.client.sessionlock import session_lock
+from transferqueue.client.session.connection import Connection
+from transferqueue.client.session.session_lock import session_lock
 from transferqueue.cluster.stores import kept_in
 from transferqueue.errors import DeadlineExceeded, Disconnected, OutOfMemory, ProtocolError, UsageError
 from transferqueue.limits import ARENA_BYTES_DEFAULT, TIMEOUT_S_DEFAULT

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from transferqueue.client.calls import Calls
+from transferqueue.client.session.calls import Calls
 from transferqueue.ledger.requests import ack as returns
 from transferqueue.ledger.requests import checkpoints as stepped
 from transferqueue.ledger.requests import flow_control as flowing

@@ -23,8 +23,8 @@ from typing import IO, Any, Final, Self
 import numpy as np
 
 from transferqueue.client import Batch, Reservation, Table, WeightChannel, Weights
-from transferqueue.client.commits import Outgoing, outgoing
-from transferqueue.client.facts import Facts
+from transferqueue.client.operations.commit import Outgoing, outgoing
+from transferqueue.client.operations.facts import Facts
 from transferqueue.errors import Disconnected
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import Blocks, Placement

@@ -5,8 +5,8 @@ each `pull` views. Only tensors that changed are written, and only those are fet
 handles are made by `Queue.weights`. Other hosts have a `Relay` each, into which a version crosses once.
 """
 
-from transferqueue.client.aio import AsyncWeightChannel
-from transferqueue.client.weighing import Subscription, WeightChannel, Weights
+from transferqueue.client.aio.queue import AsyncWeightChannel
+from transferqueue.client.handles.weights import Subscription, WeightChannel, Weights
 from transferqueue.weights.relay import Carrier, Relay
 
 __all__ = ["AsyncWeightChannel", "Carrier", "Relay", "Subscription", "WeightChannel", "Weights"]

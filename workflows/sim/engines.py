@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 import transferqueue as tq
-from transferqueue.client.aio import AsyncBatch, AsyncReservation, AsyncTable
+from transferqueue.client.aio.queue import AsyncBatch, AsyncReservation, AsyncTable
 from transferqueue.errors import EndOfTable
 from transferqueue.workflows.sim import trace
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any, Final
 
-from transferqueue.client.calls import Calls, Pending, outcome
-from transferqueue.client.unwanted import give_back
+from transferqueue.client.session.calls import Calls, Pending, outcome
+from transferqueue.client.session.undo import give_back
 from transferqueue.errors import Disconnected, TransferQueueError, Unreachable
 from transferqueue.testing.simulator.machine import Server
 from transferqueue.testing.simulator.world import Way, World

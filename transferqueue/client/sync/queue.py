@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from transferqueue.client import snapshot, verbs
-from transferqueue.client.coordinators import QueueBase
-from transferqueue.client.driving import Operation, T, drive
-from transferqueue.client.snapshot import SNAPSHOT_S, Progress
-from transferqueue.client.table import Table
-from transferqueue.client.weighing import WeightChannel, channel_name
+from transferqueue.client.handles.coordinators import QueueBase
+from transferqueue.client.handles.weights import WeightChannel, channel_name
+from transferqueue.client.operations import snapshot
+from transferqueue.client.operations import tables as verbs
+from transferqueue.client.operations.snapshot import SNAPSHOT_S, Progress
+from transferqueue.client.session.run import Operation, T, drive
+from transferqueue.client.sync.table import Table
 from transferqueue.limits import Limits
 from transferqueue.policies import Acked, Pacing, Retention, Task
 from transferqueue.schema import Field

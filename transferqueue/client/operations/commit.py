@@ -18,14 +18,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client.checks import few
 from transferqueue.client.client import Client
-from transferqueue.client.deadline import Deadline
-from transferqueue.client.driving import Operation, ask
-from transferqueue.client.facts import Facts
-from transferqueue.client.slips import check_columns
-from transferqueue.client.terms import Terms
-from transferqueue.client.writing import OPEN_MAX, Fate, Piece
+from transferqueue.client.memory.grants import OPEN_MAX, Fate, Piece
+from transferqueue.client.operations.arguments import few
+from transferqueue.client.operations.facts import Facts
+from transferqueue.client.operations.near_misses import check_columns
+from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.run import Operation, ask
+from transferqueue.client.table_info import Terms
 from transferqueue.errors import FlowSignal, SchemaError, ShardLost, UsageError, listing
 from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX, check_name
 from transferqueue.schema import Field, align

@@ -23,12 +23,13 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from transferqueue.client import checks, leasing
-from transferqueue.client.batch import BatchBase
 from transferqueue.client.client import Client
-from transferqueue.client.driving import INLINE_WORK_BYTES, Operation, Work, adrive
-from transferqueue.client.lent import Lent
-from transferqueue.client.terms import Terms
+from transferqueue.client.operations import arguments as checks
+from transferqueue.client.operations import lease as leasing
+from transferqueue.client.operations.lease import Lent
+from transferqueue.client.session.run import INLINE_WORK_BYTES, Operation, Work, adrive
+from transferqueue.client.sync.batch import BatchBase
+from transferqueue.client.table_info import Terms
 from transferqueue.errors import DeadlineExceeded, EndOfTable, UsageError
 from transferqueue.wire import messages as m
 

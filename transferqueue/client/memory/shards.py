@@ -20,12 +20,12 @@ from typing import Any, Final, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client.connection import Connection
-from transferqueue.client.deadline import Deadline
-from transferqueue.client.driving import Operation, Work, ask
-from transferqueue.client.memory import Memory, placement_of
-from transferqueue.client.remote import ASK_S, RemoteMemory
-from transferqueue.client.writing import Fate, Piece
+from transferqueue.client.memory.grants import Fate, Piece
+from transferqueue.client.memory.mapped import Memory, placement_of
+from transferqueue.client.memory.remote import ASK_S, RemoteMemory
+from transferqueue.client.session.connection import Connection
+from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.run import Operation, Work, ask
 from transferqueue.errors import Corruption, DeadlineExceeded, PeerError, ShardLost, TransferQueueError
 from transferqueue.schema import Field
 from transferqueue.storage.columns.column import Column

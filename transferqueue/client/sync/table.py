@@ -8,16 +8,17 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client import leasing, verbs
-from transferqueue.client.ahead import Ahead
-from transferqueue.client.batch import Batch
 from transferqueue.client.client import Client
-from transferqueue.client.driving import Operation, T, drive
-from transferqueue.client.facts import Facts, Floats, Ints, Keys, TagsGiven
-from transferqueue.client.loader import Loader
-from transferqueue.client.reservation import Reservation, reservation_id
-from transferqueue.client.rows import Rows
-from transferqueue.client.terms import Terms
+from transferqueue.client.handles.prefetch import Ahead
+from transferqueue.client.operations import lease as leasing
+from transferqueue.client.operations import tables as verbs
+from transferqueue.client.operations.facts import Facts, Floats, Ints, Keys, TagsGiven
+from transferqueue.client.operations.rows import Rows
+from transferqueue.client.session.run import Operation, T, drive
+from transferqueue.client.sync.batch import Batch
+from transferqueue.client.sync.loader import Loader
+from transferqueue.client.sync.reservation import Reservation, reservation_id
+from transferqueue.client.table_info import Terms
 from transferqueue.errors import EndOfTable
 from transferqueue.limits import TIMEOUT_S_DEFAULT, Limits
 from transferqueue.policies import Pacing, Predicate, Retention, Task

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from transferqueue.client.client import Client
-from transferqueue.client.driving import Operation, ask
-from transferqueue.client.terms import Terms
+from transferqueue.client.session.run import Operation, ask
+from transferqueue.client.table_info import Terms
 from transferqueue.errors import NotFound, listing
 from transferqueue.schema import Field
 from transferqueue.storage.columns.column import Column

@@ -18,10 +18,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, NoReturn
 
-from transferqueue.client.calls import Calls, Pending, outcome, wait_of
-from transferqueue.client.deadline import Deadline
-from transferqueue.client.keeping import Keeper, Kept
-from transferqueue.client.unwanted import give_back, in_doubt, unanswered, unpin
+from transferqueue.client.session.calls import Calls, Pending, outcome, wait_of
+from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.lease_renewal import Keeper, Kept
+from transferqueue.client.session.undo import give_back, in_doubt, unanswered, unpin
 from transferqueue.errors import (
     DeadlineExceeded,
     Disconnected,

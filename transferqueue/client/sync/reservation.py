@@ -6,10 +6,10 @@ import weakref
 from types import TracebackType
 from typing import ClassVar, Self
 
-from transferqueue.client import verbs
 from transferqueue.client.client import Client
-from transferqueue.client.driving import drive
-from transferqueue.client.terms import Terms
+from transferqueue.client.operations import tables as verbs
+from transferqueue.client.session.run import drive
+from transferqueue.client.table_info import Terms
 from transferqueue.errors import UsageError
 from transferqueue.storage.elements.process_bound import Staying
 from transferqueue.storage.memory.private_pages import when_gone

@@ -16,10 +16,10 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from transferqueue.client.deadline import Deadline
-from transferqueue.client.driving import Operation, Work
-from transferqueue.client.transfers import Fetch, Rows, Store, Transfer, rows_of
-from transferqueue.client.writing import Fate, Piece
+from transferqueue.client.memory.grants import Fate, Piece
+from transferqueue.client.memory.transfers import Fetch, Rows, Store, Transfer, rows_of
+from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.run import Operation, Work
 from transferqueue.errors import (
     Corruption,
     DeadlineExceeded,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client.source import Source
+from transferqueue.client.operations.column_source import Source
 from transferqueue.errors import UsageError
 from transferqueue.policies import Tags
 from transferqueue.storage.columns.column import Column

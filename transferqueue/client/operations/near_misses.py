@@ -22,7 +22,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from transferqueue.client.terms import Terms
+from transferqueue.client.table_info import Terms
 from transferqueue.errors import UsageError, listing
 from transferqueue.policies import Task
 from transferqueue.schema import Field

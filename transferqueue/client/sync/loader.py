@@ -9,14 +9,14 @@ import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from transferqueue.client.ahead import Ahead
-from transferqueue.client.batch import Batch
-from transferqueue.client.driving import trimmed
+from transferqueue.client.handles.prefetch import Ahead
+from transferqueue.client.session.run import trimmed
+from transferqueue.client.sync.batch import Batch
 from transferqueue.errors import EndOfTable, Forked, TransferQueueError, UsageError
 from transferqueue.storage.elements.process_bound import Staying
 
 if TYPE_CHECKING:
-    from transferqueue.client.aio import AsyncBatch
+    from transferqueue.client.aio.queue import AsyncBatch
 
 
 class Loader(Staying):

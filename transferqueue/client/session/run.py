@@ -13,9 +13,9 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from transferqueue.client import checks
-from transferqueue.client.connection import Connection
-from transferqueue.client.deadline import Deadline
+from transferqueue.client.operations import arguments as checks
+from transferqueue.client.session.connection import Connection
+from transferqueue.client.session.deadline import Deadline
 from transferqueue.errors import InternalError, ProtocolError, TransferQueueError
 from transferqueue.limits import MIB
 from transferqueue.wire import messages as m

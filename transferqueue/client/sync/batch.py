@@ -7,11 +7,11 @@ import weakref
 from types import TracebackType
 from typing import Any, Final, Self
 
-from transferqueue.client import leasing
-from transferqueue.client.driving import drive
-from transferqueue.client.facts import Facts, Floats, Ints, Keys, TagsGiven
-from transferqueue.client.lent import Lent
-from transferqueue.client.rows import RowsBase
+from transferqueue.client.operations import lease as leasing
+from transferqueue.client.operations.facts import Facts, Floats, Ints, Keys, TagsGiven
+from transferqueue.client.operations.lease import Lent
+from transferqueue.client.operations.rows import RowsBase
+from transferqueue.client.session.run import drive
 from transferqueue.errors import LeaseExpired, TransferQueueError, UsageError
 from transferqueue.storage.memory.private_pages import when_gone
 from transferqueue.wire import messages as m

@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from transferqueue.client import checks
 from transferqueue.client.client import Client
-from transferqueue.client.driving import Operation, ask, within
+from transferqueue.client.operations import arguments as checks
+from transferqueue.client.session.run import Operation, ask, within
 from transferqueue.limits import SNAPSHOTS_KEPT_MAX
 from transferqueue.wire import messages as m
 

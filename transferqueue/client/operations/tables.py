@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client import checks, slips
 from transferqueue.client.client import Client
-from transferqueue.client.commits import commit
-from transferqueue.client.deadline import Deadline
-from transferqueue.client.driving import Operation, ask, within
-from transferqueue.client.facts import Facts, check_key
-from transferqueue.client.leasing import LOST_MAX, predicates
-from transferqueue.client.rows import Rows
-from transferqueue.client.source import content_source
-from transferqueue.client.terms import Terms
+from transferqueue.client.operations import arguments as checks
+from transferqueue.client.operations import near_misses as slips
+from transferqueue.client.operations.column_source import content_source
+from transferqueue.client.operations.commit import commit
+from transferqueue.client.operations.facts import Facts, check_key
+from transferqueue.client.operations.lease import LOST_MAX, predicates
+from transferqueue.client.operations.rows import Rows
+from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.run import Operation, ask, within
+from transferqueue.client.table_info import Terms
 from transferqueue.errors import InternalError, ShardLost, UsageError
 from transferqueue.limits import FIELDS_MAX, TASKS_MAX, TIMEOUT_S_DEFAULT, Limits, check_name
 from transferqueue.policies import Acked, Manual, Pacing, Predicate, Retention, Task

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from numpy.typing import NDArray
 
-from transferqueue.client import checks, composing
 from transferqueue.client.client import Client
-from transferqueue.client.driving import Operation, Work, ask, drive, within
+from transferqueue.client.operations import arguments as checks
+from transferqueue.client.operations import publish as composing
+from transferqueue.client.session.run import Operation, Work, ask, drive, within
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
 from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
 from transferqueue.schema import Field

@@ -23,11 +23,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client import checks
 from transferqueue.client.client import Client
-from transferqueue.client.commits import elsewhere, placed, settled, write
-from transferqueue.client.deadline import Deadline
-from transferqueue.client.driving import Operation, Work, ask, within
+from transferqueue.client.operations import arguments as checks
+from transferqueue.client.operations.commit import elsewhere, placed, settled, write
+from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.run import Operation, Work, ask, within
 from transferqueue.errors import NotFound, SchemaError, ShardLost, UsageError
 from transferqueue.limits import check_name
 from transferqueue.schema import Field

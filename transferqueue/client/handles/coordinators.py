@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from transferqueue.client.client import Client
-from transferqueue.client.driving import Operation
-from transferqueue.client.verbs import observe
+from transferqueue.client.operations.tables import observe
+from transferqueue.client.session.run import Operation
 from transferqueue.errors import PeerError, TransferQueueError, UsageError
 from transferqueue.limits import check_name
 from transferqueue.storage.elements.process_bound import Staying

@@ -23,8 +23,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from transferqueue.client.deadline import Deadline
-from transferqueue.client.driving import Operation, ask
+from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.run import Operation, ask
 from transferqueue.limits import SMALL_EXTENT_BYTES, SMALL_EXTENTS_BYTES
 from transferqueue.schema import align
 from transferqueue.wire import messages as m

@@ -16,17 +16,21 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client import composing, leasing, snapshot, verbs, weighing
-from transferqueue.client.ahead import Ahead
-from transferqueue.client.batch import GIVEN_BACK, BatchBase
-from transferqueue.client.coordinators import QueueBase
-from transferqueue.client.driving import Operation, T, adrive
-from transferqueue.client.facts import Facts, Floats, Ints, Keys, TagsGiven
-from transferqueue.client.loader import AsyncLoader
-from transferqueue.client.reservation import ReservationBase, reservation_id
-from transferqueue.client.rows import Rows
-from transferqueue.client.snapshot import SNAPSHOT_S, Progress
-from transferqueue.client.table import TableBase
+from transferqueue.client.handles import weights as weighing
+from transferqueue.client.handles.coordinators import QueueBase
+from transferqueue.client.handles.prefetch import Ahead
+from transferqueue.client.operations import lease as leasing
+from transferqueue.client.operations import publish as composing
+from transferqueue.client.operations import snapshot
+from transferqueue.client.operations import tables as verbs
+from transferqueue.client.operations.facts import Facts, Floats, Ints, Keys, TagsGiven
+from transferqueue.client.operations.rows import Rows
+from transferqueue.client.operations.snapshot import SNAPSHOT_S, Progress
+from transferqueue.client.session.run import Operation, T, adrive
+from transferqueue.client.sync.batch import GIVEN_BACK, BatchBase
+from transferqueue.client.sync.loader import AsyncLoader
+from transferqueue.client.sync.reservation import ReservationBase, reservation_id
+from transferqueue.client.sync.table import TableBase
 from transferqueue.errors import EndOfTable, LeaseExpired, TransferQueueError, UsageError
 from transferqueue.limits import TIMEOUT_S_DEFAULT, Limits
 from transferqueue.policies import Acked, Pacing, Predicate, Retention, Task

@@ -14,9 +14,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client.driving import Operation, Work
-from transferqueue.client.sessionlock import SessionLock
-from transferqueue.client.writing import Fate, Piece
+from transferqueue.client.memory.grants import Fate, Piece
+from transferqueue.client.session.run import Operation, Work
+from transferqueue.client.session.session_lock import SessionLock
 from transferqueue.errors import Unreachable
 from transferqueue.schema import Field
 from transferqueue.storage import Mapping as Arena

@@ -1,0 +1,1 @@
+"""What the sync and the async API share."""

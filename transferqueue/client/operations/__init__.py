@@ -1,0 +1,1 @@
+"""What a client does, as generators that perform no I/O."""

@@ -1,0 +1,1 @@
+"""One connection to a server: calls, deadlines, resending, and renewal of leases."""
