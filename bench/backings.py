@@ -30,7 +30,7 @@ import numpy as np
 import transferqueue as tq
 from bench.harness import ROOT, ByHand, Result
 from bench.server import Server
-from transferqueue.cluster.stores import open_store
+from transferqueue.cluster.stores.open import open_store
 from transferqueue.limits import OBJECT_BYTES
 
 SCENARIO = "backings"

@@ -187,7 +187,7 @@ class Chaos:
 
     def close(self) -> None:
         """End the shards that were added."""
-        from transferqueue.cluster.lenders import end_lenders
+        from transferqueue.cluster.on_ray.shard_actors import end_lenders
 
         end_lenders(self._late)
 
@@ -246,8 +246,8 @@ def lend(node: Any, label: str) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from transferqueue.cluster.lender import Lender
-    from transferqueue.cluster.names import NAMESPACE, Lend, Named, write
+    from transferqueue.cluster.on_ray.messages import NAMESPACE, Lend, Named, write
+    from transferqueue.cluster.on_ray.shard_actor import Lender
 
     there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
     actor = ray.remote(Lender).options(num_cpus=0, max_restarts=-1, scheduling_strategy=there)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transferqueue.client.sync.queue import Queue
     from transferqueue.client.sync.reservation import Reservation
     from transferqueue.client.sync.table import Table
-    from transferqueue.cluster.on_ray import Deployment, deploy_ray
+    from transferqueue.cluster.on_ray.deploy import Deployment, deploy_ray
     from transferqueue.embedded import aconnect, connect
     from transferqueue.errors import (
         AddressInUse,
@@ -89,7 +89,7 @@ _HOMES: Final[dict[str, str]] = {
     "client.operations.rows": "Rows",
     "client.sync.table": "Table",
     "client.handles.weights": "WeightChannel Weights",
-    "cluster.on_ray": "Deployment deploy_ray",
+    "cluster.on_ray.deploy": "Deployment deploy_ray",
     "embedded": "aconnect connect",
     "errors": "AddressInUse AlreadyExists BatchEnded Corruption DeadlineExceeded Disconnected EndOfTable FlowSignal Forked "
     "Full Impossible InternalError LeaseExpired NotFound OutOfMemory PeerError PermissionDenied ProtocolError SchemaError Sealed "

@@ -15,7 +15,7 @@ from transferqueue.client.handles.coordinators import check_seats
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.session.addresses import EMBEDDED, listed, named_server, ways_in
 from transferqueue.client.sync.queue import Queue
-from transferqueue.cluster.names import is_ray, parse_named
+from transferqueue.cluster.on_ray.messages import is_ray, parse_named
 from transferqueue.errors import UsageError
 from transferqueue.transport.security.keys import ClientKeys
 
@@ -151,7 +151,7 @@ def _opened(address: str, keys: ClientKeys | None, deadline: float, label: str, 
     """The sessions that an address leads to: one, or with a name on Ray those of all its coordinators."""
     ways = {address: (address, keys)}
     if is_ray(address):
-        from transferqueue.cluster.on_ray import ways_to
+        from transferqueue.cluster.on_ray.deploy import ways_to
 
         ways = ways_to(parse_named(address), _left(deadline), near=data == "auto")
     for known_as, (place, shown) in ways.items():

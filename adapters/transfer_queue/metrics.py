@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import transferqueue as tq
 from transferqueue.errors import TransferQueueError, UsageError
-from transferqueue.observe.metrics import CONTENT_TYPE, exposition
-from transferqueue.observe.stats import Stats, parse
+from transferqueue.observe.answers.stats import Stats, parse
+from transferqueue.observe.prometheus import CONTENT_TYPE, exposition
 
 HOST: Final = "127.0.0.1"
 PATIENCE_S: Final = 10.0

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from transferqueue.cli import app as application
 from transferqueue.cli import main
-from transferqueue.observe.libraries import version
+from transferqueue.observe.machine.libraries import version
 
 GROUP: Any = typer.main.get_command(application.app)
 COMMANDS = [

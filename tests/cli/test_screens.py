@@ -12,13 +12,13 @@ from transferqueue.cli.row_screen import row_lines
 from transferqueue.cli.stall_screen import stall_lines
 from transferqueue.cli.top_screen import top_lines
 from transferqueue.limits import Limits
-from transferqueue.observe.checks import fail, ok, warn
+from transferqueue.observe.answers.row import RowEvent, RowField, RowLife, RowTask
+from transferqueue.observe.answers.stats import ChannelStats, ShardStats, Stats, Waiting
+from transferqueue.observe.answers.tables import policy_text, table_terms
+from transferqueue.observe.diagnosis import Diagnosis, Finding
 from transferqueue.observe.frame import frame
-from transferqueue.observe.machine import Section
-from transferqueue.observe.row import RowEvent, RowField, RowLife, RowTask
-from transferqueue.observe.stall import Diagnosis, Finding
-from transferqueue.observe.stats import ChannelStats, ShardStats, Stats, Waiting
-from transferqueue.observe.terms import policy_text, table_terms
+from transferqueue.observe.machine.check import Section
+from transferqueue.observe.machine.result import fail, ok, warn
 from transferqueue.policies import Acked, Complete, Fifo, Pacing, Release, Task, TokenBalanced
 from transferqueue.schema import Field
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 import transferqueue as tq
-from transferqueue.cluster.actor import QueueActor
-from transferqueue.cluster.names import SAID, Deploy, Named, Refused, Ways, read, write
+from transferqueue.cluster.on_ray.coordinator_actor import QueueActor
+from transferqueue.cluster.on_ray.messages import SAID, Deploy, Named, Refused, Ways, read, write
 from transferqueue.errors import PermissionDenied
 from transferqueue.server.process.supervisor import EXIT_AGAIN
 from transferqueue.transport import this_host
@@ -119,7 +119,7 @@ def test_a_port_that_was_asked_for_is_taken_or_told(live):
 def test_a_later_life_that_cannot_be_ends_its_process(live, tmp_path):
     live(state=tmp_path / "state")
     told = write(Deploy(NAMED, "id", "process", str(tmp_path / "state"), 1 << 26, 0, ""))
-    program = "import sys; from transferqueue.cluster.actor import QueueActor; QueueActor(sys.argv[1], '127.0.0.1', 'c', True)"
+    program = "import sys; from transferqueue.cluster.on_ray.coordinator_actor import QueueActor; QueueActor(sys.argv[1], '127.0.0.1', 'c', True)"
     ended = subprocess.run(
         [sys.executable, "-c", program, told], capture_output=True, text=True, timeout=60, check=False
     )

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noq
 import transferqueue as tq  # noqa: E402
 from tests.cluster.shards import shards  # noqa: E402
 from tests.workflows.test_demo import SMALL  # noqa: E402
-from transferqueue.cluster.lenders import PER_NODE, places  # noqa: E402
+from transferqueue.cluster.on_ray.shard_actors import PER_NODE, places  # noqa: E402
 from transferqueue.workflows.events import WORK, Event, Figures, Span  # noqa: E402
 from transferqueue.workflows.grpo.demo import Outcome  # noqa: E402
 from transferqueue.workflows.grpo.job import JobSettings  # noqa: E402

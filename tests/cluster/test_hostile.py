@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 
 import transferqueue as tq  # noqa: E402
-from transferqueue.cluster.names import SAID, Refused, read  # noqa: E402
+from transferqueue.cluster.on_ray.messages import SAID, Refused, read  # noqa: E402
 from transferqueue.errors import NotFound, TransferQueueError  # noqa: E402
 
 pytestmark = [

@@ -4,10 +4,10 @@ import pytest
 
 import transferqueue as tq
 from tests.cluster.shards import await_shards, shards
-from transferqueue.cluster.actor import QueueActor
-from transferqueue.cluster.lender import LenderActor
-from transferqueue.cluster.lenders import check_shards, places
-from transferqueue.cluster.names import SAID, Deploy, Lend, Named, Refused, Ways, read, write
+from transferqueue.cluster.on_ray.coordinator_actor import QueueActor
+from transferqueue.cluster.on_ray.messages import SAID, Deploy, Lend, Named, Refused, Ways, read, write
+from transferqueue.cluster.on_ray.shard_actor import LenderActor
+from transferqueue.cluster.on_ray.shard_actors import check_shards, places
 from transferqueue.errors import UsageError
 
 NAMED = Named("tests", "lender")

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 import transferqueue as tq
-from transferqueue.cluster.names import (
+from transferqueue.cluster.on_ray.directories import Owner, claim, sweep
+from transferqueue.cluster.on_ray.messages import (
     DEPLOY,
     SAID,
     Deploy,
@@ -20,8 +21,7 @@ from transferqueue.cluster.names import (
     read,
     write,
 )
-from transferqueue.cluster.nodes import choose
-from transferqueue.cluster.places import Owner, claim, sweep
+from transferqueue.cluster.on_ray.nodes import choose
 from transferqueue.errors import Impossible, NotFound, ProtocolError, UsageError
 from transferqueue.transport import FileLock
 

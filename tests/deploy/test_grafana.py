@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
-from transferqueue.observe.metrics import exposition
-from transferqueue.observe.stats import Stats, parse
+from transferqueue.observe.answers.stats import Stats, parse
+from transferqueue.observe.prometheus import exposition
 
 ROOT = Path(__file__).resolve().parents[2] / "deploy" / "grafana"
 METRIC = re.compile(r"\btransferqueue_\w+")

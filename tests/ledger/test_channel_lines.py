@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 import transferqueue as tq
-from transferqueue.observe.stall import Diagnosis, diagnose
+from transferqueue.observe.diagnosis import Diagnosis, diagnose
 
 
 def told(queue: tq.Queue) -> Diagnosis:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transferqueue.observe.stats import ServerStats, Stats, TableStats, TaskStats
+from transferqueue.observe.answers.stats import ServerStats, Stats, TableStats, TaskStats
 
 
 def task(**changed: Any) -> TaskStats:

@@ -8,8 +8,8 @@ import pytest
 
 from tests.ledger.driver import Driver, World
 from transferqueue.errors import NotFound
-from transferqueue.observe.row import RowLife
-from transferqueue.observe.stats import ChannelStats, TableStats, TaskStats, parse
+from transferqueue.observe.answers.row import RowLife
+from transferqueue.observe.answers.stats import ChannelStats, TableStats, TaskStats, parse
 from transferqueue.policies import Complete, Manual, Pacing, Requeue, Task
 from transferqueue.wire import messages as m
 

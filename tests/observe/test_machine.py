@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from transferqueue.limits import GIB, MIB
-from transferqueue.observe import kernel, libraries, memory, runtime
-from transferqueue.observe.checks import Check, fail, ok, tried, warn, worst
-from transferqueue.observe.machine import check_machine
+from transferqueue.observe.machine import kernel, libraries, memory, runtime
+from transferqueue.observe.machine.check import check_machine
+from transferqueue.observe.machine.result import Check, fail, ok, tried, warn, worst
 from transferqueue.transport import runtime_directory
 
 

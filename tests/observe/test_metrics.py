@@ -8,8 +8,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import transferqueue as tq
-from transferqueue.observe.metrics import exposition
-from transferqueue.observe.stats import Stats, parse
+from transferqueue.observe.answers.stats import Stats, parse
+from transferqueue.observe.prometheus import exposition
 from transferqueue.text import visible
 
 

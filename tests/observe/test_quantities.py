@@ -2,7 +2,7 @@
 
 import pytest
 
-from transferqueue.observe import quantities
+from transferqueue.observe import units as quantities
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,7 @@
 import pytest
 
 from tests.observe.snapshots import stats, table, task
-from transferqueue.observe.frame import frame
-from transferqueue.observe.rates import rates
+from transferqueue.observe.frame import frame, rates
 
 BEFORE = stats(
     now_s=10.0,

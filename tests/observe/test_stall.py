@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from transferqueue.errors import ProtocolError
-from transferqueue.observe.stall import diagnose
+from transferqueue.observe.diagnosis import diagnose
 
 WHY = 'task "train" waits for 3 complete groups'
 

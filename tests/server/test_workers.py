@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tests.server.nodes import Bench, local
-from transferqueue.observe.stall import diagnose
+from transferqueue.observe.diagnosis import diagnose
 from transferqueue.policies import Task
 from transferqueue.server.sessions.exit_status import CUT, GOODBYE, Ending
 from transferqueue.server.sessions.workers import GONE_MAX, Workers

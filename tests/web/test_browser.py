@@ -25,7 +25,7 @@ pytest.importorskip("uvicorn")
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 
-from transferqueue.web.beside import start_page  # noqa: E402
+from transferqueue.web.subprocesses import start_page  # noqa: E402
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [

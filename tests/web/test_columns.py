@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import transferqueue as tq
 from transferqueue.errors import SchemaError
-from transferqueue.web.columns import Packed, Values, pack, unpack, unpack_tensors
+from transferqueue.web.service.columns import Packed, Values, pack, unpack, unpack_tensors
 
 DTYPES = [
     "bool",

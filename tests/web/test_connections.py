@@ -18,9 +18,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from transferqueue.transport import TcpAddress
-from transferqueue.web.app import Gate
+from transferqueue.web.access import Door
 from transferqueue.web.connections import Deadlines, Server, configured
-from transferqueue.web.door import Door
+from transferqueue.web.page.app import Gate
 
 GENEROUS_S = 60
 TOKEN = "token-of-the-test"  # noqa: S105

@@ -6,7 +6,7 @@ import pytest
 
 from transferqueue.errors import UsageError
 from transferqueue.transport import TcpAddress
-from transferqueue.web.door import HEADERS, Door, web_place
+from transferqueue.web.access import HEADERS, Door, web_place
 
 HOST = {"host": "127.0.0.1:8787"}
 

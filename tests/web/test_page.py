@@ -15,7 +15,7 @@ import pytest
 
 import transferqueue as tq
 from transferqueue.errors import UsageError
-from transferqueue.web.beside import start_page
+from transferqueue.web.subprocesses import start_page
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import transferqueue as tq
 from tests.web.service_client import GENEROUS_S, TOKEN, Asking
 from transferqueue.cli.app import app
-from transferqueue.web.beside import start_page
+from transferqueue.web.subprocesses import start_page
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")

@@ -11,9 +11,9 @@ import pytest
 
 import transferqueue as tq
 from tests.web.service_client import GENEROUS_S, TOKEN, Asking
-from transferqueue.web.actions import ACTIONS
-from transferqueue.web.beside import start_page
-from transferqueue.web.schemas import Facts
+from transferqueue.web.service.actions import ACTIONS
+from transferqueue.web.service.schemas import Facts
+from transferqueue.web.subprocesses import start_page
 
 STAGES = [{"name": "rollout", "needs": ["prompt"], "gives": ["ids"]}, {"name": "train", "needs": ["ids"]}]
 REQUESTS = 1500

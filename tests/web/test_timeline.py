@@ -8,9 +8,9 @@ import pytest
 
 import transferqueue as tq
 from tests.client.deployments import until_someone_waits
+from transferqueue.observe.answers.stats import Stats, parse
 from transferqueue.observe.frame import frame
-from transferqueue.observe.stats import Stats, parse
-from transferqueue.web.timeline import MOMENTS_MAX, Lane, Timeline
+from transferqueue.web.page.timeline import MOMENTS_MAX, Lane, Timeline
 
 
 def stats(queue):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from transferqueue.observe.coordinators import Silent
-    from transferqueue.observe.stall import Diagnosis
+    from transferqueue.observe.diagnosis import Diagnosis
 
 EXAMPLES = (
     ("transferqueue doctor", "check this machine"),
@@ -64,9 +64,9 @@ def _machine(arena_bytes: str | None, runtime: Path | None, *, json: bool) -> No
     from transferqueue.cli.machine_screen import machine_lines
     from transferqueue.cli.terminal import console, show, show_json
     from transferqueue.limits import parse_bytes
-    from transferqueue.observe.checks import worst
-    from transferqueue.observe.machine import check_machine
-    from transferqueue.observe.runtime import default_runtime
+    from transferqueue.observe.machine.check import check_machine
+    from transferqueue.observe.machine.result import worst
+    from transferqueue.observe.machine.runtime import default_runtime
 
     sections = check_machine(
         runtime=runtime or default_runtime(), arena_bytes=parse_bytes(arena_bytes) if arena_bytes else None
@@ -84,7 +84,7 @@ def _deployment(address: str, table: str, patience_s: float, *, json: bool) -> N
     from transferqueue.cli.connecting import connected
     from transferqueue.cli.terminal import console, show, show_json
     from transferqueue.observe.coordinators import Silent, by_coordinator
-    from transferqueue.observe.stall import diagnose
+    from transferqueue.observe.diagnosis import diagnose
 
     with connected(address, label="doctor") as queue:
         found = by_coordinator(

@@ -68,8 +68,8 @@ def _look(queue: Queue, table: str | None, row: int | None, key: str, width: int
 def _tables(queue: Queue, width: int) -> tuple[object, list[Text]]:
     from transferqueue.cli.inspect_screen import tables_lines
     from transferqueue.cli.silent_screen import silent_lines
+    from transferqueue.observe.answers.stats import Stats, parse
     from transferqueue.observe.coordinators import Silent, by_coordinator
-    from transferqueue.observe.stats import Stats, parse
 
     found = by_coordinator(queue.address, queue.stats(), lambda said: parse("stats", said, Stats))
     tables = {
@@ -81,8 +81,8 @@ def _tables(queue: Queue, width: int) -> tuple[object, list[Text]]:
 
 def _terms(queue: Queue, name: str, width: int) -> tuple[object, list[Text]]:
     from transferqueue.cli.inspect_screen import terms_lines
-    from transferqueue.observe.stats import TableStats, parse
-    from transferqueue.observe.terms import table_terms
+    from transferqueue.observe.answers.stats import TableStats, parse
+    from transferqueue.observe.answers.tables import table_terms
 
     table = queue.table(name)
     terms = table_terms(
@@ -108,10 +108,10 @@ def _row_of(queue: Queue, table: str, key: str) -> int:
 
 def _row(queue: Queue, table: str, row: int, width: int) -> tuple[object, list[Text]]:
     from transferqueue.cli.row_screen import row_lines
+    from transferqueue.observe.answers.row import RowLife
+    from transferqueue.observe.answers.sessions import labels, parse_sessions
+    from transferqueue.observe.answers.stats import parse
     from transferqueue.observe.coordinators import Silent, by_coordinator
-    from transferqueue.observe.row import RowLife
-    from transferqueue.observe.sessions import labels, parse_sessions
-    from transferqueue.observe.stats import parse
 
     life = parse("row", queue.inspect(table, row), RowLife)
     known = by_coordinator(queue.address, queue.sessions(), parse_sessions)[queue.coordinator_of(table)]

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from rich.text import Text
 
 from transferqueue.cli.layout import Column, fit, grid_line, heading, wrap
-from transferqueue.observe import quantities as q
-from transferqueue.observe.stats import TableStats
-from transferqueue.observe.terms import FieldTerms, TableTerms, TaskTerms
+from transferqueue.observe import units as q
+from transferqueue.observe.answers.stats import TableStats
+from transferqueue.observe.answers.tables import FieldTerms, TableTerms, TaskTerms
 
 
 def tables_lines(tables: Mapping[str, TableStats], width: int) -> list[Text]:

@@ -7,9 +7,9 @@ from typing import Final
 from rich.text import Text
 
 from transferqueue.cli.layout import wrap
-from transferqueue.observe import quantities
-from transferqueue.observe.checks import Check, worst
-from transferqueue.observe.machine import Section
+from transferqueue.observe import units as quantities
+from transferqueue.observe.machine.check import Section
+from transferqueue.observe.machine.result import Check, worst
 
 _MARKS: Final = {"ok": ("✓", "green"), "warn": ("!", "bold yellow"), "fail": ("✗", "bold red")}
 

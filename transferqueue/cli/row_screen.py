@@ -8,8 +8,8 @@ from typing import Final
 from rich.text import Text
 
 from transferqueue.cli.layout import Column, fit, flow, grid_line, heading
-from transferqueue.observe import quantities as q
-from transferqueue.observe.row import RowField, RowLife, RowTask
+from transferqueue.observe import units as q
+from transferqueue.observe.answers.row import RowField, RowLife, RowTask
 
 _STYLES: Final = {
     "pending": "yellow",

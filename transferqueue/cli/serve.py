@@ -12,7 +12,7 @@ import typer
 
 from transferqueue.cli.address import ADDRESS_VARIABLE
 from transferqueue.cli.terminal import say
-from transferqueue.observe.runtime import RUNTIME_VARIABLE
+from transferqueue.observe.machine.runtime import RUNTIME_VARIABLE
 
 EXAMPLES = (
     ("transferqueue serve", "for this user, at the default address"),
@@ -209,8 +209,8 @@ def _announcing(wanted: Mapping[str, str | None], directory: Path | None) -> Cal
     if not places and directory is None:
         return _announce
     from transferqueue.errors import UsageError
-    from transferqueue.web.beside import KINDS, check_installed, start_page
-    from transferqueue.web.door import web_place
+    from transferqueue.web.access import web_place
+    from transferqueue.web.subprocesses import KINDS, check_installed, start_page
     from transferqueue.web.token import kept_tokens, new_tokens
 
     if not places:

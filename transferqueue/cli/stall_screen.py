@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from transferqueue.cli.layout import wrap
-from transferqueue.observe.stall import Diagnosis, Finding
+from transferqueue.observe.diagnosis import Diagnosis, Finding
 
 _INDENT = 4
 

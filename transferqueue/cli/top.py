@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from transferqueue.client import Queue
+    from transferqueue.observe.answers.stats import Stats
     from transferqueue.observe.coordinators import Silent
     from transferqueue.observe.frame import Frame
-    from transferqueue.observe.stats import Stats
 
 EXAMPLES = (
     ("transferqueue top", "the server of this user, twice a second; q or Ctrl-C ends it"),
@@ -57,8 +57,8 @@ def top(
 
 
 def _look(queue: Queue) -> dict[str, Stats | Silent]:
+    from transferqueue.observe.answers.stats import Stats, parse
     from transferqueue.observe.coordinators import by_coordinator
-    from transferqueue.observe.stats import Stats, parse
 
     return by_coordinator(queue.address, queue.stats(), lambda said: parse("stats", said, Stats))
 

@@ -7,10 +7,9 @@ from typing import Final
 from rich.text import Text
 
 from transferqueue.cli.layout import Column, bar, fit, flow, grid_line, heading, spread, wrap
-from transferqueue.observe import quantities as q
-from transferqueue.observe.frame import Frame
-from transferqueue.observe.rates import TableRates
-from transferqueue.observe.stats import ServerStats, TableStats, TaskStats, Waiting
+from transferqueue.observe import units as q
+from transferqueue.observe.answers.stats import ServerStats, TableStats, TaskStats, Waiting
+from transferqueue.observe.frame import Frame, TableRates
 
 _BAR: Final = 24
 _BAR_STALENESS: Final = 8

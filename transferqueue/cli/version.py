@@ -9,6 +9,6 @@ EXAMPLES = (("transferqueue version", "the version of this installation"),)
 
 def version() -> None:
     """Print the version of TransferQueue."""
-    from transferqueue.observe.libraries import version as installed
+    from transferqueue.observe.machine.libraries import version as installed
 
     say(f"transferqueue {installed()}")

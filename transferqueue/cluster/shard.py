@@ -24,7 +24,7 @@ from typing import Final, Self
 
 from transferqueue.client.session.connection import Connection
 from transferqueue.client.session.session_lock import session_lock
-from transferqueue.cluster.stores import kept_in
+from transferqueue.cluster.stores.open import kept_in
 from transferqueue.errors import DeadlineExceeded, Disconnected, OutOfMemory, ProtocolError, UsageError
 from transferqueue.limits import ARENA_BYTES_DEFAULT, TIMEOUT_S_DEFAULT
 from transferqueue.server.files import served_arena

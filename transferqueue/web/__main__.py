@@ -17,10 +17,10 @@ import transferqueue as tq
 from transferqueue.errors import AddressInUse, TransferQueueError
 from transferqueue.text import visible
 from transferqueue.transport import TcpAddress
-from transferqueue.web.app import Gate, make_app
+from transferqueue.web.access import Door, web_place
 from transferqueue.web.connections import Server, configured
-from transferqueue.web.door import Door, web_place
-from transferqueue.web.service import make_service
+from transferqueue.web.page.app import Gate, make_app
+from transferqueue.web.service.service import make_service
 from transferqueue.web.token import TOKEN_CHARS_MAX
 
 Make = Callable[[tq.AsyncQueue, Door], Gate]

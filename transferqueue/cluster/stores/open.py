@@ -22,8 +22,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
 
-from transferqueue.cluster.directory import DirectoryStore
-from transferqueue.cluster.mooncake import MooncakeStore
+from transferqueue.cluster.stores.directory import DirectoryStore
+from transferqueue.cluster.stores.mooncake import MooncakeStore
 from transferqueue.errors import UsageError, listing
 from transferqueue.storage.memory.object_store import Objects, ObjectStore
 from transferqueue.transport import FileLock, runtime_directory

@@ -23,18 +23,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import transferqueue as tq
 from transferqueue.errors import FlowSignal, TransferQueueError, UsageError
 from transferqueue.limits import check_name
+from transferqueue.observe.answers.row import RowLife
+from transferqueue.observe.answers.sessions import labels, parse_sessions
+from transferqueue.observe.answers.stats import Stats, parse
+from transferqueue.observe.diagnosis import diagnose
 from transferqueue.observe.frame import frame
-from transferqueue.observe.metrics import CONTENT_TYPE, exposition
-from transferqueue.observe.row import RowLife
-from transferqueue.observe.sessions import labels, parse_sessions
-from transferqueue.observe.stall import diagnose
-from transferqueue.observe.stats import Stats, parse
+from transferqueue.observe.prometheus import CONTENT_TYPE, exposition
 from transferqueue.text import visible
+from transferqueue.web.access import HEADERS, LINK, METRICS, Door
 from transferqueue.web.connections import LET_IN
-from transferqueue.web.door import HEADERS, LINK, METRICS, Door
-from transferqueue.web.life import named
+from transferqueue.web.page.row_life import named
+from transferqueue.web.page.timeline import Timeline
 from transferqueue.web.status import status_of
-from transferqueue.web.timeline import Timeline
 
 SAMPLE_S: Final = 1.0
 VIEWERS_MAX: Final = 16
@@ -241,7 +241,7 @@ def _refused(status: HTTPStatus, _error: str, text: str) -> Response:
 
 def page_file(name: str) -> Endpoint:
     """A file of the page, as it is."""
-    body = files("transferqueue.web").joinpath(name).read_bytes()
+    body = files("transferqueue.web.page").joinpath(name).read_bytes()
 
     async def give(_request: Request) -> Response:
         return Response(body, media_type=_KINDS[name])

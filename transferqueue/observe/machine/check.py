@@ -8,11 +8,11 @@ from typing import Final
 
 import msgspec
 
-from transferqueue.observe.checks import Check
-from transferqueue.observe.kernel import kernel_checks
-from transferqueue.observe.libraries import library_checks
-from transferqueue.observe.memory import memory_checks
-from transferqueue.observe.runtime import runtime_checks
+from transferqueue.observe.machine.kernel import kernel_checks
+from transferqueue.observe.machine.libraries import library_checks
+from transferqueue.observe.machine.memory import memory_checks
+from transferqueue.observe.machine.result import Check
+from transferqueue.observe.machine.runtime import runtime_checks
 
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108  (the kernel's shared memory, by its name)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from transferqueue.limits import SESSIONS_MAX
-from transferqueue.observe.checks import Check, fail, ok, warn
-from transferqueue.observe.kernel import nearest_existing
+from transferqueue.observe.machine.kernel import nearest_existing
+from transferqueue.observe.machine.result import Check, fail, ok, warn
 
 SOCKET_NAME: Final = "control.sock"
 SOCKET_PATH_MAX: Final = 107

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Final, Literal, NamedTuple
 
-from transferqueue.observe.stats import ChannelStats, Stats, TableStats, TaskStats, TurnStats
+from transferqueue.observe.answers.stats import ChannelStats, Stats, TableStats, TaskStats, TurnStats
 from transferqueue.text import visible
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

@@ -13,8 +13,8 @@ from typing import Final
 
 import msgspec
 
+from transferqueue.observe.answers.stats import TableStats, TaskStats, Waiting
 from transferqueue.observe.frame import Frame
-from transferqueue.observe.stats import TableStats, TaskStats, Waiting
 
 MOMENTS_MAX: Final = 300
 """Five minutes, a moment a second."""

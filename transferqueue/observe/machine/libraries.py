@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from transferqueue.observe.checks import Check, fail, ok, warn
+from transferqueue.observe.machine.result import Check, fail, ok, warn
 
 DISTRIBUTION: Final = "asyncflow-transferqueue"
 PYTHON_MIN: Final = (3, 11)

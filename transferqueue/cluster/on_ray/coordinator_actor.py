@@ -22,8 +22,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Final
 
-from transferqueue.cluster.names import DEPLOY, Refused, Ways, read, write
-from transferqueue.cluster.places import Owner, claim, own_directory, sweep
+from transferqueue.cluster.on_ray.directories import Owner, claim, own_directory, sweep
+from transferqueue.cluster.on_ray.messages import DEPLOY, Refused, Ways, read, write
 from transferqueue.errors import AddressInUse, Corruption, TransferQueueError, Unreachable
 from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.state_directory import Durable

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from transferqueue.observe.stats import parse
+from transferqueue.observe.answers.stats import parse
 
 
 class HeldLease(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from transferqueue.observe import quantities
-from transferqueue.observe.checks import Check, fail, ok, tried
+from transferqueue.observe import units as quantities
+from transferqueue.observe.machine.result import Check, fail, ok, tried
 
 _PROBE_BYTES: Final = 16 * mmap.PAGESIZE
 _DEATH_WAIT_MS: Final = 10_000

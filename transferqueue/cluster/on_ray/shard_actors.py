@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal
 
-from transferqueue.cluster.names import SAID, Lend, Named, Refused, read, write
+from transferqueue.cluster.on_ray.messages import SAID, Lend, Named, Refused, read, write
 from transferqueue.errors import UsageError, from_wire
 from transferqueue.limits import SESSIONS_MAX
 
@@ -52,7 +52,7 @@ def start_lenders(
     """An actor on each of these nodes; returns when all have joined. Otherwise none is left, and it raises what hindered one."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from transferqueue.cluster.lender import Lender  # only who deploys loads a server
+    from transferqueue.cluster.on_ray.shard_actor import Lender  # only who deploys loads a server
 
     made: list[Any] = []
     try:

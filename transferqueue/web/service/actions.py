@@ -9,9 +9,9 @@ from typing import Any, Final, NamedTuple
 
 import transferqueue as tq
 from transferqueue.errors import LeaseExpired, UsageError
-from transferqueue.web.columns import Values, nbytes, pack, unpack, unpack_tensors
-from transferqueue.web.loans import Loan, Loans
-from transferqueue.web.schemas import (
+from transferqueue.web.service.columns import Values, nbytes, pack, unpack, unpack_tensors
+from transferqueue.web.service.leases import Loan, Loans
+from transferqueue.web.service.schemas import (
     Done,
     Experience,
     GetExperience,

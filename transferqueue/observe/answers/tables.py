@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from transferqueue.limits import Limits
-from transferqueue.observe.quantities import plural
-from transferqueue.observe.stats import TableStats
+from transferqueue.observe.answers.stats import TableStats
+from transferqueue.observe.units import plural
 from transferqueue.policies import (
     Acked,
     DropStale,

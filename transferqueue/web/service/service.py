@@ -23,12 +23,12 @@ from starlette.routing import Route
 import transferqueue as tq
 from transferqueue.errors import TransferQueueError
 from transferqueue.text import visible
-from transferqueue.web.actions import ACTIONS, Action, Actions
-from transferqueue.web.app import Endpoint, Gate, gated, metrics_of
-from transferqueue.web.bodies import JSON, Codec, Refusal, Room, codec_of, decode
-from transferqueue.web.door import METRICS, Door
-from transferqueue.web.openapi import described, shown
-from transferqueue.web.schemas import Refused
+from transferqueue.web.access import METRICS, Door
+from transferqueue.web.page.app import Endpoint, Gate, gated, metrics_of
+from transferqueue.web.service.actions import ACTIONS, Action, Actions
+from transferqueue.web.service.bodies import JSON, Codec, Refusal, Room, codec_of, decode
+from transferqueue.web.service.openapi import described, shown
+from transferqueue.web.service.schemas import Refused
 from transferqueue.web.status import status_of
 
 
@@ -37,7 +37,7 @@ def make_service(queue: tq.AsyncQueue, door: Door) -> Gate:
     actions, room, document = Actions(queue), Room(), described()
     pages: dict[str, Endpoint] = {
         "/": _fixed(shown(document), "text/html"),
-        "/service.css": _fixed(files("transferqueue.web").joinpath("service.css").read_bytes(), "text/css"),
+        "/service.css": _fixed(files("transferqueue.web.service").joinpath("service.css").read_bytes(), "text/css"),
         "/openapi.json": _fixed(JSON.encode(document), JSON.media_type),
         METRICS: metrics_of(queue),
     }

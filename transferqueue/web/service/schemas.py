@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, dataclass_transform
 import msgspec
 
 from transferqueue.limits import ROWS_PER_REQUEST_MAX, TEXT_CHARS_MAX
-from transferqueue.web.columns import Packed, Values
+from transferqueue.web.service.columns import Packed, Values
 from transferqueue.workflows.service_terms import NAME, Name, Names
 
 WAIT_S_MAX: Final = 300.0

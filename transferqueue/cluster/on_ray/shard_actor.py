@@ -12,7 +12,7 @@ import os
 import threading
 from typing import Final
 
-from transferqueue.cluster.names import LEND, Lend, Refused, Ways, read, write
+from transferqueue.cluster.on_ray.messages import LEND, Lend, Refused, Ways, read, write
 from transferqueue.cluster.shard import Shard
 from transferqueue.errors import TransferQueueError
 from transferqueue.server.process.supervisor import EXIT_AGAIN
@@ -69,7 +69,7 @@ class Lender(LenderActor):
         """told: a `Lend`. The deployment is asked for the way in each life: keys are in no argument that Ray keeps."""
         import ray
 
-        from transferqueue.cluster.on_ray import ways_of
+        from transferqueue.cluster.on_ray.deploy import ways_of
 
         lend = read(told, LEND)
         super().__init__(lend, ways_of(lend.named, "shard"), ray.util.get_node_ip_address())

@@ -25,8 +25,7 @@ from typing import Any, Final, Literal, Self
 
 import msgspec
 
-from transferqueue.cluster.lenders import check_shards, end_lenders, places, start_lenders
-from transferqueue.cluster.names import (
+from transferqueue.cluster.on_ray.messages import (
     NAME,
     NAMESPACE,
     SAID,
@@ -38,7 +37,8 @@ from transferqueue.cluster.names import (
     read,
     write,
 )
-from transferqueue.cluster.nodes import choose
+from transferqueue.cluster.on_ray.nodes import choose
+from transferqueue.cluster.on_ray.shard_actors import check_shards, end_lenders, places, start_lenders
 from transferqueue.errors import AlreadyExists, NotFound, Unreachable, UsageError, from_wire
 from transferqueue.limits import COORDINATORS_MAX, RESTARTS_MAX, parse_bytes
 from transferqueue.transport import this_host
@@ -287,7 +287,7 @@ def _joined(*, start: bool) -> Any:
 def _start(ray: Any, deploy: Deploy, node: str, resources: dict[str, float], max_restarts: int, detached: bool) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from transferqueue.cluster.actor import Coordinator  # only who deploys loads a server
+    from transferqueue.cluster.on_ray.coordinator_actor import Coordinator  # only who deploys loads a server
 
     resources = dict(resources)
     options = {

@@ -11,9 +11,9 @@ from typing import Any, Final
 import msgspec
 
 import transferqueue as tq
-from transferqueue.web.actions import ACTIONS, Action
-from transferqueue.web.bodies import BODY_BYTES_MAX, JSON, MSGPACK
-from transferqueue.web.schemas import WAIT_S_MAX, Refused
+from transferqueue.web.service.actions import ACTIONS, Action
+from transferqueue.web.service.bodies import BODY_BYTES_MAX, JSON, MSGPACK
+from transferqueue.web.service.schemas import WAIT_S_MAX, Refused
 
 _REF: Final = "#/components/schemas/"
 _REFUSALS: Final = {

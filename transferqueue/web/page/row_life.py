@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from transferqueue.observe.row import RowLife
+from transferqueue.observe.answers.row import RowLife
 
 GONE: Final = "one that is gone"
 

@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from transferqueue.cluster.names import Deploy
+from transferqueue.cluster.on_ray.messages import Deploy
 from transferqueue.transport import FileLock, runtime_directory, this_host
 from transferqueue.transport.system.private_files import private_directory, write_private
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from transferqueue.limits import ARENA_BYTES_DEFAULT, ARENA_STEP_BYTES
-from transferqueue.observe import quantities
-from transferqueue.observe.checks import Check, fail, ok, warn
+from transferqueue.observe import units as quantities
+from transferqueue.observe.machine.result import Check, fail, ok, warn
 
 _CGROUP_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _CGROUP_UNLIMITED: Final = 1 << 60

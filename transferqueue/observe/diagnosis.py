@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from transferqueue.observe.quantities import plural, rows, span
-from transferqueue.observe.sessions import SessionStats
-from transferqueue.observe.stats import Waiting, parse
+from transferqueue.observe.answers.sessions import SessionStats
+from transferqueue.observe.answers.stats import Waiting, parse
+from transferqueue.observe.units import plural, rows, span
 
 PATIENCE_S = 10.0
 """A pipeline whose stages keep pace waits for seconds at most; a person who asks has waited longer."""

@@ -1,0 +1,1 @@
+"""Other stores that can keep the bytes of a shard."""

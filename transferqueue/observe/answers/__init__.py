@@ -1,0 +1,1 @@
+"""Typed answers of a server to `Observe`."""

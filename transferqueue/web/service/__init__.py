@@ -1,0 +1,1 @@
+"""The HTTP service: put, lease and ack for programs without this package."""
