@@ -31,7 +31,7 @@ ALLOWED = {
     ("transport/bulk/tcp.py", "connection.connect_ex"),
     # files, and the front for commands
     ("server/durability/journal.py", "sqlite3.connect"),
-    ("cli/connecting.py", "transferqueue.connect"),
+    ("cli/connection.py", "transferqueue.connect"),
 }
 """Every place of the core that connects to anything. A new one needs its reason here: whose word is the address?"""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import transferqueue as tq
-from transferqueue.cli.address import address_of
+from transferqueue.cli.connection import address_of
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("transferqueue", "adapters", "workflows")

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from transferqueue.cli import main
-from transferqueue.cli.address import address_of
+from transferqueue.cli.connection import address_of
 from transferqueue.transport.security import keyring
 from transferqueue.transport.security.keys import read_token
 

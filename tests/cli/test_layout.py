@@ -2,7 +2,7 @@
 
 from rich.text import Text
 
-from transferqueue.cli.layout import Column, bar, fit, flow, grid_line, heading, spread, wrap
+from transferqueue.cli.screens.layout import Column, bar, fit, flow, grid_line, heading, spread, wrap
 
 
 def column(name: str, rank: int = 0, cell: str = "1", left: bool = False) -> Column:

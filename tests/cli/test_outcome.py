@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from transferqueue import cli, errors
 from transferqueue.cli.app import Commands
-from transferqueue.cli.outcome import exit_code
+from transferqueue.cli.exit_codes import exit_code
 
 
 def command_that(act: Callable[[], None]) -> typer.Typer:

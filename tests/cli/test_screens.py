@@ -6,11 +6,11 @@ import pytest
 from rich.text import Text
 
 from tests.observe.snapshots import server, stats, table, task
-from transferqueue.cli.inspect_screen import tables_lines, terms_lines
-from transferqueue.cli.machine_screen import machine_lines
-from transferqueue.cli.row_screen import row_lines
-from transferqueue.cli.stall_screen import stall_lines
-from transferqueue.cli.top_screen import top_lines
+from transferqueue.cli.screens.inspect import tables_lines, terms_lines
+from transferqueue.cli.screens.machine import machine_lines
+from transferqueue.cli.screens.row import row_lines
+from transferqueue.cli.screens.stall import stall_lines
+from transferqueue.cli.screens.top import top_lines
 from transferqueue.limits import Limits
 from transferqueue.observe.answers.row import RowEvent, RowField, RowLife, RowTask
 from transferqueue.observe.answers.stats import ChannelStats, ShardStats, Stats, Waiting

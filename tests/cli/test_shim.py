@@ -10,7 +10,7 @@ import pytest
 
 from transferqueue.adapters.transfer_queue_hook import FOLDER
 from transferqueue.cli.app import run
-from transferqueue.cli.shim import FILE
+from transferqueue.cli.commands.shim import FILE
 
 
 def found_by_a_new_python(site: Path) -> str:

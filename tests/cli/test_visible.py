@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import transferqueue as tq
 from transferqueue import cli
 from transferqueue.cli.app import app
-from transferqueue.cli.terminal import Screen, console, show
+from transferqueue.cli.screens.terminal import Screen, console, show
 from transferqueue.errors import from_wire
 from transferqueue.observe.answers.stats import Stats, parse
 from transferqueue.observe.prometheus import exposition

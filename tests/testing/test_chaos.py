@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from transferqueue.errors import UsageError
-from transferqueue.testing.chaos.diary import Diary, Told, read
-from transferqueue.testing.chaos.judge import Account
+from transferqueue.testing.chaos.fault_plan import PROXY, SERVER, SERVER_GAP_S, Fault, plan, settings
+from transferqueue.testing.chaos.log import Diary, Told, read
 from transferqueue.testing.chaos.payload import LARGE_WORDS, SMALL_WORDS, Payload
-from transferqueue.testing.chaos.plan import PROXY, SERVER, SERVER_GAP_S, Fault, plan, settings
 from transferqueue.testing.chaos.recovery import of_leases, of_server
-from transferqueue.testing.chaos.served import Served
+from transferqueue.testing.chaos.server_process import Served
+from transferqueue.testing.chaos.verify import Account
 
 
 def command(*options: str) -> list[str]:

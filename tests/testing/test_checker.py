@@ -6,8 +6,8 @@ import pytest
 
 from transferqueue.errors import UsageError
 from transferqueue.policies import Complete, Pacing, Release, Requeue, Task
-from transferqueue.testing import history as h
-from transferqueue.testing.checker import check
+from transferqueue.testing.checker.checker import check
+from transferqueue.testing.history import history as h
 
 SCORE = Task("score", needs=["a"], gives=["b"], attempts_max=2)
 TRAIN = Task("train", needs=["a", "b"], attempts_max=0)

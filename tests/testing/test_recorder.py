@@ -10,9 +10,9 @@ import pytest
 import transferqueue as tq
 from transferqueue.cli.app import run
 from transferqueue.errors import EndOfTable, LeaseExpired
-from transferqueue.testing import history as h
-from transferqueue.testing.checker import Checker, check
-from transferqueue.testing.recorder import RecordedTable, Recorder
+from transferqueue.testing.checker.checker import Checker, check
+from transferqueue.testing.history import history as h
+from transferqueue.testing.history.recorder import RecordedTable, Recorder
 
 
 def table_of(queue: tq.Queue, **terms: Any) -> tq.Table:

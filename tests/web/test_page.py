@@ -342,5 +342,5 @@ def test_serve_refuses_a_page_that_others_could_reach(tmp_path):
 @pytest.mark.skipif(shutil.which("node") is None, reason="node checks the grammar")
 def test_the_script_is_one(tmp_path, name):
     script = tmp_path / name
-    script.write_bytes(files("transferqueue.web").joinpath(name).read_bytes())
+    script.write_bytes(files("transferqueue.web.page").joinpath(name).read_bytes())
     subprocess.run(["node", "--check", script], check=True, timeout=GENEROUS_S)

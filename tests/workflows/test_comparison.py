@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch", exc_type=ImportError)
 
 from tests.workflows.test_demo import SMALL
-from transferqueue.cli.compare import parse_seeds
+from transferqueue.cli.commands.compare_modes import parse_seeds
 from transferqueue.errors import UsageError
 from transferqueue.workflows.grpo import comparison
 from transferqueue.workflows.grpo.comparison import Run

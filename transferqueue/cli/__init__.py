@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit code (see `transferqueue.cli.outcome`)."""
+    """Run one command and return its exit code (see `transferqueue.cli.exit_codes`)."""
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:
         needed = " and ".join(missing)

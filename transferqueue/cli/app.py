@@ -14,10 +14,10 @@ from typing import Any, Final
 import typer
 import typer.core
 
-from transferqueue.cli import (
+from transferqueue.cli.commands import (
     chaos,
     check,
-    compare,
+    compare_modes,
     doctor,
     inspect,
     keys,
@@ -33,9 +33,9 @@ from transferqueue.cli import (
     top,
     version,
 )
-from transferqueue.cli.outcome import reported
+from transferqueue.cli.exit_codes import reported
 
-DEMO_MODULE: Final = "transferqueue.cli.demo"
+DEMO_MODULE: Final = "transferqueue.cli.commands.demo"
 _DEMO_SUMMARY: Final = "Train a small transformer by asynchronous GRPO, every stage a process of its own."
 _HELP_NAMES: Final = {"help_option_names": ["--help", "-h"]}
 Example = tuple[str, str]
@@ -91,7 +91,7 @@ def _group() -> typer.Typer:
     )
     if find_spec(DEMO_MODULE) is not None:
         found.command("demo", help=_DEMO_SUMMARY)(_never_run)
-    _add(found, "compare-modes", compare.compare_modes, compare.EXAMPLES)
+    _add(found, "compare-modes", compare_modes.compare_modes, compare_modes.EXAMPLES)
     _add(found, "replay", replay.replay, replay.EXAMPLES)
     _add(found, "streamrl", streamrl.streamrl, streamrl.EXAMPLES)
     _add(found, "plan", plan.plan, plan.EXAMPLES)

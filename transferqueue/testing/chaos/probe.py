@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 import transferqueue as tq
-from transferqueue.testing.chaos.post import Post
+from transferqueue.testing.chaos.process_context import Post
 from transferqueue.testing.chaos.roles import FLOOD, PACED, ROWS_MAX, make_tables
 
 EVERY_S: Final = 0.02

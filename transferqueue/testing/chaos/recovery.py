@@ -6,8 +6,8 @@ import bisect
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from transferqueue.testing.chaos.diary import Told
-from transferqueue.testing.chaos.plan import CONSUMERS, DRAINERS, REMOTE, Fault
+from transferqueue.testing.chaos.fault_plan import CONSUMERS, DRAINERS, REMOTE, Fault
+from transferqueue.testing.chaos.log import Told
 
 DEATHS: Final = ("kill", "restart", "disk_full")
 """Faults after which another life of the server goes on."""

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from transferqueue.testing.chaos import recovery
-from transferqueue.testing.chaos.diary import Told
-from transferqueue.testing.chaos.judge import Account
-from transferqueue.testing.chaos.plan import PROXY, Fault, Settings
+from transferqueue.testing.chaos.fault_plan import PROXY, Fault, Settings
+from transferqueue.testing.chaos.log import Told
 from transferqueue.testing.chaos.recovery import Times
+from transferqueue.testing.chaos.verify import Account
 
 
 class Spread(msgspec.Struct, frozen=True):

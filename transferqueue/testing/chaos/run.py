@@ -16,9 +16,10 @@ from typing import Final, Self
 
 import msgspec
 
-from transferqueue.testing.chaos import diary, proxy
-from transferqueue.testing.chaos.crew import Member, Pipe
-from transferqueue.testing.chaos.plan import (
+from transferqueue.testing.chaos import log as diary
+from transferqueue.testing.chaos import proxy
+from transferqueue.testing.chaos.crew_loop import Stage
+from transferqueue.testing.chaos.fault_plan import (
     DRAINERS,
     FLOODERS,
     PRODUCERS,
@@ -30,12 +31,12 @@ from transferqueue.testing.chaos.plan import (
     plan,
     roles,
 )
-from transferqueue.testing.chaos.post import Post, Way
 from transferqueue.testing.chaos.probe import Probe
+from transferqueue.testing.chaos.process_context import Post, Way
+from transferqueue.testing.chaos.processes import Member, Pipe
 from transferqueue.testing.chaos.report import Report, report
 from transferqueue.testing.chaos.roles import live
-from transferqueue.testing.chaos.served import Served
-from transferqueue.testing.chaos.stage import Stage
+from transferqueue.testing.chaos.server_process import Served
 from transferqueue.transport.security import keyring
 from transferqueue.transport.security.keys import write_token
 

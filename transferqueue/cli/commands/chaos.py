@@ -1,0 +1,63 @@
+"""`transferqueue chaos`: a real queue, hurt in every way that processes and networks can be, and an account of every row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from transferqueue.cli.screens.terminal import say
+
+EXAMPLES = (
+    ("transferqueue chaos", "three minutes, about 450 faults"),
+    ("transferqueue chaos --seconds 20 --seed 7", "a short run with other faults"),
+    (
+        "transferqueue chaos --tcp --durability disk",
+        "with remote workers behind a bad network, and a server that syncs",
+    ),
+    ("transferqueue chaos --out run.json --keep DIR", "what came of it as JSON; diaries and logs of all processes"),
+)
+BROKEN = 1
+
+
+def chaos(
+    seconds: Annotated[float, typer.Option(min=1, help="For how long faults come.")] = 180.0,
+    seed: Annotated[int, typer.Option(min=0, help="Decides which faults, on whom, when.")] = 1,
+    durability: Annotated[
+        str, typer.Option(metavar="LEVEL", help="Of the server, which is killed too: process or disk.")
+    ] = "process",
+    tcp: Annotated[
+        bool,
+        typer.Option(
+            "--tcp", help="Also remote workers, with keys, behind a proxy that delays, stalls, cuts and garbles."
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="Write the report here as JSON.")
+    ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", show_default=False, help="Keep diaries and logs here. Default: nothing is left."),
+    ] = None,
+) -> None:
+    """Run a real server, producers, consumers and a trainer; kill, freeze, restart, cut, starve; then account for every row.
+
+    Uses its own server and directory, touches no other, and removes both, also on Ctrl-C. Linux only. Exit code 1 if a
+    promise was broken: a row lost, done twice, with other bytes, over a bound, or a wait that was stuck.
+    """
+    import json
+
+    from transferqueue.cli.commands.compare_modes import commit_in_use
+    from transferqueue.testing.chaos.fault_plan import settings
+    from transferqueue.testing.chaos.run import chaos as run_chaos
+
+    run = settings(seconds, seed, durability, tcp)
+    say(f"{run.command}")
+    found = run_chaos(run, say, keep)
+    for line in found.lines():
+        say(line)
+    if out is not None:
+        out.write_text(json.dumps({"commit": commit_in_use(), **found.plain()}, indent=1) + "\n")
+    if not found.kept:
+        raise typer.Exit(BROKEN)

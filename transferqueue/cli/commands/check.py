@@ -1,0 +1,49 @@
+"""`transferqueue check`: does a recorded history keep the promises?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from transferqueue.cli.screens.terminal import say
+
+EXAMPLES = (
+    ("transferqueue check worker-*.jsonl", "the histories of all processes of one run, together"),
+    ("transferqueue check run.jsonl --late 60", "also: no lease ended a minute later than it might wait"),
+)
+SHOWN_MAX = 20
+BROKEN = 1
+
+
+def check(
+    histories: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="HISTORY...", show_default=False, exists=True, dir_okay=False, help="Written by a Recorder."
+        ),
+    ],
+    late: Annotated[
+        float | None,
+        typer.Option("--late", metavar="SECONDS", min=0, show_default=False, help="How late a wait may end."),
+    ] = None,
+) -> None:
+    """Judge what clients asked and were told: nothing lost, done twice, torn, split, too old, too much, or stuck.
+
+    Files of processes that ran at the same time belong in one call. Exit code 1 if a promise was broken.
+    """
+    from transferqueue.testing.checker.checker import Checker
+    from transferqueue.testing.history.history import merge, read
+
+    checker = Checker(late)
+    for line in merge([list(read(path)) for path in histories]):
+        checker.see(line)
+    found = checker.violations
+    for violation in found[:SHOWN_MAX]:
+        say(str(violation))
+    if len(found) > SHOWN_MAX:
+        say(f"and {len(found) - SHOWN_MAX} more")
+    say(f"{checker.operations:,} operations, {len(found):,} violations")
+    if found:
+        raise typer.Exit(BROKEN)

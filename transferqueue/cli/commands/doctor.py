@@ -1,0 +1,116 @@
+"""`transferqueue doctor`: is this machine fit for a queue; and why does a running one not move."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from transferqueue.cli.connection import AddressArgument, AddressOption, address_of
+from transferqueue.cli.exit_codes import MEND
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from transferqueue.observe.coordinators import Silent
+    from transferqueue.observe.diagnosis import Diagnosis
+
+EXAMPLES = (
+    ("transferqueue doctor", "check this machine"),
+    ("transferqueue doctor --arena-bytes 64GiB", "check it for an arena of 64 GiB"),
+    ("transferqueue doctor ipc:///tmp/tq/control.sock", "explain what a running queue waits for"),
+    ("transferqueue doctor tcp://trainer:7777 --table rollouts", "the same, of one table"),
+)
+
+
+def doctor(
+    where: AddressArgument = None,
+    address: AddressOption = None,
+    table: Annotated[str, typer.Option("--table", "-t", help="Explain this table only.")] = "",
+    arena_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--arena-bytes",
+            metavar="SIZE",
+            show_default=False,
+            help="Check that an arena of this size has room. Default: 8GiB.",
+        ),
+    ] = None,
+    runtime: Annotated[
+        Path | None, typer.Option("--runtime", help="Check this runtime directory.", show_default=False)
+    ] = None,
+    patience: Annotated[
+        float, typer.Option("--patience", min=0.0, metavar="SECONDS", help="Stalled is what has waited this long.")
+    ] = 10.0,
+    json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+) -> None:
+    """Check this machine; or, with an address, explain what the queue there waits for.
+
+    Without an address: shared memory and memory, kernel features (each really tried), the runtime directory,
+    limits and versions; each ok, to improve or to mend, with what to do. With one: who waits, for what, what is
+    missing and who holds it, in sentences. Ends with code 1 if something must be mended or a table is stalled:
+    somebody has waited there for --patience seconds, a session that holds its rows was silent for as long, the last worker of a task
+    with ready rows died that long ago, or a task can never progress; or if one of several coordinators is out of reach.
+    """
+    if where or address or table:
+        _deployment(address_of(where or address), table, patience, json=json)
+    else:
+        _machine(arena_bytes, runtime, json=json)
+
+
+def _machine(arena_bytes: str | None, runtime: Path | None, *, json: bool) -> None:
+    from transferqueue.cli.screens.machine import machine_lines
+    from transferqueue.cli.screens.terminal import console, show, show_json
+    from transferqueue.limits import parse_bytes
+    from transferqueue.observe.machine.check import check_machine
+    from transferqueue.observe.machine.result import worst
+    from transferqueue.observe.machine.runtime import default_runtime
+
+    sections = check_machine(
+        runtime=runtime or default_runtime(), arena_bytes=parse_bytes(arena_bytes) if arena_bytes else None
+    )
+    if json:
+        show_json(sections)
+    else:
+        terminal = console()
+        show(machine_lines(sections, terminal.width), terminal)
+    if worst([check for section in sections for check in section.checks]) == "fail":
+        raise typer.Exit(MEND)
+
+
+def _deployment(address: str, table: str, patience_s: float, *, json: bool) -> None:
+    from transferqueue.cli.connection import connected
+    from transferqueue.cli.screens.terminal import console, show, show_json
+    from transferqueue.observe.coordinators import Silent, by_coordinator
+    from transferqueue.observe.diagnosis import diagnose
+
+    with connected(address, label="doctor") as queue:
+        found = by_coordinator(
+            queue.address, queue.doctor(table or None), lambda said: diagnose(said, patience_s=patience_s)
+        )
+    if json:
+        show_json(found if len(found) > 1 else next(iter(found.values())))
+    else:
+        terminal = console()
+        show(_lines(found, terminal.width), terminal)
+    if any(isinstance(one, Silent) or one.stalled for one in found.values()):
+        raise typer.Exit(MEND)
+
+
+def _lines(found: Mapping[str, Diagnosis | Silent], width: int) -> list[Text]:
+    """What there is to say of each coordinator; of the only one, without its address."""
+    from rich.text import Text
+
+    from transferqueue.cli.screens.stall import stall_lines
+    from transferqueue.cli.screens.unreachable import silent_lines
+    from transferqueue.observe.coordinators import Silent
+
+    lines: list[Text] = []
+    for address, one in found.items():
+        if isinstance(one, Silent):
+            lines += [*silent_lines(one, width), Text()]
+        else:
+            lines += [Text(address, style="bold cyan"), *stall_lines(one, width), Text()]
+    return lines[:-1] if len(found) > 1 else lines[1:-1]

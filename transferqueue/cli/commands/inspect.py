@@ -1,0 +1,118 @@
+"""`transferqueue inspect`: tables, the terms of one, or the whole life of one row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from transferqueue.cli.connection import AddressOption, address_of
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from transferqueue.client import Queue
+
+EXAMPLES = (
+    ("transferqueue inspect", "all tables"),
+    ("transferqueue inspect rollouts", "terms, fields and tasks of one table"),
+    ("transferqueue inspect rollouts 4711", "one row: when put, what arrived, where each task is, its fate"),
+    ("transferqueue inspect rollouts --key gsm8k/17", "the same, of the row with this key"),
+    ("transferqueue inspect rollouts --address tcp://trainer:7777 --json", "elsewhere, for a machine"),
+)
+
+
+def inspect(
+    table: Annotated[
+        str | None, typer.Argument(show_default=False, help="A table; all tables if none is named.")
+    ] = None,
+    row: Annotated[int | None, typer.Argument(min=0, show_default=False, help="A row id of the table.")] = None,
+    key: Annotated[
+        str, typer.Option("--key", "-k", show_default=False, help="The key of a row, in place of its id.")
+    ] = "",
+    address: AddressOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print it as JSON; keys in docs/OBSERVING.md.")] = False,
+) -> None:
+    """Show tables, the terms and fields of one, or one row's whole life.
+
+    A row's life: when it was put and by whom, which fields arrived, and for every task its state, its lease, its
+    attempts; and how it ended. A finished row is forgotten when its memory is reused.
+    """
+    from transferqueue.cli.connection import connected
+    from transferqueue.cli.screens.terminal import console, show, show_json
+
+    terminal = console()
+    with connected(address_of(address), label="inspect") as queue:
+        value, lines = _look(queue, table, row, key, terminal.width)
+    if json:
+        show_json(value)
+    else:
+        show(lines, terminal)
+
+
+def _look(queue: Queue, table: str | None, row: int | None, key: str, width: int) -> tuple[object, list[Text]]:
+    """What to show, as a value and as lines."""
+    from transferqueue.errors import UsageError
+
+    if row is not None and key:
+        raise UsageError(f"row {row} and key {key!r} both name a row; give one of them")
+    if table is None:
+        if key:
+            raise UsageError(f"key {key!r} names a row of no table; name the table: inspect TABLE --key {key}")
+        return _tables(queue, width)
+    if row is None and not key:
+        return _terms(queue, table, width)
+    return _row(queue, table, _row_of(queue, table, key) if row is None else row, width)
+
+
+def _tables(queue: Queue, width: int) -> tuple[object, list[Text]]:
+    from transferqueue.cli.screens.inspect import tables_lines
+    from transferqueue.cli.screens.unreachable import silent_lines
+    from transferqueue.observe.answers.stats import Stats, parse
+    from transferqueue.observe.coordinators import Silent, by_coordinator
+
+    found = by_coordinator(queue.address, queue.stats(), lambda said: parse("stats", said, Stats))
+    tables = {
+        name: table for one in found.values() if not isinstance(one, Silent) for name, table in one.tables.items()
+    }
+    silent = [line for one in found.values() if isinstance(one, Silent) for line in silent_lines(one, width)]
+    return tables, [*tables_lines(tables, width), *silent]
+
+
+def _terms(queue: Queue, name: str, width: int) -> tuple[object, list[Text]]:
+    from transferqueue.cli.screens.inspect import terms_lines
+    from transferqueue.observe.answers.stats import TableStats, parse
+    from transferqueue.observe.answers.tables import table_terms
+
+    table = queue.table(name)
+    terms = table_terms(
+        table.name,
+        fields=table.fields,
+        tasks=table.tasks,
+        limits=table.limits,
+        pacing=table.pacing,
+        retention=table.retention,
+        stats=parse("stats", table.stats(), TableStats),
+    )
+    return terms, terms_lines(terms, width)
+
+
+def _row_of(queue: Queue, table: str, key: str) -> int:
+    from transferqueue.errors import NotFound
+
+    row = int(queue.table(table).find([key])[0])
+    if row < 0:
+        raise NotFound(f'key {key!r} is not in table "{table}"; it was never put, or its row is finished')
+    return row
+
+
+def _row(queue: Queue, table: str, row: int, width: int) -> tuple[object, list[Text]]:
+    from transferqueue.cli.screens.row import row_lines
+    from transferqueue.observe.answers.row import RowLife
+    from transferqueue.observe.answers.sessions import labels, parse_sessions
+    from transferqueue.observe.answers.stats import parse
+    from transferqueue.observe.coordinators import Silent, by_coordinator
+
+    life = parse("row", queue.inspect(table, row), RowLife)
+    known = by_coordinator(queue.address, queue.sessions(), parse_sessions)[queue.coordinator_of(table)]
+    return life, row_lines(life, {} if isinstance(known, Silent) else labels(known), width)

@@ -1,0 +1,35 @@
+"""`transferqueue new-adapter`: the files of an adapter, to be filled in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from transferqueue.cli.screens.terminal import say
+
+EXAMPLES = (
+    (
+        "transferqueue new-adapter mine",
+        "a generator: ./transferqueue_mine, with tests that skip what is not written yet",
+    ),
+    ("transferqueue new-adapter length --kind stage", "a function over rows"),
+)
+
+
+def new_adapter(
+    name: Annotated[str, typer.Argument(help="Lower-case letters, digits and underscores.")],
+    kind: Annotated[Literal["generator", "learner", "stage"], typer.Option(help="What it is.")] = "generator",
+    directory: Annotated[Path, typer.Option(help="Where its folder is made.")] = Path(),
+) -> None:
+    """Write the skeleton of an adapter: its module, its conformance tests, its package with the entry point.
+
+    docs/writing-an-adapter.md goes on from there.
+    """
+    from transferqueue.adapters.skeletons import write
+
+    files = write(name, kind, directory)
+    for path in files:
+        say(str(path))
+    say(f"now: cd {files[0].parent} && pip install -e . && pytest")

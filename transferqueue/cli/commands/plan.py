@@ -1,0 +1,116 @@
+"""`transferqueue plan`: instances, micro-batch, depth and mode for a profiled job and a device budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from transferqueue.cli.screens.terminal import console, say
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transferqueue.workflows.sim.planner import Planned
+
+EXAMPLES: Final = (
+    ("transferqueue plan profile.toml", "the best plans for the profile's budget"),
+    ("transferqueue plan profile.toml --calibrate timeline.json", "with stage times of a recorded run"),
+)
+SHOWN: Final = 5
+WIDTH: Final = 64
+"""Characters of the predicted timeline."""
+
+
+def plan(
+    profile: Annotated[Path, typer.Argument(help="Stage times, lengths and budget: see docs/SIMULATION.md.")],
+    calibrate: Annotated[
+        Path | None, typer.Option(help="Timeline of a real run; its stage times replace those given.")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the best plan's timeline here (PNG).")] = None,
+) -> None:
+    """Choose instances per stage, micro-batch, depth and mode.
+
+    An analytical bound prunes; a simulation around the production ledger, selectors and pacing decides.
+    """
+    from transferqueue.workflows.sim import planner
+    from transferqueue.workflows.sim import profile as profiles
+
+    job, measured = profiles.load(profile), dict[str, float]()
+    if calibrate is not None:
+        job, measured = profiles.calibrated(job, calibrate)
+    found = planner.plan(job)
+    _show(found)
+    for name, seconds in measured.items():
+        say(f"measured: {name} {seconds:.4g} s a row")
+    for one in planner.assumed(job):
+        say(f"assumed: {one}")
+    if picture is not None:
+        draw(picture, found[0])
+        say(f"drew {picture}")
+
+
+def _show(found: Sequence[Planned]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("mode", "instances", "micro-batch", "devices", "bound", "step", "idle"):
+        table.add_column(title)
+    for one in found[:SHOWN]:
+        table.add_row(
+            one.plan.mode,
+            " ".join(f"{name}={count}" for name, count in one.plan.instances.items()),
+            str(one.plan.micro_rows),
+            str(one.plan.devices),
+            f"{one.bound_s:.1f} s",
+            f"{one.step_s:.1f} s",
+            " ".join(f"{name} {share:.0%}" for name, share in one.idle.items()),
+        )
+    screen = console()
+    screen.print(table)
+    screen.print("predicted timeline of the first (full block: all its instances busy)")
+    for name in one_line_each(found[0]):
+        screen.print(name)
+
+
+def one_line_each(best: Planned) -> list[str]:
+    """The timeline in characters: a line for each stage, darker where more of its instances are busy."""
+    lines = []
+    for name, count in _drawn(best).items():
+        busy = [0.0] * WIDTH
+        cell_s = best.simulated.total_s / WIDTH
+        seen = [(one.instance, one.start, one.end) for one in best.simulated.worked if one.stage == name]
+        for at in range(WIDTH):
+            low, high = at * cell_s, (at + 1) * cell_s
+            busy[at] = len({instance for instance, start, end in seen if start < high and end > low}) / count
+        lines.append(f"{name:>12} " + "".join(" ░▒▓█"[min(4, round(share * 4))] for share in busy))
+    return lines
+
+
+def _drawn(best: Planned) -> dict[str, int]:
+    """Instances of the simulation: the trainer is one."""
+    return best.plan.instances | {"train": 1}
+
+
+def draw(path: Path, best: Planned) -> None:
+    """Draw the services of every instance of a plan; needs matplotlib."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(11, 4), layout="constrained")
+    panel: Any = axes
+    base = 0
+    for number, (name, count) in enumerate(_drawn(best).items()):
+        for instance in range(count):
+            worked = [one for one in best.simulated.worked if (one.stage, one.instance) == (name, instance)]
+            spans = [(one.start, one.end - one.start) for one in worked]
+            panel.broken_barh(spans, (base + instance, 0.9), color=f"C{number}", label=None if instance else name)
+        base += count
+    panel.set(title=f"simulated: {best.plan.mode}, {best.step_s:.1f} s a step", xlabel="seconds", yticks=[])
+    panel.legend(loc="upper right", fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

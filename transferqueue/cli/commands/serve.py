@@ -1,0 +1,262 @@
+"""`transferqueue serve`: a server, until it is told to stop."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from transferqueue.cli.connection import ADDRESS_VARIABLE
+from transferqueue.cli.screens.terminal import say
+from transferqueue.observe.machine.runtime import RUNTIME_VARIABLE
+
+EXAMPLES = (
+    ("transferqueue serve", "for this user, at the default address"),
+    ("transferqueue serve --arena-bytes 64GiB", "with room for 64 GiB of rows"),
+    ("transferqueue serve --tcp 0.0.0.0:7777", "reachable from other machines too, with keys: transferqueue keys"),
+    ("transferqueue serve --durability process --state DIR --supervise", "one that outlives its crashes"),
+    ("transferqueue serve --tcp 0.0.0.0:7777 --coordinator 1/2", "the first of two with tables each, used as one"),
+    ("transferqueue serve --web 8787", "with a page that shows what it does, at 127.0.0.1:8787"),
+    (
+        "transferqueue serve --http 8788 --tokens DIR",
+        "with an HTTP service, for programs that import nothing of it",
+    ),
+    ("transferqueue serve --runtime /tmp/tq", "another one, in a directory of its own"),
+    ("transferqueue serve --address ipc:///tmp/tq/control.sock", "the same, by the address that clients give"),
+)
+
+
+def serve(
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            "-a",
+            show_default=False,
+            help=f"Listen here: ipc://path or tcp://host:port. Default: ${ADDRESS_VARIABLE}, else control.sock in --runtime.",
+        ),
+    ] = None,
+    tcp: Annotated[
+        list[str] | None,
+        typer.Option("--tcp", metavar="HOST:PORT", show_default=False, help="Listen here too; repeatable."),
+    ] = None,
+    arena_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--arena-bytes",
+            metavar="SIZE",
+            show_default=False,
+            help="Ceiling of the memory for rows, such as 64GiB. Default: 8GiB, less where shared memory has less.",
+        ),
+    ] = None,
+    runtime: Annotated[
+        Path | None,
+        typer.Option(
+            "--runtime",
+            show_default=False,
+            help=f"Directory of the socket and of locks, made private (0700). Default: ${RUNTIME_VARIABLE}, else this user's.",
+        ),
+    ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            "--keys",
+            metavar="DIR",
+            show_default=False,
+            help="Directory of the keys that every tcp address asks for. Default: none at loopback addresses, "
+            "else those of `transferqueue keys`, without which no other address is listened at.",
+        ),
+    ] = None,
+    plain_bytes: Annotated[
+        bool,
+        typer.Option(
+            "--plain-bytes",
+            help="With keys too, send columns to other machines unencrypted: several times as fast, for networks on which "
+            "nobody listens. Calls stay encrypted, and only who was given a ticket in one gets bytes.",
+        ),
+    ] = False,
+    durability: Annotated[
+        str,
+        typer.Option(
+            "--durability",
+            metavar="LEVEL",
+            help="What outlives the server: memory (nothing), process (all, through the crash of any process), "
+            "disk (all, through a reboot).",
+        ),
+    ] = "memory",
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            "--state",
+            metavar="DIR",
+            show_default=False,
+            help="Directory that keeps it, for process and disk; made private (0700). The next server given the same goes on.",
+        ),
+    ] = None,
+    accept_loss: Annotated[
+        bool,
+        typer.Option(
+            "--accept-loss",
+            help="If what --state held is damaged or incomplete, which is refused otherwise: move its files to lost-N in it, give "
+            "shared memory that they spoke of back, and begin anew. Does nothing where it is whole.",
+        ),
+    ] = False,
+    snapshots: Annotated[
+        Path | None,
+        typer.Option(
+            "--snapshots",
+            metavar="DIR",
+            show_default=False,
+            help="Directory under which clients name snapshots. Default: $TRANSFERQUEUE_SNAPSHOTS, else ./snapshots.",
+        ),
+    ] = None,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            "--coordinator",
+            metavar="K/N",
+            show_default=False,
+            help="This server is number K of N that clients use as one, each with a part of the tables (docs/CLUSTER.md); "
+            "NAME:K/N also says of which deployment.",
+        ),
+    ] = None,
+    web: Annotated[
+        str | None,
+        typer.Option(
+            "--web",
+            metavar="PORT",
+            show_default=False,
+            help="Show a page at 127.0.0.1:PORT: tables, tasks, rates, waits, live. Prints a link, which is a password.",
+        ),
+    ] = None,
+    http: Annotated[
+        str | None,
+        typer.Option(
+            "--http",
+            metavar="PORT",
+            show_default=False,
+            help="Serve put_prompts, get_experience and the like over HTTP at 127.0.0.1:PORT; its page says how. Prints a link, too.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(
+            "--tokens",
+            metavar="DIR",
+            show_default=False,
+            help="Directory of three files: page and service hold the tokens that --web and --http ask for, metrics one that opens "
+            "/metrics alone. Made where there is none (0700, files 0600). Default: new tokens, in the links.",
+        ),
+    ] = None,
+    token_file: Annotated[Path | None, typer.Option("--token-file", hidden=True)] = None,
+    supervised: Annotated[
+        bool,
+        typer.Option("--supervise", help="Start the server again when it crashes; clients go on where it is durable."),
+    ] = False,
+) -> None:
+    """Start a server and run it until Ctrl-C or SIGTERM; it leaves no file behind, except in --state.
+
+    Prints one line when it listens: "ready", then its addresses (and "web" or "http" and a link, with --web or --http). Clients give the first of them to connect().
+    """
+    from transferqueue.limits import parse_bytes
+    from transferqueue.server.process.serve import serve as serve_until_stopped
+    from transferqueue.server.process.supervisor import supervise
+
+    _refuse_one_token(token_file)
+    announce = _announcing({"web": web, "http": http}, tokens)
+    ceiling = parse_bytes(arena_bytes) if arena_bytes else None
+    place = place_of(address, runtime)
+
+    def run() -> None:
+        serve_until_stopped(
+            place,
+            tcp=tcp or (),
+            arena_bytes=ceiling,
+            keys=keys,
+            plain_bytes=plain_bytes,
+            durability=durability,
+            state=state,
+            accept_loss=accept_loss,
+            snapshots=snapshots,
+            coordinator=coordinator,
+            on_ready=announce,
+        )
+
+    if not supervised:
+        run()
+    elif code := supervise(run):
+        raise typer.Exit(code)
+
+
+def _refuse_one_token(token_file: Path | None) -> None:
+    from transferqueue.errors import UsageError
+
+    if token_file is not None:
+        raise UsageError(
+            f"--token-file {token_file} held one token that opened the page, the service and the metrics; each has its own now: "
+            f"give --tokens DIR, which makes the files DIR/page, DIR/service and DIR/metrics, and remove {token_file}"
+        )
+
+
+def _announcing(wanted: Mapping[str, str | None], directory: Path | None) -> Callable[[list[str]], None]:
+    """`_announce`, with the page and the HTTP service that are wanted. One token of each for all lives of a supervised server: links
+    go on to work."""
+    places = {name: where for name, where in wanted.items() if where is not None}
+    if not places and directory is None:
+        return _announce
+    from transferqueue.errors import UsageError
+    from transferqueue.web.access import web_place
+    from transferqueue.web.subprocesses import KINDS, check_installed, start_page
+    from transferqueue.web.token import kept_tokens, new_tokens
+
+    if not places:
+        raise UsageError(f"--tokens {directory} has the tokens of --web and --http; give one of them too")
+    check_installed()
+    found = {name: web_place(where) for name, where in places.items()}
+    tokens = new_tokens() if directory is None else kept_tokens(directory)
+    kept: list[object] = []  # a process lasts as long as the pipe to it
+
+    def announce(addresses: list[str]) -> None:
+        started = {
+            name: start_page(
+                addresses[0],
+                f"{at.host}:{at.port}",
+                tokens[KINDS[name]],
+                KINDS[name],
+                metrics_token=tokens["metrics"],
+            )
+            for name, at in found.items()
+        }
+        kept.append(started)
+        _announce(addresses)
+        for name, (_, link) in started.items():
+            say(f"{name} {link}")
+        sys.stdout.flush()
+
+    return announce
+
+
+def place_of(address: str | None, runtime: Path | None) -> str | None:
+    """Where to listen; a runtime directory that was named becomes that of this process."""
+    from transferqueue.errors import UsageError
+
+    if runtime is None:
+        return address or os.environ.get(ADDRESS_VARIABLE)
+    if address and not address.startswith("tcp://"):
+        raise UsageError(
+            f"runtime {str(runtime)!r} and address {address!r} both name a directory; give one of them "
+            "(the runtime directory of an ipc address is the one its socket is in)"
+        )
+    os.environ[RUNTIME_VARIABLE] = str(runtime.absolute())
+    return address
+
+
+def _announce(addresses: list[str]) -> None:
+    say(" ".join(["ready", *addresses]))
+    sys.stdout.flush()
+    if sys.stderr.isatty():
+        say(f'join it with connect("{addresses[0]}"); Ctrl-C stops it', err=True)

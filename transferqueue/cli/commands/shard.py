@@ -1,0 +1,116 @@
+"""`transferqueue shard`: lend this machine's memory to a deployment; `transferqueue shard drain`: take one out of it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from transferqueue.cli.connection import AddressOption, single_address_of
+from transferqueue.cli.screens.terminal import say
+
+EXAMPLES = (
+    ("transferqueue shard", "lend memory to the server of this user"),
+    (
+        "transferqueue shard --join tqjoin_... --arena-bytes 64GiB",
+        "to one on another machine, by a token of role shard",
+    ),
+    (
+        "transferqueue shard --store mooncake://10.0.0.5:50051 --arena-bytes 64GiB",
+        "one whose bytes lie in a Mooncake Store",
+    ),
+    ("transferqueue shard drain 2", "lend nothing more of shard 2, which ends when nothing is left in it"),
+)
+commands = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
+
+
+@commands.callback()
+def shard(
+    context: typer.Context,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--join",
+            "--address",
+            "-a",
+            metavar="ADDRESS",
+            show_default=False,
+            help="The server: ipc://path, tcp://host:port or a join token. Default: as of all commands.",
+        ),
+    ] = None,
+    arena_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--arena-bytes",
+            metavar="SIZE",
+            show_default=False,
+            help="Ceiling of the memory that is lent, such as 64GiB. Default: 8GiB, less where shared memory has less.",
+        ),
+    ] = None,
+    store: Annotated[
+        str,
+        typer.Option(
+            "--store",
+            metavar="ADDRESS",
+            show_default=False,
+            help="Keep the bytes in another store: mooncake://host:port of a Mooncake master, file:///directory, or what a "
+            "package registers. Default: shared memory of this machine. --arena-bytes is then the most that is kept there.",
+        ),
+    ] = "",
+    host: Annotated[
+        str | None,
+        typer.Option(
+            "--host",
+            metavar="NAME",
+            show_default=False,
+            help="Where other machines reach this one. Default: the address from which it reaches the server; loopback for "
+            "one at a socket file.",
+        ),
+    ] = None,
+    label: Annotated[str, typer.Option("--label", metavar="TEXT", help="What people call it.")] = "shard",
+) -> None:
+    """Lend this machine's memory to the server's deployment until it is drained, or until Ctrl-C or SIGTERM.
+
+    Puts go to a near shard while it has room; reads come from wherever rows are. Stopped, it takes with it what lies in it: rows are made again where tasks give their fields, or end as lost. Drain it first.
+    Prints one line when it has joined: "ready", then where its bytes are reached.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from transferqueue.client.session.addresses import way_in
+    from transferqueue.cluster.shard import Shard, serve_shard
+    from transferqueue.limits import parse_bytes
+
+    named = single_address_of(address, "a shard lends its memory to")
+    place, keys = way_in(named)
+    before = signal.signal(signal.SIGTERM, _stop)
+    ceiling = parse_bytes(arena_bytes) if arena_bytes else None
+    try:
+        serve_shard(
+            Shard(place or named, arena_bytes=ceiling, store=store, host=host, keys=keys, label=label), _announce
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@commands.command()
+def drain(
+    number: Annotated[int, typer.Argument(metavar="NUMBER", min=0, show_default=False, help="As `top` and stats say.")],
+    address: AddressOption = None,
+) -> None:
+    """Lend nothing more of a shard; it ends when the last row in it is done and the last view of it is gone."""
+    from transferqueue.cli.connection import connected
+
+    with connected(single_address_of(address, "a shard is of"), label="drain") as queue:
+        queue.drain_shard(number)
+
+
+def _announce(endpoint: str) -> None:
+    say(f"ready {endpoint}")
+    sys.stdout.flush()
+
+
+def _stop(_signal: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(0)

@@ -1,0 +1,59 @@
+"""`transferqueue snapshot` and `transferqueue restore`: all there is to files, and back into an empty server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from transferqueue.cli.connection import AddressOption, single_address_of
+
+if TYPE_CHECKING:
+    from transferqueue.client import Queue
+
+SNAPSHOT_EXAMPLES = (
+    ("transferqueue snapshot run-7", "all tables and weights, while everybody goes on"),
+    ("transferqueue snapshot run-7 --keep 5", "keeping the four before it"),
+)
+RESTORE_EXAMPLES = (
+    ("transferqueue restore run-7", "the newest snapshot of that directory, into a server without tables"),
+    ("transferqueue restore run-7/000003", "that one"),
+)
+SnapshotPath = Annotated[
+    str, typer.Argument(metavar="PATH", show_default=False, help="Under the server's directory for snapshots.")
+]
+TimeoutOption = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Patience with it.")]
+
+
+def snapshot(
+    path: SnapshotPath,
+    keep: Annotated[int, typer.Option("--keep", min=1, help="How many snapshots stay in PATH, the newest.")] = 2,
+    timeout: TimeoutOption = 600.0,
+    address: AddressOption = None,
+) -> None:
+    """Write all tables and weights, as they are at one moment, to files that any Arrow reader opens.
+
+    Nobody waits for it. It is there whole or not at all; prints where. The files are told in docs/SNAPSHOTS.md.
+    """
+    _carry_out(address, lambda queue, told: queue.snapshot(path, keep=keep, timeout_s=timeout, progress=told))
+
+
+def restore(path: SnapshotPath, timeout: TimeoutOption = 600.0, address: AddressOption = None) -> None:
+    """Make a server without tables what a snapshot is of. Every file's checksum is compared first."""
+    _carry_out(address, lambda queue, told: queue.restore(path, timeout_s=timeout, progress=told))
+
+
+def _carry_out(address: str | None, act: Callable[[Queue, Callable[[int, int], None]], str]) -> None:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+    from transferqueue.cli.connection import connected
+    from transferqueue.cli.screens.terminal import console, say
+
+    terminal = console()
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    bar = Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
+    with connected(single_address_of(address, "a snapshot is of"), label="snapshot") as queue, bar:
+        task = bar.add_task("")
+        where = act(queue, lambda done, total: bar.update(task, completed=done, total=max(done, total)))
+    say(where)

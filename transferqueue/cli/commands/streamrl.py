@@ -1,0 +1,51 @@
+"""`transferqueue streamrl`: the figures of StreamRL in simulation, beside the published ones."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from transferqueue.cli.commands.compare_modes import commit_in_use
+from transferqueue.cli.screens.terminal import console, say
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transferqueue.workflows.sim.streamrl import Line
+
+EXAMPLES: Final = (("transferqueue streamrl", "dispatch, pipelining and elasticity: about a minute"),)
+
+
+def streamrl(
+    out: Annotated[Path, typer.Option(help="Folder of the record and its picture.")] = Path("bench/records"),
+) -> None:
+    """Simulate StreamRL's dispatch, pipelining and elasticity around the production ledger, with its published lengths.
+
+    Prints published and simulated figures with what was assumed, and writes a record and a picture.
+    """
+    from transferqueue.workflows.sim import streamrl as simulating
+    from transferqueue.workflows.sim.replay_record import write
+
+    lines = simulating.table()
+    name = f"streamrl-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    write(out / f"{name}.json", simulating.record(lines, commit=commit_in_use()))
+    simulating.draw(out / f"{name}.png", lines)
+    _show(lines, simulating.ASSUMED)
+    say(f"wrote {out / name}.json and .png")
+
+
+def _show(lines: Sequence[Line], assumed: Sequence[str]) -> None:
+    from rich.table import Table
+
+    shown = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("figure", "setting", "published", "ours"):
+        shown.add_column(title, justify="right" if title == "ours" else "left")
+    for line in lines:
+        shown.add_row(line.figure, line.setting, line.published, f"{line.ours:.3f}")
+    screen = console()
+    screen.print(shown)
+    for one in assumed:
+        screen.print(f"assumed: {one}")

@@ -1,0 +1,139 @@
+"""`transferqueue top`: what every table and task is doing, live."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from transferqueue.cli.connection import AddressArgument, AddressOption, address_of
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from transferqueue.client import Queue
+    from transferqueue.observe.answers.stats import Stats
+    from transferqueue.observe.coordinators import Silent
+    from transferqueue.observe.frame import Frame
+
+EXAMPLES = (
+    ("transferqueue top", "the server of this user, twice a second; q or Ctrl-C ends it"),
+    ("transferqueue top tcp://trainer:7777 --interval 5", "another server, every five seconds"),
+    ("transferqueue top --once", "one frame, for a log"),
+    ("transferqueue top --once --json", "the same for a machine; keys in docs/OBSERVING.md"),
+)
+
+
+def top(
+    where: AddressArgument = None,
+    address: AddressOption = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print frames as JSON, one document each.")] = False,
+    interval: Annotated[
+        float, typer.Option("--interval", "-i", min=0.05, max=3600.0, metavar="SECONDS", help="Time between frames.")
+    ] = 0.5,
+) -> None:
+    """Show tables and tasks live: rows pending, ready, leased, done; rates, bytes, age, staleness; who waits for what.
+
+    Rates are measured between two looks at the server, one --interval apart; --once looks twice too.
+    The server is asked once a frame, and does nothing for `top` in between. Several coordinators (their addresses joined by
+    commas) are shown one beneath the other; with --json each is a document.
+    """
+    from transferqueue.cli.connection import connected
+
+    with connected(address_of(where or address), label="top") as queue, suppress(KeyboardInterrupt):
+        if once or json:
+            _print_frames(queue, interval, once=once, json=json)
+        else:
+            _show_live(queue, interval)
+
+
+def _look(queue: Queue) -> dict[str, Stats | Silent]:
+    from transferqueue.observe.answers.stats import Stats, parse
+    from transferqueue.observe.coordinators import by_coordinator
+
+    return by_coordinator(queue.address, queue.stats(), lambda said: parse("stats", said, Stats))
+
+
+def _print_frames(queue: Queue, interval: float, *, once: bool, json: bool) -> None:
+    """Frames one after the other, every one with rates; the only one with `once`."""
+    from transferqueue.cli.screens.terminal import console, show, show_json
+    from transferqueue.observe.frame import frames
+
+    terminal, before = console(), _look(queue)
+    while True:
+        time.sleep(interval)
+        after = _look(queue)
+        shown, before = frames(before, after), after
+        if json:
+            for one in shown:
+                show_json(one)
+        else:
+            show(_lines(shown, terminal.width), terminal)
+        if once:
+            return
+
+
+def _show_live(queue: Queue, interval: float) -> None:
+    """The screen, redrawn in place until q is pressed; the first frame comes at once, without rates."""
+    from rich.live import Live
+    from rich.text import Text
+
+    from transferqueue.cli.screens.terminal import console
+    from transferqueue.observe.frame import frames
+
+    terminal, before = console(), None
+    with _single_keys(), Live(console=terminal, screen=terminal.is_terminal, auto_refresh=False) as live:
+        while True:
+            after = _look(queue)
+            lines = _lines(frames(before or {}, after), terminal.width)
+            live.update(Text("\n").join(lines), refresh=True)
+            before = after
+            if _quit_within(interval):
+                return
+
+
+def _lines(shown: Iterable[Frame | Silent], width: int) -> list[Text]:
+    """Coordinators one beneath the other."""
+    from rich.text import Text
+
+    from transferqueue.cli.screens.top import top_lines
+    from transferqueue.cli.screens.unreachable import silent_lines
+    from transferqueue.observe.coordinators import Silent
+
+    parts = [silent_lines(one, width) if isinstance(one, Silent) else top_lines(one, width) for one in shown]
+    return [line for part in parts for line in (*part, Text())][:-1]
+
+
+def _quit_within(seconds: float) -> bool:
+    """Wait, at the display's side, until it is time for the next frame; True as soon as q is pressed."""
+    if not sys.stdin.isatty():
+        time.sleep(seconds)
+        return False
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        if select.select([sys.stdin], [], [], left)[0] and os.read(sys.stdin.fileno(), 1) in (b"q", b"Q", b""):
+            return True
+    return False
+
+
+@contextmanager
+def _single_keys() -> Iterator[None]:
+    """Keys arrive one by one, unechoed, while this lasts."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

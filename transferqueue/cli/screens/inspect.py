@@ -1,0 +1,138 @@
+"""Screens of `inspect`: all tables, and the terms of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.text import Text
+
+from transferqueue.cli.screens.layout import Column, fit, grid_line, heading, wrap
+from transferqueue.observe import units as q
+from transferqueue.observe.answers.stats import TableStats
+from transferqueue.observe.answers.tables import FieldTerms, TableTerms, TaskTerms
+
+
+def tables_lines(tables: Mapping[str, TableStats], width: int) -> list[Text]:
+    """One line for each table."""
+    if not tables:
+        return [Text("no tables yet", style="dim")]
+    every = tables.values()
+    columns = [
+        Column(heading="table", cells=[Text(name, style="bold") for name in tables], left=True),
+        Column(heading="put", cells=_counts([table.rows_put for table in every])),
+        Column(heading="live", cells=_counts([table.rows_live for table in every])),
+        Column(heading="done", cells=_counts([table.rows_done for table in every])),
+        Column(heading="dropped", cells=_counts([table.rows_dropped for table in every])),
+        Column(heading="bytes", cells=[Text(q.size(table.bytes)) for table in every]),
+        Column(heading="version", cells=[_version(table) for table in every], rank=2),
+        Column(heading="oldest", cells=[_age(table) for table in every], rank=3),
+        Column(heading="", cells=[_sealed(table) for table in every], rank=1, left=True),
+        Column(heading="tasks", cells=[Text(", ".join(table.tasks)) for table in every], rank=4, left=True),
+    ]
+    return _grid(columns, len(tables), width)
+
+
+def terms_lines(terms: TableTerms, width: int) -> list[Text]:
+    """A table's limits, its fields, its tasks."""
+    return [
+        *_headline(terms, width),
+        Text(),
+        *_fields(terms.fields, width),
+        Text(),
+        *_tasks(terms.tasks, width),
+    ]
+
+
+def _headline(terms: TableTerms, width: int) -> list[Text]:
+    stats = terms.stats
+    bound = f" of {q.size(terms.bytes_limit)}" if terms.bytes_limit else ""
+    first = Text(terms.name, style="bold").append(
+        f" · {q.count(stats.rows_live)} of {q.count(terms.rows_limit)} rows · {q.size(stats.bytes)}{bound}",
+        style="not bold",
+    )
+    if stats.sealed:
+        first.append(" · sealed", style="not bold magenta")
+    lines = [first, *_statement("retention", terms.retention, width)]
+    if terms.pacing:
+        lines += _statement("pacing", terms.pacing, width)
+    dropped = ", ".join(f"{reason} {q.count(rows)}" for reason, rows in stats.dropped.items())
+    fates = f"{q.count(stats.rows_put)} put = {q.count(stats.rows_live)} live + {q.count(stats.rows_done)} done"
+    fates += f" + {q.count(stats.rows_dropped)} dropped" + (f" ({dropped})" if dropped else "")
+    return [*lines, *_statement("rows", fates, width)]
+
+
+def _statement(subject: str, text: str, width: int) -> list[Text]:
+    lines = wrap(Text(text), width, indent=13)
+    lines[0] = Text(f"  {subject:<9}  ", style="dim").append_text(lines[0][13:])
+    return lines
+
+
+def _fields(fields: list[FieldTerms], width: int) -> list[Text]:
+    if not fields:
+        return [Text("no fields yet: the first put declares them", style="dim")]
+    columns = [
+        Column(heading="field", cells=[Text(field.name) for field in fields], left=True),
+        Column(heading="type", cells=[Text(field.type, style="cyan") for field in fields], left=True),
+        Column(
+            heading="kept", cells=[Text("ledger" if field.inline else "arena") for field in fields], rank=1, left=True
+        ),
+        Column(heading="given by", cells=[_names(field.given_by) for field in fields], left=True),
+        Column(heading="needed by", cells=[_names(field.needed_by) for field in fields], left=True),
+    ]
+    return _grid(columns, len(fields), width)
+
+
+def _tasks(tasks: list[TaskTerms], width: int) -> list[Text]:
+    if not tasks:
+        return [Text("no tasks", style="dim")]
+    columns = [
+        Column(heading="task", cells=[Text(task.name, style="bold") for task in tasks], left=True),
+        Column(heading="next rows", cells=[Text(task.selector) for task in tasks], left=True),
+        Column(heading="lease", cells=[Text(q.span(task.lease_s)) for task in tasks]),
+        Column(heading="attempts", cells=[Text(str(task.attempts_max or "no limit")) for task in tasks]),
+        Column(heading="sees", cells=[Text(_starts(task)) for task in tasks], rank=1, left=True),
+    ]
+    lines = _grid(columns, len(tasks), width)
+    for task in tasks:
+        lines += _remarks(task, width)
+    return lines
+
+
+def _remarks(task: TaskTerms, width: int) -> list[Text]:
+    """What only some tasks have: a rule for groups, needs that no field satisfies yet."""
+    lines: list[Text] = []
+    if task.groups:
+        lines += wrap(Text(f"{task.name} takes groups: {task.groups}", style="dim"), width, indent=2)
+    if task.unknown:
+        missing = f"{task.name} needs {', '.join(task.unknown)}: no field of the table yet"
+        lines += wrap(Text(missing, style="yellow"), width, indent=2)
+    return lines
+
+
+def _starts(task: TaskTerms) -> str:
+    return "every row" if task.starts == "start" else "rows put after it was declared"
+
+
+def _grid(columns: Sequence[Column], rows: int, width: int) -> list[Text]:
+    columns = fit(columns, width)
+    return [heading(columns), *(grid_line(columns, row) for row in range(rows))]
+
+
+def _counts(numbers: list[int]) -> list[Text]:
+    return [Text(q.count(number), style="" if number else "bright_black") for number in numbers]
+
+
+def _names(names: list[str]) -> Text:
+    return Text(", ".join(names) or "–", style="" if names else "bright_black")
+
+
+def _version(table: TableStats) -> Text:
+    return Text(str(table.version)) if table.version >= 0 else Text("–", style="bright_black")
+
+
+def _age(table: TableStats) -> Text:
+    return Text("–", style="bright_black") if table.age_s is None else Text(q.span(table.age_s))
+
+
+def _sealed(table: TableStats) -> Text:
+    return Text("sealed", style="magenta") if table.sealed else Text()

@@ -1,0 +1,137 @@
+"""The screen of `inspect TABLE ROW`: one row's whole life."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from rich.text import Text
+
+from transferqueue.cli.screens.layout import Column, fit, flow, grid_line, heading
+from transferqueue.observe import units as q
+from transferqueue.observe.answers.row import RowField, RowLife, RowTask
+
+_STYLES: Final = {
+    "pending": "yellow",
+    "held": "yellow",
+    "ready": "green",
+    "leased": "cyan",
+    "done": "",
+    "dropped": "red",
+}
+_UNSET: Final = -1
+
+
+def row_lines(life: RowLife, labels: Mapping[int, str], width: int) -> list[Text]:
+    """Lines of the whole screen. labels: what people call the sessions that are open."""
+    return [
+        *_head(life, labels, width),
+        Text(),
+        *_fields(life, width),
+        Text(),
+        *_tasks(life, labels, width),
+        Text(),
+        *_events(life, labels, width),
+    ]
+
+
+def _head(life: RowLife, labels: Mapping[int, str], width: int) -> list[Text]:
+    fate = Text(life.state, style=_STYLES.get(life.state, "green"))
+    pieces = [
+        Text(f"row {life.row} of {life.table}", style="bold"),
+        fate.append(f" ({life.reason})" if life.reason else ""),
+    ]
+    if life.age_s is not None:
+        by = f" by {_who(life.put_by, labels)}" if life.put_by else ""
+        pieces.append(Text(f"put {q.span(life.age_s)} ago{by}"))
+    return [*flow(pieces, width, indent=2), *flow([Text("  "), *_facts(life)], width, indent=2)]
+
+
+def _facts(life: RowLife) -> list[Text]:
+    """Facts that were given; those that nobody set are not worth a word."""
+    words = [f"key {life.key}"] if life.key else []
+    if life.group_id != _UNSET:
+        member = (
+            f"member {life.ordinal} of {life.group_size}" if life.ordinal != _UNSET else f"one of {life.group_size}"
+        )
+        words.append(f"group {life.group_id}, {member}")
+    if life.policy_version != _UNSET:
+        newest = f" to {life.policy_version_max}" if life.policy_version_max > life.policy_version else ""
+        words.append(f"policy version {life.policy_version}{newest}")
+    words += [q.plural(life.tokens, "token")] if life.tokens > 0 else []
+    words += [f"priority {life.priority:g}"] if life.priority else []
+    words += [f"{name}={value}" for name, value in life.tags.items()]
+    return [Text(word) for word in words]
+
+
+def _fields(life: RowLife, width: int) -> list[Text]:
+    names, fields = list(life.fields), list(life.fields.values())
+    columns = [
+        Column(heading="field", cells=[Text(name) for name in names], left=True),
+        Column(heading="", cells=[_mark(field) for field in fields], left=True),
+        Column(heading="value", cells=[_value(field) for field in fields], left=True),
+    ]
+    return _grid(columns, len(names), width)
+
+
+def _mark(field: RowField) -> Text:
+    return Text("✓", style="green") if field.set else Text("·", style="yellow")
+
+
+def _value(field: RowField) -> Text:
+    if not field.set:
+        return Text("missing", style="yellow")
+    if field.inline:
+        return Text(str(field.value))
+    size = f", {q.size(field.bytes)}" if field.bytes is not None else ""
+    return Text(f"block {field.block}{size}, slot {field.slot}", style="dim")
+
+
+def _tasks(life: RowLife, labels: Mapping[int, str], width: int) -> list[Text]:
+    names, tasks = list(life.tasks), list(life.tasks.values())
+    columns = [
+        Column(heading="task", cells=[Text(name) for name in names], left=True),
+        Column(
+            heading="state", cells=[Text(task.state, style=_STYLES.get(task.state, "")) for task in tasks], left=True
+        ),
+        Column(heading="attempts", cells=[_attempts(task) for task in tasks]),
+        Column(heading="", cells=[Text(_standing(task, labels)) for task in tasks], left=True),
+    ]
+    return _grid(columns, len(names), width)
+
+
+def _attempts(task: RowTask) -> Text:
+    return Text(str(task.attempts), style="red" if task.attempts else "bright_black")
+
+
+def _standing(task: RowTask, labels: Mapping[int, str]) -> str:
+    if task.lease is not None:
+        left = f", {q.span(task.left_s)} left" if task.left_s is not None else ""
+        return f"by {_who(task.session, labels)}{left}"
+    if task.state == "pending" and task.lacks:
+        return f"lacks {', '.join(task.lacks)}"
+    return "its group is not whole" if task.state == "held" else ""
+
+
+def _events(life: RowLife, labels: Mapping[int, str], width: int) -> list[Text]:
+    events = life.events
+    if not events:
+        return [Text("its life is forgotten", style="dim")]
+    columns = [
+        Column(heading="when", cells=[Text(f"{q.span(event.ago_s)} ago", style="dim") for event in events]),
+        Column(heading="what", cells=[Text(event.what) for event in events], left=True),
+        Column(heading="task", cells=[Text(event.task) for event in events], left=True),
+        Column(heading="by", cells=[Text(_who(event.session, labels)) for event in events], rank=1, left=True),
+        Column(heading="", cells=[Text(event.detail) for event in events], rank=2, left=True),
+    ]
+    lines = _grid(columns, len(events), width)
+    return lines if life.events_complete else [Text("earlier events are forgotten", style="dim"), *lines]
+
+
+def _who(session: int | None, labels: Mapping[int, str]) -> str:
+    return labels.get(session, f"session {session}") if session else ""
+
+
+def _grid(columns: list[Column], rows: int, width: int) -> list[Text]:
+    columns = fit(columns, width)
+    return [heading(columns), *(grid_line(columns, row) for row in range(rows))]

@@ -1,0 +1,220 @@
+"""The screen of `top`, from a frame: a pure function of the frame and the width."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rich.text import Text
+
+from transferqueue.cli.screens.layout import Column, bar, fit, flow, grid_line, heading, spread, wrap
+from transferqueue.observe import units as q
+from transferqueue.observe.answers.stats import ServerStats, TableStats, TaskStats, Waiting
+from transferqueue.observe.frame import Frame, TableRates
+
+_BAR: Final = 24
+_BAR_STALENESS: Final = 8
+_LAGS_SHOWN: Final = 6
+_PACES: Final = " ◂"
+
+
+def top_lines(frame: Frame, width: int) -> list[Text]:
+    """Lines of the whole screen, none longer than `width` unless a name is."""
+    lines = [*_head(frame, width), Text()]
+    if not frame.stats.tables:
+        return [*lines, Text("no tables yet", style="dim")]
+    lines += _tables(frame, width)
+    if frame.stats.channels:
+        lines += [Text(), *_channels(frame, width)]
+    return [*lines, Text(), *_waits(frame.stats.waiting, width)]
+
+
+# ---------------------------------------------------------------- head
+
+
+def _head(frame: Frame, width: int) -> list[Text]:
+    server = frame.stats.server
+    left = Text(frame.address, style="bold cyan")
+    right = Text(f"up {q.span(server.uptime_s)} · {q.plural(frame.stats.sessions, 'session')}", style="dim")
+    arena = _arena("arena ", server.used_bytes, server.capacity_bytes)
+    return [*spread(left, right, width), arena, *_shards(server), *_turns(server)]
+
+
+def _turns(server: ServerStats) -> list[Text]:
+    """Requests for which everybody else waited too long: nothing is shown of a server where there was none."""
+    requests = server.turns.get("request")
+    if requests is None or not requests.late:
+        return []
+    of = ", ".join(f"{subject} {q.count(count)}" for subject, count in sorted(requests.late.items()))
+    worst = f"the longest {q.span(requests.busiest_s)} for {requests.busiest_of}"
+    return [Text(f"{q.plural(sum(requests.late.values()), 'late turn')} ({of}), {worst}", style="yellow")]
+
+
+def _arena(name: str, used: int, capacity: int) -> Text:
+    share = used / capacity if capacity else 0.0
+    text = Text(name).append_text(bar(share, _BAR, style=_level(share)))
+    return text.append(f" {q.size(used)} of {q.size(capacity)}")
+
+
+def _shards(server: ServerStats) -> list[Text]:
+    """All further shards, in one line."""
+    if not server.shards:
+        return []
+    used, capacity = (
+        sum(one.used_bytes for one in server.shards),
+        sum(one.capacity_bytes for one in server.shards),
+    )
+    drain = ", ".join(str(one.shard) for one in server.shards if one.drains)
+    text = _arena("shards ", used, capacity).append(f" in {q.plural(len(server.shards), 'further shard')}")
+    return [text.append(f" · {drain} drains", style="yellow") if drain else text]
+
+
+def _level(share: float) -> str:
+    return "red" if share > 0.9 else "yellow" if share > 0.7 else "green"
+
+
+# ---------------------------------------------------------------- tables
+
+
+def _tables(frame: Frame, width: int) -> list[Text]:
+    columns = fit(_columns(frame), width)
+    lines, row = [heading(columns)], 0
+    for name, table in frame.stats.tables.items():
+        lines += [Text()] if row else []
+        lines += flow(_terms(name, table, frame.rates.get(name)), width, indent=2)
+        for _ in table.tasks:
+            lines.append(grid_line(columns, row))
+            row += 1
+        lines += [*_troubles(table, width), *_fates(table, width)]
+    return lines
+
+
+def _troubles(table: TableStats, width: int) -> list[Text]:
+    """Tasks that nobody works on though rows are ready, and those that never progress."""
+    told = [(name, task.unattended) for name, task in table.tasks.items() if task.unattended]
+    told += [(name, "can never progress; doctor says why") for name, task in table.tasks.items() if task.stranded]
+    lines = [wrap(Text(f"{name}: {text}", style="red"), width, indent=4) for name, text in told]
+    return [
+        Text("  ✗ ", style="bold red").append_text(line[4:]) if not at else line
+        for one in lines
+        for at, line in enumerate(one)
+    ]
+
+
+def _terms(name: str, table: TableStats, rates: TableRates | None) -> list[Text]:
+    pieces = [Text(name, style="bold"), _of("rows", table.rows_live, table.rows_limit)]
+    pieces.append(Text(q.size(table.bytes) + (f" of {q.size(table.bytes_limit)}" if table.bytes_limit else "")))
+    if rates:
+        pieces.append(Text(f"{q.rate(rates.put_s)} in/s"))
+    if table.age_s is not None:
+        pieces.append(Text(f"oldest {q.span(table.age_s)}"))
+    if table.version >= 0:
+        pieces.append(Text(f"version {table.version}"))
+    if table.outstanding_limit is not None:
+        pieces.append(_of("ahead", table.outstanding, table.outstanding_limit))
+    if table.sealed:
+        pieces.append(Text("sealed", style="magenta"))
+    return pieces
+
+
+def _of(noun: str, amount: int, limit: int) -> Text:
+    full = Text(f"{q.count(amount)} of {q.count(limit)} {noun}")
+    if limit and amount >= limit:
+        full.stylize("bold yellow")
+    return full
+
+
+def _columns(frame: Frame) -> list[Column]:
+    tasks = [
+        (table, name, task, rate.tasks.get(name) if (rate := frame.rates.get(table_name)) else None)
+        for table_name, table in frame.stats.tables.items()
+        for name, task in table.tasks.items()
+    ]
+    given = [_rate(rates.given_s if rates else None) for *_, rates in tasks]
+    done = [_rate(rates.done_s if rates else None) for *_, rates in tasks]
+    return [
+        Column(heading="  task", cells=[_task(table, name) for table, name, *_ in tasks], left=True),
+        Column(heading="pending", cells=[_number(task.pending) for _, _, task, _ in tasks]),
+        Column(heading="held", cells=[_number(task.held) for _, _, task, _ in tasks], rank=3),
+        Column(heading="ready", cells=[_number(task.ready, "green") for _, _, task, _ in tasks]),
+        Column(heading="leased", cells=[_number(task.leased, "cyan") for _, _, task, _ in tasks]),
+        Column(heading="done", cells=[_number(task.done) for _, _, task, _ in tasks]),
+        Column(heading="dropped", cells=[_number(task.dropped, "yellow") for _, _, task, _ in tasks], rank=1),
+        Column(heading="failed", cells=[_number(task.failed, "red") for _, _, task, _ in tasks], rank=4),
+        Column(heading="given/s", cells=given, rank=5),
+        Column(heading="done/s", cells=done),
+        Column(heading="oldest", cells=[_age(task) for _, _, task, _ in tasks], rank=2),
+    ]
+
+
+def _task(table: TableStats, name: str) -> Text:
+    return Text(f"  {name}").append(_PACES if name == table.pacing_task else "", style="dim")
+
+
+def _number(number: int, style: str = "") -> Text:
+    return Text(q.count(number), style=style if number else "bright_black")
+
+
+def _rate(per_s: float | None) -> Text:
+    return Text(q.rate(per_s), style="" if per_s else "bright_black")
+
+
+def _age(task: TaskStats) -> Text:
+    return Text("–", style="bright_black") if task.age_s is None else Text(q.span(task.age_s))
+
+
+def _fates(table: TableStats, width: int) -> list[Text]:
+    """How stale handed-over rows were, and why rows were dropped: only what there is."""
+    lines: list[Text] = []
+    if handed := sum(table.staleness.values()):
+        lags = sorted(table.staleness.items(), key=lambda item: int(item[0]))
+        pieces = [_lag(lag, rows / handed) for lag, rows in lags[:_LAGS_SHOWN]]
+        lines += flow([Text("  staleness", style="dim"), *pieces], width, between="  ", indent=13)
+    if table.dropped:
+        pieces = [Text(f"{reason} {q.count(rows)}", style="yellow") for reason, rows in table.dropped.items() if rows]
+        lines += flow([Text("  dropped  ", style="dim"), *pieces], width, between="  ", indent=13)
+    return lines
+
+
+def _lag(lag: str, share: float) -> Text:
+    return Text(f"{lag} ").append_text(bar(share, _BAR_STALENESS, style="blue")).append(f" {share:.0%}")
+
+
+# ---------------------------------------------------------------- weights and waits
+
+
+def _channels(frame: Frame, width: int) -> list[Text]:
+    lines: list[Text] = []
+    for name, channel in frame.stats.channels.items():
+        applied = [f"{version} by {count}" for version, count in _tally(channel.applied)]
+        pieces = [
+            Text("weights ", style="dim").append(name, style="bold not dim"),
+            Text(f"version {channel.newest}"),
+            Text(q.size(channel.bytes)),
+            Text("applied " + (", ".join(applied) or "by nobody")),
+        ]
+        lines += flow(pieces, width, indent=2)
+    return lines
+
+
+def _tally(applied: dict[str, int]) -> list[tuple[int, int]]:
+    versions = list(applied.values())
+    return [(version, versions.count(version)) for version in sorted(set(versions), reverse=True)]
+
+
+def _waits(waiting: list[Waiting], width: int) -> list[Text]:
+    if not waiting:
+        return [Text("nobody waits", style="dim")]
+    lines = [Text("waiting", style="dim")]
+    for wait in waiting:
+        lines += _wait(wait, width)
+    return lines
+
+
+def _wait(wait: Waiting, width: int) -> list[Text]:
+    target = wait.table + (f"/{wait.task}" if wait.task else "")
+    pieces = [
+        Text("  ").append(wait.label or f"session {wait.session}", style="bold"),
+        Text(f"{wait.request.lower()} {target}".rstrip()),
+        Text(f"{q.span(wait.waited_s)}, {q.span(wait.left_s)} left", style="dim"),
+    ]
+    return [*flow(pieces, width, indent=4), *wrap(Text(wait.why), width, indent=4)]

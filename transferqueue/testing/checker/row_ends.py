@@ -1,0 +1,225 @@
+"""Each row is done once in each task, and ends once: never lost, never twice.
+
+The numbers of leases ascend in the order in which the server made them. So if a row is in two leases of a task, the
+one with the lower number had ended before the other began: its ack must fail, and had it been acked, there would be no
+other. Rows that a task may rightly be given again (requeued when stale, rolled back) are exempt from that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from transferqueue.policies import Refill, Requeue, Task
+from transferqueue.testing.checker.base import Found, Judge, Operation, Violation
+from transferqueue.testing.history import history as h
+
+ALONE: tuple[str, ...] = ("stale", "attempts", "group_incomplete", "lost", "table_dropped")
+"""Reasons for which the queue drops rows by itself."""
+
+
+class _Lent:
+    """One hand-over of a row: by whom it was let go, if it was."""
+
+    __slots__ = ("lease", "let_go", "replicas")
+
+    def __init__(self, lease: int, replicas: int) -> None:
+        self.lease, self.replicas = lease, replicas
+        self.let_go = False
+
+
+class _Table:
+    """Fates of the rows of one table."""
+
+    def __init__(self) -> None:
+        self.tasks: dict[str, Task] = {}
+        self.again = False
+        """Whether rows may rightly be done again."""
+        self.lent: dict[tuple[str, int], list[_Lent]] = defaultdict(list)
+        self.acked: dict[tuple[str, int], int] = {}
+        """(task, row) -> the lease whose ack was accepted."""
+        self.maybe_acked: set[tuple[str, int]] = set()
+        self.dropped: dict[int, tuple[str, int]] = {}
+        """Row -> why it ended, and the last operation that had begun when that was known."""
+        self.maybe_dropped: dict[int, str] = {}
+        self.put = self.maybe_put = 0
+        self.rows: set[int] = set()
+
+
+class Fates(Judge):
+    """Duplicated effects, broken fences, rows without a fate."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, _Table] = defaultdict(_Table)
+        self._last = 0
+
+    def declared(self, event: h.Declared) -> Found:
+        """See `Judge`."""
+        table = self._tables[event.table]
+        table.tasks = {task.name: task for task in event.tasks}
+        table.again = event.pacing is not None and isinstance(event.pacing.on_stale, Requeue)
+        return ()
+
+    def invoked(self, op: Operation) -> Found:
+        """See `Judge`."""
+        self._last = op.number
+        match op.begun.call:
+            case h.Rollback(table=name):
+                self._tables[name].again = True
+            case h.Put(table=name, rows=rows):
+                self._tables[name].maybe_put += rows
+            case h.Ack() | h.Release() as call:
+                table = self._tables[call.table]
+                for row in call.rows:
+                    _let_go(table, call.task, row, call.lease, failed=isinstance(call, h.Release) and call.failed)
+        return ()
+
+    def ended(self, op: Operation, end: h.Ended) -> Found:
+        """See `Judge`."""
+        match op.begun.call:
+            case h.Put() as put:
+                self._put_ended(self._tables[put.table], put, end)
+            case h.Lease() as call if isinstance(end.result, h.Leased):
+                yield from _leased(self._tables[call.table], op, call, end.result)
+            case h.Ack() as call:
+                yield from _acked(self._tables[call.table], op, call, end)
+                if call.drop:
+                    self._drop(call.table, call.rows, call.drop, end)
+            case h.Drop() as call:
+                self._drop(call.table, call.rows, call.reason, end)
+
+    def _drop(self, name: str, rows: list[int], reason: str, end: h.Ended) -> None:
+        table = self._tables[name]
+        if end.outcome == "ok":
+            table.dropped.update(dict.fromkeys(rows, (reason, self._last)))
+        elif end.outcome == "unknown":
+            table.maybe_dropped.update(dict.fromkeys(rows, reason))
+
+    def _put_ended(self, table: _Table, put: h.Put, end: h.Ended) -> None:
+        if isinstance(end.result, h.Rows):
+            table.put += put.rows
+            table.maybe_put -= put.rows
+            table.rows.update(end.result.rows)
+        elif end.outcome == "fail":
+            table.maybe_put -= put.rows
+
+    def counted(self, event: h.Counted) -> Found:
+        """See `Judge`."""
+        table = self._tables[event.table]
+        ended = event.rows_done + sum(event.dropped.values())
+        if event.rows_put != event.rows_live + ended:
+            yield Violation(
+                "lost",
+                f'table "{event.table}" does not balance: {event.rows_put} put, {event.rows_live} live, {ended} ended',
+            )
+        if not table.put <= event.rows_put <= table.put + table.maybe_put:
+            yield Violation(
+                "lost",
+                f'table "{event.table}" counts {event.rows_put} rows put; clients were told of {table.put}, '
+                f"and of {table.maybe_put} more nobody knows",
+            )
+        if event.drained:
+            yield from _drained(table, event)
+
+
+def _let_go(table: _Table, task: str, row: int, lease: int, *, failed: bool) -> None:
+    """The holder tries to end it; a failed release is an attempt that counts."""
+    for one in table.lent[task, row]:
+        if one.lease == lease and not failed:
+            one.let_go = True
+
+
+def _leased(table: _Table, op: Operation, call: h.Lease, got: h.Leased) -> Found:
+    for row in got.rows:
+        before = table.lent[call.task, row]
+        if any(one.lease == got.lease for one in before):
+            continue  # another replica of the same lease
+        acked = table.acked.get((call.task, row))
+        if acked is not None and acked < got.lease and not table.again:
+            yield Violation(
+                "duplicated effect",
+                f'row {row} was acked by task "{call.task}" in lease {acked} and lent again in lease {got.lease}',
+                op.number,
+            )
+        if row in table.dropped and table.dropped[row][1] < op.number:
+            yield Violation("duplicated effect", f"row {row} was dropped and lent after that", op.number)
+        yield from _attempts(table, op, call, row, [one for one in before if one.lease < got.lease])
+        before.append(_Lent(got.lease, call.replicas))
+
+
+def _attempts(table: _Table, op: Operation, call: h.Lease, row: int, before: list[_Lent]) -> Found:
+    """A row that was lent and never let go failed: its holder died, was late, or said so."""
+    task = table.tasks.get(call.task)
+    if task is None or not task.attempts_max or task.groups is not None or table.again or call.world > 1:
+        return
+    failed = sum(not one.let_go and one.replicas == 1 for one in before)
+    if failed >= task.attempts_max:
+        yield Violation(
+            "attempts",
+            f'row {row} failed {failed} times in task "{call.task}", which gives up after {task.attempts_max}, and was lent again',
+            op.number,
+        )
+
+
+def _acked(table: _Table, op: Operation, call: h.Ack, end: h.Ended) -> Found:
+    if end.outcome == "fail":
+        return
+    table.maybe_acked.update((call.task, row) for row in call.rows)
+    if end.outcome == "ok":
+        for row in call.rows:
+            yield from _row_acked(table, op, call, row)
+
+
+def _row_acked(table: _Table, op: Operation, call: h.Ack, row: int) -> Found:
+    lent = table.lent[call.task, row]
+    if any(one.lease == call.lease and one.replicas > 1 for one in lent):
+        return  # done when all replicas have acked
+    before = table.acked.get((call.task, row))
+    if not call.drop:
+        table.acked[call.task, row] = max(call.lease, before or 0)
+    if table.again:
+        return
+    if before is not None:
+        yield Violation(
+            "duplicated effect",
+            f'row {row} was acked twice by task "{call.task}", in leases {before} and {call.lease}',
+            op.number,
+        )
+    newer = max((one.lease for one in lent), default=0)
+    if newer > call.lease:
+        yield Violation(
+            "fencing",
+            f'row {row} was lent to another worker of task "{call.task}" in lease {newer}, and an ack of lease {call.lease} '
+            "was accepted",
+            op.number,
+        )
+
+
+def _drained(table: _Table, event: h.Counted) -> Found:
+    """Everybody has had the end: every row has its fate, and somebody gave it."""
+    if event.rows_live:
+        yield Violation("lost", f'table "{event.table}" is drained, and {event.rows_live} rows have no fate')
+    fates = Counter(reason for reason in event.dropped for _ in range(event.dropped[reason]))
+    mine = Counter(reason for reason, _ in table.dropped.values()) + Counter(table.maybe_dropped.values())
+    for reason, count in fates.items():
+        if reason not in ALONE and count > mine[reason]:
+            yield Violation("lost", f'{count} rows were dropped as "{reason}", which {mine[reason]} were asked to be')
+    done = sum(all((task, row) in table.maybe_acked for task in table.tasks) for row in _seen(table))
+    if event.rows_done > done:
+        yield Violation("lost", f"{event.rows_done} rows count as done, and {done} were acked by every task")
+    certain = 0 if table.again else sum(all((task, row) in table.acked for task in table.tasks) for row in _seen(table))
+    taken = sum(row in table.maybe_dropped or row in table.dropped for row in _seen(table))
+    if certain > event.rows_done + taken:
+        yield Violation("lost", f"{certain} rows were acked by every task, and {event.rows_done} count as done")
+
+
+def _seen(table: _Table) -> set[int]:
+    return table.rows | {row for _, row in table.lent} | {row for _, row in table.acked}
+
+
+def may_drop_alone(event: h.Declared) -> bool:
+    """Whether rows of the table may end without anybody having asked for it."""
+    stale = event.pacing is not None and event.pacing.max_staleness is not None
+    return stale or any(
+        task.attempts_max or (task.groups is not None and not isinstance(task.groups.incomplete, Refill))
+        for task in event.tasks
+    )

@@ -1,0 +1,163 @@
+"""Rows are what was put, whole, under ids of their own; and their values are what was written.
+
+A put whose answer nobody heard may be there or not. Its rows are recognised when they are first seen, by their values,
+and from then on their ids are known: one put has consecutive ids.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from transferqueue.testing.checker.base import Found, Judge, Operation, Violation
+from transferqueue.testing.history import history as h
+
+
+class _Table:
+    """What is known of the rows and values of one table."""
+
+    def __init__(self) -> None:
+        self.put_of: dict[int, tuple[Operation, int]] = {}
+        """Row -> the put it came of, and its place there."""
+        self.first_of: dict[int, int] = {}
+        """Put -> its first row, once known."""
+        self.open_puts: dict[int, Operation] = {}
+        """Puts whose ids are not known and that may have happened."""
+        self.writes: dict[tuple[int, str], list[tuple[str, Operation]]] = defaultdict(list)
+        """(row, field) -> values that updates and acks gave, or tried to give."""
+        self.seen: dict[tuple[int, str], set[str]] = defaultdict(set)
+        self.needs: dict[str, tuple[str, ...]] = {}
+        self.whole = True
+
+
+class Values(Judge):
+    """Invented, reused, partial and torn rows."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, _Table] = defaultdict(_Table)
+
+    def declared(self, event: h.Declared) -> Found:
+        """See `Judge`."""
+        table = self._tables[event.table]
+        table.needs = {task.name: tuple(task.needs) for task in event.tasks}
+        table.whole &= event.whole
+        return ()
+
+    def invoked(self, op: Operation) -> Found:
+        """See `Judge`."""
+        call = op.begun.call
+        if isinstance(call, h.Put):
+            self._tables[call.table].open_puts[op.number] = op
+        elif isinstance(call, h.Update | h.Ack):
+            _write(self._tables[call.table], op, call)
+        return ()
+
+    def ended(self, op: Operation, end: h.Ended) -> Found:
+        """See `Judge`."""
+        call = op.begun.call
+        if isinstance(call, h.Put):
+            yield from self._put_ended(self._tables[call.table], op, call, end)
+        elif isinstance(call, h.Update | h.Ack) and op.failed:
+            yield from _refused(self._tables[call.table], op, call)
+        elif isinstance(call, h.Lease) and isinstance(end.result, h.Leased):
+            yield from self._leased(self._tables[call.table], op, call, end.result)
+        elif isinstance(call, h.Look) and isinstance(end.result, h.Looked) and not end.result.same:
+            yield Violation("torn read", f"the memory of lease {call.lease} changed under a view of it", op.number)
+
+    # ------------------------------------------------------------ puts
+
+    def _put_ended(self, table: _Table, op: Operation, put: h.Put, end: h.Ended) -> Found:
+        if isinstance(end.result, h.Rows):
+            yield from self._put_told(table, op, put, end.result.rows)
+        elif op.failed:
+            table.open_puts.pop(op.number, None)
+            if op.number in table.first_of:
+                yield Violation(
+                    "atomic put", f"the put was refused, but row {table.first_of[op.number]} of it was seen", op.number
+                )
+
+    def _put_told(self, table: _Table, op: Operation, put: h.Put, rows: list[int]) -> Found:
+        first = rows[0] if rows else -1
+        if rows != list(range(first, first + put.rows)):
+            yield Violation("row ids", f"a put of {put.rows} rows was told ids {rows[:8]}", op.number)
+        yield from self._bind(table, op, first, put.rows)
+
+    def _bind(self, table: _Table, op: Operation, first: int, rows: int) -> Found:
+        known = table.first_of.get(op.number)
+        if known is not None:
+            if known != first:
+                yield Violation("duplicated effect", f"one put has rows from {known} and from {first}", op.number)
+            return
+        table.first_of[op.number] = first
+        table.open_puts.pop(op.number, None)
+        for at in range(rows):
+            before = table.put_of.setdefault(first + at, (op, at))
+            if before[0] is not op:
+                yield Violation(
+                    "row ids", f"row {first + at} was given to two puts, {before[0].number} and {op.number}", op.number
+                )
+
+    # ------------------------------------------------------------ leases
+
+    def _leased(self, table: _Table, op: Operation, call: h.Lease, got: h.Leased) -> Found:
+        if len(set(got.rows)) != len(got.rows):
+            yield Violation("duplicated effect", f"lease {got.lease} names a row twice", op.number)
+        for name in table.needs.get(call.task, ()):
+            if got.rows and name not in got.digests:
+                yield Violation("readiness", f'lease {got.lease} came without field "{name}"', op.number)
+        for at, row in enumerate(got.rows):
+            yield from self._row_seen(table, op, row, {name: one[at] for name, one in got.digests.items()}, got.lease)
+
+    def _row_seen(self, table: _Table, op: Operation, row: int, values: dict[str, str], lease: int) -> Found:
+        if row not in table.put_of:
+            yield from self._recognise(table, row, values)
+        if row not in table.put_of and not table.whole:
+            return
+        if row not in table.put_of and any(not _digests_of(op) for op in table.open_puts.values()):
+            return  # of a put without values to know it by, perhaps
+        if row not in table.put_of:
+            yield Violation("invented row", f"row {row} of lease {lease} was never put", op.number)
+            return
+        for name, value in values.items():
+            table.seen[row, name].add(value)
+            if not _explained(table, row, name, value):
+                yield Violation(
+                    "torn read",
+                    f'row {row} of lease {lease} has a value of field "{name}" that nobody wrote there',
+                    op.number,
+                )
+
+    def _recognise(self, table: _Table, row: int, values: dict[str, str]) -> Found:
+        for op in list(table.open_puts.values()):
+            known = _digests_of(op)
+            rows = len(next(iter(known.values()), ()))
+            for at in range(rows):
+                if all(name not in values or values[name] == one[at] for name, one in known.items()):
+                    yield from self._bind(table, op, row - at, rows)
+                    return
+
+
+def _digests_of(put: Operation) -> h.Digests:
+    call = put.begun.call
+    return call.digests if isinstance(call, h.Put) else {}
+
+
+def _write(table: _Table, op: Operation, call: h.Update | h.Ack) -> None:
+    for name, found in call.digests.items():
+        for row, value in zip(call.rows, found, strict=True):
+            table.writes[row, name].append((value, op))
+
+
+def _explained(table: _Table, row: int, name: str, value: str) -> bool:
+    put, at = table.put_of[row]
+    known = _digests_of(put)
+    if name in known and known[name][at] == value:
+        return True
+    return any(one == value and not by.failed for one, by in table.writes[row, name])
+
+
+def _refused(table: _Table, op: Operation, call: h.Update | h.Ack) -> Found:
+    """What was refused must not have been seen, unless somebody else wrote the same."""
+    for name, found in call.digests.items():
+        for row, value in zip(call.rows, found, strict=True):
+            if value in table.seen[row, name] and row in table.put_of and not _explained(table, row, name, value):
+                yield Violation("atomic put", f'a refused value of field "{name}" of row {row} was seen', op.number)

@@ -1,0 +1,39 @@
+"""Every wait ends: nobody waits when all is over, and nobody is told much later than he asked to be."""
+
+from __future__ import annotations
+
+from transferqueue.testing.checker.base import Found, Judge, Operation, Violation
+from transferqueue.testing.history import history as h
+
+
+class Waits(Judge):
+    """Stuck operations. late_s: how much later than its own deadline a wait may end; None: that is not asked."""
+
+    def __init__(self, late_s: float | None) -> None:
+        self._late_s = late_s
+        self._open: dict[int, Operation] = {}
+
+    def invoked(self, op: Operation) -> Found:
+        """See `Judge`."""
+        self._open[op.number] = op
+        return ()
+
+    def ended(self, op: Operation, end: h.Ended) -> Found:
+        """See `Judge`."""
+        self._open.pop(op.number, None)
+        call = op.begun.call
+        waited = end.at - op.begun.at
+        if self._late_s is not None and isinstance(call, h.Lease) and waited > call.wait_s + self._late_s:
+            yield Violation("stuck", f"a lease that might wait {call.wait_s:g} s ended after {waited:.3g} s", op.number)
+
+    def died(self, process: str) -> Found:
+        """See `Judge`."""
+        for number in [number for number, op in self._open.items() if op.begun.process == process]:
+            del self._open[number]
+        return ()
+
+    def finished(self) -> Found:
+        """See `Judge`."""
+        for op in self._open.values():
+            name = type(op.begun.call).__name__
+            yield Violation("stuck", f"{op.begun.process} still waits for {name} when all is over", op.number)

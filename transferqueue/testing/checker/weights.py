@@ -1,0 +1,49 @@
+"""Weights: what is pulled was published, whole, and is not older than what was certainly there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from transferqueue.testing.checker.base import Found, Judge, Operation, Violation
+from transferqueue.testing.history import history as h
+
+
+class Channels(Judge):
+    """Invented, torn and late weights."""
+
+    def __init__(self) -> None:
+        self._digests: dict[tuple[str, int], list[tuple[str, Operation]]] = defaultdict(list)
+        self._newest: dict[str, int] = {}
+        self._newest_at: dict[int, int] = {}
+
+    def invoked(self, op: Operation) -> Found:
+        """See `Judge`."""
+        match op.begun.call:
+            case h.Publish() as call:
+                self._digests[call.channel, call.version].append((call.digest, op))
+            case h.Pull() as call:
+                self._newest_at[op.number] = self._newest.get(call.channel, -1)
+        return ()
+
+    def ended(self, op: Operation, end: h.Ended) -> Found:
+        """See `Judge`."""
+        match op.begun.call, end.result:
+            case h.Publish() as call, _ if end.outcome == "ok":
+                self._newest[call.channel] = max(call.version, self._newest.get(call.channel, -1))
+            case h.Pull() as call, h.Pulled() as got:
+                yield from self._pulled(op, call, got)
+
+    def _pulled(self, op: Operation, call: h.Pull, got: h.Pulled) -> Found:
+        published = self._digests.get((call.channel, got.version), ())
+        if not any(one == got.digest and not by.failed for one, by in published):
+            yield Violation(
+                "torn read", f"version {got.version} was pulled with bytes that nobody published", op.number
+            )
+        least = self._newest_at.pop(op.number, -1)
+        if call.version < 0 and got.version < least:
+            yield Violation(
+                "lost", f"version {least} was published before a pull that was given {got.version}", op.number
+            )
+        wrong = got.version != call.version if call.version >= 0 else got.version <= call.above
+        if wrong:
+            yield Violation("weights", f"version {got.version} was given, which was not asked for", op.number)

@@ -1,0 +1,359 @@
+"""A recorder: wraps tables and channels of a real queue, and writes down what was asked of them and what they said.
+
+    with Recorder("worker-3.jsonl", process="worker-3") as recorder:
+        table = recorder.table(queue.table("rollouts"))     # put, update, lease, reserve, ... as ever
+        ...
+        recorder.count(table, drained=True)
+
+Each process writes a file of its own; ``transferqueue check *.jsonl`` judges them together. Values are written as digests.
+A recorder costs a pass over all bytes, there and back: it is for tests and for hunts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Final, Self
+
+import numpy as np
+
+from transferqueue.client import Batch, Reservation, Table, WeightChannel, Weights
+from transferqueue.client.operations.commit import Outgoing, outgoing
+from transferqueue.client.operations.facts import Facts
+from transferqueue.errors import Disconnected
+from transferqueue.storage.columns.column import Column
+from transferqueue.storage.columns.placement import Blocks, Placement
+from transferqueue.storage.inputs.block_writer import Draft
+from transferqueue.storage.inputs.prepare import Prepared
+from transferqueue.testing.history import history as h
+from transferqueue.wire import messages as m
+
+FACTS: Final = Facts.__struct_fields__
+
+
+class Ending:
+    """How the operation in a `Recorder.during` block went, if it went well."""
+
+    def __init__(self) -> None:
+        self.result: h.Result | None = None
+
+
+class Recorder:
+    """Writes the history of one process to `path`, replacing it. Safe from any thread.
+
+    process: its name, no other's. clock: seconds, the same clock in all processes whose histories are checked together
+    (the default is, on one machine). whole: everything that is put into its tables is put through recorders, from the
+    first row on; else rows that nobody was seen to put are no violation.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        process: str = "process",
+        whole: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.process: Final = process
+        self._whole: Final = whole
+        self._clock: Final = clock
+        self._guard = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._file: IO[bytes] = Path(path).open("wb")  # noqa: SIM115  (closed by `close`)
+
+    # ------------------------------------------------------------ what is wrapped
+
+    def table(self, table: Table) -> RecordedTable:
+        """The same table, recorded."""
+        limits, pacing = table.limits, table.pacing
+        tasks = list(table.tasks.values())
+        self._write(h.Declared(table.name, tasks, limits.rows, pacing, limits.bytes_max, self._whole, at=self._clock()))
+        return RecordedTable(self, table)
+
+    def channel(self, channel: WeightChannel) -> RecordedChannel:
+        """The same channel, recorded."""
+        return RecordedChannel(self, channel)
+
+    def count(self, table: RecordedTable, *, drained: bool = False) -> None:
+        """Write what the server says of a table. drained: sealed, every task has had the end, nobody does anything more."""
+        found = table.table.stats()
+        self._write(
+            h.Counted(
+                table=table.table.name,
+                at=self._clock(),
+                rows_put=found["rows_put"],
+                rows_live=found["rows_live"],
+                rows_done=found["rows_done"],
+                dropped=found["dropped"],
+                rows_resident=found["rows_resident"],
+                bytes=found["bytes"],
+                drained=drained,
+            )
+        )
+
+    def close(self) -> None:
+        """The observation is over. Twice: nothing."""
+        if not self._file.closed:
+            self._write(h.Finished(self._clock()))
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ what is written
+
+    @contextmanager
+    def during(self, call: h.Call) -> Iterator[Ending]:
+        """Write that an operation begins and, however the block ends, how it did."""
+        op = next(self._numbers)
+        self._write(h.Invoked(op, self.process, self._clock(), call))
+        ending = Ending()
+        try:
+            yield ending
+        except BaseException as error:
+            outcome: h.Outcome = "fail" if h.certain(error) else "unknown"
+            name = "Disconnected" if isinstance(error, Disconnected) else type(error).__name__
+            self._write(h.Ended(op, self._clock(), outcome, error=name))
+            raise
+        self._write(h.Ended(op, self._clock(), "ok", ending.result))
+
+    def _write(self, line: h.Line) -> None:
+        with self._guard:
+            self._file.write(h.write_line(line))
+
+
+class RecordedTable:
+    """A table whose operations are recorded; arguments and errors as of `Table`. `table` is the table itself."""
+
+    def __init__(self, recorder: Recorder, table: Table) -> None:
+        self.table: Final = table
+        self._recorder = recorder
+
+    def put(self, *, reservation: RecordedReservation | None = None, timeout_s: float = 60.0, **given: Any) -> Any:
+        """`Table.put`."""
+        facts, columns = split(given)
+        out = outgoing(columns, Facts(**facts), self.table.fields, None)
+        call = h.Put(
+            table=self.table.name,
+            rows=out.rows,
+            digests=digests_of(out),
+            group_id=_ints(out.facts.group_id),
+            group_size=_ints(out.facts.group_size, "<i4"),
+            versions=_ints(out.facts.policy_version),
+            reservation=0 if reservation is None else reservation.reservation.id,
+        )
+        under = None if reservation is None else reservation.reservation
+        with self._recorder.during(call) as ending:
+            rows = self.table.put(reservation=under, timeout_s=timeout_s, **given)
+            ending.result = h.Rows(rows.tolist())
+        return rows
+
+    def update(self, rows: Any, *, overwrite: bool = False, **given: Any) -> None:
+        """`Table.update`."""
+        facts, columns = split(given)
+        ids = np.atleast_1d(np.asarray(rows))
+        out = outgoing(columns, Facts(**facts), self.table.fields, len(ids))
+        with self._recorder.during(h.Update(self.table.name, ids.tolist(), digests_of(out))):
+            self.table.update(rows, overwrite=overwrite, **given)
+
+    def lease(self, task: str, **terms: Any) -> RecordedBatch:
+        """`Table.lease`. All columns that come are read."""
+        replicas = terms["replica"][1] if terms.get("replica") else 1
+        call = h.Lease(self.table.name, task, terms.get("timeout_s", 60.0), terms.get("world", 1), replicas)
+        with self._recorder.during(call) as ending:
+            batch = self.table.lease(task, **terms)
+            ending.result = first = _leased(batch)
+        return RecordedBatch(self._recorder, self, batch, first.digests)
+
+    def reserve(self, rows: int, **terms: Any) -> RecordedReservation:
+        """`Table.reserve`."""
+        with self._recorder.during(h.Reserve(self.table.name, rows)) as ending:
+            found = self.table.reserve(rows, **terms)
+            ending.result = h.Reserved(found.id, found.rows)
+        return RecordedReservation(self._recorder, self.table.name, found)
+
+    def drop(self, rows: Any, reason: str) -> int:
+        """`Table.drop`."""
+        with self._recorder.during(h.Drop(self.table.name, np.atleast_1d(np.asarray(rows)).tolist(), reason)):
+            return self.table.drop(rows, reason)
+
+    def advance(self, version: int, **terms: Any) -> None:
+        """`Table.advance`."""
+        with self._recorder.during(h.Advance(self.table.name, version)):
+            self.table.advance(version, **terms)
+
+    def rollback(self, step: int, **terms: Any) -> int:
+        """`Table.rollback`."""
+        with self._recorder.during(h.Rollback(self.table.name)):
+            return self.table.rollback(step, **terms)
+
+    def seal(self) -> None:
+        """`Table.seal`."""
+        with self._recorder.during(h.Seal(self.table.name)):
+            self.table.seal()
+
+
+class RecordedBatch:
+    """A batch whose end is recorded. `batch` is the batch itself; columns and facts are asked of it."""
+
+    def __init__(self, recorder: Recorder, table: RecordedTable, batch: Batch, first: h.Digests) -> None:
+        self.batch: Final = batch
+        self._first = first
+        self._recorder, self._table = recorder, table
+        self._left: list[int] = batch.rows.tolist()
+
+    def __getitem__(self, field: str) -> Column:
+        return self.batch[field]
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def ack(self, rows: Any = None, *, step: int = -1, **given: Any) -> None:
+        """`Batch.ack`."""
+        facts, columns = split(given)
+        ids = self._ids(rows)
+        known = self._table.table.fields
+        found = digests_of(outgoing(columns, Facts(**facts), known, len(ids))) if columns else {}
+        with self._recorder.during(h.Ack(*self._whose, ids, found, step=step)):
+            self.batch.ack(rows, step=step, **given)
+        self._take(ids)
+
+    def drop(self, reason: str, rows: Any = None) -> None:
+        """`Batch.drop`."""
+        ids = self._ids(rows)
+        with self._recorder.during(h.Ack(*self._whose, ids, drop=reason)):
+            self.batch.drop(reason, rows)
+        self._take(ids)
+
+    def release(self, rows: Any = None, *, failed: bool = False, reason: str = "") -> None:
+        """`Batch.release`."""
+        ids = self._ids(rows)
+        with self._recorder.during(h.Release(*self._whose, ids, failed)):
+            self.batch.release(rows, failed=failed, reason=reason)
+        self._take(ids)
+
+    def look(self) -> None:
+        """Read all columns again, and write whether they are what they were."""
+        with self._recorder.during(h.Look(self._table.table.name, self.batch.lease)) as ending:
+            ending.result = h.Looked(_leased(self.batch).digests == self._first)
+
+    @property
+    def _whose(self) -> tuple[str, str, int]:
+        return self.batch.table, self.batch.task, self.batch.lease
+
+    def _ids(self, rows: Any) -> list[int]:
+        return list(self._left) if rows is None else np.atleast_1d(np.asarray(rows)).tolist()
+
+    def _take(self, ids: list[int]) -> None:
+        self._left = [row for row in self._left if row not in set(ids)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """As of `Batch`: a clean exit acks what is left, an exception releases it as failed."""
+        if self.batch.ended:
+            return
+        call: h.Call = h.Ack(*self._whose, self._ids(None))
+        if error is not None:
+            call = h.Release(*self._whose, self._ids(None), isinstance(error, Exception))
+        with self._recorder.during(call):
+            self.batch.__exit__(kind, error, trace)
+
+
+class RecordedReservation:
+    """A reservation whose return is recorded. `reservation` is the reservation itself."""
+
+    def __init__(self, recorder: Recorder, table: str, reservation: Reservation) -> None:
+        self.reservation: Final = reservation
+        self._recorder, self._table = recorder, table
+
+    def release(self, rows: int | None = None) -> None:
+        """`Reservation.release`."""
+        with self._recorder.during(h.Unreserve(self._table, self.reservation.id, rows or 0)):
+            self.reservation.release(rows)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.reservation.left:
+            with self._recorder.during(h.Unreserve(self._table, self.reservation.id)):
+                self.reservation.__exit__(kind, error, trace)
+
+
+class RecordedChannel:
+    """A weight channel whose operations are recorded. `channel` is the channel itself."""
+
+    def __init__(self, recorder: Recorder, channel: WeightChannel) -> None:
+        self.channel: Final = channel
+        self._recorder = recorder
+
+    def publish(self, version: int, tensors: Mapping[str, Any], **terms: Any) -> None:
+        """`WeightChannel.publish`."""
+        with self._recorder.during(h.Publish(self.channel.name, version, h.digest_of_mapping(tensors))):
+            self.channel.publish(version, tensors, **terms)
+
+    def pull(self, above: int = -1, *, version: int | None = None, **terms: Any) -> Weights:
+        """`WeightChannel.pull`. All tensors are read."""
+        wanted = -1 if version is None else version
+        with self._recorder.during(h.Pull(self.channel.name, above, wanted)) as ending:
+            found = self.channel.pull(above, version=version, **terms)
+            ending.result = h.Pulled(found.version, h.digest_of_mapping(found))
+        return found
+
+
+# ---------------------------------------------------------------- digests
+
+
+def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a put, update or ack was given, as facts and columns."""
+    facts = {name: value for name, value in given.items() if name in FACTS}
+    return facts, {name: value for name, value in given.items() if name not in FACTS}
+
+
+def digests_of(out: Outgoing) -> h.Digests:
+    """Digests of columns as a reader will find them: typed as their fields say."""
+    return {column.field.name: h.digests(_read_back(column)) for column in out.columns}
+
+
+def _read_back(column: Prepared) -> Column:
+    field = column.field
+    if field.inline:
+        return Column.of_inline(field, column.inline())
+    draft = Draft([column])
+    memory = np.empty(draft.nbytes, np.uint8)
+    draft.write(memory)
+    at = m.BlockAt(1, 0, 0, 0, draft.nbytes, draft.stored_rows, [field.name], draft.counts)
+    slots = np.arange(draft.rows, dtype=np.int32) if draft.slots is None else draft.slots
+    return Column(field, Placement(Blocks([at], [memory], {field.name: field}), np.zeros_like(slots), slots))
+
+
+def _leased(batch: Batch) -> h.Leased:
+    return h.Leased(
+        lease=batch.lease,
+        rows=batch.rows.tolist(),
+        digests={name: h.digests(batch[name]) for name in batch.fields},
+        group_id=batch.group_id.tolist(),
+        group_size=batch.group_size.tolist(),
+        versions=batch.policy_version.tolist(),
+        clock=batch.version,
+    )
+
+
+def _ints(data: bytes | None, dtype: str = "<i8") -> list[int]:
+    return [] if data is None else np.frombuffer(data, dtype).tolist()
