@@ -84,6 +84,7 @@ REQUESTS: Final[list[m.Request]] = [
     m.ListShards(),
     m.Drain(1),
     m.TakeOrders(7, 4, [3], 1.5),
+    m.CreateTable("x", FIELDS, extra_fields=True),
 ]
 REPLIES: Final[list[m.Reply]] = [
     m.Welcome(5, 7, "0.1.0", "/run", {0: "/dev/shm/a"}, 1 << 30, 7071, True, True, Seat(1, 2, "d")),
@@ -105,6 +106,8 @@ REPLIES: Final[list[m.Reply]] = [
     m.Orders(7, 4, [m.Grow(0, 4096), m.Punch(4096, 4096), m.Revoke(3), m.CloseTransfers(5), m.Stand(9, TWO, 8, TWO), m.Leave()]),
     m.Done(3),
     m.Failed("Full", "no room"),
+    m.Welcome(5, 7, "0.1.0", "/run", {}, 1 << 30, seat=Seat(2, 2, "d"), checksums=True),
+    m.TableTerms("x", FIELDS, [], Limits(), None, p.Acked(), False, 0, 1, extra_fields=False),
 ]  # fmt: skip
 LOCATED: Final = b.Located(9, 3, 4096, 128, 2, 0, [5, 0], bytes(16))
 HEADS: Final[list[b.ToShard | b.ToClient]] = [

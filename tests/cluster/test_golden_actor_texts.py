@@ -1,0 +1,31 @@
+"""What an actor of a deployment on Ray is told and answers has the bytes that were recorded: a client of another build reads them."""
+
+import pytest
+
+from transferqueue.cluster.names import DEPLOY, LEND, SAID, Deploy, Lend, Named, Refused, Ways, read, write
+from transferqueue.seat import Seat
+
+EXAMPLES = [
+    (
+        Deploy(Named("jobs", "grpo"), "id", "disk", "/s", 4096, 7071, "/t", Seat(2, 3, "d")),
+        DEPLOY,
+        '{"named":{"namespace":"jobs","name":"grpo"},"id":"id","durability":"disk","state":"/s","arena_bytes":4096,"port":7071,"snapshots":"/t","seat":[2,3,"d"]}',
+    ),
+    (
+        Ways("host", "ipc:///run/q.sock", "token", 3),
+        SAID,
+        '{"type":"Ways","host":"host","ipc":"ipc:///run/q.sock","token":"token","seats":3}',
+    ),
+    (Refused("Unreachable", "no server"), SAID, '{"type":"Refused","error":"Unreachable","text":"no server"}'),
+    (
+        Lend(Named("jobs", "grpo"), 4096, "shard"),
+        LEND,
+        '{"named":{"namespace":"jobs","name":"grpo"},"arena_bytes":4096,"label":"shard"}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("value", "decoder", "text"), EXAMPLES)
+def test_texts_are_as_they_were_recorded(value, decoder, text):
+    assert write(value) == text
+    assert read(text, decoder) == value
