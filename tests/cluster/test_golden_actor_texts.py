@@ -2,7 +2,7 @@
 
 import pytest
 
-from transferqueue.cluster.names import DEPLOY, LEND, SAID, Deploy, Lend, Named, Refused, Ways, read, write
+from transferqueue.cluster.on_ray.messages import DEPLOY, LEND, SAID, Deploy, Lend, Named, Refused, Ways, read, write
 from transferqueue.seat import Seat
 
 EXAMPLES = [

@@ -13,11 +13,11 @@ import pytest
 
 from tests.server.test_recording import Paper
 from transferqueue.ledger import Ledger
-from transferqueue.ledger.operations import OPERATIONS
+from transferqueue.ledger.dispatch import OPERATIONS
 from transferqueue.policies import Task
 from transferqueue.schema import Field
-from transferqueue.server.journal import FORMAT
-from transferqueue.server.recording import RecordedLedger, recover
+from transferqueue.server.durability.journal import FORMAT
+from transferqueue.server.durability.recorded_ledger import RecordedLedger, recover
 from transferqueue.wire import messages as m
 
 FILE = Path(__file__).parent / "golden" / f"records-{FORMAT}.json"

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import get_args
 
-from transferqueue.testing import history as h
+from transferqueue.testing.history import history as h
 
 GOLDEN = Path(__file__).parent / "golden" / "history.jsonl"
 
