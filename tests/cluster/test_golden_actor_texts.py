@@ -3,7 +3,7 @@
 import pytest
 
 from transferqueue.cluster.on_ray.messages import DEPLOY, LEND, SAID, Deploy, Lend, Named, Refused, Ways, read, write
-from transferqueue.seat import Seat
+from transferqueue.wire.home_coordinator import Seat
 
 EXAMPLES = [
     (
