@@ -17,16 +17,16 @@ from transferqueue.errors import NotFound, UsageError, listing
 
 GROUP: Final = "transferqueue.adapters"
 OURS: Final[Mapping[str, str]] = {
-    "vllm": "transferqueue.adapters.vllm:VllmGenerator",
-    "vllm-server": "transferqueue.adapters.vllm_server:VllmServer",
-    "sglang-server": "transferqueue.adapters.sglang_server:SglangServer",
-    "openai": "transferqueue.adapters.openai:OpenAIGenerator",
-    "transformers": "transferqueue.adapters.transformers:TransformersGenerator",
-    "torch": "transferqueue.adapters.learners:TorchLearner",
-    "rewards": "transferqueue.adapters.callables:Rewards",
-    "agents": "transferqueue.adapters.callables:Agents",
-    "episodes": "transferqueue.adapters.environments:Episodes",
-    "nemo-rl": "transferqueue.adapters.nemo_rl:QueueDataPlaneClient",
+    "vllm": "transferqueue.adapters.vllm.engine:VllmGenerator",
+    "vllm-server": "transferqueue.adapters.vllm.server:VllmServer",
+    "sglang-server": "transferqueue.adapters.engines.sglang_server:SglangServer",
+    "openai": "transferqueue.adapters.engines.openai:OpenAIGenerator",
+    "transformers": "transferqueue.adapters.engines.transformers:TransformersGenerator",
+    "torch": "transferqueue.adapters.trainers.learners:TorchLearner",
+    "rewards": "transferqueue.adapters.stages.callables:Rewards",
+    "agents": "transferqueue.adapters.stages.callables:Agents",
+    "episodes": "transferqueue.adapters.stages.environments:Episodes",
+    "nemo-rl": "transferqueue.adapters.trainers.nemo_rl:QueueDataPlaneClient",
 }
 
 

@@ -6,8 +6,9 @@ torch nor pyarrow nor ZeroMQ. Start at `connect`.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from transferqueue.lazy import lazy_names
 
 if TYPE_CHECKING:
     from transferqueue.client.aio.queue import AsyncBatch, AsyncQueue, AsyncReservation, AsyncTable, AsyncWeightChannel
@@ -80,7 +81,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES: Final[dict[str, str]] = {
+_MODULES: Final = {
     "client.aio.queue": "AsyncBatch AsyncQueue AsyncReservation AsyncTable AsyncWeightChannel",
     "client.sync.batch": "Batch",
     "client.sync.loader": "AsyncLoader Loader",
@@ -102,7 +103,6 @@ _HOMES: Final[dict[str, str]] = {
     "storage.columns.column": "Column",
     "storage.inputs.prepare": "Repeat",
 }
-_HOME: Final = {name: f"transferqueue.{module}" for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "Acked",
@@ -179,13 +179,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'transferqueue' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names("transferqueue", _MODULES)
 
 
 def __dir__() -> list[str]:

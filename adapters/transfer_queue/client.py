@@ -13,7 +13,7 @@ from tensordict import NonTensorStack, TensorDict
 
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue import checkpoint
-from transferqueue.adapters.transfer_queue.checkpoint import stored
+from transferqueue.adapters.transfer_queue.checkpoint import arrow_samples as stored
 from transferqueue.adapters.transfer_queue.columns import schema_of_field, stacked
 from transferqueue.adapters.transfer_queue.errors import StorageKeyNotFoundError
 from transferqueue.adapters.transfer_queue.metadata import READY, BatchMeta, schema_of

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 import transferqueue as tq
+from transferqueue.adapters.transfer_queue.checkpoint.tagged_json import plain, remembered
 from transferqueue.adapters.transfer_queue.columns import schema_of_field
 from transferqueue.adapters.transfer_queue.metadata import NOT_READY, READY, BatchMeta
 from transferqueue.adapters.transfer_queue.partitions import Partitions, described, indexes_of
-from transferqueue.adapters.transfer_queue.plain import plain, remembered
-from transferqueue.adapters.transfer_queue.readiness import Ready, without
+from transferqueue.adapters.transfer_queue.ready_samples import Ready, without
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler, SequentialSampler
 from transferqueue.adapters.transfer_queue.tags import given_tags, partition_of, table_of
 from transferqueue.errors import NotFound, UsageError

@@ -9,8 +9,9 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from transferqueue.adapters.transfer_queue import checkpoint, service
-from transferqueue.adapters.transfer_queue.checkpoint import sealed
+from transferqueue.adapters.transfer_queue import checkpoint
+from transferqueue.adapters.transfer_queue import deployment as service
+from transferqueue.adapters.transfer_queue.checkpoint import checksummed_json as sealed
 from transferqueue.adapters.transfer_queue.client import Parser, TransferQueueClient, _keys, _parsed
 from transferqueue.adapters.transfer_queue.columns import single
 from transferqueue.adapters.transfer_queue.metadata import KVBatchMeta

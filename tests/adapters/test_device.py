@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import transferqueue as tq
-from transferqueue.adapters.data import tensors
-from transferqueue.adapters.device import on_device
+from transferqueue.adapters.trainers.device import on_device
+from transferqueue.adapters.trainers.torch_data import tensors
 from transferqueue.errors import UsageError
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")

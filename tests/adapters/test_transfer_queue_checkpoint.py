@@ -18,8 +18,9 @@ pytest.importorskip("omegaconf")
 import pyarrow as pa
 
 from transferqueue.adapters import transfer_queue as shim
-from transferqueue.adapters.transfer_queue.checkpoint import sealed, stored
-from transferqueue.adapters.transfer_queue.plain import plain, remembered
+from transferqueue.adapters.transfer_queue.checkpoint import arrow_samples as stored
+from transferqueue.adapters.transfer_queue.checkpoint import checksummed_json as sealed
+from transferqueue.adapters.transfer_queue.checkpoint.tagged_json import plain, remembered
 from transferqueue.errors import Corruption, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

@@ -14,7 +14,8 @@ torch = pytest.importorskip("torch")
 tensordict = pytest.importorskip("tensordict")
 pytest.importorskip("omegaconf")
 
-from transferqueue.adapters.transfer_queue import controller, service
+from transferqueue.adapters.transfer_queue import controller
+from transferqueue.adapters.transfer_queue import deployment as service
 from transferqueue.errors import Disconnected, SchemaError
 
 DEADLINE_S = 50.0

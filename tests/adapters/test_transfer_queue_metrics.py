@@ -13,7 +13,7 @@ pytest.importorskip("tensordict")
 pytest.importorskip("omegaconf")
 
 from transferqueue.adapters import transfer_queue
-from transferqueue.adapters.transfer_queue import service
+from transferqueue.adapters.transfer_queue import deployment as service
 from transferqueue.errors import UsageError
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import transferqueue as tq
-from transferqueue.workflows.events import Failure, Figures
-from transferqueue.workflows.flow import StageFailed
-from transferqueue.workflows.on_ray import run_on_ray
-from transferqueue.workflows.stage import Stage
-from transferqueue.workflows.stage_main import Job
+from transferqueue.workflows.flow.events import Failure, Figures
+from transferqueue.workflows.flow.flow import StageFailed
+from transferqueue.workflows.flow.on_ray import run_on_ray
+from transferqueue.workflows.flow.stage import Stage
+from transferqueue.workflows.flow.stage_process import Job
 
 ray = pytest.importorskip("ray", reason="make test-ray has Ray")
 from ray.cluster_utils import Cluster  # noqa: E402

@@ -23,10 +23,10 @@ import transferqueue as tq  # noqa: E402
 from tests.cluster.shards import shards  # noqa: E402
 from tests.workflows.test_demo import SMALL  # noqa: E402
 from transferqueue.cluster.on_ray.shard_actors import PER_NODE, places  # noqa: E402
-from transferqueue.workflows.events import WORK, Event, Figures, Span  # noqa: E402
-from transferqueue.workflows.grpo.demo import Outcome  # noqa: E402
+from transferqueue.workflows.flow.events import WORK, Event, Figures, Span  # noqa: E402
 from transferqueue.workflows.grpo.job import JobSettings  # noqa: E402
 from transferqueue.workflows.grpo.on_ray import run_demo_on_ray  # noqa: E402
+from transferqueue.workflows.grpo.run import Outcome  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

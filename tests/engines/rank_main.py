@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import transferqueue as tq
-from transferqueue.adapters.learners import LossSum, TorchLearner, rank_leases
-from transferqueue.adapters.packing import pack
+from transferqueue.adapters.trainers.learners import LossSum, TorchLearner, rank_leases
+from transferqueue.adapters.trainers.packing import pack
 
 TOKENS = 24
 VOCABULARY = 32

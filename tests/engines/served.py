@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.engines.tiny import save, tokenizer
-from transferqueue.adapters.vllm_server import SERVER_ARGUMENTS, SERVER_ENVIRONMENT
+from transferqueue.adapters.vllm.server import SERVER_ARGUMENTS, SERVER_ENVIRONMENT
 
 READY = "Application startup complete"
 START_S = 240.0

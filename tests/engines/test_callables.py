@@ -11,14 +11,14 @@ import pytest
 
 import transferqueue as tq
 from tests.engines.conform import conform
-from transferqueue.adapters.callables import Agents, Rewards
-from transferqueue.adapters.environments import Episodes
 from transferqueue.adapters.protocols import ABORT, LENGTH, Completion, Completions, Ids, Prompt, Sampling, Stage
+from transferqueue.adapters.stages.callables import Agents, Rewards
+from transferqueue.adapters.stages.environments import Episodes
 from transferqueue.errors import UsageError
 from transferqueue.testing.conformance.stages import STAGE_CHECKS, StageSubject
-from transferqueue.workflows.events import Event, Failure
-from transferqueue.workflows.runner import StageBroken, run_stage
-from transferqueue.workflows.stage import Stage as Served
+from transferqueue.workflows.flow.events import Event, Failure
+from transferqueue.workflows.flow.runner import StageBroken, run_stage
+from transferqueue.workflows.flow.stage import Stage as Served
 
 
 def rewarded(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:

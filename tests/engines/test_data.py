@@ -15,10 +15,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import transferqueue as tq
-from transferqueue.adapters.data import QueueDataset, QueueLoader, tensordict
-from transferqueue.adapters.prompts import PromptSource
+from transferqueue.adapters.stages.prompts import PromptSource
+from transferqueue.adapters.trainers.torch_data import QueueDataset, QueueLoader, tensordict
 from transferqueue.errors import NotFound, UsageError
-from transferqueue.workflows.runner import run_source
+from transferqueue.workflows.flow.runner import run_source
 
 ROWS, STEP = 24, 4
 

@@ -12,10 +12,10 @@ pytest.importorskip("transformers", reason="make test-engines installs it")
 pytest.importorskip("matplotlib")
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 
-from transferqueue.workflows.events import Event, Figures, Span
-from transferqueue.workflows.grpo.demo import run_demo
+from transferqueue.workflows.flow.events import Event, Figures, Span
 from transferqueue.workflows.grpo.job import JobSettings
-from transferqueue.workflows.grpo.settings import Settings, for_engine
+from transferqueue.workflows.grpo.learning.settings import Settings, for_engine
+from transferqueue.workflows.grpo.run import run_demo
 
 STEPS, PROMPTS, GROUP = 4, 8, 8
 SMALL = Settings(

@@ -12,11 +12,11 @@ from tests.engines.tiny import model
 gymnasium = pytest.importorskip("gymnasium", reason="make test-engines installs it")
 
 import transferqueue as tq
-from transferqueue.adapters.environments import Episodes
+from transferqueue.adapters.engines.transformers import TransformersGenerator
 from transferqueue.adapters.protocols import Sampling
-from transferqueue.adapters.transformers import TransformersGenerator
-from transferqueue.workflows.runner import run_stage
-from transferqueue.workflows.stage import Stage
+from transferqueue.adapters.stages.environments import Episodes
+from transferqueue.workflows.flow.runner import run_stage
+from transferqueue.workflows.flow.stage import Stage
 
 ROWS = 6
 

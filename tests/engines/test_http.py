@@ -14,11 +14,11 @@ pytest.importorskip("aiohttp")
 
 from aiohttp import web
 
-from transferqueue.adapters.beside import LoopBeside
-from transferqueue.adapters.openai import OpenAIGenerator
+from transferqueue.adapters.engines.background_loop import LoopBeside
+from transferqueue.adapters.engines.openai import OpenAIGenerator
 from transferqueue.adapters.protocols import ABORT, LENGTH, Pause, Prompt, Sampling, Unsupported
-from transferqueue.adapters.recorder import Recorder
-from transferqueue.adapters.vllm_server import VllmServer
+from transferqueue.adapters.stages.recording_proxy import Recorder
+from transferqueue.adapters.vllm.server import VllmServer
 from transferqueue.adapters.weights import TensorWeights
 from transferqueue.errors import DeadlineExceeded, Disconnected, PeerError, ProtocolError, Unreachable, UsageError
 

@@ -16,9 +16,9 @@ import torch
 
 import transferqueue as tq
 from tests.engines.conform import against, conform
-from transferqueue.adapters.learners import LossSum, TorchLearner
-from transferqueue.adapters.packing import pack, packed
 from transferqueue.adapters.protocols import Learner
+from transferqueue.adapters.trainers.learners import LossSum, TorchLearner
+from transferqueue.adapters.trainers.packing import pack, packed
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.testing.conformance.learners import LEARNER_CHECKS, LearnerSubject
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from transferqueue.workflows.grpo.llama import from_llama, save_llama, to_llama
-from transferqueue.workflows.grpo.model import Transformer
-from transferqueue.workflows.grpo.settings import Settings
+from transferqueue.workflows.grpo.learning.settings import Settings
+from transferqueue.workflows.grpo.model.llama import from_llama, save_llama, to_llama
+from transferqueue.workflows.grpo.model.transformer import Transformer
 
 
 def small() -> Transformer:

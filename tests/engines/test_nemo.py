@@ -29,8 +29,8 @@ from nemo_rl.data_plane import DataPlaneClient, KVBatchMeta, build_data_plane_cl
 from tensordict import TensorDict
 
 import transferqueue as tq
-from transferqueue.adapters import nemo_rl
 from transferqueue.adapters.registry import load
+from transferqueue.adapters.trainers import nemo_rl
 from transferqueue.errors import DeadlineExceeded, Impossible, SchemaError, UsageError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -300,7 +300,7 @@ from tensordict import TensorDict
 from nemo_rl.data_plane import build_data_plane_client
 from transferqueue.adapters import nemo_rl
 
-HOOK = "transferqueue.adapters.nemo_rl.activate"
+HOOK = "transferqueue.adapters.trainers.nemo_rl.activate"
 CONFIG = {"enabled": True, "impl": "transfer_queue", "backend": "simple", "storage_capacity": 64}
 nemo_rl.activate()
 ray.init(num_cpus=2, include_dashboard=False, runtime_env={"worker_process_setup_hook": HOOK})

@@ -110,7 +110,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_adapters_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transferqueue.adapters.callables import Rewards
+    from transferqueue.adapters.stages.callables import Rewards
 
     points = EntryPoints(
         EntryPoint(name, value, registry.GROUP)

@@ -21,16 +21,16 @@ from aiohttp import web
 
 import transferqueue as tq
 from tests.engines.served import free_port, serve
-from transferqueue.adapters.callables import Agents
-from transferqueue.adapters.openai import OpenAIGenerator
+from transferqueue.adapters.engines.openai import OpenAIGenerator
 from transferqueue.adapters.protocols import ABORT, LENGTH, Completion, Generator, Pause, Prompt, Sampling
-from transferqueue.adapters.recorder import Recorder
-from transferqueue.adapters.vllm_server import VllmServer
+from transferqueue.adapters.stages.callables import Agents
+from transferqueue.adapters.stages.recording_proxy import Recorder
+from transferqueue.adapters.vllm.server import VllmServer
 from transferqueue.adapters.weights import Follower
 from transferqueue.errors import UsageError
 from transferqueue.testing.conformance.generators import GENERATOR_CHECKS, GeneratorSubject
-from transferqueue.workflows.runner import run_stage
-from transferqueue.workflows.stage import Stage
+from transferqueue.workflows.flow.runner import run_stage
+from transferqueue.workflows.flow.stage import Stage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 ALLOWED = list(range(5, 64))

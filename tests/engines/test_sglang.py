@@ -16,10 +16,10 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 from aiohttp import web
 
-from transferqueue.adapters.beside import LoopBeside
+from transferqueue.adapters.engines.background_loop import LoopBeside
+from transferqueue.adapters.engines.sglang_server import SglangServer
+from transferqueue.adapters.engines.transformers import TransformersGenerator
 from transferqueue.adapters.protocols import Generator, Pause, Prompt, Sampling, Unsupported
-from transferqueue.adapters.sglang_server import SglangServer
-from transferqueue.adapters.transformers import TransformersGenerator
 from transferqueue.adapters.weights import TensorWeights
 from transferqueue.errors import PeerError, ProtocolError
 from transferqueue.testing.conformance.generators import GENERATOR_CHECKS, GeneratorSubject

@@ -9,9 +9,9 @@ import pytest
 import transferqueue as tq
 from tests.engines.conform import against, conform
 from tests.engines.tiny import TinySubject, model
-from transferqueue.adapters.generation import BEGUN, Generate
+from transferqueue.adapters.engines.transformers import TransformersGenerator
 from transferqueue.adapters.protocols import Generator, Sampling
-from transferqueue.adapters.transformers import TransformersGenerator
+from transferqueue.adapters.stages.generation import BEGUN, Generate
 from transferqueue.testing.conformance.generators import GENERATOR_CHECKS, GeneratorSubject
 
 

@@ -16,13 +16,13 @@ trl = pytest.importorskip("trl", reason="make test-engines installs it")
 datasets = pytest.importorskip("datasets")
 
 import transferqueue as tq
-from transferqueue.adapters.generation import Generate
+from transferqueue.adapters.engines.transformers import TransformersGenerator
 from transferqueue.adapters.protocols import Sampling
-from transferqueue.adapters.transformers import TransformersGenerator
-from transferqueue.adapters.trl import QueueRollouts, queued_reward, rollout_tasks
+from transferqueue.adapters.stages.generation import Generate
+from transferqueue.adapters.trainers.trl import QueueRollouts, queued_reward, rollout_tasks
 from transferqueue.adapters.weights import Follower
-from transferqueue.workflows.runner import run_stage
-from transferqueue.workflows.stage import Stage
+from transferqueue.workflows.flow.runner import run_stage
+from transferqueue.workflows.flow.stage import Stage
 
 STEPS, GENERATIONS, PROMPTS = 6, 4, 2
 LIKED = 7

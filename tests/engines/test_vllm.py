@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="make test-engines installs it")
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 
 from transferqueue.adapters.protocols import Generator
-from transferqueue.adapters.vllm import VllmGenerator
+from transferqueue.adapters.vllm.engine import VllmGenerator
 from transferqueue.testing.conformance.generators import GENERATOR_CHECKS, GeneratorSubject
 
 

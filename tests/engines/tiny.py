@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from transferqueue.adapters.engines.sampling import log_distribution
 from transferqueue.adapters.protocols import Generator, Ids, Logprobs, Sampling, WeightSource
-from transferqueue.adapters.sampling import log_distribution
 from transferqueue.adapters.weights import ModuleWeights, TensorWeights
 
 transformers = pytest.importorskip("transformers", reason="make test-engines installs it")

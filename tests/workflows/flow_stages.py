@@ -13,8 +13,8 @@ import numpy as np
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import Part
-from transferqueue.workflows.audit import audit
-from transferqueue.workflows.stage import Context, Produce, Work
+from transferqueue.workflows.flow.audit import audit
+from transferqueue.workflows.flow.stage import Context, Produce, Work
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ pytest.importorskip("torch", exc_type=ImportError)
 from tests.workflows.test_flow import ROOT, wait_gone
 from tests.workflows.test_report import KEYS
 from transferqueue.errors import Impossible, UsageError
-from transferqueue.workflows.events import Event, Figures
-from transferqueue.workflows.flow import Flow
-from transferqueue.workflows.grpo.demo import Outcome, run_demo
+from transferqueue.workflows.flow.events import Event, Figures
+from transferqueue.workflows.flow.flow import Flow
 from transferqueue.workflows.grpo.job import JobSettings, stages
-from transferqueue.workflows.grpo.settings import Settings
+from transferqueue.workflows.grpo.learning.settings import Settings
+from transferqueue.workflows.grpo.run import Outcome, run_demo
 
 SMALL = Settings(
     dataset="spell_backward",
@@ -157,6 +157,6 @@ def test_every_field_that_a_stage_needs_is_given_before_it() -> None:
     ],
 )
 def test_a_process_loads_no_more_than_its_stage_needs(module: str, unwanted: set[str]) -> None:
-    code = f"import sys, transferqueue.workflows.grpo.{module}, transferqueue.workflows.stage_main; print(*sys.modules)"
+    code = f"import sys, transferqueue.workflows.grpo.{module}, transferqueue.workflows.flow.stage_process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert unwanted & set(loaded.stdout.split()) == set()

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
-from transferqueue.workflows.grpo.engine_stages import _following
 from transferqueue.workflows.grpo.job import POLICY
+from transferqueue.workflows.grpo.stages.engine_stages import _following
 
 
 class SlowEngine:

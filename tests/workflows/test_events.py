@@ -5,7 +5,7 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transferqueue.workflows.events import Event, Failure, Figures, Receiver, Sender, Span
+from transferqueue.workflows.flow.events import Event, Failure, Figures, Receiver, Sender, Span
 
 EVENTS: list[Event] = [
     Span(name="work", start=1.5, end=2.5, rows=8, version=3),

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import transferqueue as tq
-from transferqueue.workflows.events import Event, Figures
-from transferqueue.workflows.flow import Flow, StageFailed
-from transferqueue.workflows.stage import Stage
-from transferqueue.workflows.stage_main import Job
+from transferqueue.workflows.flow.events import Event, Figures
+from transferqueue.workflows.flow.flow import Flow, StageFailed
+from transferqueue.workflows.flow.stage import Stage
+from transferqueue.workflows.flow.stage_process import Job
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from transferqueue.workflows.grpo.evaluate import evaluate
-from transferqueue.workflows.grpo.grpo import (
+from transferqueue.workflows.grpo.learning.evaluate import evaluate
+from transferqueue.workflows.grpo.learning.learner import (
     Learner,
     Objective,
     TrainBatch,
@@ -19,13 +19,13 @@ from transferqueue.workflows.grpo.grpo import (
     kl_k3,
     learning_rate_share,
 )
-from transferqueue.workflows.grpo.model import Cache, Transformer
-from transferqueue.workflows.grpo.packing import pack, response_logprobs
-from transferqueue.workflows.grpo.problems import problem_set
-from transferqueue.workflows.grpo.sampling import Generation, Response, generate
-from transferqueue.workflows.grpo.settings import Settings
-from transferqueue.workflows.grpo.tokenizer import EOS_ID, encode_prompt
-from transferqueue.workflows.grpo.warmup import warm_up
+from transferqueue.workflows.grpo.learning.problems import problem_set
+from transferqueue.workflows.grpo.learning.settings import Settings
+from transferqueue.workflows.grpo.learning.warmup import warm_up
+from transferqueue.workflows.grpo.model.prompt_packing import pack, response_logprobs
+from transferqueue.workflows.grpo.model.sampling import Generation, Response, generate
+from transferqueue.workflows.grpo.model.tokenizer import EOS_ID, encode_prompt
+from transferqueue.workflows.grpo.model.transformer import Cache, Transformer
 
 SMALL = Settings(width=32, heads=4, layers=2, hidden=48, context=32, warmup_steps=3, warmup_rows=8)
 PROMPTS = [encode_prompt(text) for text in ("7", "1 + 2 + 3", "9 - 4", "12345678")]

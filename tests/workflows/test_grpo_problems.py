@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transferqueue.workflows.grpo.advantages import group_advantages
-from transferqueue.workflows.grpo.problems import HELDOUT_PROBLEMS, PROBLEM_SETS, Problem, Split, problem_set
-from transferqueue.workflows.grpo.settings import SETTINGS, settings_for
-from transferqueue.workflows.grpo.tokenizer import (
+from transferqueue.workflows.grpo.learning.advantages import group_advantages
+from transferqueue.workflows.grpo.learning.problems import HELDOUT_PROBLEMS, PROBLEM_SETS, Problem, Split, problem_set
+from transferqueue.workflows.grpo.learning.settings import SETTINGS, settings_for
+from transferqueue.workflows.grpo.model.tokenizer import (
     ANSWER_ID,
     BOS_ID,
     EOS_ID,

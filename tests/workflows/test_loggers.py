@@ -9,9 +9,9 @@ import pytest
 
 import transferqueue as tq
 from transferqueue.errors import NotFound, UsageError
-from transferqueue.workflows import loggers
-from transferqueue.workflows.events import Figures, Span
-from transferqueue.workflows.loggers import figures_of, logged, logger_named
+from transferqueue.workflows.flow import loggers
+from transferqueue.workflows.flow.events import Figures, Span
+from transferqueue.workflows.flow.loggers import figures_of, logged, logger_named
 
 STEP = {
     "step": 2,
@@ -58,7 +58,7 @@ def test_a_library_that_is_not_here_is_told_with_the_way_to_have_it() -> None:
 
 def test_the_supervisor_adds_the_age_of_each_queue() -> None:
     pytest.importorskip("torch", exc_type=ImportError)
-    from transferqueue.workflows.grpo.demo import aged
+    from transferqueue.workflows.grpo.run import aged
 
     with tq.connect() as queue:
         table = queue.create_table("t", tasks=[tq.Task("rollout", needs=["x"]), tq.Task("train", needs=["y"])])

@@ -11,9 +11,9 @@ pytest.importorskip("torch", exc_type=ImportError)
 import torch
 
 from transferqueue.errors import UsageError
-from transferqueue.workflows.grpo.grpo import Objective, clipped_gain
-from transferqueue.workflows.grpo.losses import Clip, decoupled_gain, ppo_gain, truncated_weight
-from transferqueue.workflows.grpo.settings import Settings
+from transferqueue.workflows.grpo.learning.learner import Objective, clipped_gain
+from transferqueue.workflows.grpo.learning.losses import Clip, decoupled_gain, ppo_gain, truncated_weight
+from transferqueue.workflows.grpo.learning.settings import Settings
 
 logprob = st.floats(-4, 0, width=32)
 advantage = st.floats(-3, 3, width=32)

@@ -19,16 +19,16 @@ import torch
 import transferqueue as tq
 from tests.workflows.test_demo import SMALL
 from transferqueue.errors import DeadlineExceeded, Full, Impossible, UsageError
-from transferqueue.workflows.events import Event, Figures
-from transferqueue.workflows.grpo.demo import run_demo
+from transferqueue.workflows.flow.events import Event, Figures
+from transferqueue.workflows.flow.runner import _commit
+from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.grpo.job import POLICY, JobSettings, create_table, pacing, stages
-from transferqueue.workflows.grpo.model import Transformer
-from transferqueue.workflows.grpo.over_sampling import FULL, hearing, tell_full
-from transferqueue.workflows.grpo.problem_stages import Prompts
-from transferqueue.workflows.grpo.problems import problem_set
-from transferqueue.workflows.grpo.torch_stages import Policy, Rollout
-from transferqueue.workflows.runner import _commit
-from transferqueue.workflows.stage import Context
+from transferqueue.workflows.grpo.learning.problems import problem_set
+from transferqueue.workflows.grpo.model.over_sampling import FULL, hearing, tell_full
+from transferqueue.workflows.grpo.model.transformer import Transformer
+from transferqueue.workflows.grpo.run import run_demo
+from transferqueue.workflows.grpo.stages.model_stages import Policy, Rollout
+from transferqueue.workflows.grpo.stages.problem_stages import Prompts
 
 OVER = JobSettings(learning=SMALL, mode="sync", depth=0, max_staleness=1, over_sample=1.5)
 STEPS = 3

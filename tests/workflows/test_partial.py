@@ -19,21 +19,21 @@ import torch
 import transferqueue as tq
 from tests.workflows.stream_engine import Countdown
 from tests.workflows.test_demo import SMALL
-from transferqueue.adapters.generation import Generate
 from transferqueue.adapters.protocols import Part, Sampling
+from transferqueue.adapters.stages.generation import Generate
 from transferqueue.errors import UsageError
-from transferqueue.workflows.events import WORK, Event, Failure, Span
-from transferqueue.workflows.flow import Flow
-from transferqueue.workflows.grpo.advantage_stage import ZERO_ADVANTAGE
-from transferqueue.workflows.grpo.demo import Outcome, run_demo
+from transferqueue.workflows.flow.events import WORK, Event, Failure, Span
+from transferqueue.workflows.flow.flow import Flow
+from transferqueue.workflows.flow.runner import run_source, run_stage
+from transferqueue.workflows.flow.stage import Context, Stage
 from transferqueue.workflows.grpo.job import POLICY, JobSettings, create_table, stages
-from transferqueue.workflows.grpo.model import Transformer
-from transferqueue.workflows.grpo.packing import response_logprobs
-from transferqueue.workflows.grpo.problem_stages import Prompts
-from transferqueue.workflows.grpo.problems import problem_set
-from transferqueue.workflows.grpo.torch_stages import SURPLUS, Policy, Rollout
-from transferqueue.workflows.runner import run_source, run_stage
-from transferqueue.workflows.stage import Context, Stage
+from transferqueue.workflows.grpo.learning.problems import problem_set
+from transferqueue.workflows.grpo.model.prompt_packing import response_logprobs
+from transferqueue.workflows.grpo.model.transformer import Transformer
+from transferqueue.workflows.grpo.run import Outcome, run_demo
+from transferqueue.workflows.grpo.stages.advantage_stage import ZERO_ADVANTAGE
+from transferqueue.workflows.grpo.stages.model_stages import SURPLUS, Policy, Rollout
+from transferqueue.workflows.grpo.stages.problem_stages import Prompts
 
 PARTIAL = JobSettings(learning=replace(SMALL, steps=1), partial=2, max_staleness=4, depth=4)
 

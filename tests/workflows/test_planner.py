@@ -9,10 +9,10 @@ import pytest
 
 from transferqueue.cli import main
 from transferqueue.errors import NotFound, UsageError
-from transferqueue.workflows.events import WAIT, WORK, Span
+from transferqueue.workflows.flow.chrome_trace import write_chrome_trace
+from transferqueue.workflows.flow.events import WAIT, WORK, Span
 from transferqueue.workflows.sim.planner import plan, plans
 from transferqueue.workflows.sim.profile import Generation, Profile, Work, calibrated, check, load
-from transferqueue.workflows.timeline import write_chrome_trace
 
 PROFILE = Profile(
     batch_rows=16,

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from transferqueue.errors import UsageError
-from transferqueue.workflows.sim import replay_record, trace
+from transferqueue.workflows.sim import asyncflow_trace as trace
+from transferqueue.workflows.sim import replay_record
 from transferqueue.workflows.sim.replay import MODES, ideal_s, replay, spread
 
 

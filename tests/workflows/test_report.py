@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from transferqueue.errors import InternalError
-from transferqueue.workflows.audit import Audit
-from transferqueue.workflows.events import Figures, Span
+from transferqueue.workflows.flow.audit import Audit
+from transferqueue.workflows.flow.events import Figures, Span
 from transferqueue.workflows.grpo.job import JobSettings
 from transferqueue.workflows.grpo.report import Record, Summary, summarize, write_files
 

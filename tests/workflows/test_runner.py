@@ -10,10 +10,10 @@ import pytest
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import Part
-from transferqueue.workflows.audit import audit
-from transferqueue.workflows.events import Event, Failure, Span
-from transferqueue.workflows.runner import StageBroken, run_source, run_stage
-from transferqueue.workflows.stage import Context, Stage, load
+from transferqueue.workflows.flow.audit import audit
+from transferqueue.workflows.flow.events import Event, Failure, Span
+from transferqueue.workflows.flow.runner import StageBroken, run_source, run_stage
+from transferqueue.workflows.flow.stage import Context, Stage, load
 
 FIELDS = [tq.Field("x", "int64"), tq.Field("y", "int64"), tq.Field("z", "int64")]
 DOUBLE = tq.Task("double", needs=["x"], gives=["y"], attempts_max=3)
@@ -230,11 +230,11 @@ def test_a_stage_cannot_wait_for_more_than_it_may_get() -> None:
 
 
 def test_a_factory_is_named_by_module_and_function() -> None:
-    assert load("transferqueue.workflows.stage:load") is not None
+    assert load("transferqueue.workflows.flow.stage:load") is not None
     with pytest.raises(tq.UsageError, match=r"package\.module:function"):
-        load("transferqueue.workflows.stage")
+        load("transferqueue.workflows.flow.stage")
     with pytest.raises(tq.NotFound, match="has no nothing"):
-        load("transferqueue.workflows.stage:nothing")
+        load("transferqueue.workflows.flow.stage:nothing")
 
 
 def test_settings_that_do_not_fit_are_refused(queue: tq.Queue) -> None:

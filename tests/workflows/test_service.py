@@ -16,9 +16,9 @@ from transferqueue.errors import (
     Sealed,
     UsageError,
 )
-from transferqueue.workflows.service import Service, notice_of
-from transferqueue.workflows.service_aio import AsyncService
-from transferqueue.workflows.service_terms import Column, Engines, EngineStage, Groups, Pace
+from transferqueue.workflows.asyncflow.declaration import Column, Engines, EngineStage, Groups, Pace
+from transferqueue.workflows.asyncflow.service import Service, notice_of
+from transferqueue.workflows.asyncflow.service_aio import AsyncService
 
 ROLLOUT = EngineStage(name="rollout", needs=["prompt"], gives=["ids"])
 TRAIN = EngineStage(name="train", needs=["ids"], groups=Groups(incomplete="refill", deadline_s=60))

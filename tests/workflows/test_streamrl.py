@@ -18,8 +18,8 @@ import transferqueue as tq
 from tests.workflows.stream_engine import POISON, SAMPLING, Countdown, answer, count_down
 from transferqueue.adapters.protocols import Completion, Prompt
 from transferqueue.errors import DeadlineExceeded, SchemaError, UsageError
-from transferqueue.workflows.stream_generator import serve
-from transferqueue.workflows.streamrl import GENERATE, SamplesLost, Stream, StreamService, completions, pacing
+from transferqueue.workflows.streamrl.generator_process import serve
+from transferqueue.workflows.streamrl.service import GENERATE, SamplesLost, Stream, StreamService, completions, pacing
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 60.0

@@ -13,9 +13,9 @@ from tests.workflows.stream_engine import SAMPLING, Countdown, answer, count_dow
 from tests.workflows.test_streamrl import WAIT_S, places, prompts
 from transferqueue.adapters.protocols import Completion
 from transferqueue.errors import DeadlineExceeded, SchemaError
-from transferqueue.workflows.stream_generator import serve
-from transferqueue.workflows.streamrl import SamplesLost, completions, pacing
-from transferqueue.workflows.streamrl_aio import AsyncStream, AsyncStreamService
+from transferqueue.workflows.streamrl.generator_process import serve
+from transferqueue.workflows.streamrl.service import SamplesLost, completions, pacing
+from transferqueue.workflows.streamrl.service_aio import AsyncStream, AsyncStreamService
 
 
 def generate_all(address: str) -> None:

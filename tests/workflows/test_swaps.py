@@ -1,7 +1,7 @@
 """Stops of generation around a change of weights, from made-up spans."""
 
-from transferqueue.workflows.events import Span
-from transferqueue.workflows.grpo.swaps import Swaps, measure, publish_lag_s
+from transferqueue.workflows.flow.events import Span
+from transferqueue.workflows.grpo.weight_swaps import Swaps, measure, publish_lag_s
 
 
 def span(name: str, start: float, end: float) -> Span:

@@ -8,8 +8,8 @@ import transferqueue as tq
 
 pytest.importorskip("torch")
 
-from transferqueue.workflows.grpo.settings import Settings
-from transferqueue.workflows.grpo.torch_stages import Policy
+from transferqueue.workflows.grpo.learning.settings import Settings
+from transferqueue.workflows.grpo.stages.model_stages import Policy
 
 
 def test_who_is_not_let_goes_on_with_the_weights_it_has() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from transferqueue.workflows.events import Figures, Span
-from transferqueue.workflows.timeline import busy_share, write_chrome_trace
+from transferqueue.workflows.flow.chrome_trace import busy_share, write_chrome_trace
+from transferqueue.workflows.flow.events import Figures, Span
 
 SPANS = {
     "rollout-0": [Span(name="wait", start=10.0, end=10.5), Span(name="work", start=10.5, end=12.5, rows=64, version=2)],

@@ -7,8 +7,8 @@ import pytest
 
 from transferqueue.errors import UsageError
 from transferqueue.workflows.sim.generation import Site
+from transferqueue.workflows.sim.simulated_job import GENERATE, TRAIN, Feed, Job, Simulated, Stage, simulate
 from transferqueue.workflows.sim.streamrl import adds, pipelining
-from transferqueue.workflows.sim.virtual import GENERATE, TRAIN, Feed, Job, Simulated, Stage, simulate
 
 
 def _job(feed: Feed, *, depth: int = 0, stages: tuple[Stage, ...] = (), iterations: int = 3) -> Job:

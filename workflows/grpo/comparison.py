@@ -17,10 +17,10 @@ from statistics import fmean, stdev
 from typing import Any, Final
 
 from transferqueue.errors import UsageError
-from transferqueue.workflows.grpo.demo import run_demo
 from transferqueue.workflows.grpo.job import JobSettings, Mode
+from transferqueue.workflows.grpo.learning.settings import Settings
 from transferqueue.workflows.grpo.report import Summary
-from transferqueue.workflows.grpo.settings import Settings
+from transferqueue.workflows.grpo.run import run_demo
 
 MODES: Final[tuple[Mode, ...]] = ("sync", "delayed", "async")
 COLORS: Final[Mapping[str, str]] = {"sync": "#a0aec0", "delayed": "#c05621", "async": "#2b6cb0"}

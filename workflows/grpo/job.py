@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Final, Literal
 
 import transferqueue as tq
-from transferqueue.adapters.generation import BEGUN
+from transferqueue.adapters.stages.generation import BEGUN
 from transferqueue.errors import Impossible, UsageError
-from transferqueue.workflows.grpo.settings import Settings
-from transferqueue.workflows.stage import Stage
-from transferqueue.workflows.stage_main import Job
+from transferqueue.workflows.flow.stage import Stage
+from transferqueue.workflows.flow.stage_process import Job
+from transferqueue.workflows.grpo.learning.settings import Settings
 
 TABLE: Final = "rollouts"
 POLICY: Final = f"{TABLE}/policy"

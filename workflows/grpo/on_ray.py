@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import transferqueue as tq
-from transferqueue.workflows.events import Event
-from transferqueue.workflows.flow import Observe
-from transferqueue.workflows.grpo.demo import Outcome, run_job
+from transferqueue.workflows.flow.events import Event
+from transferqueue.workflows.flow.flow import Observe
+from transferqueue.workflows.flow.on_ray import run_on_ray
+from transferqueue.workflows.flow.stage_process import Job
 from transferqueue.workflows.grpo.job import JobSettings, jobs
-from transferqueue.workflows.on_ray import run_on_ray
-from transferqueue.workflows.stage_main import Job
+from transferqueue.workflows.grpo.run import Outcome, run_job
 
 ANYWHERE: Final = {"num_cpus": 0.1, "scheduling_strategy": "SPREAD"}
 """A little of a core each: so the job fits on any cluster, and Ray deals its stages out over the nodes."""

@@ -12,13 +12,13 @@ from statistics import median
 from typing import Any, Final
 
 from transferqueue.errors import InternalError
-from transferqueue.workflows.audit import Audit
-from transferqueue.workflows.events import PUBLISH, WAIT, WORK, Event, Figures, Span
+from transferqueue.workflows.flow.audit import Audit
+from transferqueue.workflows.flow.chrome_trace import busy_share, write_chrome_trace
+from transferqueue.workflows.flow.events import PUBLISH, WAIT, WORK, Event, Figures, Span
+from transferqueue.workflows.flow.loggers import mean_staleness
 from transferqueue.workflows.grpo.job import JobSettings
-from transferqueue.workflows.grpo.over_sampling import ABORTED
-from transferqueue.workflows.grpo.swaps import measure, publish_lag_s
-from transferqueue.workflows.loggers import mean_staleness
-from transferqueue.workflows.timeline import busy_share, write_chrome_trace
+from transferqueue.workflows.grpo.model.over_sampling import ABORTED
+from transferqueue.workflows.grpo.weight_swaps import measure, publish_lag_s
 
 BLUE, GREEN, ORANGE, GREY = "#2b6cb0", "#2f855a", "#c05621", "#a0aec0"
 _COLOURS: Final = {"train": BLUE, "rollout": ORANGE, "reward": GREEN, "advantage": GREY}
@@ -37,7 +37,7 @@ class Summary:
     behind when handed to the trainer. staleness_in_flight, staleness_in_queue: rows handed over by the part of it from the
     version of their first token to the trainer's version when they were put, and from then on. publish_lag_s: median time from a
     publication to a rollout process having loaded it. publish_s: median time of a publication of weights; swaps, swap_s_max, gap_s_max and
-    request_s: how long generation stood still for them, as `transferqueue.workflows.grpo.swaps` defines it. rows_aborted,
+    request_s: how long generation stood still for them, as `transferqueue.workflows.grpo.weight_swaps` defines it. rows_aborted,
     tokens_kept: responses that stopped because their batch was full (one may several times), and the tokens that they had.
     """
 

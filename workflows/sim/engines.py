@@ -22,7 +22,7 @@ import numpy as np
 import transferqueue as tq
 from transferqueue.client.aio.queue import AsyncBatch, AsyncReservation, AsyncTable
 from transferqueue.errors import EndOfTable
-from transferqueue.workflows.sim import trace
+from transferqueue.workflows.sim import asyncflow_trace as trace
 
 TABLE: Final = "replay"
 TOKENS: Final = 512

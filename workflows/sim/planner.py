@@ -22,7 +22,7 @@ import numpy as np
 
 from transferqueue.workflows.sim.generation import Lengths, Site
 from transferqueue.workflows.sim.profile import Profile, Work, check
-from transferqueue.workflows.sim.virtual import GENERATE, TRAIN, Feed, Job, Simulated, Stage, simulate
+from transferqueue.workflows.sim.simulated_job import GENERATE, TRAIN, Feed, Job, Simulated, Stage, simulate
 
 KEPT: Final = 6
 TIE: Final = 0.01

@@ -36,7 +36,7 @@ import msgspec
 import numpy as np
 
 from transferqueue.errors import NotFound, UsageError
-from transferqueue.workflows.events import WORK
+from transferqueue.workflows.flow.events import WORK
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 import transferqueue as tq
 from transferqueue.errors import UsageError
-from transferqueue.workflows.sim import trace
+from transferqueue.workflows.sim import asyncflow_trace as trace
 from transferqueue.workflows.sim.engines import TABLE, WAIT_S, Orders, Served
 
 Mode = Literal["serial", "streaming", "async"]

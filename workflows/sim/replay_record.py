@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from transferqueue.workflows.sim import trace
+from transferqueue.workflows.sim import asyncflow_trace as trace
 from transferqueue.workflows.sim.replay import Replayed
 
 PUBLISHED_S: Final = {"serial": 1743.0, "streaming": 872.0, "async": 776.0}

@@ -26,7 +26,7 @@ from transferqueue.workflows.sim.generation import (
     ranked,
     recall,
 )
-from transferqueue.workflows.sim.virtual import TRAIN, Feed, Job, Stage, simulate
+from transferqueue.workflows.sim.simulated_job import TRAIN, Feed, Job, Stage, simulate
 
 NOISE: Final = 0.25
 ROWS: Final = 512

@@ -14,7 +14,8 @@ from typing import Any, Final
 import msgspec
 
 import transferqueue as tq
-from transferqueue.adapters.transfer_queue.checkpoint import sealed, stored
+from transferqueue.adapters.transfer_queue.checkpoint import arrow_samples as stored
+from transferqueue.adapters.transfer_queue.checkpoint import checksummed_json as sealed
 from transferqueue.errors import UsageError
 
 CONTROLLER: Final = "controller.json"

@@ -9,7 +9,7 @@ from typing import Any
 from tensordict import TensorDict
 from torch.utils.data import IterableDataset
 
-from transferqueue.adapters.transfer_queue import service
+from transferqueue.adapters.transfer_queue import deployment as service
 from transferqueue.adapters.transfer_queue.client import TransferQueueClient
 from transferqueue.adapters.transfer_queue.columns import rows_of_tensordict
 from transferqueue.adapters.transfer_queue.metadata import BatchMeta

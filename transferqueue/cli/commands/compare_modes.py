@@ -38,7 +38,7 @@ def compare_modes(
     stood still for new weights. Close other work on the machine: it is shared by all processes of a run.
     """
     from transferqueue.workflows.grpo import comparison
-    from transferqueue.workflows.grpo.settings import settings_for
+    from transferqueue.workflows.grpo.learning.settings import settings_for
 
     numbers = parse_seeds(seeds)
     name = f"compare-modes-{datetime.now(UTC):%Y%m%d-%H%M%S}"

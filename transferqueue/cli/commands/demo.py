@@ -21,10 +21,10 @@ from transferqueue.cli.screens.demo import Bar, Lines, Watch
 from transferqueue.cli.screens.terminal import console
 
 if TYPE_CHECKING:
-    from transferqueue.workflows.flow import Observe
-    from transferqueue.workflows.grpo.demo import Outcome
+    from transferqueue.workflows.flow.flow import Observe
+    from transferqueue.workflows.flow.loggers import Logger
     from transferqueue.workflows.grpo.job import JobSettings
-    from transferqueue.workflows.loggers import Logger
+    from transferqueue.workflows.grpo.run import Outcome
 
 EXAMPLES = (
     ("transferqueue demo", "the default run: asynchronous, staleness at most 1, at most three minutes"),
@@ -130,8 +130,8 @@ def demo(
     Shows the held-out reward before and after, and leaves summary.json, learning.png and timeline.json (open it at
     https://ui.perfetto.dev). Ctrl-C ends every process and leaves none.
     """
-    from transferqueue.workflows.grpo.demo import run_name
-    from transferqueue.workflows.loggers import logged
+    from transferqueue.workflows.flow.loggers import logged
+    from transferqueue.workflows.grpo.run import run_name
 
     settings = job_settings(
         mode,
@@ -161,7 +161,7 @@ def demo(
 
 
 def _run_here(settings: JobSettings, directory: Path, observe: Observe, watch: Watch) -> Outcome:
-    from transferqueue.workflows.grpo.demo import run_demo
+    from transferqueue.workflows.grpo.run import run_demo
 
     return run_demo(settings, directory=directory, observe=observe, started=lambda flow: watch.started(flow.pids()))
 
@@ -192,7 +192,7 @@ def job_settings(
     """The options as settings; `UsageError` or `Impossible` when they do not go together."""
     from transferqueue.errors import UsageError
     from transferqueue.workflows.grpo.job import JobSettings
-    from transferqueue.workflows.grpo.settings import for_engine, settings_for
+    from transferqueue.workflows.grpo.learning.settings import for_engine, settings_for
 
     try:
         learning = settings_for(dataset or "chain_sum", seed=seed)
@@ -232,7 +232,7 @@ def show(outcome: Outcome, to: Console) -> None:
 
 
 def _logging(name: str | None, directory: Path) -> AbstractContextManager[Logger | None]:
-    from transferqueue.workflows.loggers import logger_named
+    from transferqueue.workflows.flow.loggers import logger_named
 
     return nullcontext() if name is None else logger_named(name)(directory / name)
 
@@ -257,7 +257,7 @@ def _ended_like_ctrl_c(number: signal.Signals) -> Iterator[None]:
 @contextmanager
 def _last_words_shown() -> Iterator[None]:
     """Print the traceback of a stage that failed, before the one line that names it."""
-    from transferqueue.workflows.flow import StageFailed
+    from transferqueue.workflows.flow.flow import StageFailed
 
     try:
         yield

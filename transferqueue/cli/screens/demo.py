@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
-    from transferqueue.workflows.events import Event
+    from transferqueue.workflows.flow.events import Event
 
 LINE_EVERY_STEPS: Final = 10
 _MEAN_STEPS: Final = 10
@@ -39,7 +39,7 @@ class Latest:
 
     def add(self, event: Event) -> bool:
         """Take in an event; whether it changed anything that is shown."""
-        from transferqueue.workflows.events import Figures
+        from transferqueue.workflows.flow.events import Figures
 
         if not isinstance(event, Figures):
             return False

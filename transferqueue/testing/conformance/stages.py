@@ -13,9 +13,9 @@ import transferqueue as tq
 from transferqueue.adapters.protocols import Stage, Unsupported
 from transferqueue.errors import FlowSignal
 from transferqueue.testing.conformance.report import require
-from transferqueue.workflows import stage as flow
-from transferqueue.workflows.events import Event, Failure
-from transferqueue.workflows.runner import StageBroken, run_stage
+from transferqueue.workflows.flow import stage as flow
+from transferqueue.workflows.flow.events import Event, Failure
+from transferqueue.workflows.flow.runner import StageBroken, run_stage
 
 _TASK: Final = "stage"
 _STALL_S: Final = 120.0

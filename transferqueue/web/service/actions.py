@@ -30,9 +30,9 @@ from transferqueue.web.service.schemas import (
     Tensor,
     WeightsOf,
 )
-from transferqueue.workflows.service import NOTICE, check_columns, notice_of
-from transferqueue.workflows.service_aio import AsyncService
-from transferqueue.workflows.service_terms import Engines
+from transferqueue.workflows.asyncflow.declaration import Engines
+from transferqueue.workflows.asyncflow.service import NOTICE, check_columns, notice_of
+from transferqueue.workflows.asyncflow.service_aio import AsyncService
 
 ANSWER_BYTES_MAX: Final = 256 << 20
 """Columns or tensors of one answer: it is made whole before the first byte leaves."""

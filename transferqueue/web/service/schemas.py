@@ -12,7 +12,7 @@ import msgspec
 
 from transferqueue.limits import ROWS_PER_REQUEST_MAX, TEXT_CHARS_MAX
 from transferqueue.web.service.columns import Packed, Values
-from transferqueue.workflows.service_terms import NAME, Name, Names
+from transferqueue.workflows.asyncflow.declaration import NAME, Name, Names
 
 WAIT_S_MAX: Final = 300.0
 """Longest wait of one call; whoever wants more asks again."""

@@ -1,0 +1,175 @@
+"""A server of SGLang as a generator, by its documented endpoints: tokens in and out, paused, and given weights by way of a folder.
+
+Rules:
+
+- The server tells one version for a whole request, so no request sees two: before weights change, what runs is ended by the
+  server as it is, and asked for again afterwards with what was begun.
+- The server reads weights from files. Each version is written as one safetensors file into a folder that the server sees too,
+  on shared memory at best, and the one before it is removed.
+- It tells log-probabilities before the nucleus is cut, so ``top_p`` below 1 is `Unsupported`.
+
+Not run against a server: its package needs an accelerator to be installed. What is tested is this side, against the documented
+endpoints over another engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transferqueue.adapters.engines.completion import completed, context, seed_of, tokens_left
+from transferqueue.adapters.engines.openai import CONNECTIONS_MAX, OpenAIGenerator, Running
+from transferqueue.adapters.protocols import (
+    GENERATE_S,
+    PAUSE_S,
+    Completion,
+    Completions,
+    Pause,
+    Prompt,
+    Sampling,
+    Unsupported,
+    WeightSource,
+)
+from transferqueue.adapters.weights import check_fits, checkpoint_specs
+from transferqueue.errors import DeadlineExceeded, PeerError, ProtocolError
+
+_ANSWER_S = 60.0
+
+
+class SglangServer(OpenAIGenerator):
+    """A generator (`protocols.Generator`) over a running server of SGLang.
+
+    url: of the server, without ``/v1``. weights: an empty folder for versions on their way, which the server sees under the same
+    path. version: of the weights that it was started with; a server that was given others since keeps theirs. checkpoint: a
+    directory with the model's tensors, to check weights against; None: where the server has its model.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        weights: Path | str,
+        api_key: str | None = None,
+        version: int = 0,
+        checkpoint: Path | str | None = None,
+        connections_max: int = CONNECTIONS_MAX,
+    ) -> None:
+        super().__init__(url, "", api_key=api_key, version=version, connections_max=connections_max)
+        self._folder = Path(weights)
+        try:
+            self._beside.wait(self._greet(checkpoint), _ANSWER_S, f"{url} did not answer")
+        except BaseException:
+            self.close()
+            raise
+
+    async def _greet(self, checkpoint: Path | str | None) -> None:
+        self._control = asyncio.Lock()
+        served = (await self._endpoint.ask("GET", "/v1/models"))["data"][0]
+        told = await self._endpoint.ask("GET", "/get_model_info")
+        self._context_max = served.get("max_model_len")
+        self._wanted = checkpoint_specs(Path(checkpoint or told["model_path"]))
+        version = str(told.get("weight_version", ""))
+        self._version = int(version) if version.isdecimal() else self._version
+
+    # ------------------------------------------------------------ completions
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, timeout_s: float = GENERATE_S) -> Completions:
+        """Yield each completion when it is finished (`protocols.Generator.generate`)."""
+        if sampling.top_p < 1:
+            raise Unsupported(f"top_p={sampling.top_p}: SGLang tells log-probabilities before that cut; give 1")
+        return super().generate(prompts, sampling, timeout_s=timeout_s)
+
+    async def _part(self, index: int, sample: int, prompt: Prompt, sampling: Sampling, running: Running) -> Completion:
+        """What one request gives until it is finished, or a pause makes the server end it."""
+        parameters = {
+            "max_new_tokens": tokens_left(prompt, sampling),
+            "temperature": sampling.temperature,
+            "stop_token_ids": list(sampling.stop_ids),
+            "sampling_seed": seed_of(sampling, index, sample, prompt),
+            "skip_special_tokens": False,
+        }
+        body = {
+            "input_ids": context(prompt).tolist(),
+            "sampling_params": {name: value for name, value in parameters.items() if value is not None},
+            "return_logprob": True,
+        }
+        version = self._version
+        answer = await self._endpoint.ask("POST", "/generate", body)
+        try:
+            told = answer["meta_info"]
+            drawn = told["output_token_logprobs"]
+            ids, logprobs = [token for _, token, *_ in drawn], [logprob for logprob, *_ in drawn]
+            reason = told["finish_reason"]["type"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"{self._endpoint.url} gave a completion without {error}") from error
+        return completed(index, sample, prompt, ids, logprobs, reason, [(version, len(ids))])
+
+    # ------------------------------------------------------------ control
+
+    def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
+        """Draw no token from the return on (`protocols.Generator.pause`). It pauses the server, for all its clients; what is
+        kept is asked for again after the pause, with what was begun."""
+        try:
+            self._beside.wait(self._pause(mode), timeout_s, f"pause ({mode.value}) was not in force")
+        except DeadlineExceeded:
+            self.resume()
+            raise
+
+    async def _pause(self, mode: Pause) -> None:
+        async with self._control:
+            await self._halt(mode)
+
+    async def _halt(self, mode: Pause) -> None:
+        self._pauses.cut(mode)
+        if mode is not Pause.WAIT:
+            await self._endpoint.ask("POST", "/pause_generation", {"mode": "abort"})
+        await self._pauses.begin(mode)
+        if mode is Pause.WAIT:
+            await self._endpoint.ask("POST", "/pause_generation", {"mode": "abort"})
+
+    def resume(self) -> None:
+        """Go on."""
+        if not self._beside.closed:
+            self._beside.wait(self._resume(), PAUSE_S, "resume was not answered")
+
+    async def _resume(self) -> None:
+        async with self._control:
+            await self._endpoint.ask("POST", "/continue_generation", {})
+            await self._pauses.end()
+
+    def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
+        """Load new weights between two tokens (`protocols.Generator.update_weights`). `Unsupported` if the tensors of the served
+        model are not known here."""
+        from safetensors.torch import save_file
+
+        if not self._wanted:
+            raise Unsupported(
+                "the tensors of the served model are not known here; name a directory with them: checkpoint=…"
+            )
+        check_fits(source, self._wanted)
+        place = self._folder / f"version-{version}"
+        place.mkdir(parents=True, exist_ok=True)
+        try:
+            save_file({name: tensor.contiguous().cpu() for name, tensor in source}, place / "model.safetensors")
+            self._beside.wait(self._update(place, version), timeout_s, f"weights of version {version} were not loaded")
+        finally:
+            shutil.rmtree(place)
+
+    async def _update(self, place: Path, version: int) -> None:
+        async with self._control:
+            held = self._pauses.paused
+            if not held:
+                await self._halt(Pause.KEEP)
+            try:
+                body: dict[str, Any] = {"model_path": str(place), "weight_version": str(version), "flush_cache": True}
+                answer = await self._endpoint.ask("POST", "/update_weights_from_disk", body)
+                if not answer.get("success"):
+                    raise PeerError(f"{self._endpoint.url} did not take weights: {answer.get('message')}")
+                self._version = version
+            finally:
+                if not held:
+                    await self._endpoint.ask("POST", "/continue_generation", {})
+                    await self._pauses.end()

@@ -1,0 +1,1 @@
+"""Stages around an engine: prompts, generation, rewards and environments."""

@@ -1,0 +1,264 @@
+"""A recording proxy for black-box agents: they talk to an OpenAI-compatible endpoint, and what was said is kept as token ids.
+
+Rules:
+
+- Each agent gets an address of its own (`Recorder.session`), which answers until its session is left. The proxy asks the
+  endpoint for token ids and log-probabilities, whatever the agent asks for, and hands the answers on, streamed ones as they come.
+- What an agent said is put together by tokens: a call whose prompt begins with all tokens of calls before it goes on with them;
+  any other begins a sequence of its own (the agent shortened its history, or asked twice). Text is never tokenized here.
+- A call is stamped with the version at its beginning and the one at its end: no token is of an older one, or of a newer.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from aiohttp import web
+
+from transferqueue.adapters.engines.background_loop import LoopBeside
+from transferqueue.adapters.engines.openai import Drawn, Endpoint, events
+from transferqueue.adapters.protocols import Unsupported
+from transferqueue.adapters.stages.trajectory import FIELDS, Trajectory
+from transferqueue.errors import PeerError, TransferQueueError, UsageError
+
+REQUEST_BYTES_MAX: Final = 64 << 20
+"""A request of an agent may be so long; images in a conversation count."""
+_START_S: Final = 30.0
+_ASKED: Final[Mapping[str, Mapping[str, Any]]] = {
+    "chat/completions": {"logprobs": True, "return_token_ids": True},
+    "completions": {"logprobs": 1, "return_token_ids": True},
+}
+"""Paths that are recorded, and what is asked for besides. Others are handed on as they are."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One answer of the model: what it read, what it drew, and between which versions of its weights."""
+
+    prompt_ids: Sequence[int]
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: str
+    versions: tuple[int, int]
+
+
+class Recording:
+    """What one agent was answered, in order."""
+
+    def __init__(self, base_url: str) -> None:
+        self.base_url = base_url
+        self.calls: list[Call] = []
+        self.refusals: list[TransferQueueError] = []
+
+    def trajectories(self) -> list[Trajectory]:
+        """The calls as sequences; one, if each call went on with the one before. `Unsupported` if the endpoint named no tokens."""
+        if self.refusals:
+            raise self.refusals[0]
+        found: list[Trajectory] = []
+        for call in self.calls:
+            trajectory = _goes_on_with(found, call.prompt_ids)
+            trajectory.told(call.prompt_ids[len(trajectory.ids) :])
+            trajectory.said(call.ids, call.logprobs, call.versions)
+        return found
+
+    def columns(self) -> Mapping[str, Any]:
+        """The calls as columns of one row (`trajectory.FIELDS`). `UsageError` unless they are one sequence."""
+        return self._one().columns()
+
+    def facts(self) -> Mapping[str, int]:
+        """Versions and tokens of that row."""
+        return self._one().facts()
+
+    def _one(self) -> Trajectory:
+        found = self.trajectories()
+        if len(found) != 1:
+            raise UsageError(
+                f"the agent's {len(self.calls)} calls of the model are {len(found)} sequences; a row holds one: let each call go on "
+                "with the one before, or put the trajectories as rows of a table of their own"
+            )
+        return found[0]
+
+
+def _goes_on_with(found: list[Trajectory], prompt_ids: Sequence[int]) -> Trajectory:
+    """The longest sequence that a prompt begins with; a new one if there is none."""
+    begun = [each for each in found if list(prompt_ids[: len(each.ids)]) == each.ids]
+    if not begun:
+        found.append(Trajectory())
+        return found[-1]
+    return max(begun, key=lambda each: len(each.ids))
+
+
+class Recorder:
+    """The proxy (`callables.Recorder`): listens on this machine from the start to `close`.
+
+    upstream: base URL of the endpoint, with its ``/v1``. version: tells the version of the weights that it serves now, such as
+    ``lambda: generator.version``.
+    """
+
+    gives: Sequence[str] = FIELDS
+
+    def __init__(
+        self,
+        upstream: str,
+        *,
+        api_key: str | None = None,
+        version: Callable[[], int] = lambda: 0,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self._upstream = Endpoint(upstream, api_key=api_key)
+        self._version = version
+        self._recordings: dict[str, Recording] = {}
+        self._beside = LoopBeside("recorder")
+        try:
+            self._runner, port = self._beside.wait(self._serve(host), _START_S, "the recorder did not start")
+        except BaseException:
+            self._beside.close()
+            raise
+        self.url = f"http://{host}:{port}"
+
+    @contextmanager
+    def session(self) -> Iterator[Recording]:
+        """A recording of what is asked at its ``base_url``, by whatever process, until it is left."""
+        self._beside.check()
+        token = secrets.token_urlsafe(16)
+        recording = self._recordings[token] = Recording(f"{self.url}/{token}/v1")
+        try:
+            yield recording
+        finally:
+            del self._recordings[token]
+
+    def close(self) -> None:
+        """Stop listening; calls that run are ended. Again: nothing."""
+        if not self._beside.closed:
+            self._beside.wait(self._stop(), _START_S, "the recorder did not stop")
+            self._beside.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ on the loop
+
+    async def _serve(self, host: str) -> tuple[web.AppRunner, int]:
+        application = web.Application(client_max_size=REQUEST_BYTES_MAX)
+        application.router.add_route("*", "/{token}/v1/{path:.+}", self._answer)
+        runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, host, 0).start()
+        return runner, runner.addresses[0][1]
+
+    async def _stop(self) -> None:
+        await self._runner.cleanup()
+        await self._upstream.close()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        recording = self._recordings.get(request.match_info["token"])
+        if recording is None:
+            return _refusal(404, "this session is over, or never was; take the base URL of a session that is open")
+        path = request.match_info["path"]
+        try:
+            if path not in _ASKED or request.method != "POST":
+                return web.json_response(
+                    await self._upstream.ask(request.method, f"/{path}", await _body(request) or None)
+                )
+            return await self._record(recording, request, path)
+        except UsageError as error:
+            return _refusal(400, str(error))
+        except PeerError as error:
+            return _refusal(502, str(error))
+
+    async def _record(self, recording: Recording, request: web.Request, path: str) -> web.StreamResponse:
+        body = {**await _body(request), **_ASKED[path]}
+        began = self._version()
+        answers = _Answers()
+        if body.get("stream"):
+            response = await self._stream(request, path, body, answers)
+        else:
+            answer = await self._upstream.ask("POST", f"/{path}", body)
+            answers.add(answer)
+            response = web.json_response(answer)
+        answers.keep(recording, (began, self._version()))
+        return response
+
+    async def _stream(
+        self, request: web.Request, path: str, body: Mapping[str, Any], answers: _Answers
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        async with self._upstream.request("POST", f"/{path}", body) as answer:
+            await response.prepare(request)
+            try:
+                async for event in events(answer):
+                    answers.add(event)
+                    await response.write(_event(event))
+            except PeerError as error:  # the agent has begun to read: it is told in the stream
+                answers.broken = True
+                await response.write(_event(_error(502, str(error))))
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+class _Answers:
+    """The choices of one call, put together of its pieces."""
+
+    def __init__(self) -> None:
+        self._prompt_ids: Sequence[int] | None = None
+        self._drawn: dict[int, Drawn] = {}
+        self._refusal: TransferQueueError | None = None
+        self.broken = False
+
+    def add(self, answer: Mapping[str, Any]) -> None:
+        """Take an answer, or a piece of one. What the endpoint lacks is not the agent's affair: it is kept for who reads."""
+        self._prompt_ids = answer.get("prompt_token_ids") or self._prompt_ids
+        for choice in answer.get("choices", ()):
+            self._prompt_ids = choice.get("prompt_token_ids") or self._prompt_ids
+            try:
+                self._drawn.setdefault(choice.get("index", 0), Drawn()).add(choice)
+            except Unsupported as error:
+                self._refusal = error
+
+    def keep(self, recording: Recording, versions: tuple[int, int]) -> None:
+        """Add the calls to the recording; none if the answer broke off, as the agent was told."""
+        if self.broken:
+            return
+        if self._prompt_ids is None:
+            self._refusal = Unsupported(
+                "the endpoint says no token ids (return_token_ids); use one that does, such as vLLM"
+            )
+        if self._refusal is not None:
+            recording.refusals.append(self._refusal)
+        for _, drawn in sorted(self._drawn.items()):
+            recording.calls.append(
+                Call(self._prompt_ids or (), drawn.ids, drawn.logprobs, drawn.finish_reason or "", versions)
+            )
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    if not request.can_read_body:
+        return {}
+    try:
+        found = await request.json()
+    except ValueError as error:
+        raise UsageError(f"the body of {request.path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"the body of {request.path} is {type(found).__name__}; give an object")
+    return found
+
+
+def _refusal(status: int, text: str) -> web.Response:
+    return web.json_response(_error(status, text), status=status)
+
+
+def _error(status: int, text: str) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    return {"error": {"message": text, "type": "transferqueue", "code": status}}
+
+
+def _event(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"

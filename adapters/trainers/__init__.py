@@ -1,0 +1,1 @@
+"""Trainers and data loaders as consumers."""

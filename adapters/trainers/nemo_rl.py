@@ -1,0 +1,318 @@
+"""NeMo-RL's data plane on the queue: a `DataPlaneClient`, as its ``nemo_rl.data_plane.interfaces`` defines one.
+
+A partition is a table that keeps its rows until they are cleared, a sample a row found by its key. A consumer task is a task of
+that table; it begins with its first claim, which says what fields it needs, and sees what was put before. A claim is a lease that
+is acked at once, since the interface knows no more than that a sample was claimed: it waits at the server until there is a batch,
+no process asks twice, and no sample is claimed twice for one task, whoever asks.
+
+`activate` puts it where NeMo-RL's factory takes its client from. Without it NeMo-RL's own adapter runs on the drop-in for
+``transfer_queue``, unchanged (`transferqueue.adapters.transfer_queue_hook`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+from nemo_rl.data_plane.interfaces import DataPlaneClient, DataPlaneConfig, KVBatchMeta
+from tensordict import TensorDict
+
+import transferqueue as tq
+from transferqueue.adapters.transfer_queue.partitions import Partitions
+from transferqueue.adapters.transfer_queue.tags import given_tags, name_of
+from transferqueue.errors import AlreadyExists, DeadlineExceeded, Impossible, NotFound, UsageError
+from transferqueue.storage.elements.dtypes import loaded
+
+PLACE: Final = "nemo_rl.data_plane.adapters.transfer_queue"
+"""The module from which NeMo-RL's factory takes ``TQDataPlaneClient``."""
+SAMPLES_MAX: Final = 1 << 20
+LENGTH_TAG: Final = "input_lengths"
+"""The tag that becomes ``sequence_lengths``."""
+
+
+class NotThere(NotFound, KeyError):
+    """A partition, task, sample or field of a sample that does not exist, as NeMo-RL's callers expect it: a ``KeyError``."""
+
+    __str__ = Exception.__str__
+
+
+class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
+    """NeMo-RL's data plane on `queue`. Every method may be called from any thread.
+
+    samples_max: of one partition. owned: what `close` ends, besides the queue.
+    """
+
+    def __init__(
+        self, queue: tq.Queue, *, samples_max: int = SAMPLES_MAX, owned: Callable[[], object] | None = None
+    ) -> None:
+        self._queue, self._samples_max = queue, samples_max
+        self._partitions = Partitions(queue, samples_max)
+        self._ending = ExitStack()
+        if owned is not None:
+            self._ending.callback(owned)
+        self._ending.callback(queue.close)
+
+    # ------------------------------------------------------------ by task
+
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: list[str],
+        num_samples: int,
+        consumer_tasks: list[str],
+        grpo_group_size: int | None = None,
+        enums: dict[str, list[str]] | None = None,
+    ) -> None:
+        """Declare a partition and its consumers. Again: more consumers; samples and claims stay.
+
+        fields, grpo_group_size, enums: not needed; fields are made by what is put, text is stored as text. `Impossible` for more
+        samples than a partition may have.
+        """
+        del fields, grpo_group_size, enums
+        if num_samples > self._samples_max:
+            raise Impossible(
+                f"partition {partition_id!r} of {num_samples} samples would never be full: storage_capacity is "
+                f"{self._samples_max}; raise it"
+            )
+        table, _ = self._partitions.make(partition_id)
+        for task in consumer_tasks:
+            table.add_task(tq.Task(_declared(task), needs=("never.",)))
+
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: list[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+    ) -> KVBatchMeta:
+        """Claim samples for `task_name` that have `required_fields`: `batch_size` of them, waited for at the server, or without
+        `blocking` those that are ready, at most that many. A sample is claimed once for a task.
+
+        dp_rank: not needed. `DeadlineExceeded` (a ``TimeoutError``) says what is missing; nothing was claimed then. `NotThere`
+        for a partition or task that was not registered; `UsageError` for other fields than the task claimed by before.
+        """
+        del dp_rank
+        if batch_size < 1:
+            raise UsageError(
+                f"task {task_name!r} claims {batch_size} samples of partition {partition_id!r}; claim at least 1"
+            )
+        table = self._partition(partition_id)
+        task = self._claiming(table, partition_id, task_name, required_fields)
+        wait_s, least = (max(0.0, timeout_s), batch_size) if blocking else (0.0, 1)
+        try:
+            with table.lease(task, rows=batch_size, at_least=least, timeout_s=wait_s, fields=()) as batch:
+                keys, tags = list(batch.keys), [given_tags(each) for each in batch.tags]
+        except DeadlineExceeded:
+            if blocking:
+                raise
+            keys, tags = [], []
+        return KVBatchMeta(
+            partition_id=partition_id,
+            task_name=task_name,
+            sample_ids=keys,
+            fields=list(required_fields),
+            sequence_lengths=_lengths(tags),
+            tags=tags,
+        )
+
+    def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
+        """Fields of the samples that `meta` names, by default those of `meta`. `UsageError` if neither says which."""
+        fields = meta.fields if select_fields is None else select_fields
+        if fields is None:
+            raise UsageError(
+                f"get_data of partition {meta.partition_id!r} names no fields, and neither does its metadata; give "
+                "select_fields: all fields are never fetched silently"
+            )
+        return self.get_samples(meta.sample_ids, meta.partition_id, list(fields))
+
+    def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
+        """Whether there are samples, and each task has claimed all of them."""
+        table = self._partition(partition_id)
+        stats = table.stats()
+        claims = [stats["tasks"].get(_claims(task)) for task in task_names]
+        return stats["rows_resident"] > 0 and all(each is not None and not _before(each) for each in claims)
+
+    # ------------------------------------------------------------ by key
+
+    def put_samples(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        fields: TensorDict | None = None,
+        tags: list[dict[str, Any]] | None = None,
+    ) -> KVBatchMeta:
+        """Write fields and merge tags of samples, in one commit; samples and partition are made if they are new.
+
+        fields: tensors of any layout, and non-tensor leaves of plain values (never pickled). A device's tensors are copied straight
+        from it. `SchemaError` for values that do not fit what the field has, `Full` for more samples than may be.
+        """
+        _check_put(sample_ids, partition_id, fields, tags)
+        if sample_ids:
+            self._partitions.put_keyed(partition_id, sample_ids, fields, tags)
+        names = None if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118  (a TensorDict is no mapping)
+        return KVBatchMeta(
+            partition_id=partition_id,
+            task_name=None,
+            sample_ids=list(sample_ids),
+            fields=names,
+            tags=None if tags is None else [dict(each) for each in tags],
+        )
+
+    def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
+        """Fields of samples, claimed or not: tensors dense where all of these samples have one shape, else nested. No copy where
+        they lie together. `NotThere` for samples that are not there, and for fields that they do not all have."""
+        if not sample_ids:
+            return TensorDict({}, batch_size=(0,))
+        try:
+            found = self._partitions.get(partition_id, sample_ids, select_fields)
+        except NotFound as error:
+            raise NotThere(str(error)) from error
+        missing = [name for name in select_fields if name not in found.keys()]  # noqa: SIM118
+        if missing:
+            raise NotThere(f"fields {missing} of partition {partition_id!r} were not produced yet; put them first")
+        return TensorDict({name: _uniform(found.get(name)) for name in select_fields}, batch_size=(len(sample_ids),))
+
+    def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
+        """Delete samples; None: all of the partition, whoever put them. Those that are not there are passed over."""
+        table = self._partitions.find(partition_id)
+        rows: list[int] = []
+        if table is not None and sample_ids is None:
+            with table.read(fields=()) as found:
+                rows = found.rows.tolist()
+        elif table is not None and sample_ids:
+            rows = [row for row in table.find(list(dict.fromkeys(sample_ids))).tolist() if row >= 0]
+        if table is not None and rows:
+            table.delete(rows)
+        elif sample_ids is None:
+            warnings.warn(f"partition {partition_id!r} has no samples to clear", RuntimeWarning, stacklevel=2)
+
+    def close(self) -> None:
+        """Detach; the process that started the service ends it. Again: nothing."""
+        self._ending.close()
+
+    def _partition(self, partition_id: str) -> tq.Table:
+        table = self._partitions.find(partition_id)
+        if table is None:
+            raise NotThere(f"partition {partition_id!r} is not there; register_partition makes it")
+        return table
+
+    def _claiming(self, table: tq.Table, partition_id: str, task: str, fields: Sequence[str]) -> str:
+        """The name of the task by which `task` claims samples with `fields`, declared if it is its first claim."""
+        known, needs = table.tasks, tuple(sorted(set(fields)))
+        if _declared(task) not in known:
+            raise NotThere(
+                f"task {task!r} is not registered as a consumer of partition {partition_id!r}; register_partition"
+            )
+        if _claims(task) not in known:
+            with contextlib.suppress(AlreadyExists):  # another process was quicker, perhaps with other fields
+                table.add_task(tq.Task(_claims(task), needs=needs))
+            known = self._partition(partition_id).tasks
+        claims = known[_claims(task)]
+        if claims.needs != needs:
+            raise UsageError(
+                f"task {task!r} of partition {partition_id!r} claims by other fields than {list(needs)}: what it has claimed is "
+                f"counted by the fields of its first claim, {list(claims.needs)}; register another task for these"
+            )
+        return claims.name
+
+
+# ------------------------------------------------------------ how NeMo-RL comes by one
+
+
+def build(cfg: DataPlaneConfig, *, bootstrap: bool = True) -> QueueDataPlaneClient:
+    """The client that `cfg` asks for, as NeMo-RL's factory calls for it.
+
+    ``controller_address``, where it is given, is the address or join token of a running server. Else, where Ray runs, the driver
+    (`bootstrap`) deploys one on it, which ends with the client, and workers find it; without Ray the driver embeds one.
+    ``storage_capacity`` bounds the samples of a partition; ``backend`` and the like are another implementation's.
+    """
+    samples_max = int(cfg["storage_capacity"])
+    address = cfg.get("controller_address")
+    if address:
+        return QueueDataPlaneClient(tq.connect(address), samples_max=samples_max)
+    if _on_ray():
+        owned = tq.deploy_ray(exist_ok=True).close if bootstrap else None
+        return QueueDataPlaneClient(tq.connect("ray"), samples_max=samples_max, owned=owned)
+    if not bootstrap:
+        raise UsageError(
+            "a worker's data plane has neither controller_address nor Ray to find the driver's by; set "
+            "data_plane.controller_address to the address of a `transferqueue serve`"
+        )
+    return QueueDataPlaneClient(tq.connect(), samples_max=samples_max)
+
+
+def activate() -> None:
+    """From now on NeMo-RL's factory builds `QueueDataPlaneClient` for ``impl: transfer_queue``, in this process.
+
+    Ray's workers do the same if they are told: ``ray job submit --runtime-env-json='{"worker_process_setup_hook":
+    "transferqueue.adapters.trainers.nemo_rl.activate"}'``.
+    """
+    module = ModuleType(PLACE, "Given by transferqueue.adapters.trainers.nemo_rl.activate.")
+    module.TQDataPlaneClient = build  # type: ignore[attr-defined]
+    sys.modules[PLACE] = module
+
+
+def _on_ray() -> bool:
+    ray = loaded("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+# ------------------------------------------------------------ parts
+
+
+def _declared(task: str) -> str:
+    """The task that says that a consumer was registered; it gets nothing."""
+    return f"declared.{name_of(task)}"
+
+
+def _claims(task: str) -> str:
+    """The task by which a consumer claims."""
+    return f"claims.{name_of(task)}"
+
+
+def _before(task: Mapping[str, Any]) -> int:
+    """Samples that a task has not claimed."""
+    return sum(task[state] for state in ("pending", "held", "ready", "leased", "stepped", "kept"))
+
+
+def _lengths(tags: Sequence[Mapping[str, Any]]) -> list[int] | None:
+    if not any(LENGTH_TAG in each for each in tags):
+        return None
+    return [int(each.get(LENGTH_TAG, 0)) for each in tags]
+
+
+def _check_put(
+    sample_ids: Sequence[str], partition_id: str, fields: TensorDict | None, tags: Sequence[Mapping[str, Any]] | None
+) -> None:
+    for what, size in (
+        ("fields", None if fields is None else (fields.batch_size or (0,))[0]),
+        ("tags", None if tags is None else len(tags)),
+    ):
+        if size is not None and size != len(sample_ids):
+            raise UsageError(
+                f"{what} of {size} samples for {len(sample_ids)} sample_ids of partition {partition_id!r}; give one for each"
+            )
+
+
+def _uniform(value: Any) -> Any:
+    """A nested tensor whose rows have one shape as a dense one; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or not value.is_nested:
+        return value
+    if value.layout != torch.jagged:
+        rows = value.unbind()
+        return torch.stack(rows) if len({row.shape for row in rows}) == 1 else value
+    jagged: Any = value
+    lengths = jagged.offsets().diff()
+    if not bool((lengths == lengths[0]).all()):
+        return value
+    values = jagged.values()
+    return values.reshape(len(lengths), int(lengths[0]), *values.shape[1:])

@@ -1,0 +1,306 @@
+"""Samples of all partitions in a directory, and back: Arrow files, and ``manifest.json``, sealed, that names them.
+
+Samples that have the same fields are one file: ``index``, ``key`` (empty: none), ``tags`` (JSON), and ``field.NAME`` for each field, as
+`transferqueue.Column.arrow` gives it. Indexes are kept: an index is a row's number in its table, so a load puts rows without data for
+all indexes up to the last, deletes those that were cleared before the save, and gives the others what they had.
+
+The process that calls writes and reads the files, not the controller: its paths are its own, and need no shared file system.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import torch
+
+import transferqueue as tq
+from transferqueue.adapters.transfer_queue.checkpoint import checksummed_json as sealed
+from transferqueue.adapters.transfer_queue.partitions import Partitions
+from transferqueue.adapters.transfer_queue.tags import partition_of, table_of
+from transferqueue.errors import Corruption, NotFound, UsageError
+from transferqueue.schema import Field
+from transferqueue.storage.columns.export import arrow_type
+from transferqueue.storage.elements.dtypes import stored
+from transferqueue.storage.elements.torch_interop import as_torch
+from transferqueue.storage.elements.values import decode
+from transferqueue.storage.inputs.from_snapshot import thaw
+
+FOLDER: Final = "storage"
+MANIFEST: Final = "manifest.json"
+KIND: Final = "transferqueue drop-in storage 1"
+_FILE: Final = re.compile(r"\d{6}\.arrow")
+_AT_ONCE: Final = 4096
+"""Rows of a record batch, and of a put of rows without data."""
+_END_MAX: Final = 1 << 31
+"""Indexes are reached by putting rows without data: half a million puts, minutes. No training gives so many."""
+_TRIES: Final = 8
+"""A save begins a partition again when samples of it are cleared meanwhile."""
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+Have = Callable[[str, str], set[int]]
+
+
+class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Samples of one partition with the same fields, in one file."""
+
+    file: str
+    rows: int
+    fields: list[str]
+    part: sealed.Part
+
+
+class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A partition. end: one more than the last index that it ever gave. fields: name, dtype, shape."""
+
+    partition_id: str
+    end: int
+    fields: list[tuple[str, str, list[int | None]]]
+    groups: list[Group]
+
+    def schema(self) -> dict[str, Field]:
+        """The fields, by name."""
+        return {name: Field(name, dtype, tuple(shape)) for name, dtype, shape in self.fields}
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All partitions."""
+
+    partitions: list[Stored]
+
+
+# ---------------------------------------------------------------- writing
+
+
+def save(queue: tq.Queue, have: Have, parent: Path) -> sealed.Part:
+    """Write all partitions to ``parent/storage``; the seal of its manifest. Each sample is as it was at one moment of the save.
+
+    have: samples of a partition that have a field.
+    """
+    with sealed.directory(parent / FOLDER, MANIFEST) as path:
+        names = [name for table in queue.tables() if (name := partition_of(table)) is not None]
+        numbers = iter(range(1_000_000))
+        found = [_save_partition(queue, name, have, path, numbers) for name in sorted(names)]
+        return sealed.write(path / MANIFEST, KIND, msgspec.to_builtins(Manifest(found)))
+
+
+def _save_partition(queue: tq.Queue, name: str, have: Have, path: Path, numbers: Iterator[int]) -> Stored:
+    for left in reversed(range(_TRIES)):
+        table = queue.table(table_of(name))
+        try:
+            groups = [_save_group(table, rows, fields, path, numbers) for rows, fields in _groups(table, name, have)]
+        except NotFound:  # samples were cleared meanwhile
+            if not left:
+                raise
+            continue
+        fields = [(field.name, field.dtype, list(field.shape)) for field in table.fields.values()]
+        return Stored(name, int(table.audit()["rows_put"]), fields, groups)
+    raise NotFound(f"partition {name!r} is gone")
+
+
+def _groups(table: tq.Table, name: str, have: Have) -> list[tuple[Rows, list[str]]]:
+    """Samples by which fields they have."""
+    with table.read() as found:
+        rows, shared = found.rows.copy(), set(found.fields)
+    if not rows.size:
+        return []
+    some = [field for field in table.fields if field not in shared]
+    having = np.array([np.isin(rows, list(have(field, name))) for field in some]).reshape(len(some), rows.size)
+    kinds, which = np.unique(having, axis=1, return_inverse=True)
+    return [
+        (
+            rows[which.reshape(-1) == at],
+            sorted(shared | {field for field, has in zip(some, kinds[:, at], strict=True) if has}),
+        )
+        for at in range(kinds.shape[1])
+    ]
+
+
+def _save_group(table: tq.Table, rows: Rows, fields: list[str], path: Path, numbers: Iterator[int]) -> Group:
+    file = path / f"{next(numbers):06d}.arrow"
+    batches = _read(table, rows, fields)
+    first = next(batches)
+    options = pa.ipc.IpcWriteOptions(allow_64bit=True)  # samples may have more than 2^31 elements together
+    with file.open("wb") as sink, pa.ipc.new_file(sink, first.schema, options=options) as out:
+        out.write_batch(first)
+        for batch in batches:
+            out.write_batch(batch)
+    sealed.sync(file)
+    return Group(file.name, rows.size, fields, sealed.part(file))
+
+
+def _read(table: tq.Table, rows: Rows, fields: list[str]) -> Iterator[pa.RecordBatch]:
+    """Batches over the table's own memory: each is to be written before the next is asked for."""
+    for at in range(0, rows.size, _AT_ONCE):
+        with table.read(rows[at : at + _AT_ONCE], fields=fields) as found:
+            columns = {
+                "index": pa.array(found.rows),
+                "key": pa.array(found.keys, pa.string()),
+                "tags": pa.array([json.dumps(tags) for tags in found.tags], pa.string()),
+                **{f"field.{name}": found[name].arrow() for name in fields},
+            }
+            yield pa.RecordBatch.from_pydict(columns)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def verified(parent: Path) -> Manifest:
+    """The manifest of ``parent/storage``, every file compared with it and checked fully: files are foreign input. Changes nothing.
+
+    `Corruption` names the file and what is wrong with it, also where its checksum is right.
+    """
+    path = parent / FOLDER
+    found = sealed.read(path / MANIFEST, KIND, Manifest)
+    names = [partition.partition_id for partition in found.partitions]
+    if len(set(names)) != len(names):
+        raise _wrong(path / MANIFEST, "a partition is there twice")
+    for partition in found.partitions:
+        schema = _schema(partition, path / MANIFEST)
+        for group in partition.groups:
+            if not _FILE.fullmatch(group.file) or not set(group.fields) <= schema.keys():
+                raise _wrong(path / MANIFEST, f"it names file {group.file!r} of {group.fields}, which no save writes")
+            sealed.compare(path / group.file, group.part)
+        _check_indexes(
+            partition, [_check_group(path / group.file, partition, group, schema) for group in partition.groups], path
+        )
+    return found
+
+
+def _wrong(path: Path, what: str) -> Corruption:
+    return Corruption(f"{path}: {what}; take another checkpoint")
+
+
+def _schema(partition: Stored, manifest: Path) -> dict[str, Field]:
+    try:
+        schema = partition.schema()
+    except UsageError as error:
+        raise _wrong(manifest, f"partition {partition.partition_id!r} has a field that is none: {error}") from error
+    if len(schema) != len(partition.fields) or not 0 <= partition.end <= _END_MAX:
+        raise _wrong(manifest, f"partition {partition.partition_id!r} has a field twice, or ends at {partition.end}")
+    return schema
+
+
+def _check_group(file: Path, partition: Stored, group: Group, schema: dict[str, Field]) -> Rows:
+    """The indexes of a file whose columns, texts and values are as `save` writes them."""
+    fields = {f"field.{name}": schema[name] for name in group.fields}
+    types = {"index": pa.int64(), "key": pa.string(), "tags": pa.string()}
+    indexes = [np.empty(0, np.int64)]
+    try:
+        types |= {name: arrow_type(field) for name, field in fields.items()}
+        for batch in _batches(file):
+            batch.validate(full=True)
+            if dict(zip(batch.schema.names, batch.schema.types, strict=True)) != types or batch.num_columns != len(
+                types
+            ):
+                raise _wrong(file, f"it has the columns {batch.schema.names}; the manifest tells of {list(types)}")
+            if any(batch[name].null_count for name in ("index", "tags")):
+                raise _wrong(file, "an index or a tag is null")
+            if not all(isinstance(json.loads(tags), dict) for tags in batch["tags"].to_pylist()):
+                raise _wrong(file, "tags are no JSON object")
+            for name, field in fields.items():
+                thaw(field, batch[name])
+            indexes.append(np.asarray(batch["index"]))
+    except Corruption as error:
+        raise error if str(file) in str(error) else _wrong(file, str(error)) from error
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, OSError, MemoryError) as error:
+        raise _wrong(file, f"it cannot be read ({type(error).__name__}: {error})") from error
+    found = np.concatenate(indexes)
+    if found.size != group.rows:
+        raise _wrong(file, f"it has {found.size} rows; the manifest tells of {group.rows}")
+    return found
+
+
+def _check_indexes(partition: Stored, indexes: list[Rows], path: Path) -> None:
+    every = np.concatenate([np.empty(0, np.int64), *indexes])
+    if every.size and (every.min() < 0 or every.max() >= partition.end or np.unique(every).size != every.size):
+        raise _wrong(
+            path,
+            f"samples of partition {partition.partition_id!r} are not each there once, from 0 to {partition.end - 1}",
+        )
+
+
+def admit(found: Manifest, rows_max: int) -> None:
+    """`UsageError` for a partition that has more samples than one may have here."""
+    for partition in found.partitions:
+        if (rows := sum(group.rows for group in partition.groups)) > rows_max:
+            raise UsageError(
+                f"partition {partition.partition_id!r} has {rows} samples, here one may have {rows_max}: set total_storage_size to "
+                "that at least"
+            )
+
+
+def load(queue: tq.Queue, found: Manifest, parent: Path, rows_max: int) -> None:
+    """Make partitions of what was `verified`; there are none by their names."""
+    partitions = Partitions(queue, rows_max)
+    for partition in found.partitions:
+        table = partitions.make(partition.partition_id)[0]
+        table.add_fields(list(partition.schema().values()))
+        files = [parent / FOLDER / group.file for group in partition.groups]
+        indexes = [np.asarray(batch["index"]) for file in files for batch in _batches(file)]
+        _plant(table, np.sort(np.concatenate([np.empty(0, np.int64), *indexes])), partition.end, rows_max)
+        for file in files:
+            for batch in _batches(file):
+                _fill(table, partition.schema(), batch)
+
+
+def _batches(file: Path) -> Iterator[pa.RecordBatch]:
+    with pa.memory_map(str(file)) as source:
+        reader = pa.ipc.open_file(source)
+        for number in range(reader.num_record_batches):
+            yield reader.get_batch(number)
+
+
+def _plant(table: tq.Table, wanted: Rows, end: int, rows_max: int) -> None:
+    """Rows without data at `wanted` (ascending) and at no other index; the next one is `end`, where there is room to get there."""
+    at = 0
+    while at < end:
+        size = min(_AT_ONCE, end - at, rows_max - int(np.searchsorted(wanted, at)))
+        if size <= 0:
+            return
+        rows = table.put(priority=np.zeros(size), timeout_s=None)
+        if rows[0] != at or rows[-1] != at + size - 1:
+            raise UsageError(
+                f"{table.name} was written to by another while a checkpoint was loaded; load when nobody writes"
+            )
+        gone = rows[~np.isin(rows, wanted)]
+        if gone.size:
+            table.delete(gone)
+        at += size
+
+
+def _fill(table: tq.Table, schema: dict[str, Field], batch: pa.RecordBatch) -> None:
+    rows, keys = np.asarray(batch["index"]), batch["key"].to_pylist()
+    columns = {
+        name.removeprefix("field."): _column(schema[name.removeprefix("field.")], batch[name])
+        for name in batch.schema.names
+        if name.startswith("field.")
+    }
+    table.update(rows, tags=[json.loads(tags) for tags in batch["tags"].to_pylist()], **columns)
+    keyed = [at for at, key in enumerate(keys) if key]
+    if keyed:
+        table.update(rows[keyed], key=[keys[at] for at in keyed])
+
+
+def _column(field: Field, array: pa.Array) -> Any:
+    """A column as `Table.update` takes it, from what `Column.arrow` gave."""
+    if field.blob:
+        values = array.to_pylist()
+        return [decode(each, f"field {field.name!r}") for each in values] if field.dtype == "value" else values
+    column = thaw(field, array)
+    memory = np.empty(column.nbytes, np.uint8)
+    column.source.write(memory)
+    flat = as_torch(memory.view(stored(field.dtype)), field.dtype)
+    if column.offsets is None:
+        return flat.reshape(len(array), *field.shape)
+    if column.shapes is None:
+        return torch.nested.nested_tensor_from_jagged(
+            flat.reshape(-1, *field.shape[1:]), torch.from_numpy(column.offsets.copy())
+        )
+    edges = column.offsets.tolist()
+    return [flat[edges[at] : edges[at + 1]].reshape(shape) for at, shape in enumerate(column.shapes.tolist())]

@@ -1,0 +1,204 @@
+"""vLLM as a generator: its asynchronous engine, streaming, with weights read from a channel of the queue.
+
+The engine's event loop runs in a thread of the adapter's own; every verb hands it a coroutine and waits. A change of
+weights is: pause and keep what runs, load (`vllm_weights`), resume; running requests go on, their context computed anew.
+vLLM itself says which version drew which token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from vllm import SamplingParams
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from transferqueue.adapters.engines.background_loop import LoopBeside
+from transferqueue.adapters.engines.completion import check_request, completed, context, seed_of, tokens_left
+from transferqueue.adapters.protocols import (
+    GENERATE_S,
+    PAUSE_S,
+    Completion,
+    Completions,
+    Pause,
+    Prompt,
+    Sampling,
+    WeightSource,
+)
+from transferqueue.adapters.vllm import plugin as vllm_plugin
+from transferqueue.adapters.weights import Relay, check_fits, checkpoint_specs
+from transferqueue.errors import DeadlineExceeded, Disconnected
+
+T = TypeVar("T")
+
+_START_S: Final = 300.0
+
+
+class VllmGenerator:
+    """A generator (`protocols.Generator`) over vLLM's ``AsyncLLM``.
+
+    model: a directory or name that vLLM loads. version: stamped on tokens of the weights that it is loaded with. engine:
+    further arguments of ``AsyncEngineArgs``. Blocks while the engine starts (seconds to minutes). Prompts and completions
+    are token ids; the tokenizer is not needed.
+    """
+
+    def __init__(self, model: str, *, version: int = 0, **engine: Any) -> None:
+        vllm_plugin.register()
+        arguments = {
+            "model": model,
+            "skip_tokenizer_init": True,
+            "logprobs_mode": "processed_logprobs",
+            "weight_transfer_config": {"backend": vllm_plugin.BACKEND},
+            **engine,
+        }
+        self._beside = LoopBeside("vllm")
+        self._ids = itertools.count()
+        self._version = version
+        self._wanted = checkpoint_specs(Path(model))
+        self._channel: tuple[str, str] | None = None
+        self._relay = Relay()
+        self._paused = False
+        try:
+            self._engine, self._limit = self._wait(self._start(arguments), _START_S, "the engine did not start")
+        except BaseException:
+            self._beside.close()
+            raise
+
+    async def _start(self, arguments: Mapping[str, Any]) -> tuple[AsyncLLM, int]:
+        self._control = asyncio.Lock()
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        await engine.update_weight_version(str(self._version))
+        return engine, engine.model_config.max_model_len
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next token will be drawn with."""
+        return self._version
+
+    # ------------------------------------------------------------ completions
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, timeout_s: float = GENERATE_S) -> Completions:
+        """Yield each completion when it is finished (`protocols.Generator.generate`)."""
+        self._beside.check()
+        check_request(prompts, sampling, self._limit)
+        jobs = [
+            partial(self._complete, index, sample, prompt, sampling)
+            for index, prompt in enumerate(prompts)
+            for sample in range(prompt.samples)
+        ]
+        return self._beside.as_finished(jobs, timeout_s)
+
+    async def _complete(self, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Completion:
+        """One of many at once; vLLM batches them. A cancelled one is aborted by vLLM."""
+        parameters = SamplingParams(
+            max_tokens=tokens_left(prompt, sampling),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop_token_ids=list(sampling.stop_ids),
+            seed=seed_of(sampling, index, sample, prompt),
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        request = {"prompt_token_ids": context(prompt).tolist()}
+        with _deaths():
+            async for output in self._engine.generate(request, parameters, f"tq-{next(self._ids)}"):
+                if output.finished:
+                    return _completion(index, sample, prompt, output.outputs[0])
+        raise Disconnected("the engine ended a request without its last output")
+
+    # ------------------------------------------------------------ control
+
+    def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
+        """Draw no token from the return on (`protocols.Generator.pause`)."""
+
+        async def pause() -> None:
+            async with self._control:
+                await self._engine.pause_generation(mode=mode.value, clear_cache=True)
+                self._paused = True
+
+        try:
+            self._wait(pause(), timeout_s, f"pause ({mode.value}) was not in force")
+        except DeadlineExceeded:
+            self.resume()
+            raise
+
+    def resume(self) -> None:
+        """Go on."""
+        if not self._beside.closed:
+            self._wait(self._resume(), PAUSE_S, "resume was not answered")
+
+    async def _resume(self) -> None:
+        async with self._control:
+            await self._engine.resume_generation()
+            self._paused = False
+
+    def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
+        """Load new weights between two tokens (`protocols.Generator.update_weights`).
+
+        Weights of a channel (`weights.ChannelWeights`) are read by the workers where they lie; others are published once to
+        a queue of the adapter's own.
+        """
+        check_fits(source, self._wanted)
+        place, held = self._relay.place(source)
+        self._wait(
+            self._update(place, held, version, timeout_s), timeout_s, f"weights of version {version} were not loaded"
+        )
+        self._version = version
+
+    async def _update(self, place: tuple[str, str], held: int, version: int, timeout_s: float) -> None:
+        async with self._control:
+            if place != self._channel:
+                address, channel = place
+                await self._engine.init_weight_transfer_engine(
+                    WeightTransferInitRequest({"address": address, "channel": channel})
+                )
+                self._channel = place
+            if not self._paused:
+                await self._engine.pause_generation(mode="keep", clear_cache=True)
+            try:
+                await self._engine.start_weight_update()
+                await self._engine.update_weights(
+                    WeightTransferUpdateRequest({"version": held, "timeout_s": timeout_s})
+                )
+                await self._engine.finish_weight_update(str(version))
+            finally:
+                if not self._paused:
+                    await self._engine.resume_generation()
+
+    def close(self) -> None:
+        """Stop the engine and its processes."""
+        if not self._beside.closed:
+            self._engine.shutdown()
+            self._beside.close()
+            self._relay.close()
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
+        with _deaths():
+            return self._beside.wait(coroutine, timeout_s, what)
+
+
+@contextmanager
+def _deaths() -> Iterator[None]:
+    """Say as we do what vLLM says of an engine that is dead."""
+    try:
+        yield
+    except EngineDeadError as error:
+        raise Disconnected(f"the engine died: {error}") from error
+
+
+def _completion(index: int, sample: int, prompt: Prompt, output: Any) -> Completion:
+    logprobs = [
+        position[token].logprob for position, token in zip(output.logprobs or (), output.token_ids, strict=True)
+    ]
+    spans = [(int(span.version), span.end - span.start) for span in output.weight_versions or ()]
+    return completed(index, sample, prompt, output.token_ids, logprobs, output.finish_reason, spans)

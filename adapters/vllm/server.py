@@ -1,0 +1,210 @@
+r"""vLLM's own server as a generator: tokens in and out, paused and given weights through its native endpoints.
+
+Start it with what this adapter needs (`SERVER_ARGUMENTS`, `SERVER_ENVIRONMENT`), where this package is installed too::
+
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model DIR --enable-scale-out \
+        --logprobs-mode processed_logprobs --weight-transfer-config '{"backend": "transferqueue"}'
+
+Its workers read weights from a channel of the queue where they lie (`vllm_weights`); what travels over HTTP is the version's
+number. The server says which version drew which token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from transferqueue.adapters.engines.completion import completed, context, seed_of, tokens_left
+from transferqueue.adapters.engines.openai import CONNECTIONS_MAX, OpenAIGenerator
+from transferqueue.adapters.protocols import (
+    ABORT,
+    PAUSE_S,
+    Completion,
+    Pause,
+    Prompt,
+    Sampling,
+    Unsupported,
+    WeightSource,
+)
+from transferqueue.adapters.vllm.plugin import BACKEND
+from transferqueue.adapters.weights import Relay, check_fits, checkpoint_specs
+from transferqueue.errors import DeadlineExceeded, ProtocolError
+
+SERVER_ARGUMENTS: Final = (
+    "--enable-scale-out",
+    "--logprobs-mode",
+    "processed_logprobs",
+    "--weight-transfer-config",
+    json.dumps({"backend": BACKEND}),
+)
+SERVER_ENVIRONMENT: Final = {"VLLM_SERVER_DEV_MODE": "1"}
+_ANSWER_S: Final = 60.0
+ABORTED_S: Final = 5.0
+"""The server answers a request that it aborts at once. One that it has not answered then came behind the pause, and waits there."""
+_GENERATE: Final = "/inference/v1/generate"
+
+
+class VllmServer(OpenAIGenerator):
+    """A generator (`protocols.Generator`) over a running server of vLLM.
+
+    url: of the server, without ``/v1``. version: stamped on tokens of the weights that it was started with; a server that was
+    given others since keeps their version. checkpoint: a directory with the model's tensors, to check weights against before
+    they travel; None: where the server has its model, if that is a directory here too.
+
+    `UsageError` if the server lacks the endpoints: start it as above.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        version: int = 0,
+        checkpoint: Path | str | None = None,
+        connections_max: int = CONNECTIONS_MAX,
+    ) -> None:
+        super().__init__(url, "", api_key=api_key, version=version, connections_max=connections_max)
+        self._relay = Relay()
+        self._channel: tuple[str, str] | None = None
+        self._held = False
+        self._asked: set[asyncio.Future[Any]] = set()
+        try:
+            self._beside.wait(self._greet(checkpoint), _ANSWER_S, f"{url} did not answer")
+        except BaseException:
+            self.close()
+            raise
+
+    async def _greet(self, checkpoint: Path | str | None) -> None:
+        self._control = asyncio.Lock()
+        served = (await self._endpoint.ask("GET", "/v1/models"))["data"][0]
+        self._model, self._context_max = served["id"], served.get("max_model_len")
+        self._wanted = checkpoint_specs(Path(checkpoint or served.get("root") or self._model))
+        told = (await self._endpoint.ask("GET", "/weight_info"))["weight_version"]
+        if told.isdecimal():
+            self._version = int(told)
+        else:
+            await self._endpoint.ask("POST", "/update_weight_version", {"new_version": str(self._version)})
+
+    # ------------------------------------------------------------ completions
+
+    async def _complete(self, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Completion:
+        """One of many at once; vLLM batches them, and aborts one whose connection ends."""
+        parameters = {
+            "max_tokens": tokens_left(prompt, sampling),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "stop_token_ids": list(sampling.stop_ids),
+            "seed": seed_of(sampling, index, sample, prompt),
+            "logprobs": 0,
+            "detokenize": False,
+        }
+        body = {"token_ids": context(prompt).tolist(), "sampling_params": parameters}
+        answer = await self._answered(body)
+        if answer is None:
+            return completed(index, sample, prompt, (), (), ABORT, ())
+        try:
+            return _completion(index, sample, prompt, answer["choices"][0])
+        except (KeyError, IndexError, TypeError) as error:
+            raise ProtocolError(f"{self._endpoint.url} gave a completion without {error}") from error
+
+    async def _answered(self, body: Mapping[str, Any]) -> Any:
+        """What the server says; None of a request that a pause overtook and `_pause` took back."""
+        asked = asyncio.ensure_future(self._endpoint.ask("POST", _GENERATE, body))
+        self._asked.add(asked)
+        try:
+            return await asked
+        except asyncio.CancelledError:
+            if (running := asyncio.current_task()) is None or running.cancelling():
+                raise
+            return None
+        finally:
+            self._asked.discard(asked)
+
+    # ------------------------------------------------------------ control
+
+    def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
+        """Draw no token from the return on (`protocols.Generator.pause`). It pauses the server, for all its clients."""
+        try:
+            self._beside.wait(self._pause(mode), timeout_s, f"pause ({mode.value}) was not in force")
+        except DeadlineExceeded:
+            self.resume()
+            raise
+
+    async def _pause(self, mode: Pause) -> None:
+        async with self._control:
+            running = self._asked.copy() if mode is Pause.ABORT else set()
+            await self._endpoint.ask("POST", f"/pause?mode={mode.value}")
+            self._held = True
+            if running:
+                _, overtaken = await asyncio.wait(running, timeout=ABORTED_S)
+                for one in overtaken:
+                    one.cancel()
+
+    def resume(self) -> None:
+        """Go on."""
+        if not self._beside.closed:
+            self._beside.wait(self._resume(), PAUSE_S, "resume was not answered")
+
+    async def _resume(self) -> None:
+        async with self._control:
+            await self._endpoint.ask("POST", "/resume")
+            self._held = False
+
+    def sleep(self, level: int = 1, *, timeout_s: float = PAUSE_S) -> None:
+        """Give the device's memory to others, as far as the server can: 1 keeps the weights on the host, 2 keeps none.
+
+        Pause first. Needs a server started with ``--enable-sleep-mode``; on a CPU it frees nothing.
+        """
+        self._beside.wait(self._endpoint.ask("POST", f"/sleep?level={level}"), timeout_s, "the server was not asleep")
+
+    def wake_up(self, *, timeout_s: float = PAUSE_S) -> None:
+        """Take the memory back. After level 2 the weights must be given anew."""
+        self._beside.wait(self._endpoint.ask("POST", "/wake_up"), timeout_s, "the server was not awake")
+
+    def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
+        """Load new weights between two tokens (`protocols.Generator.update_weights`).
+
+        Weights of a channel are read by the server's workers where they lie; others are published once to a queue of the
+        adapter's own, on this machine. `Unsupported` if the tensors of the served model are not known here.
+        """
+        if not self._wanted:
+            raise Unsupported(
+                "the tensors of the served model are not known here; name a directory with them: checkpoint=…"
+            )
+        check_fits(source, self._wanted)
+        place, held = self._relay.place(source)
+        updating = self._update(place, held, version, timeout_s)
+        self._beside.wait(updating, timeout_s, f"weights of version {version} were not loaded")
+        self._version = version
+
+    async def _update(self, place: tuple[str, str], held: int, version: int, timeout_s: float) -> None:
+        ask = self._endpoint.ask
+        async with self._control:
+            if place != self._channel:
+                init = {"init_info": {"address": place[0], "channel": place[1]}}
+                await ask("POST", "/init_weight_transfer_engine", init)
+                self._channel = place
+            if not self._held:
+                await ask("POST", "/pause?mode=keep")
+            try:
+                await ask("POST", "/start_weight_update")
+                await ask("POST", "/update_weights", {"update_info": {"version": held, "timeout_s": timeout_s}})
+                await ask("POST", "/finish_weight_update", {"weight_version": str(version)})
+            finally:
+                if not self._held:
+                    await ask("POST", "/resume")
+
+    def close(self) -> None:
+        """End what runs here; the server goes on."""
+        super().close()
+        self._relay.close()
+
+
+def _completion(index: int, sample: int, prompt: Prompt, choice: Mapping[str, Any]) -> Completion:
+    ids = choice["token_ids"] or []
+    logprobs = [position["logprob"] for position in (choice["logprobs"] or {}).get("content") or []]
+    spans = [(int(span["version"]), span["end"] - span["start"]) for span in choice.get("weight_versions") or ()]
+    return completed(index, sample, prompt, ids, logprobs, choice["finish_reason"] or ABORT, spans)

@@ -1,0 +1,84 @@
+"""The service interface of AsyncFlow (`service`, which has the law) for programs that have an event loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+import transferqueue as tq
+from transferqueue.limits import TIMEOUT_S_DEFAULT
+from transferqueue.workflows.asyncflow.declaration import NAME, Engines
+from transferqueue.workflows.asyncflow.service import Prompts, ServiceBase, announcement, check_columns, check_facts
+
+
+class AsyncService(ServiceBase):
+    """`Service` for an event loop; its calls are awaited."""
+
+    def __init__(self, table: tq.AsyncTable, channel: tq.AsyncWeightChannel) -> None:
+        super().__init__(table)
+        self._table, self._channel = table, channel
+
+    @classmethod
+    async def init_engines(cls, queue: tq.AsyncQueue, engines: Engines) -> Self:
+        """As `Service.init_engines`."""
+        return cls(await queue.create_table(engines.table, **engines.terms()), queue.weights(engines.table))
+
+    @classmethod
+    async def join(cls, queue: tq.AsyncQueue, *, name: str = NAME, timeout_s: float = 30.0) -> Self:
+        """As `Service.join`."""
+        return cls(await queue.table(name, timeout_s=timeout_s), queue.weights(name))
+
+    @property
+    def table(self) -> tq.AsyncTable:
+        """The table of the job, for all that is not here."""
+        return self._table
+
+    async def put_prompts(
+        self, columns: Mapping[str, Any], *, samples: int = 1, timeout_s: float = TIMEOUT_S_DEFAULT, **facts: Any
+    ) -> NDArray[np.int64]:
+        """As `Service.put_prompts`."""
+        prompts, deadline = Prompts(columns, samples, facts), time.monotonic() + timeout_s
+        async with self._table.reserve(prompts.rows, timeout_s=timeout_s) as room:
+            left = max(0.0, deadline - time.monotonic())
+            return await self._table.put(reservation=room, timeout_s=left, **prompts.asked)
+
+    async def get_experience(self, stage: str, **terms: Any) -> tq.AsyncBatch:
+        """As `Service.get_experience`."""
+        return await self._table.lease(stage, **terms)
+
+    async def put_experience(
+        self, taken: tq.AsyncBatch | Any, columns: Mapping[str, Any], *, rows: Any = None, **facts: Any
+    ) -> None:
+        """As `Service.put_experience`."""
+        given = {**check_facts(facts), **check_columns(columns)}
+        if isinstance(taken, tq.AsyncBatch):
+            await taken.ack(rows, **given)
+        else:
+            await self._table.update(taken, **given)
+
+    async def notify_weights(
+        self,
+        version: int,
+        tensors: Mapping[str, Any] | None = None,
+        *,
+        notice: Any = None,
+        timeout_s: float = TIMEOUT_S_DEFAULT,
+    ) -> None:
+        """As `Service.notify_weights`."""
+        await self._channel.publish(version, announcement(tensors or {}, notice), timeout_s=timeout_s)
+
+    async def get_weights(self, above: int = -1, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> tq.Weights:
+        """As `Service.get_weights`."""
+        return await self._channel.pull(above, timeout_s=timeout_s)
+
+    async def status(self) -> dict[str, Any]:
+        """As `Service.status`."""
+        return await self._table.stats()
+
+    async def seal(self) -> None:
+        """As `Service.seal`."""
+        await self._table.seal()

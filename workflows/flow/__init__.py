@@ -1,0 +1,39 @@
+"""A flow of supervised stages: `Flow` runs them as processes, `run_on_ray` as Ray tasks, `run_stage` and `run_source` in this thread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transferqueue.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from transferqueue.workflows.flow.flow import Flow, StageFailed
+    from transferqueue.workflows.flow.loggers import Logger, logged, logger_named
+    from transferqueue.workflows.flow.on_ray import run_on_ray
+    from transferqueue.workflows.flow.runner import StageBroken, run_source, run_stage
+    from transferqueue.workflows.flow.stage import Context, Stage
+
+__all__ = [
+    "Context",
+    "Flow",
+    "Logger",
+    "Stage",
+    "StageBroken",
+    "StageFailed",
+    "logged",
+    "logger_named",
+    "run_on_ray",
+    "run_source",
+    "run_stage",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "flow": "Flow StageFailed",
+        "stage": "Stage Context",
+        "runner": "run_source run_stage StageBroken",
+        "on_ray": "run_on_ray",
+        "loggers": "Logger logged logger_named",
+    },
+)

@@ -1,0 +1,161 @@
+"""A flow whose jobs are Ray tasks, anywhere in the cluster, against a deployment that all of them find by its address.
+
+Rules, as of `flow`:
+
+1. The tasks share nothing but the queue. What they tell comes to the supervisor as it is told, in the order of each.
+2. A flow ends when all tasks have ended well. One whose process or node dies is started again, at most ``restarts_max``
+   times; its rows have gone to others by then. One that failed by itself is started again likewise, unless it says that
+   another try is useless. Then, or when no try is left, the flow ends with `StageFailed`.
+3. Times that are told are of the supervisor's monotonic clock: as exact as the machines agree on the time of day.
+4. However the flow ends, no task of it is left: they are cancelled by force. Their sessions die with them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from transferqueue.errors import DeadlineExceeded, TransferQueueError
+from transferqueue.workflows.flow.events import Failure, Receiver, Sender
+from transferqueue.workflows.flow.flow import RESTARTS_MAX, Observe, StageFailed
+from transferqueue.workflows.flow.runner import StageBroken
+from transferqueue.workflows.flow.stage_process import EXIT_FINAL, Job, run_job
+
+_PIECE_BYTES: Final = 1 << 16
+
+
+class _Ended(msgspec.Struct, frozen=True):
+    """How a job ended. code: 0 or as of `stage_main`; text: why."""
+
+    code: int = 0
+    text: str = ""
+
+
+def run_on_ray(
+    address: str,
+    jobs: Sequence[Job],
+    *,
+    observe: Observe,
+    restarts_max: int = RESTARTS_MAX,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """Run ``jobs`` against the queue at ``address`` until all have ended well; blocks. Ray must be there (``ray.init``).
+
+    observe: called for each event, with the label of its job, in this thread. options: what Ray's ``options`` takes
+    (``num_gpus``, ``resources``, ``scheduling_strategy``, …), by the name of a job or the label of one of its processes. Raises `StageFailed` (rule 2).
+    """
+    import ray
+
+    given = options or {}
+    running = [
+        _Running(ray, job, address, {**given.get(job.name, {}), **given.get(job.label, {})}, restarts_max)
+        for job in jobs
+    ]
+    try:
+        while running:
+            ready, _ = ray.wait([one.stream for one in running], num_returns=1, fetch_local=False)
+            one = next(one for one in running if one.stream is ready[0])
+            if one.hear(observe):
+                running.remove(one)
+    finally:
+        for one in running:
+            ray.cancel(one.stream, force=True)
+
+
+class _Running:
+    """One job, and the Ray task that does it now."""
+
+    def __init__(self, ray: Any, job: Job, address: str, options: dict[str, Any], restarts: int) -> None:
+        self._ray = ray
+        self._job = job
+        self._restarts = restarts
+        self._ends: list[str] = []
+        self._begin: Callable[[], Any] = lambda: (
+            ray.remote(serve_job)
+            .options(**{"num_cpus": 1, **options, "num_returns": "streaming", "max_retries": 0, "name": job.label})
+            .remote(msgspec.json.encode(job).decode(), address, _clock())
+        )
+        self._start()
+
+    def _start(self) -> None:
+        self._receiver = Receiver()
+        self._failure: Failure | None = None
+        self.stream = self._begin()
+
+    def hear(self, observe: Observe) -> bool:
+        """Take the next thing it told. Returns whether it has ended well."""
+        try:
+            told = self._ray.get(next(self.stream))
+        except StopIteration:
+            return self._ended(_Ended(1, "it ended without a word"))
+        except self._ray.exceptions.RayError as error:
+            return self._ended(_Ended(1, f"its process or its node died: {error}"))
+        if isinstance(told, str):
+            return self._ended(msgspec.json.decode(told, type=_Ended))
+        for event in self._receiver.feed(told):
+            observe(self._job.label, event)
+            self._failure = event if isinstance(event, Failure) else self._failure
+        return False
+
+    def _ended(self, how: _Ended) -> bool:
+        if how.code == 0:
+            return True
+        self._ends.append(how.text)
+        if how.code == EXIT_FINAL or self._restarts <= 0:
+            last_words = self._failure.text if self._failure else how.text
+            ends = "; then: ".join(dict.fromkeys(self._ends))  # what came after may follow from what came first
+            raise StageFailed(
+                f'stage "{self._job.label}" failed on Ray, and no try is left: {ends}; its log is in Ray\'s',
+                stage=self._job.label,
+                last_words=last_words,
+            )
+        self._restarts -= 1
+        self._start()
+        return False
+
+
+def _clock() -> float:
+    """The time of day at which this machine's monotonic clock began."""
+    return time.time() - time.monotonic()
+
+
+def serve_job(told: str, address: str, clock: float) -> Iterator[bytes | str]:
+    """The task: do a `Job` (as JSON); give what it tells in pieces, as `Receiver` takes them, then how it ended.
+
+    clock: `_clock` of the supervisor's machine.
+    """
+    heard, events = os.pipe()
+    ended: list[_Ended] = []
+    thread = threading.Thread(
+        target=_do,
+        args=(msgspec.json.decode(told, type=Job), address, Sender(events, _clock() - clock), ended),
+        name="job",
+        daemon=True,
+    )
+    thread.start()
+    try:
+        while piece := os.read(heard, _PIECE_BYTES):
+            yield piece
+    finally:
+        os.close(heard)
+    thread.join()
+    yield msgspec.json.encode(ended[0]).decode()
+
+
+def _do(job: Job, address: str, emit: Sender, ended: list[_Ended]) -> None:
+    how = _Ended(1, "it raised what is no error of the queue; see its log")
+    try:
+        run_job(job, address, emit)
+        how = _Ended()
+    except (StageBroken, DeadlineExceeded) as error:
+        how = _Ended(EXIT_FINAL, f"{type(error).__name__}: {error}")
+    except TransferQueueError as error:
+        how = _Ended(1, f"{type(error).__name__}: {error}")
+    finally:
+        ended.append(how)
+        emit.close()

@@ -1,0 +1,140 @@
+"""What a flow is made of: stages over one table, and the values they speak in.
+
+A *stage* is a task of a table and a function. Its process repeats: lease rows of the task, call the function with
+the batch, acknowledge the rows with the columns it gave; both commit together. A *source* is the other end: it reserves
+room for rows, calls its function, and puts them. Stages know the table, never each other.
+
+What runs in the process is built there, by a *factory*: a context manager that gets a `Context` and yields the function.
+What stands before the yield happens once, before the first row (load a model); what stands after it happens once the
+table has ended. A factory is named in text (``package.module:function``), so that the process that starts a stage
+imports nothing of it.
+
+>>> from contextlib import contextmanager
+>>> @contextmanager
+... def lengths(context):
+...     yield lambda batch: {"length": [len(ids) for ids in batch["response_ids"].list()]}
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+import transferqueue as tq
+from transferqueue.adapters.protocols import Part, Producer
+from transferqueue.errors import Impossible, NotFound, UsageError
+from transferqueue.workflows.flow.events import Event, Figures, Span
+
+T = TypeVar("T")
+
+STALL_S: Final = 300.0
+"""A stage that got no row for this long says what is missing and ends its flow; set it above the longest step."""
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """A task and how much of it one call gets.
+
+    Exactly one of rows, tokens and groups is positive, as in `Table.lease`; at_least: fewer are taken once this many
+    are ready (0: the full number). stall_s: longest wait for rows.
+    """
+
+    task: tq.Task
+    rows: int = 0
+    tokens: int = 0
+    groups: int = 0
+    at_least: int = 0
+    stall_s: float = STALL_S
+
+    def __post_init__(self) -> None:
+        if sum(amount > 0 for amount in (self.rows, self.tokens, self.groups)) != 1:
+            raise UsageError(
+                f'stage "{self.task.name}": rows={self.rows}, tokens={self.tokens}, groups={self.groups}; '
+                "give exactly one of them"
+            )
+        if not 0 <= self.at_least <= max(self.rows, self.tokens, self.groups):
+            raise Impossible(f'stage "{self.task.name}": at_least={self.at_least} is more than one call may get')
+
+    def lease(self, table: tq.Table) -> tq.Batch:
+        """Lease the rows of one call; waits for them and raises as `Table.lease` does."""
+        return table.lease(
+            self.task.name,
+            rows=self.rows or None,
+            tokens=self.tokens or None,
+            groups=self.groups or None,
+            at_least=self.at_least or None,
+            timeout_s=self.stall_s,
+            lease_s=self.task.lease_s,
+        )
+
+
+Work = Callable[[tq.Batch], Mapping[str, Any] | Iterable[Part]]
+"""The function of a stage: columns for all rows of the batch, or parts of it as they are finished."""
+
+
+Produce = Producer
+"""The function of a source."""
+
+
+class Context:
+    """What a factory and its function may use: the queue, the table, the settings, and a way to report.
+
+    ``instance`` counts the processes of one stage from 0. ``emit`` must be callable from one thread at a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue: tq.Queue,
+        table: tq.Table,
+        emit: Callable[[Event], None],
+        settings: Mapping[str, Any] | None = None,
+        instance: int = 0,
+    ) -> None:
+        self.queue = queue
+        self.table = table
+        self.emit = emit
+        self.instance = instance
+        self._settings = dict(settings or {})
+
+    def settings(self, into: type[T]) -> T:
+        """Return the settings as ``into`` (a dataclass or struct); `UsageError` when they are not one."""
+        try:
+            return msgspec.convert(self._settings, into)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"settings {self._settings} are not {into.__name__}: {error}") from error
+
+    def figures(self, kind: str, **values: Any) -> None:
+        """Report figures of this stage, such as the loss of a step. Values are numbers, text and lists of them."""
+        self.emit(Figures(kind=kind, at=time.monotonic(), values=values))
+
+    @contextmanager
+    def span(self, name: str, version: int = -1) -> Iterator[None]:
+        """Show what happens inside as a span of the timeline, beside the busy and waiting time; of a version, or of none."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.emit(Span(name=name, start=start, end=time.monotonic(), version=version))
+
+
+Factory = Callable[[Context], AbstractContextManager[Any]]
+
+
+def load(named: str) -> Factory:
+    """Import the factory ``package.module:function``; `UsageError` or `NotFound` when it does not name one."""
+    module_name, _, name = named.partition(":")
+    if not module_name or not name:
+        raise UsageError(f"factory {named!r} is not named as package.module:function")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except AttributeError as error:
+        raise NotFound(f"factory {named!r}: module {module_name} has no {name}") from error
+    if not callable(found):
+        raise UsageError(f"factory {named!r} is {type(found).__name__}; give a context manager that yields a function")
+    factory: Factory = found
+    return factory

@@ -1,0 +1,91 @@
+"""The process of one stage: ``python -m transferqueue.workflows.flow.stage_process --address … --events FD --job JSON``.
+
+Its standard input is its lifeline. The supervisor holds the other end and writes nothing; when that end closes, the
+supervisor is gone or wants no more, and the process ends at once, whatever it does. Nothing needs saying goodbye:
+the queue sees the death of a session and gives its rows to others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from typing import Any, Final
+
+import msgspec
+
+import transferqueue as tq
+from transferqueue.errors import DeadlineExceeded, TransferQueueError
+from transferqueue.workflows.flow.events import Sender
+from transferqueue.workflows.flow.runner import StageBroken, run_source, run_stage
+from transferqueue.workflows.flow.stage import STALL_S, Context, Stage, load
+
+EXIT_FINAL: Final = 65
+"""Another try in a new process would end the same way: the stage is broken, or its rows did not come."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process does. factory: ``package.module:function``. stage: None for a source.
+
+    settings: plain values, for the factory. instance: counts the processes of one stage.
+    """
+
+    name: str
+    table: str
+    factory: str
+    stage: Stage | None = None
+    settings: dict[str, Any] = {}
+    instance: int = 0
+    timeout_s: float = 30.0
+
+    @property
+    def label(self) -> str:
+        """Name of the process: ``rollout-0``."""
+        return f"{self.name}-{self.instance}"
+
+
+def run_job(job: Job, address: str, emit: Sender) -> None:
+    """Connect, build what the job names, and serve it until its table ends."""
+    with tq.connect(address, timeout_s=job.timeout_s, label=job.label) as queue:
+        table = queue.table(job.table, timeout_s=job.timeout_s)
+        context = Context(queue=queue, table=table, emit=emit, settings=job.settings, instance=job.instance)
+        with load(job.factory)(context) as function:
+            if job.stage is None:
+                run_source(table, function, emit=emit, stall_s=STALL_S)
+            else:
+                run_stage(table, job.stage, function, emit=emit)
+
+
+def end_with(descriptor: int) -> None:
+    """End this process as soon as the pipe ``descriptor`` closes at its other end."""
+
+    def watch() -> None:
+        while os.read(descriptor, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one job and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m transferqueue.workflows.flow.stage_process", description=__doc__)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--events", required=True, type=int, help="file descriptor for events")
+    parser.add_argument("--job", required=True, help="a Job as JSON")
+    given = parser.parse_args(arguments)
+    end_with(sys.stdin.fileno())
+    try:
+        run_job(msgspec.json.decode(given.job, type=Job), given.address, Sender(given.events))
+    except (StageBroken, DeadlineExceeded) as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return EXIT_FINAL
+    except TransferQueueError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

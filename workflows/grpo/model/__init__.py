@@ -1,0 +1,1 @@
+"""A small transformer and how it generates."""

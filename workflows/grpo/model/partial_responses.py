@@ -1,0 +1,54 @@
+"""Responses that are begun, and which rows of a batch are generated together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from transferqueue.workflows.grpo.model.sampling import Response
+
+
+class Begun(NamedTuple):
+    """What a row has of its response: ids int32, log-probs float32 and versions int32, ``[tokens]`` each."""
+
+    ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+
+    def and_then(self, response: Response, version: int) -> Begun:
+        """These tokens, and those of ``response``, drawn by weights of ``version``."""
+        return Begun(
+            np.concatenate([self.ids, response.ids]),
+            np.concatenate([self.logprobs, response.logprobs]),
+            np.concatenate([self.versions, np.full(len(response.ids), version, np.int32)]),
+        )
+
+
+NOTHING: Final = Begun(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
+
+
+def places(responses: Sequence[Response], rows_PS: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """Positions in the batch of ``responses`` to ``rows_PS``."""
+    return np.array([rows_PS[response.prompt, response.sample] for response in responses], dtype=np.intp)
+
+
+def same_length(begun: Sequence[Begun]) -> list[npt.NDArray[np.intp]]:
+    """Positions of begun rows, as arrays ``[rows, 1]``: one for each number of tokens that are begun."""
+    lengths = np.array([len(one.ids) for one in begun])
+    return [np.flatnonzero(lengths == length)[:, None] for length in np.unique(lengths[lengths > 0])]
+
+
+def same_prompt(group_id: npt.NDArray[np.int64], rows: npt.NDArray[np.intp]) -> list[npt.NDArray[np.intp]]:
+    """Positions ``rows`` by group, as arrays ``[groups, rows]``: one for each size that groups have among them.
+
+    A group is read once, however many of its rows are here; after a redelivery that may be fewer than all.
+    """
+    _, member_B, sizes_G = np.unique(group_id[rows], return_inverse=True, return_counts=True)
+    by_group = rows[np.argsort(member_B, kind="stable")]
+    starts_G = np.cumsum(sizes_G) - sizes_G
+    return [
+        by_group[starts_G[sizes_G == size][:, None] + np.arange(size)].astype(np.intp) for size in np.unique(sizes_G)
+    ]

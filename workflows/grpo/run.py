@@ -1,0 +1,99 @@
+"""The main job: asynchronous GRPO of a small transformer, every stage a process, connected by nothing but the queue.
+
+`run_demo` runs it on this machine, `grpo.on_ray` on a cluster; `run_job` is what both have in common.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+import transferqueue as tq
+from transferqueue.workflows.flow.audit import Audit, audit
+from transferqueue.workflows.flow.events import Event, Figures
+from transferqueue.workflows.flow.flow import Flow, Observe
+from transferqueue.workflows.flow.loggers import STEP
+from transferqueue.workflows.flow.stage_process import Job
+from transferqueue.workflows.grpo.job import TABLE, JobSettings, create_table, jobs
+from transferqueue.workflows.grpo.report import Record, Summary, summarize, write_files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A finished run: its summary, its table's audit, and the files it left."""
+
+    summary: Summary
+    audit: Audit
+    files: list[Path]
+
+
+def run_demo(
+    settings: JobSettings,
+    *,
+    directory: Path,
+    observe: Callable[[str, Event], None] = lambda label, event: None,
+    started: Callable[[Flow], None] = lambda flow: None,
+) -> Outcome:
+    """Run the job and return its outcome; files and logs go to ``directory``.
+
+    Blocks until the run has ended. The queue server runs in this process; each stage is a process of its own, and none is
+    left when this returns or raises. ``observe`` is called for every event, ``started`` once the processes run.
+    Raises `StageFailed` when a stage cannot work, and `InternalError` when the rows do not balance at the end.
+    """
+    with tq.connect("embedded", label="supervisor") as queue:
+
+        def in_processes(wanted: Sequence[Job], hear: Observe) -> None:
+            with Flow(queue, wanted, directory=directory, observe=hear) as flow:
+                started(flow)
+                flow.run()
+
+        return run_job(queue, settings, in_processes, directory=directory, observe=observe)
+
+
+def run_job(
+    queue: tq.Queue,
+    settings: JobSettings,
+    run: Callable[[Sequence[Job], Observe], None],
+    *,
+    directory: Path,
+    observe: Observe,
+) -> Outcome:
+    """Create the table of the job in ``queue``, let ``run`` do its jobs until all have ended, and sum up what was heard.
+
+    Files go to ``directory``. Raises what ``run`` does, and `InternalError` when the rows do not balance at the end.
+    """
+    began = time.monotonic()
+    record = Record()
+
+    def hear(label: str, event: Event) -> None:
+        event = aged(event, table)
+        record.add(label, event)
+        observe(label, event)
+
+    directory.mkdir(parents=True, exist_ok=True)
+    table = create_table(queue, settings)
+    run(jobs(settings), hear)
+    found, stats = audit(table), table.stats()
+    found.check_finished(TABLE)
+    summary = summarize(record, settings, found, table=stats, seconds=time.monotonic() - began)
+    return Outcome(summary=summary, audit=found, files=write_files(directory, record, summary))
+
+
+def aged(event: Event, table: tq.Table) -> Event:
+    """The figures of a step with ``queue_age_s``: for each task, how long ago the row that is next in line was put, as the
+    supervisor hears of the step; None where no row waits."""
+    if not isinstance(event, Figures) or event.kind != STEP:
+        return event
+    ages = {name: task["age_s"] for name, task in table.stats()["tasks"].items()}
+    return msgspec.structs.replace(event, values=event.values | {"queue_age_s": ages})
+
+
+def run_name(settings: JobSettings, now: datetime | None = None) -> str:
+    """Name of the folder of a run: data set, mode, seed and the time, in UTC."""
+    at = (now or datetime.now(UTC)).strftime("%Y%m%d-%H%M%S")
+    return f"{settings.learning.dataset}-{settings.mode}-seed{settings.learning.seed}-{at}"

@@ -1,0 +1,40 @@
+"""The advantage stage: apart from the others, since it needs neither a model nor the problems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+
+import transferqueue as tq
+from transferqueue.adapters.protocols import Part
+from transferqueue.workflows.flow.stage import Context, Work
+from transferqueue.workflows.grpo.job import JobSettings
+from transferqueue.workflows.grpo.learning.advantages import group_advantages
+
+ZERO_ADVANTAGE: Final = "zero_advantage"
+"""Why a group with nothing to teach was dropped."""
+
+
+@contextmanager
+def advantage(context: Context) -> Iterator[Work]:
+    """Factory of ``advantage``: how much better than its group each row did. Its task must ask for complete groups.
+
+    Where the job filters, groups with equal rewards end here, for all tasks.
+    """
+    filtering = context.settings(JobSettings).filter_zero_advantage
+
+    def compare(batch: tq.Batch) -> Iterator[Part]:
+        advantages_B = group_advantages(batch["rewards"].numpy(), batch.group_id)
+        taught_B = (
+            np.isin(batch.group_id, batch.group_id[advantages_B != 0]) if filtering else np.ones(len(batch), bool)
+        )
+        at, flat = np.flatnonzero(taught_B), np.flatnonzero(~taught_B)
+        if at.size:
+            yield Part(at=at, columns={"advantages": advantages_B[at]})
+        if flat.size:
+            yield Part(at=flat, columns={}, drop=ZERO_ADVANTAGE)
+
+    yield compare

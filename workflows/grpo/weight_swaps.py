@@ -1,0 +1,72 @@
+"""How long generation stands still for new weights, from the spans of its processes.
+
+A generating process changes weights between two requests. Two times are told of each change:
+
+- *swap*: from asking for the version to having loaded it. There is work at hand, and nothing is generated.
+- *gap*: from the end of the request before to the end of the swap. It holds the swap, and whatever time the process
+  waited for rows: with a trainer that is the slower side, that is the pacing, not the weights.
+
+Generation does not pause when the longest swap is shorter than one request.
+
+The *publish lag* of a change is from the publication of its version to when a generating process had loaded it: what a
+process generates in between is a version late when it begins. It holds the rest of the request before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from transferqueue.workflows.flow.events import PUBLISH, SWAP, WEIGHTS, WORK, Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swaps:
+    """Changes of weights over all processes, in seconds; all 0 where none changed. request_s: median of a request."""
+
+    count: int
+    swap_s_max: float
+    gap_s_max: float
+    request_s: float
+
+
+def measure(processes: Iterable[Sequence[Span]]) -> Swaps:
+    """Measure the changes of weights of ``processes``, the spans of each in the order in which they ended.
+
+    >>> spans = [Span(name="work", start=0.0, end=2.0), Span(name="swap", start=2.5, end=2.6), Span(name="work", start=2.5, end=5.0)]
+    >>> measure([spans])
+    Swaps(count=1, swap_s_max=0.1, gap_s_max=0.6, request_s=2.25)
+    """
+    processes = list(processes)
+    found = [pair for spans in processes for pair in _changes(spans)]
+    requests = [span.end - span.start for spans in processes for span in spans if span.name == WORK]
+    return Swaps(
+        count=len(found),
+        swap_s_max=round(max((swap for swap, _ in found), default=0.0), 4),
+        gap_s_max=round(max((gap for _, gap in found), default=0.0), 4),
+        request_s=round(median(requests), 4) if requests else 0.0,
+    )
+
+
+def _changes(spans: Sequence[Span]) -> Iterator[tuple[float, float]]:
+    before: float | None = None
+    for span in spans:
+        if span.name == WORK:
+            before = span.end
+        elif span.name == SWAP and before is not None:
+            yield span.end - span.start, span.end - before
+
+
+def publish_lag_s(generators: Iterable[Sequence[Span]], trainers: Iterable[Sequence[Span]]) -> float:
+    """Median publish lag over all changes of weights, in seconds; 0 where none is known. A version has its first publication.
+
+    >>> publish_lag_s([[Span(name="swap", start=2.5, end=3.0, version=1)]], [[Span(name="publish", start=1.0, end=1.5, version=1)]])
+    1.5
+    """
+    published: dict[int, float] = {}
+    for span in (span for spans in trainers for span in spans if span.name == PUBLISH):
+        published.setdefault(span.version, span.end)
+    applied = [span for spans in generators for span in spans if span.name in (SWAP, WEIGHTS)]
+    lags = [max(0.0, span.end - published[span.version]) for span in applied if span.version in published]
+    return round(median(lags), 4) if lags else 0.0

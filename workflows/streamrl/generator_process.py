@@ -1,0 +1,74 @@
+"""The other side of a stream generation service (`streamrl`): a generator that serves it, in a process of its own.
+
+Weights change between two requests to the engine. Where the service bounds staleness, an engine whose weights would be too
+old for its rows waits for newer ones first, so that nothing is generated to be thrown away.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import transferqueue as tq
+from transferqueue.adapters.protocols import Generator, Part, Sampling
+from transferqueue.adapters.stages.generation import Generate
+from transferqueue.adapters.weights import Follower
+from transferqueue.errors import DeadlineExceeded
+from transferqueue.workflows.flow.events import Event
+from transferqueue.workflows.flow.runner import run_stage
+from transferqueue.workflows.flow.stage import STALL_S, Stage
+from transferqueue.workflows.streamrl.service import GENERATE, NAME, StreamService
+
+ROWS: Final = 8
+"""Prompts that an engine has at once, unless told otherwise: what it has, no other takes."""
+
+
+def serve(
+    queue: tq.Queue,
+    engine: Generator,
+    sampling: Sampling,
+    *,
+    name: str = NAME,
+    weights: tq.Queue | None = None,
+    rows: int = ROWS,
+    stop: threading.Event | None = None,
+    emit: Callable[[Event], None] = lambda event: None,
+    stall_s: float = STALL_S,
+) -> int:
+    """Generate for the service `name` until it is sealed and drained, or `stop` is set; return how many samples.
+
+    rows: prompts that `engine` completes at once; finished samples leave one by one. weights: where they are pulled from, such
+    as the queue of this site (None: `queue`). stall_s: longest wait for the service, the first weights, newer ones, and prompts:
+    `DeadlineExceeded` then. Failures of the engine as `run_stage` tells. The engine is the caller's to close.
+    """
+    service = StreamService.join(queue, name=name, timeout_s=stall_s)
+    follower = Follower(weights or queue, service.channel.name, engine.update_weights)
+    _follow(follower, 0, stall_s)
+    generate = Generate(engine, sampling, part_rows=1, token_versions=True)
+
+    def work(batch: tq.Batch) -> Iterator[Part]:
+        follower.follow()
+        _follow(follower, _oldest_allowed(service, batch), stall_s)
+        yield from generate(batch)
+
+    task = service.table.tasks[GENERATE]
+    stage = Stage(task=task, rows=rows, at_least=1, stall_s=stall_s)
+    return run_stage(service.table, stage, work, emit=emit, stop=stop)
+
+
+def _follow(follower: Follower, version: int, timeout_s: float) -> None:
+    """Have weights of `version` at least."""
+    while follower.version < version:
+        if not follower.follow(timeout_s):
+            raise DeadlineExceeded(
+                f"weights of version {version} or later did not come within {timeout_s:g} s; the newest here are "
+                f"{follower.version}: update the service, or start the site's receiver"
+            )
+
+
+def _oldest_allowed(service: StreamService, batch: tq.Batch) -> int:
+    pacing = service.table.pacing
+    if pacing is None or pacing.channel is None or pacing.max_staleness is None:
+        return 0
+    return batch.version - pacing.max_staleness
