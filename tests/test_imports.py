@@ -1,4 +1,4 @@
-"""`import transferqueue` is light: no engine, no tensor library, under 0.3 s. (Who may import whom: `make check`.)"""
+"""`import transferqueue` is light: no engine, no tensor library, nothing that its first use loads. (Who may import whom: `make check`.)"""
 
 import ast
 import json
@@ -12,28 +12,19 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "transferqueue"
 HEAVY = {"torch", "ray", "vllm", "transformers", "tensordict", "matplotlib", "rich", "typer", "prometheus_client"}
-IMPORT_S_MAX = 0.3
+FOR_FIRST_USE = {"numpy", "pyarrow", "zmq"}
+"""What costs most of the time of the first call, and none of the import."""
 
 _PROBE = """
-import json, sys, time
-started = time.perf_counter()
+import json, sys
 import transferqueue
-seconds = time.perf_counter() - started
-print(json.dumps({"seconds": seconds, "modules": sorted({name.partition(".")[0] for name in sys.modules})}))
+print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """
 
 
-def _probe() -> dict:
+def test_import_is_light() -> None:
     done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=60, check=True)
-    return json.loads(done.stdout)
-
-
-@pytest.mark.slow
-def test_import_is_light_and_quick() -> None:
-    """The best of five: the first warms the file cache, and a busy machine only ever adds."""
-    probes = [_probe() for _ in range(5)]
-    assert HEAVY.isdisjoint(probes[0]["modules"])
-    assert min(probe["seconds"] for probe in probes) < IMPORT_S_MAX
+    assert set(json.loads(done.stdout)) & (HEAVY | FOR_FIRST_USE) == set()
 
 
 def _imported_on_load(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""A server started by its command, and commands run against it, each in a process of its own."""
+"""A server started by its command in a process of its own, and commands run against it in the process of the test."""
 
 import json
 import os
@@ -10,10 +10,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from typer.testing import CliRunner
+
+from transferqueue.cli.app import app
 
 PROGRAM = [sys.executable, "-m", "transferqueue.cli"]
 ANSWER_S = 30
+HIDDEN = ("TRANSFERQUEUE_", "XDG_")
+
+
+class Done(NamedTuple):
+    """How a command ended, and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
 @dataclass(frozen=True)
@@ -24,7 +37,7 @@ class Served:
     address: str
     runtime: Path
 
-    def run(self, *words: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, columns: int = 80) -> Done:
         """A command in this deployment, by its default address."""
         return run(*words, environment={"TRANSFERQUEUE_RUNTIME": str(self.runtime), "COLUMNS": str(columns)})
 
@@ -40,17 +53,27 @@ class Served:
         return self.process.wait(ANSWER_S)
 
 
-def run(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """A command in a process of its own, without a terminal."""
-    return subprocess.run(
+def run(*words: str, environment: dict[str, str] | None = None) -> Done:
+    """A command in this process, without a terminal and without the variables of the developer's shell."""
+    hidden: dict[str, str | None] = dict.fromkeys(name for name in os.environ if name.startswith(HIDDEN))
+    found = CliRunner().invoke(
+        app, words, prog_name="transferqueue", env=hidden | (environment or {}), catch_exceptions=False
+    )
+    return Done(found.exit_code, found.stdout, found.stderr)
+
+
+def run_as_a_program(*words: str) -> Done:
+    """A command in a process of its own: costs most of a second, nearly all of it to start Python."""
+    found = subprocess.run(
         [*PROGRAM, *words],
-        env=_environment(environment or {}),
+        env=_environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=ANSWER_S,
         check=False,
     )
+    return Done(found.returncode, found.stdout, found.stderr)
 
 
 @contextmanager
@@ -60,7 +83,7 @@ def served(*words: str) -> Iterator[Served]:
         runtime = Path(directory, "run")
         process = subprocess.Popen(
             [*PROGRAM, "serve", "--runtime", str(runtime), "--arena-bytes", "256MiB", *words],
-            env=_environment({}),
+            env=_environment(),
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -73,6 +96,6 @@ def served(*words: str) -> Iterator[Served]:
                 process.kill()
 
 
-def _environment(changed: dict[str, str]) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TRANSFERQUEUE_", "XDG_"))}
-    return kept | {"PYTHONUNBUFFERED": "1"} | changed
+def _environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
+    return kept | {"PYTHONUNBUFFERED": "1"}

@@ -1,7 +1,6 @@
 """Help pages: every command has one, with examples that parse, and showing them loads next to nothing."""
 
 import json
-import resource
 import shlex
 import subprocess
 import sys
@@ -31,7 +30,6 @@ COMMANDS = [
     "restore",
     "version",
 ]
-HELP_S_MAX = 0.5
 
 _PROBE = """
 import sys
@@ -100,22 +98,11 @@ def test_an_unknown_command_is_a_usage_error() -> None:
     assert "tops" in result.stderr
 
 
-@pytest.mark.slow
-def test_help_is_quick_and_light() -> None:
-    """In seconds of CPU, the best of five: on an idle machine that is what a person waits, on a busy one it holds."""
-    seconds = []
-    for _ in range(5):
-        before = _cpu_s()
-        done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=60, check=True)
-        seconds.append(_cpu_s() - before)
+def test_help_is_light() -> None:
+    """A person waits for it: it loads none of what takes long to load."""
+    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=60, check=True)
     loaded = set(json.loads(done.stdout.splitlines()[-1].replace("'", '"')))
     assert loaded.isdisjoint({"numpy", "torch", "zmq", "pyarrow", "matplotlib", "reasoning_gym"})
-    assert min(seconds) < HELP_S_MAX
-
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

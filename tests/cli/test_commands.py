@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
-from tests.cli.deployment import ANSWER_S, PROGRAM, Served, run, served
+from tests.cli.deployment import ANSWER_S, PROGRAM, Served, run, run_as_a_program, served
+from transferqueue.cli import connection
 
 pytestmark = pytest.mark.slow
 
@@ -180,7 +181,8 @@ def test_a_row_and_a_key_at_once_are_refused(deployment: Served) -> None:
     assert (done.returncode, done.stderr) == (2, "error: row 1 and key 'x' both name a row; give one of them\n")
 
 
-def test_nobody_listens(tmp_path: object) -> None:
+def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "CONNECT_S", 0.3)
     started = time.monotonic()
     done = run("top", "--once", "--address", "tcp://127.0.0.1:9")
     assert (done.returncode, done.stdout) == (3, "")
@@ -190,7 +192,8 @@ def test_nobody_listens(tmp_path: object) -> None:
 
 
 def test_a_text_that_is_no_address() -> None:
-    done = run("top", "--address", "localhost")
+    """The whole way: a process of its own, its exit code and its streams."""
+    done = run_as_a_program("top", "--address", "localhost")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: address 'localhost' is of no known kind")
 

@@ -9,6 +9,7 @@ import pytest
 
 import transferqueue as tq
 from tests.cli.deployment import Served, run, served
+from transferqueue.cli import connection
 from transferqueue.wire.home_coordinator import seat_of
 
 pytestmark = pytest.mark.slow
@@ -76,7 +77,8 @@ def test_a_seat_that_is_none() -> None:
     assert "coordinator 3/2 is no seat" in done.stderr
 
 
-def test_one_that_is_gone_is_told_of_and_the_other_shown() -> None:
+def test_one_that_is_gone_is_told_of_and_the_other_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "CONNECT_S", 0.3)
     with served("--coordinator", "1/2") as first, served("--coordinator", "2/2") as second:
         with tq.connect([first.address, second.address]) as queue:
             first.stop()

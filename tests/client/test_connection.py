@@ -33,6 +33,8 @@ CONTENT = m.Content(
 )  # fmt: skip
 LEASED = m.Leased(lease=4, token=9, lease_s=60.0, version=0, content=CONTENT)
 LEASE = m.Lease("t", "train", rows=1, wait_s=60.0)
+AT_ONCE_S = 5.0
+"""What a busy machine may add to no wait at all."""
 
 
 @pytest.fixture
@@ -81,7 +83,7 @@ def test_nothing_listens(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(Unreachable, match=r"nothing answered at ipc.*within 0.2 s.*transferqueue serve"):
         Connection(dial(address), address).open(m.Hello(bytes(16)), timeout_s=0.2)
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < AT_ONCE_S
     assert threading.active_count() == before
 
 
@@ -208,7 +210,7 @@ def test_closing_ends_all_waits_at_once(server: ScriptedServer, connection: Conn
         server.next(m.Lease)
     started = time.monotonic()
     connection.close()
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < AT_ONCE_S
     for caller in callers:
         assert isinstance(caller.outcome(), Disconnected)
         assert "was closed" in str(caller.outcome())
@@ -234,7 +236,7 @@ def test_closing_does_not_wait_for_a_server_that_is_stuck(tmp_path: Path) -> Non
         assert stuck.wait(20)
         started = time.monotonic()
         connection.close()
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < AT_ONCE_S
         assert isinstance(caller.outcome(), Disconnected)
         go_on.set()
 
@@ -257,7 +259,7 @@ def test_a_server_that_is_gone_is_noticed_by_the_kernel(tmp_path: Path) -> None:
     started = time.monotonic()
     assert isinstance(caller.outcome(), Disconnected)
     assert "is gone" in str(caller.outcome())
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < AT_ONCE_S
     connection.close()
 
 

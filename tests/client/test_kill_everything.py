@@ -12,22 +12,23 @@ from pathlib import Path
 
 import pytest
 
-ROUNDS = 100
+from tests.scale import sizes
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("rounds", sizes(12, 100))
 @pytest.mark.parametrize("level", ["memory", "process", "disk"])
-def test_nothing_is_left_behind(level: str, tmp_path: Path) -> None:
+def test_nothing_is_left_behind(level: str, rounds: int, tmp_path: Path) -> None:
     shared = tmp_path / "shm"
     shared.mkdir()
     told = subprocess.run(
-        [sys.executable, "-m", "tests.client.crowd", str(tmp_path), level, str(ROUNDS)],
+        [sys.executable, "-m", "tests.client.crowd", str(tmp_path), level, str(rounds)],
         capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert told.returncode == 0, told.stderr[-3000:]
     report = json.loads(told.stdout.splitlines()[-1])
-    assert report["rounds"] == ROUNDS
+    assert report["rounds"] == rounds
     assert report["rows_put"] == report["rows_done"] + report["rows_live"] + report["rows_dropped"]
     if level == "memory":
         assert report["left"] == ["run"], "the directory of sockets, which is the user's"

@@ -21,6 +21,9 @@ import pytest
 import transferqueue as tq
 from tests.client.deployments import Served, served, until_someone_waits
 
+AT_ONCE_S = 5.0
+"""What a busy machine may add to no wait at all; the waits are for 60 s."""
+
 
 @pytest.fixture
 def sync_queue(address: str | None) -> Iterator[tq.Queue]:
@@ -58,7 +61,7 @@ def test_eight_threads_share_a_queue(sync_queue: tq.Queue, name: str) -> None:
     assert (audit["rows_done"], audit["rows_live"]) == (len(put), 0)
 
 
-def test_closing_ends_every_wait_within_a_second(sync_queue: tq.Queue, name: str) -> None:
+def test_closing_ends_every_wait_at_once(sync_queue: tq.Queue, name: str) -> None:
     table = sync_queue.create_table(name, tasks=[tq.Task("train", needs=["x"])], limits=tq.Limits(rows=2))
     table.put(x=np.arange(2))
     held = table.lease("train", rows=2)
@@ -76,7 +79,7 @@ def test_closing_ends_every_wait_within_a_second(sync_queue: tq.Queue, name: str
         sync_queue.close()
         for future in futures:
             assert isinstance(future.exception(timeout=20), tq.Disconnected)
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < AT_ONCE_S
     with pytest.raises(tq.Disconnected, match="was closed"):
         held.ack()
     sync_queue.close()
@@ -91,7 +94,7 @@ def test_an_embedded_server_that_ends_tells_those_who_joined(name: str) -> None:
         started = time.monotonic()
         queue.close()
         assert isinstance(waiting.exception(timeout=20), tq.Disconnected)
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < AT_ONCE_S
 
 
 @pytest.fixture

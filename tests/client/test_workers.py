@@ -1,53 +1,21 @@
-"""Other processes: they are woken by push, they die, they are frozen, they look at the same memory."""
+"""Other processes: they die, they are frozen, they look at the same memory. How soon they wake: `bench/latency.py`."""
 
 from __future__ import annotations
 
 import os
 import signal
-import statistics
 import time
-from typing import Any
 
 import numpy as np
 import pytest
 
 import transferqueue as tq
-from tests.client.deployments import Served, Worker, until_someone_waits
+from tests.client.deployments import Served, Worker
 
 
 @pytest.fixture(params=["ipc", "tcp"])
 def place(request: pytest.FixtureRequest, server: Served) -> str:
     return str(getattr(server, request.param))
-
-
-@pytest.mark.slow
-def test_a_waiting_consumer_in_another_process_wakes_at_the_put(place: str, name: str, record_property: Any) -> None:
-    """From just before the put to the return of the lease, on the clock that both processes share."""
-    program = """
-        import time
-        table = queue.table(sys.argv[2])
-        print('up')
-        for _ in range(200):
-            with table.lease('train', rows=1) as batch:
-                now = time.monotonic()
-                print(now)
-    """
-    with tq.connect(place) as queue:
-        table = queue.create_table(name, tasks=[tq.Task("train", needs=["x"])])
-        with Worker(place, program, name) as worker:
-            assert worker.line() == "up"
-            waits = []
-            for _ in range(200):
-                until_someone_waits(queue, name)
-                started = time.monotonic()
-                table.put(x=np.zeros((1, 64), np.float32))
-                waits.append(1000 * (float(worker.line()) - started))
-    waits.sort()
-    p50, p99 = statistics.median(waits), waits[int(len(waits) * 0.99)]
-    record_property("wake_p50_ms", p50)
-    record_property("wake_p99_ms", p99)
-    print(f"put to return of a lease in another process, {place[:3]}: p50 {p50:.2f} ms, p99 {p99:.2f} ms")
-    assert p50 < 5
 
 
 @pytest.mark.slow

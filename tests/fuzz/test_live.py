@@ -10,12 +10,14 @@ from tests.client.test_keyed import Keyed
 from tests.fuzz import live
 from tests.fuzz.__main__ import GROWN_MAX, fuzz_server
 from tests.fuzz.memory import resident_bytes
+from tests.scale import sizes
 
 
 @pytest.mark.slow
-def test_garbage_changes_nothing(tmp_path):
+@pytest.mark.parametrize("frames", sizes(6_000, 24_000))
+def test_garbage_changes_nothing(tmp_path, frames):
     with served(tmp_path / "run") as server, tq.connect(server.ipc) as queue:
-        found = fuzz_server(queue, server, frames=24_000, connections=2_000, seed=7)
+        found = fuzz_server(queue, server, frames=frames, connections=frames // 12, seed=7)
         assert found.before == found.after
         assert found.grown_bytes < GROWN_MAX
         assert server.process.poll() is None

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.ledger.driver import Given, World
 from tests.ledger.model import INLINE, Model, Refused, Row
+from tests.scale import examples
 from transferqueue.errors import TransferQueueError
 from transferqueue.ledger import Ledger
 from transferqueue.ledger.tasks.group_task import FORMING, OUT, OVER, QUEUED, GroupTaskState
@@ -584,5 +585,5 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=max(150, settings.default.max_examples), stateful_step_count=40)
+TestLedgerMachine.settings = settings(max_examples=examples(50), stateful_step_count=40)
 TestLedgerMachine = pytest.mark.slow(TestLedgerMachine)

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import transferqueue as tq
+from tests.scale import sizes
 
 
 @pytest.fixture
@@ -280,8 +281,9 @@ def test_8_who_waits_for_what_nobody_gives_any_more_learns_it_at_once(queue: tq.
 
 
 @pytest.mark.slow
-def test_9_workers_may_be_killed_at_any_moment(queue: tq.Queue) -> None:
-    """Thirty workers die by SIGKILL while they work; every row is done once."""
+@pytest.mark.parametrize("rounds", sizes(3, 10))
+def test_9_workers_may_be_killed_at_any_moment(queue: tq.Queue, rounds: int) -> None:
+    """Three workers a round die by SIGKILL while they work; every row is done once."""
     table = queue.create_table("t", tasks=[tq.Task("work", needs=["x"], attempts_max=0)], limits=tq.Limits(rows=4096))
     rows = table.put(x=np.arange(2000), body=np.zeros((2000, 64), np.uint8))
     program = """
@@ -290,7 +292,7 @@ def test_9_workers_may_be_killed_at_any_moment(queue: tq.Queue) -> None:
             with table.lease('work', rows=4) as batch:
                 pass
     """
-    for _ in range(10):
+    for _ in range(rounds):
         workers = [Worker(queue.address, program) for _ in range(3)]
         for worker in workers:
             worker.line()

@@ -133,6 +133,7 @@ def test_a_fault_at_any_of_some_steps_changes_nothing(restorer: Restorer, caplog
     assert sum(fail_at(restorer, at, digest) for at in range(3, count, count // 12)) > 8
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_fault_at_every_sixth_step_changes_nothing(restorer: Restorer, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,6 +23,8 @@ from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
 ONE_ROW = m.Columns(fields=[Field("x", "int64")], inline=[m.Inline("x", b"\x07" + bytes(7))])
+AT_ONCE_S = 5.0
+"""What a busy machine may add to no wait at all; a silence or the end of a lease would be noticed later."""
 
 
 class Client:
@@ -216,11 +218,11 @@ def test_an_idle_server_does_not_wake(running, clients):
     client = clients(running.address)
     create(client)
     client.ask(m.ListTables())
-    turns, cpu = running.loop.turns, time.process_time()
+    turns, cpu, began = running.loop.turns, time.process_time(), time.monotonic()
     assert running.node.next_deadline() is None
     threading.Event().wait(0.3)
     assert running.loop.turns == turns
-    assert time.process_time() - cpu < 0.05
+    assert time.process_time() - cpu < (time.monotonic() - began) / 3
     client.ask(m.ListTables())
     assert running.loop.turns == turns + 1
 
@@ -324,7 +326,7 @@ def test_leases_of_a_killed_process_return_at_once(server, clients, tmp_path):
         start = time.monotonic()
         worker.kill()
         assert client.take().reply.content.rows == bytes(8)
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < AT_ONCE_S
     assert list((tmp_path / "sessions").iterdir()) == []
 
 
@@ -347,7 +349,7 @@ def test_a_served_process_stops_on_a_signal_and_leaves_no_file(tmp_path, clients
         server.process.send_signal(number)
         assert client.take().reply.error == "Disconnected"
         assert server.process.wait(10) == 0
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < AT_ONCE_S
         assert server.process.stderr.read() == ""
         client.close()
     assert not arena.parent.exists()

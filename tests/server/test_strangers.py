@@ -98,9 +98,9 @@ def test_strangers_at_every_door_cost_old_sessions_nothing(tmp_path):
                         assert new.tables() == ["t"]
                     with tq.connect(server.tcp) as new:
                         assert new.tables() == ["t"]
-                    spent = server.cpu_s
+                    spent, began = server.cpu_s, time.monotonic()
                     time.sleep(0.3)  # what is measured: that nothing happens
-                    assert server.cpu_s - spent < 0.1, door
+                    assert server.cpu_s - spent < (time.monotonic() - began) / 3, door
                     assert server.descriptors < DESCRIPTORS - 40, door
                 until(lambda: server.descriptors <= before + 8)
                 work()

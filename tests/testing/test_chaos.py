@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.scale import only_long, sizes
 from transferqueue.errors import UsageError
 from transferqueue.testing.chaos.fault_plan import PROXY, SERVER, SERVER_GAP_S, Fault, plan, settings
 from transferqueue.testing.chaos.log import Diary, Told, read
@@ -215,21 +216,22 @@ def test_a_death_that_nobody_unhurt_could_take_over_is_no_sample(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("seconds", sizes(6, 20))
 @pytest.mark.parametrize("options", [("--seed", "5"), ("--seed", "6", "--tcp", "--durability", "disk")])
-def test_a_short_run_keeps_every_promise(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_short_run_keeps_every_promise(options: tuple[str, ...], seconds: int, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    run = command("--seconds", "20", "--out", str(out), *options)
+    run = command("--seconds", str(seconds), "--out", str(out), *options)
     ended = subprocess.run(run, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     report = json.loads(out.read_text())
     assert report["kept"]
-    assert report["faults_of_processes"] >= 20
+    assert report["faults_of_processes"] >= seconds
     assert report["verified"] > 0  # how many depends on what else the machine does
-    assert f"again                 transferqueue chaos --seconds 20 {' '.join(options[:2])}" in ended.stdout
+    assert f"again                 transferqueue chaos --seconds {seconds} {' '.join(options[:2])}" in ended.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, *only_long(signal.SIGTERM)])
 def test_an_interrupted_run_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     run = subprocess.Popen(
         command("--seconds", "60"),
