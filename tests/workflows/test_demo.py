@@ -151,8 +151,8 @@ def test_every_field_that_a_stage_needs_is_given_before_it() -> None:
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
-        ("problem_stages", {"torch"}),
-        ("advantage_stage", {"torch", "reasoning_gym"}),
+        ("stages.problem_stages", {"torch"}),
+        ("stages.advantage_stage", {"torch", "reasoning_gym"}),
         ("job", {"torch", "reasoning_gym"}),
     ],
 )

@@ -36,12 +36,12 @@ Engine = Literal["builtin", "transformers", "vllm"]
 
 _HERE: Final = "transferqueue.workflows.grpo"
 _FACTORIES: Final = {
-    "prompts": f"{_HERE}.problem_stages:prompts",
-    "rollout": f"{_HERE}.torch_stages:rollout",
-    "reward": f"{_HERE}.problem_stages:reward",
-    "advantage": f"{_HERE}.advantage_stage:advantage",
-    "reference": f"{_HERE}.torch_stages:reference",
-    "train": f"{_HERE}.torch_stages:train",
+    "prompts": f"{_HERE}.stages.problem_stages:prompts",
+    "rollout": f"{_HERE}.stages.model_stages:rollout",
+    "reward": f"{_HERE}.stages.problem_stages:reward",
+    "advantage": f"{_HERE}.stages.advantage_stage:advantage",
+    "reference": f"{_HERE}.stages.model_stages:reference",
+    "train": f"{_HERE}.stages.model_stages:train",
 }
 """Where each stage is. A process loads that module only: torch, or the problems, where it needs them."""
 
@@ -285,7 +285,7 @@ def jobs(settings: JobSettings) -> list[Job]:
 
 def _factory(stage: str, settings: JobSettings) -> str:
     with_engine = stage == "rollout" and settings.engine != "builtin"
-    return f"{_HERE}.engine_stages:rollout" if with_engine else _FACTORIES[stage]
+    return f"{_HERE}.stages.engine_stages:rollout" if with_engine else _FACTORIES[stage]
 
 
 def _task(
