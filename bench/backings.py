@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 
 import transferqueue as tq
-from bench.harness import ROOT, ByHand, Result
+from bench.harness import ROOT, Result
+from bench.run_record import ByHand
 from bench.server import Server
 from transferqueue.cluster.stores.open import open_store
 from transferqueue.limits import OBJECT_BYTES

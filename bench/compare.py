@@ -1,9 +1,11 @@
-"""Compare two records; fail if the second is worse than the first by more than a tolerance.
+"""Compare two runs; fail if the second is worse than the first by more than a tolerance.
 
     python -m bench.compare OLD NEW [--tolerance 0.25] [--contender transferqueue]
 
 What is compared is made independent of the machine first: required figures are ratios already; a time that moves bytes
-is divided by the time of a memcpy of as many bytes in its own record, any other time by its record's ZeroMQ round trip.
+is divided by the time of a memcpy of as many bytes in its own run, any other time by its run's ZeroMQ round trip.
+OLD and NEW are folders of records that `bench.run` wrote, or single records. Records of the form before this one, one file
+with all samples, are refused.
 Exit code 1: something got worse, or is no longer measured. 2: a file is not a record.
 """
 
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.figures import figures
-from bench.harness import Record, Result, load_record
+from bench.run_record import RunRecord, Summary, load_run
 from bench.workloads import DENSE, KIB
 
 TOLERANCE = 0.25
@@ -45,15 +47,15 @@ class Change:
         return f"{self.name}: {self.old:.4g} -> {self.new:.4g} ({by:.2f} times {better})"
 
 
-def units(record: Record) -> tuple[float | None, float | None]:
+def units(record: RunRecord) -> tuple[float | None, float | None]:
     """Seconds of a byte copied, and of a round trip, on the record's machine."""
     copy = record.median("limits", "memcpy", f"{DENSE // KIB}KiB", "copy")
     return copy / DENSE if copy else None, record.median("limits", "zmq", "64B", "round_trip")
 
 
-def normal(record: Record, result: Result) -> float | None:
+def normal(record: RunRecord, result: Summary) -> float | None:
     """A result's median, independent of the machine; None if its record lacks the limit for that."""
-    if result.median is None or result.unit != "s":
+    if result.unit != "s":
         return result.median
     byte, trip = units(record)
     if result.nbytes >= BULK_BYTES:
@@ -61,18 +63,18 @@ def normal(record: Record, result: Result) -> float | None:
     return result.median / trip if trip else None
 
 
-def values(record: Record, contender: str) -> Iterator[tuple[str, float, bool]]:
+def values(record: RunRecord, contender: str) -> Iterator[tuple[str, float, bool]]:
     """Name, value and whether more is better, of all that can be compared."""
     for figure in figures(record):
         if figure.value is not None:
             yield f"{figure.work} against {figure.against}", figure.value, figure.more
-    for result in record.results:
+    for result in record.summaries:
         value = normal(record, result)
         if result.contender == contender and value is not None:
             yield " ".join(result.key), value, result.unit == "1/s"
 
 
-def changes(old: Record, new: Record, contender: str) -> list[Change]:
+def changes(old: RunRecord, new: RunRecord, contender: str) -> list[Change]:
     """Every value of the old record, beside that of the new one."""
     after = {name: value for name, value, _ in values(new, contender)}
     return [_change(name, value, after.get(name), more) for name, value, more in values(old, contender)]
@@ -86,14 +88,14 @@ def _change(name: str, old: float, new: float | None, more: bool) -> Change:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Compare two benchmark records.")
+    parser = argparse.ArgumentParser(description="Compare two runs of the benchmarks.")
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="0.25: a quarter worse is still accepted")
     parser.add_argument("--contender", default="transferqueue")
     chosen = parser.parse_args(arguments)
     try:
-        found = changes(load_record(chosen.old), load_record(chosen.new), chosen.contender)
+        found = changes(load_run(chosen.old), load_run(chosen.new), chosen.contender)
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2

@@ -25,8 +25,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import transferqueue as tq
-from bench.harness import ByHand, Result
+from bench.harness import Result
 from bench.limits import child
+from bench.run_record import ByHand
 from bench.server import Server
 from transferqueue.wire.home_coordinator import seat_of
 
@@ -109,7 +110,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--record", action="store_true", help="write a whole record, not only results")
     chosen = parser.parse_args()
-    run_by_hand = ByHand(CONTENDER)
+    run_by_hand = ByHand(SCENARIO)
     results = [one for clients in chosen.clients for one in measure(clients, chosen.seconds, chosen.times)]
     run_by_hand.tell(results, chosen.out, whole=chosen.record)
 

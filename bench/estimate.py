@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.figures import OURS
-from bench.harness import Record, load_record
+from bench.run_record import RunRecord, load_run
 from bench.table import insert, newest
 from bench.workloads import DENSE, KIB, MIB
 
@@ -66,7 +66,7 @@ class Costs:
     row_bytes: float
 
 
-def costs(record: Record) -> Costs:
+def costs(record: RunRecord) -> Costs:
     """Raises ValueError if the record lacks one."""
     found = {
         "put": record.median("transfer", OURS, "dense_1", "put"),
@@ -137,7 +137,7 @@ def nodes_of_one_coordinator(load: Load, found: Costs, share: float = 0.5) -> in
     return int(share / (load.requests_per_s * found.request_s))
 
 
-def markdown(record: Record) -> str:
+def markdown(record: RunRecord) -> str:
     """Both tables, and what saturates first."""
     load, found = Load(), costs(record)
     return "\n\n".join(
@@ -148,7 +148,7 @@ def markdown(record: Record) -> str:
                 f"One coordinator is half busy at {nodes_of_one_coordinator(load, found):,} nodes with one request for each row, and at "
                 f"{nodes_of_one_coordinator(batched(load), found):,} where requests carry {BATCH} rows each. "
                 f"{found.row_bytes:.0f} bytes of ledger a row stand beside "
-                f"{load.bytes_per_row / KIB:.0f} KiB of values. Record: commit {record.commit['id'][:9]}, {record.started[:10]}."
+                f"{load.bytes_per_row / KIB:.0f} KiB of values. Record: commit {record.first.commit}, {record.first.start[:10]}."
             ),
         ]
     )
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("record", nargs="?", type=Path)
     parser.add_argument("--into", type=Path)
     chosen = parser.parse_args()
-    text = markdown(load_record(chosen.record or newest()))
+    text = markdown(load_run(chosen.record or newest()))
     if chosen.into:
         chosen.into.write_text(insert(chosen.into.read_text(), text))
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.harness import Record, percentile
+from bench.run_record import RunRecord
 from bench.workloads import DENSE, KIB, MIB
 
 OURS, PEER = "transferqueue", "incumbent"
@@ -54,7 +54,7 @@ def _ratio(over: float | None, under: float | None) -> float | None:
     return over / under if over is not None and under else None
 
 
-def _memcpy(record: Record) -> float | None:
+def _memcpy(record: RunRecord) -> float | None:
     return record.median("limits", "memcpy", f"{DENSE // KIB}KiB", "copy")
 
 
@@ -62,24 +62,24 @@ def _ms(*seconds: float | None) -> str:
     return " / ".join("—" if value is None else f"{value * 1e3:.3g} ms" for value in seconds)
 
 
-def put_dense(record: Record) -> Figure:
+def put_dense(record: RunRecord) -> Figure:
     put, copy = record.median("transfer", OURS, "dense_1", "put"), _memcpy(record)
     cold = record.median("limits", "memcpy", f"{DENSE // KIB}KiB", "copy_cold")
     detail = f"{_ms(put, copy)}; one memcpy after a pause, of what is in no cache {_ms(cold)}"
     return at_least("put, one dense 32 MiB field", "memcpy", 0.6, _ratio(copy, put), detail)
 
 
-def get_dense(record: Record) -> Figure:
+def get_dense(record: RunRecord) -> Figure:
     get, copy = record.median("transfer", OURS, "dense_1", "get"), _memcpy(record)
     read = record.median("transfer", OURS, "dense_1", "get_read")
     detail = f"{_ms(get, copy)}; with every byte read once {_ms(read)}"
     return at_least("get of the same, contiguous", "memcpy", 1.0, _ratio(copy, get), detail)
 
 
-def against_peer(metric: str, workloads: tuple[str, ...], work: str, bound: float) -> Callable[[Record], Figure]:
+def against_peer(metric: str, workloads: tuple[str, ...], work: str, bound: float) -> Callable[[RunRecord], Figure]:
     """Least ratio of the peer's time to ours over some workloads."""
 
-    def figure(record: Record) -> Figure:
+    def figure(record: RunRecord) -> Figure:
         pairs = [
             (record.median("transfer", OURS, name, metric), record.median("transfer", PEER, name, metric))
             for name in workloads
@@ -93,48 +93,47 @@ def against_peer(metric: str, workloads: tuple[str, ...], work: str, bound: floa
     return figure
 
 
-def get_tcp(record: Record) -> Figure:
+def get_tcp(record: RunRecord) -> Figure:
     """By turns with the stream, in one scenario: loopback is faster at one moment than at the next."""
     ratio = record.median("remote", OURS, "dense_1", "get_of_stream")
     got, stream = (record.median("remote", *key) for key in ((OURS, "dense_1", "get"), ("raw", "dense_1", "stream")))
     return at_least("get over TCP loopback", "one raw TCP stream", 0.7, ratio, _ms(got, stream))
 
 
-def lease_flat(record: Record) -> Figure:
+def lease_flat(record: RunRecord) -> Figure:
     few = record.median("lease_cost", OURS, "resident_1000", "lease_64")
     many = record.median("lease_cost", OURS, "resident_1000000", "lease_64")
     return at_most("lease of 64 rows at 10⁶ resident rows", "the same at 10³", 1.5, _ratio(many, few), _ms(many, few))
 
 
-def lease_peer(record: Record) -> Figure:
+def lease_peer(record: RunRecord) -> Figure:
     ours = record.median("lease_cost", OURS, "resident_200000", "lease_64")
     peer = record.median("lease_cost", PEER, "resident_200000", "lease_64")
     work = "lease of 64 rows at 2·10⁵ resident rows"
     return at_least(work, "TransferQueue 0.1.11 get_meta", 50, _ratio(peer, ours), _ms(ours, peer))
 
 
-def wake(record: Record) -> Figure:
+def wake(record: RunRecord) -> Figure:
     trip = record.median("limits", "zmq", "64B", "round_trip")
     ours = record.median("ping_pong", OURS, "one_row", "put_to_delivered")
     work = "put → waiting lease returns, p50, back to back"
     return at_most(work, "ZeroMQ round trip, back to back", 10, _ratio(ours, trip), _ms(ours, trip))
 
 
-def wake_paced(record: Record) -> Figure:
+def wake_paced(record: RunRecord) -> Figure:
     trip = record.median("limits", "zmq", "64B", "round_trip_paced")
     ours = record.median("latency", OURS, "pairs_1", "put_to_delivered")
     work = "the same, 250 rows a second"
     return at_most(work, "ZeroMQ round trip, 250 a second", 10, _ratio(ours, trip), _ms(ours, trip))
 
 
-def wake_p99(record: Record) -> Figure:
-    found = record.find("latency", OURS, "pairs_1", "put_to_delivered")
-    slow = percentile(found.raw, 0.99) if found else None
+def wake_p99(record: RunRecord) -> Figure:
+    slow = record.median("latency", OURS, "pairs_1", "put_to_delivered_p99")
     shown = _ms(slow) if slow is not None else ""
     return Figure("the same, p99", "", "< 5 ms", 5e-3, False, slow, shown)
 
 
-def resident(record: Record) -> Figure:
+def resident(record: RunRecord) -> Figure:
     taken = record.median("memory", OURS, "live", "resident")
     payload = record.median("memory", OURS, "live", "payload")
     work, required = "resident memory of the server", "≤ 1.3 × + 150 MiB"
@@ -145,14 +144,14 @@ def resident(record: Record) -> Figure:
     return Figure(work, "live payload", required, 1.0, False, taken / allowed, times(taken / payload), detail)
 
 
-def wire(record: Record) -> Figure:
+def wire(record: RunRecord) -> Figure:
     found = [record.median("wire", OURS, "ragged_32", f"{way}_per_value_byte") for way in ("put", "get")]
     known = [value for value in found if value is not None]
-    detail = ", ".join(f"{way} {value:.4f}" for way, value in zip(("put", "get"), known, strict=False))
+    detail = ", ".join(f"{way} {value:.3g}" for way, value in zip(("put", "get"), known, strict=False))
     return at_most("wire bytes of ragged rows", "bytes of the values", 1.05, max(known, default=None), detail)
 
 
-def flat_fields(record: Record) -> Figure:
+def flat_fields(record: RunRecord) -> Figure:
     found = [record.median("transfer", OURS, f"dense_{count}", "get") for count in (1, 8, 32, 128)]
     read = [record.median("transfer", OURS, f"dense_{count}", "get_read") for count in (1, 8, 32, 128)]
     known = [value for value in found if value is not None]
@@ -161,14 +160,14 @@ def flat_fields(record: Record) -> Figure:
     return at_most("get, 1 → 128 dense fields at equal bytes", "the fastest of them", 2.0, value, detail)
 
 
-def growth(record: Record) -> Figure:
+def growth(record: RunRecord) -> Figure:
     found = record.find("memory", OURS, "churn", "growth")
     value = found.median if found else None
     work = "memory after the table's whole traffic"
     return at_most(work, "after the first 10⁴ rows", 1.1, value, found.note if found else "")
 
 
-FIGURES: tuple[Callable[[Record], Figure], ...] = (
+FIGURES: tuple[Callable[[RunRecord], Figure], ...] = (
     put_dense,
     get_dense,
     against_peer("put", ("ragged_32",), "put, 1024 rows × 32 ragged fields", 50),
@@ -188,6 +187,6 @@ FIGURES: tuple[Callable[[Record], Figure], ...] = (
 )
 
 
-def figures(record: Record) -> list[Figure]:
+def figures(record: RunRecord) -> list[Figure]:
     """Every required figure, measured or not."""
     return [figure(record) for figure in FIGURES]

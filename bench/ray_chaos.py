@@ -29,7 +29,8 @@ from typing import Any, Final
 import numpy as np
 
 import transferqueue as tq
-from bench.harness import ByHand, Result
+from bench.harness import Result
+from bench.run_record import ByHand
 from transferqueue.errors import ShardLost
 from transferqueue.testing.chaos.payload import Payload
 
@@ -298,7 +299,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--record", action="store_true", help="write a whole record, not only results")
     chosen = parser.parse_args()
-    run_by_hand = ByHand(CONTENDER)
+    run_by_hand = ByHand(SCENARIO)
     with local_cluster() as cluster:
         lease = Result(SCENARIO, CONTENDER, "local_ray", "deploy_to_first_lease", "s", [first_lease()])
         results = [lease, *run(cluster, chosen.seconds, seed=chosen.seed, replicas=chosen.replicas)]

@@ -1,8 +1,8 @@
-"""Everything, in one run on one machine: each scenario of each contender in a process tree of its own, one record.
+"""Everything, in one run on one machine: each scenario of each contender in a process tree of its own, with a record of its own.
 
-    python -m bench.run [--quick] [--only transfer latency] [--peers .venv-peers/bin/python] [--out FILE]
+    python -m bench.run [--quick] [--only transfer latency] [--peers .venv-peers/bin/python] [--out FOLDER]
 
-`make bench` and `make bench-quick` call this. A peer that cannot run here is kept in the record as skipped, with the
+`make bench` and `make bench-quick` call this. Records go to a folder of `bench/records/`, all samples to one of `bench/raw/`. A peer that cannot run here is kept in the record as skipped, with the
 reason; if one of our own scenarios fails, the run fails, after the rest has been measured and saved.
 """
 
@@ -13,14 +13,14 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
-from bench.harness import RECORDS, ROOT, Record, Result, commit, load_results, machine
+from bench.harness import ROOT, Result, load_results
 from bench.namespaces import why_not
+from bench.run_record import RAW, RECORDS, save_job
+from transferqueue.observe.measurement_record import Measurement, commit_in_use
 
 OURS = "transferqueue"
 LAST_LINES = 12
@@ -152,53 +152,39 @@ def _say(job: Job, seconds: float, results: list[Result], why: str) -> None:
     print(f"  {job.scenario:<12}{job.contender:<22}{seconds:6.1f} s  {outcome}", flush=True)
 
 
-def run_all(jobs: list[Job], peers: Path) -> tuple[list[Result], dict[str, dict[str, str]], list[str]]:
-    """Results, versions by environment, and our own scenarios that failed."""
-    results: list[Result] = []
-    versions: dict[str, dict[str, str]] = {}
+def run_all(jobs: list[Job], peers: Path, records: Path, raw: Path) -> list[str]:
+    """Run all jobs, and write their records and samples to the two folders; returns which of our own scenarios failed."""
+    raw.mkdir(parents=True, exist_ok=True)
     failed = []
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        for job in jobs:
-            began = time.perf_counter()
-            why, found = unavailable(job, peers), []
-            if not why:
-                used, found, why = run_job(job, peers, Path(folder))
-                versions.setdefault("peers" if job.peer else "ours", {}).update(used)
-            if why:
-                found = [Result(job.scenario, job.contender, "all", "all", "s", [], skipped=why)]
-                failed += [] if job.peer else [f"{job.scenario}: {why}"]
-            broken = [result for result in found if result.skipped.startswith("failed") and not job.peer]
-            failed += [f"{result.scenario} {result.workload}: {result.skipped}" for result in broken]
-            results += found
-            _say(job, time.perf_counter() - began, found, why)
-    return results, versions, failed
+    for job in jobs:
+        began, started = Measurement(), time.perf_counter()
+        versions, results, why = {}, [], unavailable(job, peers)
+        if not why:
+            versions, results, why = run_job(job, peers, raw)
+        if why:
+            results = [Result(job.scenario, job.contender, "all", "all", "s", [], skipped=why)]
+            failed += [] if job.peer else [f"{job.scenario}: {why}"]
+        broken = [result for result in results if result.skipped.startswith("failed") and not job.peer]
+        failed += [f"{result.scenario} {result.workload}: {result.skipped}" for result in broken]
+        save_job(records, job.contender, began, versions, results)
+        _say(job, time.perf_counter() - started, results, why)
+    return failed
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run the benchmarks and write one record.")
+    parser = argparse.ArgumentParser(description="Run the benchmarks and write their records.")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", nargs="+", default=[], help="scenarios or contenders")
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers" / "bin" / "python")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="folder of the records; default: a new one in bench/records")
     chosen = parser.parse_args()
     jobs = quick() if chosen.quick else full()
     if chosen.only:
         jobs = [job for job in jobs if {job.scenario, job.contender} & set(chosen.only)]
-    started, began, load = datetime.now(UTC), time.perf_counter(), list(os.getloadavg())
-    results, versions, failed = run_all(jobs, chosen.peers)
-    record = Record(
-        results=results,
-        commit=commit(),
-        machine=machine(),
-        versions=versions,
-        started=started.isoformat(timespec="seconds"),
-        seconds=round(time.perf_counter() - began, 1),
-        load={"before": load, "after": list(os.getloadavg())},
-        quick=chosen.quick,
-    )
-    path = chosen.out or RECORDS / f"{started:%Y%m%d-%H%M%S}-{record.commit['id'][:9]}.json"
-    record.save(path)
-    print(path)
+    name = f"{Measurement().start:%Y%m%d-%H%M%S}-{commit_in_use()[:9]}"
+    folder = chosen.out or RECORDS / name
+    failed = run_all(jobs, chosen.peers, folder, RAW / name)
+    print(folder)
     for line in failed:
         print(f"failed: {line}", file=sys.stderr)
     return 1 if failed else 0

@@ -26,8 +26,9 @@ import numpy as np
 import psutil
 
 import transferqueue as tq
-from bench.harness import ByHand, Result, percentile
+from bench.harness import Result, percentile
 from bench.memory import own_bytes
+from bench.run_record import ByHand
 from bench.server import Server
 
 SCENARIO = "sessions"
@@ -146,7 +147,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--record", action="store_true", help="write a whole record, not only results")
     chosen = parser.parse_args()
-    run_by_hand = ByHand(CONTENDER)
+    run_by_hand = ByHand(SCENARIO)
     results = run(chosen.clients, chosen.rate, chosen.seconds, chosen.durability)
     run_by_hand.tell(results, chosen.out, whole=chosen.record)
 

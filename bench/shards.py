@@ -27,9 +27,10 @@ from pathlib import Path
 import numpy as np
 
 import transferqueue as tq
-from bench.harness import ROOT, ByHand, Result
+from bench.harness import ROOT, Result
 from bench.limits import child
 from bench.memory import arena_bytes, own_bytes
+from bench.run_record import ByHand
 from bench.server import Server
 
 SCENARIO = "shards"
@@ -166,7 +167,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--record", action="store_true", help="write a whole record, not only results")
     chosen = parser.parse_args()
-    run_by_hand = ByHand(CONTENDER)
+    run_by_hand = ByHand(SCENARIO)
     results = run(chosen.rows, chosen.shards, chosen.batch, chosen.arena_bytes, chosen.data)
     run_by_hand.tell(results, chosen.out, whole=chosen.record)
 

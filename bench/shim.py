@@ -22,14 +22,15 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
 from bench.contenders.tensors import flat_bytes, tensor
-from bench.harness import RECORDS, commit, machine
+from bench.harness import Result
+from bench.run_record import RECORDS, ByHand
 from bench.workloads import WORKLOADS, Workload, columns, same
 
+SCENARIO = "shim"
 NAMES = ("dense_1", "dense_8", "dense_32", "ragged_1", "ragged_8", "ragged_32")
 METRICS = ("put", "get", "kv_put", "kv_get")
 REQUIRED = 5.0
@@ -138,7 +139,8 @@ class Run:
         self._process.communicate(timeout=60)
 
 
-def compare(names: list[str], rounds: int) -> list[dict[str, Any]]:
+def compare(names: list[str], rounds: int) -> list[Result]:
+    """Seconds of both by workload and metric, and the ratio of their medians."""
     raw: dict[tuple[str, str, str], list[float]] = {}
     with ExitStack() as stack:
         runs = {"original": stack.enter_context(Run(activated=False)), "ours": stack.enter_context(Run(activated=True))}
@@ -148,13 +150,17 @@ def compare(names: list[str], rounds: int) -> list[dict[str, Any]]:
                 for who, run in runs.items():
                     for metric, times in run.measure(name).items():
                         raw.setdefault((name, metric, who), []).extend(times)
-    return [_compared(name, metric, raw) for name in names for metric in METRICS]
+    return [result for name in names for metric in METRICS for result in _compared(name, metric, raw)]
 
 
-def _compared(name: str, metric: str, raw: dict[tuple[str, str, str], list[float]]) -> dict[str, Any]:
+def _compared(name: str, metric: str, raw: dict[tuple[str, str, str], list[float]]) -> list[Result]:
     original, ours = raw[name, metric, "original"], raw[name, metric, "ours"]
     ratio = statistics.median(original) / statistics.median(ours)
-    return {"workload": name, "metric": metric, "ratio": round(ratio, 2), "original_s": original, "ours_s": ours}
+    return [
+        Result(SCENARIO, "original", name, metric, "s", original, checked=True),
+        Result(SCENARIO, "ours", name, metric, "s", ours, checked=True),
+        Result(SCENARIO, "original_over_ours", name, metric, "ratio", [ratio]),
+    ]
 
 
 def main() -> int:
@@ -172,25 +178,11 @@ def main() -> int:
     if chosen.program:
         program()
         return 0
-    started = datetime.now(UTC)
-    found = compare(chosen.only, chosen.rounds)
-    for one in found:
-        print(f"{one['workload']:10} {one['metric']:7} {one['ratio']:8.1f} x")
-    path = chosen.out or RECORDS / f"shim-{started:%Y%m%d-%H%M%S}.json"
-    path.write_text(
-        json.dumps(
-            {
-                "kind": "shim",
-                "at": started.isoformat(timespec="seconds"),
-                "commit": commit(),
-                "machine": machine(),
-                "results": found,
-            },
-            indent=1,
-        )
-        + "\n"
-    )
-    worst = min(one["ratio"] for one in found)
+    by_hand = ByHand(SCENARIO)
+    results = compare(chosen.only, chosen.rounds)
+    path = chosen.out or RECORDS / f"shim-{by_hand.began.start:%Y%m%d-%H%M%S}.json"
+    by_hand.tell(results, path, whole=True)
+    worst = min(result.raw[0] for result in results if result.unit == "ratio")
     print(f"worst {worst:.1f} x, required {REQUIRED:g} x: {path}")
     return 0 if worst >= REQUIRED else 1
 

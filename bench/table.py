@@ -2,7 +2,7 @@
 
     python -m bench.table [RECORD] [--into README.md]
 
-Without a record: the newest in bench/records. `--into` replaces what stands between ``<!-- bench:begin -->`` and
+Without a record: the newest run in bench/records. `--into` replaces what stands between ``<!-- bench:begin -->`` and
 ``<!-- bench:end -->`` of that file. Exit code 1 with `--strict` if a figure is missed.
 """
 
@@ -13,17 +13,17 @@ import sys
 from pathlib import Path
 
 from bench.figures import Figure, figures
-from bench.harness import RECORDS, Record, load_record
+from bench.run_record import RECORDS, RunRecord, load_run
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 OUTCOMES = {True: "yes", False: "**no**", None: "not measured"}
 
 
 def newest() -> Path:
-    """The newest record of `bench.run`, whose names begin with their time. Raises FileNotFoundError if there is none."""
-    found = sorted(RECORDS.glob("[0-9]*.json"))
+    """The newest run of `bench.run`, whose folder's name begins with its time. Raises FileNotFoundError if there is none."""
+    found = sorted(path for path in RECORDS.glob("[0-9]*") if path.is_dir())
     if not found:
-        raise FileNotFoundError(f"no record in {RECORDS}; make one with `make bench`")
+        raise FileNotFoundError(f"no run in {RECORDS}; make one with `make bench`")
     return found[-1]
 
 
@@ -32,18 +32,18 @@ def _line(figure: Figure) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def caption(record: Record) -> str:
+def caption(record: RunRecord) -> str:
     """One sentence: where, when and how busy the machine was."""
-    machine, load = record.machine, record.load["before"][0]
-    modified = " (with changes)" if record.commit["modified"] else ""
+    first = record.first
+    machine, memory = first.machine, int(first.machine["memory_bytes"]) / 2**30
     return (
-        f"{machine['cores']} cores ({machine['processor']}), {machine['memory_bytes'] / 2**30:.0f} GiB, "
-        f"Python {machine['python']}; commit {record.commit['id'][:9]}{modified}, {record.started[:10]}, "
-        f"load {load:.1f} at the start. Times are ours / theirs, medians of one run: compare ratios, not times."
+        f"{machine['cores']} cores ({machine['processor']}), {memory:.0f} GiB, "
+        f"Python {machine['python']}; commit {first.commit}, {first.start[:10]}, "
+        f"load {first.load['start']:.1f} at the start. Times are ours / theirs, medians of one run: compare ratios, not times."
     )
 
 
-def markdown(record: Record) -> str:
+def markdown(record: RunRecord) -> str:
     """The table, its header and its caption."""
     head = ["| work | against | required | measured | met | ours / theirs |", "|---|---|---|---|---|---|"]
     return "\n".join([*head, *map(_line, figures(record)), "", caption(record)])
@@ -64,7 +64,7 @@ def main() -> int:
     parser.add_argument("--into", type=Path)
     parser.add_argument("--strict", action="store_true")
     chosen = parser.parse_args()
-    record = load_record(chosen.record or newest())
+    record = load_run(chosen.record or newest())
     table = markdown(record)
     if chosen.into:
         chosen.into.write_text(insert(chosen.into.read_text(), table))

@@ -1,6 +1,5 @@
 """The three modes beside each other: from made-up runs, and small real ones."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ pytest.importorskip("torch", exc_type=ImportError)
 from tests.workflows.test_demo import SMALL
 from transferqueue.cli.commands.compare_modes import parse_seeds
 from transferqueue.errors import UsageError
+from transferqueue.observe.measurement_record import Measurement, load_record
 from transferqueue.workflows.grpo import comparison
 from transferqueue.workflows.grpo.comparison import Run
 from transferqueue.workflows.grpo.job import Mode
@@ -72,10 +72,12 @@ def test_speed_is_against_the_synchronous_run_of_the_same_seed() -> None:
 
 
 def test_a_record_and_its_picture(tmp_path: Path) -> None:
-    comparison.write(tmp_path / "a" / "r.json", comparison.record(RUNS, SMALL, rollouts=1, commit="abc"))
-    found = json.loads((tmp_path / "a" / "r.json").read_text())
-    assert [mode["mode"] for mode in found["modes"]] == list(comparison.MODES)
-    assert len(found["runs"]) == 6
+    details = comparison.details(RUNS, SMALL, rollouts=1)
+    Measurement().record("compare-modes", comparison.results(RUNS), details=details).save(tmp_path / "a" / "r.json")
+    found = load_record(tmp_path / "a" / "r.json")
+    assert [mode["mode"] for mode in found.details["means"]] == list(comparison.MODES)
+    speed = next(result for result in found.results if result.name == "async/speed_over_sync")
+    assert (speed.n, speed.median) == (2, 2)
     comparison.draw(tmp_path / "r.png", comparison.compare(RUNS), RUNS)
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 

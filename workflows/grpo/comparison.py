@@ -6,17 +6,14 @@ compared is of one machine at one time: read the ratios.
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final
 
 from transferqueue.errors import UsageError
+from transferqueue.observe.measurement_record import MeasuredResult, summarize
 from transferqueue.workflows.grpo.job import JobSettings, Mode
 from transferqueue.workflows.grpo.learning.settings import Settings
 from transferqueue.workflows.grpo.report import Summary
@@ -24,6 +21,25 @@ from transferqueue.workflows.grpo.run import run_demo
 
 MODES: Final[tuple[Mode, ...]] = ("sync", "delayed", "async")
 COLORS: Final[Mapping[str, str]] = {"sync": "#a0aec0", "delayed": "#c05621", "async": "#2b6cb0"}
+METRICS: Final[Mapping[str, str]] = {
+    "seconds": "s",
+    "samples_per_s": "1/s",
+    "heldout_reward_before": "ratio",
+    "heldout_reward_after": "ratio",
+    "accuracy_before": "ratio",
+    "accuracy_after": "ratio",
+    "trainer_busy": "ratio",
+    "rollout_busy": "ratio",
+    "publish_lag_s": "s",
+    "publish_s": "s",
+    "swap_s_max": "s",
+    "gap_s_max": "s",
+    "request_s": "s",
+    "rows_put": "count",
+    "rows_done": "count",
+    "rows_dropped": "count",
+}
+"""Fields of a run's summary that the record has, with their units."""
 _DOTS_PER_INCH: Final = 130
 
 
@@ -127,25 +143,28 @@ def _staleness(found: Sequence[Summary]) -> dict[str, float]:
     return {v: round(sum(one.staleness_histogram.get(v, 0) for one in found) / max(1, rows), 4) for v in versions}
 
 
-def record(runs: Sequence[Run], learning: Settings, *, rollouts: int, commit: str) -> dict[str, Any]:
-    """The comparison as plain values: what ran where and when, every run's summary, and the figures of each mode."""
+def results(runs: Sequence[Run]) -> list[MeasuredResult]:
+    """Medians over seeds of what every run found, by mode. What single runs found is in their own files."""
+    base = {run.seed: run.summary.samples_per_s for run in runs if run.mode == "sync"}
+    found = []
+    for mode in MODES:
+        mine = [run for run in runs if run.mode == mode]
+        found += [
+            summarize(f"{mode}/{metric}", unit, [getattr(run.summary, metric) for run in mine])
+            for metric, unit in METRICS.items()
+        ]
+        speeds = [run.summary.samples_per_s / base[run.seed] for run in mine]
+        found.append(summarize(f"{mode}/speed_over_sync", "ratio", speeds))
+    return found
+
+
+def details(runs: Sequence[Run], learning: Settings, *, rollouts: int) -> dict[str, Any]:
+    """Means over seeds of each mode, and the settings of the job."""
     return {
-        "kind": "compare-modes",
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit,
-        "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()},
-        "load_at_end": [round(load, 2) for load in os.getloadavg()],
         "rollouts": rollouts,
+        "means": [asdict(figures) for figures in compare(runs)],
         "learning": asdict(learning),
-        "modes": [asdict(figures) for figures in compare(runs)],
-        "runs": [asdict(run) for run in runs],
     }
-
-
-def write(path: Path, found: Mapping[str, Any]) -> None:
-    """Write a record as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 def draw(path: Path, figures: Sequence[ModeFigures], runs: Sequence[Run]) -> None:

@@ -1,16 +1,12 @@
-"""What a replay leaves: its figures against the published ones, the record, and the picture."""
+"""What a replay leaves: its figures against the published ones, the results of its record, and the picture."""
 
 from __future__ import annotations
 
-import os
-import platform
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
+from transferqueue.observe.measurement_record import MeasuredResult, single
 from transferqueue.workflows.sim import asyncflow_trace as trace
 from transferqueue.workflows.sim.replay import Replayed
 
@@ -42,27 +38,31 @@ def speedups(runs: Sequence[Replayed]) -> dict[str, dict[str, float]]:
     }
 
 
-def record(runs: Sequence[Replayed], *, commit: str) -> dict[str, Any]:
-    """The replay as plain values."""
+def results(runs: Sequence[Replayed]) -> list[MeasuredResult]:
+    """The figures of each mode, and serial over it. Seconds are published seconds."""
+    found = []
+    for run in runs:
+        found += [
+            single(f"{run.mode}/iteration", "s", run.iteration_s),
+            single(f"{run.mode}/ideal_iteration", "s", run.ideal_iteration_s),
+            single(f"{run.mode}/over_ideal", "ratio", run.overhead),
+            single(f"{run.mode}/rows", "count", run.rows),
+            *(single(f"{run.mode}/busy_spread/{stage}", "ratio", spread) for stage, spread in run.spread.items()),
+        ]
+    return found + [
+        single(f"{mode}/serial_over_this", "ratio", ratio["ours"]) for mode, ratio in speedups(runs).items()
+    ]
+
+
+def details(runs: Sequence[Replayed]) -> dict[str, Any]:
+    """What the figures are compared with, and what the replay assumes."""
     return {
-        "kind": "replay",
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit,
-        "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()},
-        "load_at_end": [round(load, 2) for load in os.getloadavg()],
+        "speed": runs[0].speed,
         "instances": trace.INSTANCES,
         "rows_per_iteration": trace.BATCH_ROWS,
-        "assumed": list(ASSUMED),
         "published_iteration_s": PUBLISHED_S,
-        "speedups": speedups(runs),
-        "runs": [{k: v for k, v in msgspec.to_builtins(run).items() if k != "timeline"} for run in runs],
+        "assumed": list(ASSUMED),
     }
-
-
-def write(path: Path, found: Mapping[str, Any]) -> None:
-    """Write the record to ``path``, making its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
 
 
 def draw(path: Path, runs: Sequence[Replayed]) -> None:

@@ -6,16 +6,14 @@ ledger; what the paper does not say is in `ASSUMED`.
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
+from transferqueue.observe.measurement_record import MeasuredResult, single
 from transferqueue.workflows.sim.generation import (
     RANDOM_FIFO,
     Lengths,
@@ -173,17 +171,18 @@ def _side_s(lengths: Lengths, instances: int) -> float:
     return generation_s(lengths, lengths, site, choose(lengths, site))
 
 
-def record(lines: list[Line], *, commit: str) -> dict[str, Any]:
-    """The table as plain values."""
-    return {
-        "kind": "streamrl",
-        "simulated": True,
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit,
-        "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()},
-        "assumed": list(ASSUMED),
-        "lines": [{**msgspec.to_builtins(line), "ours": round(line.ours, 3)} for line in lines],
-    }
+def results(lines: Sequence[Line]) -> list[MeasuredResult]:
+    """Our figures."""
+    return [single(_name(line), "ratio", line.ours) for line in lines]
+
+
+def details(lines: Sequence[Line]) -> dict[str, Any]:
+    """What was published for each figure, and what the simulation assumes."""
+    return {"simulated": True, "published": {_name(line): line.published for line in lines}, "assumed": list(ASSUMED)}
+
+
+def _name(line: Line) -> str:
+    return f"{line.figure}: {line.setting}"
 
 
 def draw(path: Path, lines: list[Line]) -> None:

@@ -8,9 +8,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 
+from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single
 from transferqueue.workflows.sim.generation import (
     RANDOM_FIFO,
     Lengths,
@@ -70,12 +70,28 @@ def sweep() -> list[dict[str, Any]]:
     return found
 
 
+def results(found: Sequence[Mapping[str, Any]]) -> list[MeasuredResult]:
+    """The ratio to random order in every setting, its worst seed, and how well lengths were predicted."""
+    measured = [single(f"{one['rows']}/{one['by']}/recall", "ratio", one["recall"]) for one in found]
+    for one in found:
+        setting = f"{one['instances']}x{one['slots']}x{one['rows']}/{one['by']}"
+        measured += [
+            single(f"{setting}/ratio", "ratio", one["ratio"]),
+            single(f"{setting}/worst", "ratio", one["ratio_worst_seed"]),
+        ]
+    return list(dict.fromkeys(measured))
+
+
+DETAILS: Final = {
+    "simulated": True,
+    "names": "instances x slots x rows / who predicts the lengths / time over random order, or that of the worst seed",
+}
+
+
 def main() -> None:
     """Sweep, write the record, and say the range of the ratios."""
-    found = sweep()
-    Path(sys.argv[1]).write_bytes(
-        msgspec.json.format(msgspec.json.encode({"kind": "dispatch-sweep", "settings": found}), indent=1) + b"\n"
-    )
+    began, found = Measurement(), sweep()
+    began.record("dispatch-sweep", results(found), details=DETAILS).save(Path(sys.argv[1]))
     for by in BY:
         mine = [one for one in found if one["by"] == by]
         ratios = [one["ratio"] for one in mine]

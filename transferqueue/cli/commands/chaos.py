@@ -34,7 +34,7 @@ def chaos(
         ),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", show_default=False, help="Write the report here as JSON.")
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="Write the record of the run here, as JSON.")
     ] = None,
     keep: Annotated[
         Path | None,
@@ -46,18 +46,17 @@ def chaos(
     Uses its own server and directory, touches no other, and removes both, also on Ctrl-C. Linux only. Exit code 1 if a
     promise was broken: a row lost, done twice, with other bytes, over a bound, or a wait that was stuck.
     """
-    import json
-
-    from transferqueue.cli.commands.compare_modes import commit_in_use
+    from transferqueue.observe.measurement_record import Measurement
     from transferqueue.testing.chaos.fault_plan import settings
     from transferqueue.testing.chaos.run import chaos as run_chaos
 
     run = settings(seconds, seed, durability, tcp)
+    began = Measurement()
     say(f"{run.command}")
     found = run_chaos(run, say, keep)
     for line in found.lines():
         say(line)
     if out is not None:
-        out.write_text(json.dumps({"commit": commit_in_use(), **found.plain()}, indent=1) + "\n")
+        began.record("chaos", found.results(), details=found.details()).save(out)
     if not found.kept:
         raise typer.Exit(BROKEN)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -37,16 +35,18 @@ def compare_modes(
     Samples per second, idle share of the trainer, held-out reward before and after, staleness, and how long a rollout
     stood still for new weights. Close other work on the machine: it is shared by all processes of a run.
     """
+    from transferqueue.observe.measurement_record import Measurement
     from transferqueue.workflows.grpo import comparison
     from transferqueue.workflows.grpo.learning.settings import settings_for
 
     numbers = parse_seeds(seeds)
-    name = f"compare-modes-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    began = Measurement()
+    name = f"compare-modes-{began.start:%Y%m%d-%H%M%S}"
     learning = replace(settings_for(), steps=steps)
     finished = comparison.run_all(learning, numbers, directory=runs / name, rollouts=rollouts, told=_told)
     figures = comparison.compare(finished)
-    found = comparison.record(finished, learning, rollouts=rollouts, commit=commit_in_use())
-    comparison.write(out / f"{name}.json", found)
+    details = comparison.details(finished, learning, rollouts=rollouts)
+    began.record("compare-modes", comparison.results(finished), details=details).save(out / f"{name}.json")
     comparison.draw(out / f"{name}.png", figures, finished)
     _show(figures)
     say(f"wrote {out / name}.json and .png")
@@ -88,14 +88,3 @@ def _show(figures: Sequence[ModeFigures]) -> None:
             f"{1000 * one.request_s:.1f} ms",
         )
     console().print(table)
-
-
-def commit_in_use() -> str:
-    """The commit of the code in use; empty outside a checkout."""
-    root = Path(__file__).resolve().parents[3]
-    if not (root / ".git").exists():
-        return ""
-    found = subprocess.run(
-        ["git", "rev-parse", "--short=9", "HEAD"], cwd=root, capture_output=True, text=True, check=True
-    )
-    return found.stdout.strip()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from transferqueue.cli.commands.compare_modes import commit_in_use
 from transferqueue.cli.screens.terminal import console, say
 
 if TYPE_CHECKING:
@@ -29,12 +27,15 @@ def replay(
 
     Writes iteration times, ratios to serial, busy-time spread and the overhead of the queue, with what was assumed.
     """
+    from transferqueue.observe.measurement_record import Measurement
     from transferqueue.workflows.sim import replay as replaying
     from transferqueue.workflows.sim import replay_record
 
+    began = Measurement()
     runs = [replaying.replay(mode, speed=speed) for mode in replaying.MODES]
-    name = f"replay-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    replay_record.write(out / f"{name}.json", replay_record.record(runs, commit=commit_in_use()))
+    name = f"replay-{began.start:%Y%m%d-%H%M%S}"
+    record = began.record("replay", replay_record.results(runs), details=replay_record.details(runs))
+    record.save(out / f"{name}.json")
     replay_record.draw(out / f"{name}.png", runs)
     _show(runs, replay_record.speedups(runs))
     say(f"wrote {out / name}.json and .png")

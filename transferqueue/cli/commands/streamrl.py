@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from transferqueue.cli.commands.compare_modes import commit_in_use
 from transferqueue.cli.screens.terminal import console, say
 
 if TYPE_CHECKING:
@@ -26,12 +24,14 @@ def streamrl(
 
     Prints published and simulated figures with what was assumed, and writes a record and a picture.
     """
+    from transferqueue.observe.measurement_record import Measurement
     from transferqueue.workflows.sim import streamrl as simulating
-    from transferqueue.workflows.sim.replay_record import write
 
+    began = Measurement()
     lines = simulating.table()
-    name = f"streamrl-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    write(out / f"{name}.json", simulating.record(lines, commit=commit_in_use()))
+    name = f"streamrl-{began.start:%Y%m%d-%H%M%S}"
+    record = began.record("streamrl", simulating.results(lines), details=simulating.details(lines))
+    record.save(out / f"{name}.json")
     simulating.draw(out / f"{name}.png", lines)
     _show(lines, simulating.ASSUMED)
     say(f"wrote {out / name}.json and .png")

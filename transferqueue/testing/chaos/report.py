@@ -5,29 +5,41 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
+from transferqueue.observe.measurement_record import MeasuredResult, rounded, single
 from transferqueue.testing.chaos import recovery
 from transferqueue.testing.chaos.fault_plan import PROXY, Fault, Settings
 from transferqueue.testing.chaos.log import Told
 from transferqueue.testing.chaos.recovery import Times
 from transferqueue.testing.chaos.verify import Account
 
+VIOLATIONS_MAX: Final = 20
+"""How many violations a record has in words, which is of limited size. All are printed when the run ends."""
+VIOLATION_CHARACTERS_MAX: Final = 200
+
 
 class Spread(msgspec.Struct, frozen=True):
     """Of some times, in seconds."""
 
     samples: int
+    p10: float
     p50: float
+    p90: float
     p99: float
     most: float
 
     @classmethod
     def of(cls, times: Times) -> Spread:
         """These times."""
-        return cls(len(times.samples), *(round(times.at(share), 4) for share in (0.5, 0.99, 1.0)))
+        return cls(len(times.samples), *(round(times.at(share), 4) for share in (0.1, 0.5, 0.9, 0.99, 1.0)))
+
+    def results(self, name: str) -> list[MeasuredResult]:
+        """As results of a record."""
+        middle = rounded(MeasuredResult(name, "s", self.samples, self.p50, self.p10, self.p90))
+        return [middle, single(f"{name}_p99", "s", self.p99), single(f"{name}_most", "s", self.most)]
 
 
 class Longest(msgspec.Struct, frozen=True):
@@ -86,9 +98,40 @@ class Report(msgspec.Struct, frozen=True):
         yield f"verdict               {'every promise was kept' if self.kept else 'BROKEN'}"
         yield f"again                 {self.command}"
 
-    def plain(self) -> dict[str, Any]:
-        """As plain values, for a record."""
-        return {"kept": self.kept, **msgspec.to_builtins(self)}
+    def results(self) -> list[MeasuredResult]:
+        """The figures, for a record."""
+        counts = {
+            "faults_of_processes": self.faults_of_processes,
+            **{f"faults/{kind}": times for kind, times in self.faults.items()},
+            **{f"rows/{table}": rows for table, rows in self.rows.items()},
+            "verified": self.verified,
+            "late_acks": self.late_acks,
+            "dropped_stale": self.dropped_stale,
+            "lost": self.lost,
+            "duplicates": self.duplicates,
+            "bounds_broken": self.bounds_broken,
+            "violations": len(self.violations),
+        }
+        times = {
+            "server_recovery": self.server_recovery_s,
+            "redelivery": self.redelivery_s,
+            "redelivery_remote": self.redelivery_remote_s,
+        }
+        return [
+            *(single(name, "count", value) for name, value in counts.items()),
+            *(result for name, spread in times.items() if spread.samples for result in spread.results(name)),
+            *(single(f"turn/{kind}/longest", "s", turn.seconds) for kind, turn in self.turns.items()),
+            *(single(f"turn/{kind}/longest_busy", "s", turn.busy_s) for kind, turn in self.turns.items()),
+        ]
+
+    def details(self) -> dict[str, Any]:
+        """The verdict, and what the figures do not say, for a record."""
+        return {
+            "kept": self.kept,
+            "violations": [text[:VIOLATION_CHARACTERS_MAX] for text in self.violations[:VIOLATIONS_MAX]],
+            "load_a_core": self.load,
+            "turns": {kind: {"longest": turn.of, "late": turn.late} for kind, turn in self.turns.items()},
+        }
 
 
 def report(run: Settings, faults: Sequence[Fault], told: Sequence[Told], violations: Sequence[str]) -> Report:
