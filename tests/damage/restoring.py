@@ -15,7 +15,7 @@ import numpy as np
 
 from transferqueue.errors import FlowSignal, TransferQueueError, UsageError
 from transferqueue.ledger.ledger import Ledger
-from transferqueue.ledger.persistence.snapshot import Cut, TableCut, take
+from transferqueue.ledger.persistence.snapshot import LedgerSnapshot, TableSnapshot, take
 from transferqueue.limits import MIB
 from transferqueue.server.durability.snapshot_files import _placement
 from transferqueue.server.durability.snapshots import Snapshots
@@ -90,7 +90,7 @@ class Restorer:
         }
         return {"tables": tables, "channels": channels, "dropped": cut.dropped_tables}
 
-    def _table(self, cut: Cut, table: TableCut) -> dict[str, Any]:
+    def _table(self, cut: LedgerSnapshot, table: TableSnapshot) -> dict[str, Any]:
         fields = {field.name: field for field in table.terms.fields}
         values: dict[str, Any] = {}
         for name, (blocks, slots) in table.places.items():
@@ -116,7 +116,7 @@ class Restorer:
             },
         }
 
-    def _weights(self, cut: Cut, fields: list[Any], blocks: list[int]) -> list[Any]:
+    def _weights(self, cut: LedgerSnapshot, fields: list[Any], blocks: list[int]) -> list[Any]:
         known = {field.name: field for field in fields}
         found = []
         for number in blocks:

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from transferqueue.ledger import Effect, FreeExtent, LeaseEnded, Ledger, Wait, Wake
-from transferqueue.ledger.table import Table
+from transferqueue.ledger import Effect, FreeExtent, LeaseEnded, Ledger, MustWait, WakeWaiters
+from transferqueue.ledger.table import TableState
 from transferqueue.limits import PAGE_BYTES, Limits
 from transferqueue.policies import Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field, align, layout
@@ -68,7 +68,7 @@ class World:
                 assert self.taken.pop(effect.extent) == (effect.offset, effect.nbytes)
                 assert self.shard_of.get(effect.extent, 0) == effect.shard
                 self.freed.append(effect.extent)
-            elif isinstance(effect, Wake):
+            elif isinstance(effect, WakeWaiters):
                 self.woken.append(effect.key)
             else:
                 self.ended.append(effect)
@@ -86,7 +86,7 @@ class World:
         self.ledger.tick(self.now)
         self.collect()
 
-    def table(self, name: str = "t") -> Table:
+    def table(self, name: str = "t") -> TableState:
         """The state itself, for what no request shows."""
         return self.ledger.state.tables[name]
 
@@ -228,7 +228,7 @@ class Driver:
         """Row ids, or Wait."""
         columns = self.columns(rows, big, inline, **facts)
         reply = self.apply(m.Put(table, rows, columns, reservation, wait_s))
-        return reply if isinstance(reply, Wait) else list(range(reply.first, reply.first + reply.rows))
+        return reply if isinstance(reply, MustWait) else list(range(reply.first, reply.first + reply.rows))
 
     def update(
         self,

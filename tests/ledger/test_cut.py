@@ -12,7 +12,7 @@ from tests.ledger.driver import Driver, World
 from tests.ledger.test_determinism import run
 from transferqueue.errors import UsageError
 from transferqueue.ledger import Ledger
-from transferqueue.ledger.persistence.snapshot import Cut
+from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.ledger.persistence.snapshot_checks import check
 from transferqueue.limits import PAGE_BYTES, PAGE_ROWS, Limits
 from transferqueue.policies import Complete, LongestFirst, Manual, Pacing, Refill, Release, Task
@@ -20,7 +20,7 @@ from transferqueue.schema import Field, align
 from transferqueue.wire import messages as m
 
 
-def moved(cut: Cut, world: World) -> Cut:
+def moved(cut: LedgerSnapshot, world: World) -> LedgerSnapshot:
     """The same cut with every block in an extent of its own in the arena of `world`."""
     blocks = {}
     for number, at in cut.blocks.items():
@@ -195,7 +195,7 @@ def test_random_histories_balance_and_a_second_cut_is_the_same(seed: int) -> Non
     assert_alike(second, third.cut(0.0))
 
 
-def assert_alike(one: Cut, other: Cut) -> None:
+def assert_alike(one: LedgerSnapshot, other: LedgerSnapshot) -> None:
     for left, right in zip(one.tables, other.tables, strict=True):
         assert (left.terms, left.counts, left.keys, left.tags) == (right.terms, right.counts, right.keys, right.tags)
         for mine, theirs in ((left.rows, right.rows), (left.groups, right.groups), *_tasks(left, right)):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from transferqueue.errors import TransferQueueError
-from transferqueue.ledger import FreeExtent, Ledger, Wait
+from transferqueue.ledger import FreeExtent, Ledger, MustWait
 from transferqueue.ledger.tasks.task_state import HELD, READY
 from transferqueue.limits import Limits
 from transferqueue.policies import (
@@ -221,8 +221,8 @@ class Fuzz:
             self.holder[reply.lease] = session
         if isinstance(reply, m.Reserved):
             self.reservation = reply.reservation
-        self.note(msgspec.msgpack.encode(reply) if not isinstance(reply, Wait) else repr(reply).encode())
-        if isinstance(reply, Wait):
+        self.note(msgspec.msgpack.encode(reply) if not isinstance(reply, MustWait) else repr(reply).encode())
+        if isinstance(reply, MustWait):
             self.note(self.ledger.explain(request, self.now).encode())
 
     def session_for(self, request: m.Request) -> int:

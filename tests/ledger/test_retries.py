@@ -8,8 +8,8 @@ from hypothesis import given
 
 from tests.ledger.driver import Driver, World
 from transferqueue.errors import DeadlineExceeded, Disconnected, ProtocolError, UsageError
-from transferqueue.ledger import Wait
-from transferqueue.ledger.sessions import Replies, Spans
+from transferqueue.ledger import MustWait
+from transferqueue.ledger.sessions import IntervalSet, ReplyCache
 from transferqueue.limits import REPLIES_KEPT_MAX, SESSIONS_MAX
 from transferqueue.policies import Manual, Task
 from transferqueue.wire import messages as m
@@ -85,7 +85,7 @@ def test_a_duplicate_that_arrives_after_its_reply_was_seen_is_refused(world: Wor
 
 def test_a_call_parked_long_ago_is_not_taken_for_a_duplicate(world: World, client: Driver) -> None:
     parked = m.Lease("t", "x", rows=1, wait_s=600)
-    assert isinstance(client.apply(parked), Wait)
+    assert isinstance(client.apply(parked), MustWait)
     call = client.call
     rows = []
     for _ in range(REPLIES_KEPT_MAX + 50):
@@ -167,7 +167,7 @@ def test_manual_rows_keep_their_put_known(world: World) -> None:
 
 @given(st.lists(st.integers(1, 60), max_size=60), st.integers(0, 60))
 def test_spans_are_a_set(numbers: list[int], upto: int) -> None:
-    spans, wanted = Spans(), set()
+    spans, wanted = IntervalSet(), set()
     for number in numbers:
         spans.add(number)
         wanted.add(number)
@@ -177,7 +177,7 @@ def test_spans_are_a_set(numbers: list[int], upto: int) -> None:
 
 
 def test_gaps_left_for_ever_do_not_grow_what_is_kept() -> None:
-    replies = Replies()
+    replies = ReplyCache()
     for call in range(1, 10 * REPLIES_KEPT_MAX, 2):
         replies.keep(call, m.Done())
     assert len(replies._given._spans) <= REPLIES_KEPT_MAX

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 import transferqueue as tq
 from tests.ledger.driver import Driver, World
 from transferqueue.errors import DeadlineExceeded, EndOfTable, InternalError
-from transferqueue.ledger import Ledger, Units
+from transferqueue.ledger import Ledger, UnitFacts
 from transferqueue.ledger.rows.arrays import IntArray
-from transferqueue.ledger.tasks.ready_queue import Ready, in_order
+from transferqueue.ledger.tasks.ready_queue import ReadyQueue, in_order
 from transferqueue.ledger.tasks.selectors import sortable
 from transferqueue.limits import Limits
 from transferqueue.policies import (
@@ -227,7 +227,7 @@ class Shortest:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.bad = bool(options.get("bad"))
 
-    def keys(self, units: Units) -> Any:
+    def keys(self, units: UnitFacts) -> Any:
         return np.zeros(units.count + 1) if self.bad else units.tokens.astype(np.float32)
 
 
@@ -262,7 +262,7 @@ def test_ready_gives_the_alive_in_order_whatever_was_pushed_taken_and_killed(dat
     def stands(units: IntArray, stamps: IntArray) -> Any:
         return np.array([unit in alive and unit == stamp for unit, stamp in zip(units, stamps, strict=True)], np.bool_)
 
-    ready, made = Ready(stands), 0
+    ready, made = ReadyQueue(stands), 0
     for _ in range(data.draw(st.integers(1, 12))):
         count = data.draw(st.sampled_from([1, 2, 70, 300, 2000]))
         keys = np.array(data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4)))[np.arange(count) % 1]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from tests.ledger.driver import Driver, World
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, LeaseExpired, UsageError
-from transferqueue.ledger import Wait
+from transferqueue.ledger import MustWait
 from transferqueue.ledger.tasks.shared_batches import shares
 from transferqueue.limits import Limits
 from transferqueue.policies import Complete, DropStale, HoldClock, Pacing, Selector, Task, TokenBalanced
@@ -325,7 +325,7 @@ def test_a_lease_that_ended_before_a_replica_asked_is_not_waited_for() -> None:
     clients[0].put(8)
     first = replica(clients, 0)
     clients[0].release(first)
-    assert isinstance(replica(clients, 1, 16, wait_s=1), Wait)
+    assert isinstance(replica(clients, 1, 16, wait_s=1), MustWait)
     assert replica(clients, 1).rows == [0, 1, 2, 3]
     assert replica(clients, 0).rows == [0, 1, 2, 3]
     clients[0].drop([0, 1, 2, 3])

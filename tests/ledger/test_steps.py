@@ -11,7 +11,7 @@ from tests.ledger.driver import Driver, World
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Full, LeaseExpired, NotFound, ProtocolError, UsageError
 from transferqueue.ledger import Ledger
 from transferqueue.ledger.rows import indexes as ordinals
-from transferqueue.ledger.rows.indexes import Ordinals
+from transferqueue.ledger.rows.indexes import FinishedOrdinals
 from transferqueue.limits import Limits
 from transferqueue.policies import Complete, Pacing, Task
 from transferqueue.wire import messages as m
@@ -318,7 +318,7 @@ def test_sparse_ordinals_are_bounded(client: Driver, world: World, monkeypatch: 
     client.put(9, ordinal=range(0, 18, 2))
     client.ack(client.lease("train", 9))
     assert client.cursor() == 1
-    assert isinstance(world.table().ordinals, Ordinals)
+    assert isinstance(world.table().ordinals, FinishedOrdinals)
     assert len(world.table().ordinals.spans) == 4
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.server.nodes import Bench, lease, local, numbers, rows_of
 from transferqueue.errors import JournalFailed
 from transferqueue.ledger.ledger import Ledger
-from transferqueue.ledger.state import State
+from transferqueue.ledger.state import LedgerState
 from transferqueue.limits import DEFECT_PAUSE_S
 from transferqueue.policies import Task
 from transferqueue.schema import Field
@@ -172,7 +172,7 @@ def test_the_next_life_arrives_where_a_defect_left_this_one(tmp_path, monkeypatc
     ledger.apply(m.Put("t", 4, numbers(4)), session=1, call=2, now=0)
     ledger.apply(m.Lease("t", "train", rows=2), session=1, call=3, now=0)
 
-    end_pins = State.end_pins
+    end_pins = LedgerState.end_pins
 
     def half(state, session):
         end_pins(state, session)
@@ -184,7 +184,7 @@ def test_the_next_life_arrives_where_a_defect_left_this_one(tmp_path, monkeypatc
         expire(self, lease)
         broken()
 
-    monkeypatch.setattr(State, "end_pins", half)
+    monkeypatch.setattr(LedgerState, "end_pins", half)
     monkeypatch.setattr(Ledger, "_expire", expires_half)
     with pytest.raises(Defect):
         ledger.apply(m.Lease("t", "train", rows=4), session=1, call=4, now=6.0)

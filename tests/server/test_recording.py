@@ -11,7 +11,7 @@ import pytest
 from tests.ledger.driver import World
 from tests.ledger.test_determinism import Fuzz
 from transferqueue.errors import Corruption, InternalError, UsageError
-from transferqueue.ledger import Ledger, Wait
+from transferqueue.ledger import Ledger, MustWait
 from transferqueue.ledger.dispatch import OPERATIONS
 from transferqueue.policies import Task
 from transferqueue.server.durability import recorded_ledger as recording
@@ -111,7 +111,7 @@ def test_what_changes_nothing_is_not_written(world, paper):
     world.ledger.commit()
     with pytest.raises(UsageError):
         client.drop([3, 3])
-    assert isinstance(client.lease("t", 1, wait_s=9), Wait)
+    assert isinstance(client.lease("t", 1, wait_s=9), MustWait)
     client.observe("stats")
     client.apply(m.Find("t", ["k"]))
     client.apply(m.OpenTable("t"))

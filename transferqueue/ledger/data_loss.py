@@ -20,12 +20,12 @@ from transferqueue.ledger.rows.arrays import BoolArray, IntArray
 from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.ledger.rules.groups_and_staleness import conclude
 from transferqueue.ledger.rules.requeue import LOST, make_again
-from transferqueue.ledger.state import State
-from transferqueue.ledger.table import Table
+from transferqueue.ledger.state import LedgerState
+from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
 
 
-def lose(state: State, blocks: Collection[int], why: str) -> dict[str, list[int]]:
+def lose(state: LedgerState, blocks: Collection[int], why: str) -> dict[str, list[int]]:
     """The bytes of these blocks are gone. why: for people. Returns the rows that ended as lost, by table."""
     gone = frozenset(blocks)
     if not gone:
@@ -38,28 +38,28 @@ def lose(state: State, blocks: Collection[int], why: str) -> dict[str, list[int]
     return {name: rows for name, rows in lost.items() if rows}
 
 
-def values_in(state: State, blocks: Collection[int]) -> dict[str, dict[str, list[int]]]:
+def values_in(state: LedgerState, blocks: Collection[int]) -> dict[str, dict[str, list[int]]]:
     """What lies in these blocks, by table and field: the rows that read the field there. Changes nothing."""
     numbers = np.array(sorted(blocks), np.int64)
     found = {name: _values_in(table, numbers) for name, table in state.tables.items()}
     return {name: fields for name, fields in found.items() if fields}
 
 
-def _values_in(table: Table, blocks: IntArray) -> dict[str, list[int]]:
+def _values_in(table: TableState, blocks: IntArray) -> dict[str, list[int]]:
     rows = table.rows.pages.resident_rows()
     at = table.rows.pages.index(rows)
     found = {name: rows[there].tolist() for name, there in _fields_there(table, at, blocks).items()}
     return {name: rows for name, rows in found.items() if rows}
 
 
-def _give_up_staged(state: State, blocks: frozenset[int]) -> None:
+def _give_up_staged(state: LedgerState, blocks: frozenset[int]) -> None:
     for lease in list(state.core.leases.by_id.values()):
         if lease.staged is not None and not blocks.isdisjoint(lease.staged.blocks):
             why = "the bytes of its results were lost"
             returns.give_up(state.tables[lease.table], lease, why, state.now, failed=False)
 
 
-def _lose_values(table: Table, blocks: IntArray, why: str, now: float) -> list[int]:
+def _lose_values(table: TableState, blocks: IntArray, why: str, now: float) -> list[int]:
     """Returns the rows that ended as lost."""
     rows = table.rows.pages.resident_rows()
     rows = rows[table.parts.lies_in(table.rows.pages.index(rows), blocks)]
@@ -77,7 +77,7 @@ def _lose_values(table: Table, blocks: IntArray, why: str, now: float) -> list[i
     return ended
 
 
-def _clear(table: Table, rows: IntArray, blocks: IntArray, why: str, now: float) -> dict[str, IntArray]:
+def _clear(table: TableState, rows: IntArray, blocks: IntArray, why: str, now: float) -> dict[str, IntArray]:
     """Rows lack what lay in the blocks. Returns the rows of each field."""
     at = table.rows.pages.index(rows)
     gone = {name: there for name, there in _fields_there(table, at, blocks).items() if there.any()}
@@ -89,18 +89,18 @@ def _clear(table: Table, rows: IntArray, blocks: IntArray, why: str, now: float)
     return {name: rows[there] for name, there in gone.items()}
 
 
-def _fields_there(table: Table, at: IntArray, blocks: IntArray) -> dict[str, BoolArray]:
+def _fields_there(table: TableState, at: IntArray, blocks: IntArray) -> dict[str, BoolArray]:
     """For each field that is not inline, which rows read it from one of the blocks."""
     return {name: _lies_there(table, name, at, blocks) for name in table.rows.fields if name not in table.rows.inline}
 
 
-def _lies_there(table: Table, name: str, at: IntArray, blocks: IntArray) -> BoolArray:
+def _lies_there(table: TableState, name: str, at: IntArray, blocks: IntArray) -> BoolArray:
     """Which rows read the field from one of the blocks."""
     (places,) = table.parts.locate([name], at)
     return table.rows.has_all(at, table.rows.mask((name,))) & np.isin(places.blocks, blocks)
 
 
-def _waited_for(table: Table, name: str, rows: IntArray) -> BoolArray:
+def _waited_for(table: TableState, name: str, rows: IntArray) -> BoolArray:
     """Of which rows a task waits for the field."""
     at = table.rows.pages.index(rows)
     found = np.zeros(rows.size, np.bool_)
@@ -110,7 +110,7 @@ def _waited_for(table: Table, name: str, rows: IntArray) -> BoolArray:
     return found
 
 
-def _set_aside(table: Table, task: TaskState, at: IntArray) -> BoolArray:
+def _set_aside(table: TableState, task: TaskState, at: IntArray) -> BoolArray:
     """Rows in shares that no rank has claimed: nobody has read them."""
     leases = table.core.leases.by_id
     held = task.hold.a[at]

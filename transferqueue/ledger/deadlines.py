@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 
-class Subject(Protocol):
+class Expiring(Protocol):
     """Whatever has a deadline (None: none any more)."""
 
     deadline: float | None
@@ -21,10 +21,10 @@ class Deadlines:
     """A heap of (time, subject) with void entries skipped."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Subject]] = []
+        self._heap: list[tuple[float, int, Expiring]] = []
         self._pushed = 0
 
-    def add(self, subject: Subject, at: float) -> None:
+    def add(self, subject: Expiring, at: float) -> None:
         """Set the deadline of `subject`; an earlier one becomes void."""
         subject.deadline = at
         self._pushed += 1
@@ -37,7 +37,7 @@ class Deadlines:
             heapq.heappop(heap)
         return heap[0][0] if heap else None
 
-    def due(self, now: float) -> Iterator[Subject]:
+    def due(self, now: float) -> Iterator[Expiring]:
         """Subjects whose deadline has passed, earliest first; each is cleared as it is given out."""
         while (at := self.next()) is not None and at <= now:
             subject = heapq.heappop(self._heap)[2]

@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from transferqueue.errors import AlreadyExists, DeadlineExceeded, Full, NotFound, ProtocolError, UsageError, listing
-from transferqueue.ledger.effects import Wait
+from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.reports.answers import observed
 from transferqueue.ledger.requests import ack as returns
 from transferqueue.ledger.requests import checkpoints as stepped
@@ -18,19 +18,19 @@ from transferqueue.ledger.requests import put as intake
 from transferqueue.ledger.requests import read as reading
 from transferqueue.ledger.requests import tables as terms
 from transferqueue.ledger.requests import weight_channels as channels
-from transferqueue.ledger.requests.weight_channels import Channel
+from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.rows.arrays import decode_ids
-from transferqueue.ledger.sessions import Session
-from transferqueue.ledger.state import State
+from transferqueue.ledger.sessions import SessionState
+from transferqueue.ledger.state import LedgerState
 from transferqueue.limits import TABLES_MAX, check_name
 from transferqueue.wire import messages as m
 
-Answer = m.Reply | Wait
+Answer = m.Reply | MustWait
 
 # ---------------------------------------------------------------- tables
 
 
-def _create(state: State, request: m.CreateTable, session: Session, call: int) -> Answer:
+def _create(state: LedgerState, request: m.CreateTable, session: SessionState, call: int) -> Answer:
     terms.check_create(state.core, request)
     there = state.tables.get(request.name)
     if there is not None:
@@ -51,17 +51,17 @@ def _create(state: State, request: m.CreateTable, session: Session, call: int) -
     return table.terms()
 
 
-def _open(state: State, request: m.OpenTable, session: Session, call: int) -> Answer:
+def _open(state: LedgerState, request: m.OpenTable, session: SessionState, call: int) -> Answer:
     if request.name not in state.tables and request.wait_s > 0:
-        return Wait((("table", request.name),))
+        return MustWait((("table", request.name),))
     return state.table(request.name).terms()
 
 
-def _add_task(state: State, request: m.AddTask, session: Session, call: int) -> Answer:
+def _add_task(state: LedgerState, request: m.AddTask, session: SessionState, call: int) -> Answer:
     return terms.add_task(state.table(request.table), request.task, state.now)
 
 
-def _add_fields(state: State, request: m.AddFields, session: Session, call: int) -> Answer:
+def _add_fields(state: LedgerState, request: m.AddFields, session: SessionState, call: int) -> Answer:
     table = state.table(request.table)
     known = table.rows.check_fields(request.fields)
     for field in known.values():
@@ -69,7 +69,7 @@ def _add_fields(state: State, request: m.AddFields, session: Session, call: int)
     return table.terms()
 
 
-def _drop_table(state: State, request: m.DropTable, session: Session, call: int) -> Answer:
+def _drop_table(state: LedgerState, request: m.DropTable, session: SessionState, call: int) -> Answer:
     table = state.table(request.name)
     rows = table.rows_live
     resident = len(table.rows.pages.resident_rows()) if request.empty else 0
@@ -84,15 +84,15 @@ def _drop_table(state: State, request: m.DropTable, session: Session, call: int)
     return m.Done(rows)
 
 
-def _list_tables(state: State, request: m.ListTables, session: Session, call: int) -> Answer:
+def _list_tables(state: LedgerState, request: m.ListTables, session: SessionState, call: int) -> Answer:
     return m.Tables(sorted(state.tables))
 
 
-def _seal(state: State, request: m.Seal, session: Session, call: int) -> Answer:
+def _seal(state: LedgerState, request: m.Seal, session: SessionState, call: int) -> Answer:
     return flowing.seal(state.table(request.table), state.now)
 
 
-def _advance(state: State, request: m.Advance, session: Session, call: int) -> Answer:
+def _advance(state: LedgerState, request: m.Advance, session: SessionState, call: int) -> Answer:
     table = state.table(request.table)
     if table.pacing is not None and table.pacing.channel is not None:
         raise UsageError(
@@ -104,7 +104,7 @@ def _advance(state: State, request: m.Advance, session: Session, call: int) -> A
 # ---------------------------------------------------------------- bytes and sessions
 
 
-def _unpin(state: State, request: m.Unpin, session: Session, call: int) -> Answer:
+def _unpin(state: LedgerState, request: m.Unpin, session: SessionState, call: int) -> Answer:
     blocks, counts = decode_ids("blocks", request.blocks), decode_ids("counts", request.counts)
     if blocks.size != counts.size:
         raise ProtocolError(f"{blocks.size} blocks are unpinned with {counts.size} counts; give one a block")
@@ -117,16 +117,16 @@ def _unpin(state: State, request: m.Unpin, session: Session, call: int) -> Answe
     return m.Done(len(total))
 
 
-def _return_grant(state: State, request: m.ReturnGrant, session: Session, call: int) -> Answer:
+def _return_grant(state: LedgerState, request: m.ReturnGrant, session: SessionState, call: int) -> Answer:
     state.core.blocks.return_grant(session.id, request.extent)
     return m.Done()
 
 
-def _heartbeat(state: State, request: m.Heartbeat, session: Session, call: int) -> Answer:
+def _heartbeat(state: LedgerState, request: m.Heartbeat, session: SessionState, call: int) -> Answer:
     return m.Done()
 
 
-def _goodbye(state: State, request: m.Goodbye, session: Session, call: int) -> Answer:
+def _goodbye(state: LedgerState, request: m.Goodbye, session: SessionState, call: int) -> Answer:
     state.close_session(session.id)
     state.end_pins(session.id)
     return m.Done()
@@ -135,77 +135,77 @@ def _goodbye(state: State, request: m.Goodbye, session: Session, call: int) -> A
 # ---------------------------------------------------------------- rows
 
 
-def _put(state: State, request: m.Put, session: Session, call: int) -> Answer:
+def _put(state: LedgerState, request: m.Put, session: SessionState, call: int) -> Answer:
     return intake.put(state.table(request.table), request, session.id, (session.client, call), state.now)
 
 
-def _update(state: State, request: m.Update, session: Session, call: int) -> Answer:
+def _update(state: LedgerState, request: m.Update, session: SessionState, call: int) -> Answer:
     return intake.update(state.table(request.table), request, session.id, state.now)
 
 
-def _lease(state: State, request: m.Lease, session: Session, call: int) -> Answer:
+def _lease(state: LedgerState, request: m.Lease, session: SessionState, call: int) -> Answer:
     table, task = state.task(request.table, request.task)
     return handover.lease(table, task, request, session.id, state.now)
 
 
-def _ack(state: State, request: m.Ack, session: Session, call: int) -> Answer:
+def _ack(state: LedgerState, request: m.Ack, session: SessionState, call: int) -> Answer:
     return returns.ack(state.table(request.table), request, session.id, state.now)
 
 
-def _checkpointed(state: State, request: m.Checkpointed, session: Session, call: int) -> Answer:
+def _checkpointed(state: LedgerState, request: m.Checkpointed, session: SessionState, call: int) -> Answer:
     return stepped.checkpointed(state.table(request.table), request, state.now)
 
 
-def _rollback(state: State, request: m.Rollback, session: Session, call: int) -> Answer:
+def _rollback(state: LedgerState, request: m.Rollback, session: SessionState, call: int) -> Answer:
     return stepped.rollback(state.table(request.table), request, state.now)
 
 
-def _cursor(state: State, request: m.Cursor, session: Session, call: int) -> Answer:
+def _cursor(state: LedgerState, request: m.Cursor, session: SessionState, call: int) -> Answer:
     return m.CursorAt(state.table(request.table).ordinals.cursor(request.start))
 
 
-def _release(state: State, request: m.Release, session: Session, call: int) -> Answer:
+def _release(state: LedgerState, request: m.Release, session: SessionState, call: int) -> Answer:
     return returns.release(state.table(request.table), request, session.id, state.now)
 
 
-def _renew(state: State, request: m.Renew, session: Session, call: int) -> Answer:
+def _renew(state: LedgerState, request: m.Renew, session: SessionState, call: int) -> Answer:
     return returns.renew(state.table(request.table), request, session.id, state.now)
 
 
-def _reserve(state: State, request: m.Reserve, session: Session, call: int) -> Answer:
+def _reserve(state: LedgerState, request: m.Reserve, session: SessionState, call: int) -> Answer:
     return flowing.reserve(state.table(request.table), request, session.id)
 
 
-def _unreserve(state: State, request: m.Unreserve, session: Session, call: int) -> Answer:
+def _unreserve(state: LedgerState, request: m.Unreserve, session: SessionState, call: int) -> Answer:
     return flowing.unreserve(state.table(request.table), request, session.id)
 
 
-def _drop(state: State, request: m.Drop, session: Session, call: int) -> Answer:
+def _drop(state: LedgerState, request: m.Drop, session: SessionState, call: int) -> Answer:
     return intake.drop(state.table(request.table), request, state.now)
 
 
-def _delete(state: State, request: m.Delete, session: Session, call: int) -> Answer:
+def _delete(state: LedgerState, request: m.Delete, session: SessionState, call: int) -> Answer:
     return intake.delete(state.table(request.table), request, state.now)
 
 
-def _find(state: State, request: m.Find, session: Session, call: int) -> Answer:
+def _find(state: LedgerState, request: m.Find, session: SessionState, call: int) -> Answer:
     return reading.find(state.table(request.table), request)
 
 
-def _read(state: State, request: m.Read, session: Session, call: int) -> Answer:
+def _read(state: LedgerState, request: m.Read, session: SessionState, call: int) -> Answer:
     return reading.read(state.table(request.table), request, session.id)
 
 
 # ---------------------------------------------------------------- weights
 
 
-def _publish(state: State, request: m.Publish, session: Session, call: int) -> Answer:
-    channel = state.channels.get(request.channel) or Channel(check_name("channel", request.channel))
+def _publish(state: LedgerState, request: m.Publish, session: SessionState, call: int) -> Answer:
+    channel = state.channels.get(request.channel) or WeightChannelState(check_name("channel", request.channel))
     channels.check_publish(channel, state.core.blocks, session.id, request)
     followers = state.followers(request.channel)
     held = [table for table in followers if flowing.clock_held(table, request.version)]
     if held and request.wait_s > 0:
-        return Wait(tuple(("clock", table.name) for table in held))
+        return MustWait(tuple(("clock", table.name) for table in held))
     if held:
         raise DeadlineExceeded(flowing.clock_held(held[0], request.version))
     state.channels[request.channel] = channel
@@ -216,12 +216,12 @@ def _publish(state: State, request: m.Publish, session: Session, call: int) -> A
     return m.Done(len(request.fields))
 
 
-def _pull(state: State, request: m.Pull, session: Session, call: int) -> Answer:
-    channel = state.channels.get(request.channel) or Channel(request.channel)
+def _pull(state: LedgerState, request: m.Pull, session: SessionState, call: int) -> Answer:
+    channel = state.channels.get(request.channel) or WeightChannelState(request.channel)
     return channels.pull(channel, state.core.blocks, request, session.id)
 
 
-def _applied(state: State, request: m.Applied, session: Session, call: int) -> Answer:
+def _applied(state: LedgerState, request: m.Applied, session: SessionState, call: int) -> Answer:
     channel = state.channels.get(request.channel)
     if channel is None:
         raise NotFound(f'channel "{request.channel}" does not exist; there are {listing(state.channels)}')
@@ -229,29 +229,29 @@ def _applied(state: State, request: m.Applied, session: Session, call: int) -> A
     return m.Done()
 
 
-def _basis(state: State, request: m.Basis, session: Session, call: int) -> Answer:
-    channel = state.channels.get(request.channel) or Channel(check_name("channel", request.channel))
+def _basis(state: LedgerState, request: m.Basis, session: SessionState, call: int) -> Answer:
+    channel = state.channels.get(request.channel) or WeightChannelState(check_name("channel", request.channel))
     return channels.basis(channel, state.core.blocks)
 
 
-def _turn(state: State, request: m.Turn, session: Session, call: int) -> Answer:
+def _turn(state: LedgerState, request: m.Turn, session: SessionState, call: int) -> Answer:
     channel = state.channels.get(request.channel)
     if channel is None:
         raise NotFound(f'channel "{request.channel}" does not exist; there are {listing(state.channels)}')
     return channels.take_turn(channel, request, session.id, state.core.deadlines, state.now)
 
 
-def _end_turn(state: State, request: m.EndTurn, session: Session, call: int) -> Answer:
+def _end_turn(state: LedgerState, request: m.EndTurn, session: SessionState, call: int) -> Answer:
     channel = state.channels.get(request.channel)
     ended = channel is not None and channels.end_turn(channel, session.id, state.core.effects)
     return m.Done(int(ended))
 
 
-def _observe(state: State, request: m.Observe, session: Session, call: int) -> Answer:
+def _observe(state: LedgerState, request: m.Observe, session: SessionState, call: int) -> Answer:
     return m.Observed(msgspec.Raw(msgspec.msgpack.encode(observed(state, request))))
 
 
-Operation = Callable[[State, Any, Session, int], Answer]
+Operation = Callable[[LedgerState, Any, SessionState, int], Answer]
 
 OPERATIONS: Final[dict[type, Operation]] = {
     m.CreateTable: _create,

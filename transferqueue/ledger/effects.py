@@ -13,13 +13,13 @@ WakeKey = tuple[str, ...]
 ("channel", name), ("turn", channel)."""
 
 
-class Wait(msgspec.Struct, frozen=True):
-    """The request cannot proceed now: apply it again after a `Wake` of one of `keys`. Nothing was changed."""
+class MustWait(msgspec.Struct, frozen=True):
+    """The request cannot proceed now: apply it again after a `WakeWaiters` of one of `keys`. Nothing was changed."""
 
     keys: tuple[WakeKey, ...]
 
 
-class Wake(msgspec.Struct, frozen=True):
+class WakeWaiters(msgspec.Struct, frozen=True):
     """Requests that wait for `key` may now proceed, or have become hopeless: apply them again."""
 
     key: WakeKey
@@ -42,7 +42,7 @@ class LeaseEnded(msgspec.Struct, frozen=True):
     why: str
 
 
-Effect = Wake | FreeExtent | LeaseEnded
+Effect = WakeWaiters | FreeExtent | LeaseEnded
 
 
 class Effects:
@@ -62,6 +62,6 @@ class Effects:
 
     def take(self) -> list[Effect]:
         """All since the last call. Freed memory comes before wakes, so that who wakes finds it free."""
-        taken = self._events + [Wake(key) for key in self._woken]
+        taken = self._events + [WakeWaiters(key) for key in self._woken]
         self._events, self._woken = [], {}
         return taken

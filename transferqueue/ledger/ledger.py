@@ -18,19 +18,19 @@ from typing import Any, Final
 from transferqueue.errors import Full, InternalError, ProtocolError, UsageError
 from transferqueue.ledger import data_loss as losses
 from transferqueue.ledger.dispatch import OPERATIONS
-from transferqueue.ledger.effects import Effect, Wait
+from transferqueue.ledger.effects import Effect, MustWait
 from transferqueue.ledger.persistence import image
 from transferqueue.ledger.persistence.restore import planted
-from transferqueue.ledger.persistence.snapshot import Cut, take
+from transferqueue.ledger.persistence.snapshot import LedgerSnapshot, take
 from transferqueue.ledger.reports.answers import explained, observed
 from transferqueue.ledger.requests import ack as returns
 from transferqueue.ledger.requests import weight_channels as channels
 from transferqueue.ledger.rules.groups_and_staleness import conclude
-from transferqueue.ledger.sessions import Session
-from transferqueue.ledger.state import State
-from transferqueue.ledger.table import Core
-from transferqueue.ledger.tasks.group_task import Forming
-from transferqueue.ledger.tasks.leases import Lease
+from transferqueue.ledger.sessions import SessionState
+from transferqueue.ledger.state import LedgerState
+from transferqueue.ledger.table import SharedState
+from transferqueue.ledger.tasks.group_task import FormingGroup
+from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.selectors import PluginFactory
 from transferqueue.ledger.tasks.task_state import LEASED
 from transferqueue.limits import SESSIONS_MAX
@@ -49,7 +49,7 @@ class Ledger:
 
     def __init__(self, *, epoch: int = 1, selectors: Mapping[str, PluginFactory] | None = None) -> None:
         self.epoch = epoch
-        self.state = State(Core(plugins=dict(selectors or {})))
+        self.state = LedgerState(SharedState(plugins=dict(selectors or {})))
 
     # ------------------------------------------------------------ images
 
@@ -70,12 +70,12 @@ class Ledger:
 
     # ------------------------------------------------------------ cuts
 
-    def cut(self, now: float) -> Cut:
+    def cut(self, now: float) -> LedgerSnapshot:
         """All that a snapshot keeps, copied at one moment: see `cut`."""
         self.tick(now)
         return take(self.state)
 
-    def plant(self, cut: Cut, now: float) -> None:
+    def plant(self, cut: LedgerSnapshot, now: float) -> None:
         """Become what a cut was taken of, or change nothing: `UsageError` if there is a table or a channel, `Corruption` if the
         cut is none of a ledger (`cut_checks.check` looks at more). Takes as long as an `image` of what there is, and the cut.
         """
@@ -87,7 +87,7 @@ class Ledger:
     def open_session(self, session: int, client: bytes, now: float, *, label: str = "", origin: bytes = b"") -> None:
         """A client connected. client: its id (16 bytes), the same after it reconnects. label: for messages.
 
-        origin: kept as `Session.origin`.
+        origin: kept as `SessionState.origin`.
         """
         self.tick(now)
         sessions = self.state.sessions
@@ -95,7 +95,7 @@ class Ledger:
             raise UsageError(f"session {session} is open already, or not a positive number")
         if len(sessions) >= SESSIONS_MAX:
             raise Full(f"{SESSIONS_MAX} sessions are open, the most there may be; close some")
-        sessions[session] = Session(session, client, label, self.state.now, origin)
+        sessions[session] = SessionState(session, client, label, self.state.now, origin)
         self.state.core.labels[session] = label or f"session {session}"
         self.state.core.heard[session] = self.state.now
 
@@ -154,16 +154,16 @@ class Ledger:
         """Let happen what is due by `now`: leases expire, groups are late, unclaimed shares go back."""
         self.state.now = now = max(now, self.state.now)
         for subject in self.state.core.deadlines.due(now):
-            if isinstance(subject, Lease):
+            if isinstance(subject, LeaseState):
                 self._expire(subject)
-            elif isinstance(subject, Forming):
+            elif isinstance(subject, FormingGroup):
                 subject.late = True
                 subject.owner.unsettled[subject.unit] = None
                 conclude(self.state.tables[subject.owner.rows.table], now)
-            elif isinstance(subject, channels.Turn):
+            elif isinstance(subject, channels.UpdateSlot):
                 channels.end_turn(self.state.channels[subject.channel], subject.session, self.state.core.effects)
 
-    def _expire(self, lease: Lease) -> None:
+    def _expire(self, lease: LeaseState) -> None:
         why = f"it expired after {lease.length_s:g} s without renewal" if lease.holders else "nobody claimed the share"
         returns.give_up(self.state.tables[lease.table], lease, why, self.state.now)
 
@@ -199,11 +199,11 @@ class Ledger:
 
     # ------------------------------------------------------------ requests
 
-    def apply(self, request: m.Request, *, session: int, call: int, now: float) -> m.Reply | Wait:
+    def apply(self, request: m.Request, *, session: int, call: int, now: float) -> m.Reply | MustWait:
         """Carry out a request of a session. Raises `TransferQueueError` if it is refused.
 
         call: the client's number for this request, ascending, so that one sent again gets the same reply
-        (0: not to be recognised). `Wait`: apply it again, with the same call, after a `Wake` of one of its keys.
+        (0: not to be recognised). `MustWait`: apply it again, with the same call, after a `Wake` of one of its keys.
         """
         self.tick(now)
         one = self.state.session(session)
@@ -217,11 +217,11 @@ class Ledger:
         if before is not None:
             return before
         reply = operation(self.state, request, one, call)
-        if not isinstance(reply, Wait):
+        if not isinstance(reply, MustWait):
             one.replies.keep(call, reply)
         return reply
 
-    def _rows_know(self, request: m.Request, session: Session, call: int) -> bool:
+    def _rows_know(self, request: m.Request, session: SessionState, call: int) -> bool:
         """Whether this is a put that is known from its rows, whatever became of its reply."""
         table = self.state.tables.get(request.table) if isinstance(request, m.Put) else None
         return table is not None and (session.client, call) in table.puts

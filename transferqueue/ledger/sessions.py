@@ -14,7 +14,7 @@ from transferqueue.limits import REPLIES_KEPT_MAX
 from transferqueue.wire.messages import Reply
 
 
-class Spans:
+class IntervalSet:
     """A set of integers that are mostly consecutive, as ascending disjoint spans."""
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class Spans:
             self._spans.pop(0)
 
 
-class Replies:
+class ReplyCache:
     """Replies of one session, for its retries."""
 
     def __init__(self) -> None:
         self._kept: dict[int, Reply] = {}
-        self._given = Spans()
+        self._given = IntervalSet()
         """Calls that were answered and whose reply is not kept any more."""
         self._seen = 0
 
@@ -85,7 +85,7 @@ class Replies:
         self._given.forget(call)
 
 
-class Session:
+class SessionState:
     """One connected client."""
 
     def __init__(self, number: int, client: bytes, label: str, now: float, origin: bytes = b"") -> None:
@@ -95,6 +95,6 @@ class Session:
         self.opened = now
         self.origin = origin
         """What the caller needs to find the client again after a restart; it means nothing here."""
-        self.replies = Replies()
+        self.replies = ReplyCache()
         self.open = True
         """False: ended, but its pins and grants stay, since a view or a writer may still live."""

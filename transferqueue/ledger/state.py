@@ -7,39 +7,39 @@ from dataclasses import dataclass, field
 from transferqueue.errors import Disconnected, NotFound, listing
 from transferqueue.ledger.requests import ack as returns
 from transferqueue.ledger.requests import weight_channels as channels
-from transferqueue.ledger.requests.weight_channels import Channel
-from transferqueue.ledger.sessions import Session
-from transferqueue.ledger.table import Core, Table
+from transferqueue.ledger.requests.weight_channels import WeightChannelState
+from transferqueue.ledger.sessions import SessionState
+from transferqueue.ledger.table import SharedState, TableState
 from transferqueue.ledger.tasks.task_state import TaskState
 
 
 @dataclass(slots=True)
-class State:
+class LedgerState:
     """The state of a ledger. now: the latest time it was told."""
 
-    core: Core
-    sessions: dict[int, Session] = field(default_factory=dict)
-    tables: dict[str, Table] = field(default_factory=dict)
-    channels: dict[str, Channel] = field(default_factory=dict)
+    core: SharedState
+    sessions: dict[int, SessionState] = field(default_factory=dict)
+    tables: dict[str, TableState] = field(default_factory=dict)
+    channels: dict[str, WeightChannelState] = field(default_factory=dict)
     dropped_tables: dict[str, int] = field(default_factory=dict)
     """Rows put, done and dropped of tables that exist no more."""
     now: float = float("-inf")
 
-    def session(self, number: int) -> Session:
+    def session(self, number: int) -> SessionState:
         """An open session; `Disconnected` if there is none."""
         found = self.sessions.get(number)
         if found is None or not found.open:
             raise Disconnected(f"session {number} is not open: it was closed, or fell silent; connect again")
         return found
 
-    def table(self, name: str) -> Table:
+    def table(self, name: str) -> TableState:
         """A table; `NotFound` lists those that exist."""
         found = self.tables.get(name)
         if found is None:
             raise NotFound(f'table "{name}" does not exist; there are {listing(self.tables)}')
         return found
 
-    def task(self, table: str, name: str) -> tuple[Table, TaskState]:
+    def task(self, table: str, name: str) -> tuple[TableState, TaskState]:
         """A task of a table; `NotFound` lists those it has."""
         found = self.table(table)
         task = found.tasks.get(name)
@@ -47,7 +47,7 @@ class State:
             raise NotFound(f'task "{name}" is not in table "{table}"; it has {listing(found.tasks)}')
         return found, task
 
-    def followers(self, channel: str) -> list[Table]:
+    def followers(self, channel: str) -> list[TableState]:
         """Tables whose clock is the channel."""
         return [one for one in self.tables.values() if one.pacing and one.pacing.channel == channel]
 

@@ -13,17 +13,17 @@ from typing import NamedTuple
 from transferqueue.ledger.deadlines import Deadlines
 from transferqueue.ledger.effects import Effects
 from transferqueue.ledger.rows.arrays import IntArray
-from transferqueue.ledger.rows.blocks import Blocks, Usage
-from transferqueue.ledger.rows.column_places import Parts
-from transferqueue.ledger.rows.events import History
-from transferqueue.ledger.rows.groups import Groups
-from transferqueue.ledger.rows.indexes import Ordinals, VersionIndex
-from transferqueue.ledger.rows.row_state import Rows
+from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
+from transferqueue.ledger.rows.column_places import ColumnGroups
+from transferqueue.ledger.rows.events import TableHistory
+from transferqueue.ledger.rows.groups import GroupIndex
+from transferqueue.ledger.rows.indexes import FinishedOrdinals, VersionIndex
+from transferqueue.ledger.rows.row_state import RowStore
 from transferqueue.ledger.tasks.group_task import GroupTaskState
-from transferqueue.ledger.tasks.leases import Leases
-from transferqueue.ledger.tasks.reservations import Flow
+from transferqueue.ledger.tasks.leases import LeaseTable
+from transferqueue.ledger.tasks.reservations import FlowControl
 from transferqueue.ledger.tasks.selectors import PluginFactory, Ranker
-from transferqueue.ledger.tasks.shared_batches import Agreement
+from transferqueue.ledger.tasks.shared_batches import SharedBatches
 from transferqueue.ledger.tasks.task_state import OPEN, TaskState
 from transferqueue.limits import Limits
 from transferqueue.policies import Pacing, Retention, Task
@@ -44,13 +44,13 @@ def unknown(table: str, task: str, now: float) -> Absence | None:
 
 
 @dataclass(slots=True)
-class Core:
+class SharedState:
     """What all tables share."""
 
     effects: Effects = field(default_factory=Effects)
     deadlines: Deadlines = field(default_factory=Deadlines)
-    leases: Leases = field(default_factory=Leases)
-    blocks: Blocks = field(init=False)
+    leases: LeaseTable = field(default_factory=LeaseTable)
+    blocks: BlockRegistry = field(init=False)
     plugins: Mapping[str, PluginFactory] = field(default_factory=dict)
     labels: dict[int, str] = field(default_factory=dict)
     """What to call each session in messages to people."""
@@ -61,18 +61,18 @@ class Core:
     """Who works on a task, as far as texts for people say it. The caller's: it is in no image, and decides nothing."""
 
     def __post_init__(self) -> None:
-        self.blocks = Blocks(self.effects)
+        self.blocks = BlockRegistry(self.effects)
 
     def silent_s(self, session: int, now: float) -> float:
         """How long a session has said nothing."""
         return now - self.heard.get(session, now)
 
 
-class Table:
+class TableState:
     """State of one table."""
 
     def __init__(
-        self, core: Core, name: str, limits: Limits, pacing: Pacing | None, retention: Retention, replicas: int
+        self, core: SharedState, name: str, limits: Limits, pacing: Pacing | None, retention: Retention, replicas: int
     ) -> None:
         self.core = core
         self.name = name
@@ -85,18 +85,18 @@ class Table:
         """Whether rows may add fields that the terms do not name; None: yes, but clients refuse near misses."""
         self.sealed = False
         self.clock = 0
-        self.rows = Rows(name)
-        self.parts = Parts(self.rows)
-        self.groups = Groups(self.rows)
+        self.rows = RowStore(name)
+        self.parts = ColumnGroups(self.rows)
+        self.groups = GroupIndex(self.rows)
         self.tasks: dict[str, TaskState] = {}
         self.gatherers: list[GroupTaskState] = []
         """Tasks that take whole groups."""
-        self.flow = Flow()
+        self.flow = FlowControl()
         self.versions = VersionIndex(self.rows) if pacing and pacing.max_staleness is not None else None
-        self.ordinals = Ordinals(self.rows)
-        self.history = History()
-        self.usage = Usage()
-        self.agreements: dict[tuple[str, int, int], Agreement] = {}
+        self.ordinals = FinishedOrdinals(self.rows)
+        self.history = TableHistory()
+        self.usage = OwnerBytes()
+        self.agreements: dict[tuple[str, int, int], SharedBatches] = {}
         """(task, world, replicas) -> the batches that ranks agree on."""
         self.rows_put = 0
         self.rows_done = 0

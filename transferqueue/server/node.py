@@ -48,7 +48,7 @@ from transferqueue.errors import (
     TransferQueueError,
     UsageError,
 )
-from transferqueue.ledger.effects import FreeExtent, LeaseEnded, Wait, Wake
+from transferqueue.ledger.effects import FreeExtent, LeaseEnded, MustWait, WakeWaiters
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import CALLS_PARKED_MAX, DEFECT_PAUSE_S
 from transferqueue.server import reports as observing
@@ -490,22 +490,22 @@ class Node:
                 self.workers.asks(session.number, request.table, request.task, now)
         ahead = self.parking.queue_before(request)
         outcome = self._behind(session, request, ahead, now) if ahead else self._try(session, call, request, now)
-        if isinstance(outcome, Wait) and self.parking.count(session.number) >= CALLS_PARKED_MAX:
+        if isinstance(outcome, MustWait) and self.parking.count(session.number) >= CALLS_PARKED_MAX:
             outcome = _failed(Full(f"{CALLS_PARKED_MAX} requests of this session wait already, which is the most"))
-        if isinstance(outcome, Wait):
+        if isinstance(outcome, MustWait):
             parked = self.parking.join(session.number, call, request, now)
             self.parking.rest(parked, outcome.keys)
         elif not isinstance(request, _NOTICES) or isinstance(outcome, m.Failed):
             self._reply(session, call, request, outcome)
 
-    def _behind(self, session: Session, request: m.Request, ahead: int, now: float) -> Wait | m.Failed:
+    def _behind(self, session: Session, request: m.Request, ahead: int, now: float) -> MustWait | m.Failed:
         """What becomes of a newcomer that finds `ahead` others in its lane."""
         if wait_of(request) > 0:
-            return Wait(keys=())
+            return MustWait(keys=())
         why = f"{_earlier(ahead)} for the same, and this one may not wait: {self._explain(request, now)}"
         return _failed(DeadlineExceeded(why) if isinstance(request, m.Lease) else Full(why))
 
-    def _try(self, session: Session, call: int, request: m.Request, now: float) -> m.Reply | Wait:
+    def _try(self, session: Session, call: int, request: m.Request, now: float) -> m.Reply | MustWait:
         """Carry a request out, or learn what it must wait for. A refusal is a reply too."""
         if (refused := session.too_large.get(call)) is not None:
             return refused
@@ -535,7 +535,7 @@ class Node:
         except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the caller)
             return self._defect(type(request).__name__, error, session)
 
-    def _grant(self, session: Session, call: int, request: m.Grant, now: float) -> m.Reply | Wait:
+    def _grant(self, session: Session, call: int, request: m.Grant, now: float) -> m.Reply | MustWait:
         if (before := self.ledger.replied(session.number, call)) is not None:
             return before
         try:
@@ -547,12 +547,12 @@ class Node:
         if taken is not None:
             return self.ledger.grant(session.number, *taken, now, call=call)
         if request.wait_s:
-            return Wait(keys=(_MEMORY,))
+            return MustWait(keys=(_MEMORY,))
         raise Full(self._explain(request, now))
 
     def _of_shards(
         self, session: Session, request: m.TakeOrders | m.ListShards | m.Drain, now: float
-    ) -> m.Reply | Wait:
+    ) -> m.Reply | MustWait:
         match request:
             case m.TakeOrders():
                 return self.shards.of_session(session).orders(request, now)
@@ -563,7 +563,7 @@ class Node:
 
     def _work(
         self, session: Session, call: int, request: m.Snapshot | m.Restore | m.Follow, now: float
-    ) -> m.Reply | Wait:
+    ) -> m.Reply | MustWait:
         if self.snapshots is None:
             raise UsageError(
                 "this server writes no snapshots: nobody named a directory for them; start it with --snapshots"
@@ -599,15 +599,15 @@ class Node:
     def _try_again(self, parked: Parked, now: float) -> None:
         session = self.sessions.of_call(parked.session)
         outcome = self._try(session, parked.call, parked.request, now)
-        if isinstance(outcome, Wait):
+        if isinstance(outcome, MustWait):
             self.parking.rest(parked, outcome.keys)
         else:
             self._finish(parked, outcome)
 
-    def _obey(self, effects: Iterable[Wake | FreeExtent | LeaseEnded], now: float) -> None:
+    def _obey(self, effects: Iterable[WakeWaiters | FreeExtent | LeaseEnded], now: float) -> None:
         for effect in effects:
             match effect:
-                case Wake():
+                case WakeWaiters():
                     self.parking.wake(effect.key)
                 case FreeExtent():
                     self._guard("return of memory", partial(self.shards.give_back, effect, now))

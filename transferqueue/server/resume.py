@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from transferqueue.errors import Corruption, listing
-from transferqueue.ledger.rows.blocks import Extent
-from transferqueue.ledger.sessions import Session as Known
+from transferqueue.ledger.rows.blocks import ExtentState
+from transferqueue.ledger.sessions import SessionState as Known
 from transferqueue.server.sessions import liveness as evidence
 from transferqueue.wire import messages as m
 
@@ -99,7 +99,7 @@ def _find_sessions(node: Node, now: float, find_again: FindAgain, *, rebooted: b
     _find_shards(node, lent)
 
 
-def _find_shards(node: Node, extents: list[Extent]) -> None:
+def _find_shards(node: Node, extents: list[ExtentState]) -> None:
     """Those whose sessions go on; what the others held is lost already. extents: lent when the last life ended."""
     sessions = list(node.sessions)
     for session in sessions:

@@ -20,16 +20,16 @@ from transferqueue.ledger.requests import lease as handover
 from transferqueue.ledger.requests import put as intake
 from transferqueue.ledger.requests import weight_channels as channels
 from transferqueue.ledger.rows.arrays import NO_ROWS
-from transferqueue.ledger.rows.blocks import Blocks
-from transferqueue.ledger.rows.groups import Groups
+from transferqueue.ledger.rows.blocks import BlockRegistry
+from transferqueue.ledger.rows.groups import GroupIndex
 from transferqueue.ledger.rules import finish as fates
 from transferqueue.ledger.rules import groups_and_staleness as settle
 from transferqueue.ledger.rules.finish import finish_rows
-from transferqueue.ledger.table import Table
+from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks import task_state as tasks
 from transferqueue.ledger.tasks.group_task import GroupTaskState
-from transferqueue.ledger.tasks.leases import Leases
-from transferqueue.ledger.tasks.reservations import Flow
+from transferqueue.ledger.tasks.leases import LeaseTable
+from transferqueue.ledger.tasks.reservations import FlowControl
 from transferqueue.ledger.tasks.task_state import TaskState
 from transferqueue.server.durability import recorded_ledger as recording
 from transferqueue.server.sessions.waiting import Parking
@@ -138,7 +138,7 @@ def _all(_was: Any) -> Any:
 
 FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "rows count as consumed when they are fetched": ((returns, "return_rows", _consumed),),
-    "an ack is taken without fencing": ((Leases, "get", _unfenced),),
+    "an ack is taken without fencing": ((LeaseTable, "get", _unfenced),),
     "a row id is used again": ((intake, "PutRows", lambda was: lambda first, rows: was(max(0, first - 1), rows)),),
     "a row is visible before its last block": ((TaskState, "arrive", _too_early), (GroupTaskState, "arrive", _too_early)),
     "the journal is written after the answer": ((SimJournal, "commit", _behind),),
@@ -149,11 +149,11 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
         (handover, "_stale_since", lambda _was: lambda *_args: NO_ROWS),
     ),
     "a reply is matched by order": ((Calls, "answered", _in_order),),
-    "an extent is freed under a view": ((Blocks, "pin", _nothing), (Blocks, "unpin", _nothing)),
-    "a reservation is freed twice": ((Flow, "close", _double_free),),
+    "an extent is freed under a view": ((BlockRegistry, "pin", _nothing), (BlockRegistry, "unpin", _nothing)),
+    "a reservation is freed twice": ((FlowControl, "close", _double_free),),
     "the expiry of a lease is not counted": ((returns, "return_rows", _uncounted),),
-    "a group is handed over incomplete": ((Groups, "size_of", _one_less),),
-    "a seal forgets those who wait": ((Table, "wake_tasks", _nothing), (Table, "wake_task", _nothing)),
+    "a group is handed over incomplete": ((GroupIndex, "size_of", _one_less),),
+    "a seal forgets those who wait": ((TableState, "wake_tasks", _nothing), (TableState, "wake_task", _nothing)),
     "a wake-up is lost": ((Parking, "wake", _nothing),),
     "an extent is given back twice": ((Memory, "give_back", _twice),),
     "replay skips a record": ((recording, "_carry_out", _skip),),
@@ -165,9 +165,9 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "a predicate is not heeded": ((tasks, "matches", _all),),
     "a kept row is freed when it is done": ((fates, "Acked", lambda _was: object),),
     "the bytes of a table are not bounded": ((intake, "no_room", lambda was: lambda table, rows, _nbytes: was(table, rows, 0)),),
-    "a lost shard is not noticed": ((Blocks, "lose_shard", lambda _was: lambda _self, _shard: []),),
-    "a copy does not take the place of what is lost": ((Blocks, "_lose_copies", _nothing),),
-    "a lost shard takes the copies elsewhere with it": ((Blocks, "lose_shard", _copies_too),),
+    "a lost shard is not noticed": ((BlockRegistry, "lose_shard", lambda _was: lambda _self, _shard: []),),
+    "a copy does not take the place of what is lost": ((BlockRegistry, "_lose_copies", _nothing),),
+    "a lost shard takes the copies elsewhere with it": ((BlockRegistry, "lose_shard", _copies_too),),
 }  # fmt: skip
 
 

@@ -23,41 +23,46 @@ from transferqueue.errors import Corruption, UsageError
 from transferqueue.ledger import effects
 from transferqueue.ledger.deadlines import Deadlines
 from transferqueue.ledger.persistence import object_graph as heap
-from transferqueue.ledger.persistence.object_graph import Form, Known
-from transferqueue.ledger.requests.weight_channels import Application, Channel, Turn, Version
-from transferqueue.ledger.rows.blocks import Block, Blocks, Extent, Usage
-from transferqueue.ledger.rows.column_places import Part, Parts
-from transferqueue.ledger.rows.commit import Staged
-from transferqueue.ledger.rows.events import Event, History
-from transferqueue.ledger.rows.facts import Facts
-from transferqueue.ledger.rows.groups import Group, Groups
-from transferqueue.ledger.rows.indexes import Ordinals, Steps, VersionIndex
-from transferqueue.ledger.rows.pages import Column, Pages
-from transferqueue.ledger.rows.row_state import Mask, Rows
-from transferqueue.ledger.sessions import Replies, Session, Spans
-from transferqueue.ledger.state import State
-from transferqueue.ledger.table import Core, Table, unknown
-from transferqueue.ledger.tasks.group_task import Forming, GroupTaskState
-from transferqueue.ledger.tasks.leases import Lease, Leases
-from transferqueue.ledger.tasks.ready_queue import Ready, Run
-from transferqueue.ledger.tasks.reservations import Flow, Reservation
+from transferqueue.ledger.persistence.object_graph import ClassLayout, ClassRegistry
+from transferqueue.ledger.requests.weight_channels import (
+    AppliedVersion,
+    PublishedVersion,
+    UpdateSlot,
+    WeightChannelState,
+)
+from transferqueue.ledger.rows.blocks import BlockRegistry, CommittedBlock, ExtentState, OwnerBytes
+from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups
+from transferqueue.ledger.rows.commit import StagedCommit
+from transferqueue.ledger.rows.events import TableEvent, TableHistory
+from transferqueue.ledger.rows.facts import CheckedFacts
+from transferqueue.ledger.rows.groups import GroupIndex, GroupState
+from transferqueue.ledger.rows.indexes import FinishedOrdinals, StepIndex, VersionIndex
+from transferqueue.ledger.rows.pages import RowPages, StateColumn
+from transferqueue.ledger.rows.row_state import FieldMask, RowStore
+from transferqueue.ledger.sessions import IntervalSet, ReplyCache, SessionState
+from transferqueue.ledger.state import LedgerState
+from transferqueue.ledger.table import SharedState, TableState, unknown
+from transferqueue.ledger.tasks.group_task import FormingGroup, GroupTaskState
+from transferqueue.ledger.tasks.leases import LeaseState, LeaseTable
+from transferqueue.ledger.tasks.ready_queue import ReadyQueue, SortedRun
+from transferqueue.ledger.tasks.reservations import FlowControl, ReservationState
 from transferqueue.ledger.tasks.selectors import PluginFactory, Ranker
-from transferqueue.ledger.tasks.shared_batches import Agreement, Batch
-from transferqueue.ledger.tasks.task_state import Tally, TaskState, View
+from transferqueue.ledger.tasks.shared_batches import SharedBatch, SharedBatches
+from transferqueue.ledger.tasks.task_state import FilteredReady, TaskCounters, TaskState
 from transferqueue.wire import messages
 
 _WHOLE: Final = (
-    State, Table, Session, Replies, Spans, effects.Effects, Deadlines, Leases, Lease, Blocks, Block, Extent, Usage, Rows,
-    Mask, Parts, Part, Groups, Group, TaskState, GroupTaskState, Tally, Forming, Ready, Run, Flow, Reservation,
-    VersionIndex, Steps, Ordinals, History, Agreement, Batch, Channel, Version, Application, Turn, Staged, Facts,
+    LedgerState, TableState, SessionState, ReplyCache, IntervalSet, effects.Effects, Deadlines, LeaseTable, LeaseState, BlockRegistry, CommittedBlock, ExtentState, OwnerBytes, RowStore,
+    FieldMask, ColumnGroups, ColumnGroup, GroupIndex, GroupState, TaskState, GroupTaskState, TaskCounters, FormingGroup, ReadyQueue, SortedRun, FlowControl, ReservationState,
+    VersionIndex, StepIndex, FinishedOrdinals, TableHistory, SharedBatches, SharedBatch, WeightChannelState, PublishedVersion, AppliedVersion, UpdateSlot, StagedCommit, CheckedFacts,
 )  # fmt: skip
 
 _FORMS: Final = [
-    *(Form(cls) for cls in _WHOLE),
-    Form(Core, omitted=frozenset({"plugins", "absence"})),
-    Form(Ranker, omitted=frozenset(Ranker.DERIVED)),
-    Form(Column, omitted=frozenset({"a"})),
-    Form(Pages, derived=("packed",)),
+    *(ClassLayout(cls) for cls in _WHOLE),
+    ClassLayout(SharedState, omitted=frozenset({"plugins", "absence"})),
+    ClassLayout(Ranker, omitted=frozenset(Ranker.DERIVED)),
+    ClassLayout(StateColumn, omitted=frozenset({"a"})),
+    ClassLayout(RowPages, derived=("packed",)),
 ]
 
 
@@ -81,20 +86,23 @@ def _structs(*modules: ModuleType) -> list[type]:
     ]
 
 
-_KNOWN: Final = Known(
-    _FORMS, structs=_structs(messages, policies, schema, limits, effects), tuples=[Event, View], methods=["alive"]
+_KNOWN: Final = ClassRegistry(
+    _FORMS,
+    structs=_structs(messages, policies, schema, limits, effects),
+    tuples=[TableEvent, FilteredReady],
+    methods=["alive"],
 )
 FINGERPRINT: Final = hashlib.blake2b(_KNOWN.fingerprint().encode(), digest_size=16).digest()
 """Of the classes that a state is made of."""
 
 
-def write(state: State, epoch: int) -> bytes:
+def write(state: LedgerState, epoch: int) -> bytes:
     """An image of the state."""
     body = heap.write(state, _KNOWN)
     return msgspec.msgpack.encode(_Header(MAGIC, FINGERPRINT, epoch, _digest(body), body))
 
 
-def read(image: bytes, selectors: Mapping[str, PluginFactory]) -> tuple[State, int]:
+def read(image: bytes, selectors: Mapping[str, PluginFactory]) -> tuple[LedgerState, int]:
     """The state of an image, and its epoch. `Corruption` if it is none, `UsageError` if another version wrote it."""
     try:
         header = msgspec.msgpack.decode(image, type=_Header)
@@ -108,13 +116,13 @@ def read(image: bytes, selectors: Mapping[str, PluginFactory]) -> tuple[State, i
     if _digest(header.state) != header.digest:
         raise Corruption(f"image of {len(image):,} bytes is damaged: its digest differs; restore a snapshot")
     state = heap.read(header.state, _KNOWN)
-    if not isinstance(state, State):
+    if not isinstance(state, LedgerState):
         raise Corruption(f"image of {len(image):,} bytes holds {type(state).__name__}, not the state of a ledger")
     _complete(state, selectors)
     return state, header.epoch
 
 
-def _complete(state: State, selectors: Mapping[str, PluginFactory]) -> None:
+def _complete(state: LedgerState, selectors: Mapping[str, PluginFactory]) -> None:
     state.core.plugins = dict(selectors)
     state.core.absence = unknown
     for table in state.tables.values():

@@ -4,7 +4,7 @@ A heap is written class by class: all objects of one class together, one column 
 text is written as it is, one of lists as their lengths and the column of all their items, one of objects as
 their numbers. So the cost of a hundred thousand like objects is that of a few long columns. The rules:
 
-- Only classes that were named (`Form`, and message structs) are written, and only those are made again: by
+- Only classes that were named (`ClassLayout`, and message structs) are written, and only those are made again: by
   setting attributes. No constructor runs, and nothing that a heap names is called.
 - An object that is referred to twice is one object again. Containers and arrays are values: each reference has its own.
 - The same graph gives the same bytes.
@@ -34,12 +34,12 @@ _SEQUENCES: Final[dict[str, Callable[[Iterable[Any]], Any]]] = {
 }
 
 Column = list[Any]
-"""A kind, and what that kind needs: see `Writer.column`."""
+"""A kind, and what that kind needs: see `GraphWriter.column`."""
 Values = Sequence[Any]
 
 
 @dataclass(frozen=True)
-class Form:
+class ClassLayout:
     """How objects of one class are written: all their attributes, without `omitted`, and with `derived` ones.
 
     A derived attribute is a property that is set last, when all objects have the others.
@@ -61,11 +61,11 @@ class Form:
         return f"{self.cls.__qualname__} {getattr(self.cls, '__slots__', '')} {getattr(self.cls, '_fields', '')} {used}"
 
 
-class Known:
+class ClassRegistry:
     """The classes of a heap. tuples: named tuples. methods: names of bound methods that attributes may be."""
 
     def __init__(
-        self, forms: Sequence[Form], structs: Sequence[type], tuples: Sequence[type], methods: Sequence[str]
+        self, forms: Sequence[ClassLayout], structs: Sequence[type], tuples: Sequence[type], methods: Sequence[str]
     ) -> None:
         self.forms: Final = list(forms)
         self.structs: Final = list(structs)
@@ -82,10 +82,10 @@ class Known:
         return "\n".join([*(form.fingerprint() for form in self.forms), *structs, *tuples, *self.methods])
 
 
-class Writer:
+class GraphWriter:
     """Writes one heap."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: ClassRegistry) -> None:
         self._known = known
         self._numbers: dict[int, int] = {}
         self._found: list[list[object]] = [[] for _ in known.forms]
@@ -181,10 +181,10 @@ class Writer:
         ]
 
 
-class Reader:
+class GraphReader:
     """Reads one heap. Whatever does not fit is a `LookupError`, `TypeError` or `ValueError` here: see `read`."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: ClassRegistry) -> None:
         self._known = known
         self._made: list[list[Any]] = []
         self._last: list[tuple[object, str, object]] = []
@@ -204,7 +204,7 @@ class Reader:
             setattr(one, name, value)
         return root
 
-    def _fill(self, form: Form, objects: Iterator[Any], names: list[str], columns: list[Column]) -> None:
+    def _fill(self, form: ClassLayout, objects: Iterator[Any], names: list[str], columns: list[Column]) -> None:
         values = [self.column(column) for column in columns]
         batch = list(islice(objects, len(values[0])))
         for name, column in zip(names, values, strict=True):
@@ -215,7 +215,7 @@ class Reader:
                     setattr(one, name, value)
 
     def column(self, data: Column) -> list[Any]:
-        """What `Writer.column` was given."""
+        """What `GraphWriter.column` was given."""
         kind, *rest = data
         made: list[Any] = _READERS[kind](self, *rest)
         return made
@@ -260,8 +260,8 @@ class Reader:
         return [getattr(owner, methods[name]) for name, owner in zip(names, self.column(owners), strict=True)]
 
 
-def _sequence(make: Callable[[Iterable[Any]], Any]) -> Callable[[Reader, list[int], Column], list[Any]]:
-    def read_sequence(reader: Reader, lengths: list[int], items: Column) -> list[Any]:
+def _sequence(make: Callable[[Iterable[Any]], Any]) -> Callable[[GraphReader, list[int], Column], list[Any]]:
+    def read_sequence(reader: GraphReader, lengths: list[int], items: Column) -> list[Any]:
         flat = iter(reader.column(items))
         return [make(islice(flat, length)) for length in lengths]
 
@@ -269,30 +269,30 @@ def _sequence(make: Callable[[Iterable[Any]], Any]) -> Callable[[Reader, list[in
 
 
 _READERS: Final[Mapping[str, Callable[..., list[Any]]]] = {
-    "plain": Reader._plain,
-    "mixed": Reader._mixed,
-    "object": Reader._object,
-    "struct": Reader._struct,
-    "named": Reader._named,
-    "dict": Reader._dict,
-    "array": Reader._array,
-    "scalar": Reader._scalar,
-    "method": Reader._method,
+    "plain": GraphReader._plain,
+    "mixed": GraphReader._mixed,
+    "object": GraphReader._object,
+    "struct": GraphReader._struct,
+    "named": GraphReader._named,
+    "dict": GraphReader._dict,
+    "array": GraphReader._array,
+    "scalar": GraphReader._scalar,
+    "method": GraphReader._method,
     **{name: _sequence(make) for name, make in _SEQUENCES.items()},
 }
 
 
-def write(root: object, known: Known) -> bytes:
+def write(root: object, known: ClassRegistry) -> bytes:
     """The heap of `root` as bytes. `InternalError` for what has no form."""
     try:
-        return msgspec.msgpack.encode(Writer(known).heap(root))
+        return msgspec.msgpack.encode(GraphWriter(known).heap(root))
     except (OverflowError, TypeError) as error:
         raise InternalError(f"the state cannot be written: {error}") from error
 
 
-def read(data: bytes, known: Known) -> Any:
+def read(data: bytes, known: ClassRegistry) -> Any:
     """The root of a heap. `Corruption` if it is none."""
     try:
-        return Reader(known).heap(msgspec.msgpack.decode(data))
+        return GraphReader(known).heap(msgspec.msgpack.decode(data))
     except (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError, StopIteration) as error:
         raise Corruption(f"{len(data)} bytes are no image of a state: {error!r}") from error

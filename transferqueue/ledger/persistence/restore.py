@@ -14,17 +14,17 @@ import numpy as np
 
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
 from transferqueue.ledger.persistence import image
-from transferqueue.ledger.persistence.snapshot import ChannelCut, Cut, TableCut
+from transferqueue.ledger.persistence.snapshot import ChannelSnapshot, LedgerSnapshot, TableSnapshot
 from transferqueue.ledger.reports.statistics import table_audit
 from transferqueue.ledger.requests.tables import check_create, create_table
-from transferqueue.ledger.requests.weight_channels import Channel, Version
+from transferqueue.ledger.requests.weight_channels import PublishedVersion, WeightChannelState
 from transferqueue.ledger.rows.arrays import BoolArray, IntArray, tally
-from transferqueue.ledger.rows.blocks import Usage
-from transferqueue.ledger.rows.facts import Facts
+from transferqueue.ledger.rows.blocks import OwnerBytes
+from transferqueue.ledger.rows.facts import CheckedFacts
 from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.ledger.rules.groups_and_staleness import conclude, return_rows
-from transferqueue.ledger.state import State
-from transferqueue.ledger.table import Table
+from transferqueue.ledger.state import LedgerState
+from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.task_state import KEPT, LEASED, STEPPED, TaskState
 from transferqueue.limits import PAGE_BYTES
@@ -35,7 +35,7 @@ PLANTER = -1
 """Owns the extents of the cut's blocks until all are committed."""
 
 
-def planted(state: State, cut: Cut, now: float) -> State:
+def planted(state: LedgerState, cut: LedgerSnapshot, now: float) -> LedgerState:
     """A copy of the state with the tables and channels of `cut`. Each block of the cut lies in an extent of its own, of whole
     pages, which is this ledger's from now on; it has no copies, whatever the terms of its table say of new ones.
 
@@ -48,14 +48,14 @@ def planted(state: State, cut: Cut, now: float) -> State:
     return copied
 
 
-def check_empty(state: State) -> None:
+def check_empty(state: LedgerState) -> None:
     """`UsageError` if there is a table or a channel."""
     if state.tables or state.channels:
         there = listing([*state.tables, *state.channels])
         raise UsageError(f"a snapshot is restored into an empty deployment; this one has {there}: start another server")
 
 
-def _check_sums(state: State, cut: Cut) -> None:
+def _check_sums(state: LedgerState, cut: LedgerSnapshot) -> None:
     """What a ledger works out anew must be what the cut tells."""
     for table in cut.tables:
         made = state.tables[table.terms.name]
@@ -63,7 +63,7 @@ def _check_sums(state: State, cut: Cut) -> None:
             raise Corruption(f'table "{made.name}" does not balance: {table_audit(made)}')
 
 
-def _check_terms(state: State, cut: TableCut) -> None:
+def _check_terms(state: LedgerState, cut: TableSnapshot) -> None:
     """A table can be made of these terms."""
     try:
         check_create(state.core, _request(cut))
@@ -73,10 +73,10 @@ def _check_terms(state: State, cut: TableCut) -> None:
         raise Corruption(f'table "{cut.terms.name}" has terms that no table has: {error}') from error
 
 
-def _plant(state: State, cut: Cut, now: float) -> None:
+def _plant(state: LedgerState, cut: LedgerSnapshot, now: float) -> None:
     for table in cut.tables:
         _check_terms(state, table)
-    planting = _Planting(state, cut, now)
+    planting = _SnapshotRestore(state, cut, now)
     for table in cut.tables:
         planting.table(table)
     for channel in cut.channels:
@@ -85,20 +85,20 @@ def _plant(state: State, cut: Cut, now: float) -> None:
     state.dropped_tables = dict(cut.dropped_tables)
 
 
-def _request(cut: TableCut) -> CreateTable:
+def _request(cut: TableSnapshot) -> CreateTable:
     terms = cut.terms
     return CreateTable(
         terms.name, terms.fields, terms.tasks, terms.limits, terms.pacing, terms.retention, replicas=terms.replicas
     )
 
 
-class _Planting:
+class _SnapshotRestore:
     """One cut on its way into a state."""
 
-    def __init__(self, state: State, cut: Cut, now: float) -> None:
+    def __init__(self, state: LedgerState, cut: LedgerSnapshot, now: float) -> None:
         self._state, self._cut, self._now = state, cut, now
 
-    def table(self, cut: TableCut) -> None:
+    def table(self, cut: TableSnapshot) -> None:
         """Make a table."""
         table = create_table(self._state.core, _request(cut))
         self._state.tables[table.name] = table
@@ -123,7 +123,7 @@ class _Planting:
             )
         self._end_leases(table, ids, at)
 
-    def _rows(self, table: Table, cut: TableCut, at: IntArray) -> None:
+    def _rows(self, table: TableState, cut: TableSnapshot, at: IntArray) -> None:
         rows = table.rows
         rows.pages.fate.a[at] = cut.rows["fate"]
         rows.put_at.a[at] = self._now - cut.rows["age_s"]
@@ -134,13 +134,16 @@ class _Planting:
             rows.set_fields(at[there], rows.mask((name,)))
         for name, values in cut.inline.items():
             rows.set_inline(name, at, values)
-        for kept, facts in ((cut.keys, Facts(keys=[*cut.keys.values()])), (cut.tags, Facts(tags=[*cut.tags.values()]))):
+        for kept, facts in (
+            (cut.keys, CheckedFacts(keys=[*cut.keys.values()])),
+            (cut.tags, CheckedFacts(tags=[*cut.tags.values()])),
+        ):
             ids = np.array([*kept], np.int64)
             rows.set_facts(ids, rows.pages.index(ids), facts)
         left = [(task["state"] <= STEPPED) | (task["state"] == KEPT) for task in cut.tasks.values()]
         rows.tasks_left.a[at] = np.sum(left, axis=0) if left else 0
 
-    def _blocks(self, table: Table, cut: TableCut, at: IntArray) -> None:
+    def _blocks(self, table: TableState, cut: TableSnapshot, at: IntArray) -> None:
         refs: dict[int, int] = {}
         for blocks, _ in cut.places.values():
             for number, count in tally(blocks[blocks > 0]):
@@ -152,13 +155,13 @@ class _Planting:
                 chosen = blocks == number
                 table.parts.write(at[chosen], count, parts, new[number], slots[chosen])
 
-    def _commit(self, number: int, usage: Usage, refs: int) -> int:
+    def _commit(self, number: int, usage: OwnerBytes, refs: int) -> int:
         blocks, at = self._state.core.blocks, self._cut.blocks[number]
         extent = blocks.grant(PLANTER, at.shard, at.offset, align(max(at.nbytes, 1), PAGE_BYTES))
         placed = Placed(extent.id, at.offset, at.nbytes, at.rows, list(at.fields), list(at.counts), None, at.checksum)
         return blocks.commit([placed], usage, [refs])[0]
 
-    def _task(self, task: TaskState, cut: TableCut, name: str, ids: IntArray, at: IntArray) -> None:
+    def _task(self, task: TaskState, cut: TableSnapshot, name: str, ids: IntArray, at: IntArray) -> None:
         columns = cut.tasks[name]
         task.plant(ids, at, columns["state"], columns["attempts"], columns["order"], columns["step"])
         counts = cut.counts.tasks[name]
@@ -170,7 +173,7 @@ class _Planting:
         else:
             task.rerank(ids, at)
 
-    def _end_leases(self, table: Table, ids: IntArray, at: IntArray) -> None:
+    def _end_leases(self, table: TableState, ids: IntArray, at: IntArray) -> None:
         for task in table.tasks.values():
             leased: BoolArray = task.state.a[at] == LEASED
             return_rows(table, task, ids[leased], failed=False, now=self._now)
@@ -179,16 +182,16 @@ class _Planting:
         table.wake_tasks()
         table.core.effects.wake("table", table.name)
 
-    def channel(self, cut: ChannelCut) -> None:
+    def channel(self, cut: ChannelSnapshot) -> None:
         """Make a weight channel."""
-        channel = self._state.channels[cut.name] = Channel(cut.name, cut.keep, cut.latest)
+        channel = self._state.channels[cut.name] = WeightChannelState(cut.name, cut.keep, cut.latest)
         for one in cut.versions:
             numbers = [self._commit(number, channel.usage, 1) for number in one.blocks]
-            channel.versions[one.version] = Version(one.fields, numbers, self._now - one.age_s)
+            channel.versions[one.version] = PublishedVersion(one.fields, numbers, self._now - one.age_s)
         self._state.core.effects.wake("channel", cut.name)
 
 
-def _counts(table: Table, cut: TableCut) -> None:
+def _counts(table: TableState, cut: TableSnapshot) -> None:
     counts = cut.counts
     table.rows_put, table.rows_done, table.rows_dropped = counts.rows_put, counts.rows_done, dict(counts.rows_dropped)
     table.staleness = dict(counts.staleness)

@@ -18,10 +18,10 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from transferqueue.ledger.requests.weight_channels import Channel
+from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, IntArray
-from transferqueue.ledger.state import State
-from transferqueue.ledger.table import Table
+from transferqueue.ledger.state import LedgerState
+from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.task_state import STEPPED, TaskState
 from transferqueue.policies import Tags
@@ -58,7 +58,7 @@ class TableCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(slots=True)
-class TableCut:
+class TableSnapshot:
     """One table. Columns of `rows`, `inline`, `has`, `places` and `tasks` are over all resident rows, ascending.
 
     rows: row_id, fate, age_s, stamped and the facts. has: which rows have a field. inline: values, where they have it. places: of
@@ -82,7 +82,7 @@ class TableCut:
 
 
 @dataclass(slots=True)
-class VersionCut:
+class VersionSnapshot:
     """One version of weights. blocks: numbers of its blocks."""
 
     version: int
@@ -92,21 +92,21 @@ class VersionCut:
 
 
 @dataclass(slots=True)
-class ChannelCut:
+class ChannelSnapshot:
     """One weight channel."""
 
     name: str
     keep: int
     latest: int
-    versions: list[VersionCut]
+    versions: list[VersionSnapshot]
 
 
 @dataclass(slots=True)
-class Cut:
+class LedgerSnapshot:
     """Everything. blocks: where each block that is named lies."""
 
-    tables: list[TableCut] = field(default_factory=list)
-    channels: list[ChannelCut] = field(default_factory=list)
+    tables: list[TableSnapshot] = field(default_factory=list)
+    channels: list[ChannelSnapshot] = field(default_factory=list)
     blocks: dict[int, BlockAt] = field(default_factory=dict)
     dropped_tables: dict[str, int] = field(default_factory=dict)
 
@@ -119,9 +119,9 @@ class Cut:
 FORMING_COLUMNS: Final = ("unit", "state", "lost", "late", "order", "left_s")
 
 
-def take(state: State) -> Cut:
+def take(state: LedgerState) -> LedgerSnapshot:
     """A copy of all that is kept, which later changes do not touch. O(resident rows), at memory speed."""
-    cut = Cut(dropped_tables=dict(state.dropped_tables))
+    cut = LedgerSnapshot(dropped_tables=dict(state.dropped_tables))
     cut.tables = [_table(table, state.now) for table in state.tables.values()]
     cut.channels = [_channel(channel, state.now) for channel in state.channels.values()]
     numbers: set[int] = {block for one in cut.channels for version in one.versions for block in version.blocks}
@@ -132,12 +132,12 @@ def take(state: State) -> Cut:
     return cut
 
 
-def _table(table: Table, now: float) -> TableCut:
+def _table(table: TableState, now: float) -> TableSnapshot:
     rows = table.rows.pages.resident_rows()
     at = table.rows.pages.index(rows)
     facts = {name: column.a[at] for name, column in table.rows.facts.items()}
     table.ordinals.settle()
-    return TableCut(
+    return TableSnapshot(
         terms=table.terms(),
         counts=_counts(table),
         rows={
@@ -159,7 +159,7 @@ def _table(table: Table, now: float) -> TableCut:
     )
 
 
-def _counts(table: Table) -> TableCounts:
+def _counts(table: TableState) -> TableCounts:
     refills = dict(table.flow.owed)
     for group, count in table.flow.promised.items():
         refills[group] = refills.get(group, 0) + count
@@ -173,7 +173,7 @@ def _counts(table: Table) -> TableCounts:
     )  # fmt: skip
 
 
-def _places(table: Table, name: str, at: IntArray) -> tuple[IntArray, AnyArray]:
+def _places(table: TableState, name: str, at: IntArray) -> tuple[IntArray, AnyArray]:
     (found,) = table.parts.locate([name], at)
     there = table.rows.has_all(at, table.rows.mask((name,)))
     return np.where(there, found.blocks, 0), found.slots
@@ -185,7 +185,7 @@ def _task(task: TaskState, at: IntArray) -> Columns:
     return {"state": state, "attempts": task.attempts.a[at], "order": task.order.a[at], "step": step}
 
 
-def _groups(table: Table) -> Columns:
+def _groups(table: TableState) -> Columns:
     ids = np.array(table.groups.known(), np.int64).reshape(-1, 3)
     return {"group_id": ids[:, 0], "group_size": ids[:, 1], "present": ids[:, 2]}
 
@@ -203,8 +203,9 @@ def _forming(task: GroupTaskState, now: float) -> Columns:
     }
 
 
-def _channel(channel: Channel, now: float) -> ChannelCut:
+def _channel(channel: WeightChannelState, now: float) -> ChannelSnapshot:
     versions = [
-        VersionCut(number, list(one.fields), list(one.blocks), now - one.at) for number, one in channel.versions.items()
+        VersionSnapshot(number, list(one.fields), list(one.blocks), now - one.at)
+        for number, one in channel.versions.items()
     ]
-    return ChannelCut(channel.name, channel.keep, channel.latest, versions)
+    return ChannelSnapshot(channel.name, channel.keep, channel.latest, versions)

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from transferqueue.errors import Corruption, UsageError
-from transferqueue.ledger.persistence.snapshot import ChannelCut, Cut, TableCut
+from transferqueue.ledger.persistence.snapshot import ChannelSnapshot, LedgerSnapshot, TableSnapshot
 from transferqueue.ledger.requests.flow_control import VERSION_MAX
 from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, IntArray, some
 from transferqueue.ledger.rows.facts import DTYPES, check_ranges, check_tags_of_rows
@@ -46,7 +46,7 @@ PAGES_MAX: Final = 1 << 24
 """Pages from the first resident row to the last: a page table of 256 MiB, and 7e10 rows behind the slowest one."""
 
 
-def check(cut: Cut) -> None:
+def check(cut: LedgerSnapshot) -> None:
     """`Corruption` unless a ledger could have been cut so. O(rows)."""
     if len(cut.tables) > TABLES_MAX:
         raise Corruption(f"{len(cut.tables)} tables are told of; a deployment has at most {TABLES_MAX}")
@@ -76,7 +76,7 @@ def _within(what: str, values: Iterable[int], lowest: int, highest: int = COUNT_
         raise Corruption(f"{what} is {wrong}; it is {lowest} to {highest}")
 
 
-def _check_channel(channel: ChannelCut) -> None:
+def _check_channel(channel: ChannelSnapshot) -> None:
     subject = f'channel "{channel.name}"'
     _within(f"{subject}: keep", [channel.keep], 1)
     _within(f"{subject}: latest", [channel.latest], -1, VERSION_MAX)
@@ -95,7 +95,7 @@ def _check_channel(channel: ChannelCut) -> None:
 class _Checks:
     """One table."""
 
-    def __init__(self, cut: TableCut) -> None:
+    def __init__(self, cut: TableSnapshot) -> None:
         self._cut, self._terms, self._counts = cut, cut.terms, cut.counts
         self._ids: IntArray = cut.rows["row_id"]
         self._live: BoolArray = cut.rows["fate"] == LIVE

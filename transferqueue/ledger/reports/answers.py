@@ -11,25 +11,25 @@ from transferqueue.ledger.reports.weight_channels import channel_lines
 from transferqueue.ledger.requests import flow_control as flowing
 from transferqueue.ledger.requests import put as intake
 from transferqueue.ledger.requests import weight_channels as channels
-from transferqueue.ledger.requests.weight_channels import Channel
+from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.rules.explain import explain_lease, explain_room, who_holds_rows
-from transferqueue.ledger.state import State
-from transferqueue.ledger.table import Table
+from transferqueue.ledger.state import LedgerState
+from transferqueue.ledger.table import TableState
 from transferqueue.wire import messages as m
 
 # ---------------------------------------------------------------- observations
 
 
-def observed(state: State, request: m.Observe) -> dict[str, Any]:
+def observed(state: LedgerState, request: m.Observe) -> dict[str, Any]:
     """Plain values; `UsageError` lists what there is to observe."""
     view = _VIEWS.get(request.what)
     if view is None:
         raise UsageError(f"there is nothing to observe as {request.what!r}; ask for {listing(_VIEWS)}")
-    chosen: Mapping[str, Table] = {request.table: state.table(request.table)} if request.table else state.tables
+    chosen: Mapping[str, TableState] = {request.table: state.table(request.table)} if request.table else state.tables
     return view(state, request, chosen)
 
 
-def _stats(state: State, request: m.Observe, tables: Mapping[str, Table]) -> dict[str, Any]:
+def _stats(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
     return {
         "now_s": state.now,
         "tables": {name: observe.table_stats(one, state.now) for name, one in tables.items()},
@@ -39,32 +39,32 @@ def _stats(state: State, request: m.Observe, tables: Mapping[str, Table]) -> dic
     }
 
 
-def _audit(state: State, request: m.Observe, tables: Mapping[str, Table]) -> dict[str, Any]:
+def _audit(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
     found = {name: observe.table_audit(one) for name, one in tables.items()}
     balanced = all(one["balanced"] for one in found.values())
     return {"balanced": balanced, "tables": found, "dropped_tables": dict(state.dropped_tables)}
 
 
-def _row(state: State, request: m.Observe, tables: Mapping[str, Table]) -> dict[str, Any]:
+def _row(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
     if not request.table:
         raise UsageError(f"a row is observed in a table; name one of {listing(state.tables)}")
     return observe.row_life(tables[request.table], request.row, state.now)
 
 
-def _doctor(state: State, request: m.Observe, tables: Mapping[str, Table]) -> dict[str, Any]:
+def _doctor(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
     told = {} if request.table else state.channels
     lines = {name: channel_lines(one, state.core, state.now) for name, one in told.items()}
     return {"now_s": state.now, **observe.doctor(tables, state.now), "channels": lines}
 
 
-def _sessions(state: State, request: m.Observe, tables: Mapping[str, Table]) -> dict[str, Any]:
+def _sessions(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
     return {
         str(number): observe.session_stats(one, state.tables.values(), state.core, state.now)
         for number, one in state.sessions.items()
     }
 
 
-View = Callable[[State, m.Observe, Mapping[str, Table]], dict[str, Any]]
+View = Callable[[LedgerState, m.Observe, Mapping[str, TableState]], dict[str, Any]]
 _VIEWS: Final[dict[str, View]] = {
     "stats": _stats,
     "audit": _audit,
@@ -76,7 +76,7 @@ _VIEWS: Final[dict[str, View]] = {
 # ---------------------------------------------------------------- why a request waits
 
 
-def explained(state: State, request: m.Request) -> str:
+def explained(state: LedgerState, request: m.Request) -> str:
     """What the request lacks and who holds it; says so if it does not wait."""
     explain = _EXPLANATIONS.get(type(request))
     try:
@@ -85,47 +85,47 @@ def explained(state: State, request: m.Request) -> str:
         return str(gone)
 
 
-def _of_lease(state: State, request: m.Lease) -> str:
+def _of_lease(state: LedgerState, request: m.Lease) -> str:
     table, task = state.task(request.table, request.task)
     return explain_lease(table, task, request, state.now)
 
 
-def _of_put(state: State, request: m.Put) -> str:
+def _of_put(state: LedgerState, request: m.Put) -> str:
     table = state.table(request.table)
     why = intake.no_room(table, request.rows, table.replicas * sum(block.nbytes for block in request.columns.blocks))
     return explain_room(table, why or "there is room by now")
 
 
-def _of_reserve(state: State, request: m.Reserve) -> str:
+def _of_reserve(state: LedgerState, request: m.Reserve) -> str:
     table = state.table(request.table)
     why = flowing.reserve_hindered(table, request) or "nothing hinders them by now"
     return f'{request.rows} rows are not reserved in table "{table.name}": {why}; {who_holds_rows(table)}'
 
 
-def _of_advance(state: State, request: m.Advance) -> str:
+def _of_advance(state: LedgerState, request: m.Advance) -> str:
     return flowing.clock_held(state.table(request.table), request.version) or "the clock may move by now"
 
 
-def _of_publish(state: State, request: m.Publish) -> str:
+def _of_publish(state: LedgerState, request: m.Publish) -> str:
     held = [flowing.clock_held(table, request.version) for table in state.followers(request.channel)]
     return "; ".join(why for why in held if why) or "nothing holds the clock by now"
 
 
-def _of_pull(state: State, request: m.Pull) -> str:
-    return channels.explain_pull(state.channels.get(request.channel) or Channel(request.channel), request)
+def _of_pull(state: LedgerState, request: m.Pull) -> str:
+    return channels.explain_pull(state.channels.get(request.channel) or WeightChannelState(request.channel), request)
 
 
-def _of_turn(state: State, request: m.Turn) -> str:
+def _of_turn(state: LedgerState, request: m.Turn) -> str:
     return channels.explain_turn(
-        state.channels.get(request.channel) or Channel(request.channel), request, state.core.labels
+        state.channels.get(request.channel) or WeightChannelState(request.channel), request, state.core.labels
     )
 
 
-def _of_open(state: State, request: m.OpenTable) -> str:
+def _of_open(state: LedgerState, request: m.OpenTable) -> str:
     return f'table "{request.name}" was not created; there are {listing(state.tables)}'
 
 
-_EXPLANATIONS: Final[dict[type, Callable[[State, Any], str]]] = {
+_EXPLANATIONS: Final[dict[type, Callable[[LedgerState, Any], str]]] = {
     m.Lease: _of_lease,
     m.Put: _of_put,
     m.Reserve: _of_reserve,

@@ -13,10 +13,10 @@ import numpy as np
 
 from transferqueue.errors import NotFound
 from transferqueue.ledger.requests.flow_control import clock_held
-from transferqueue.ledger.requests.weight_channels import Channel
+from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.rows.arrays import IntArray
-from transferqueue.ledger.rows.blocks import Blocks
-from transferqueue.ledger.rows.events import Event
+from transferqueue.ledger.rows.blocks import BlockRegistry
+from transferqueue.ledger.rows.events import TableEvent
 from transferqueue.ledger.rows.facts import UNSET
 from transferqueue.ledger.rows.pages import DONE, DROPPED, LIVE
 from transferqueue.ledger.rules.explain import (
@@ -29,8 +29,8 @@ from transferqueue.ledger.rules.explain import (
 )
 from transferqueue.ledger.rules.requeue import LOST
 from transferqueue.ledger.rules.required_results import stranded
-from transferqueue.ledger.sessions import Session
-from transferqueue.ledger.table import Core, Table
+from transferqueue.ledger.sessions import SessionState
+from transferqueue.ledger.table import SharedState, TableState
 from transferqueue.ledger.tasks.group_task import FORMING, GroupTaskState
 from transferqueue.ledger.tasks.ready_queue import UNIT
 from transferqueue.ledger.tasks.task_state import HELD, KEPT, LEASED, PENDING, READY, STATES, STEPPED, TaskState
@@ -42,7 +42,7 @@ FATES = {LIVE: "live", DONE: "done", DROPPED: "dropped"}
 # ---------------------------------------------------------------- stats
 
 
-def table_stats(table: Table, now: float) -> Plain:
+def table_stats(table: TableState, now: float) -> Plain:
     """How full a table is, and where its rows are."""
     pacing = table.pacing
     return {
@@ -76,7 +76,7 @@ def _by_lag(counts: Mapping[int, int]) -> dict[str, int]:
     return {str(lag): rows for lag, rows in sorted(counts.items())}
 
 
-def _task_stats(table: Table, task: TaskState, now: float) -> Plain:
+def _task_stats(table: TableState, task: TaskState, now: float) -> Plain:
     leases = [one for one in table.core.leases.by_id.values() if one.table == table.name and one.task == task.task.name]
     gone = absence(table, task, now)
     stats: Plain = {
@@ -102,7 +102,7 @@ def _task_stats(table: Table, task: TaskState, now: float) -> Plain:
     return stats
 
 
-def _next_in_line(table: Table, task: TaskState, now: float) -> float | None:
+def _next_in_line(table: TableState, task: TaskState, now: float) -> float | None:
     """How long ago the row that is handed over next was put."""
     units = task.queue(()).first(1)[UNIT]
     if not units.size:
@@ -111,7 +111,7 @@ def _next_in_line(table: Table, task: TaskState, now: float) -> float | None:
     return now - float(table.rows.put_at.a[table.rows.pages.index(rows)].min())
 
 
-def _oldest(table: Table, now: float) -> float | None:
+def _oldest(table: TableState, now: float) -> float | None:
     """Age of the oldest resident row; rows are put in order of time."""
     for page in table.rows.pages.pages():
         rows = table.rows.pages.rows_of(page)
@@ -120,7 +120,7 @@ def _oldest(table: Table, now: float) -> float | None:
     return None
 
 
-def table_audit(table: Table) -> Plain:
+def table_audit(table: TableState) -> Plain:
     """Where every row that was ever put is now. balanced: the sum is right, counted twice independently."""
     live = sum(_live_rows(table, page) for page in table.rows.pages.pages())
     dropped = sum(table.rows_dropped.values())
@@ -135,12 +135,12 @@ def table_audit(table: Table) -> Plain:
     }
 
 
-def _live_rows(table: Table, page: int) -> int:
+def _live_rows(table: TableState, page: int) -> int:
     pages = table.rows.pages
     return int((pages.fate.a[pages.index(pages.rows_of(page))] == LIVE).sum())
 
 
-def channel_stats(channel: Channel, now: float) -> Plain:
+def channel_stats(channel: WeightChannelState, now: float) -> Plain:
     """Versions of a channel and who generates with which."""
     newest = channel.versions.get(channel.latest)
     return {
@@ -156,7 +156,7 @@ def channel_stats(channel: Channel, now: float) -> Plain:
     }
 
 
-def bytes_stats(blocks: Blocks) -> Plain:
+def bytes_stats(blocks: BlockRegistry) -> Plain:
     """Extents, blocks and pins of all tables and channels."""
     extents = blocks.extents.values()
     return {
@@ -168,7 +168,7 @@ def bytes_stats(blocks: Blocks) -> Plain:
     }
 
 
-def session_stats(session: Session, tables: Iterable[Table], core: Core, now: float) -> Plain:
+def session_stats(session: SessionState, tables: Iterable[TableState], core: SharedState, now: float) -> Plain:
     """What a session holds."""
     leases, blocks = core.leases.of(session.id), core.blocks
     return {
@@ -189,7 +189,7 @@ def session_stats(session: Session, tables: Iterable[Table], core: Core, now: fl
 # ---------------------------------------------------------------- one row's whole life
 
 
-def row_life(table: Table, row: int, now: float) -> Plain:
+def row_life(table: TableState, row: int, now: float) -> Plain:
     """What happened to a row, and where it is now. A finished row is known by its recent history only."""
     if not 0 <= row < table.rows.pages.next_row:
         raise NotFound(
@@ -208,7 +208,7 @@ def row_life(table: Table, row: int, now: float) -> Plain:
     }
 
 
-def _event(event: Event, now: float) -> Plain:
+def _event(event: TableEvent, now: float) -> Plain:
     return {
         "ago_s": now - event.at,
         "what": event.what,
@@ -218,7 +218,7 @@ def _event(event: Event, now: float) -> Plain:
     }
 
 
-def _forgotten(events: list[Event], now: float) -> Plain:
+def _forgotten(events: list[TableEvent], now: float) -> Plain:
     """What is known of a row that was freed: how it ended, while its history lasts."""
     put = next((event for event in events if event.what == "put"), None)
     end = next((event for event in reversed(events) if event.what in ("done", "dropped")), None)
@@ -234,7 +234,7 @@ def _forgotten(events: list[Event], now: float) -> Plain:
     }
 
 
-def _resident(table: Table, row: int, at: IntArray, now: float) -> Plain:
+def _resident(table: TableState, row: int, at: IntArray, now: float) -> Plain:
     fate = FATES[int(table.rows.pages.fate.a[at[0]])]
     ends = [event.detail for event in table.history.of(row) if event.what == "dropped"] if fate == "dropped" else []
     return {
@@ -250,7 +250,7 @@ def _resident(table: Table, row: int, at: IntArray, now: float) -> Plain:
     }
 
 
-def _field(table: Table, name: str, at: IntArray) -> Plain:
+def _field(table: TableState, name: str, at: IntArray) -> Plain:
     """Whether a row has a field, and its value or the place of its bytes."""
     column = table.rows.inline.get(name)
     told: Plain = {"set": bool(table.rows.has_all(at, table.rows.mask((name,)))[0]), "inline": column is not None}
@@ -265,7 +265,7 @@ def _field(table: Table, name: str, at: IntArray) -> Plain:
     return told
 
 
-def _standing(table: Table, task: TaskState, at: IntArray, now: float) -> Plain:
+def _standing(table: TableState, task: TaskState, at: IntArray, now: float) -> Plain:
     """Where a row stands for a task."""
     state = int(task.state.a[at[0]])
     lease = table.core.leases.by_id.get(int(task.hold.a[at[0]])) if state == LEASED else None
@@ -289,18 +289,18 @@ def _standing(table: Table, task: TaskState, at: IntArray, now: float) -> Plain:
 # ---------------------------------------------------------------- what stalls
 
 
-def doctor(tables: Mapping[str, Table], now: float) -> Plain:
+def doctor(tables: Mapping[str, TableState], now: float) -> Plain:
     """For each table, in words: what each task waits for, who holds it, and why producers wait."""
     return {"tables": {name: _diagnose(table, now) for name, table in tables.items()}}
 
 
-def _diagnose(table: Table, now: float) -> list[Plain]:
+def _diagnose(table: TableState, now: float) -> list[Plain]:
     told = [_of_task(table, task, now) for task in table.tasks.values()]
     about: Plain = {"stranded": False, "unattended_s": None, "died": False}
     return told + [{"task": "", "text": text} | about for text in _of_table(table)]
 
 
-def _of_task(table: Table, task: TaskState, now: float) -> Plain:
+def _of_task(table: TableState, task: TaskState, now: float) -> Plain:
     gone = absence(table, task, now)
     return {
         "task": task.task.name,
@@ -311,11 +311,11 @@ def _of_task(table: Table, task: TaskState, now: float) -> Plain:
     }
 
 
-def _never_progresses(table: Table, task: TaskState) -> bool:
+def _never_progresses(table: TableState, task: TaskState) -> bool:
     return not task.counts[READY] and not task.counts[LEASED] and stranded(table, task)
 
 
-def _of_table(table: Table) -> list[str]:
+def _of_table(table: TableState) -> list[str]:
     """What holds up producers, the clock, and the end."""
     told = lost_rows(table)
     if table.rows.pages.resident + table.flow.reserved >= table.limits.rows:
@@ -335,7 +335,7 @@ def _of_table(table: Table) -> list[str]:
     return told + (_end_lines(table) if table.sealed else [])
 
 
-def _task_line(table: Table, task: TaskState, now: float) -> str:
+def _task_line(table: TableState, task: TaskState, now: float) -> str:
     if not task.open_rows:
         return f'task "{task.task.name}" has nothing to do'
     if _never_progresses(table, task):
@@ -348,7 +348,7 @@ def _task_line(table: Table, task: TaskState, now: float) -> str:
     return explain_lease(table, task, one, now)
 
 
-def _end_lines(table: Table) -> list[str]:
+def _end_lines(table: TableState) -> list[str]:
     """A sealed table ends for a task when it has no pending, held, ready or leased row."""
     return [
         f'the end of the table waits for task "{task.task.name}": {task.open_rows} rows are not done'

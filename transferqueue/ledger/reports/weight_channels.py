@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from transferqueue.ledger.requests.weight_channels import Channel
+from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.limits import HEARTBEAT_S
 
 if TYPE_CHECKING:
-    from transferqueue.ledger.table import Core
+    from transferqueue.ledger.table import SharedState
 
 NAMES_TOLD: Final = 4
 _SILENT_S: Final = 3 * HEARTBEAT_S
 """A live client says something every `HEARTBEAT_S`; one late word is no news."""
 
 
-def channel_lines(channel: Channel, core: Core, now: float) -> list[str]:
+def channel_lines(channel: WeightChannelState, core: SharedState, now: float) -> list[str]:
     """Sentences about the channel; those about replicas are grouped by version, newest first."""
     return [
         _latest(channel, now),
@@ -26,14 +26,14 @@ def channel_lines(channel: Channel, core: Core, now: float) -> list[str]:
     ]
 
 
-def _latest(channel: Channel, now: float) -> str:
+def _latest(channel: WeightChannelState, now: float) -> str:
     newest = channel.versions.get(channel.latest)
     if newest is None:
         return "nothing was published yet"
     return f"version {channel.latest} is the latest, published {now - newest.at:.0f} s ago"
 
 
-def _applied(channel: Channel, core: Core, now: float) -> Iterator[str]:
+def _applied(channel: WeightChannelState, core: SharedState, now: float) -> Iterator[str]:
     if channel.versions and not channel.applied:
         yield "nobody has applied a version"
     versions = sorted({one.version for one in channel.applied.values()}, reverse=True)
@@ -45,7 +45,7 @@ def _applied(channel: Channel, core: Core, now: float) -> Iterator[str]:
         yield f"{_names(mine, core, now)} {verb} with version {version}{behind}, for {now - since:.0f} s"
 
 
-def _never_applied(channel: Channel, core: Core, now: float) -> Iterator[str]:
+def _never_applied(channel: WeightChannelState, core: SharedState, now: float) -> Iterator[str]:
     """Sessions that hold bytes of a version, and never said that they generate with one."""
     blocks = {block for version in channel.versions.values() for block in version.blocks}
     found = [
@@ -56,19 +56,19 @@ def _never_applied(channel: Channel, core: Core, now: float) -> Iterator[str]:
         yield f"{_names(found, core, now)} {verb} pulled a version and never applied one"
 
 
-def _turns(channel: Channel, core: Core, now: float) -> Iterator[str]:
+def _turns(channel: WeightChannelState, core: SharedState, now: float) -> Iterator[str]:
     for session, turn in channel.turns.items():
         left = "" if turn.deadline is None else f", for {max(turn.deadline - now, 0):.0f} s more at most"
         yield f"{_names([session], core, now)} has the turn to change weights{left}"
 
 
-def _names(sessions: Iterable[int], core: Core, now: float) -> str:
+def _names(sessions: Iterable[int], core: SharedState, now: float) -> str:
     known = list(sessions)
     told = ", ".join(_name(session, core, now) for session in known[:NAMES_TOLD])
     return told + (f" and {len(known) - NAMES_TOLD} more" if len(known) > NAMES_TOLD else "")
 
 
-def _name(session: int, core: Core, now: float) -> str:
+def _name(session: int, core: SharedState, now: float) -> str:
     silent = core.silent_s(session, now)
     return (core.labels.get(session) or f"session {session}") + (
         f" (silent {silent:.0f} s)" if silent >= _SILENT_S else ""

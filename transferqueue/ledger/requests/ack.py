@@ -8,7 +8,7 @@ from transferqueue.errors import LeaseExpired, UsageError
 from transferqueue.ledger.requests.put import check_reason, rows_changed
 from transferqueue.ledger.rows.arrays import IntArray, decode_rows, some
 from transferqueue.ledger.rows.commit import (
-    Staged,
+    StagedCommit,
     check_columns,
     check_later,
     check_size,
@@ -20,16 +20,16 @@ from transferqueue.ledger.rows.commit import (
 from transferqueue.ledger.rules.finish import drop_staged, end_lease, finish_rows, retire
 from transferqueue.ledger.rules.groups_and_staleness import conclude, judge_stale, return_rows
 from transferqueue.ledger.rules.required_results import check_given
-from transferqueue.ledger.table import Table
+from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
-from transferqueue.ledger.tasks.leases import Lease
+from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
 from transferqueue.wire.messages import Ack, Done, Release, Renew, Renewed
 
 # ---------------------------------------------------------------- ack
 
 
-def ack(table: Table, request: Ack, session: int, now: float) -> Done:
+def ack(table: TableState, request: Ack, session: int, now: float) -> Done:
     """Rows of a lease are done, together with their results; or dropped."""
     one = table.core.leases.get(request.lease, request.token, table.name, session)
     task = table.tasks[one.task]
@@ -59,7 +59,9 @@ def ack(table: Table, request: Ack, session: int, now: float) -> Done:
     return Done(rows.size)
 
 
-def _check_results(table: Table, one: Lease, request: Ack, session: int, named: IntArray) -> Staged | None:
+def _check_results(
+    table: TableState, one: LeaseState, request: Ack, session: int, named: IntArray
+) -> StagedCommit | None:
     staged = _check_columns(table, one, request, session, named)
     if staged is None:
         return None
@@ -70,7 +72,9 @@ def _check_results(table: Table, one: Lease, request: Ack, session: int, named: 
     return staged
 
 
-def _check_columns(table: Table, one: Lease, request: Ack | Release, session: int, named: IntArray) -> Staged | None:
+def _check_columns(
+    table: TableState, one: LeaseState, request: Ack | Release, session: int, named: IntArray
+) -> StagedCommit | None:
     """What comes with the end of a lease, for the rows that it names; None when nothing does."""
     if request.columns is None:
         return None
@@ -86,11 +90,11 @@ def _check_columns(table: Table, one: Lease, request: Ack | Release, session: in
     return staged
 
 
-def _stage(table: Table, staged: Staged) -> None:
+def _stage(table: TableState, staged: StagedCommit) -> None:
     reserve_blocks(staged, table.rows, table.parts, table.core.blocks, table.usage)
 
 
-def _commit(table: Table, staged: Staged, rows: IntArray, chosen: IntArray, now: float) -> None:
+def _commit(table: TableState, staged: StagedCommit, rows: IntArray, chosen: IntArray, now: float) -> None:
     """Results of `rows`, which are `chosen` of those that the ack named, become visible to all tasks."""
     at = table.rows.pages.index(rows)
     whole = chosen.size == staged.rows
@@ -99,7 +103,7 @@ def _commit(table: Table, staged: Staged, rows: IntArray, chosen: IntArray, now:
     rows_changed(table, staged, rows, at, now)
 
 
-def _finish(table: Table, task: TaskState, rows: IntArray, request: Ack, session: int, now: float) -> None:
+def _finish(table: TableState, task: TaskState, rows: IntArray, request: Ack, session: int, now: float) -> None:
     detail = f"step {request.step}" if request.step >= 0 else ""
     if request.drop:
         table.history.add(now, "acked as dropped", rows, task.task.name, session, request.drop)
@@ -119,7 +123,7 @@ def _finish(table: Table, task: TaskState, rows: IntArray, request: Ack, session
         table.wake_task(task.task.name)
 
 
-def _check_whole(table: Table, task: TaskState, one: Lease, named: IntArray, verb: str) -> None:
+def _check_whole(table: TableState, task: TaskState, one: LeaseState, named: IntArray, verb: str) -> None:
     """Groups end together: part of one would be handed out again as less than a whole."""
     if not isinstance(task, GroupTaskState) or named.size == one.rows.size:
         return
@@ -135,11 +139,11 @@ def _check_whole(table: Table, task: TaskState, one: Lease, named: IntArray, ver
         )
 
 
-def _units(table: Table, rows: IntArray) -> IntArray:
+def _units(table: TableState, rows: IntArray) -> IntArray:
     return table.groups.units(rows, table.rows.pages.index(rows))
 
 
-def _end_if_empty(table: Table, one: Lease, why: str) -> None:
+def _end_if_empty(table: TableState, one: LeaseState, why: str) -> None:
     if not one.open.any() or not one.held.any():
         end_lease(table, one, why, told=True)
 
@@ -147,7 +151,9 @@ def _end_if_empty(table: Table, one: Lease, why: str) -> None:
 # ---------------------------------------------------------------- replicas
 
 
-def _ack_replica(table: Table, one: Lease, request: Ack, session: int, staged: Staged | None, now: float) -> Done:
+def _ack_replica(
+    table: TableState, one: LeaseState, request: Ack, session: int, staged: StagedCommit | None, now: float
+) -> Done:
     """One of several peers is done; the rows are when all are."""
     peers = [replica for replica, holder in one.holders.items() if holder == session and replica not in one.acked]
     if not peers:
@@ -171,7 +177,7 @@ def _ack_replica(table: Table, one: Lease, request: Ack, session: int, staged: S
     return Done(one.left if one.id in table.core.leases.by_id else int(one.rows.size))
 
 
-def _in_lease_order(table: Table, one: Lease, request: Ack, staged: Staged) -> Staged:
+def _in_lease_order(table: TableState, one: LeaseState, request: Ack, staged: StagedCommit) -> StagedCommit:
     """The blocks are real from now on (their extent may close), but no row has them yet."""
     _stage(table, staged)
     if request.rows is not None:
@@ -179,7 +185,7 @@ def _in_lease_order(table: Table, one: Lease, request: Ack, staged: Staged) -> S
     return staged
 
 
-def _ack_last(table: Table, one: Lease, request: Ack, session: int, now: float) -> None:
+def _ack_last(table: TableState, one: LeaseState, request: Ack, session: int, now: float) -> None:
     task, held = table.tasks[one.task], one.rows[one.held]
     if one.staged is not None and not one.dropped_as:
         order = one.staged_order if one.staged_order is not None else np.arange(one.rows.size)
@@ -200,7 +206,7 @@ def _ack_last(table: Table, one: Lease, request: Ack, session: int, now: float) 
 # ---------------------------------------------------------------- release, renew
 
 
-def release(table: Table, request: Release, session: int, now: float) -> Done:
+def release(table: TableState, request: Release, session: int, now: float) -> Done:
     """Rows of a lease go back to ready, with what was made of them so far: its columns replace what they had."""
     one = table.core.leases.get(request.lease, request.token, table.name, session)
     task = table.tasks[one.task]
@@ -225,7 +231,9 @@ def release(table: Table, request: Release, session: int, now: float) -> Done:
     return Done(rows.size)
 
 
-def _check_progress(table: Table, one: Lease, request: Release, session: int, named: IntArray) -> Staged | None:
+def _check_progress(
+    table: TableState, one: LeaseState, request: Release, session: int, named: IntArray
+) -> StagedCommit | None:
     staged = _check_columns(table, one, request, session, named)
     if staged is None:
         return None
@@ -241,7 +249,7 @@ def _check_progress(table: Table, one: Lease, request: Release, session: int, na
     return staged
 
 
-def renew(table: Table, request: Renew, session: int, now: float) -> Renewed:
+def renew(table: TableState, request: Renew, session: int, now: float) -> Renewed:
     """The lease runs from now on again."""
     one = table.core.leases.get(request.lease, request.token, table.name, session)
     one.length_s = request.lease_s or one.length_s
@@ -252,7 +260,7 @@ def renew(table: Table, request: Renew, session: int, now: float) -> Renewed:
 # ---------------------------------------------------------------- ends that nobody asked for
 
 
-def give_up(table: Table, one: Lease, why: str, now: float, *, failed: bool = True) -> None:
+def give_up(table: TableState, one: LeaseState, why: str, now: float, *, failed: bool = True) -> None:
     """A lease ends by expiry or the death of its holder: a failed attempt. Unclaimed shares are no attempt."""
     task = table.tasks[one.task]
     claimed = bool(one.holders)

@@ -24,12 +24,12 @@ from transferqueue.ledger.requests.ack import give_up
 from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.ledger.rules.finish import finish_rows
 from transferqueue.ledger.rules.groups_and_staleness import conclude, return_rows
-from transferqueue.ledger.table import Table
+from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.task_state import STEPPED, TaskState
 from transferqueue.wire.messages import Checkpointed, Done, Rollback
 
 
-def checkpointed(table: Table, request: Checkpointed, now: float) -> Done:
+def checkpointed(table: TableState, request: Checkpointed, now: float) -> Done:
     """Rows of steps up to `request.step` are done. Steps that were covered before change nothing."""
     task = _task(table, request.task)
     rows = task.stepped.take(lambda step: step <= request.step)
@@ -41,7 +41,7 @@ def checkpointed(table: Table, request: Checkpointed, now: float) -> Done:
     return Done(rows.size)
 
 
-def rollback(table: Table, request: Rollback, now: float) -> Done:
+def rollback(table: TableState, request: Rollback, now: float) -> Done:
     """Rows of steps above `request.step` are ready again, and the leases of the task end."""
     task = _task(table, request.task)
     _check_rollback(table, task, request)
@@ -60,7 +60,7 @@ def rollback(table: Table, request: Rollback, now: float) -> Done:
     return Done(rows.size)
 
 
-def _task(table: Table, name: str) -> TaskState:
+def _task(table: TableState, name: str) -> TaskState:
     """The task of that name; without one the task that sets the pace, or the only one."""
     if not name and (table.pacer is not None or len(table.tasks) == 1):
         return table.pacer or next(iter(table.tasks.values()))
@@ -75,7 +75,7 @@ def _task(table: Table, name: str) -> TaskState:
     raise NotFound(f'task "{name}" is not in table "{table.name}"; it has {listing(table.tasks)}')
 
 
-def _check_rollback(table: Table, task: TaskState, request: Rollback) -> None:
+def _check_rollback(table: TableState, task: TaskState, request: Rollback) -> None:
     if request.step < task.checkpoint:
         raise UsageError(
             f'task "{task.task.name}" of table "{table.name}" cannot go back to step {request.step}: rows up to step '
@@ -88,7 +88,7 @@ def _check_rollback(table: Table, task: TaskState, request: Rollback) -> None:
         )
 
 
-def _turn_back(table: Table, version: int) -> None:
+def _turn_back(table: TableState, version: int) -> None:
     """The trainer is at an earlier version again. Rows that were judged by a later clock are judged again as it comes back."""
     table.clock = version
     if table.versions is None:

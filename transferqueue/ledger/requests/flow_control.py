@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from transferqueue.errors import DeadlineExceeded, Full, NotFound, Sealed, UsageError
-from transferqueue.ledger.effects import Wait
+from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.rows.arrays import IntArray, tally
 from transferqueue.ledger.rules.groups_and_staleness import conclude, judge_stale
-from transferqueue.ledger.table import Table
+from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.reservations import check_reserve, why_not
 from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
 from transferqueue.policies import HoldClock
@@ -16,7 +16,7 @@ VERSION_MAX = 1 << 53
 """As for the versions of rows: exact as int64 and as float64."""
 
 
-def reserve(table: Table, request: Reserve, session: int) -> Reserved | Wait:
+def reserve(table: TableState, request: Reserve, session: int) -> Reserved | MustWait:
     """Answer a `Reserve`."""
     if table.sealed:
         raise Sealed(f'table "{table.name}" is sealed; no row may enter it, so none can be reserved')
@@ -24,14 +24,14 @@ def reserve(table: Table, request: Reserve, session: int) -> Reserved | Wait:
     check_reserve(table.name, table.pacing, table.limits.rows, request.rows, version, table.clock)
     if why := reserve_hindered(table, request):
         if request.wait_s > 0:
-            return Wait((("room", table.name), ("table", table.name)))
+            return MustWait((("room", table.name), ("table", table.name)))
         raise Full(f'{request.rows} rows cannot be reserved in table "{table.name}" now: {why}')
     table.core.last_reservation += 1
     one = table.flow.open(table.core.last_reservation, session, request.rows, version)
     return Reserved(one.id, one.left, version, list(one.refills.items()))
 
 
-def reserve_hindered(table: Table, request: Reserve) -> str:
+def reserve_hindered(table: TableState, request: Reserve) -> str:
     """Why the rows cannot be reserved now, "" if they can."""
     version = table.clock if request.policy_version < 0 else request.policy_version
     new = request.rows - min(request.rows, table.flow.owed_rows)
@@ -43,7 +43,7 @@ def reserve_hindered(table: Table, request: Reserve) -> str:
     return ""
 
 
-def unreserve(table: Table, request: Unreserve, session: int) -> Done:
+def unreserve(table: TableState, request: Unreserve, session: int) -> Done:
     """Rows of a reservation will not be produced."""
     one = table.flow.reservations.get(request.reservation)
     if one is None or one.session != session:
@@ -61,7 +61,7 @@ def unreserve(table: Table, request: Unreserve, session: int) -> Done:
     return Done(count)
 
 
-def advance(table: Table, request: Advance, now: float) -> Done | Wait:
+def advance(table: TableState, request: Advance, now: float) -> Done | MustWait:
     """The clock moves to `version`."""
     if request.version > VERSION_MAX:
         raise UsageError(f"version {request.version} is above {VERSION_MAX}; versions count trainer steps")
@@ -69,13 +69,13 @@ def advance(table: Table, request: Advance, now: float) -> Done | Wait:
         raise UsageError(f'the clock of table "{table.name}" is {table.clock}; it never goes back to {request.version}')
     if why := clock_held(table, request.version):
         if request.wait_s > 0:
-            return Wait((("clock", table.name), ("table", table.name)))
+            return MustWait((("clock", table.name), ("table", table.name)))
         raise DeadlineExceeded(why)
     set_clock(table, request.version, now)
     return Done()
 
 
-def clock_held(table: Table, version: int) -> str:
+def clock_held(table: TableState, version: int) -> str:
     """Why the clock may not move to `version` now, "" if it may."""
     pacing, pacer = table.pacing, table.pacer
     if pacing is None or pacer is None or table.versions is None or not isinstance(pacing.on_stale, HoldClock):
@@ -93,7 +93,7 @@ def clock_held(table: Table, version: int) -> str:
     )
 
 
-def _set_aside(table: Table, pacer: TaskState, at: IntArray) -> int:
+def _set_aside(table: TableState, pacer: TaskState, at: IntArray) -> int:
     """Rows in shares that no rank has claimed: not handed over yet."""
     if not table.agreements:
         return 0
@@ -102,7 +102,7 @@ def _set_aside(table: Table, pacer: TaskState, at: IntArray) -> int:
     return sum(count for number, count in tally(holds) if not leases[number].holders)
 
 
-def set_clock(table: Table, version: int, now: float) -> None:
+def set_clock(table: TableState, version: int, now: float) -> None:
     """Advance the clock and judge the rows that this makes stale."""
     if version <= table.clock:
         return
@@ -114,7 +114,7 @@ def set_clock(table: Table, version: int, now: float) -> None:
     conclude(table, now)
 
 
-def seal(table: Table, now: float) -> Done:
+def seal(table: TableState, now: float) -> Done:
     """No more rows enter. Incomplete groups are judged; waiting consumers see what is left, or the end."""
     if table.sealed:
         raise Sealed(f'table "{table.name}" is sealed already')

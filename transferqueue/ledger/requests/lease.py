@@ -7,26 +7,26 @@ from collections.abc import Sequence
 import numpy as np
 
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, UsageError
-from transferqueue.ledger.effects import Wait
+from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.requests.reply_rows import complete_fields, describe_rows
 from transferqueue.ledger.rows.arrays import NO_ROWS, IntArray, run_of, tally
-from transferqueue.ledger.rules.choose import Choice, check_groups_fit, choose, tokens_of
+from transferqueue.ledger.rules.choose import ChosenUnits, check_groups_fit, choose, tokens_of
 from transferqueue.ledger.rules.explain import explain_lease, explain_stranded
 from transferqueue.ledger.rules.groups_and_staleness import conclude, may_return, return_rows
 from transferqueue.ledger.rules.required_results import stranded
-from transferqueue.ledger.table import Table
+from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
-from transferqueue.ledger.tasks.leases import Lease
+from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.predicates import check_where
-from transferqueue.ledger.tasks.shared_batches import Agreement, shares
+from transferqueue.ledger.tasks.shared_batches import SharedBatches, shares
 from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
 from transferqueue.limits import REPLICAS_MAX, ROWS_PER_REQUEST_MAX
 from transferqueue.wire.messages import Lease as LeaseRequest
 from transferqueue.wire.messages import Leased
 
 
-def lease(table: Table, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | Wait:
-    """Answer a `Lease`: rows, `Wait`, `EndOfTable`, or `DeadlineExceeded` if it does not want to wait."""
+def lease(table: TableState, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | MustWait:
+    """Answer a `LeaseState`: rows, `MustWait`, `EndOfTable`, or `DeadlineExceeded` if it does not want to wait."""
     _check(table, task, request)
     if request.world > 1 or request.replicas > 1:
         given = _claim(table, task, request, session, now)
@@ -37,14 +37,14 @@ def lease(table: Table, task: TaskState, request: LeaseRequest, session: int, no
     if table.sealed:
         _check_end(table, task, request, now)
     if request.wait_s > 0:
-        return Wait((("task", table.name, task.task.name), ("table", table.name)))
+        return MustWait((("task", table.name, task.task.name), ("table", table.name)))
     raise DeadlineExceeded(explain_lease(table, task, request, now))
 
 
 # ---------------------------------------------------------------- checks
 
 
-def _check(table: Table, task: TaskState, request: LeaseRequest) -> None:
+def _check(table: TableState, task: TaskState, request: LeaseRequest) -> None:
     given = [name for name in ("rows", "tokens", "groups") if getattr(request, name)]
     if len(given) != 1:
         raise UsageError(
@@ -74,7 +74,7 @@ def _check_peers(request: LeaseRequest) -> None:
             raise Impossible(f"{of}={count} is above {REPLICAS_MAX}, the most sessions there can be")
 
 
-def _check_possible(table: Table, task: TaskState, request: LeaseRequest) -> None:
+def _check_possible(table: TableState, task: TaskState, request: LeaseRequest) -> None:
     if request.rows > ROWS_PER_REQUEST_MAX:
         raise Impossible(f"rows={request.rows} is above {ROWS_PER_REQUEST_MAX}, the most that one lease may have")
     least = request.at_least or request.rows
@@ -99,7 +99,7 @@ def _check_possible(table: Table, task: TaskState, request: LeaseRequest) -> Non
     check_groups_fit(table, task, request)
 
 
-def _check_end(table: Table, task: TaskState, request: LeaseRequest, now: float) -> None:
+def _check_end(table: TableState, task: TaskState, request: LeaseRequest, now: float) -> None:
     """Raise if no row of the sealed table can come any more for this request: the end, or `Impossible` where rows are left."""
     if task.counts[LEASED] or may_return(table, task):
         return
@@ -114,7 +114,7 @@ def _check_end(table: Table, task: TaskState, request: LeaseRequest, now: float)
 # ---------------------------------------------------------------- one worker
 
 
-def _lend(table: Table, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | None:
+def _lend(table: TableState, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | None:
     choice = choose(table, task, request)
     if choice is None:
         return None
@@ -125,7 +125,9 @@ def _lend(table: Table, task: TaskState, request: LeaseRequest, session: int, no
     return _reply(table, one, at, request, session, now)
 
 
-def _open(table: Table, task: TaskState, rows: IntArray, at: IntArray, request: LeaseRequest, now: float) -> Lease:
+def _open(
+    table: TableState, task: TaskState, rows: IntArray, at: IntArray, request: LeaseRequest, now: float
+) -> LeaseState:
     """The rows, at these places, leave the queue; nobody holds the lease yet."""
     length = request.lease_s or task.task.lease_s
     one = table.core.leases.open(table.name, task.task.name, rows, length, now)
@@ -140,7 +142,7 @@ def _asked(task: TaskState, request: LeaseRequest) -> Sequence[str] | None:
     return None if request.fields is None or tuple(request.fields) == task.task.needs else request.fields
 
 
-def _reply(table: Table, one: Lease, at: IntArray, request: LeaseRequest, session: int, now: float) -> Leased:
+def _reply(table: TableState, one: LeaseState, at: IntArray, request: LeaseRequest, session: int, now: float) -> Leased:
     task = table.tasks[one.task]
     asked = _asked(task, request)
     fields = task.task.needs if asked is None else complete_fields(table, at, asked)
@@ -153,7 +155,7 @@ def _reply(table: Table, one: Lease, at: IntArray, request: LeaseRequest, sessio
     return Leased(one.id, one.token, one.length_s, table.clock, content)
 
 
-def _count_staleness(table: Table, at: IntArray) -> None:
+def _count_staleness(table: TableState, at: IntArray) -> None:
     """How many versions behind the clock rows are that go to the pacing task, and where; rows without a version are not."""
     at = at[table.rows.version.a[at] >= 0]
     version = table.rows.version.a[at]
@@ -172,9 +174,9 @@ def _add(counts: dict[int, int], lags: IntArray) -> None:
 # ---------------------------------------------------------------- ranks and replicas
 
 
-def _claim(table: Table, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | None:
+def _claim(table: TableState, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | None:
     key = (task.task.name, request.world, request.replicas)
-    agreement = table.agreements.get(key) or Agreement(request.world, request.replicas)
+    agreement = table.agreements.get(key) or SharedBatches(request.world, request.replicas)
     found = agreement.waiting(request)
     if found is None:
         choice = choose(table, task, request)
@@ -190,7 +192,9 @@ def _claim(table: Table, task: TaskState, request: LeaseRequest, session: int, n
     return reply
 
 
-def _make_shares(table: Table, task: TaskState, choice: Choice, request: LeaseRequest, now: float) -> list[int]:
+def _make_shares(
+    table: TableState, task: TaskState, choice: ChosenUnits, request: LeaseRequest, now: float
+) -> list[int]:
     choice.queue.taken(choice.sizes.size)
     starts = np.cumsum(choice.sizes) - choice.sizes
     made = []
@@ -204,7 +208,7 @@ def _make_shares(table: Table, task: TaskState, choice: Choice, request: LeaseRe
     return made
 
 
-def _join(table: Table, one: Lease, request: LeaseRequest, session: int, now: float) -> Leased:
+def _join(table: TableState, one: LeaseState, request: LeaseRequest, session: int, now: float) -> Leased:
     """This peer holds the share too; every peer gets what the first got."""
     if one.reply is not None and one.fields != request.fields:
         raise UsageError(
@@ -227,7 +231,7 @@ def _join(table: Table, one: Lease, request: LeaseRequest, session: int, now: fl
     return Leased(reply.lease, reply.token, left, reply.version, reply.content)
 
 
-def _begin(table: Table, one: Lease, now: float) -> None:
+def _begin(table: TableState, one: LeaseState, now: float) -> None:
     """The lease time of a share begins when it is claimed. Rows that were dropped, or became stale, are not in it."""
     table.core.deadlines.add(one, now + one.length_s)
     stale = _stale_since(table, one)
@@ -238,7 +242,7 @@ def _begin(table: Table, one: Lease, now: float) -> None:
     conclude(table, now)
 
 
-def _stale_since(table: Table, one: Lease) -> IntArray:
+def _stale_since(table: TableState, one: LeaseState) -> IntArray:
     """Rows of an unclaimed share that are over the staleness bound by now, with the rest of their groups."""
     task = table.tasks[one.task]
     rows = one.rows[one.held]

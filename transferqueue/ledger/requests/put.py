@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from transferqueue.errors import Full, Impossible, NotFound, ProtocolError, Sealed, UsageError
-from transferqueue.ledger.effects import Wait
+from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.rows.arrays import Index, IntArray, decode_rows, some
 from transferqueue.ledger.rows.commit import (
-    Staged,
+    StagedCommit,
     check_columns,
     check_later,
     check_size,
@@ -20,9 +20,9 @@ from transferqueue.ledger.rows.pages import LIVE, SHIFT
 from transferqueue.ledger.rules.explain import explain_room
 from transferqueue.ledger.rules.finish import drop_rows, forget_puts, free_rows, retire
 from transferqueue.ledger.rules.groups_and_staleness import conclude, judge_stale
-from transferqueue.ledger.table import Table
+from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
-from transferqueue.ledger.tasks.reservations import Reservation
+from transferqueue.ledger.tasks.reservations import ReservationState
 from transferqueue.ledger.tasks.task_state import LEASED, PENDING
 from transferqueue.limits import REASONS_MAX, ROWS_PER_REQUEST_MAX, check_name
 from transferqueue.wire.messages import Delete, Done, Drop, Put, PutRows, Update
@@ -30,7 +30,7 @@ from transferqueue.wire.messages import Delete, Done, Drop, Put, PutRows, Update
 # ---------------------------------------------------------------- put
 
 
-def put(table: Table, request: Put, session: int, author: tuple[bytes, int], now: float) -> PutRows | Wait:
+def put(table: TableState, request: Put, session: int, author: tuple[bytes, int], now: float) -> PutRows | MustWait:
     """Answer a `Put`. author: (client, call), by which a late retry is known for as long as its rows live."""
     before = table.puts.get(author)
     if before is not None:
@@ -41,7 +41,7 @@ def put(table: Table, request: Put, session: int, author: tuple[bytes, int], now
     reservation = _check_reservation(table, request, session)
     if reservation is None and (why := no_room(table, request.rows, staged.nbytes)):
         if request.wait_s > 0:
-            return Wait((("room", table.name), ("table", table.name)))
+            return MustWait((("room", table.name), ("table", table.name)))
         raise Full(explain_room(table, why))
     first = _admit(table, staged, session, now)
     if reservation is not None:
@@ -51,7 +51,7 @@ def put(table: Table, request: Put, session: int, author: tuple[bytes, int], now
     return PutRows(first, request.rows)
 
 
-def _again(table: Table, request: Put, before: tuple[int, int]) -> PutRows:
+def _again(table: TableState, request: Put, before: tuple[int, int]) -> PutRows:
     first, rows = before
     if rows != request.rows:
         raise ProtocolError(
@@ -60,7 +60,7 @@ def _again(table: Table, request: Put, before: tuple[int, int]) -> PutRows:
     return PutRows(first, rows)
 
 
-def _check_put(table: Table, request: Put, session: int) -> Staged:
+def _check_put(table: TableState, request: Put, session: int) -> StagedCommit:
     if request.rows > ROWS_PER_REQUEST_MAX:
         raise UsageError(f"a put of {request.rows} rows is above {ROWS_PER_REQUEST_MAX}; put them in several")
     if request.rows > table.limits.rows:
@@ -78,14 +78,14 @@ def _check_put(table: Table, request: Put, session: int) -> Staged:
     return staged
 
 
-def _group_rows_max(table: Table) -> int:
+def _group_rows_max(table: TableState) -> int:
     """A group above this can never be whole: not in the table, or not among the rows that may be ahead."""
     if table.pacing and isinstance(table.pacer, GroupTaskState):
         return min(table.limits.rows, table.pacing.rows_ahead_max)
     return table.limits.rows
 
 
-def _check_reservation(table: Table, request: Put, session: int) -> Reservation | None:
+def _check_reservation(table: TableState, request: Put, session: int) -> ReservationState | None:
     if not request.reservation:
         return None
     one = table.flow.reservations.get(request.reservation)
@@ -100,7 +100,7 @@ def _check_reservation(table: Table, request: Put, session: int) -> Reservation 
     return one
 
 
-def no_room(table: Table, rows: int, nbytes: int) -> str:
+def no_room(table: TableState, rows: int, nbytes: int) -> str:
     """Why rows without a reservation cannot enter now, "" if they can."""
     held = table.rows.pages.resident + table.flow.reserved
     if held + rows > table.limits.rows:
@@ -114,7 +114,7 @@ def no_room(table: Table, rows: int, nbytes: int) -> str:
     return ""
 
 
-def _admit(table: Table, staged: Staged, session: int, now: float) -> int:
+def _admit(table: TableState, staged: StagedCommit, session: int, now: float) -> int:
     rows = table.rows
     reserve_blocks(staged, rows, table.parts, table.core.blocks, table.usage)
     first, where, finished = rows.pages.append(staged.rows)
@@ -129,7 +129,7 @@ def _admit(table: Table, staged: Staged, session: int, now: float) -> int:
     return first
 
 
-def _enter(table: Table, staged: Staged, ids: IntArray, where: Index, now: float) -> None:
+def _enter(table: TableState, staged: StagedCommit, ids: IntArray, where: Index, now: float) -> None:
     """New rows become known to groups, tasks and the staleness index."""
     numbers = staged.facts.numbers
     if "group_id" in numbers:
@@ -145,13 +145,13 @@ def _enter(table: Table, staged: Staged, ids: IntArray, where: Index, now: float
         judge_stale(table, ids, now)
 
 
-def _use(table: Table, reservation: Reservation, staged: Staged) -> None:
+def _use(table: TableState, reservation: ReservationState, staged: StagedCommit) -> None:
     groups = staged.facts.numbers.get("group_id")
     counts = [] if groups is None else table.groups.counts(groups)
     table.flow.use(reservation, staged.rows, counts)
 
 
-def _remember(table: Table, author: tuple[bytes, int], first: int, rows: int) -> None:
+def _remember(table: TableState, author: tuple[bytes, int], first: int, rows: int) -> None:
     groups = table.flow.owed
     for number in list(groups):
         group = table.groups.get(number)
@@ -165,7 +165,7 @@ def _remember(table: Table, author: tuple[bytes, int], first: int, rows: int) ->
 # ---------------------------------------------------------------- update
 
 
-def update(table: Table, request: Update, session: int, now: float) -> Done:
+def update(table: TableState, request: Update, session: int, now: float) -> Done:
     """More columns or facts for live rows."""
     rows = decode_rows(request.rows)
     staged = check_columns(table.rows, table.core.blocks, session, request.columns, rows.size, table.replicas)
@@ -190,7 +190,7 @@ def update(table: Table, request: Update, session: int, now: float) -> Done:
     return Done(rows.size)
 
 
-def rows_changed(table: Table, staged: Staged, rows: IntArray, at: IntArray, now: float) -> None:
+def rows_changed(table: TableState, staged: StagedCommit, rows: IntArray, at: IntArray, now: float) -> None:
     """Columns or facts of live rows were written: some become ready, some rank anew.
 
     Whether a new version makes them stale is for the caller to have judged, once the rows are where they belong.
@@ -208,14 +208,14 @@ def rows_changed(table: Table, staged: Staged, rows: IntArray, at: IntArray, now
             table.wake_room()
 
 
-def _stamp(table: Table, rows: IntArray, at: Index, versions: IntArray) -> None:
+def _stamp(table: TableState, rows: IntArray, at: Index, versions: IntArray) -> None:
     """Rows got policy versions. The clock of this moment parts their staleness: in flight before it, in the queue after."""
     table.rows.stamped.a[at] = table.clock
     if table.versions is not None:
         table.versions.file(rows, versions)
 
 
-def _complete(table: Table, name: str, rows: IntArray, at: IntArray, now: float) -> None:
+def _complete(table: TableState, name: str, rows: IntArray, at: IntArray, now: float) -> None:
     task = table.tasks[name]
     ready = (task.state.a[at] == PENDING) & task.completed(at)
     if ready.all():
@@ -230,7 +230,7 @@ def _complete(table: Table, name: str, rows: IntArray, at: IntArray, now: float)
 # ---------------------------------------------------------------- drop, delete
 
 
-def check_reason(table: Table, reason: str) -> None:
+def check_reason(table: TableState, reason: str) -> None:
     """Raise if rows may not be dropped with this reason."""
     check_name("reason", reason)
     if reason not in table.rows_dropped and len(table.rows_dropped) >= REASONS_MAX:
@@ -240,7 +240,7 @@ def check_reason(table: Table, reason: str) -> None:
         )
 
 
-def drop(table: Table, request: Drop, now: float) -> Done:
+def drop(table: TableState, request: Drop, now: float) -> Done:
     """Rows end as dropped, for every task, leased or not."""
     rows = decode_rows(request.rows)
     check_reason(table, request.reason)
@@ -250,7 +250,7 @@ def drop(table: Table, request: Drop, now: float) -> Done:
     return Done(rows.size)
 
 
-def delete(table: Table, request: Delete, now: float) -> Done:
+def delete(table: TableState, request: Delete, now: float) -> Done:
     """Rows are freed. Those without a fate end as dropped ("deleted")."""
     rows = decode_rows(request.rows)
     at = table.rows.places(rows)

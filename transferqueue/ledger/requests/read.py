@@ -10,20 +10,20 @@ from transferqueue.errors import NotFound
 from transferqueue.ledger.requests.reply_rows import complete_fields, describe_rows
 from transferqueue.ledger.rows.arrays import IntArray, decode_rows, run_of, some
 from transferqueue.ledger.rows.pages import DROPPED
-from transferqueue.ledger.table import Table
+from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.predicates import check_where, matches
 from transferqueue.limits import ROWS_PER_REQUEST_MAX
 from transferqueue.policies import Predicate
 from transferqueue.wire.messages import Find, Found, Read, ReadRows
 
 
-def find(table: Table, request: Find) -> Found:
+def find(table: TableState, request: Find) -> Found:
     """Row ids of keys; -1 where no resident row has the key."""
     rows = [table.rows.row_of_key.get(key, -1) if key else -1 for key in request.keys]
     return Found(np.array(rows, np.int64).tobytes())
 
 
-def read(table: Table, request: Read, session: int) -> ReadRows:
+def read(table: TableState, request: Read, session: int) -> ReadRows:
     """Resident rows by id, in the order asked for, or all that are not dropped and match, ascending."""
     check_where(table.rows, request.where, table.expected_fields())
     for name in request.fields or ():
@@ -41,14 +41,14 @@ def read(table: Table, request: Read, session: int) -> ReadRows:
     return ReadRows(content)
 
 
-def _named(table: Table, request: Read) -> IntArray:
+def _named(table: TableState, request: Read) -> IntArray:
     rows = decode_rows(request.rows or b"")
     at = table.rows.places(rows)
     chosen = rows[matches(table.rows, request.where, rows, at)] if request.where else rows
     return chosen[: request.limit] if request.limit else chosen
 
 
-def _scan(table: Table, where: Sequence[Predicate], limit: int) -> IntArray:
+def _scan(table: TableState, where: Sequence[Predicate], limit: int) -> IntArray:
     most = min(limit or ROWS_PER_REQUEST_MAX, ROWS_PER_REQUEST_MAX)
     found: list[IntArray] = []
     have = 0
@@ -63,7 +63,7 @@ def _scan(table: Table, where: Sequence[Predicate], limit: int) -> IntArray:
     return np.concatenate(found)[:most] if found else np.empty(0, np.int64)
 
 
-def _check_complete(table: Table, rows: IntArray, at: IntArray, fields: Sequence[str]) -> None:
+def _check_complete(table: TableState, rows: IntArray, at: IntArray, fields: Sequence[str]) -> None:
     complete = complete_fields(table, at, fields)
     for name in fields:
         if name not in complete:

@@ -11,10 +11,10 @@ from typing import Final, TypeVar
 import numpy as np
 
 from transferqueue.ledger.rows.arrays import Index, IntArray
-from transferqueue.ledger.rows.blocks import Blocks
-from transferqueue.ledger.rows.column_places import Places
+from transferqueue.ledger.rows.blocks import BlockRegistry
+from transferqueue.ledger.rows.column_places import BlockSlots
 from transferqueue.ledger.rows.facts import DTYPES
-from transferqueue.ledger.table import Table
+from transferqueue.ledger.table import TableState
 from transferqueue.wire import run_length as short
 from transferqueue.wire.messages import Content, Inline, Part
 
@@ -24,7 +24,7 @@ _FIRST: Final = short.alike(np.zeros(1, np.int32))
 """Every row is in the first block."""
 
 
-def describe_rows(table: Table, rows: IntArray, at: Index, there: Sequence[str]) -> tuple[Content, list[int]]:
+def describe_rows(table: TableState, rows: IntArray, at: Index, there: Sequence[str]) -> tuple[Content, list[int]]:
     """Content of `rows` with fields that all of them have (`complete_fields`), and the blocks it names."""
     inline, placed, definitions = table.rows.told(there)
     blocks: dict[int, None] = {}
@@ -41,7 +41,7 @@ def describe_rows(table: Table, rows: IntArray, at: Index, there: Sequence[str])
     return content, list(blocks)
 
 
-def complete_fields(table: Table, at: IntArray, fields: Sequence[str]) -> list[str]:
+def complete_fields(table: TableState, at: IntArray, fields: Sequence[str]) -> list[str]:
     """Those of `fields` that all rows have."""
     known = list(filter(table.rows.fields.__contains__, dict.fromkeys(fields)))
     if bool(table.rows.has_all(at, table.rows.mask(known)).all()):
@@ -57,7 +57,7 @@ def _of_rows(values: dict[int, Value], rows: IntArray, default: Value) -> list[V
     return [default if one is None else one for one in found] if any(one is not None for one in found) else None
 
 
-def _part(blocks: Blocks, places: Places, named: dict[int, None]) -> Part:
+def _part(blocks: BlockRegistry, places: BlockSlots, named: dict[int, None]) -> Part:
     numbers, index = _distinct(places.blocks)
     named.update(dict.fromkeys(numbers))
     return Part(

@@ -11,7 +11,7 @@ from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.ledger.rules.finish import drop_rows, end_lease, forget_puts, free_rows
 from transferqueue.ledger.rules.groups_and_staleness import conclude
 from transferqueue.ledger.rules.requeue import downstream
-from transferqueue.ledger.table import Core, Table
+from transferqueue.ledger.table import SharedState, TableState
 from transferqueue.ledger.tasks.selectors import Ranker
 from transferqueue.ledger.tasks.task_state import ABSENT, PENDING
 from transferqueue.limits import COPIES_MAX, FIELDS_MAX, TASKS_MAX, check_name
@@ -22,7 +22,7 @@ SECONDS_MAX = 1e9
 """As in messages: thirty years."""
 
 
-def check_create(core: Core, request: CreateTable) -> None:
+def check_create(core: SharedState, request: CreateTable) -> None:
     """Raise unless a table can be made of these terms."""
     check_name("table", request.name)
     names = [task.name for task in request.tasks]
@@ -38,7 +38,7 @@ def check_create(core: Core, request: CreateTable) -> None:
         _check_pacing(request.name, request.pacing, request.tasks, request.limits.rows)
 
 
-def _check_task(core: Core, task: Task) -> None:
+def _check_task(core: SharedState, task: Task) -> None:
     Ranker(task.selector, core.plugins)
     if len(task.needs) > FIELDS_MAX or len(task.gives) > FIELDS_MAX:
         raise Impossible(
@@ -96,9 +96,11 @@ def _check_requeue(pacing: Pacing, target: str, tasks: dict[str, Task]) -> None:
         )
 
 
-def create_table(core: Core, request: CreateTable) -> Table:
+def create_table(core: SharedState, request: CreateTable) -> TableState:
     """A new table of checked terms."""
-    table = Table(core, request.name, request.limits, request.pacing, request.retention or Acked(), request.replicas)
+    table = TableState(
+        core, request.name, request.limits, request.pacing, request.retention or Acked(), request.replicas
+    )
     for field in request.fields:
         table.rows.add_field(field)
     for task in request.tasks:
@@ -112,7 +114,7 @@ def _extra_fields(request: CreateTable) -> bool | None:
     return False if request.extra_fields is None and request.fields else request.extra_fields
 
 
-def other_terms(table: Table, request: CreateTable) -> list[str]:
+def other_terms(table: TableState, request: CreateTable) -> list[str]:
     """In what an existing table is not what the request asks for (it may have more fields and tasks by now)."""
     tasks = {name: state.task for name, state in table.tasks.items()}
     found = [f'field "{one.name}"' for one in request.fields if table.rows.fields.get(one.name) != one]
@@ -127,7 +129,7 @@ def other_terms(table: Table, request: CreateTable) -> list[str]:
     return found + [name for name, (there, wanted) in terms.items() if there != wanted]
 
 
-def add_task(table: Table, task: Task, now: float) -> TableTerms:
+def add_task(table: TableState, task: Task, now: float) -> TableTerms:
     """Declare a task. The same declaration again is no error."""
     there = table.tasks.get(task.name)
     if there is not None:
@@ -142,7 +144,7 @@ def add_task(table: Table, task: Task, now: float) -> TableTerms:
     return table.terms()
 
 
-def _introduce(table: Table, task: Task, now: float) -> None:
+def _introduce(table: TableState, task: Task, now: float) -> None:
     """The new task sees every live row, or none of those that are there. Walks all rows, once."""
     state = table.add_task(task)
     rows = table.rows.pages.resident_rows()
@@ -160,7 +162,7 @@ def _introduce(table: Table, task: Task, now: float) -> None:
     table.wake_task(task.name)
 
 
-def drop_table(table: Table, now: float) -> None:
+def drop_table(table: TableState, now: float) -> None:
     """Every row is dropped, every lease ended, every waiter told."""
     rows = table.rows.pages.resident_rows()
     drop_rows(table, rows, "table_dropped", now)

@@ -29,9 +29,9 @@ from transferqueue.errors import (
     listing,
 )
 from transferqueue.ledger.deadlines import Deadlines
-from transferqueue.ledger.effects import Effects, Wait
+from transferqueue.ledger.effects import Effects, MustWait
 from transferqueue.ledger.requests.flow_control import VERSION_MAX
-from transferqueue.ledger.rows.blocks import Blocks, Usage
+from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
 from transferqueue.ledger.rows.commit import check_layout
 from transferqueue.schema import Field
 from transferqueue.wire.messages import Applied, BasisAt, Done, Publish, Pull, Weights
@@ -39,7 +39,7 @@ from transferqueue.wire.messages import Turn as TakeTurn
 
 
 @dataclass(slots=True)
-class Version:
+class PublishedVersion:
     """One published version: its fields, the numbers of its blocks, when it came."""
 
     fields: list[Field]
@@ -48,7 +48,7 @@ class Version:
 
 
 @dataclass(slots=True)
-class Application:
+class AppliedVersion:
     """A session generates with `version` since `at`. lag_s: how long after its publication; None where that is forgotten."""
 
     version: int
@@ -57,7 +57,7 @@ class Application:
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class UpdateSlot:
     """`session` changes its weights, until `deadline`."""
 
     channel: str
@@ -66,23 +66,23 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Channel:
+class WeightChannelState:
     """The kept versions of one channel, ascending."""
 
     name: str
     keep: int = 2
     latest: int = -1
-    versions: dict[int, Version] = field(default_factory=dict)
+    versions: dict[int, PublishedVersion] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     """Versions that are gone before their time, the newest `keep` of them: how."""
-    applied: dict[int, Application] = field(default_factory=dict)
+    applied: dict[int, AppliedVersion] = field(default_factory=dict)
     """By session: the version it generates with."""
-    turns: dict[int, Turn] = field(default_factory=dict)
+    turns: dict[int, UpdateSlot] = field(default_factory=dict)
     """By session: leave to change weights."""
-    usage: Usage = field(default_factory=Usage)
+    usage: OwnerBytes = field(default_factory=OwnerBytes)
 
 
-def check_publish(channel: Channel, blocks: Blocks, session: int, request: Publish) -> None:
+def check_publish(channel: WeightChannelState, blocks: BlockRegistry, session: int, request: Publish) -> None:
     """Raise unless this version may be published."""
     if request.version > VERSION_MAX:
         raise UsageError(f"version {request.version} is above {VERSION_MAX}; versions count trainer steps")
@@ -111,7 +111,7 @@ def check_publish(channel: Channel, blocks: Blocks, session: int, request: Publi
     blocks.check(session, request.blocks)
 
 
-def _check_kept(channel: Channel, blocks: Blocks, request: Publish) -> list[str]:
+def _check_kept(channel: WeightChannelState, blocks: BlockRegistry, request: Publish) -> list[str]:
     """Names of the fields that the version keeps of its base."""
     if request.base < 0 and not request.kept:
         return []
@@ -134,7 +134,7 @@ def _check_kept(channel: Channel, blocks: Blocks, request: Publish) -> list[str]
     return [name for number in request.kept for name in blocks.blocks[number].at.fields]
 
 
-def publish(channel: Channel, blocks: Blocks, request: Publish, now: float) -> None:
+def publish(channel: WeightChannelState, blocks: BlockRegistry, request: Publish, now: float) -> None:
     """Make the version the latest, and let go of those beyond `keep`. Checked before."""
     numbers = blocks.commit(request.blocks, channel.usage, [1] * len(request.blocks))
     blocks.refer(request.kept)
@@ -142,26 +142,26 @@ def publish(channel: Channel, blocks: Blocks, request: Publish, now: float) -> N
     if request.kept:
         names = {name for number in request.kept for name in blocks.blocks[number].at.fields}
         fields += [one for one in channel.versions[request.base].fields if one.name in names]
-    channel.versions[request.version] = Version(fields, [*numbers, *request.kept], now)
+    channel.versions[request.version] = PublishedVersion(fields, [*numbers, *request.kept], now)
     channel.latest, channel.keep = request.version, request.keep
     for version in list(channel.versions)[: -channel.keep]:
         _forget(channel, blocks, version)
 
 
-def _forget(channel: Channel, blocks: Blocks, version: int) -> None:
+def _forget(channel: WeightChannelState, blocks: BlockRegistry, version: int) -> None:
     for number in channel.versions.pop(version).blocks:
         blocks.retire(number, 1)
 
 
-def lose(channel: Channel, blocks: Blocks, gone: frozenset[int], why: str) -> None:
-    """The bytes of some blocks are gone, and with them each version that has one. why: as `Channel.lost`."""
+def lose(channel: WeightChannelState, blocks: BlockRegistry, gone: frozenset[int], why: str) -> None:
+    """The bytes of some blocks are gone, and with them each version that has one. why: as `WeightChannelState.lost`."""
     for version in [number for number, one in channel.versions.items() if not gone.isdisjoint(one.blocks)]:
         _forget(channel, blocks, version)
         channel.lost[version] = why
     channel.lost = dict(sorted(channel.lost.items())[-channel.keep :])
 
 
-def basis(channel: Channel, blocks: Blocks) -> BasisAt:
+def basis(channel: WeightChannelState, blocks: BlockRegistry) -> BasisAt:
     """What the next version may be made of. Nothing is pinned: a basis that ended meanwhile is refused by `check_publish`."""
     newest = channel.versions.get(channel.latest)
     if newest is None:
@@ -171,7 +171,7 @@ def basis(channel: Channel, blocks: Blocks) -> BasisAt:
     return BasisAt(channel.latest, list(newest.fields), [one.at for one in found], extents)
 
 
-def pull(channel: Channel, blocks: Blocks, request: Pull, session: int) -> Weights | Wait:
+def pull(channel: WeightChannelState, blocks: BlockRegistry, request: Pull, session: int) -> Weights | MustWait:
     """The version asked for, pinned for the session."""
     version = request.version if request.version >= 0 else max(channel.versions, default=-1)
     if version in channel.lost:
@@ -183,13 +183,13 @@ def pull(channel: Channel, blocks: Blocks, request: Pull, session: int) -> Weigh
     kept = channel.versions.get(version)
     if kept is None or (request.version < 0 and version <= request.above):
         if request.wait_s > 0:
-            return Wait((("channel", channel.name),))
+            return MustWait((("channel", channel.name),))
         raise DeadlineExceeded(explain_pull(channel, request))
     blocks.pin(session, kept.blocks)
     return Weights(version, list(kept.fields), [blocks.blocks[number].at for number in kept.blocks])
 
 
-def explain_pull(channel: Channel, request: Pull) -> str:
+def explain_pull(channel: WeightChannelState, request: Pull) -> str:
     """What a pull waits for."""
     wanted = f"version {request.version}" if request.version >= 0 else f"a version above {request.above}"
     has = f"its latest is {channel.latest}" if channel.latest >= 0 else "nothing was published yet"
@@ -198,7 +198,7 @@ def explain_pull(channel: Channel, request: Pull) -> str:
     return f'channel "{channel.name}" does not have {wanted}: {has}'
 
 
-def apply_version(channel: Channel, request: Applied, session: int, now: float) -> None:
+def apply_version(channel: WeightChannelState, request: Applied, session: int, now: float) -> None:
     """`session` generates with the version from now on."""
     if request.version > channel.latest:
         raise NotFound(
@@ -206,22 +206,24 @@ def apply_version(channel: Channel, request: Applied, session: int, now: float) 
         )
     known = channel.versions.get(request.version)
     lag_s = None if known is None else now - known.at
-    channel.applied[session] = Application(request.version, now, lag_s)
+    channel.applied[session] = AppliedVersion(request.version, now, lag_s)
 
 
-def take_turn(channel: Channel, request: TakeTurn, session: int, deadlines: Deadlines, now: float) -> Done | Wait:
+def take_turn(
+    channel: WeightChannelState, request: TakeTurn, session: int, deadlines: Deadlines, now: float
+) -> Done | MustWait:
     """A turn of the session, from now on; asked for again, it begins anew."""
     others = len(channel.turns.keys() - {session})
     if others >= request.at_once:
         if request.wait_s > 0:
-            return Wait((("turn", channel.name),))
+            return MustWait((("turn", channel.name),))
         raise DeadlineExceeded(explain_turn(channel, request))
-    turn = channel.turns.setdefault(session, Turn(channel.name, session))
+    turn = channel.turns.setdefault(session, UpdateSlot(channel.name, session))
     deadlines.add(turn, now + request.length_s)
     return Done(1)
 
 
-def end_turn(channel: Channel, session: int, effects: Effects) -> bool:
+def end_turn(channel: WeightChannelState, session: int, effects: Effects) -> bool:
     """The session's turn is over, if it has one; whether it had."""
     turn = channel.turns.pop(session, None)
     if turn is None:
@@ -231,7 +233,9 @@ def end_turn(channel: Channel, session: int, effects: Effects) -> bool:
     return True
 
 
-def explain_turn(channel: Channel, request: TakeTurn, labels: Mapping[int, str] = MappingProxyType({})) -> str:
+def explain_turn(
+    channel: WeightChannelState, request: TakeTurn, labels: Mapping[int, str] = MappingProxyType({})
+) -> str:
     """Whom a turn waits for. labels: of sessions."""
     holders = listing(labels.get(number) or f"session {number}" for number in channel.turns)
     return (
@@ -240,7 +244,7 @@ def explain_turn(channel: Channel, request: TakeTurn, labels: Mapping[int, str] 
     )
 
 
-def explain_lost(channel: Channel, version: int) -> str:
+def explain_lost(channel: WeightChannelState, version: int) -> str:
     """What became of a lost version, and what there is instead."""
     whole = (
         f"the versions that are whole are {listing(channel.versions)}" if channel.versions else "no version is whole"
@@ -248,6 +252,6 @@ def explain_lost(channel: Channel, version: int) -> str:
     return f'version {version} of channel "{channel.name}" is gone ({channel.lost[version]}), and {whole}'
 
 
-def explain_latest(channel: Channel) -> str:
+def explain_latest(channel: WeightChannelState) -> str:
     """Which version is the latest."""
     return f"its latest is {channel.latest}" if channel.latest >= 0 else "it has none"

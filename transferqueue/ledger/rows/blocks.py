@@ -29,7 +29,7 @@ from transferqueue.limits import ALIGNMENT, PAGE_BYTES
 from transferqueue.wire.messages import BlockAt, Copy, Placed
 
 
-class Usage:
+class OwnerBytes:
     """Bytes of live blocks of one owner."""
 
     __slots__ = ("bytes",)
@@ -38,7 +38,7 @@ class Usage:
         self.bytes = 0
 
 
-class Extent:
+class ExtentState:
     """A piece of an arena. session: who may commit into it (0: nobody any more)."""
 
     __slots__ = ("blocks", "id", "lost", "nbytes", "offset", "open", "session", "shard", "spans")
@@ -67,13 +67,13 @@ class Extent:
         self.spans.insert(bisect_left(self.spans, (start, end)), (start, end))
 
 
-class Block:
+class CommittedBlock:
     """Committed columns. extents: where they are, `at` first, then its copies. refs: rows (per set of fields) that need them.
     pins: views that may exist."""
 
     __slots__ = ("at", "extents", "pins", "refs", "usage")
 
-    def __init__(self, at: BlockAt, extents: list[Extent], usage: Usage) -> None:
+    def __init__(self, at: BlockAt, extents: list[ExtentState], usage: OwnerBytes) -> None:
         self.at = at
         self.extents = extents
         self.usage = usage
@@ -81,7 +81,7 @@ class Block:
         self.pins = 0
 
     @property
-    def extent(self) -> Extent:
+    def extent(self) -> ExtentState:
         """Where it is read, unless a copy is nearer."""
         return self.extents[0]
 
@@ -91,12 +91,12 @@ class Block:
         return self.at.nbytes * len(self.extents)
 
 
-class Blocks:
+class BlockRegistry:
     """All extents, blocks and pins."""
 
     def __init__(self, effects: Effects) -> None:
-        self.extents: dict[int, Extent] = {}
-        self.blocks: dict[int, Block] = {}
+        self.extents: dict[int, ExtentState] = {}
+        self.blocks: dict[int, CommittedBlock] = {}
         self.pins: dict[int, dict[int, int]] = {}
         """Holder (a session, or minus a lease) -> block -> how many."""
         self.last_shard = 0
@@ -117,9 +117,9 @@ class Blocks:
 
     # ------------------------------------------------------------ grants
 
-    def grant(self, session: int, shard: int, offset: int, nbytes: int) -> Extent:
+    def grant(self, session: int, shard: int, offset: int, nbytes: int) -> ExtentState:
         """A new open extent of `session`."""
-        extent = Extent(self._next_extent, shard, offset, nbytes, session)
+        extent = ExtentState(self._next_extent, shard, offset, nbytes, session)
         self._next_extent += 1
         self.extents[extent.id] = extent
         self.last_shard = max(self.last_shard, shard)
@@ -139,13 +139,13 @@ class Blocks:
         for extent in [extent for extent in self.extents.values() if extent.session == session]:
             self._disown(extent)
 
-    def _disown(self, extent: Extent) -> None:
+    def _disown(self, extent: ExtentState) -> None:
         extent.session = 0
         extent.open = False
         extent.spans.clear()
         self._free_if_unused(extent)
 
-    def _free_if_unused(self, extent: Extent) -> None:
+    def _free_if_unused(self, extent: ExtentState) -> None:
         if extent.open or extent.blocks or self.extents.pop(extent.id, None) is None:
             return
         if not extent.lost:
@@ -165,7 +165,7 @@ class Blocks:
                 self._lose_copies(block)
         return lost
 
-    def _lose_copies(self, block: Block) -> None:
+    def _lose_copies(self, block: CommittedBlock) -> None:
         """What is left of the block in shards that are not lost is the block."""
         at = block.at
         places = [Copy(at.shard, at.extent, at.offset), *at.copies]
@@ -183,7 +183,7 @@ class Blocks:
 
     def check(self, session: int, placed: Sequence[Placed], replicas: int = 1) -> None:
         """Raise unless `session` may commit all of `placed` together, each in `replicas` shards."""
-        taken: dict[int, Extent] = {}
+        taken: dict[int, ExtentState] = {}
         for block in placed:
             shards = [self._check_place(session, taken, block, *place) for place in _places(block)]
             if len(shards) != replicas or len(set(shards)) != replicas:
@@ -192,7 +192,7 @@ class Blocks:
                     f"{replicas} different ones here"
                 )
 
-    def _check_place(self, session: int, taken: dict[int, Extent], block: Placed, number: int, start: int) -> int:
+    def _check_place(self, session: int, taken: dict[int, ExtentState], block: Placed, number: int, start: int) -> int:
         """Raise unless the bytes of the block may be at `start` in this extent. Returns its shard."""
         extent, end = self._granted(session, number), start + block.nbytes
         if start % ALIGNMENT:
@@ -202,7 +202,7 @@ class Blocks:
                 f"block [{start}, {end}) lies outside extent {extent.id}, which is "
                 f"[{extent.offset}, {extent.offset + extent.nbytes})"
             )
-        new = taken.setdefault(extent.id, Extent(0, 0, 0, 0, 0))
+        new = taken.setdefault(extent.id, ExtentState(0, 0, 0, 0, 0))
         if block.nbytes and (extent.overlaps(start, end) or new.overlaps(start, end)):
             raise UsageError(
                 f"block [{start}, {end}) overlaps bytes that were committed before; bytes are written once"
@@ -210,7 +210,7 @@ class Blocks:
         new.write(start, end)
         return extent.shard
 
-    def _granted(self, session: int, number: int) -> Extent:
+    def _granted(self, session: int, number: int) -> ExtentState:
         extent = self.extents.get(number)
         if extent is None or extent.session != session:
             raise NotFound(f"extent {number} is not granted to this session (or was returned); ask for a grant first")
@@ -221,7 +221,7 @@ class Blocks:
             )
         return extent
 
-    def commit(self, placed: Sequence[Placed], usage: Usage, refs: Sequence[int]) -> list[int]:
+    def commit(self, placed: Sequence[Placed], usage: OwnerBytes, refs: Sequence[int]) -> list[int]:
         """Numbers of the new blocks, in order; `refs` rows will refer to each. Checked before."""
         numbers = [self._commit(block, usage, count) for block, count in zip(placed, refs, strict=True)]
         written: dict[int, list[tuple[int, int]]] = {}
@@ -232,21 +232,21 @@ class Blocks:
             self._close_if_full(self.extents[number], spans)
         return numbers
 
-    def _commit(self, placed: Placed, usage: Usage, refs: int) -> int:
+    def _commit(self, placed: Placed, usage: OwnerBytes, refs: int) -> int:
         number = self._next_block
         self._next_block += 1
         extents = [self.extents[extent] for extent, _ in _places(placed)]
         for extent, (_, start) in zip(extents, _places(placed), strict=True):
             extent.write(start, start + placed.nbytes)
         if refs:
-            block = self.blocks[number] = Block(_block_at(number, placed, extents), extents, usage)
+            block = self.blocks[number] = CommittedBlock(_block_at(number, placed, extents), extents, usage)
             block.refs = refs
             usage.bytes += block.nbytes
             for extent in extents:
                 extent.blocks += 1
         return number
 
-    def _close_if_full(self, extent: Extent, spans: Sequence[tuple[int, int]]) -> None:
+    def _close_if_full(self, extent: ExtentState, spans: Sequence[tuple[int, int]]) -> None:
         end = extent.offset + extent.nbytes
         starts = min(start for start, _ in spans) == extent.offset
         if starts and max(last for _, last in spans) > end - PAGE_BYTES:
@@ -266,7 +266,7 @@ class Blocks:
             block.usage.bytes -= block.nbytes
             self._forget_if_unused(block)
 
-    def _forget_if_unused(self, block: Block) -> None:
+    def _forget_if_unused(self, block: CommittedBlock) -> None:
         if block.refs or block.pins:
             return
         del self.blocks[block.at.block]
@@ -316,7 +316,7 @@ def _places(placed: Placed) -> list[tuple[int, int]]:
     return [(placed.extent, placed.offset), *((one.extent, one.offset) for one in placed.copies)]
 
 
-def _block_at(number: int, placed: Placed, extents: Sequence[Extent]) -> BlockAt:
+def _block_at(number: int, placed: Placed, extents: Sequence[ExtentState]) -> BlockAt:
     """How replies name a block."""
     copies = [
         Copy(extent.shard, one.extent, one.offset) for extent, one in zip(extents[1:], placed.copies, strict=True)

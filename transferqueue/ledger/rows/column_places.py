@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from transferqueue.ledger.rows.arrays import BoolArray, Index, IntArray, tally
-from transferqueue.ledger.rows.pages import Column
-from transferqueue.ledger.rows.row_state import Rows
+from transferqueue.ledger.rows.pages import StateColumn
+from transferqueue.ledger.rows.row_state import RowStore
 from transferqueue.limits import PARTS_MAX
 
 Slots = npt.NDArray[np.int32]
@@ -29,12 +29,12 @@ Retired = list[tuple[int, int]]
 """Blocks, and how many references to each are gone."""
 
 
-class Part:
+class ColumnGroup:
     """A set of fields and where each row has them."""
 
     __slots__ = ("block", "entries", "fields", "slot")
 
-    def __init__(self, fields: tuple[str, ...], block: Column, slot: Column) -> None:
+    def __init__(self, fields: tuple[str, ...], block: StateColumn, slot: StateColumn) -> None:
         self.fields = fields
         self.block = block
         self.slot = slot
@@ -42,7 +42,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Places:
+class BlockSlots:
     """Fields that lie together for some rows: block number (0: not set) and slot of each row."""
 
     fields: list[str]
@@ -50,17 +50,17 @@ class Places:
     slots: Slots
 
 
-class Parts:
+class ColumnGroups:
     """All parts of a table."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: RowStore) -> None:
         self._rows = rows
-        self._by_fields: dict[tuple[str, ...], Part] = {}
-        self._of_field: dict[str, list[Part]] = {}
+        self._by_fields: dict[tuple[str, ...], ColumnGroup] = {}
+        self._of_field: dict[str, list[ColumnGroup]] = {}
         self._together: dict[tuple[str, ...], list[list[str]]] = {}
         """Fields asked for, and which of them lie in the same parts; until there is one more part."""
 
-    def parts_of(self, fields: Iterable[str]) -> list[Part]:
+    def parts_of(self, fields: Iterable[str]) -> list[ColumnGroup]:
         """The parts that a block with `fields` is written to: one, or one a field past `PARTS_MAX`."""
         names = tuple(sorted(fields))
         part = self._by_fields.get(names)
@@ -70,9 +70,9 @@ class Parts:
             return [self._add(names)]
         return [part for name in names for part in self.parts_of((name,))]
 
-    def _add(self, names: tuple[str, ...]) -> Part:
+    def _add(self, names: tuple[str, ...]) -> ColumnGroup:
         pages = self._rows.pages
-        part = Part(names, pages.column(np.int64), pages.column(np.int32))
+        part = ColumnGroup(names, pages.column(np.int64), pages.column(np.int32))
         self._by_fields[names] = part
         self._together.clear()
         for name in names:
@@ -81,7 +81,7 @@ class Parts:
 
     # ------------------------------------------------------------ writing
 
-    def write(self, at: Index, count: int, parts: Sequence[Part], block: int, slots: Slots | slice) -> Retired:
+    def write(self, at: Index, count: int, parts: Sequence[ColumnGroup], block: int, slots: Slots | slice) -> Retired:
         """`count` rows have the fields of `parts` in `block`. Returns what they had there before."""
         retired: Retired = []
         values = np.arange(count, dtype=np.int32) if isinstance(slots, slice) else slots
@@ -94,7 +94,7 @@ class Parts:
         return retired
 
     @staticmethod
-    def _take_out(part: Part, blocks: IntArray) -> Retired:
+    def _take_out(part: ColumnGroup, blocks: IntArray) -> Retired:
         held = blocks[blocks > 0]
         part.entries -= held.size
         return tally(held)
@@ -112,7 +112,7 @@ class Parts:
                 part.block.a[at[unread]] = 0
         return retired
 
-    def _read(self, part: Part, at: IntArray) -> BoolArray:
+    def _read(self, part: ColumnGroup, at: IntArray) -> BoolArray:
         """Which rows read some field of `part` there: it is set, and `part` is the newest that has it."""
         read = np.zeros(at.size, np.bool_)
         for name in part.fields:
@@ -143,7 +143,7 @@ class Parts:
                 found |= np.isin(part.block.a[at], blocks)
         return found
 
-    def locate(self, fields: Iterable[str], at: Index) -> list[Places]:
+    def locate(self, fields: Iterable[str], at: Index) -> list[BlockSlots]:
         """Places of fields (that are set) for rows, fields that lie together in one entry."""
         key = tuple(fields)
         together = self._together.get(key)
@@ -159,14 +159,14 @@ class Parts:
             together.setdefault(tuple(id(part) for part in self._of_field.get(name, ())), []).append(name)
         return list(together.values())
 
-    def _places(self, names: list[str], at: Index) -> Places:
+    def _places(self, names: list[str], at: Index) -> BlockSlots:
         parts = self._of_field.get(names[0], [])
         if len(parts) == 1:
-            return Places(names, parts[0].block.a[at], parts[0].slot.a[at])
+            return BlockSlots(names, parts[0].block.a[at], parts[0].slot.a[at])
         if not parts:
             count = self._rows.pages.fate.a[at].size
-            return Places(names, np.zeros(count, np.int64), np.zeros(count, np.int32))
+            return BlockSlots(names, np.zeros(count, np.int64), np.zeros(count, np.int32))
         blocks = np.stack([part.block.a[at] for part in parts])
         newest = blocks.argmax(axis=0)[np.newaxis]
         slots = np.stack([part.slot.a[at] for part in parts])
-        return Places(names, np.take_along_axis(blocks, newest, 0)[0], np.take_along_axis(slots, newest, 0)[0])
+        return BlockSlots(names, np.take_along_axis(blocks, newest, 0)[0], np.take_along_axis(slots, newest, 0)[0])

@@ -14,17 +14,17 @@ import numpy as np
 
 from transferqueue.errors import AlreadyExists, Impossible, SchemaError, UsageError
 from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, decode, some
-from transferqueue.ledger.rows.blocks import Blocks, Usage
-from transferqueue.ledger.rows.column_places import Part, Parts, Retired
-from transferqueue.ledger.rows.facts import Facts, check_facts
-from transferqueue.ledger.rows.row_state import Rows
+from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
+from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups, Retired
+from transferqueue.ledger.rows.facts import CheckedFacts, check_facts
+from transferqueue.ledger.rows.row_state import RowStore
 from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX
 from transferqueue.schema import Field, layout
 from transferqueue.wire.messages import Columns, Placed
 
 
 @dataclass(slots=True)
-class Staged:
+class StagedCommit:
     """Checked columns of `rows` rows. Slots: None where row i of the request is row i of the block."""
 
     rows: int
@@ -32,11 +32,11 @@ class Staged:
     placed: list[Placed]
     slots: list[AnyArray | None]
     inline: list[tuple[str, AnyArray]]
-    facts: Facts
+    facts: CheckedFacts
     names: list[str]
     nbytes: int
     blocks: list[int] = field(default_factory=list)
-    parts: list[list[Part]] = field(default_factory=list)
+    parts: list[list[ColumnGroup]] = field(default_factory=list)
     written: int = 0
     """Rows whose references were used."""
 
@@ -49,7 +49,9 @@ class Staged:
 # ---------------------------------------------------------------- checks: nothing is changed
 
 
-def check_columns(rows: Rows, blocks: Blocks, session: int, columns: Columns, count: int, replicas: int) -> Staged:
+def check_columns(
+    rows: RowStore, blocks: BlockRegistry, session: int, columns: Columns, count: int, replicas: int
+) -> StagedCommit:
     """`columns` for `count` rows, each block in `replicas` shards, checked for all that does not depend on which rows."""
     _check_few(columns)
     known = rows.check_fields(columns.fields)
@@ -64,7 +66,7 @@ def check_columns(rows: Rows, blocks: Blocks, session: int, columns: Columns, co
     new = [] if known is rows.fields else [known[name] for name in known if name not in rows.fields]
     rows.check_added(field.name for field in new)
     nbytes = replicas * sum(placed.nbytes for placed in columns.blocks)
-    return Staged(count, new, list(columns.blocks), slots, inline, facts, names, nbytes)
+    return StagedCommit(count, new, list(columns.blocks), slots, inline, facts, names, nbytes)
 
 
 def _check_few(columns: Columns) -> None:
@@ -76,7 +78,7 @@ def _check_few(columns: Columns) -> None:
         )
 
 
-def _check_inline(rows: Rows, known: dict[str, Field], name: str, data: bytes, count: int) -> AnyArray:
+def _check_inline(rows: RowStore, known: dict[str, Field], name: str, data: bytes, count: int) -> AnyArray:
     field = known.get(name)
     if field is None:
         raise rows.unknown_field(name)
@@ -88,7 +90,7 @@ def _check_inline(rows: Rows, known: dict[str, Field], name: str, data: bytes, c
     return values
 
 
-def _check_block(rows: Rows, known: dict[str, Field], placed: Placed, count: int) -> AnyArray | None:
+def _check_block(rows: RowStore, known: dict[str, Field], placed: Placed, count: int) -> AnyArray | None:
     fields = []
     for name in placed.fields:
         field = known.get(name)
@@ -126,7 +128,7 @@ def _check_slots(placed: Placed, count: int) -> AnyArray | None:
     return slots
 
 
-def check_unset(rows: Rows, staged: Staged, ids: IntArray, at: IntArray) -> None:
+def check_unset(rows: RowStore, staged: StagedCommit, ids: IntArray, at: IntArray) -> None:
     """Raise if a row already has one of the fields."""
     names = [name for name in staged.names if name in rows.fields]
     if not rows.has_any(at, rows.mask(names)).any():
@@ -140,13 +142,13 @@ def check_unset(rows: Rows, staged: Staged, ids: IntArray, at: IntArray) -> None
             )
 
 
-def check_later(staged: Staged) -> None:
+def check_later(staged: StagedCommit) -> None:
     """Raise if an update or ack carries facts that only a put may."""
     if "group_id" in staged.facts.numbers:
         raise UsageError("group_id and group_size are given at put and stay; they cannot be updated")
 
 
-def check_size(staged: Staged, table: str, bytes_max: int | None, rows: int) -> None:
+def check_size(staged: StagedCommit, table: str, bytes_max: int | None, rows: int) -> None:
     """Raise if `rows` rows of this size cannot be in the table at all."""
     if bytes_max is not None and staged.nbytes > bytes_max * rows:
         what = f"{rows} rows of {staged.nbytes // rows} bytes each" if rows > 1 else f"{staged.nbytes} bytes"
@@ -158,7 +160,9 @@ def check_size(staged: Staged, table: str, bytes_max: int | None, rows: int) -> 
 # ---------------------------------------------------------------- changes: nothing raises
 
 
-def reserve_blocks(staged: Staged, rows: Rows, parts: Parts, blocks: Blocks, usage: Usage) -> None:
+def reserve_blocks(
+    staged: StagedCommit, rows: RowStore, parts: ColumnGroups, blocks: BlockRegistry, usage: OwnerBytes
+) -> None:
     """Declare new fields and make the blocks of checked columns real."""
     for new in staged.new_fields:
         rows.add_field(new)
@@ -169,7 +173,7 @@ def reserve_blocks(staged: Staged, rows: Rows, parts: Parts, blocks: Blocks, usa
 
 
 def write_columns(
-    staged: Staged, rows: Rows, parts: Parts, ids: IntArray, at: Index, chosen: IntArray | None = None
+    staged: StagedCommit, rows: RowStore, parts: ColumnGroups, ids: IntArray, at: Index, chosen: IntArray | None = None
 ) -> Retired:
     """Put columns and facts in place for the rows `ids`, which are `chosen` of the request (None: all).
 
@@ -194,7 +198,7 @@ def _slots(slots: AnyArray | None, chosen: IntArray | None) -> AnyArray | slice:
     return slots if chosen is None else slots[chosen]
 
 
-def unused(staged: Staged) -> Retired:
+def unused(staged: StagedCommit) -> Retired:
     """References of rows that were not written and will not be."""
     left = staged.rows - staged.written
     staged.written = staged.rows

@@ -13,7 +13,7 @@ from transferqueue.ledger.rows.arrays import IntArray
 from transferqueue.limits import HISTORY_EVENTS_MAX, HISTORY_ROWS_MAX
 
 
-class Event(NamedTuple):
+class TableEvent(NamedTuple):
     """Something that happened to rows. task and session: "" and 0 where there is none."""
 
     at: float
@@ -24,11 +24,11 @@ class Event(NamedTuple):
     detail: str
 
 
-class History:
+class TableHistory:
     """The recent events of one table."""
 
     def __init__(self) -> None:
-        self._events: deque[Event] = deque()
+        self._events: deque[TableEvent] = deque()
         self._rows = 0
         self.forgotten = 0
         """Events that are kept no more."""
@@ -38,12 +38,12 @@ class History:
         if not rows.size:
             return
         rows = rows if rows.base is None else rows.copy()  # a view would keep more alive than the ids
-        self._events.append(Event(at, what, rows, task, session, detail))
+        self._events.append(TableEvent(at, what, rows, task, session, detail))
         self._rows += rows.size
         while len(self._events) > HISTORY_EVENTS_MAX or self._rows > HISTORY_ROWS_MAX + rows.size:
             self._rows -= self._events.popleft().rows.size
             self.forgotten += 1
 
-    def of(self, row: int) -> list[Event]:
+    def of(self, row: int) -> list[TableEvent]:
         """Events of a row, oldest first."""
         return [event for event in self._events if bool((event.rows == row).any())]

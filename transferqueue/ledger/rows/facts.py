@@ -44,16 +44,16 @@ _TOKENS_MAX: Final = 1 << 40
 
 
 @dataclass(slots=True)
-class Facts:
+class CheckedFacts:
     """Checked facts: an array per numeric fact that was given, keys and tags as lists."""
 
     numbers: dict[str, AnyArray] = field(default_factory=dict)
     keys: list[str] | None = None
     tags: list[Tags] | None = None
 
-    def take(self, chosen: AnyArray) -> Facts:
+    def take(self, chosen: AnyArray) -> CheckedFacts:
         """The facts of some of the rows, by position."""
-        return Facts(
+        return CheckedFacts(
             {name: values[chosen] for name, values in self.numbers.items()},
             [self.keys[at] for at in chosen] if self.keys is not None else None,
             [self.tags[at] for at in chosen] if self.tags is not None else None,
@@ -63,7 +63,7 @@ class Facts:
         return bool(self.numbers) or self.keys is not None or self.tags is not None
 
 
-def check_facts(facts: RowFacts, rows: int) -> Facts:
+def check_facts(facts: RowFacts, rows: int) -> CheckedFacts:
     """`facts` as arrays of `rows` values; `UsageError` if they cannot be."""
     numbers = {name: _numbers(name, data, rows) for name, data in _given(facts)}
     _check_groups(numbers)
@@ -75,7 +75,7 @@ def check_facts(facts: RowFacts, rows: int) -> Facts:
         _check_keys(keys)
     if tags is not None:
         check_tags_of_rows(tags)
-    return Facts(numbers, keys, tags)
+    return CheckedFacts(numbers, keys, tags)
 
 
 def _given(facts: RowFacts) -> list[tuple[str, bytes]]:

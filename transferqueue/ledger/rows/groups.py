@@ -14,10 +14,10 @@ import numpy as np
 
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.ledger.rows.arrays import AnyArray, IntArray, tally_in_order
-from transferqueue.ledger.rows.row_state import Rows
+from transferqueue.ledger.rows.row_state import RowStore
 
 
-class Group:
+class GroupState:
     """One known group. present: members put and not dropped."""
 
     __slots__ = ("id", "present", "rows", "size")
@@ -30,12 +30,12 @@ class Group:
         self.present = 0
 
 
-class Groups:
+class GroupIndex:
     """The known groups of one table."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: RowStore) -> None:
         self._rows = rows
-        self._by_id: dict[int, Group] = {}
+        self._by_id: dict[int, GroupState] = {}
         self._sizes: dict[int, int] = {}
         """Group size -> known groups of it."""
         self.members_live = 0
@@ -56,7 +56,7 @@ class Groups:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def get(self, number: int) -> Group | None:
+    def get(self, number: int) -> GroupState | None:
         """The group, if it is known."""
         return self._by_id.get(number)
 
@@ -119,7 +119,7 @@ class Groups:
                 continue
             group = self._by_id.get(number)
             if group is None:
-                group = self._by_id[number] = Group(number, size)
+                group = self._by_id[number] = GroupState(number, size)
                 self._sizes[size] = self._sizes.get(size, 0) + 1
             group.rows[row] = None
             group.present += 1
@@ -143,7 +143,7 @@ class Groups:
                 gone.append(number)
         return gone
 
-    def _forget(self, group: Group) -> None:
+    def _forget(self, group: GroupState) -> None:
         del self._by_id[group.id]
         self._sizes[group.size] -= 1
         if not self._sizes[group.size]:

@@ -13,8 +13,8 @@ from typing import Final
 import numpy as np
 
 from transferqueue.ledger.rows.arrays import NO_ROWS, IntArray, tally
-from transferqueue.ledger.rows.pages import LIVE, Column
-from transferqueue.ledger.rows.row_state import Rows
+from transferqueue.ledger.rows.pages import LIVE, StateColumn
+from transferqueue.ledger.rows.row_state import RowStore
 
 SLACK: Final = 8192
 """Void entries that an index may keep, beyond as many as there are rows."""
@@ -28,7 +28,7 @@ class VersionIndex:
     under the old version is void.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: RowStore) -> None:
         self._rows = rows
         self._filed: dict[int, list[IntArray]] = {}
         self._versions: list[int] = []
@@ -84,7 +84,7 @@ SPANS_MAX: Final = 1 << 16
 them unfinished, which is safe: a prompt is put again, none is lost."""
 
 
-class Ordinals:
+class FinishedOrdinals:
     """Ordinals of which rows have ended, and the prompt cursor: the lowest ordinal that is not final.
 
     An ordinal is final if rows of it were put, some row of it has ended, and none of its rows is live. So a further member of its group makes
@@ -92,7 +92,7 @@ class Ordinals:
     asked for. So an end costs an append, and a run that puts its ordinals roughly in order has few spans.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: RowStore) -> None:
         self._rows = rows
         self.spans: IntArray = np.empty((0, 2), np.int64)
         """First and last of each, ascending, with a gap between any two: ``[spans, 2]``."""
@@ -142,14 +142,14 @@ def _joined(spans: IntArray) -> IntArray:
     return np.stack([spans[starts, 0], reach[ends]], axis=1)[:SPANS_MAX]
 
 
-class Steps:
+class StepIndex:
     """Rows of one task by the step they were acked with, filed until a checkpoint covers the step or a rollback undoes it.
 
     state, hold: columns of the task. A filed row may meanwhile have ended, been requeued to an earlier task, or been acked again; so its entry
     is valid only while its `state` is `stepped` and its `hold` is this step. Void entries are removed when they are as many as the rows.
     """
 
-    def __init__(self, rows: Rows, state: Column, hold: Column, stepped: int) -> None:
+    def __init__(self, rows: RowStore, state: StateColumn, hold: StateColumn, stepped: int) -> None:
         self._rows = rows
         self._state = state
         self._hold = hold

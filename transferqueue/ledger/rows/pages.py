@@ -24,7 +24,7 @@ FREE, LIVE, DONE, DROPPED = 0, 1, 2, 3
 """Fate of a row in the `fate` column. FREE: its storage is gone (or was never used)."""
 
 
-class Column:
+class StateColumn:
     """One value per resident row. `a` is replaced when the pages grow: never keep it across an append."""
 
     __slots__ = ("a", "fill")
@@ -34,12 +34,12 @@ class Column:
         self.fill = fill
 
 
-class Pages:
+class RowPages:
     """Frames, the page table, and the columns that lie in the frames."""
 
     def __init__(self) -> None:
         self._capacity = PAGE_ROWS
-        self._columns: list[Column] = []
+        self._columns: list[StateColumn] = []
         self._spare = [0]
         self._frames: IntArray = np.full(16, -1, np.int64)
         self._base = 0
@@ -50,14 +50,14 @@ class Pages:
         self.resident = 0
         self.fate = self.column(np.uint8, FREE)
 
-    def column(self, dtype: npt.DTypeLike, fill: float = 0) -> Column:
+    def column(self, dtype: npt.DTypeLike, fill: float = 0) -> StateColumn:
         """A new column, `fill` everywhere."""
         a: AnyArray
         if not self._left:
             a = np.empty(self._capacity, dtype)  # each page is filled as it comes into use
         else:
             a = np.zeros(self._capacity, dtype) if fill == 0 else np.full(self._capacity, fill, dtype)
-        column = Column(a, fill)
+        column = StateColumn(a, fill)
         self._columns.append(column)
         return column
 

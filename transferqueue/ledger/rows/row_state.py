@@ -1,7 +1,7 @@
 """State of rows that does not depend on a task: fate, facts, which fields are set, inline values.
 
 Which fields a row has is a mask of one bit a field, in 64-bit words. Keys and tags are Python values of
-the few rows that have them. Everything else is a column of `Pages`.
+the few rows that have them. Everything else is a column of `RowPages`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 
 from transferqueue.errors import AlreadyExists, NotFound, SchemaError, UsageError, listing
 from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, some
-from transferqueue.ledger.rows.facts import DTYPES, UNSET, Facts
-from transferqueue.ledger.rows.pages import DONE, LIVE, Column, Pages
+from transferqueue.ledger.rows.facts import DTYPES, UNSET, CheckedFacts
+from transferqueue.ledger.rows.pages import DONE, LIVE, RowPages, StateColumn
 from transferqueue.limits import FIELDS_MAX
 from transferqueue.policies import Tags
 from transferqueue.schema import Field, known, not_taken
@@ -28,7 +28,7 @@ TOLD_KEPT = 64
 """As `MASKS_KEPT`, of `told`, which are larger."""
 
 
-class Mask:
+class FieldMask:
     """A set of fields as bits: (word, bits) pairs."""
 
     __slots__ = ("words",)
@@ -40,12 +40,12 @@ class Mask:
         self.words = [(word, np.uint64(bits)) for word, bits in sorted(words.items())]
 
 
-class Rows:
+class RowStore:
     """Facts, fields and values of the rows of one table."""
 
     def __init__(self, table: str) -> None:
         self.table = table
-        self.pages = Pages()
+        self.pages = RowPages()
         self.facts = {name: self.pages.column(dtype, UNSET[name]) for name, dtype in DTYPES.items()}
         self.version = self.facts["policy_version"]
         self.stamped = self.pages.column(np.int64, -1)
@@ -58,10 +58,10 @@ class Rows:
         self.may_add: frozenset[str] | None = None
         """Names of fields that rows may add beside those declared; None: any."""
         self.number: dict[str, int] = {}
-        self.words: list[Column] = []
-        self._masks: dict[tuple[str, ...], Mask] = {}
+        self.words: list[StateColumn] = []
+        self._masks: dict[tuple[str, ...], FieldMask] = {}
         self._told: dict[tuple[str, ...], tuple[list[str], list[str], bytes]] = {}
-        self.inline: dict[str, Column] = {}
+        self.inline: dict[str, StateColumn] = {}
         self.keys: dict[int, str] = {}
         self.row_of_key: dict[str, int] = {}
         self.tags: dict[int, Tags] = {}
@@ -109,14 +109,14 @@ class Rows:
         """The error for a field that the table does not have."""
         return NotFound(f'field "{name}" is not in table "{self.table}"; it has {listing(self.fields)}')
 
-    def mask(self, names: Iterable[str]) -> Mask:
+    def mask(self, names: Iterable[str]) -> FieldMask:
         """Bits of fields that the table has."""
         key = tuple(names)
         mask = self._masks.get(key)
         if mask is None:
             if len(self._masks) > MASKS_KEPT:
                 self._masks.clear()
-            mask = self._masks[key] = Mask(self.number[name] for name in key)
+            mask = self._masks[key] = FieldMask(self.number[name] for name in key)
         return mask
 
     def told(self, names: Sequence[str]) -> tuple[list[str], list[str], bytes]:
@@ -131,7 +131,7 @@ class Rows:
             found = self._told[key] = inline, placed, encode_fields([self.fields[name] for name in key])
         return found
 
-    def has_all(self, at: Index, mask: Mask) -> BoolArray:
+    def has_all(self, at: Index, mask: FieldMask) -> BoolArray:
         """Which rows have every field of `mask`."""
         if len(mask.words) == 1:
             ((word, bits),) = mask.words
@@ -142,19 +142,19 @@ class Rows:
             found &= (self.words[word].a[at] & bits) == bits
         return found
 
-    def has_any(self, at: Index, mask: Mask) -> BoolArray:
+    def has_any(self, at: Index, mask: FieldMask) -> BoolArray:
         """Which rows have a field of `mask`."""
         found = np.zeros(self.pages.fate.a[at].size, np.bool_)
         for word, bits in mask.words:
             found |= (self.words[word].a[at] & bits) != 0
         return found
 
-    def set_fields(self, at: Index, mask: Mask) -> None:
+    def set_fields(self, at: Index, mask: FieldMask) -> None:
         """The rows have the fields of `mask` now."""
         for word, bits in mask.words:
             self.words[word].a[at] |= bits
 
-    def clear_fields(self, at: Index, mask: Mask) -> None:
+    def clear_fields(self, at: Index, mask: FieldMask) -> None:
         """The rows have none of the fields of `mask` any more."""
         for word, bits in mask.words:
             self.words[word].a[at] &= ~bits
@@ -196,7 +196,7 @@ class Rows:
             if there is not None and (rows is None or int(rows[position]) != there):
                 raise AlreadyExists(f'key {key!r} of table "{self.table}" names row {there}; a key names one row')
 
-    def set_facts(self, rows: IntArray, at: Index, facts: Facts) -> None:
+    def set_facts(self, rows: IntArray, at: Index, facts: CheckedFacts) -> None:
         """Write facts of rows at places `at`."""
         for name, values in facts.numbers.items():
             self.facts[name].a[at] = values

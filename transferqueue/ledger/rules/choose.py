@@ -19,9 +19,9 @@ import numpy as np
 from transferqueue.errors import Impossible
 from transferqueue.ledger.rows.arrays import IntArray
 from transferqueue.ledger.rules.required_results import stranded
-from transferqueue.ledger.table import Table
+from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
-from transferqueue.ledger.tasks.ready_queue import UNIT, Ready
+from transferqueue.ledger.tasks.ready_queue import UNIT, ReadyQueue
 from transferqueue.ledger.tasks.task_state import TaskState
 from transferqueue.limits import ROWS_PER_REQUEST_MAX
 from transferqueue.wire.messages import Lease as LeaseRequest
@@ -31,16 +31,16 @@ BATCH_FIRST = 64
 
 
 @dataclass(slots=True)
-class Choice:
+class ChosenUnits:
     """Rows of the chosen units, unit by unit. sizes: rows of each unit."""
 
     rows: IntArray
     sizes: IntArray
-    queue: Ready
+    queue: ReadyQueue
     """Where the units came from: whoever lends them tells it how many."""
 
 
-def choose(table: Table, task: TaskState, request: LeaseRequest) -> Choice | None:
+def choose(table: TableState, task: TaskState, request: LeaseRequest) -> ChosenUnits | None:
     """The rows this request would get now; None if it has to wait. Changes nothing."""
     budget = request.rows or request.tokens or request.groups
     final = table.sealed and bool(task.ready_units) and (task.final or stranded(table, task))
@@ -70,7 +70,7 @@ def _may_suffice(task: TaskState, request: LeaseRequest, least: int, *, final: b
 
 
 @dataclass(slots=True)
-class _Fit:
+class _BudgetFit:
     ids: IntArray
     costs: IntArray
     count: int
@@ -78,11 +78,11 @@ class _Fit:
     full: bool
 
 
-def _fitting(table: Table, task: TaskState, request: LeaseRequest, queue: Ready, budget: int) -> _Fit:
+def _fitting(table: TableState, task: TaskState, request: LeaseRequest, queue: ReadyQueue, budget: int) -> _BudgetFit:
     """The units from the front of the queue that fit the budget."""
     if request.groups or (request.rows and not isinstance(task, GroupTaskState)):
         ids = queue.first(budget)[UNIT]
-        return _Fit(ids, np.ones(ids.size, np.int64), ids.size, ids.size, ids.size == budget)
+        return _BudgetFit(ids, np.ones(ids.size, np.int64), ids.size, ids.size, ids.size == budget)
     look = BATCH_FIRST
     while True:
         ids = queue.first(look)[UNIT]
@@ -92,7 +92,7 @@ def _fitting(table: Table, task: TaskState, request: LeaseRequest, queue: Ready,
         look = min(2 * look, ROWS_PER_REQUEST_MAX)
 
 
-def _fit(table: Table, task: TaskState, request: LeaseRequest, ids: IntArray, budget: int) -> _Fit:
+def _fit(table: TableState, task: TaskState, request: LeaseRequest, ids: IntArray, budget: int) -> _BudgetFit:
     rows, sizes = task.members(ids)
     costs = sizes if request.rows else tokens_of(table, rows, sizes)
     total = np.cumsum(costs)
@@ -104,10 +104,10 @@ def _fit(table: Table, task: TaskState, request: LeaseRequest, ids: IntArray, bu
     amount = int(total[count - 1]) if count else 0
     spare = budget - amount
     full = count < ids.size or spare <= 0 or (bool(request.rows) and spare < _smallest(table))
-    return _Fit(ids, costs, count, amount, full)
+    return _BudgetFit(ids, costs, count, amount, full)
 
 
-def check_groups_fit(table: Table, task: TaskState, request: LeaseRequest) -> None:
+def check_groups_fit(table: TableState, task: TaskState, request: LeaseRequest) -> None:
     """Raise if the known groups could never be handed out to this request."""
     if not isinstance(task, GroupTaskState) or not len(table.groups):
         return
@@ -122,12 +122,12 @@ def check_groups_fit(table: Table, task: TaskState, request: LeaseRequest) -> No
         )
 
 
-def _smallest(table: Table) -> int:
+def _smallest(table: TableState) -> int:
     """Rows of the smallest unit that is there; a row without a group is a unit of one."""
     return table.groups.smallest if table.groups.members_live == table.rows_live else 1
 
 
-def _too_large(table: Table, size: int, request: LeaseRequest) -> Impossible:
+def _too_large(table: TableState, size: int, request: LeaseRequest) -> Impossible:
     each = f" for each of {request.world} ranks" if request.world > 1 else ""
     need = size * request.world
     return Impossible(
@@ -136,7 +136,7 @@ def _too_large(table: Table, size: int, request: LeaseRequest) -> Impossible:
     )
 
 
-def tokens_of(table: Table, rows: IntArray, sizes: IntArray) -> IntArray:
+def tokens_of(table: TableState, rows: IntArray, sizes: IntArray) -> IntArray:
     """Tokens of each unit; a row that was never told its tokens counts as one."""
     tokens = np.maximum(table.rows.facts["tokens"].a[table.rows.pages.index(rows)], 1)
     if rows.size == sizes.size:
@@ -145,6 +145,6 @@ def tokens_of(table: Table, rows: IntArray, sizes: IntArray) -> IntArray:
     return summed
 
 
-def _choice(task: TaskState, ids: IntArray, queue: Ready) -> Choice:
+def _choice(task: TaskState, ids: IntArray, queue: ReadyQueue) -> ChosenUnits:
     rows, sizes = task.members(ids)
-    return Choice(rows, sizes, queue)
+    return ChosenUnits(rows, sizes, queue)

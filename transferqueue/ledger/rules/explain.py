@@ -16,9 +16,9 @@ from transferqueue.ledger.rows.arrays import BoolArray, IntArray, tally
 from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.ledger.rules.requeue import LOST
 from transferqueue.ledger.rules.required_results import is_given_by_none
-from transferqueue.ledger.table import Absence, Table
+from transferqueue.ledger.table import Absence, TableState
 from transferqueue.ledger.tasks.group_task import FORMING, GroupTaskState
-from transferqueue.ledger.tasks.leases import Lease
+from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.task_state import HELD, LEASED, OPEN, PENDING, READY, STEPPED, TaskState
 from transferqueue.limits import HEARTBEAT_S
 from transferqueue.wire.messages import Lease as LeaseRequest
@@ -33,12 +33,12 @@ SILENT_TOLD_S = 3 * HEARTBEAT_S
 """A live client says something every `HEARTBEAT_S`; one late word is no news."""
 
 
-def session_name(table: Table, session: int) -> str:
+def session_name(table: TableState, session: int) -> str:
     """What to call a session."""
     return table.core.labels.get(session) or f"session {session}"
 
 
-def explain_lease(table: Table, task: TaskState, request: LeaseRequest, now: float) -> str:
+def explain_lease(table: TableState, task: TaskState, request: LeaseRequest, now: float) -> str:
     """What a lease that cannot proceed lacks."""
     ready = _count(task.ready_units, "group" if isinstance(task, GroupTaskState) else "row")
     wanted = _wanted(request)
@@ -47,7 +47,7 @@ def explain_lease(table: Table, task: TaskState, request: LeaseRequest, now: flo
     return "; ".join([text, *_lacking(table, task, now)])
 
 
-def explain_stranded(table: Table, task: TaskState, now: float) -> str:
+def explain_stranded(table: TableState, task: TaskState, now: float) -> str:
     """Why no pending row of a sealed table can become ready for the task any more, and what helps."""
     name = task.task.name
     missing = [field for field in task.task.needs if is_given_by_none(table, field, ())]
@@ -58,7 +58,7 @@ def explain_stranded(table: Table, task: TaskState, now: float) -> str:
     )
 
 
-def lost_rows(table: Table) -> list[str]:
+def lost_rows(table: TableState) -> list[str]:
     """Rows that ended as bytes were lost, by what took them."""
     return [f"{count} rows ended: {why}" for why, count in table.lost.items()]
 
@@ -71,7 +71,7 @@ def _wanted(request: LeaseRequest) -> str:
     return f"{number} {'complete ' if what == 'groups' else ''}{what[:-1] if number == 1 else what}{least}{ranks}"
 
 
-def _lacking(table: Table, task: TaskState, now: float) -> list[str]:
+def _lacking(table: TableState, task: TaskState, now: float) -> list[str]:
     found = [*_leased(table, [task], now), *_pending(table, task, now), *_stepped(task)]
     if isinstance(task, GroupTaskState):
         found += _forming(table, task)
@@ -83,7 +83,7 @@ def _lacking(table: Table, task: TaskState, now: float) -> list[str]:
     return found + lost_rows(table)
 
 
-def _dropped(table: Table) -> list[str]:
+def _dropped(table: TableState) -> list[str]:
     """Why there may be no rows though some were put. Those that ended as bytes were lost are told by `lost_rows`."""
     reasons = sorted((-count, reason) for reason, count in table.rows_dropped.items() if reason != LOST)
     told = ", ".join(f"{reason} {-count}" for count, reason in reasons[:REASONS_TOLD])
@@ -91,7 +91,7 @@ def _dropped(table: Table) -> list[str]:
     return [f"{count} {'was' if count == 1 else 'were'} dropped: {told}"] if told else []
 
 
-def _leased(table: Table, tasks: Iterable[TaskState], now: float) -> list[str]:
+def _leased(table: TableState, tasks: Iterable[TaskState], now: float) -> list[str]:
     """How many rows (or groups) are leased, by whom, since when, and whether they still say something."""
     told = []
     for task in tasks:
@@ -124,14 +124,14 @@ def _stepped(task: TaskState) -> list[str]:
     return [f"{_count(count, 'row')} kept until a checkpoint covers step {step}: {call}"]
 
 
-def _holder(table: Table, session: int, now: float) -> str:
+def _holder(table: TableState, session: int, now: float) -> str:
     if not session:
         return "a rank that has not asked yet"
     silent = table.core.silent_s(session, now)
     return session_name(table, session) + (f" (silent {silent:.0f} s)" if silent >= SILENT_TOLD_S else "")
 
 
-def _units_left(table: Table, task: TaskState, lease: Lease) -> int:
+def _units_left(table: TableState, task: TaskState, lease: LeaseState) -> int:
     if not isinstance(task, GroupTaskState):
         return lease.left
     rows = lease.rows[lease.held]
@@ -146,14 +146,14 @@ def _noun(count: int, noun: str) -> str:
     return f"1 {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _leases_of(table: Table, task: TaskState) -> Iterator[Lease]:
+def _leases_of(table: TableState, task: TaskState) -> Iterator[LeaseState]:
     if task.counts[LEASED]:
         for one in table.core.leases.by_id.values():
             if one.table == table.name and one.task == task.task.name and one.left:
                 yield one
 
 
-def _pending(table: Table, task: TaskState, now: float) -> list[str]:
+def _pending(table: TableState, task: TaskState, now: float) -> list[str]:
     """Which fields rows lack, and who could give them."""
     if not task.counts[PENDING]:
         return []
@@ -170,13 +170,13 @@ def _pending(table: Table, task: TaskState, now: float) -> list[str]:
     return told or [f"{task.counts[PENDING]} rows are not complete"]
 
 
-def _without(table: Table, name: str, at: IntArray) -> np.typing.NDArray[np.bool_]:
+def _without(table: TableState, name: str, at: IntArray) -> np.typing.NDArray[np.bool_]:
     if name not in table.rows.fields:
         return np.ones(at.size, np.bool_)
     return ~table.rows.has_all(at, table.rows.mask((name,)))
 
 
-def _givers(table: Table, name: str, at: IntArray, now: float) -> str:
+def _givers(table: TableState, name: str, at: IntArray, now: float) -> str:
     givers = [task for task in table.tasks.values() if name in task.task.gives]
     if not givers:
         return " (given by no task: put or update must bring it)"
@@ -190,17 +190,17 @@ def _givers(table: Table, name: str, at: IntArray, now: float) -> str:
     return f" (given by {names}{': ' if told else ''}{', '.join(told)})"
 
 
-def absence(table: Table, task: TaskState, now: float) -> Absence | None:
+def absence(table: TableState, task: TaskState, now: float) -> Absence | None:
     """Since when rows are ready for a task and nobody works on it; None if that is not so, or not known."""
     return table.core.absence(table.name, task.task.name, now) if task.ready_units else None
 
 
-def _and_nobody_works(table: Table, task: TaskState, now: float) -> str:
+def _and_nobody_works(table: TableState, task: TaskState, now: float) -> str:
     found = absence(table, task, now)
     return f", and {found.text}" if found else ""
 
 
-def _for_givers(table: Table, givers: Iterable[TaskState], at: IntArray, now: float) -> list[str]:
+def _for_givers(table: TableState, givers: Iterable[TaskState], at: IntArray, now: float) -> list[str]:
     """Where the rows at `at` are for those who could give what they lack."""
     told = []
     for task in givers:
@@ -212,7 +212,7 @@ def _for_givers(table: Table, givers: Iterable[TaskState], at: IntArray, now: fl
     return told
 
 
-def _given_by_nobody(table: Table, name: str, givers: Sequence[TaskState], at: IntArray) -> list[str]:
+def _given_by_nobody(table: TableState, name: str, givers: Sequence[TaskState], at: IntArray) -> list[str]:
     """How many of the rows at `at` lack a field although no task that gives it has them any more."""
     has: BoolArray = np.zeros(at.size, np.bool_)
     for task in givers:
@@ -221,7 +221,7 @@ def _given_by_nobody(table: Table, name: str, givers: Sequence[TaskState], at: I
     return [f'"{name}" of {_noun(gone, "row")} is given by nobody any more'] if gone else []
 
 
-def _forming(table: Table, task: GroupTaskState) -> list[str]:
+def _forming(table: TableState, task: GroupTaskState) -> list[str]:
     """Groups of which some members are ready."""
     forming = [one for one in task.forming.values() if one.state == FORMING and one.ready]
     told = []
@@ -239,7 +239,7 @@ def _forming(table: Table, task: GroupTaskState) -> list[str]:
     return told
 
 
-def sample(table: Table) -> IntArray:
+def sample(table: TableState) -> IntArray:
     """Live rows of the oldest pages."""
     pages = [table.rows.pages.rows_of(page) for page in table.rows.pages.pages()[:PAGES_SEEN]]
     rows = np.concatenate(pages) if pages else np.empty(0, np.int64)
@@ -247,12 +247,12 @@ def sample(table: Table) -> IntArray:
     return live
 
 
-def explain_room(table: Table, why: str) -> str:
+def explain_room(table: TableState, why: str) -> str:
     """What a put that finds no room waits for."""
     return f'table "{table.name}" has no room: {why}; {who_holds_rows(table)}'
 
 
-def who_holds_rows(table: Table) -> str:
+def who_holds_rows(table: TableState) -> str:
     """Which tasks are not done with the rows that are there."""
     told = []
     for task in table.tasks.values():

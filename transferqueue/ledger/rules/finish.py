@@ -5,7 +5,7 @@ row from every task and lease, then counts it, then frees it (`Acked`) or keeps 
 ``rows_put = rows_live + rows_done + rows_dropped`` holds after every step.
 
 One end can bring about others: a dropped member makes its group incomplete, whose policy may drop the rest.
-`Table.doomed` collects rows to be dropped; `settle.conclude` works until nothing is left to do.
+`TableState.doomed` collects rows to be dropped; `settle.conclude` works until nothing is left to do.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from transferqueue.ledger.rows.arrays import BoolArray, IntArray, tally
 from transferqueue.ledger.rows.column_places import Retired
 from transferqueue.ledger.rows.commit import unused
 from transferqueue.ledger.rows.pages import DONE, DROPPED, LIVE
-from transferqueue.ledger.table import Table
-from transferqueue.ledger.tasks.leases import Lease
+from transferqueue.ledger.table import TableState
+from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.task_state import LEASED, TaskState
 from transferqueue.policies import Acked
 
 
-def drop_rows(table: Table, rows: IntArray, reason: str, now: float) -> None:
+def drop_rows(table: TableState, rows: IntArray, reason: str, now: float) -> None:
     """Rows that are still live end as dropped(reason), for every task."""
     at, there = table.rows.pages.find(rows)
     there &= table.rows.pages.fate.a[at] == LIVE
@@ -38,7 +38,7 @@ def drop_rows(table: Table, rows: IntArray, reason: str, now: float) -> None:
         table.wake_tasks()
 
 
-def finish_rows(table: Table, task: TaskState, rows: IntArray, now: float, before: int = LEASED) -> None:
+def finish_rows(table: TableState, task: TaskState, rows: IntArray, now: float, before: int = LEASED) -> None:
     """`task` is done with leased (or stepped) rows; those that no task needs any more are done."""
     at = table.rows.pages.index(rows)
     task.finish(rows, at, before)
@@ -54,7 +54,7 @@ def finish_rows(table: Table, task: TaskState, rows: IntArray, now: float, befor
     _end(table, rows, at, DONE)
 
 
-def _end(table: Table, rows: IntArray, at: IntArray, fate: int) -> None:
+def _end(table: TableState, rows: IntArray, at: IntArray, fate: int) -> None:
     table.ordinals.ended(at)
     if len(table.groups) or table.gatherers:
         for unit in table.groups.leave(rows, at, dropped=fate == DROPPED):
@@ -68,26 +68,26 @@ def _end(table: Table, rows: IntArray, at: IntArray, fate: int) -> None:
     table.wake_room()
 
 
-def free_rows(table: Table, rows: IntArray, at: IntArray) -> None:
+def free_rows(table: TableState, rows: IntArray, at: IntArray) -> None:
     """Forget rows that have their fate: their bytes, keys, tags, and pages that are finished."""
     retire(table, table.parts.release(at))
     forget_puts(table, table.rows.free(rows))
 
 
-def forget_puts(table: Table, pages: list[int]) -> None:
+def forget_puts(table: TableState, pages: list[int]) -> None:
     """Pages are gone: a retry of their puts cannot be answered from rows any more."""
     for page in pages:
         for key in table.puts_of_page.pop(page, ()):
             table.puts.pop(key, None)
 
 
-def retire(table: Table, retired: Retired) -> None:
+def retire(table: TableState, retired: Retired) -> None:
     """Give up references to blocks."""
     for number, count in retired:
         table.core.blocks.retire(number, count)
 
 
-def lose_leases(table: Table, task: TaskState, rows: IntArray, at: IntArray, why: str) -> IntArray:
+def lose_leases(table: TableState, task: TaskState, rows: IntArray, at: IntArray, why: str) -> IntArray:
     """Leases of `task` lose those of `rows` that they hold. Returns them."""
     leased: BoolArray = task.state.a[at] == LEASED
     lost: IntArray = rows[leased]
@@ -102,7 +102,7 @@ def lose_leases(table: Table, task: TaskState, rows: IntArray, at: IntArray, why
     return lost
 
 
-def end_lease(table: Table, lease: Lease, why: str, *, told: bool) -> None:
+def end_lease(table: TableState, lease: LeaseState, why: str, *, told: bool) -> None:
     """A lease is over; its holders are told unless it was their doing."""
     if not told:
         for session in lease.holders.values():
@@ -116,7 +116,7 @@ def end_lease(table: Table, lease: Lease, why: str, *, told: bool) -> None:
     table.core.leases.end(lease, why)
 
 
-def drop_staged(table: Table, lease: Lease) -> None:
+def drop_staged(table: TableState, lease: LeaseState) -> None:
     """Results that were never committed are given up."""
     if lease.staged is not None:
         retire(table, unused(lease.staged))

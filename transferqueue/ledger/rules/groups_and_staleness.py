@@ -24,15 +24,15 @@ from transferqueue.ledger.rows.arrays import BoolArray, IntArray
 from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.ledger.rules.finish import drop_rows, lose_leases
 from transferqueue.ledger.rules.requeue import downstream, missed, send_back
-from transferqueue.ledger.table import Table
-from transferqueue.ledger.tasks.group_task import FORMING, Forming, GroupTaskState
+from transferqueue.ledger.table import TableState
+from transferqueue.ledger.tasks.group_task import FORMING, FormingGroup, GroupTaskState
 from transferqueue.ledger.tasks.task_state import KEPT, LEASED, OPEN, PENDING, READY, TaskState
 from transferqueue.policies import KeepStale, Refill, Release, Requeue
 
 INCOMPLETE = "group_incomplete"
 
 
-def conclude(table: Table, now: float) -> None:
+def conclude(table: TableState, now: float) -> None:
     """Work off what the request set in motion, until every group is settled and nothing is doomed."""
     gatherers = table.gatherers
     while True:
@@ -51,7 +51,7 @@ def conclude(table: Table, now: float) -> None:
 # ---------------------------------------------------------------- groups
 
 
-def _drop_unwanted(table: Table, task: GroupTaskState) -> None:
+def _drop_unwanted(table: TableState, task: GroupTaskState) -> None:
     """Members that came too late for `task`, and that no other task wants, will be dropped."""
     for rows in task.unwanted:
         at, there = table.rows.pages.find(rows)
@@ -63,7 +63,7 @@ def _drop_unwanted(table: Table, task: GroupTaskState) -> None:
     task.unwanted.clear()
 
 
-def _settle(table: Table, task: GroupTaskState, now: float) -> None:
+def _settle(table: TableState, task: GroupTaskState, now: float) -> None:
     changed = [one for unit in task.unsettled if (one := task.forming.get(unit)) and one.state == FORMING]
     task.unsettled.clear()
     whole = []
@@ -78,7 +78,7 @@ def _settle(table: Table, task: GroupTaskState, now: float) -> None:
         table.wake_task(task.task.name)
 
 
-def _judge(table: Table, task: GroupTaskState, one: Forming, now: float) -> None:
+def _judge(table: TableState, task: GroupTaskState, one: FormingGroup, now: float) -> None:
     rule = task.rule.incomplete
     pending, ready = task.missing(one.unit)
     if isinstance(rule, Release):
@@ -90,7 +90,7 @@ def _judge(table: Table, task: GroupTaskState, one: Forming, now: float) -> None
         doom_group(table, one.unit)
 
 
-def _release(table: Table, task: GroupTaskState, one: Forming, pending: int, ready: int) -> None:
+def _release(table: TableState, task: GroupTaskState, one: FormingGroup, pending: int, ready: int) -> None:
     size = table.groups.size_of(one.unit)
     least = task.rule.min_size or size
     group = table.groups.get(one.unit)
@@ -102,7 +102,7 @@ def _release(table: Table, task: GroupTaskState, one: Forming, pending: int, rea
         _hand_over(table, task, one)
 
 
-def _hand_over(table: Table, task: GroupTaskState, one: Forming) -> None:
+def _hand_over(table: TableState, task: GroupTaskState, one: FormingGroup) -> None:
     """The members that are ready are a batch unit from now on; the others are dropped."""
     rows = np.array(table.groups.members(one.unit), np.int64)
     waiting = task.state.a[table.rows.pages.index(rows)] == PENDING
@@ -115,7 +115,7 @@ def _hand_over(table: Table, task: GroupTaskState, one: Forming) -> None:
         table.doomed.append((rows, INCOMPLETE))
 
 
-def _refill(table: Table, task: GroupTaskState, one: Forming, now: float) -> None:
+def _refill(table: TableState, task: GroupTaskState, one: FormingGroup, now: float) -> None:
     group = table.groups.get(one.unit)
     if group is None:
         return
@@ -130,7 +130,7 @@ def _refill(table: Table, task: GroupTaskState, one: Forming, now: float) -> Non
     task.await_rest(one, now)
 
 
-def _take_back(table: Table, but: TaskState, rows: IntArray, now: float) -> None:
+def _take_back(table: TableState, but: TaskState, rows: IntArray, now: float) -> None:
     """Other tasks lose their leases of rows; it counts as a failed attempt, as an expiry does."""
     for task in table.tasks.values():
         if task is not but:
@@ -139,13 +139,13 @@ def _take_back(table: Table, but: TaskState, rows: IntArray, now: float) -> None
             return_rows(table, task, lost, failed=True, now=now)
 
 
-def doom_group(table: Table, unit: int) -> None:
+def doom_group(table: TableState, unit: int) -> None:
     """All members of a group will be dropped."""
     table.doomed.append((np.array(table.groups.members(unit), np.int64), INCOMPLETE))
 
 
 def return_rows(
-    table: Table, task: TaskState, rows: IntArray, *, failed: bool, now: float, before: int = LEASED
+    table: TableState, task: TaskState, rows: IntArray, *, failed: bool, now: float, before: int = LEASED
 ) -> None:
     """Leased (or stepped) rows that no lease holds any more go back to `task`, unless they failed too often, are stale, or
     something that it needs is gone meanwhile."""
@@ -171,7 +171,7 @@ def return_rows(
 # ---------------------------------------------------------------- stale rows
 
 
-def judge_stale(table: Table, rows: IntArray, now: float) -> None:
+def judge_stale(table: TableState, rows: IntArray, now: float) -> None:
     """Do what `on_stale` says with those of `rows` that are live, over the bound and not handed over."""
     pacer = table.pacer
     if table.versions is None or pacer is None or table.pacing is None or table.stale_below <= 0:
@@ -191,7 +191,7 @@ def judge_stale(table: Table, rows: IntArray, now: float) -> None:
         table.doomed.append((rows, "stale"))
 
 
-def _whole_groups(table: Table, pacer: TaskState, rows: IntArray) -> IntArray:
+def _whole_groups(table: TableState, pacer: TaskState, rows: IntArray) -> IntArray:
     """`rows`, with all members of their groups that the pacing task could still get."""
     units = table.groups.units(rows, table.rows.pages.index(rows))
     members = [row for unit, _ in table.groups.counts(units) for row in table.groups.members(unit)]
@@ -200,7 +200,7 @@ def _whole_groups(table: Table, pacer: TaskState, rows: IntArray) -> IntArray:
     return chosen
 
 
-def _keep(table: Table, pacer: TaskState, rows: IntArray, now: float) -> None:
+def _keep(table: TableState, pacer: TaskState, rows: IntArray, now: float) -> None:
     at = table.rows.pages.index(rows)
     if not isinstance(pacer, GroupTaskState):
         stale = table.rows.version.a[at]
@@ -218,7 +218,7 @@ def _keep(table: Table, pacer: TaskState, rows: IntArray, now: float) -> None:
         table.wake_task(pacer.task.name)
 
 
-def requeue(table: Table, pacer: TaskState, target: str, rows: IntArray, now: float) -> None:
+def requeue(table: TableState, pacer: TaskState, target: str, rows: IntArray, now: float) -> None:
     """Rows go back to `target` as stale, the version cleared too.
 
     A group whose members some task takes together goes back together.
@@ -234,7 +234,7 @@ def requeue(table: Table, pacer: TaskState, target: str, rows: IntArray, now: fl
     send_back(table, target, rows, "requeued as stale", now)
 
 
-def may_return(table: Table, task: TaskState) -> bool:
+def may_return(table: TableState, task: TaskState) -> bool:
     """Whether rows that `task` is done with may be requeued to it, or to one before it: the pacing task has not had them all.
 
     Until then the table has not ended for `task`, or nobody would be left to give anew what a stale row needs.

@@ -18,7 +18,7 @@ from typing import Final
 
 from transferqueue.ledger.rows.arrays import BoolArray, IntArray
 from transferqueue.ledger.rules.finish import lose_leases, retire
-from transferqueue.ledger.table import Table
+from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.task_state import DONE, HELD, READY, STEPPED, TaskState
 from transferqueue.policies import Task
@@ -41,7 +41,7 @@ def downstream(tasks: Sequence[Task], first: Task) -> tuple[frozenset[str], list
     return frozenset(fields), list(after)
 
 
-def send_back(table: Table, target: str, rows: IntArray, what: str, now: float) -> None:
+def send_back(table: TableState, target: str, rows: IntArray, what: str, now: float) -> None:
     """Rows go back to `target`: what it and those after it gave is cleared. what: for the history. `conclude` has to follow."""
     first = table.tasks[target]
     fields, names = downstream([one.task for one in table.tasks.values()], first.task)
@@ -59,7 +59,7 @@ def send_back(table: Table, target: str, rows: IntArray, what: str, now: float) 
         missed(table, table.tasks[name], mine, now, given=fields)
 
 
-def _recede(table: Table, task: TaskState, rows: IntArray, at: IntArray) -> IntArray:
+def _recede(table: TableState, task: TaskState, rows: IntArray, at: IntArray) -> IntArray:
     """Rows that the task saw are pending to it. Returns those that had all it needs."""
     seen = task.state.a[at] <= DONE
     rows, at = rows[seen], at[seen]
@@ -70,7 +70,7 @@ def _recede(table: Table, task: TaskState, rows: IntArray, at: IntArray) -> IntA
     return had
 
 
-def _again(table: Table, task: TaskState, rows: IntArray, at: IntArray, now: float) -> IntArray:
+def _again(table: TableState, task: TaskState, rows: IntArray, at: IntArray, now: float) -> IntArray:
     """Rows that the task did, it does again. Returns those."""
     done = (task.state.a[at] == DONE) | (task.state.a[at] == STEPPED)
     if done.any():
@@ -85,7 +85,7 @@ def _again(table: Table, task: TaskState, rows: IntArray, at: IntArray, now: flo
 # ---------------------------------------------------------------- what is gone
 
 
-def missed(table: Table, task: TaskState, rows: IntArray, now: float, given: frozenset[str] = frozenset()) -> None:
+def missed(table: TableState, task: TaskState, rows: IntArray, now: float, given: frozenset[str] = frozenset()) -> None:
     """`task` had these live rows with all it needs. What it lacks by now, `given` apart, is made again, or they end."""
     for name in task.task.needs:
         if name not in given and rows.size:
@@ -93,7 +93,7 @@ def missed(table: Table, task: TaskState, rows: IntArray, now: float, given: fro
             make_again(table, name, rows[lacking], now)
 
 
-def make_again(table: Table, name: str, rows: IntArray, now: float) -> None:
+def make_again(table: TableState, name: str, rows: IntArray, now: float) -> None:
     """Live rows whose value of the field is gone go back to a task that gives it; where there is none, they are doomed."""
     for giver, state in table.tasks.items():
         if rows.size and name in state.task.gives:
@@ -105,7 +105,7 @@ def make_again(table: Table, name: str, rows: IntArray, now: float) -> None:
         table.doomed.append((rows, LOST))
 
 
-def _can_again(table: Table, name: str, rows: IntArray) -> BoolArray:
+def _can_again(table: TableState, name: str, rows: IntArray) -> BoolArray:
     """Which rows the task, and those after it, can have anew."""
     at = table.rows.pages.index(rows)
     first = table.tasks[name]

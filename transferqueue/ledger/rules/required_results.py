@@ -20,7 +20,7 @@ import numpy as np
 
 from transferqueue.errors import UsageError, listing
 from transferqueue.ledger.rows.arrays import BoolArray, IntArray, some
-from transferqueue.ledger.table import Table
+from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.task_state import LEASED, OPEN, PENDING, READY, TaskState
 from transferqueue.policies import Requeue
@@ -32,7 +32,7 @@ NEAR = 0.75
 # ---------------------------------------------------------------- rule 1
 
 
-def check_given(table: Table, task: TaskState, columns: Collection[str], rows: IntArray) -> None:
+def check_given(table: TableState, task: TaskState, columns: Collection[str], rows: IntArray) -> None:
     """Raise `UsageError` unless `rows`, acked by `task` with these columns, have all that the task owes for them."""
     for name in sorted(task.owed.difference(columns)):
         lacking = rows[_lacks(table, name, rows)]
@@ -43,14 +43,14 @@ def check_given(table: Table, task: TaskState, columns: Collection[str], rows: I
             raise UsageError(_refusal(table, task, name, columns, lacking))
 
 
-def _lacks(table: Table, name: str, rows: IntArray) -> BoolArray:
+def _lacks(table: TableState, name: str, rows: IntArray) -> BoolArray:
     if name not in table.rows.fields:
         return np.ones(rows.size, np.bool_)
     lacks: BoolArray = ~table.rows.has_all(table.rows.pages.index(rows), table.rows.mask((name,)))
     return lacks
 
 
-def _refusal(table: Table, task: TaskState, name: str, columns: Collection[str], lacking: IntArray) -> str:
+def _refusal(table: TableState, task: TaskState, name: str, columns: Collection[str], lacking: IntArray) -> str:
     mine = task.task.name
     needing = listing(f'"{other}"' for other, state in table.tasks.items() if name in state.needs)
     near = get_close_matches(name, [one for one in columns if one not in table.expected_fields()], 1, NEAR)
@@ -66,20 +66,20 @@ def _refusal(table: Table, task: TaskState, name: str, columns: Collection[str],
 # ---------------------------------------------------------------- rule 2
 
 
-def stranded(table: Table, task: TaskState) -> bool:
+def stranded(table: TableState, task: TaskState) -> bool:
     """Whether the task has pending rows of a sealed table, and none of them can become ready any more."""
     if not table.sealed or not task.counts[PENDING] or _sends_back(table):
         return False
     return not _may_complete(table, task, _moving(table))
 
 
-def _sends_back(table: Table) -> bool:
+def _sends_back(table: TableState) -> bool:
     """Whether a row that turns stale goes back to an earlier task, which then gives again."""
     pacing = table.pacing
     return pacing is not None and pacing.max_staleness is not None and isinstance(pacing.on_stale, Requeue)
 
 
-def _moving(table: Table) -> set[str]:
+def _moving(table: TableState) -> set[str]:
     """Tasks that may still end rows: the least set that the rule describes."""
     moving = {name for name, one in table.tasks.items() if one.counts[READY] or one.counts[LEASED]}
     grew = True
@@ -94,7 +94,7 @@ def _moving(table: Table) -> set[str]:
     return moving
 
 
-def _may_complete(table: Table, task: TaskState, moving: Collection[str]) -> bool:
+def _may_complete(table: TableState, task: TaskState, moving: Collection[str]) -> bool:
     """Whether some pending row lacks no field that only tasks outside of `moving` give."""
     gone = [name for name in task.task.needs if is_given_by_none(table, name, moving)]
     if not gone:
@@ -110,7 +110,7 @@ def _may_complete(table: Table, task: TaskState, moving: Collection[str]) -> boo
     return False
 
 
-def is_given_by_none(table: Table, name: str, moving: Collection[str]) -> bool:
+def is_given_by_none(table: TableState, name: str, moving: Collection[str]) -> bool:
     """Whether tasks give the field, but none of `moving` does."""
     givers = [one for one, state in table.tasks.items() if name in state.task.gives]
     return bool(givers) and not any(one in moving for one in givers)

@@ -19,18 +19,18 @@ import numpy as np
 
 from transferqueue.ledger.deadlines import Deadlines
 from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray
-from transferqueue.ledger.rows.groups import Groups
-from transferqueue.ledger.rows.row_state import Rows
+from transferqueue.ledger.rows.groups import GroupIndex
+from transferqueue.ledger.rows.row_state import RowStore
 from transferqueue.ledger.tasks.predicates import matches
 from transferqueue.ledger.tasks.ready_queue import ORDER, STAMP, UNIT, in_order
-from transferqueue.ledger.tasks.selectors import Ranker, Units
+from transferqueue.ledger.tasks.selectors import Ranker, UnitFacts
 from transferqueue.ledger.tasks.task_state import ABSENT, DONE, GONE, HELD, LEASED, PENDING, READY, TaskState
 from transferqueue.policies import Complete, Predicate, Task
 
 FORMING, QUEUED, OUT, OVER = range(4)
 
 
-class Forming:
+class FormingGroup:
     """One group as one task sees it."""
 
     __slots__ = ("deadline", "late", "lost", "order", "owner", "ready", "stamp", "state", "unit")
@@ -53,12 +53,12 @@ class GroupTaskState(TaskState):
     """A task whose units are groups."""
 
     def __init__(
-        self, task: Task, rows: Rows, ranker: Ranker, rule: Complete, groups: Groups, deadlines: Deadlines
+        self, task: Task, rows: RowStore, ranker: Ranker, rule: Complete, groups: GroupIndex, deadlines: Deadlines
     ) -> None:
         super().__init__(task, rows, ranker)
         self.rule = rule
         self.groups = groups
-        self.forming: dict[int, Forming] = {}
+        self.forming: dict[int, FormingGroup] = {}
         self.unsettled: dict[int, None] = {}
         """Groups that changed and have to be looked at before the request ends."""
         self.unwanted: list[IntArray] = []
@@ -99,12 +99,12 @@ class GroupTaskState(TaskState):
     def _gather(self, unit: int, count: int, now: float) -> None:
         one = self.forming.get(unit)
         if one is None:
-            one = self.forming[unit] = Forming(self, unit)
+            one = self.forming[unit] = FormingGroup(self, unit)
         one.ready += count
         self.await_rest(one, now)
         self.unsettled[unit] = None
 
-    def await_rest(self, one: Forming, now: float) -> None:
+    def await_rest(self, one: FormingGroup, now: float) -> None:
         """A group of which members are ready has until its deadline to be whole."""
         if one.state == FORMING and one.ready and not one.late and one.deadline is None and self.rule.deadline_s:
             self._deadlines.add(one, now + self.rule.deadline_s)
@@ -143,7 +143,7 @@ class GroupTaskState(TaskState):
         """The task is done with the group."""
         one = self.forming.get(unit)
         if one is None:
-            one = self.forming[unit] = Forming(self, unit)
+            one = self.forming[unit] = FormingGroup(self, unit)
         self._leave_queue(one)
         one.state, one.ready, one.deadline = OVER, 0, None
         one.lost, one.late = 0, False
@@ -160,13 +160,13 @@ class GroupTaskState(TaskState):
     def _lose(self, unit: int, ready: int, lost: int) -> None:
         one = self.forming.get(unit)
         if one is None:
-            one = self.forming[unit] = Forming(self, unit)
+            one = self.forming[unit] = FormingGroup(self, unit)
         one.ready -= ready
         one.lost += lost
         self._unqueue(one)
         self.unsettled[unit] = None
 
-    def _unqueue(self, one: Forming) -> None:
+    def _unqueue(self, one: FormingGroup) -> None:
         """A queued group is not whole any more: its other members wait again."""
         if one.state != QUEUED:
             return
@@ -207,7 +207,7 @@ class GroupTaskState(TaskState):
         )
         queued = []
         for unit, state, lost, late, order, left_s in every:
-            one = self.forming[unit] = Forming(self, unit)
+            one = self.forming[unit] = FormingGroup(self, unit)
             one.state, one.lost, one.late, one.order = state, lost, late, order
             one.ready = ready.get(unit, 0) if state in (FORMING, QUEUED) else 0
             if left_s == left_s:
@@ -235,7 +235,7 @@ class GroupTaskState(TaskState):
         rows, sizes = self._queued_members(units)
         at = self.rows.pages.index(rows)
         starts = np.cumsum(sizes) - sizes
-        seen = Units(self.rows, rows, at, starts)
+        seen = UnitFacts(self.rows, rows, at, starts)
         entries = np.empty((4, len(units)), np.int64)
         entries[0] = self.ranker.keys(seen)
         entries[STAMP] = self.stamps(len(units))
@@ -255,7 +255,7 @@ class GroupTaskState(TaskState):
             return rows, sizes
         return rows[good], np.add.reduceat(good.astype(np.int64), np.cumsum(sizes) - sizes)
 
-    def _leave_queue(self, one: Forming) -> None:
+    def _leave_queue(self, one: FormingGroup) -> None:
         if one.state == QUEUED:
             self._queued -= 1
             one.stamp = 0

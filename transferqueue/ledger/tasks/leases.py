@@ -15,12 +15,12 @@ import numpy as np
 
 from transferqueue.errors import LeaseExpired, UsageError
 from transferqueue.ledger.rows.arrays import BoolArray, IntArray, some
-from transferqueue.ledger.rows.commit import Staged
+from transferqueue.ledger.rows.commit import StagedCommit
 from transferqueue.limits import LEASES_REMEMBERED_MAX
 from transferqueue.wire.messages import Leased
 
 
-class Lease:
+class LeaseState:
     """Rows lent until `deadline`."""
 
     __slots__ = (
@@ -62,7 +62,7 @@ class Lease:
         """Replica -> session. Empty: a share that nobody has claimed yet."""
         self.acked: dict[int, None] = {}
         """Replicas that have acked."""
-        self.staged: Staged | None = None
+        self.staged: StagedCommit | None = None
         """Result columns of the first replica that carried them, committed with the last ack."""
         self.staged_order: IntArray | None = None
         """Positions of the rows of `staged`; None: those of the lease, in order."""
@@ -119,28 +119,28 @@ class Lease:
         self.held[self._find(rows)] = False
 
 
-class Leases:
+class LeaseTable:
     """All leases that have not ended, and why recent ones did."""
 
     def __init__(self) -> None:
         self._next = 1
-        self.by_id: dict[int, Lease] = {}
+        self.by_id: dict[int, LeaseState] = {}
         self.of_session: dict[int, dict[int, None]] = {}
         self._ended: dict[int, str] = {}
 
-    def open(self, table: str, task: str, rows: IntArray, length_s: float, now: float) -> Lease:
+    def open(self, table: str, task: str, rows: IntArray, length_s: float, now: float) -> LeaseState:
         """A new lease, not held by anybody yet."""
-        lease = Lease(self._next, self._next, table, task, rows, length_s, now)
+        lease = LeaseState(self._next, self._next, table, task, rows, length_s, now)
         self._next += 1
         self.by_id[lease.id] = lease
         return lease
 
-    def hold(self, lease: Lease, session: int, replica: int) -> None:
+    def hold(self, lease: LeaseState, session: int, replica: int) -> None:
         """`session` holds the lease as `replica`."""
         lease.holders[replica] = session
         self.of_session.setdefault(session, {})[lease.id] = None
 
-    def get(self, number: int, token: int, table: str, session: int) -> Lease:
+    def get(self, number: int, token: int, table: str, session: int) -> LeaseState:
         """The lease, if `session` holds it; `LeaseExpired` with the reason if not."""
         lease = self.by_id.get(number)
         if lease is None or lease.table != table:
@@ -153,18 +153,18 @@ class Leases:
             raise LeaseExpired(f'lease {number} of table "{table}" belongs to another session; it was not changed')
         return lease
 
-    def of(self, session: int) -> list[Lease]:
+    def of(self, session: int) -> list[LeaseState]:
         """Leases of a session, oldest first."""
         return [self.by_id[number] for number in self.of_session.get(session, ())]
 
-    def leave(self, lease: Lease, session: int) -> None:
+    def leave(self, lease: LeaseState, session: int) -> None:
         """The session is gone, but its part in the lease stands (it had acked)."""
         held = self.of_session.get(session, {})
         held.pop(lease.id, None)
         if not held:
             self.of_session.pop(session, None)
 
-    def end(self, lease: Lease, why: str) -> None:
+    def end(self, lease: LeaseState, why: str) -> None:
         """The lease is over."""
         if self.by_id.pop(lease.id, None) is None:
             return

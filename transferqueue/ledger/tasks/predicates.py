@@ -10,7 +10,7 @@ import numpy as np
 
 from transferqueue.errors import UsageError
 from transferqueue.ledger.rows.arrays import BoolArray, IntArray
-from transferqueue.ledger.rows.row_state import Rows
+from transferqueue.ledger.rows.row_state import RowStore
 from transferqueue.limits import PREDICATES_MAX, check_name
 from transferqueue.policies import Compare, Predicate, TagIs, VersionBetween
 
@@ -25,7 +25,7 @@ _OPERATORS: Final[dict[str, Callable[[Any, Any], Any]]] = {
 _FACTS: Final = ("tokens", "priority", "ordinal")
 
 
-def check_where(rows: Rows, where: Sequence[Predicate], expected_fields: frozenset[str]) -> None:
+def check_where(rows: RowStore, where: Sequence[Predicate], expected_fields: frozenset[str]) -> None:
     """Raise if a predicate cannot be evaluated here. expected_fields: undeclared yet, but some task's."""
     if len(where) > PREDICATES_MAX:
         raise UsageError(f"where has {len(where)} predicates; at most {PREDICATES_MAX}")
@@ -36,7 +36,7 @@ def check_where(rows: Rows, where: Sequence[Predicate], expected_fields: frozens
             _check_compare(rows, predicate, expected_fields)
 
 
-def _check_compare(rows: Rows, predicate: Compare, expected_fields: frozenset[str]) -> None:
+def _check_compare(rows: RowStore, predicate: Compare, expected_fields: frozenset[str]) -> None:
     name = predicate.field
     field = rows.fields.get(name)
     if field is None:
@@ -54,7 +54,7 @@ def _check_compare(rows: Rows, predicate: Compare, expected_fields: frozenset[st
         )
 
 
-def matches(rows: Rows, where: Sequence[Predicate], ids: IntArray, at: IntArray) -> BoolArray:
+def matches(rows: RowStore, where: Sequence[Predicate], ids: IntArray, at: IntArray) -> BoolArray:
     """Which rows satisfy every predicate."""
     found = np.ones(ids.size, np.bool_)
     for predicate in where:
@@ -62,7 +62,7 @@ def matches(rows: Rows, where: Sequence[Predicate], ids: IntArray, at: IntArray)
     return found
 
 
-def _matches(rows: Rows, predicate: Predicate, ids: IntArray, at: IntArray) -> BoolArray:
+def _matches(rows: RowStore, predicate: Predicate, ids: IntArray, at: IntArray) -> BoolArray:
     if isinstance(predicate, TagIs):
         return _tag_is(rows, predicate, ids)
     if isinstance(predicate, VersionBetween):
@@ -70,7 +70,7 @@ def _matches(rows: Rows, predicate: Predicate, ids: IntArray, at: IntArray) -> B
     return _compare(rows, predicate, at)
 
 
-def _tag_is(rows: Rows, predicate: TagIs, ids: IntArray) -> BoolArray:
+def _tag_is(rows: RowStore, predicate: TagIs, ids: IntArray) -> BoolArray:
     def same(row: int) -> bool:
         value = rows.tags.get(row, {}).get(predicate.name)
         # A tag 1 is not the tag True: they compare equal in Python, and differ to who set them.
@@ -79,7 +79,7 @@ def _tag_is(rows: Rows, predicate: TagIs, ids: IntArray) -> BoolArray:
     return np.fromiter((same(row) for row in ids.tolist()), np.bool_, ids.size)
 
 
-def _version_between(rows: Rows, predicate: VersionBetween, at: IntArray) -> BoolArray:
+def _version_between(rows: RowStore, predicate: VersionBetween, at: IntArray) -> BoolArray:
     version = rows.version.a[at]
     found = np.ones(at.size, np.bool_)
     if predicate.low is not None:
@@ -89,7 +89,7 @@ def _version_between(rows: Rows, predicate: VersionBetween, at: IntArray) -> Boo
     return found
 
 
-def _compare(rows: Rows, predicate: Compare, at: IntArray) -> BoolArray:
+def _compare(rows: RowStore, predicate: Compare, at: IntArray) -> BoolArray:
     compare = _OPERATORS[predicate.op]
     column = rows.inline.get(predicate.field)
     if column is not None:

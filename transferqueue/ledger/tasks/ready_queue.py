@@ -56,7 +56,7 @@ def _before(left: Entries, right: Entries) -> bool:
     return bool(end < start or (end == start and left[ORDER, -1] < right[ORDER, 0]))
 
 
-class Run:
+class SortedRun:
     """Entries in order, in chunks; read from the front, extended at both ends."""
 
     __slots__ = ("chunks", "head", "size", "tail", "tail_used")
@@ -126,15 +126,15 @@ class Run:
         return self.peek(self.size)
 
 
-class Ready:
+class ReadyQueue:
     """The ready units of one task (or of one `where` of it)."""
 
     def __init__(self, alive: Alive) -> None:
         self._alive = alive
-        self._runs: list[Run] = []
-        self._front: Run | None = None
+        self._runs: list[SortedRun] = []
+        self._front: SortedRun | None = None
         """Entries that sort before all of `_runs`."""
-        self._looked: tuple[Run, IntArray | None] | None = None
+        self._looked: tuple[SortedRun, IntArray | None] | None = None
         """What `first` gave last: from which run, and which of its entries (None: all from the start)."""
 
     # ------------------------------------------------------------ in
@@ -146,34 +146,34 @@ class Ready:
         if not entries.shape[1]:
             return
         if not any(run.extend(entries) for run in self._runs):
-            self._add(Run(entries))
+            self._add(SortedRun(entries))
         if self.size > 2 * alive_at_most + SLACK:
             self._compact()
 
-    def _join_front(self, front: Run, entries: Entries) -> Entries:
+    def _join_front(self, front: SortedRun, entries: Entries) -> Entries:
         """Merge those entries that sort into the front; the others are returned."""
         end, last = front.chunks[-1][KEY, -1], front.chunks[-1][ORDER, -1]
         count = int(((entries[KEY] < end) | ((entries[KEY] == end) & (entries[ORDER] < last))).sum())
         if count:
-            self._front = Run(in_order(np.concatenate([front.entries(), entries[:, :count]], axis=1)))
+            self._front = SortedRun(in_order(np.concatenate([front.entries(), entries[:, :count]], axis=1)))
         if self._front is not None and self._front.size > FRONT_MAX:
             front, self._front = self._front, None
             self._add(front)
         return entries[:, count:]
 
-    def _add(self, run: Run) -> None:
+    def _add(self, run: SortedRun) -> None:
         """One more run; runs of like size are merged."""
         self._runs.append(run)
         self._runs.sort(key=lambda run: run.size, reverse=True)
         while len(self._runs) > 1 and self._runs[-2].size < TIER * self._runs[-1].size:
             small = self._runs.pop().entries()
             merged = np.concatenate([self._runs.pop().entries(), small], axis=1)
-            self._runs.append(Run(in_order(merged)))
+            self._runs.append(SortedRun(in_order(merged)))
 
     def _compact(self) -> None:
         entries = self.all()
         self._front = None
-        self._runs = [Run(entries)] if entries.shape[1] else []
+        self._runs = [SortedRun(entries)] if entries.shape[1] else []
 
     # ------------------------------------------------------------ out
 
@@ -215,10 +215,10 @@ class Ready:
         """Entries, dead ones too."""
         return sum(run.size for run in self._all_runs())
 
-    def _all_runs(self) -> list[Run]:
+    def _all_runs(self) -> list[SortedRun]:
         return self._runs if self._front is None else [self._front, *self._runs]
 
-    def _leading(self, look: int) -> Run | None:
+    def _leading(self, look: int) -> SortedRun | None:
         """A run whose first `look` entries are the first of all; if it has fewer, there are no more."""
         if self._front is not None and (self._front.size >= look or not self._runs):
             return self._front
@@ -226,7 +226,7 @@ class Ready:
             return self._runs[0] if self._runs else None
         return self._cut(CUT * look)
 
-    def _cut(self, count: int) -> Run:
+    def _cut(self, count: int) -> SortedRun:
         """The first `count` entries of all runs become the front."""
         runs = self._all_runs()
         heads = [run.peek(count) for run in runs]
@@ -236,10 +236,10 @@ class Ready:
         for run, mine in zip(runs, np.bincount(sources[order], minlength=len(runs)).tolist(), strict=True):
             run.skip(mine)
         self._runs = [run for run in self._runs if run.size]
-        self._front = Run(entries[:, order])
+        self._front = SortedRun(entries[:, order])
         return self._front
 
-    def _skip(self, run: Run, count: int) -> None:
+    def _skip(self, run: SortedRun, count: int) -> None:
         run.skip(count)
         if run.size:
             return

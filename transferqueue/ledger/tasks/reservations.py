@@ -24,7 +24,7 @@ from transferqueue.policies import Pacing
 
 
 @dataclass(slots=True)
-class Reservation:
+class ReservationState:
     """Rows that a session may still put. refills: members of groups among them, by group."""
 
     id: int
@@ -34,11 +34,11 @@ class Reservation:
     refills: dict[int, int]
 
 
-class Flow:
+class FlowControl:
     """Reservations of one table, and members promised to its groups."""
 
     def __init__(self) -> None:
-        self.reservations: dict[int, Reservation] = {}
+        self.reservations: dict[int, ReservationState] = {}
         self.reserved = 0
         self.owed: dict[int, int] = {}
         """Group -> members that the next `reserve` is asked for."""
@@ -47,9 +47,9 @@ class Flow:
 
     # ------------------------------------------------------------ reservations
 
-    def open(self, number: int, session: int, rows: int, version: int) -> Reservation:
+    def open(self, number: int, session: int, rows: int, version: int) -> ReservationState:
         """A new reservation; takes as many refills as it has rows."""
-        one = Reservation(number, session, rows, version, self._take_refills(rows))
+        one = ReservationState(number, session, rows, version, self._take_refills(rows))
         self.reservations[number] = one
         self.reserved += rows
         return one
@@ -66,7 +66,7 @@ class Flow:
             _set(self.promised, group, self.promised.get(group, 0) + count)
         return taken
 
-    def use(self, one: Reservation, rows: int, groups: list[tuple[int, int]]) -> None:
+    def use(self, one: ReservationState, rows: int, groups: list[tuple[int, int]]) -> None:
         """`rows` of a reservation were put, or will not be; `groups`: members put, by group."""
         one.left -= rows
         self.reserved -= rows
@@ -78,7 +78,7 @@ class Flow:
         if not one.left:
             self.close(one)
 
-    def close(self, one: Reservation) -> None:
+    def close(self, one: ReservationState) -> None:
         """Return what is left; promised members are asked of the next."""
         del self.reservations[one.id]
         self.reserved -= one.left
@@ -88,7 +88,7 @@ class Flow:
             _set(self.owed, group, self.owed.get(group, 0) + count)
         one.refills = {}
 
-    def of(self, session: int) -> list[Reservation]:
+    def of(self, session: int) -> list[ReservationState]:
         """Reservations of a session."""
         return [one for one in self.reservations.values() if one.session == session]
 

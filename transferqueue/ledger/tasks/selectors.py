@@ -15,7 +15,7 @@ import numpy as np
 
 from transferqueue.errors import InternalError, NotFound, listing
 from transferqueue.ledger.rows.arrays import AnyArray, IntArray
-from transferqueue.ledger.rows.row_state import Rows
+from transferqueue.ledger.rows.row_state import RowStore
 from transferqueue.policies import (
     Fifo,
     Freshest,
@@ -28,10 +28,10 @@ from transferqueue.policies import (
 )
 
 
-class Units:
+class UnitFacts:
     """Facts of units, one value each. starts: where each unit's rows begin in `at`; None: a row each."""
 
-    def __init__(self, rows: Rows, ids: IntArray, at: IntArray, starts: IntArray | None) -> None:
+    def __init__(self, rows: RowStore, ids: IntArray, at: IntArray, starts: IntArray | None) -> None:
         self._rows = rows
         self._ids = ids
         self._at = at
@@ -69,13 +69,13 @@ class Units:
 class SelectorPlugin(Protocol):
     """What entry point ``transferqueue.selectors`` registers: made from options, it ranks units."""
 
-    def keys(self, units: Units) -> AnyArray:
+    def keys(self, units: UnitFacts) -> AnyArray:
         """A number per unit, smallest first: int64 or float64 ``[units]``, no NaN. Must be pure."""
         ...
 
 
 PluginFactory = Callable[[Mapping[str, str | int | float | bool]], SelectorPlugin]
-Ranking = Callable[[Units], IntArray]
+Ranking = Callable[[UnitFacts], IntArray]
 
 
 def sortable(values: AnyArray) -> IntArray:
@@ -84,7 +84,7 @@ def sortable(values: AnyArray) -> IntArray:
     return np.where(bits < 0, bits ^ np.int64(0x7FFF_FFFF_FFFF_FFFF), bits)
 
 
-def _even(units: Units) -> IntArray:
+def _even(units: UnitFacts) -> IntArray:
     return np.zeros(units.count, np.int64)
 
 
@@ -127,7 +127,7 @@ class Ranker:
         self.by_arrival = isinstance(inner, Fifo)
         self._ranking = _plugin(inner, plugins) if isinstance(inner, Plugin) else _RANKINGS[type(inner)]
 
-    def keys(self, units: Units) -> IntArray:
+    def keys(self, units: UnitFacts) -> IntArray:
         """Sort key of each unit."""
         return self._ranking(units)
 
@@ -141,7 +141,7 @@ def _plugin(selector: Plugin, plugins: Mapping[str, PluginFactory]) -> Ranking:
         )
     made = factory(dict(selector.options))
 
-    def ranking(units: Units) -> IntArray:
+    def ranking(units: UnitFacts) -> IntArray:
         keys = np.asarray(made.keys(units))
         if keys.shape != (units.count,) or keys.dtype.kind not in "iuf":
             raise InternalError(

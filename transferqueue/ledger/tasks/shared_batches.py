@@ -23,7 +23,7 @@ from transferqueue.wire.messages import Lease as LeaseRequest
 
 
 @dataclass(slots=True)
-class Batch:
+class SharedBatch:
     """Shares that some (rank, replica) has not claimed yet: lease of each rank."""
 
     terms: tuple[object, ...]
@@ -37,17 +37,17 @@ def terms_of(request: LeaseRequest) -> tuple[object, ...]:
 
 
 @dataclass(slots=True)
-class Agreement:
+class SharedBatches:
     """The batches of one task for one (world, replicas)."""
 
     world: int
     replicas: int
-    batches: dict[int, Batch] = field(default_factory=dict)
+    batches: dict[int, SharedBatch] = field(default_factory=dict)
     made: int = 0
     next: dict[tuple[int, int], int] = field(default_factory=dict)
     """(rank, replica) -> number of the batch it claims next."""
 
-    def waiting(self, request: LeaseRequest) -> tuple[int, Batch] | None:
+    def waiting(self, request: LeaseRequest) -> tuple[int, SharedBatch] | None:
         """The oldest batch that this rank may still claim; `UsageError` if it was made on other terms."""
         after = self.next.get((request.rank, request.replica), 0)
         for number, batch in self.batches.items():
@@ -61,9 +61,9 @@ class Agreement:
             return number, batch
         return None
 
-    def make(self, request: LeaseRequest, shares: list[int]) -> tuple[int, Batch]:
+    def make(self, request: LeaseRequest, shares: list[int]) -> tuple[int, SharedBatch]:
         """A new batch."""
-        number, batch = self.made, Batch(terms_of(request), shares)
+        number, batch = self.made, SharedBatch(terms_of(request), shares)
         self.batches[number] = batch
         self.made += 1
         return number, batch

@@ -26,11 +26,11 @@ import msgspec
 import numpy as np
 
 from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, tally
-from transferqueue.ledger.rows.indexes import Steps
-from transferqueue.ledger.rows.row_state import Mask, Rows
+from transferqueue.ledger.rows.indexes import StepIndex
+from transferqueue.ledger.rows.row_state import FieldMask, RowStore
 from transferqueue.ledger.tasks.predicates import matches
-from transferqueue.ledger.tasks.ready_queue import ORDER, STAMP, UNIT, Entries, Ready, in_order
-from transferqueue.ledger.tasks.selectors import Ranker, Units
+from transferqueue.ledger.tasks.ready_queue import ORDER, STAMP, UNIT, Entries, ReadyQueue, in_order
+from transferqueue.ledger.tasks.selectors import Ranker, UnitFacts
 from transferqueue.limits import VIEWS_MAX
 from transferqueue.policies import Predicate, Task
 
@@ -40,7 +40,7 @@ OPEN: Final = (PENDING, HELD, READY, LEASED)
 """States in which the task still has work with the row."""
 
 
-class Tally:
+class TaskCounters:
     """What happened to rows in one task, ever. Each number only grows, so that a rate is a difference.
 
     given: handed over, or set aside for a rank (twice is two). done: finished by it. failed: came back from a
@@ -53,17 +53,17 @@ class Tally:
         self.given = self.done = self.failed = self.dropped = 0
 
 
-class View(NamedTuple):
+class FilteredReady(NamedTuple):
     """The ready units that satisfy all of `where`."""
 
     where: list[Predicate]
-    queue: Ready
+    queue: ReadyQueue
 
 
 class TaskState:
     """Columns, counts and ready queue of one task whose units are rows."""
 
-    def __init__(self, task: Task, rows: Rows, ranker: Ranker) -> None:
+    def __init__(self, task: Task, rows: RowStore, ranker: Ranker) -> None:
         self.task = task
         self.rows = rows
         self.ranker = ranker
@@ -71,23 +71,23 @@ class TaskState:
         self.hold = rows.pages.column(np.int64)
         self.order = rows.pages.column(np.int64)
         self.attempts = rows.pages.column(np.int32)
-        self.stepped = Steps(rows, self.state, self.hold, STEPPED)
+        self.stepped = StepIndex(rows, self.state, self.hold, STEPPED)
         self.checkpoint = -1
         """The latest step that a checkpoint covers."""
         self.needs = frozenset(task.needs)
         self.owed: frozenset[str] = frozenset()
         """Fields that it gives and another task needs; `Table.add_task` keeps this true."""
         self.counts = [0] * len(STATES)
-        self.tally = Tally()
-        self.ready = Ready(self.alive)
-        self.views: dict[bytes, View] = {}
+        self.tally = TaskCounters()
+        self.ready = ReadyQueue(self.alive)
+        self.views: dict[bytes, FilteredReady] = {}
         """The queues of those units that satisfy a `where`, by its encoding (in which 1 and True differ)."""
         self._stamp = 0
-        self._mask: Mask | None = None
+        self._mask: FieldMask | None = None
 
     # ------------------------------------------------------------ needs
 
-    def mask(self) -> Mask | None:
+    def mask(self) -> FieldMask | None:
         """Bits of the needed fields; None while the table does not have all of them."""
         if self._mask is None and all(name in self.rows.fields for name in self.task.needs):
             self._mask = self.rows.mask(self.task.needs)
@@ -185,7 +185,7 @@ class TaskState:
             entries[0] = 0
         else:
             places = np.arange(at.start, at.stop) if isinstance(at, slice) else at
-            entries[0] = self.ranker.keys(Units(self.rows, rows, places, None))
+            entries[0] = self.ranker.keys(UnitFacts(self.rows, rows, places, None))
         entries[ORDER] = -rows if self.ranker.newest_first else orders
         entries[STAMP] = stamps
         entries[UNIT] = rows
@@ -217,7 +217,7 @@ class TaskState:
         """Which units satisfy all predicates."""
         return matches(self.rows, where, units, self.rows.pages.index(units))
 
-    def queue(self, where: Sequence[Predicate]) -> Ready:
+    def queue(self, where: Sequence[Predicate]) -> ReadyQueue:
         """The ready queue of those units that satisfy `where`: built once, then kept up to date."""
         if not where:
             return self.ready
@@ -228,8 +228,8 @@ class TaskState:
             del self.views[next(iter(self.views))]
         return view.queue
 
-    def _view(self, where: list[Predicate]) -> View:
-        view = View(where, Ready(self.alive))
+    def _view(self, where: list[Predicate]) -> FilteredReady:
+        view = FilteredReady(where, ReadyQueue(self.alive))
         entries = self.ready.all()
         view.queue.push(entries[:, self.matching(entries[UNIT], where)], self.ready_units)
         return view

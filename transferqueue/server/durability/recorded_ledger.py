@@ -29,10 +29,10 @@ from transferqueue.errors import (
     TransferQueueError,
     UsageError,
 )
-from transferqueue.ledger.effects import Wait
+from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.ledger import ANSWERED_ANEW, Ledger
 from transferqueue.ledger.persistence import image
-from transferqueue.ledger.persistence.snapshot import Cut
+from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.ledger.tasks.selectors import PluginFactory
 from transferqueue.limits import TAIL_BYTES_MIN, TAIL_RECORDS_MAX
 from transferqueue.server.durability.journal import Journal
@@ -213,7 +213,7 @@ class RecordedLedger(Ledger):
             super().tick(now)
         self._append(_Ticked(now))
 
-    def apply(self, request: m.Request, *, session: int, call: int, now: float) -> m.Reply | Wait:
+    def apply(self, request: m.Request, *, session: int, call: int, now: float) -> m.Reply | MustWait:
         """See `Ledger.apply`."""
         self.tick(now)  # here, so that a defect in what was due is not taken for one of this request
         try:
@@ -223,7 +223,7 @@ class RecordedLedger(Ledger):
         except Exception:
             self._append(_Applied(session, call, self.state.now, request, True))
             raise
-        if not isinstance(reply, Wait) and not isinstance(request, ANSWERED_ANEW):
+        if not isinstance(reply, MustWait) and not isinstance(request, ANSWERED_ANEW):
             self._append(_Applied(session, call, self.state.now, request, False))
         return reply
 
@@ -249,7 +249,7 @@ class RecordedLedger(Ledger):
                 "anybody. Start the server again"
             ) from error
 
-    def plant(self, cut: Cut, now: float) -> None:
+    def plant(self, cut: LedgerSnapshot, now: float) -> None:
         """See `Ledger.plant`. No record: the next commit leaves an image of what there is then."""
         self._tail.records = TAIL_RECORDS_MAX + 1  # first: what was planted is never without an image
         super().plant(cut, now)
@@ -338,7 +338,9 @@ def _again(ledger: Ledger, record: _Any) -> None:
         case _Ticked(now=now):
             ledger.tick(now)
         case _Applied():
-            if isinstance(ledger.apply(record.request, session=record.session, call=record.call, now=record.now), Wait):
+            if isinstance(
+                ledger.apply(record.request, session=record.session, call=record.call, now=record.now), MustWait
+            ):
                 raise InternalError(f"{type(record.request).__name__} waits, but was carried out once")
 
 

@@ -17,12 +17,12 @@ import numpy as np
 from transferqueue.errors import Corruption
 from transferqueue.ledger.persistence.snapshot import (
     FORMING_COLUMNS,
-    ChannelCut,
+    ChannelSnapshot,
     Columns,
-    Cut,
+    LedgerSnapshot,
     TableCounts,
-    TableCut,
-    VersionCut,
+    TableSnapshot,
+    VersionSnapshot,
 )
 from transferqueue.ledger.persistence.snapshot_checks import check
 from transferqueue.ledger.rows.arrays import AnyArray, IntArray
@@ -89,7 +89,7 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # ---------------------------------------------------------------- out
 
 
-def write_cut(writer: SnapshotWriter, cut: Cut, memory: Memory, made_at: float, package: str) -> About:
+def write_cut(writer: SnapshotWriter, cut: LedgerSnapshot, memory: Memory, made_at: float, package: str) -> About:
     """Write all files of a cut. Reads every block once."""
     tables = [_write_table(writer, cut, table, f"tables/{number}", memory) for number, table in enumerate(cut.tables)]
     channels = [
@@ -98,7 +98,9 @@ def write_cut(writer: SnapshotWriter, cut: Cut, memory: Memory, made_at: float, 
     return About(made_at, package, tables, channels, cut.dropped_tables)
 
 
-def _write_table(writer: SnapshotWriter, cut: Cut, table: TableCut, directory: str, memory: Memory) -> TableAbout:
+def _write_table(
+    writer: SnapshotWriter, cut: LedgerSnapshot, table: TableSnapshot, directory: str, memory: Memory
+) -> TableAbout:
     values = {name: _Values(*place) for name, place in table.places.items()}
     fields = {field.name: field for field in table.terms.fields}
     _write_columns(writer, f"{directory}/rows.arrow", _row_columns(table, values))
@@ -125,7 +127,7 @@ class _Values:
         self.of_row[there] = index.reshape(-1)
 
 
-def _row_columns(table: TableCut, values: dict[str, _Values]) -> dict[str, Any]:
+def _row_columns(table: TableSnapshot, values: dict[str, _Values]) -> dict[str, Any]:
     import pyarrow as pa
 
     ids = table.rows["row_id"].tolist()
@@ -163,7 +165,13 @@ def _write_columns(writer: SnapshotWriter, name: str, columns: dict[str, Any] | 
 
 
 def _write_field(
-    writer: SnapshotWriter, file: str, fields: dict[str, Field], name: str, values: _Values, cut: Cut, memory: Memory
+    writer: SnapshotWriter,
+    file: str,
+    fields: dict[str, Field],
+    name: str,
+    values: _Values,
+    cut: LedgerSnapshot,
+    memory: Memory,
 ) -> None:
     import pyarrow as pa
 
@@ -177,7 +185,7 @@ def _write_field(
     writer.write(file, schema, batches())
 
 
-def _chunks(blocks: IntArray, cut: Cut) -> Iterator[slice]:
+def _chunks(blocks: IntArray, cut: LedgerSnapshot) -> Iterator[slice]:
     """Stretches of values of bounded size, as far as the mean row of each block tells."""
     numbers, index = np.unique(blocks, return_inverse=True)
     means = np.array([cut.blocks[one].nbytes / cut.blocks[one].rows for one in numbers.tolist()])
@@ -191,7 +199,9 @@ def _chunks(blocks: IntArray, cut: Cut) -> Iterator[slice]:
         start = end
 
 
-def _placement(fields: dict[str, Field], blocks: IntArray, slots: IntArray, cut: Cut, memory: Memory) -> Placement:
+def _placement(
+    fields: dict[str, Field], blocks: IntArray, slots: IntArray, cut: LedgerSnapshot, memory: Memory
+) -> Placement:
     numbers, index = np.unique(blocks, return_inverse=True)
     at = [cut.blocks[number] for number in numbers.tolist()]
     held = Blocks(at, [memory(one) for one in at], fields)
@@ -199,7 +209,7 @@ def _placement(fields: dict[str, Field], blocks: IntArray, slots: IntArray, cut:
 
 
 def _write_channel(
-    writer: SnapshotWriter, cut: Cut, channel: ChannelCut, directory: str, memory: Memory
+    writer: SnapshotWriter, cut: LedgerSnapshot, channel: ChannelSnapshot, directory: str, memory: Memory
 ) -> ChannelAbout:
     import pyarrow as pa
 
@@ -300,14 +310,16 @@ def _type_of(snapshot: Snapshot, file: str, field: Field) -> Any:
         return arrow_type(field)
 
 
-def read_tables(snapshot: Snapshot, about: About) -> list[TableCut]:
+def read_tables(snapshot: Snapshot, about: About) -> list[TableSnapshot]:
     """The tables, without the places of their values: `read_cut` adds them."""
     return [_read_table(snapshot, table) for table in about.tables]
 
 
-def read_cut(snapshot: Snapshot, about: About, tables: list[TableCut], blocks: dict[int, BlockAt]) -> Cut:
+def read_cut(
+    snapshot: Snapshot, about: About, tables: list[TableSnapshot], blocks: dict[int, BlockAt]
+) -> LedgerSnapshot:
     """The cut, its values in `blocks`, which are those of `pieces`, written. tables: of `read_tables`."""
-    cut = Cut(tables=tables, blocks=blocks, dropped_tables=about.dropped_tables)
+    cut = LedgerSnapshot(tables=tables, blocks=blocks, dropped_tables=about.dropped_tables)
     numbers = iter(sorted(blocks))
     for told, table in zip(about.tables, tables, strict=True):
         for at, name in enumerate(told.placed):
@@ -315,20 +327,22 @@ def read_cut(snapshot: Snapshot, about: About, tables: list[TableCut], blocks: d
             table.places[name] = _places(table.places[name][0], mine)
     for channel in about.channels:
         versions = [
-            VersionCut(one.version, one.fields, [next(numbers) for _ in one.fields], one.age_s)
+            VersionSnapshot(one.version, one.fields, [next(numbers) for _ in one.fields], one.age_s)
             for one in channel.versions
         ]
-        cut.channels.append(ChannelCut(channel.name, channel.keep, channel.latest, versions))
+        cut.channels.append(ChannelSnapshot(channel.name, channel.keep, channel.latest, versions))
     return cut
 
 
-def check_cut(about: About, tables: list[TableCut]) -> None:
+def check_cut(about: About, tables: list[TableSnapshot]) -> None:
     """`Corruption` unless tables and channels are such as a ledger is cut into. Needs no values."""
     channels = [
-        ChannelCut(one.name, one.keep, one.latest, [VersionCut(v.version, v.fields, [], v.age_s) for v in one.versions])
+        ChannelSnapshot(
+            one.name, one.keep, one.latest, [VersionSnapshot(v.version, v.fields, [], v.age_s) for v in one.versions]
+        )
         for one in about.channels
     ]
-    check(Cut(tables, channels, dropped_tables=about.dropped_tables))
+    check(LedgerSnapshot(tables, channels, dropped_tables=about.dropped_tables))
 
 
 def _row_types(about: TableAbout) -> dict[str, Any]:
@@ -352,7 +366,7 @@ def _row_types(about: TableAbout) -> dict[str, Any]:
     return types
 
 
-def _read_table(snapshot: Snapshot, about: TableAbout) -> TableCut:
+def _read_table(snapshot: Snapshot, about: TableAbout) -> TableSnapshot:
     file = f"{about.directory}/rows.arrow"
     types = _row_types(about)
     with snapshot.reading(file):
@@ -365,7 +379,7 @@ def _read_table(snapshot: Snapshot, about: TableAbout) -> TableCut:
             index = np.where(has[name], rows.numbers(f"at/{name}", np.int64, nulls=True), -1)
             places[name] = _check_index(snapshot, file, about, at, name, has[name], index), np.empty(0, np.int32)
         tags = rows.texts("tags")
-        return TableCut(
+        return TableSnapshot(
             terms=about.terms,
             counts=about.counts,
             rows={

@@ -42,10 +42,10 @@ from transferqueue.errors import (
     UsageError,
     listing,
 )
-from transferqueue.ledger.effects import Wait
+from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence.restore import check_empty
-from transferqueue.ledger.persistence.snapshot import Cut
+from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.limits import MIB
 from transferqueue.server.durability.snapshot_files import (
     Piece,
@@ -126,7 +126,7 @@ class Snapshots:
 
     def answer(
         self, session: int, call: int, request: m.Snapshot | m.Restore | m.Follow, now: float
-    ) -> m.Working | Wait:
+    ) -> m.Working | MustWait:
         """Begin a work, or say how far one is."""
         if isinstance(request, m.Follow):
             return self._follow(request)
@@ -150,7 +150,7 @@ class Snapshots:
             )
         return found
 
-    def _follow(self, request: m.Follow) -> m.Working | Wait:
+    def _follow(self, request: m.Follow) -> m.Working | MustWait:
         work = self._works.get(request.work)
         if work is None:
             raise NotFound(
@@ -160,7 +160,7 @@ class Snapshots:
             raise work.error
         if work.ended or work.told > request.done or not request.wait_s:
             return work.reply()
-        return Wait((("work", str(work.number)),))
+        return MustWait((("work", str(work.number)),))
 
     def explain(self, request: m.Follow) -> str:
         """How far a work is, for a wait that ends."""
@@ -261,7 +261,7 @@ class Snapshots:
         self._memory.let_go(now)
         self._wake(("memory",))
 
-    def _write(self, work: Work, cut: Cut, keep: int) -> None:
+    def _write(self, work: Work, cut: LedgerSnapshot, keep: int) -> None:
         arena = _mapped(self._memory, mmap.PROT_READ)
         writer = SnapshotWriter(work.path, lambda nbytes: self._advance(work, nbytes))
         try:
@@ -304,7 +304,7 @@ class Snapshots:
             self._ask(work, lambda now: self._give_back(taken, now))
             raise
 
-    def _plant(self, cut: Cut, taken: list[tuple[int, int]], now: float) -> None:
+    def _plant(self, cut: LedgerSnapshot, taken: list[tuple[int, int]], now: float) -> None:
         """Have the tables refer to the memory that was taken. It is theirs, or stays in the list: never both, never neither."""
         mine = taken.copy()
         try:

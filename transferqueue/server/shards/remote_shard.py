@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import ProtocolError
-from transferqueue.ledger.effects import Wait
+from transferqueue.ledger.effects import MustWait
 from transferqueue.limits import ARENA_STEP_BYTES, ITEMS_MAX, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.server.sessions.sessions import Session
@@ -218,7 +218,7 @@ class Further:
 
     # ------------------------------------------------------------ orders
 
-    def orders(self, request: m.TakeOrders, now: float) -> m.Orders | Wait:
+    def orders(self, request: m.TakeOrders, now: float) -> m.Orders | MustWait:
         """What the shard is to do next, after what it says it has done. `ProtocolError` if it was never told that."""
         if request.epoch == self._epoch:
             if request.done > self._told:
@@ -227,7 +227,7 @@ class Further:
                 )
             self._confirm(request.done, frozenset(request.failed), now)
         if not self._orders:
-            return Wait((("shard", str(self.number)),))
+            return MustWait((("shard", str(self.number)),))
         told = [self._orders[at] for at in range(min(len(self._orders), ITEMS_MAX))]
         self._told = max(self._told, told[-1].number)
         return m.Orders(self._epoch, told[0].number, [one.order for one in told])

@@ -38,7 +38,7 @@ from transferqueue.wire import messages as m
 from transferqueue.wire import run_length as short
 
 if TYPE_CHECKING:
-    from transferqueue.ledger.state import State
+    from transferqueue.ledger.state import LedgerState
     from transferqueue.testing.simulator.process import Process
 
 PUTS: Final = 12
@@ -76,7 +76,7 @@ class Copied(Job):
             return None
         return m.Offer(str(number), CAPACITY, "tcp://simulated:1", "", bytes(32))
 
-    def judge(self, state: State) -> None:
+    def judge(self, state: LedgerState) -> None:
         """See `Job`. What has a copy in the server's own memory, which is not lost, is not lost."""
         table = state.tables[self.table]
         lost = table.rows_dropped.get("lost", 0)

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from transferqueue.errors import EndOfTable, FlowSignal, NotFound, OutOfMemory, Sealed, Unreachable
-from transferqueue.ledger.state import State
-from transferqueue.ledger.table import Table
+from transferqueue.ledger.state import LedgerState
+from transferqueue.ledger.table import TableState
 from transferqueue.limits import Limits
 from transferqueue.policies import Task
 from transferqueue.schema import Field
@@ -44,7 +44,7 @@ class Job:
         """The memory that process `number` of a role joins with, if it is a shard."""
         return None
 
-    def judge(self, state: State) -> None:
+    def judge(self, state: LedgerState) -> None:
         """Raise `Broken` unless everything has come to the end that clients were told of. All roles have ended."""
         raise NotImplementedError
 
@@ -183,7 +183,7 @@ class Feed:
         self.told += self.rows
         yield chance.uniform(0.0, 1.0)
 
-    def judge(self, table: Table, done: int) -> None:
+    def judge(self, table: TableState, done: int) -> None:
         """Raise unless all rows that were put are done, and `done` of them are known to be."""
         if table.rows_done != table.rows_put or table.rows_live or table.rows_done != done:
             raise Broken(

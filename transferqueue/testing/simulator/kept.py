@@ -29,7 +29,7 @@ from transferqueue.testing.simulator.machine import Broken
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
-    from transferqueue.ledger.state import State
+    from transferqueue.ledger.state import LedgerState
     from transferqueue.testing.simulator.process import Process
 
 PUTS: Final = 8
@@ -56,7 +56,7 @@ class Kept(Job):
         users = {f"user {odd}": partial(self._use, odd=odd) for odd in (0, 1)}
         return {"author": self._write, **users, "reader": self._read}
 
-    def judge(self, state: State) -> None:
+    def judge(self, state: LedgerState) -> None:
         """See `Job`. Keys make every put one, whoever said it again."""
         table = state.tables[self.table]
         if (table.rows_put, table.rows_live, table.rows.pages.resident) != (PUTS * ROWS, 0, 0) or table.usage.bytes:

@@ -12,7 +12,7 @@ from typing import Final
 
 from transferqueue.errors import JournalFailed, UsageError
 from transferqueue.ledger.ledger import Ledger
-from transferqueue.ledger.rows.blocks import Extent
+from transferqueue.ledger.rows.blocks import ExtentState
 from transferqueue.server.durability.recorded_ledger import RecordedLedger, recover
 from transferqueue.server.node import Node, Place
 from transferqueue.server.resume import resume
@@ -162,7 +162,7 @@ class Kept:
         return []
 
 
-def own_extents(ledger: Ledger) -> list[Extent]:
+def own_extents(ledger: Ledger) -> list[ExtentState]:
     """Those in the server's own arena."""
     return [one for one in ledger.state.core.blocks.extents.values() if one.shard == SHARD]
 

@@ -13,7 +13,7 @@ from transferqueue.testing.simulator.machine import Broken
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
-    from transferqueue.ledger.state import State
+    from transferqueue.ledger.state import LedgerState
     from transferqueue.testing.simulator.process import Process
 
 WORLD: Final = 2
@@ -46,7 +46,7 @@ class Ranks(Job):
         made: dict[str, Callable[[Process], Steps]] = {"feeder": self._feed.feed}
         return made | {f"rank {rank}.{replica}": partial(self._train, peer=(rank, replica)) for rank, replica in PEERS}
 
-    def judge(self, state: State) -> None:
+    def judge(self, state: LedgerState) -> None:
         """See `Job`. Done is what all replicas acked."""
         acked = {row for lease, by in self._maybe.items() if len(by) == REPLICAS for row in self._share[lease][1]}
         self._feed.judge(state.tables[self.table], len(acked))

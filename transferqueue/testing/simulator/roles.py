@@ -47,7 +47,7 @@ from transferqueue.testing.simulator.machine import Broken
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
-    from transferqueue.ledger.state import State
+    from transferqueue.ledger.state import LedgerState
     from transferqueue.testing.simulator.process import Process
 
 GROUPS: Final = 11
@@ -184,7 +184,7 @@ class Rollouts(Job):
         yield create(self.books)
         yield from role(process)
 
-    def judge(self, state: State) -> None:
+    def judge(self, state: LedgerState) -> None:
         """See `Job`."""
         table, books = state.tables[self.table], self.books
         if table.rows_live:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from transferqueue.errors import TransferQueueError
-from transferqueue.ledger.table import Table
+from transferqueue.ledger.table import TableState
 from transferqueue.limits import PAGE_BYTES
 from transferqueue.policies import Refill
 from transferqueue.server.node import Node
@@ -60,7 +60,7 @@ def simulate(seed: int, rates: Rates | None = None) -> Result:
     return Result(seed, broken, run.world.faults, run.rows_put)
 
 
-def rows_ahead_max(table: Table) -> float:
+def rows_ahead_max(table: TableState) -> float:
     """How many rows may be ahead of training. A group is refilled though others have taken its members' places since: at worst
     each row ahead is the last of its group."""
     if table.pacing is None:

@@ -18,7 +18,7 @@ from transferqueue.testing.simulator.machine import Broken
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
-    from transferqueue.ledger.state import State
+    from transferqueue.ledger.state import LedgerState
     from transferqueue.testing.simulator.process import Process
 
 PUTS: Final = 6
@@ -40,7 +40,7 @@ class Stepped(Job):
         """See `Job`."""
         return {"prompts": self._feed.feed, "trainer": self._train}
 
-    def judge(self, state: State) -> None:
+    def judge(self, state: LedgerState) -> None:
         """See `Job`."""
         self._feed.judge(state.tables[self.table], len(self._saved[1]))
 

@@ -12,7 +12,7 @@ from transferqueue.testing.simulator.machine import Broken
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
-    from transferqueue.ledger.state import State
+    from transferqueue.ledger.state import LedgerState
     from transferqueue.testing.simulator.process import Process
 
 VERSIONS: Final = 10
@@ -34,7 +34,7 @@ class Weights(Job):
         """See `Job`."""
         return {"publisher": self._publish, "replica 0": self._pull, "replica 1": self._pull}
 
-    def judge(self, state: State) -> None:
+    def judge(self, state: LedgerState) -> None:
         """See `Job`."""
         channel = state.channels[CHANNEL]
         if channel.latest != VERSIONS - 1 or len(channel.versions) > self._keep:
