@@ -17,8 +17,8 @@ from typing import Any
 import pyarrow as pa
 
 from transferqueue.errors import NotFound, listing
-from transferqueue.server.durability.snapshot_files import TableAbout, read_about, read_rows, read_values
-from transferqueue.storage.snapshot import Snapshot
+from transferqueue.server.durability.snapshot_files import TableManifest, read_about, read_rows, read_values
+from transferqueue.storage.snapshot import SnapshotReader
 
 INLINE, PLACED = "field/", "at/"
 """How the rows' file names a field that lies in it, and where another field's value is in that field's file."""
@@ -34,7 +34,7 @@ def read_table(path: str | os.PathLike[str], table: str, *, fields: Sequence[str
     `NotFound` for a snapshot, table or field that is not there, `Corruption` for a file that is not as it was written, or that no
     server can have written.
     """
-    snapshot = Snapshot.open(Path(path), lambda _: None)
+    snapshot = SnapshotReader.open(Path(path), lambda _: None)
     about = _about(snapshot, table)
     rows = read_rows(snapshot, about)
     known = [name.removeprefix(INLINE).removeprefix(PLACED) for name in rows.column_names if _is_field(name)]
@@ -47,7 +47,9 @@ def read_table(path: str | os.PathLike[str], table: str, *, fields: Sequence[str
     return pa.table(dict(_columns(snapshot, about, rows, wanted)))
 
 
-def _columns(snapshot: Snapshot, about: TableAbout, rows: pa.Table, wanted: set[str]) -> Iterator[tuple[str, Any]]:
+def _columns(
+    snapshot: SnapshotReader, about: TableManifest, rows: pa.Table, wanted: set[str]
+) -> Iterator[tuple[str, Any]]:
     """Names and values, in the order of the rows' file."""
     for column in rows.column_names:
         name = column.removeprefix(INLINE).removeprefix(PLACED)
@@ -58,7 +60,7 @@ def _columns(snapshot: Snapshot, about: TableAbout, rows: pa.Table, wanted: set[
             yield f"{INLINE}{name}" if name in rows.column_names else name, values
 
 
-def _placed(snapshot: Snapshot, about: TableAbout, name: str, at: Any) -> Any:
+def _placed(snapshot: SnapshotReader, about: TableManifest, name: str, at: Any) -> Any:
     """The values of a field that has a file of its own, row by row."""
     return read_values(snapshot, about, name).take(at)
 
@@ -67,7 +69,7 @@ def _is_field(column: str) -> bool:
     return column.startswith((INLINE, PLACED))
 
 
-def _about(snapshot: Snapshot, table: str) -> TableAbout:
+def _about(snapshot: SnapshotReader, table: str) -> TableManifest:
     tables = {one.name: one for one in read_about(snapshot).tables}
     if table not in tables:
         raise NotFound(f"table {table!r} is not in snapshot {snapshot.path}; it has {listing(tables)}")

@@ -247,12 +247,12 @@ def lend(node: Any, label: str) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from transferqueue.cluster.on_ray.messages import NAMESPACE, Lend, Named, write
-    from transferqueue.cluster.on_ray.shard_actor import Lender
+    from transferqueue.cluster.on_ray.messages import NAMESPACE, DeploymentName, ShardSpec, write
+    from transferqueue.cluster.on_ray.shard_actor import ShardActor
 
     there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-    actor = ray.remote(Lender).options(num_cpus=0, max_restarts=-1, scheduling_strategy=there)
-    made = actor.remote(write(Lend(Named(NAMESPACE, NAME), 1 << 28, label)))
+    actor = ray.remote(ShardActor).options(num_cpus=0, max_restarts=-1, scheduling_strategy=there)
+    made = actor.remote(write(ShardSpec(DeploymentName(NAMESPACE, NAME), 1 << 28, label)))
     ray.get(made.joined.remote(), timeout=PATIENCE_S)
     return made
 

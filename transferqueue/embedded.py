@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from transferqueue.client.aio.queue import AsyncQueue, Opening
-from transferqueue.client.client import Client, Data, open_client
+from transferqueue.client.aio.queue import AsyncQueue, AwaitableContext
+from transferqueue.client.client import ClientSession, Data, open_client
 from transferqueue.client.handles.coordinators import check_seats
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.session.addresses import EMBEDDED, listed, named_server, ways_in
@@ -80,7 +80,7 @@ def aconnect(
     runtime: str | Path | None = None,
     data: Data = "auto",
     verify: bool = False,
-) -> Opening[AsyncQueue]:
+) -> AwaitableContext[AsyncQueue]:
     """A queue for event loops; arguments as of `connect`.
 
     ``queue = await tq.aconnect()``, or ``async with tq.aconnect() as queue``.
@@ -91,7 +91,7 @@ def aconnect(
             *await asyncio.to_thread(_clients, address, key, timeout_s, label, arena_bytes, runtime, data, verify)
         )
 
-    return Opening(make)
+    return AwaitableContext(make)
 
 
 def _clients(
@@ -103,7 +103,7 @@ def _clients(
     runtime: str | Path | None,
     data: Data,
     verify: bool,
-) -> list[Client]:
+) -> list[ClientSession]:
     """A session with each coordinator, or with a server of its own."""
     if verify not in (False, True):
         raise UsageError(f"verify={verify!r} is neither True nor False")
@@ -147,7 +147,7 @@ def _clients(
     return clients
 
 
-def _opened(address: str, keys: ClientKeys | None, deadline: float, label: str, data: Data) -> Iterator[Client]:
+def _opened(address: str, keys: ClientKeys | None, deadline: float, label: str, data: Data) -> Iterator[ClientSession]:
     """The sessions that an address leads to: one, or with a name on Ray those of all its coordinators."""
     ways = {address: (address, keys)}
     if is_ray(address):
@@ -165,7 +165,7 @@ def _left(deadline: float) -> float:
 
 def _embedded(
     arena_bytes: int | str | None, runtime: str | Path | None, timeout_s: float, label: str, data: Data
-) -> Client:
+) -> ClientSession:
     from transferqueue.server.process import embedded  # only who has a server of its own loads one
 
     server = embedded.start(arena_bytes, runtime)

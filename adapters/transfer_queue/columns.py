@@ -18,7 +18,7 @@ from torch import Tensor
 from transferqueue.client.operations.near_misses import RESERVED
 from transferqueue.errors import UsageError
 from transferqueue.schema import Field
-from transferqueue.storage import Each, Plain
+from transferqueue.storage import PlainValues, RowsOf
 
 TORCH_DTYPE = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
@@ -117,13 +117,13 @@ def _column(name: str, value: Any, known: Field | None) -> tuple[Field, Any]:
     if not isinstance(value, Tensor):
         values = _each(value)
         if not values or not all(isinstance(each, np.ndarray) and each.dtype.kind in "biufc" for each in values):
-            return known or _field(name, "value"), Plain([_value(each) for each in values])
+            return known or _field(name, "value"), PlainValues([_value(each) for each in values])
         value = torch.nested.as_nested_tensor([torch.as_tensor(np.ascontiguousarray(each)) for each in values])
     if value.is_nested:
         return _nested(name, value, known)
     if value.ndim == 1:
         return known or _field(name, _dtype(value)), value
-    return known or _field(name, _dtype(value), (None, *value.shape[2:])), Each(value)
+    return known or _field(name, _dtype(value), (None, *value.shape[2:])), RowsOf(value)
 
 
 def _nested(name: str, value: Tensor, known: Field | None) -> tuple[Field, Any]:

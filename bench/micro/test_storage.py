@@ -14,7 +14,7 @@ import torch
 from bench.contenders.tensors import flat_bytes, tensor
 from bench.workloads import KIB, MIB, WORKLOADS, Flat, Workload, columns, same
 from transferqueue.schema import Field
-from transferqueue.storage import Allocator, Arena, Blocks, Column, Draft, Mapping, Placement, drafts
+from transferqueue.storage import Allocator, Arena, BlockWriter, Column, MappedBlocks, Mapping, RowPlacement, drafts
 from transferqueue.storage.inputs import prepare
 
 ENCODED = ("dense_1", "dense_32", "dense_128", "ragged_1", "ragged_32", "ragged_128", "ragged_bf16", "text", "images")
@@ -37,12 +37,12 @@ def shared() -> Iterator[Callable[[int], memoryview]]:
     arena.close()
 
 
-def prepared(batch: dict[str, Any]) -> Draft:
+def prepared(batch: dict[str, Any]) -> BlockWriter:
     [draft] = drafts([prepare(name, value) for name, value in batch.items()])
     return draft
 
 
-def encode(batch: dict[str, Any], out: memoryview) -> Draft:
+def encode(batch: dict[str, Any], out: memoryview) -> BlockWriter:
     draft = prepared(batch)
     draft.write(out[: draft.nbytes])
     return draft
@@ -72,18 +72,20 @@ class Held:
 class At:
     """Where a draft lies: what a reply says of a block."""
 
-    def __init__(self, draft: Draft, block: int) -> None:
+    def __init__(self, draft: BlockWriter, block: int) -> None:
         self.block, self.nbytes, self.rows = block, draft.nbytes, draft.rows
         self.fields = [field.name for field in draft.fields]
         self.counts = draft.counts
 
 
-def placed(parts: list[tuple[Draft, Any]], block_of_row: np.ndarray, slot_of_row: np.ndarray) -> dict[str, Column]:
+def placed(
+    parts: list[tuple[BlockWriter, Any]], block_of_row: np.ndarray, slot_of_row: np.ndarray
+) -> dict[str, Column]:
     """The columns of rows that lie in these blocks."""
     fields = {field.name: field for field in parts[0][0].fields}
     memory = [np.frombuffer(out, np.uint8)[: draft.nbytes] for draft, out in parts]
-    blocks = Blocks([At(draft, at) for at, (draft, _) in enumerate(parts)], memory, fields)
-    placement = Placement(blocks, block_of_row.astype(np.int32), slot_of_row.astype(np.int32))
+    blocks = MappedBlocks([At(draft, at) for at, (draft, _) in enumerate(parts)], memory, fields)
+    placement = RowPlacement(blocks, block_of_row.astype(np.int32), slot_of_row.astype(np.int32))
     return {name: Column(field, placement) for name, field in fields.items()}
 
 
@@ -93,14 +95,14 @@ def ready(field: Field, column: Column) -> Any:
     return column.torch() if field.dense else list(column)
 
 
-def check(draft: Draft, out: memoryview, expected: dict[str, Flat]) -> None:
+def check(draft: BlockWriter, out: memoryview, expected: dict[str, Flat]) -> None:
     rows = np.arange(draft.rows)
     found = placed([(draft, out)], np.zeros_like(rows), rows)
     for name, flat in expected.items():
         assert same(flat, *flat_bytes(ready(found[name].field, found[name])))
 
 
-def _blocks(workload: Workload, count: int) -> list[tuple[Draft, Any]]:
+def _blocks(workload: Workload, count: int) -> list[tuple[BlockWriter, Any]]:
     """`count` puts of the workload's rows, each in memory of its own."""
     batch = {name: tensor(flat) for name, flat in columns(workload, 0).items()}
     parts = []

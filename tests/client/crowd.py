@@ -24,8 +24,8 @@ import numpy as np
 import transferqueue as tq
 from transferqueue.server import files as runtime
 from transferqueue.server.durability.journal import Level
-from transferqueue.server.durability.state_directory import Durable
-from transferqueue.server.process.assembly import Server, first_epoch
+from transferqueue.server.durability.state_directory import StateDirectory
+from transferqueue.server.process.assembly import ServerProcess, first_epoch
 from transferqueue.server.process.serve import Signals
 from transferqueue.transport import IpcAddress
 
@@ -44,11 +44,13 @@ class Crowd:
     def foundation(self) -> Any:
         if self.level is Level.MEMORY:
             return runtime.served_arena(ARENA_BYTES, self.shared)
-        return Durable(self.state, self.level, first_epoch=first_epoch(), arena_bytes=ARENA_BYTES, shared=self.shared)
+        return StateDirectory(
+            self.state, self.level, first_epoch=first_epoch(), arena_bytes=ARENA_BYTES, shared=self.shared
+        )
 
     def serve(self, tell: Callable[[bytes], object]) -> None:
         with Signals() as signals:  # a handler alone is too late for a loop that is just about to sleep
-            signals.server = Server(self.place, self.foundation())
+            signals.server = ServerProcess(self.place, self.foundation())
             tell(b"r")
             signals.server.run(woken_by=signals)
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from transferqueue.transport import FileLock, Wakeup, parse_address
-from transferqueue.transport.control.unix_socket import LocalPort
+from transferqueue.transport.control.unix_socket import UnixServer
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_call, encode_answer
 
@@ -32,7 +32,7 @@ class ScriptedServer(AbstractContextManager["ScriptedServer"]):
         self._always = always
         self._lock = FileLock(directory / "scripted.sock.lock", inherited=False)
         assert self._lock.take()
-        self._port = LocalPort(parse_address(self.address))  # type: ignore[arg-type]
+        self._port = UnixServer(parse_address(self.address))  # type: ignore[arg-type]
         self._bell = Wakeup()
         self._unsaid: queue.Queue[bytes] = queue.Queue()
         self._peer: object = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from transferqueue.client.session.calls import Calls, Pending
+from transferqueue.client.session.calls import PendingCall, PendingCalls
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.limits import ANSWER_S, MESSAGE_BYTES_MAX, RESEND_S
 from transferqueue.policies import Compare
@@ -13,8 +13,8 @@ from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_call
 
 
-def asked(wait_s: float = 0.0) -> Pending:
-    return Pending(m.OpenTable("t", wait_s), lambda: None)
+def asked(wait_s: float = 0.0) -> PendingCall:
+    return PendingCall(m.OpenTable("t", wait_s), lambda: None)
 
 
 def answer(call: int) -> m.Answer:
@@ -22,7 +22,7 @@ def answer(call: int) -> m.Answer:
 
 
 def test_ids_ascend_and_frames_are_calls() -> None:
-    calls = Calls()
+    calls = PendingCalls()
     calls.session = 7
     frames = [decode_call(calls.send(asked(), 0.0)) for _ in range(3)]
     assert frames == [
@@ -33,7 +33,7 @@ def test_ids_ascend_and_frames_are_calls() -> None:
 
 
 def test_seen_is_below_the_first_call_without_an_answer() -> None:
-    calls = Calls()
+    calls = PendingCalls()
     for _ in range(4):
         calls.send(asked(), 0.0)
     calls.answered(answer(2))
@@ -47,7 +47,7 @@ def test_seen_is_below_the_first_call_without_an_answer() -> None:
 
 
 def test_a_notice_has_an_id_and_is_never_seen_by_itself() -> None:
-    calls = Calls()
+    calls = PendingCalls()
     notice = decode_call(calls.notice(m.Heartbeat()))
     assert (notice.id, notice.seen) == (1, 0)
     following = decode_call(calls.send(asked(), 0.0))
@@ -55,7 +55,7 @@ def test_a_notice_has_an_id_and_is_never_seen_by_itself() -> None:
 
 
 def test_an_answer_counts_once() -> None:
-    calls = Calls()
+    calls = PendingCalls()
     pending = asked()
     calls.send(pending, 0.0)
     assert calls.answered(answer(1)) is pending
@@ -64,7 +64,7 @@ def test_an_answer_counts_once() -> None:
 
 
 def test_a_late_call_is_sent_again_with_its_id_at_growing_intervals() -> None:
-    calls = Calls()
+    calls = PendingCalls()
     calls.send(asked(), 0.0)
     assert calls.next_late() == RESEND_S
     assert calls.late(RESEND_S - 0.001) == ([], [])
@@ -81,13 +81,13 @@ def test_a_late_call_is_sent_again_with_its_id_at_growing_intervals() -> None:
 
 
 def test_a_call_that_waits_at_the_server_is_late_only_after_that_wait() -> None:
-    calls = Calls()
+    calls = PendingCalls()
     calls.send(asked(wait_s=60.0), 0.0)
     assert calls.next_late() == 60.0 + RESEND_S
 
 
 def test_a_caller_is_told_once_when_nobody_answers_and_the_call_stays_for_its_reply() -> None:
-    calls = Calls()
+    calls = PendingCalls()
     pending = asked()
     calls.send(pending, 0.0)
     told = []
@@ -98,7 +98,7 @@ def test_a_caller_is_told_once_when_nobody_answers_and_the_call_stays_for_its_re
 
 
 def test_an_answered_call_is_not_late() -> None:
-    calls = Calls()
+    calls = PendingCalls()
     calls.send(asked(), 0.0)
     calls.answered(answer(1))
     assert calls.next_late() is None
@@ -107,21 +107,21 @@ def test_an_answered_call_is_not_late() -> None:
 
 def test_what_a_message_cannot_hold_is_refused_before_it_has_an_id() -> None:
     with pytest.raises(UsageError, match="64 bits"):
-        Pending(m.Read("t", where=[Compare("x", "<", 1 << 70)]))
+        PendingCall(m.Read("t", where=[Compare("x", "<", 1 << 70)]))
     with pytest.raises(Impossible, match="fewer rows"):
-        Pending(m.Delete("t", bytes(MESSAGE_BYTES_MAX)))
+        PendingCall(m.Delete("t", bytes(MESSAGE_BYTES_MAX)))
 
 
 def test_settling_tells_once() -> None:
     told: list[int] = []
-    pending = Pending(m.ListTables(), lambda: told.append(1))
+    pending = PendingCall(m.ListTables(), lambda: told.append(1))
     pending.settle(m.Done())
     pending.settle(m.Done())
     assert told == [1]
 
 
 def test_payloads_are_encoded_once_and_envelopes_each_time() -> None:
-    calls = Calls()
+    calls = PendingCalls()
     first, second = asked(), asked()
     calls.send(first, 0.0)
     calls.send(second, 0.0)
@@ -140,7 +140,7 @@ def i64(value: int) -> bytes:
 
 
 def test_a_notice_is_unanswered_until_a_call_after_it_is_answered() -> None:
-    calls = Calls()
+    calls = PendingCalls()
     calls.send(asked(), 0.0)
     calls.notice(unpin())
     calls.send(asked(), 0.0)
@@ -153,9 +153,9 @@ def test_a_notice_is_unanswered_until_a_call_after_it_is_answered() -> None:
 
 
 def test_a_greeting_proves_nothing_about_notices_before_it() -> None:
-    calls = Calls()
+    calls = PendingCalls()
     calls.notice(unpin())
-    calls.send(Pending(m.Hello(bytes(16)), lambda: None), 0.0)
+    calls.send(PendingCall(m.Hello(bytes(16)), lambda: None), 0.0)
     calls.answered(m.Answer(1, 2, m.Welcome(1, 1, "", "", {}, 0)))
     assert [decode_call(frame).request for frame in calls.everything(0.0)] == [unpin()]
 
@@ -168,7 +168,7 @@ def welcome(call: int) -> m.Answer:
 
 
 def test_nothing_but_the_greeting_is_sent_on_a_new_way_until_it_is_answered() -> None:
-    calls = Calls()
+    calls = PendingCalls()
     calls.send(asked(), 0.0)
     assert decode_call(calls.greet(HELLO, 0.0)).id == 2
     calls.send(asked(), 0.0)
@@ -181,8 +181,8 @@ def test_nothing_but_the_greeting_is_sent_on_a_new_way_until_it_is_answered() ->
 
 
 def test_each_way_has_a_greeting_of_its_own() -> None:
-    calls = Calls()
-    opening = Pending(HELLO, lambda: None)
+    calls = PendingCalls()
+    opening = PendingCall(HELLO, lambda: None)
     calls.send(opening, 0.0)
     assert [decode_call(calls.greet(HELLO, 0.0)).id for _ in range(2)] == [2, 3]
     assert calls.answered(welcome(1)) is None
@@ -194,7 +194,7 @@ def test_each_way_has_a_greeting_of_its_own() -> None:
 
 
 def test_everything_is_sent_again_in_the_order_of_ids() -> None:
-    calls = Calls()
+    calls = PendingCalls()
     calls.session = 7
     for _ in range(3):
         calls.send(asked(), 0.0)
@@ -205,7 +205,7 @@ def test_everything_is_sent_again_in_the_order_of_ids() -> None:
 
 
 def test_a_wait_is_not_longer_for_having_been_interrupted() -> None:
-    calls = Calls()
+    calls = PendingCalls()
     calls.send(asked(wait_s=30.0), 100.0)
     calls.send(asked(wait_s=0.05), 100.0)
     calls.send(asked(), 100.0)
@@ -216,7 +216,7 @@ def test_a_wait_is_not_longer_for_having_been_interrupted() -> None:
 
 
 def test_a_wait_that_nobody_waits_for_is_asked_for_again_without_one() -> None:
-    calls = Calls()
+    calls = PendingCalls()
     waiting, at_once = asked(wait_s=30.0), asked()
     calls.send(waiting, 100.0)
     calls.send(at_once, 100.0)
@@ -230,7 +230,7 @@ def test_a_wait_that_nobody_waits_for_is_asked_for_again_without_one() -> None:
 
 
 def test_an_answer_of_an_earlier_life_is_late_but_for_the_greeting_of_a_clock_set_back() -> None:
-    calls = Calls()
+    calls = PendingCalls()
     calls.send(asked(), 0.0)
     calls.answered(m.Answer(epoch=9, id=1, reply=m.Done()))
     calls.send(asked(), 0.0)

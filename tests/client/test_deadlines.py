@@ -22,7 +22,7 @@ from transferqueue.client.session.deadline import Deadline
 from transferqueue.client.session.undo import AGAIN, CHANGES_NOTHING
 from transferqueue.limits import ANSWER_S, LATE_ANSWER_S
 from transferqueue.transport.bulk import protocol as bulk
-from transferqueue.transport.bulk.tcp import StreamLine
+from transferqueue.transport.bulk.tcp import TcpBulkClient
 from transferqueue.wire import messages as m
 
 WAIT_S = 0.2
@@ -156,7 +156,11 @@ def test_bytes_that_stand_still_end_at_the_deadline_too(tmp_path: Path) -> None:
         port = silent.getsockname()[1]
         welcome = m.Welcome(1, 1, "t", "t", {}, 0, bulk_port=port)
         memory = remote.RemoteMemory(
-            lambda told: StreamLine("127.0.0.1", port, told.epoch), welcome, lambda _: None, lambda: None, lambda: None
+            lambda told: TcpBulkClient("127.0.0.1", port, told.epoch),
+            welcome,
+            lambda _: None,
+            lambda: None,
+            lambda: None,
         )
         caller = remote.Caller(memory._interrupt)
         caller.bound(Deadline(time.monotonic, 0.0))
@@ -168,7 +172,7 @@ def test_bytes_that_stand_still_end_at_the_deadline_too(tmp_path: Path) -> None:
                 return []
 
             def ask(self) -> bulk.Message:
-                return bulk.message(bulk.Taken(1, 0))
+                return bulk.message(bulk.FlowAck(1, 0))
 
             def expect(self, head: bytes, nbytes: int) -> None: ...
 

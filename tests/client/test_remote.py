@@ -22,7 +22,7 @@ from tests.client.deployments import Served, Worker
 from transferqueue.client.memory import remote
 from transferqueue.limits import BULK_TRIES
 from transferqueue.storage.memory.buffer_pool import Buffers
-from transferqueue.transport.bulk.zeromq import BulkLine
+from transferqueue.transport.bulk.zeromq import ZmqBulkClient
 from transferqueue.wire.messages import Welcome
 
 MIB = 1 << 20
@@ -190,7 +190,7 @@ def test_a_server_that_was_started_anew_costs_no_attempt() -> None:
     welcomes = [Welcome(1, epoch, "t", "t", {}, 0, bulk_port=1) for epoch in range(1, 9)]
     dials = iter(welcomes[1:])
 
-    def dial(_told: Welcome) -> BulkLine:
+    def dial(_told: Welcome) -> ZmqBulkClient:
         if (told := next(dials, None)) is not None:
             memory.welcomed(told)
         else:
@@ -244,7 +244,7 @@ def test_a_reader_that_stalls_holds_few_bytes_at_the_server(server: Served, name
         return int(status.split("RssAnon:")[1].split()[0]) << 10
 
     program = """
-        import transferqueue.client.memory.remote as remote
+        import transferqueue.client.memory.remote
         class Stalled(remote.Fetch):
             def receive(self):
                 print("stalled", flush=True)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from transferqueue.client.memory.mapped import placement_of
 from transferqueue.client.memory.shards import _one, _split, together
-from transferqueue.client.session.run import Work
+from transferqueue.client.session.run import BlockingWork
 from transferqueue.errors import Unreachable
 from transferqueue.storage.columns.column import Column
-from transferqueue.storage.columns.placement import Blocks
-from transferqueue.storage.inputs.block_writer import Draft
+from transferqueue.storage.columns.placement import MappedBlocks
+from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.prepare import prepare
 from transferqueue.wire import messages as m
 
@@ -22,7 +22,7 @@ GENEROUS_S = 60.0
 
 def block_of(number, shard, rows):
     """A block of `rows` rows of one field, its memory, and its values."""
-    draft = Draft([prepare("x", np.arange(rows * 2).reshape(rows, 2) + 1000 * number, None, rows)])
+    draft = BlockWriter([prepare("x", np.arange(rows * 2).reshape(rows, 2) + 1000 * number, None, rows)])
     memory = np.zeros(draft.nbytes, np.uint8)
     draft.write(memory.data)
     at = m.BlockAt(number, shard, number, 0, draft.nbytes, rows, ["x"], list(draft.counts))
@@ -42,7 +42,7 @@ def test_what_is_split_by_place_and_joined_is_what_it_was(data):
     pieces = []
     for place, which, some in _split(whole, rows, lambda shard: shard):
         assert {at.shard for at in some.blocks} == {place}
-        blocks = Blocks(some.blocks, [memory[at.block] for at in some.blocks], fields)
+        blocks = MappedBlocks(some.blocks, [memory[at.block] for at in some.blocks], fields)
         pieces.append((which, blocks, placement_of(some, blocks, rows if which is None else len(which))))
     _, placement = _one(pieces, fields, rows)
     expected = np.stack(
@@ -52,7 +52,7 @@ def test_what_is_split_by_place_and_joined_is_what_it_was(data):
 
 
 def asking(run, result=None, abandon=None):
-    yield Work(1, run, abandon)
+    yield BlockingWork(1, run, abandon)
     return result
 
 

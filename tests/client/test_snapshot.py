@@ -172,7 +172,7 @@ def test_an_empty_table_and_an_empty_deployment(queue: tq.Queue) -> None:
 
 
 def test_a_column_that_older_snapshots_lack_is_what_it_was_before() -> None:
-    made = files.Snapshot(Path("s"), b"", {})
+    made = files.SnapshotReader(Path("s"), b"", {})
     rows = _Rows(made, "rows.arrow", pa.table({"row_id": np.arange(3)}))
     assert rows.numbers("stamped", np.int64, missing=-1).tolist() == [-1] * 3
     assert rows.numbers("row_id", np.int64, missing=-1).tolist() == [0, 1, 2]

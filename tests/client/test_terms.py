@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transferqueue.client.table_info import Terms
+from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import ProtocolError
 from transferqueue.limits import Limits
 from transferqueue.policies import Acked
@@ -20,7 +20,7 @@ def heard(*fields: Field) -> m.TableTerms:
 
 
 def test_what_a_reply_defines_is_known_with_the_rest_and_kept() -> None:
-    terms = Terms(heard(A))
+    terms = TableInfo(heard(A))
     told = terms.told(encode_fields([B]))
     assert told == {"a": A, "b": B}
     assert terms.told(encode_fields([B])) is told
@@ -28,7 +28,7 @@ def test_what_a_reply_defines_is_known_with_the_rest_and_kept() -> None:
 
 
 def test_what_is_heard_or_learned_later_is_told_too() -> None:
-    terms, definitions = Terms(heard(A)), encode_fields([A])
+    terms, definitions = TableInfo(heard(A)), encode_fields([A])
     assert terms.told(definitions) == {"a": A}
     assert terms.hear(heard(A, B))
     assert terms.told(definitions) == {"a": A, "b": B}
@@ -39,12 +39,12 @@ def test_what_is_heard_or_learned_later_is_told_too() -> None:
 
 def test_a_reply_of_a_new_table_of_the_same_name_is_taken_at_its_word() -> None:
     other = Field("a", "float32")
-    assert Terms(heard(A)).told(encode_fields([other])) == {"a": other}
+    assert TableInfo(heard(A)).told(encode_fields([other])) == {"a": other}
 
 
 @pytest.mark.parametrize("definitions", [b"", b"\x91\x01", b"\x91\x93\xa1x\xa3odd\x90", b"\x90\x90"])
 def test_what_defines_no_fields_is_refused_each_time(definitions: bytes) -> None:
-    terms = Terms(heard(A))
+    terms = TableInfo(heard(A))
     for _ in range(2):
         with pytest.raises(ProtocolError, match=f"{len(definitions)} bytes are not a message"):
             terms.told(definitions)

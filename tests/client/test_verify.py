@@ -9,8 +9,8 @@ import pytest
 import transferqueue as tq
 from transferqueue.errors import Corruption, UsageError
 from transferqueue.server.durability.journal import Level
-from transferqueue.server.durability.state_directory import Durable
-from transferqueue.server.process.assembly import Server
+from transferqueue.server.durability.state_directory import StateDirectory
+from transferqueue.server.process.assembly import ServerProcess
 from transferqueue.transport import IpcAddress
 
 
@@ -20,8 +20,8 @@ def disk(tmp_path):
     made = Future()
 
     def live():
-        state = Durable(tmp_path / "state", Level.DISK, first_epoch=1, arena_bytes=16 << 20)
-        made.set_result(server := Server(IpcAddress(tmp_path / "run" / "q.sock"), state))
+        state = StateDirectory(tmp_path / "state", Level.DISK, first_epoch=1, arena_bytes=16 << 20)
+        made.set_result(server := ServerProcess(IpcAddress(tmp_path / "run" / "q.sock"), state))
         server.run()
 
     thread = threading.Thread(target=live)

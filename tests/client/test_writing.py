@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from transferqueue.client.memory.grants import OPEN_MAX, Fate, Ground, Piece
+from transferqueue.client.memory.grants import OPEN_MAX, CommitOutcome, WriteGrants, WriteRegion
 from transferqueue.client.session.deadline import Deadline
 from transferqueue.limits import ALIGNMENT, MIB, SMALL_EXTENT_BYTES, SMALL_EXTENTS_BYTES
 from transferqueue.wire import messages as m
@@ -20,14 +20,14 @@ class Node:
     def __init__(self) -> None:
         self.granted: list[m.Grant] = []
         self.returned: list[int] = []
-        self.ground = Ground(self.take_back)
+        self.ground = WriteGrants(self.take_back)
 
     def take_back(self, request: m.Request) -> None:
         assert isinstance(request, m.ReturnGrant)
         self.returned.append(request.extent)
 
-    def piece(self, nbytes: int) -> Piece:
-        operation: Generator[Any, Any, Piece] = self.ground.piece(nbytes, Deadline(lambda: 0.0, 1.0))
+    def piece(self, nbytes: int) -> WriteRegion:
+        operation: Generator[Any, Any, WriteRegion] = self.ground.piece(nbytes, Deadline(lambda: 0.0, 1.0))
         reply: Any = None
         while True:
             try:
@@ -51,12 +51,12 @@ def test_small_pieces_follow_each_other_in_one_extent() -> None:
 
 def test_a_large_piece_has_an_extent_of_its_size_which_its_commit_closes() -> None:
     node = Node()
-    node.piece(SMALL_EXTENT_BYTES).done(Fate.COMMITTED)
+    node.piece(SMALL_EXTENT_BYTES).done(CommitOutcome.COMMITTED)
     assert (node.granted[0].nbytes, node.returned) == (SMALL_EXTENT_BYTES, [])
 
 
-@pytest.mark.parametrize("fate", [Fate.REFUSED, Fate.UNKNOWN])
-def test_a_large_piece_that_was_not_committed_is_returned(fate: Fate) -> None:
+@pytest.mark.parametrize("fate", [CommitOutcome.REFUSED, CommitOutcome.UNKNOWN])
+def test_a_large_piece_that_was_not_committed_is_returned(fate: CommitOutcome) -> None:
     node = Node()
     node.piece(5 * MIB).done(fate)
     assert node.returned == [1]
@@ -65,17 +65,17 @@ def test_a_large_piece_that_was_not_committed_is_returned(fate: Fate) -> None:
 def test_a_refused_piece_is_written_again_if_it_was_the_last() -> None:
     node = Node()
     first = node.piece(100)
-    first.done(Fate.REFUSED)
+    first.done(CommitOutcome.REFUSED)
     second, third = node.piece(100), node.piece(100)
     assert second.offset == first.offset
-    second.done(Fate.REFUSED)
+    second.done(CommitOutcome.REFUSED)
     assert node.piece(100).offset > third.offset
 
 
 def test_a_piece_of_unknown_fate_is_never_written_again() -> None:
     node = Node()
     first = node.piece(100)
-    first.done(Fate.UNKNOWN)
+    first.done(CommitOutcome.UNKNOWN)
     assert node.piece(100).offset > first.offset
 
 
@@ -83,9 +83,9 @@ def test_full_extents_are_returned_when_their_last_writer_is_done() -> None:
     node = Node()
     writing = node.piece(SMALL_EXTENT_BYTES - 1)
     while len(node.granted) <= OPEN_MAX:
-        node.piece(SMALL_EXTENT_BYTES - 1).done(Fate.COMMITTED)
+        node.piece(SMALL_EXTENT_BYTES - 1).done(CommitOutcome.COMMITTED)
     assert node.returned == []
-    writing.done(Fate.COMMITTED)
+    writing.done(CommitOutcome.COMMITTED)
     assert node.returned == [1]
 
 

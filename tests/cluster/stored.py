@@ -15,7 +15,7 @@ from tests.client.deployments import served
 from tests.cluster.shards import PATIENCE_S, ShardProcess, await_shards, shards
 from transferqueue.limits import MIB, SMALL_EXTENT_BYTES
 from transferqueue.storage.memory.backing import Backing
-from transferqueue.storage.memory.object_store import Objects, ObjectStore
+from transferqueue.storage.memory.object_store import ObjectBacking, ObjectStore
 
 ROWS = 8
 WIDTH = SMALL_EXTENT_BYTES // 64
@@ -27,7 +27,7 @@ def values(number: int) -> list[np.ndarray]:
 
 
 class Backed:
-    """`Objects` over a store as a subject of the kit of backings. lose: makes everything in the store go away."""
+    """`ObjectBacking` over a store as a subject of the kit of backings. lose: makes everything in the store go away."""
 
     def __init__(
         self, open_store: Callable[[], ObjectStore], used: Callable[[], int], lose: Callable[[], None], **sizes: int
@@ -39,7 +39,7 @@ class Backed:
         with ExitStack() as made:
             store = self._open()
             made.callback(store.close)
-            objects = Objects(store, "tq-check-", 64 * MIB, **self._sizes)
+            objects = ObjectBacking(store, "tq-check-", 64 * MIB, **self._sizes)
             made.callback(objects.close)
             yield objects
 

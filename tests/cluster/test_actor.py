@@ -7,13 +7,21 @@ import sys
 import pytest
 
 import transferqueue as tq
-from transferqueue.cluster.on_ray.coordinator_actor import QueueActor
-from transferqueue.cluster.on_ray.messages import SAID, Deploy, Named, Refused, Ways, read, write
+from transferqueue.cluster.on_ray.coordinator_actor import CoordinatorActorBase
+from transferqueue.cluster.on_ray.messages import (
+    SAID,
+    DeploymentName,
+    DeployRefused,
+    DeploySpec,
+    Endpoints,
+    read,
+    write,
+)
 from transferqueue.errors import PermissionDenied
 from transferqueue.server.process.supervisor import EXIT_AGAIN
 from transferqueue.transport import this_host
 
-NAMED = Named("tests", "one")
+NAMED = DeploymentName("tests", "one")
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +38,8 @@ def live():
     made = []
 
     def make(durability="process", state="", port=0, again=False):
-        told = write(Deploy(NAMED, "id", durability, str(state), 1 << 26, port, ""))
-        made.append(QueueActor(told, "127.0.0.1", "cluster", again))
+        told = write(DeploySpec(NAMED, "id", durability, str(state), 1 << 26, port, ""))
+        made.append(CoordinatorActorBase(told, "127.0.0.1", "cluster", again))
         return made[-1]
 
     yield make
@@ -41,7 +49,7 @@ def live():
 
 def ways(actor, role="admin"):
     said = read(actor.ways(role), SAID)
-    assert isinstance(said, Ways)
+    assert isinstance(said, Endpoints)
     return said
 
 
@@ -63,7 +71,7 @@ def test_a_port_file_that_is_damaged_is_refused(live, tmp_path, kept):
     state.mkdir(mode=0o700)
     (state / "port").write_bytes(kept)
     said = read(live(state=state).ways("admin"), SAID)
-    assert isinstance(said, Refused)
+    assert isinstance(said, DeployRefused)
     assert said.error == "Corruption"
     assert "holds no port; put it back, or remove it" in said.text
 
@@ -73,7 +81,7 @@ def test_a_key_may_what_its_role_may(live):
     with tq.connect(ways(actor, "observer").token) as queue, pytest.raises(PermissionDenied):
         put_one(queue)
     said = read(actor.ways("king"), SAID)
-    assert isinstance(said, Refused)
+    assert isinstance(said, DeployRefused)
     assert said.error == "NotFound"
 
 
@@ -83,7 +91,7 @@ def test_the_next_life_is_where_the_first_was_and_has_its_rows(live, tmp_path):
     with tq.connect(before.token) as queue:
         put_one(queue)
     first.stop()
-    assert read(first.ways(), SAID) == Refused(
+    assert read(first.ways(), SAID) == DeployRefused(
         "Unreachable", "deployment ray://tests/one was closed; make another with deploy_ray"
     )
     assert ways(live(state=tmp_path / "state", again=True)) == before
@@ -102,7 +110,7 @@ def test_what_nobody_named_goes_with_the_deployment(live, runtime, durability):
 def test_a_first_life_that_cannot_be_says_why(live, tmp_path):
     live(state=tmp_path / "state")
     said = read(live(state=tmp_path / "state").ways(), SAID)
-    assert isinstance(said, Refused)
+    assert isinstance(said, DeployRefused)
     assert said.error == "AddressInUse"
     assert "is in use" in said.text
 
@@ -111,14 +119,14 @@ def test_a_port_that_was_asked_for_is_taken_or_told(live):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         said = read(live(port=port).ways(), SAID)
-    assert isinstance(said, Refused)
+    assert isinstance(said, DeployRefused)
     assert said.error == "AddressInUse"
     assert str(port) in said.text
 
 
 def test_a_later_life_that_cannot_be_ends_its_process(live, tmp_path):
     live(state=tmp_path / "state")
-    told = write(Deploy(NAMED, "id", "process", str(tmp_path / "state"), 1 << 26, 0, ""))
+    told = write(DeploySpec(NAMED, "id", "process", str(tmp_path / "state"), 1 << 26, 0, ""))
     program = "import sys; from transferqueue.cluster.on_ray.coordinator_actor import QueueActor; QueueActor(sys.argv[1], '127.0.0.1', 'c', True)"
     ended = subprocess.run(
         [sys.executable, "-c", program, told], capture_output=True, text=True, timeout=60, check=False

@@ -2,23 +2,34 @@
 
 import pytest
 
-from transferqueue.cluster.on_ray.messages import DEPLOY, LEND, SAID, Deploy, Lend, Named, Refused, Ways, read, write
+from transferqueue.cluster.on_ray.messages import (
+    DEPLOY,
+    LEND,
+    SAID,
+    DeploymentName,
+    DeployRefused,
+    DeploySpec,
+    Endpoints,
+    ShardSpec,
+    read,
+    write,
+)
 from transferqueue.wire.home_coordinator import Seat
 
 EXAMPLES = [
     (
-        Deploy(Named("jobs", "grpo"), "id", "disk", "/s", 4096, 7071, "/t", Seat(2, 3, "d")),
+        DeploySpec(DeploymentName("jobs", "grpo"), "id", "disk", "/s", 4096, 7071, "/t", Seat(2, 3, "d")),
         DEPLOY,
         '{"named":{"namespace":"jobs","name":"grpo"},"id":"id","durability":"disk","state":"/s","arena_bytes":4096,"port":7071,"snapshots":"/t","seat":[2,3,"d"]}',
     ),
     (
-        Ways("host", "ipc:///run/q.sock", "token", 3),
+        Endpoints("host", "ipc:///run/q.sock", "token", 3),
         SAID,
         '{"type":"Ways","host":"host","ipc":"ipc:///run/q.sock","token":"token","seats":3}',
     ),
-    (Refused("Unreachable", "no server"), SAID, '{"type":"Refused","error":"Unreachable","text":"no server"}'),
+    (DeployRefused("Unreachable", "no server"), SAID, '{"type":"Refused","error":"Unreachable","text":"no server"}'),
     (
-        Lend(Named("jobs", "grpo"), 4096, "shard"),
+        ShardSpec(DeploymentName("jobs", "grpo"), 4096, "shard"),
         LEND,
         '{"named":{"namespace":"jobs","name":"grpo"},"arena_bytes":4096,"label":"shard"}',
     ),

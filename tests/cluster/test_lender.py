@@ -4,17 +4,26 @@ import pytest
 
 import transferqueue as tq
 from tests.cluster.shards import await_shards, shards
-from transferqueue.cluster.on_ray.coordinator_actor import QueueActor
-from transferqueue.cluster.on_ray.messages import SAID, Deploy, Lend, Named, Refused, Ways, read, write
-from transferqueue.cluster.on_ray.shard_actor import LenderActor
+from transferqueue.cluster.on_ray.coordinator_actor import CoordinatorActorBase
+from transferqueue.cluster.on_ray.messages import (
+    SAID,
+    DeploymentName,
+    DeployRefused,
+    DeploySpec,
+    Endpoints,
+    ShardSpec,
+    read,
+    write,
+)
+from transferqueue.cluster.on_ray.shard_actor import ShardActorBase
 from transferqueue.cluster.on_ray.shard_actors import check_shards, places
 from transferqueue.errors import UsageError
 
-NAMED = Named("tests", "lender")
+NAMED = DeploymentName("tests", "lender")
 
 
 def lender(ways, host="127.0.0.1"):
-    return LenderActor(Lend(NAMED, 1 << 27, "one"), ways, host)
+    return ShardActorBase(ShardSpec(NAMED, 1 << 27, "one"), ways, host)
 
 
 @pytest.fixture
@@ -22,11 +31,11 @@ def ways(tmp_path, monkeypatch):
     directory = tmp_path / "run"
     directory.mkdir(mode=0o700)
     monkeypatch.setenv("TRANSFERQUEUE_RUNTIME", str(directory))
-    actor = QueueActor(write(Deploy(NAMED, "id", "process", "", 1 << 26, 0, "")), "127.0.0.1", "c", False)
+    actor = CoordinatorActorBase(write(DeploySpec(NAMED, "id", "process", "", 1 << 26, 0, "")), "127.0.0.1", "c", False)
 
     def of(role="shard"):
         said = read(actor.ways(role), SAID)
-        assert isinstance(said, Ways)
+        assert isinstance(said, Endpoints)
         return said
 
     yield of
@@ -35,7 +44,7 @@ def ways(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("near", [True, False])
 def test_it_lends_until_it_is_stopped_or_drained(ways, near):
-    found = ways() if near else Ways("another host", "ipc:///nowhere", ways().token)
+    found = ways() if near else Endpoints("another host", "ipc:///nowhere", ways().token)
     actor = lender(found)
     assert actor.joined().startswith("tcp://127.0.0.1:")
     with tq.connect(ways("admin").token) as queue:
@@ -60,9 +69,9 @@ def test_bytes_are_encrypted_on_their_way_from_a_host_that_is_not_loopback(ways)
 
 
 def test_a_key_of_another_role_is_refused(ways):
-    actor = lender(Ways("another host", "", ways("producer").token))
+    actor = lender(Endpoints("another host", "", ways("producer").token))
     said = read(actor.joined(), SAID)
-    assert isinstance(said, Refused)
+    assert isinstance(said, DeployRefused)
     assert said.error == "PermissionDenied"
     assert said.text.startswith("a shard may not join with a key of role producer; join with a token of role shard")
     actor.stop()

@@ -7,14 +7,14 @@ import sys
 import pytest
 
 import transferqueue as tq
-from transferqueue.cluster.on_ray.directories import Owner, claim, sweep
+from transferqueue.cluster.on_ray.directories import DirectoryOwner, claim, sweep
 from transferqueue.cluster.on_ray.messages import (
     DEPLOY,
     SAID,
-    Deploy,
-    Named,
-    Refused,
-    Ways,
+    DeploymentName,
+    DeployRefused,
+    DeploySpec,
+    Endpoints,
     checked,
     is_ray,
     parse_named,
@@ -27,8 +27,8 @@ from transferqueue.transport import FileLock
 
 
 def test_a_name_is_read_as_it_is_written():
-    assert parse_named("ray") == Named()
-    assert parse_named(str(Named("jobs", "grpo"))) == Named("jobs", "grpo")
+    assert parse_named("ray") == DeploymentName()
+    assert parse_named(str(DeploymentName("jobs", "grpo"))) == DeploymentName("jobs", "grpo")
     assert [is_ray(text) for text in ("ray", "ray://a/b", "rayon", "tcp://ray:1", None)] == [
         True,
         True,
@@ -45,7 +45,7 @@ def test_what_names_no_deployment_is_refused(address):
 
 
 def test_each_coordinator_has_a_name_and_the_first_is_the_deployments_own_actor():
-    named = Named("jobs", "grpo")
+    named = DeploymentName("jobs", "grpo")
     first, second = named.of_seat(1), parse_named(str(named.of_seat(2)))
     assert [one.is_one_seat for one in (named, first, second)] == [False, True, True]
     assert [one.actor for one in (named, first, second)] == ["grpo", "grpo", "grpo.coordinator-2"]
@@ -58,24 +58,24 @@ def test_all_nodes_that_will_do_are_chosen_this_one_first():
 
 def test_names_are_those_of_tables_without_a_slash():
     with pytest.raises(UsageError, match="deployment name 'a/b' has a slash"):
-        checked(Named("jobs", "a/b"))
+        checked(DeploymentName("jobs", "a/b"))
     with pytest.raises(UsageError, match="namespace name 'no good' has characters"):
         parse_named("ray://no good/x")
 
 
 def test_ports_are_the_same_every_time_and_others_for_others():
-    ports = Named("a", "b").ports()
-    assert ports == Named("a", "b").ports() != Named("a", "c").ports()
+    ports = DeploymentName("a", "b").ports()
+    assert ports == DeploymentName("a", "b").ports() != DeploymentName("a", "c").ports()
     assert len(set(ports)) == 64
     assert min(ports) >= 20_000
     assert max(ports) < 32_768
 
 
 def test_what_an_actor_says_is_read_against_its_type():
-    for told in (Ways("host", "ipc:///a", "tqjoin_secret"), Refused("NotFound", "no")):
+    for told in (Endpoints("host", "ipc:///a", "tqjoin_secret"), DeployRefused("NotFound", "no")):
         assert read(write(told), SAID) == told
-    assert "tqjoin" not in repr(Ways("host", "ipc:///a", "tqjoin_secret"))
-    deploy = Deploy(Named(), "id", "process", "", 0, 0, "")
+    assert "tqjoin" not in repr(Endpoints("host", "ipc:///a", "tqjoin_secret"))
+    deploy = DeploySpec(DeploymentName(), "id", "process", "", 0, 0, "")
     assert read(write(deploy), DEPLOY) == deploy
     for wrong in (b"{}", "", "{}", write(deploy).replace("}", ',"more":1}', 1)):
         with pytest.raises(ProtocolError):
@@ -114,13 +114,13 @@ def test_a_node_that_is_none_and_wishes_that_none_fulfils_are_refused():
 
 @pytest.fixture
 def owner():
-    return Owner.here("cluster", "ray://a/b")
+    return DirectoryOwner.here("cluster", "ray://a/b")
 
 
 def test_what_nothing_can_come_back_to_is_removed(tmp_path, owner):
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    began = Owner.here("cluster", "ray://a/other")
-    alive = Owner(began.host, began.cluster, began.deployment, process.pid, _began(process.pid))
+    began = DirectoryOwner.here("cluster", "ray://a/other")
+    alive = DirectoryOwner(began.host, began.cluster, began.deployment, process.pid, _began(process.pid))
     claim(tmp_path / "ray-1", alive)
     claim(tmp_path / "other", alive)
     (tmp_path / "ray-unowned").mkdir()
@@ -141,9 +141,9 @@ def test_a_name_that_is_deployed_anew_has_no_earlier_one(tmp_path, owner):
 
 def test_what_cannot_be_seen_from_here_stays(tmp_path, owner):
     boot, _, pids = owner.host.partition("/")
-    claim(tmp_path / "ray-1", Owner(f"{boot}/another", "cluster", "ray://a/b", 1, "1"))
+    claim(tmp_path / "ray-1", DirectoryOwner(f"{boot}/another", "cluster", "ray://a/b", 1, "1"))
     assert sweep(owner, tmp_path) == []
-    claim(tmp_path / "ray-1", Owner(f"before/{pids}", "cluster", "ray://a/x", os.getppid(), owner.began))
+    claim(tmp_path / "ray-1", DirectoryOwner(f"before/{pids}", "cluster", "ray://a/x", os.getppid(), owner.began))
     assert sweep(owner, tmp_path) == [tmp_path / "ray-1"]
 
 

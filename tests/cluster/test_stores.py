@@ -21,8 +21,8 @@ from transferqueue.cluster.stores.open import kept_in, open_store
 from transferqueue.errors import Corruption, Disconnected, ShardLost, Unreachable, UsageError
 from transferqueue.limits import FRAME_BYTES, KIB, MIB
 from transferqueue.storage.memory.arena import Arena
-from transferqueue.storage.memory.backing import Backing, Mapped, Range
-from transferqueue.storage.memory.object_store import Objects
+from transferqueue.storage.memory.backing import ArenaBacking, Backing, Range
+from transferqueue.storage.memory.object_store import ObjectBacking
 from transferqueue.testing.conformance.backings import BACKING_CHECKS, content, write
 from transferqueue.testing.conformance.report import Verdict, judge
 from transferqueue.testing.conformance.stores import STORE_CHECKS
@@ -42,7 +42,7 @@ class InAnArena:
     @contextmanager
     def open(self) -> Iterator[Backing]:
         self.arena = Arena.create(None, 64 * MIB)
-        backing = Mapped(self.arena)
+        backing = ArenaBacking(self.arena)
         try:
             yield backing
         finally:
@@ -117,8 +117,8 @@ def test_objects_in_a_directory_are_a_backing(files: Files, sizes: dict[str, int
     passes(check, Backed(files.open, files.used_bytes, files.remove, **sizes))
 
 
-def written(files: Files) -> Objects:
-    objects = Objects(files.open(), "tq-test-", 64 * MIB, kept_bytes=0)
+def written(files: Files) -> ObjectBacking:
+    objects = ObjectBacking(files.open(), "tq-test-", 64 * MIB, kept_bytes=0)
     write(objects, Range(1, 4096, 2 * MIB), content(2 * MIB))
     return objects
 
@@ -168,7 +168,7 @@ def test_other_bytes_into_the_same_place_replace_what_was_there(files: Files) ->
 
 
 def test_readers_of_the_same_share_it_and_the_last_ones_stay(files: Files) -> None:
-    objects = Objects(files.open(), "tq-test-", 64 * MIB, kept_bytes=3 * MIB)
+    objects = ObjectBacking(files.open(), "tq-test-", 64 * MIB, kept_bytes=3 * MIB)
     places = [Range(number, number * 4 * MIB, 2 * MIB) for number in range(3)]
     for place in places:
         write(objects, place, content(2 * MIB, place.extent))
@@ -183,7 +183,7 @@ def test_readers_of_the_same_share_it_and_the_last_ones_stay(files: Files) -> No
 
 
 def test_a_writer_holds_an_object_and_a_frame(files: Files) -> None:
-    objects = Objects(files.open(), "tq-test-", 64 * MIB, object_bytes=2 * MIB)
+    objects = ObjectBacking(files.open(), "tq-test-", 64 * MIB, object_bytes=2 * MIB)
     landing = objects.landing(Range(1, 0, 48 * MIB))
     sizes: list[int] = []
 

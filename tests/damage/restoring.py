@@ -18,8 +18,8 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot, TableSnapshot, take
 from transferqueue.limits import MIB
 from transferqueue.server.durability.snapshot_files import _placement
-from transferqueue.server.durability.snapshots import Snapshots
-from transferqueue.server.shards.own_memory import Memory
+from transferqueue.server.durability.snapshots import SnapshotJobs
+from transferqueue.server.shards.own_memory import OwnShardMemory
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.wire import messages as m
@@ -45,11 +45,11 @@ class Restorer:
         """An empty ledger with a client, who has a grant."""
         self.ledger = Ledger()
         self.ledger.open_session(1, b"c" * 16, NOW)
-        self.memory = Memory(self.arena)
+        self.memory = OwnShardMemory(self.arena)
         offset, nbytes = self.memory.take(100) or (0, 0)
         self.ledger.grant(1, 0, offset, nbytes, NOW, call=1)
         self._stirred = threading.Event()
-        self.snapshots = Snapshots(
+        self.snapshots = SnapshotJobs(
             self.root, self.ledger, self.memory, wake=lambda _: None, stir=lambda: self._stirred.set()
         )
 

@@ -32,7 +32,7 @@ from transferqueue.schema import Field
 from transferqueue.server.durability import state_directory as durable
 from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.journal_head import MARGIN_BYTES
-from transferqueue.server.durability.state_directory import Durable
+from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.files import SHARED_MEMORY
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.wire import codec
@@ -62,9 +62,9 @@ class Base:
     def state(self) -> Path:
         return self.root / "state"
 
-    def open(self) -> Durable:
+    def open(self) -> StateDirectory:
         with patch.object(durable, "arena_root", self._root):
-            return Durable(self.state, self.level, first_epoch=100, shared=self.root / "shm")
+            return StateDirectory(self.state, self.level, first_epoch=100, shared=self.root / "shm")
 
     def _root(self, shared):
         return None if self.in_state else ROOT_OF(shared)
@@ -201,7 +201,7 @@ def _refused(base: Base, before: dict[str, bytes], told: str) -> str:
     return "refused"
 
 
-def _compared(base: Base, life: Durable) -> str:
+def _compared(base: Base, life: StateDirectory) -> str:
     assert image.write(life.ledger.state, 0) == base.image, "the state is another one"
     damaged = life.damaged()
     for number, data in base.blocks.items():
@@ -214,12 +214,12 @@ def _compared(base: Base, life: Durable) -> str:
     return "rows lost" if damaged else "as answered"
 
 
-def _rows_of(life: Durable, blocks: list[int]) -> bool:
+def _rows_of(life: StateDirectory, blocks: list[int]) -> bool:
     """Whether a row that is live would miss a block."""
     return any(table.rows_dropped.get("lost") for table in life.ledger.state.tables.values())
 
 
-def _bytes_of(life: Durable, block: int) -> bytes:
+def _bytes_of(life: StateDirectory, block: int) -> bytes:
     at = life.ledger.state.core.blocks.blocks[block].at
     with life.arena.arena.view(at.offset, at.nbytes) as view:
         return bytes(view)

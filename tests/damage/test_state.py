@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.damage import state
 from transferqueue.errors import Corruption
 from transferqueue.server.durability import journal_head as head
-from transferqueue.server.durability.state_directory import Durable
+from transferqueue.server.durability.state_directory import StateDirectory
 
 fractions = st.floats(0, 1, exclude_max=True)
 
@@ -62,7 +62,7 @@ def test_a_damage_that_is_not_found_would_be_seen(bases, monkeypatch):
     monkeypatch.setattr(head, "check", lambda *_, **__: None)
     with pytest.raises(AssertionError, match="the state is another one"):
         state.verdict(bases[0], state.Damage("state/journal.sqlite-wal", "cut", 0.9, 0))
-    monkeypatch.setattr(Durable, "_examine", _changes_first)
+    monkeypatch.setattr(StateDirectory, "_examine", _changes_first)
     with pytest.raises(AssertionError, match="files were changed"):
         state.verdict(bases[0], state.Damage("state/journal.sqlite", "empty", 0.0, 0))
 

@@ -25,12 +25,12 @@ from transferqueue.errors import Corruption, Unreachable
 from transferqueue.limits import MIB
 from transferqueue.schema import Field
 from transferqueue.transport.bulk import protocol as b
-from transferqueue.transport.bulk.tcp import StreamLine
-from transferqueue.transport.bulk.zeromq import BulkLine
+from transferqueue.transport.bulk.tcp import TcpBulkClient
+from transferqueue.transport.bulk.zeromq import ZmqBulkClient
 from transferqueue.transport.security.keys import ClientKeys
 from transferqueue.wire import messages as m
 
-Line = StreamLine | BulkLine
+Line = TcpBulkClient | ZmqBulkClient
 HEARD_S: Final = 0.002
 ROW: Final = 300_000
 """Numbers of an honest row: its bytes take several frames."""
@@ -94,9 +94,9 @@ class Attacker:
 
     def _dial(self) -> Line:
         line: Line = (
-            StreamLine("127.0.0.1", self._port, 1)
+            TcpBulkClient("127.0.0.1", self._port, 1)
             if self._keys is None
-            else BulkLine("127.0.0.1", self._port, 1, self._keys)
+            else ZmqBulkClient("127.0.0.1", self._port, 1, self._keys)
         )
         if not line.open(20.0):
             raise Broken("the bulk port does not listen any more")
@@ -116,7 +116,7 @@ class Attacker:
     def _below(self) -> None:
         """Bytes that are no message, some of them over a connection that stays."""
         rng = self._rng
-        head = b.message(b.Taken(1, 0))[0]
+        head = b.message(b.FlowAck(1, 0))[0]
         lie = struct.pack(
             "<II8s", rng.choice([0, 1, 1 << 26, (1 << 32) - 1]), rng.choice([0, 1 << 20, (1 << 32) - 1]), bytes(8)
         )
@@ -154,7 +154,7 @@ class Attacker:
         if not line.receive(heard := Heard(), HEARD_S):
             return
         told = heard.told
-        if isinstance(told, b.Refused):
+        if isinstance(told, b.TransferFailed):
             self._report.answers[told.error] += 1
             if told.error == "InternalError":
                 raise Broken(told.text)
@@ -176,11 +176,11 @@ class Attacker:
     def _read(self, *, honest: bool) -> b.Message:
         self._transfer += 1
         located = [
-            b.Located(at.block, at.extent, at.offset, at.nbytes, at.rows, 0, at.counts, at.ticket)
+            b.BulkBlock(at.block, at.extent, at.offset, at.nbytes, at.rows, 0, at.counts, at.ticket)
             for at in self._blocks
         ]
         rows = len(located)
-        read = b.Read(self._transfer, self._session, 0, [Field("x", "int64", (None,))], [b.Wanted(
+        read = b.ReadColumns(self._transfer, self._session, 0, [Field("x", "int64", (None,))], [b.RowSelection(
             ["x"], [["x"]], located, struct.pack(f"<{rows}i", *range(rows)), bytes(4 * rows))])  # fmt: skip
         return b.message(read if honest else self._spoilt(read))
 
@@ -188,7 +188,7 @@ class Attacker:
         rng, grant = self._rng, self._grant
         content = rng.choice([b"", bytes(64), bytes(4096), bytes(MIB)])
         self._transfer += rng.choice([0, 1])
-        head: Any = b.Write(
+        head: Any = b.WriteExtent(
             self._transfer, self._session, 0, grant.extent, grant.offset, grant.nbytes, grant.ticket, grant.offset,
             rng.choice([len(content), 2 * MIB, 0]),
         )  # fmt: skip
@@ -196,8 +196,8 @@ class Attacker:
             [
                 head,
                 head,
-                b.Data(self._transfer, rng.choice([0, 1, 2, 1 << 62])),
-                b.Taken(self._transfer, rng.choice([0, 1, 1 << 61])),
+                b.WriteFrame(self._transfer, rng.choice([0, 1, 2, 1 << 62])),
+                b.FlowAck(self._transfer, rng.choice([0, 1, 1 << 61])),
             ]
         )
         pieces = (content,) if content else ()
@@ -208,7 +208,7 @@ class Attacker:
         rng = self._rng
         if rng.random() < 0.3:
             return head
-        if isinstance(head, b.Read) and rng.random() < 0.7:
+        if isinstance(head, b.ReadColumns) and rng.random() < 0.7:
             (part,) = head.parts
             if part.blocks and rng.random() < 0.6:
                 blocks = [self._field(part.blocks[0]), *part.blocks[1:]]

@@ -22,7 +22,7 @@ from transferqueue.errors import ProtocolError, Unreachable
 from transferqueue.transport import Wakeup, dial
 from transferqueue.transport.address import IpcAddress, TcpAddress, parse_address
 from transferqueue.transport.bulk import protocol as bulk
-from transferqueue.transport.bulk.tcp import StreamLine
+from transferqueue.transport.bulk.tcp import TcpBulkClient
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
@@ -158,9 +158,9 @@ class BulkStream(Stream):
         """Hang up."""
         self._line.close()
 
-    def _dialled(self) -> StreamLine:
+    def _dialled(self) -> TcpBulkClient:
         host, _, port = self.address.removeprefix("tcp://").rpartition(":")
-        line = StreamLine(host, int(port), epoch=0)
+        line = TcpBulkClient(host, int(port), epoch=0)
         if not line.open(ASK_S):
             raise TimeoutError(f"{self.address} does not listen any more")
         return line
@@ -180,7 +180,7 @@ class BulkStream(Stream):
     def _catch_up(self) -> None:
         """A transfer that is not under way is certainly refused, by its number. Heads that are none end the connection."""
         mark = random.getrandbits(40)
-        head, _ = bulk.message(bulk.Taken(mark, 0))
+        head, _ = bulk.message(bulk.FlowAck(mark, 0))
         for _ in range(TRIES):
             try:
                 self._line.send((head, ()))
@@ -204,7 +204,7 @@ class Heard:
         raise RuntimeError("bytes came that nobody had a ticket for")
 
     def refused_with(self, mark: int) -> bool:
-        if isinstance(self.told, bulk.Refused) and self.told.error == "InternalError":
+        if isinstance(self.told, bulk.TransferFailed) and self.told.error == "InternalError":
             raise RuntimeError(self.told.text)
         return self.told.transfer == mark
 

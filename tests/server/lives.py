@@ -6,10 +6,10 @@ from pathlib import Path
 from tests.server.nodes import Bench, Client, Watched
 from transferqueue.limits import MIB
 from transferqueue.schema import Field, layout
-from transferqueue.server.durability.state_directory import Durable
-from transferqueue.server.node import Node, Place
+from transferqueue.server.durability.state_directory import StateDirectory
+from transferqueue.server.node import Coordinator, ServerIdentity
 from transferqueue.server.resume import resume
-from transferqueue.server.shards.own_memory import Memory
+from transferqueue.server.shards.own_memory import OwnShardMemory
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.wire import messages as m
 
@@ -21,14 +21,14 @@ class Life(Bench):
 
     def __init__(self, path, level, shared, **options):
         options = {"arena_bytes": MIB, **options}
-        self.state = Durable(path, level, first_epoch=100, shared=shared, **options)
+        self.state = StateDirectory(path, level, first_epoch=100, shared=shared, **options)
         self.watched, self.clients, self.answered, self.descriptors = Watched(), 0, {}, []
         ledger = self.state.ledger
-        memory = Memory(self.state.arena.arena, self.state.allocator, len(ledger.state.core.blocks.extents))
-        place = Place(
+        memory = OwnShardMemory(self.state.arena.arena, self.state.allocator, len(ledger.state.core.blocks.extents))
+        place = ServerIdentity(
             epoch=ledger.epoch, address="ipc:///x", runtime="/r", version="0", pid=os.getpid(), started_at=0.0
         )
-        self.node = Node(ledger, memory, place, watcher=self.watched, durability=self.state)
+        self.node = Coordinator(ledger, memory, place, watcher=self.watched, durability=self.state)
         self.now = self.state.clock()
         self.lost = resume(self.node, self.state)
         self.deliver()

@@ -9,8 +9,8 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import MIB
 from transferqueue.policies import Task
 from transferqueue.schema import Field
-from transferqueue.server.node import Node, Place
-from transferqueue.server.shards.own_memory import Memory
+from transferqueue.server.node import Coordinator, ServerIdentity
+from transferqueue.server.shards.own_memory import OwnShardMemory
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.transport import this_host
 from transferqueue.wire import codec
@@ -39,11 +39,11 @@ class Bench:
         self.arena = Arena.create(None, arena_bytes)
         self.descriptors = []
         self.watched = Watched()
-        place = Place(
+        place = ServerIdentity(
             epoch=EPOCH, address="ipc:///x", runtime="/r", version="0", pid=os.getpid(), started_at=0.0, swept=swept
         )
-        self.node = Node(
-            Ledger(epoch=EPOCH), Memory(self.arena), place, watcher=self.watched, door=door, tickets=tickets
+        self.node = Coordinator(
+            Ledger(epoch=EPOCH), OwnShardMemory(self.arena), place, watcher=self.watched, door=door, tickets=tickets
         )
         self.now = 0.0
         self.clients = 0

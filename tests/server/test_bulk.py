@@ -7,12 +7,12 @@ import pytest
 
 from transferqueue.errors import BY_NAME
 from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, BULK_WINDOW_FRAMES, FRAME_BYTES, MIB
-from transferqueue.server.shards.bulk_endpoint import Exchange
-from transferqueue.server.shards.tickets import Tickets
+from transferqueue.server.shards.bulk_endpoint import ShardTransfers
+from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage import drafts
 from transferqueue.storage.inputs import prepare
 from transferqueue.storage.memory.arena import Arena
-from transferqueue.storage.memory.backing import Mapped
+from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire import messages as m
 
@@ -24,10 +24,10 @@ class Bench:
     """An exchange over an arena with one block in it, and what it sent."""
 
     def __init__(self, arena):
-        self.backing = Mapped(arena)
+        self.backing = ArenaBacking(arena)
         self.arena = self.backing.memory
-        self.tickets = Tickets()
-        self.exchange = Exchange(self.backing, self.tickets)
+        self.tickets = TicketIssuer()
+        self.exchange = ShardTransfers(self.backing, self.tickets)
         self.now = 0.0
 
     def put(self, **columns):
@@ -44,16 +44,16 @@ class Bench:
 
     def read(self, at, wanted=None, fields=None, number=1, session=SESSION, **changes):
         wanted = range(at.rows) if wanted is None else wanted
-        located = b.Located(at.block, at.extent, at.offset, at.nbytes, at.rows, 0, at.counts, at.ticket)
-        located = b.Located(*(changes.get(name, getattr(located, name)) for name in located.__struct_fields__))
+        located = b.BulkBlock(at.block, at.extent, at.offset, at.nbytes, at.rows, 0, at.counts, at.ticket)
+        located = b.BulkBlock(*(changes.get(name, getattr(located, name)) for name in located.__struct_fields__))
         slots = np.array(list(wanted), np.int32).tobytes()
-        part = b.Wanted(fields or at.fields, [at.fields], [located], b"", slots)
-        return b.Read(number, session, SHARD, self.fields, [part])
+        part = b.RowSelection(fields or at.fields, [at.fields], [located], b"", slots)
+        return b.ReadColumns(number, session, SHARD, self.fields, [part])
 
     def write(self, granted, total, at=None, number=1, **changes):
         facts = {"extent": granted.extent, "offset": granted.offset, "nbytes": granted.nbytes, "ticket": granted.ticket}
         facts |= {"session": SESSION, "shard": SHARD} | changes
-        return b.Write(number, at=granted.offset if at is None else at, total=total, **facts)
+        return b.WriteExtent(number, at=granted.offset if at is None else at, total=total, **facts)
 
     def say(self, head, pieces=(), peer=b"p"):
         self.hand_over(*b.message(head, pieces), peer=peer)
@@ -80,10 +80,10 @@ class Bench:
             self.exchange.advance()
             for to, head, pieces in self.heard():
                 assert to == peer
-                if isinstance(head, b.Refused):
+                if isinstance(head, b.TransferFailed):
                     raise BY_NAME[head.error](head.text)
                 content += [bytes(piece) for piece in pieces]
-                self.say(b.Taken(head.transfer, head.number + 1), peer=peer)
+                self.say(b.FlowAck(head.transfer, head.number + 1), peer=peer)
                 if head.last:
                     return b"".join(content)
 
@@ -97,7 +97,7 @@ def bench():
 
 def refused(bench):
     (((_, head, _)),) = bench.heard()
-    assert isinstance(head, b.Refused), head
+    assert isinstance(head, b.TransferFailed), head
     return BY_NAME[head.error](head.text)
 
 
@@ -162,9 +162,9 @@ def test_bytes_are_written_where_they_were_granted_and_nowhere_else(bench):
     frames = [data[start : start + FRAME_BYTES].data for start in range(0, len(data), FRAME_BYTES)]
     bench.say(bench.write(granted, len(data), at=granted.offset + 64), [frames[0]])
     for number, frame in enumerate(frames[1:], start=1):
-        bench.say(b.Data(1, number), [frame])
+        bench.say(b.WriteFrame(1, number), [frame])
     _, told, _ = bench.heard()[-1]
-    assert told == b.Taken(1, len(frames), True)
+    assert told == b.FlowAck(1, len(frames), True)
     start = granted.offset + 64
     assert np.array_equal(bench.arena[start : start + len(data)], data)
     bench.arena[start : start + len(data)] = 0
@@ -193,7 +193,7 @@ def test_a_write_outside_its_grant_changes_nothing(bench, changes, message):
 def test_a_frame_that_is_missing_or_too_much_ends_a_write(bench):
     granted = bench.grant(MIB)
     bench.say(bench.write(granted, 200), [b"1" * 100])
-    bench.say(b.Data(1, 2), [b"2" * 100])
+    bench.say(b.WriteFrame(1, 2), [b"2" * 100])
     with pytest.raises(BY_NAME["Corruption"], match="frame 2 came where 1 was due"):
         raise refused(bench)
     bench.say(bench.write(granted, 200), [b"1" * 201])
@@ -208,7 +208,7 @@ def test_a_frame_that_comes_after_its_extent_was_freed_is_not_written(bench):
     bench.heard()
     bench.tickets.revoke(EXTENT)
     bench.arena[:] = 0  # somebody else's now
-    bench.say(b.Data(1, 1), [b"2" * 100])
+    bench.say(b.WriteFrame(1, 1), [b"2" * 100])
     with pytest.raises(BY_NAME["Disconnected"], match="freed since"):
         raise refused(bench)
     bench.say(bench.write(granted, 200), [b"1" * 100])
@@ -276,7 +276,7 @@ def test_a_peer_that_is_gone_and_one_that_begins_anew_free_what_they_had(bench):
     assert len(bench.exchange) == 1
     bench.exchange.lost(b"p")
     assert len(bench.exchange) == 0
-    bench.say(b.Taken(2, 0))
+    bench.say(b.FlowAck(2, 0))
     with pytest.raises(BY_NAME["Unreachable"], match="not under way"):
         raise refused(bench)
 
@@ -287,7 +287,7 @@ def test_of_one_session_only_so_many_transfers_are_kept(bench):
         bench.now = float(peer)
         bench.say(bench.read(at), peer=b"%d" % peer)
     assert len(bench.exchange) == BULK_TRANSFERS_MAX
-    bench.say(b.Taken(1, 0), peer=b"0")
+    bench.say(b.FlowAck(1, 0), peer=b"0")
     with pytest.raises(BY_NAME["Unreachable"]):
         raise refused(bench)
 
@@ -304,11 +304,11 @@ def test_what_cannot_be_believed_ends_what_is_under_way_there_and_nowhere_else(b
 
 def test_tickets_of_a_kept_key_go_on_for_what_is_left(bench):
     key = bytes(range(32))
-    before, after = Tickets(key), Tickets(key)
+    before, after = TicketIssuer(key), TicketIssuer(key)
     granted = before.issue(SESSION, m.Granted(EXTENT, SHARD, 0, MIB))
     assert after.issue(SESSION, m.Granted(EXTENT, SHARD, 0, MIB)) == granted
-    after = Tickets(key)
-    bench.tickets, bench.exchange = after, Exchange(bench.backing, after)
+    after = TicketIssuer(key)
+    bench.tickets, bench.exchange = after, ShardTransfers(bench.backing, after)
     bench.say(bench.write(granted, 4), [b"abcd"])
     with pytest.raises(BY_NAME["Disconnected"], match="freed since"):
         raise refused(bench)
@@ -327,9 +327,9 @@ def test_a_later_write_to_the_same_place_ends_the_earlier_one_and_late_bytes_fin
     bench.say(bench.write(granted, 2 * MIB), [b"a" * MIB], peer=b"p")
     bench.say(bench.write(granted, 1 * MIB, at=granted.offset + 3 * MIB), [b"c" * MIB], peer=b"r")
     bench.say(bench.write(granted, 2 * MIB), [b"b" * MIB], peer=b"q")
-    bench.say(b.Data(1, 1), [b"b" * MIB], peer=b"q")
+    bench.say(b.WriteFrame(1, 1), [b"b" * MIB], peer=b"q")
     bench.heard()
-    bench.say(b.Data(1, 1), [b"a" * MIB], peer=b"p")
+    bench.say(b.WriteFrame(1, 1), [b"a" * MIB], peer=b"p")
     with pytest.raises(BY_NAME["Unreachable"], match="is not under way"):
         raise refused(bench)
     place = bench.arena[granted.offset : granted.offset + 4 * MIB]

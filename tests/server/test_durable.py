@@ -22,7 +22,7 @@ from transferqueue.server.durability import journal_head as head
 from transferqueue.server.durability import recovery as past
 from transferqueue.server.durability import state_directory as durable
 from transferqueue.server.durability.journal import Level, SqliteJournal, read_journal
-from transferqueue.server.durability.state_directory import Durable
+from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.files import served_arena, sweep_arenas
 from transferqueue.server.process.supervisor import EXIT_TOLD, EXIT_WRONG_CALL
 from transferqueue.server.sessions import liveness as evidence
@@ -195,7 +195,7 @@ def test_a_distant_client_is_waited_for_and_judged_by_silence(lives):
 def test_two_servers_never_have_one_state(lives, tmp_path, shared):
     lives()
     with pytest.raises(AddressInUse, match=r"state directory .*/state is in use by a server that lives; stop it"):
-        Durable(tmp_path / "state", Level.PROCESS, first_epoch=1, shared=shared)
+        StateDirectory(tmp_path / "state", Level.PROCESS, first_epoch=1, shared=shared)
 
 
 def test_another_level_is_refused(lives):
@@ -210,7 +210,7 @@ def test_another_level_is_refused(lives):
 def test_a_directory_that_others_can_read_is_refused(tmp_path, shared):
     (tmp_path / "state").mkdir(mode=0o755)
     with pytest.raises(UsageError, match=r"state directory .* has mode 755: other users could open the queue"):
-        Durable(tmp_path / "state", Level.PROCESS, first_epoch=1, shared=shared)
+        StateDirectory(tmp_path / "state", Level.PROCESS, first_epoch=1, shared=shared)
     assert not list((tmp_path / "state").iterdir())
 
 
@@ -338,7 +338,7 @@ def test_memory_that_vanished_without_a_reboot_is_no_reason_to_begin_anew(lives)
 
 def test_a_server_that_died_while_it_made_its_files_leaves_a_new_directory(lives, shared, monkeypatch):
     for step in ("_make", "_take_head", "_write_about"):
-        monkeypatch.setattr(Durable, step, lambda *_: 1 / 0)
+        monkeypatch.setattr(StateDirectory, step, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             lives()
         monkeypatch.undo()

@@ -16,7 +16,7 @@ from tests.server.nodes import Bench, local, numbers
 from transferqueue.limits import ITEMS_MAX, PAGE_BYTES
 from transferqueue.policies import Compare, Complete, Pacing, TagIs, Task
 from transferqueue.schema import Field, layout
-from transferqueue.server.durability.snapshots import Snapshots
+from transferqueue.server.durability.snapshots import SnapshotJobs
 from transferqueue.transport import FileLock, this_host
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
@@ -36,7 +36,7 @@ class World:
         self.lock = FileLock(root / f"lock-{id(self)}")
         self.lock.take()
         self.stirred = threading.Semaphore(0)
-        bench.node.snapshots = Snapshots(
+        bench.node.snapshots = SnapshotJobs(
             root, bench.node.ledger, bench.node.memory, wake=bench.node.parking.wake, stir=self.stirred.release
         )
         self.client = client = bench.client(**local())

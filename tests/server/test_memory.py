@@ -8,18 +8,18 @@ from collections.abc import Iterator
 import pytest
 
 from transferqueue.limits import ARENA_SLICE_BYTES, ARENA_STEP_BYTES, GIB, MIB
-from transferqueue.server.shards.own_memory import Memory
+from transferqueue.server.shards.own_memory import OwnShardMemory
 from transferqueue.storage import Arena
 
 
 @pytest.fixture
-def memory() -> Iterator[Memory]:
+def memory() -> Iterator[OwnShardMemory]:
     arena = Arena.create(None, GIB)
-    yield Memory(arena)
+    yield OwnShardMemory(arena)
     arena.close()
 
 
-def settle(memory: Memory, now: float = 0.0) -> int:
+def settle(memory: OwnShardMemory, now: float = 0.0) -> int:
     """Turns of a loop that has nothing else to do, until nothing is due at `now`."""
     turns = 0
     while (due := memory.next_deadline()) is not None and due <= now:
@@ -28,7 +28,7 @@ def settle(memory: Memory, now: float = 0.0) -> int:
     return turns
 
 
-def test_pages_are_taken_ahead_a_little_at_a_time(memory: Memory) -> None:
+def test_pages_are_taken_ahead_a_little_at_a_time(memory: OwnShardMemory) -> None:
     memory.take(MIB)
     assert memory.arena.backed == MIB
     memory.trim(0.0)
@@ -38,7 +38,7 @@ def test_pages_are_taken_ahead_a_little_at_a_time(memory: Memory) -> None:
     assert memory.next_deadline() is None
 
 
-def test_what_is_ahead_is_lent_without_growing_and_made_up_for(memory: Memory) -> None:
+def test_what_is_ahead_is_lent_without_growing_and_made_up_for(memory: OwnShardMemory) -> None:
     memory.take(MIB)
     settle(memory)
     backed = memory.arena.backed
@@ -48,7 +48,7 @@ def test_what_is_ahead_is_lent_without_growing_and_made_up_for(memory: Memory) -
     assert memory.arena.backed == memory.used + ARENA_STEP_BYTES
 
 
-def test_a_flow_through_the_same_memory_grows_nothing(memory: Memory) -> None:
+def test_a_flow_through_the_same_memory_grows_nothing(memory: OwnShardMemory) -> None:
     for _ in range(100):
         offset, nbytes = memory.take(8 * MIB) or (0, 0)
         settle(memory)
@@ -56,7 +56,7 @@ def test_a_flow_through_the_same_memory_grows_nothing(memory: Memory) -> None:
     assert memory.arena.backed <= 8 * MIB + 2 * ARENA_STEP_BYTES
 
 
-def test_pages_that_were_given_back_are_not_taken_again_for_nothing(memory: Memory) -> None:
+def test_pages_that_were_given_back_are_not_taken_again_for_nothing(memory: OwnShardMemory) -> None:
     offset, nbytes = memory.take(512 * MIB) or (0, 0)
     settle(memory)
     memory.give_back(offset, nbytes, now=0.0)
@@ -65,7 +65,7 @@ def test_pages_that_were_given_back_are_not_taken_again_for_nothing(memory: Memo
     assert memory.next_deadline() is None
 
 
-def test_growing_ends_where_the_arena_does(memory: Memory) -> None:
+def test_growing_ends_where_the_arena_does(memory: OwnShardMemory) -> None:
     memory.take(GIB - MIB)
     settle(memory)
     assert memory.arena.backed == GIB

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from transferqueue.policies import TagIs
-from transferqueue.server.sessions.waiting import Parking, lane_of
+from transferqueue.server.sessions.waiting import WaitQueue, lane_of
 from transferqueue.wire import messages as m
 
 
@@ -54,7 +54,7 @@ def test_what_shares_a_lane():
 
 
 def test_only_the_first_of_a_lane_is_tried():
-    parking = Parking()
+    parking = WaitQueue()
     for call in (1, 2, 3):
         park(parking, call, lease())
     parking.wake(KEY)
@@ -62,7 +62,7 @@ def test_only_the_first_of_a_lane_is_tried():
 
 
 def test_a_newcomer_sees_that_others_wait_before_it():
-    parking = Parking()
+    parking = WaitQueue()
     assert parking.queue_before(lease()) == 0
     first = park(parking, 1, lease(rows=64))
     second = park(parking, 2, lease(rows=1))
@@ -72,7 +72,7 @@ def test_a_newcomer_sees_that_others_wait_before_it():
 
 
 def test_requests_with_conditions_are_each_tried_in_order_of_arrival():
-    parking = Parking()
+    parking = WaitQueue()
     park(parking, 1, lease(where=[TagIs("a", 1)]))
     park(parking, 2, lease())
     park(parking, 3, lease(world=2))
@@ -82,7 +82,7 @@ def test_requests_with_conditions_are_each_tried_in_order_of_arrival():
 
 
 def test_when_the_first_leaves_the_next_is_due_at_once():
-    parking = Parking()
+    parking = WaitQueue()
     first = park(parking, 1, lease())
     park(parking, 2, lease())
     parking.remove(first)
@@ -92,14 +92,14 @@ def test_when_the_first_leaves_the_next_is_due_at_once():
 
 
 def test_a_wake_of_another_key_wakes_nobody():
-    parking = Parking()
+    parking = WaitQueue()
     park(parking, 1, lease())
     parking.wake(("task", "t", "other"))
     assert due(parking) == []
 
 
 def test_a_session_that_ends_takes_its_waits_along():
-    parking = Parking()
+    parking = WaitQueue()
     park(parking, 1, lease(), session=1)
     park(parking, 1, lease(), session=2)
     assert parking.holds(1, 1)
@@ -111,7 +111,7 @@ def test_a_session_that_ends_takes_its_waits_along():
 
 
 def test_deadlines_come_in_their_order():
-    parking = Parking()
+    parking = WaitQueue()
     park(parking, 1, lease(wait_s=5.0), now=1.0)
     park(parking, 2, lease(wait_s=1.0), now=2.0)
     assert parking.next_deadline() == 3.0
@@ -124,7 +124,7 @@ def test_deadlines_come_in_their_order():
 
 
 def test_a_wait_may_be_cut_short_but_not_drawn_out():
-    parking = Parking()
+    parking = WaitQueue()
     first = park(parking, 1, lease(wait_s=9.0))
     park(parking, 2, lease(wait_s=5.0))
     parking.hurry(1, 1, deadline=20.0)
@@ -138,7 +138,7 @@ def test_a_wait_may_be_cut_short_but_not_drawn_out():
 
 
 def test_the_agenda_does_not_grow_with_those_who_left():
-    parking = Parking()
+    parking = WaitQueue()
     for call in range(10_000):
         parking.remove(park(parking, call, lease(wait_s=1e6)))
     assert len(parking._agenda) < 200
@@ -162,7 +162,7 @@ class ParkingMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.parking = Parking()
+        self.parking = WaitQueue()
         self.waits = []  # dicts: parked, keys, due
         self.calls = 0
         self.now = 0.0

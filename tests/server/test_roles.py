@@ -6,9 +6,9 @@ import pytest
 
 from tests.server.nodes import Bench, Client, lease
 from transferqueue.errors import PermissionDenied
-from transferqueue.server.sessions.authorization import MAY, Door, check_offer, denied
+from transferqueue.server.sessions.authorization import MAY, Authorizer, check_offer, denied
 from transferqueue.server.sessions.sessions import NOWHERE
-from transferqueue.transport.control.zeromq import Keyed
+from transferqueue.transport.control.zeromq import KeyedPeer
 from transferqueue.transport.security import keyring
 from transferqueue.transport.security.keyring import Keyring
 from transferqueue.transport.security.keys import ROLES
@@ -44,10 +44,10 @@ class Ring:
         self.ring = Keyring(self.directory)
 
     def bench(self):
-        return Bench(door=Door(self.ring))
+        return Bench(door=Authorizer(self.ring))
 
     def client(self, bench, role, number=0):
-        return Client(bench, peer=Keyed(f"{role}{number}".encode(), self.keys[role]))
+        return Client(bench, peer=KeyedPeer(f"{role}{number}".encode(), self.keys[role]))
 
 
 @pytest.fixture
@@ -136,14 +136,14 @@ def test_a_key_holder_names_no_file_but_a_session_file(ring, tmp_path):
     bench = ring.bench()
     (tmp_path / "secret").touch()
     for lock in (tmp_path / "secret", tmp_path / "missing"):
-        client = Client(bench, peer=Keyed(b"x", ring.keys["producer"]), lock=str(lock), client=b"c" * 16)
+        client = Client(bench, peer=KeyedPeer(b"x", ring.keys["producer"]), lock=str(lock), client=b"c" * 16)
         assert client.welcome.text.startswith(f"session refused: lock '{lock}' is no session file")
     bench.close()
 
 
 def test_a_key_without_a_key_file_is_nobodys():
     bench = Bench()
-    bench.receive(Keyed(b"x", "k" * 40), codec.encode_call(m.Call(0, 1, 0, m.Hello(b"c" * 16))))
+    bench.receive(KeyedPeer(b"x", "k" * 40), codec.encode_call(m.Call(0, 1, 0, m.Hello(b"c" * 16))))
     assert not bench.answered
     bench.close()
 
@@ -154,7 +154,7 @@ def test_a_frame_from_before_a_restart_does_not_end_the_session_of_a_key(ring):
     client = ring.client(bench, "admin")
     client.create_table()
     bench.node.sessions.get(client.session).peer = NOWHERE
-    client.peer = Keyed(b"another way", ring.keys["admin"])
+    client.peer = KeyedPeer(b"another way", ring.keys["admin"])
     assert client.take(client.post(client.put(1))) is None
     assert client.ask(client.hello) == client.welcome
     assert client.ask(client.put(1)) == m.PutRows(0, 1)

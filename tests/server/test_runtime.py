@@ -8,7 +8,7 @@ import pytest
 
 from transferqueue.errors import AddressInUse, UsageError
 from transferqueue.limits import MIB
-from transferqueue.server.files import Home, served_arena, sweep_arenas
+from transferqueue.server.files import RuntimeDirectory, served_arena, sweep_arenas
 from transferqueue.transport import FileLock, IpcAddress
 from transferqueue.transport.system.private_files import private_directory
 
@@ -43,7 +43,7 @@ def test_a_directory_is_made_private(tmp_path):
 def test_a_directory_open_to_others_is_refused_and_left_as_it_is(tmp_path):
     tmp_path.chmod(0o755)
     with pytest.raises(UsageError, match=r"has mode 755: other users could open the queue; chmod 700"):
-        Home(IpcAddress(tmp_path / "control.sock"))
+        RuntimeDirectory(IpcAddress(tmp_path / "control.sock"))
     assert everything_in(tmp_path) == []
     assert tmp_path.stat().st_mode & 0o777 == 0o755
 
@@ -57,23 +57,23 @@ def test_a_directory_of_another_user_is_refused(tmp_path, monkeypatch):
 def test_a_file_in_the_way_is_refused(tmp_path):
     (tmp_path / "run").touch()
     with pytest.raises(UsageError, match="cannot be made"):
-        Home(place(tmp_path))
+        RuntimeDirectory(place(tmp_path))
 
 
 def test_a_second_server_on_one_address_is_refused_and_changes_nothing(tmp_path):
-    first = Home(place(tmp_path))
+    first = RuntimeDirectory(place(tmp_path))
     first.place.path.touch()
     before = everything_in(tmp_path)
     with pytest.raises(AddressInUse, match=r"in use: a server that lives listens there; connect to it, stop it"):
-        Home(place(tmp_path))
+        RuntimeDirectory(place(tmp_path))
     assert everything_in(tmp_path) == before
-    other = Home(place(tmp_path, "other.sock"))
+    other = RuntimeDirectory(place(tmp_path, "other.sock"))
     other.close()
     assert everything_in(tmp_path)[:2] == ["run", "run/control.sock"]
     first.close()
     first.close()
     assert everything_in(tmp_path) == ["run"]
-    Home(place(tmp_path)).close()
+    RuntimeDirectory(place(tmp_path)).close()
 
 
 def test_what_a_killed_server_left_is_removed_by_the_next(tmp_path):
@@ -82,7 +82,7 @@ def test_what_a_killed_server_left_is_removed_by_the_next(tmp_path):
     ) as server:
         arena_path = Path(server.stdout.readline().strip())
         with pytest.raises(AddressInUse):
-            Home(place(tmp_path))
+            RuntimeDirectory(place(tmp_path))
         sweep_arenas(arena_path.parent.parent)
         assert arena_path.exists()
         server.kill()
@@ -92,7 +92,7 @@ def test_what_a_killed_server_left_is_removed_by_the_next(tmp_path):
     living = FileLock(tmp_path / "run" / "sessions" / "of-a-living-client")
     assert living.take()
 
-    other = Home(place(tmp_path, "other.sock"))
+    other = RuntimeDirectory(place(tmp_path, "other.sock"))
     assert everything_in(tmp_path / "run") == [
         "other.sock.lock",
         "sessions",

@@ -17,7 +17,7 @@ from transferqueue.policies import Task
 from transferqueue.schema import Field
 from transferqueue.server.files import private_arena
 from transferqueue.server.process import embedded
-from transferqueue.server.process.assembly import Server
+from transferqueue.server.process.assembly import ServerProcess
 from transferqueue.transport import FileLock, IpcAddress, Wakeup, dial, parse_address, this_host
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
@@ -206,7 +206,7 @@ def test_an_arena_of_no_size_is_refused(tmp_path):
 @pytest.fixture
 def running(tmp_path):
     """A server whose loop the test can look at."""
-    found = Server(IpcAddress(tmp_path / "s.sock"), private_arena(MIB), [parse_address("tcp://127.0.0.1:0")])
+    found = ServerProcess(IpcAddress(tmp_path / "s.sock"), private_arena(MIB), [parse_address("tcp://127.0.0.1:0")])
     thread = threading.Thread(target=found.run)
     thread.start()
     yield found
@@ -366,7 +366,7 @@ def test_a_second_server_is_refused_and_the_first_goes_on(tmp_path, clients):
             assert "is in use" in second.process.stderr.read()
         left = arena_of(clients(address))
         with pytest.raises(AddressInUse):
-            Server(parse_address(address), private_arena(MIB))
+            ServerProcess(parse_address(address), private_arena(MIB))
         first.process.kill()
         first.process.wait()
         assert Path(f"{tmp_path}/run/control.sock").exists()

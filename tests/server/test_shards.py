@@ -10,11 +10,11 @@ from transferqueue.errors import UsageError
 from transferqueue.limits import ARENA_STEP_BYTES, MIB, PAGE_BYTES, RESULTS_SHARE
 from transferqueue.policies import Task
 from transferqueue.schema import Field, align
-from transferqueue.server.sessions.authorization import Door
-from transferqueue.server.shards.tickets import Standing, Tickets
+from transferqueue.server.sessions.authorization import Authorizer
+from transferqueue.server.shards.tickets import LiveExtents, TicketIssuer
 from transferqueue.transport import this_host
 from transferqueue.transport.bulk import protocol as b
-from transferqueue.transport.control.zeromq import Keyed
+from transferqueue.transport.control.zeromq import KeyedPeer
 from transferqueue.transport.security.keyring import Keyring, add, load
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
@@ -154,8 +154,8 @@ def test_a_ticket_holds_in_the_shard_and_what_it_was_for_is_lent_again_only_when
     shard.work()
     client = bench.client(host="there")
     granted = client.ask(m.Grant(PAGE_BYTES))
-    there = Tickets(b"s" * 32, Standing(), Standing())
-    write_it = b.Write(
+    there = TicketIssuer(b"s" * 32, LiveExtents(), LiveExtents())
+    write_it = b.WriteExtent(
         1, client.session, granted.shard, granted.extent, granted.offset, granted.nbytes, granted.ticket,
         granted.offset, 64,
     )  # fmt: skip
@@ -312,12 +312,12 @@ def test_a_shard_that_confirms_what_it_was_not_told_is_refused(bench):
 def test_nobody_opens_a_file_that_a_holder_of_a_key_names(tmp_path):
     add(tmp_path / "keys", "memory", "shard")
     ring = Keyring(tmp_path / "keys")
-    bench = Bench(door=Door(ring))
+    bench = Bench(door=Authorizer(ring))
     key = load(tmp_path / "keys").clients[0].pair.public
     hello = m.Hello(
         b"k" * 16, os.getpid(), this_host(), shard=m.Offer("/etc/x", 4096, "tcp://1.2.3.4:5", "", b"s" * 32)
     )
-    bench.receive(Keyed(b"one", key), codec.encode_call(m.Call(0, 1, 0, hello)))
+    bench.receive(KeyedPeer(b"one", key), codec.encode_call(m.Call(0, 1, 0, hello)))
     (at,) = local(bench).ask(m.ListShards()).shards
     assert (at.path, at.endpoint) == ("", "tcp://1.2.3.4:5")
     bench.close()
@@ -343,7 +343,7 @@ def test_orders_that_were_not_confirmed_come_again(bench):
 
 
 def test_standing():
-    numbers = Standing()
+    numbers = LiveExtents()
     assert numbers.issuperset([1, 5, 9])
     numbers.discard(5)
     numbers.only(5, [1])
@@ -351,4 +351,4 @@ def test_standing():
     numbers.discard(1)
     assert 1 not in numbers
     with pytest.raises(UsageError):
-        Tickets(b"k" * 32, numbers).check_read(1, 1, [b.Located(1, 1, 0, 64, 1, 0, [0], b"t" * 16)])
+        TicketIssuer(b"k" * 32, numbers).check_read(1, 1, [b.BulkBlock(1, 1, 0, 64, 1, 0, [0], b"t" * 16)])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from transferqueue.schema import Field
-from transferqueue.storage import Allocator, Arena, Blocks, Column, Placement, drafts
+from transferqueue.storage import Allocator, Arena, Column, MappedBlocks, RowPlacement, drafts
 from transferqueue.storage import Mapping as Mapped
 from transferqueue.storage.inputs import prepare
 
@@ -56,10 +56,10 @@ class Shard:
             self.blocks, self.blocks, offset, draft.nbytes, draft.stored_rows, names, list(draft.counts), draft.slots
         )
 
-    def lease(self, blocks: Sequence[Block]) -> Blocks:
+    def lease(self, blocks: Sequence[Block]) -> MappedBlocks:
         """What one reply lends."""
         found = self.mapping.pin(blocks)
-        return Blocks(blocks, [found[block.block] for block in blocks], self.fields)
+        return MappedBlocks(blocks, [found[block.block] for block in blocks], self.fields)
 
     def column(self, name: str, blocks: Sequence[Block], at: Sequence[tuple[int, int]] | None = None) -> Column:
         """A column over rows (index of block, slot); None: all rows of the first block, as its writer gave them."""
@@ -67,7 +67,7 @@ class Shard:
             slots = blocks[0].slots if blocks[0].slots is not None else range(blocks[0].rows)
             at = [(0, int(slot)) for slot in slots]
         places = np.array(at, np.int32).reshape(-1, 2)
-        return Column(self.fields[name], Placement(self.lease(blocks), places[:, 0].copy(), places[:, 1].copy()))
+        return Column(self.fields[name], RowPlacement(self.lease(blocks), places[:, 0].copy(), places[:, 1].copy()))
 
     def round_trip(self, value: Any, declared: Field | None = None, rows: int | None = None) -> Column:
         """Put one column and view it."""

@@ -11,14 +11,14 @@ import torch
 from tests.storage.shards import Shard
 from transferqueue.errors import SchemaError
 from transferqueue.schema import Field
-from transferqueue.storage import Each, Plain
+from transferqueue.storage import PlainValues, RowsOf
 from transferqueue.storage.inputs import prepare
 
 
 @pytest.mark.parametrize("value", [[[1, 2], [3, 4]], ["a"], np.arange(3), torch.arange(3), {"a": 1}, 7])
 def test_what_is_no_array_of_rows_is_refused(value: Any) -> None:
     with pytest.raises(SchemaError, match='field "x"'):
-        prepare("x", Each(value))
+        prepare("x", RowsOf(value))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_what_is_no_array_of_rows_is_refused(value: Any) -> None:
     ],
 )
 def test_it_is_what_its_list_of_rows_is(shard: Shard, values: Any, shape: tuple[int | None, ...]) -> None:
-    each, listed = shard.round_trip(Each(values)), shard.round_trip(list(values))
+    each, listed = shard.round_trip(RowsOf(values)), shard.round_trip(list(values))
     assert each.field == listed.field == Field("x", str(values.dtype).removeprefix("torch."), shape)
     assert each.list() == listed.list() == [row.tolist() for row in values]
 
@@ -39,17 +39,17 @@ def test_it_is_what_its_list_of_rows_is(shard: Shard, values: Any, shape: tuple[
 def test_it_fits_fields_that_its_rows_fit(shard: Shard) -> None:
     values = np.arange(6).reshape(2, 3)
     for shape in ((3,), (None,)):
-        assert shard.round_trip(Each(values), Field("x", "int64", shape)).list() == values.tolist()
+        assert shard.round_trip(RowsOf(values), Field("x", "int64", shape)).list() == values.tolist()
     with pytest.raises(SchemaError, match=r"row 0 has shape \[3\]"):
-        prepare("x", Each(values), Field("x", "int64", (4,)))
+        prepare("x", RowsOf(values), Field("x", "int64", (4,)))
     with pytest.raises(SchemaError, match="1 dimensions; give rows of 2"):
-        prepare("x", Each(values), Field("x", "int64", (None, None)))
+        prepare("x", RowsOf(values), Field("x", "int64", (None, None)))
 
 
 @pytest.mark.parametrize("values", [["a", "b"], [1, 2], [[1], [2.5]], [None, {"a": 1}], [b"x", True]])
 def test_plain_values_stay_plain(shard: Shard, values: list[Any]) -> None:
     for field in (None, Field("x", "value")):
-        column = shard.round_trip(Plain(values), field)
+        column = shard.round_trip(PlainValues(values), field)
         assert column.field == Field("x", "value")
         assert column.list() == values
 
@@ -57,6 +57,6 @@ def test_plain_values_stay_plain(shard: Shard, values: list[Any]) -> None:
 @pytest.mark.parametrize("values", [[object()], [{1, 2}], []])
 def test_what_is_not_plain_is_refused(values: list[Any]) -> None:
     with pytest.raises(SchemaError, match='field "x"'):
-        prepare("x", Plain(values))
+        prepare("x", PlainValues(values))
     with pytest.raises(SchemaError, match='field "x" is str'):
-        prepare("x", Plain(["a"]), Field("x", "str"))
+        prepare("x", PlainValues(["a"]), Field("x", "str"))

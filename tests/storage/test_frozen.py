@@ -13,9 +13,9 @@ from transferqueue.schema import BLOB_DTYPES, ITEM_BYTES, Field
 from transferqueue.storage.columns import export as show
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.export import arrow_type
-from transferqueue.storage.columns.placement import Blocks, Placement
+from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import stored
-from transferqueue.storage.inputs.block_writer import Draft
+from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.from_snapshot import thaw
 from transferqueue.storage.inputs.prepare import Prepared, prepare
 from transferqueue.storage.inputs.sources import Arrays
@@ -26,13 +26,13 @@ ROWS = 5
 
 
 def column_of(prepared: Prepared) -> tuple[Column, np.ndarray[Any, Any]]:
-    draft = Draft([prepared])
+    draft = BlockWriter([prepared])
     memory = np.zeros(max(draft.nbytes, 1), np.uint8)[: draft.nbytes]
     draft.write(memory)
     at = BlockAt(1, 0, 1, 0, draft.nbytes, draft.stored_rows, [prepared.field.name], draft.counts)
-    blocks = Blocks([at], [memory], {prepared.field.name: prepared.field})
+    blocks = MappedBlocks([at], [memory], {prepared.field.name: prepared.field})
     rows = np.arange(draft.stored_rows, dtype=np.int32)
-    return Column(prepared.field, Placement(blocks, np.zeros(len(rows), np.int32), rows)), memory
+    return Column(prepared.field, RowPlacement(blocks, np.zeros(len(rows), np.int32), rows)), memory
 
 
 def numbers(dtype: str, count: int) -> np.ndarray[Any, Any]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.storage.shards import Shard
 from transferqueue.errors import Corruption
 from transferqueue.schema import Field, layout
-from transferqueue.storage import Blocks, Column, Placement, Repeat
+from transferqueue.storage import Column, MappedBlocks, Repeat, RowPlacement
 from transferqueue.storage.columns import gather, ranges
 from transferqueue.storage.columns.placement import layouts
 from transferqueue.storage.columns.ranges import copy_ranges
@@ -99,16 +99,16 @@ def test_blocks_that_came_unaligned_are_set_right(shard: Shard) -> None:
     (block,) = shard.put({"x": [[1, 2], [3]]})
     room = np.zeros(block.nbytes + 1, np.uint8)
     room[1:] = shard.mapping.pin([block])[block.block]
-    blocks = Blocks([block], [room[1:]], shard.fields)
-    column = Column(shard.fields["x"], Placement(blocks, np.zeros(2, np.int32), np.arange(2, dtype=np.int32)))
+    blocks = MappedBlocks([block], [room[1:]], shard.fields)
+    column = Column(shard.fields["x"], RowPlacement(blocks, np.zeros(2, np.int32), np.arange(2, dtype=np.int32)))
     assert column.list() == [[1, 2], [3]]
 
 
 def test_a_run_told_by_its_first_row_is_what_its_rows_are(shard: Shard) -> None:
     blocks = shard.put({"x": np.arange(24.0).reshape(8, 3), "y": [[at] * at for at in range(8)], "z": ["a"] * 8})
     held = shard.lease(blocks)
-    told = Placement.of_run(held, 0, 2, 5)
-    named = Placement(held, np.zeros(5, np.int32), np.arange(2, 7, dtype=np.int32))
+    told = RowPlacement.of_run(held, 0, 2, 5)
+    named = RowPlacement(held, np.zeros(5, np.int32), np.arange(2, 7, dtype=np.int32))
     assert told.run == named.run == (0, 2)
     assert len(told) == len(named) == 5
     assert (told.block_of_row == named.block_of_row).all()
@@ -123,7 +123,7 @@ def test_a_run_told_by_its_first_row_is_what_its_rows_are(shard: Shard) -> None:
 def test_a_run_outside_its_block_is_refused(shard: Shard, run: tuple[int, int, int]) -> None:
     held = shard.lease(shard.put({"x": np.arange(8.0)}))
     with pytest.raises(Corruption, match=r"a row is (in block|beyond)"):
-        Placement.of_run(held, *run)
+        RowPlacement.of_run(held, *run)
 
 
 FIELDS = st.lists(

@@ -10,7 +10,7 @@ import pytest
 
 from transferqueue.limits import MIB
 from transferqueue.schema import Field
-from transferqueue.storage.inputs.block_writer import Draft
+from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.prepare import prepare
 from transferqueue.storage.memory import parallel_copy as hands
 from transferqueue.storage.memory.parallel_copy import PART_BYTES, SHARED_BYTES, share
@@ -38,7 +38,7 @@ def columns(rows):
 @pytest.mark.parametrize("rows", [1, 3, 600, 1024])
 def test_a_shared_copy_has_the_bytes_of_one_that_is_not(rows, monkeypatch):
     def written():
-        draft = Draft([prepare(name, value) for name, value in columns(rows).items()])
+        draft = BlockWriter([prepare(name, value) for name, value in columns(rows).items()])
         out = np.full(draft.nbytes, 255, np.uint8)
         draft.write(out)
         return out

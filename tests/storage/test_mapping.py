@@ -149,9 +149,9 @@ def test_views_outlive_the_mapping_and_their_pins_are_still_told(shard: Shard) -
 def test_a_batch_that_ended_lets_go_of_what_nobody_views(shard: Shard) -> None:
     blocks = shard.put({"x": NUMBERS.reshape(64, -1), "y": [[1], [2, 3]] * 32})
     leased = shard.lease(blocks)
-    from transferqueue.storage import Column, Placement
+    from transferqueue.storage import Column, RowPlacement
 
-    placement = Placement(leased, np.zeros(64, np.int32), np.arange(64, dtype=np.int32))
+    placement = RowPlacement(leased, np.zeros(64, np.int32), np.arange(64, dtype=np.int32))
     x, y = Column(shard.fields["x"], placement), Column(shard.fields["y"], placement)
     view = x.numpy()
     leased.end('the batch of task "train" ended: its lease was acknowledged')

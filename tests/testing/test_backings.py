@@ -13,7 +13,7 @@ from transferqueue.errors import NotFound
 from transferqueue.limits import MIB
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import Backing, Range
-from transferqueue.storage.memory.object_store import Objects
+from transferqueue.storage.memory.object_store import ObjectBacking
 from transferqueue.testing.conformance.backings import BACKING_CHECKS
 from transferqueue.testing.conformance.report import Verdict, run
 from transferqueue.testing.conformance.stores import STORE_CHECKS
@@ -69,9 +69,9 @@ class Fills(Plain):
 
 
 class OneOf:
-    """A store as a subject, and `Objects` over it."""
+    """A store as a subject, and `ObjectBacking` over it."""
 
-    def __init__(self, store: Plain, kind: type[Objects] = Objects) -> None:
+    def __init__(self, store: Plain, kind: type[ObjectBacking] = ObjectBacking) -> None:
         self.store, self.kind = store, kind
 
     def fill(self) -> None:
@@ -102,12 +102,12 @@ class BackingOf(OneOf):
         self.store.kept.clear()
 
 
-class Unordered(Objects):
+class Unordered(ObjectBacking):
     def read(self, ranges: Sequence[Range]) -> list[U8]:
         return super().read(sorted(ranges))
 
 
-class Reuses(Objects):
+class Reuses(ObjectBacking):
     """Every reader gets the same memory."""
 
     _memory = np.zeros(64 * MIB, np.uint8)
@@ -118,7 +118,7 @@ class Reuses(Objects):
         return [self._memory[one.offset % (16 * MIB) :][: one.nbytes] for one in ranges]
 
 
-class Forgetful(Objects):
+class Forgetful(ObjectBacking):
     def forget(self, extent: int) -> None:
         self.keep(1 << 62, [])
 
@@ -135,7 +135,7 @@ def test_a_store_that_is_not_right_fails(kind: type[Plain]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Unordered, Reuses, Forgetful])
-def test_a_backing_that_is_not_right_fails(kind: type[Objects]) -> None:
+def test_a_backing_that_is_not_right_fails(kind: type[ObjectBacking]) -> None:
     assert Verdict.FAILED in {outcome.verdict for outcome in run(BACKING_CHECKS, BackingOf(Plain(), kind))}
 
 

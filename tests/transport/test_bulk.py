@@ -8,7 +8,7 @@ from transferqueue.limits import BULK_WINDOW_FRAMES
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire.versions import PROTOCOL
 
-TAKEN = b.Taken(3, 4)
+TAKEN = b.FlowAck(3, 4)
 PIECES = [b"some bytes", memoryview(np.arange(100, dtype=np.uint8))]
 
 
@@ -84,7 +84,7 @@ def test_what_is_no_head_is_refused_though_its_checksum_matches(value):
 
 
 def test_a_window_lets_so_many_frames_go_and_no_more_until_some_were_taken():
-    window = b.Window()
+    window = b.SendWindow()
     for number in range(BULK_WINDOW_FRAMES):
         assert window.open
         assert window.send() == number
@@ -98,7 +98,7 @@ def test_a_window_lets_so_many_frames_go_and_no_more_until_some_were_taken():
 
 
 def test_a_receiver_wants_every_frame_in_order_and_tells_in_time():
-    intake = b.Intake()
+    intake = b.ReceiveWindow()
     told = 0
     for number in range(100):
         assert number - told < BULK_WINDOW_FRAMES, "the sender's window would have closed"

@@ -11,11 +11,11 @@ import pytest
 from transferqueue.errors import AddressInUse, Disconnected, Unreachable
 from transferqueue.limits import FRAMES_QUEUED_MAX
 from transferqueue.transport import Wakeup, dial, is_served, parse_address
-from transferqueue.transport.bulk.zeromq import BulkLine
-from transferqueue.transport.control.inproc import Hub
-from transferqueue.transport.control.send_result import Sent
-from transferqueue.transport.control.unix_socket import LocalPort
-from transferqueue.transport.control.zeromq import Port
+from transferqueue.transport.bulk.zeromq import ZmqBulkClient
+from transferqueue.transport.control.inproc import InprocServer
+from transferqueue.transport.control.send_result import SendResult
+from transferqueue.transport.control.unix_socket import UnixServer
+from transferqueue.transport.control.zeromq import ZmqServer
 
 
 class Echo:
@@ -24,22 +24,22 @@ class Echo:
     def __init__(self, kind, tmp_path):
         self.wakeup = Wakeup()
         if kind == "inproc":
-            self.server = Hub(self.wakeup)
+            self.server = InprocServer(self.wakeup)
             self.address = self.server.address
         elif kind == "ipc":
             self.address = f"ipc://{tmp_path}/echo.sock"
-            self.server = LocalPort(parse_address(self.address))
+            self.server = UnixServer(parse_address(self.address))
         else:
-            self.server = Port()
+            self.server = ZmqServer()
             self.address = self.server.listen(parse_address("tcp://127.0.0.1:0"))
 
     def next(self, timeout_s=10):
         """The next frame that arrives."""
         while (found := self.server.recv_nowait()) is None:
-            if isinstance(self.server, Port):
+            if isinstance(self.server, ZmqServer):
                 assert self.server.socket.poll(timeout_s * 1000)
                 continue
-            awaited = self.wakeup if isinstance(self.server, Hub) else self.server
+            awaited = self.wakeup if isinstance(self.server, InprocServer) else self.server
             assert wait_readable(awaited.fileno(), timeout_s)
             self.wakeup.clear()
         return found
@@ -135,7 +135,7 @@ def test_a_peer_that_never_reads_is_found_out(echo):
     peer, _ = echo.next()
     big = b"x" * 65536  # larger than what kernel buffers hide for long
     for _ in range(4 * FRAMES_QUEUED_MAX):
-        if echo.server.send(peer, big) not in (True, Sent.ON_ITS_WAY):
+        if echo.server.send(peer, big) not in (True, SendResult.ON_ITS_WAY):
             break
     else:
         pytest.fail("frames for a peer that does not read were taken without end")
@@ -160,13 +160,13 @@ def test_a_gone_peer_is_no_error(echo):
     peer, _ = echo.next()
     channel.close()
     nobody = {bytes: b"nobody", int: 999}.get(type(peer), peer)
-    while echo.server.send(nobody, b"x") not in (False, Sent.GONE):
+    while echo.server.send(nobody, b"x") not in (False, SendResult.GONE):
         echo.server.recv_nowait()
 
 
 def test_closing_a_hub_ends_its_channels_after_what_was_sent(wakeup):
     server_wakeup = Wakeup()
-    hub = Hub(server_wakeup)
+    hub = InprocServer(server_wakeup)
     channel = dial(hub.address)
     assert is_served(hub.address)
     channel.send(b"a")
@@ -185,9 +185,9 @@ def test_closing_a_hub_ends_its_channels_after_what_was_sent(wakeup):
 
 
 def test_a_tcp_port_in_use_is_refused():
-    port = Port()
+    port = ZmqServer()
     address = port.listen(parse_address("tcp://127.0.0.1:0"))
-    other = Port()
+    other = ZmqServer()
     with pytest.raises(AddressInUse, match="in use by another server"):
         other.listen(parse_address(address))
     other.close()
@@ -200,7 +200,7 @@ def test_a_client_may_come_before_its_server(tmp_path, wakeup):
     channel = dial(address)
     channel.send(b"early")
     assert channel.ways == 0
-    port = LocalPort(parse_address(address))
+    port = UnixServer(parse_address(address))
     while (found := port.recv_nowait()) is None:
         channel.wait(wakeup, 0.01)
     assert found[1] == b"early"
@@ -210,7 +210,7 @@ def test_a_client_may_come_before_its_server(tmp_path, wakeup):
 
 
 def test_bytes_that_are_not_even_frames_change_nothing(wakeup):
-    port = Port()
+    port = ZmqServer()
     address = port.listen(parse_address("tcp://127.0.0.1:0"))
     with socket.create_connection(("127.0.0.1", int(address.rsplit(":", 1)[1]))) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(4096))
@@ -227,7 +227,7 @@ def test_bytes_that_are_not_even_frames_change_nothing(wakeup):
 def test_a_message_of_many_parts_is_an_empty_frame():
     import zmq
 
-    port = Port()
+    port = ZmqServer()
     address = port.listen(parse_address("tcp://127.0.0.1:0"))
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.connect(address)
@@ -333,7 +333,7 @@ def send_until_refused(line):
 def test_a_bulk_line_that_heard_bytes_which_are_no_frame_says_that_another_is_needed(tmp_path):
     echo = Echo("tcp", tmp_path)
     wire = Wire(echo.address)
-    line = BulkLine("127.0.0.1", int(wire.address.rpartition(":")[2]), epoch=1)
+    line = ZmqBulkClient("127.0.0.1", int(wire.address.rpartition(":")[2]), epoch=1)
     try:
         line.send((b"heard", ()))
         assert echo.next()[1] == b"heard"
@@ -348,7 +348,7 @@ def test_a_bulk_line_that_heard_bytes_which_are_no_frame_says_that_another_is_ne
 
 def test_a_bulk_line_that_waits_can_be_interrupted_from_another_thread(tmp_path):
     echo = Echo("tcp", tmp_path)
-    line = BulkLine("127.0.0.1", int(echo.address.rpartition(":")[2]), epoch=1)
+    line = ZmqBulkClient("127.0.0.1", int(echo.address.rpartition(":")[2]), epoch=1)
     interrupter = threading.Timer(0.05, line.interrupt)
     try:
         interrupter.start()

@@ -17,9 +17,9 @@ from transferqueue.errors import Unreachable, UsageError
 from transferqueue.limits import FRAMES_QUEUED_MAX, MESSAGE_BYTES_MAX, MIB, STRANGER_S
 from transferqueue.transport import Wakeup, dial, parse_address
 from transferqueue.transport.control import unix_socket as local
-from transferqueue.transport.control.send_result import Sent
+from transferqueue.transport.control.send_result import SendResult
 from transferqueue.transport.control.strangers import strangers_max
-from transferqueue.transport.control.unix_socket import HungUp, LocalPort, Stream
+from transferqueue.transport.control.unix_socket import FrameStream, PeerClosed, UnixServer
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def address(tmp_path):
 
 @pytest.fixture
 def port(address):
-    found = LocalPort(parse_address(address))
+    found = UnixServer(parse_address(address))
     yield found
     found.close()
 
@@ -82,7 +82,7 @@ def until_found(channel, wakeup, ways):
 @given(st.lists(st.binary(max_size=300), max_size=20), st.lists(st.integers(1, 200), min_size=1, max_size=50))
 def test_frames_come_whole_however_their_bytes_are_cut(frames, cuts):
     ends = socket.socketpair()
-    reader, arrived = Stream(ends[0]), []
+    reader, arrived = FrameStream(ends[0]), []
     content = b"".join(len(frame).to_bytes(4, "little") + frame for frame in frames)
     at = 0
     while at < len(content):
@@ -94,7 +94,7 @@ def test_frames_come_whole_however_their_bytes_are_cut(frames, cuts):
     assert arrived == frames
     assert not reader.read(arrived.append)
     ends[1].close()
-    with pytest.raises(HungUp):
+    with pytest.raises(PeerClosed):
         reader.read(arrived.append)
     reader.close()
 
@@ -108,7 +108,7 @@ def test_frames_larger_than_the_kernel_takes_go_there_and_back(port, address, wa
         line, came = heard(port, channel, wakeup)
         assert came == frame
     for frame in frames:
-        assert port.send(line, frame) is Sent.ON_ITS_WAY
+        assert port.send(line, frame) is SendResult.ON_ITS_WAY
     assert [answered(port, channel, wakeup) for _ in frames] == frames
     channel.close()
 
@@ -130,7 +130,7 @@ def test_lengths_that_cannot_be_end_only_their_own_connection(port, address, wak
 
 
 def test_a_server_that_took_the_place_of_the_first_is_found(address, wakeup):
-    first = LocalPort(parse_address(address))
+    first = UnixServer(parse_address(address))
     channel = dial(address)
     channel.send(b"one")
     line, _ = heard(first, channel, wakeup)
@@ -143,7 +143,7 @@ def test_a_server_that_took_the_place_of_the_first_is_found(address, wakeup):
             break
     assert frame == b"last words"
     until_lost(channel, wakeup)
-    second = LocalPort(parse_address(address))
+    second = UnixServer(parse_address(address))
     until_found(channel, wakeup, ways=2)
     assert not channel.is_lost
     channel.send(b"two")
@@ -168,7 +168,7 @@ def test_what_was_kept_for_a_connection_is_lost_with_it(port, address, wakeup):
 
 
 def test_last_words_are_heard_by_one_who_speaks_first(address, wakeup):
-    port = LocalPort(parse_address(address))
+    port = UnixServer(parse_address(address))
     channel = dial(address)
     channel.send(b"hello")
     line, _ = heard(port, channel, wakeup)
@@ -194,17 +194,17 @@ def test_what_a_client_said_before_it_left_is_heard_though_it_cannot_be_answered
     channel.close()
     found = [came]
     while len(found) < 3:
-        assert port.send(line, b"answer") is Sent.ON_ITS_WAY
+        assert port.send(line, b"answer") is SendResult.ON_ITS_WAY
         arrived = port.recv_nowait()
         found += [arrived[1]] if arrived else []
     assert found == frames[:3]
     assert port.recv_nowait() is None
-    assert port.send(line, b"answer") is Sent.GONE
+    assert port.send(line, b"answer") is SendResult.GONE
 
 
 def test_one_who_sends_thousands_of_frames_at_once_is_heard_and_hears(address, wakeup):
     """It looks at what has come only between two of its sends; the server must not take it for one that does not read."""
-    port, stop, count = LocalPort(parse_address(address)), threading.Event(), 4 * FRAMES_QUEUED_MAX
+    port, stop, count = UnixServer(parse_address(address)), threading.Event(), 4 * FRAMES_QUEUED_MAX
 
     def echo():
         while not stop.is_set():
@@ -274,7 +274,7 @@ def test_a_spare_descriptor_that_somebody_else_took_is_no_end(port, address, wak
 
 
 def test_one_who_was_not_let_in_yet_is_hung_up_on_though_a_forked_child_listens(address, wakeup):
-    port = LocalPort(parse_address(address))
+    port = UnixServer(parse_address(address))
     channel = dial(address)
     child = os.fork()
     if child == 0:
@@ -289,7 +289,7 @@ def test_one_who_was_not_let_in_yet_is_hung_up_on_though_a_forked_child_listens(
 
 
 def test_one_deaf_peer_does_not_take_the_farewell_from_the_others(address, wakeup):
-    port = LocalPort(parse_address(address))
+    port = UnixServer(parse_address(address))
     channels = [dial(address) for _ in range(3)]
     for channel in channels:
         channel.send(b"hello")
@@ -317,9 +317,9 @@ def test_a_peer_that_does_not_read_is_hung_up_on(port, address, wakeup):
     channel.send(b"hello")
     line, _ = heard(port, channel, wakeup)
     for _ in range(2 * FRAMES_QUEUED_MAX):
-        if port.send(line, bytes(65536)) is Sent.UNREAD:
+        if port.send(line, bytes(65536)) is SendResult.UNREAD:
             break
-    assert port.send(line, b"x") is Sent.GONE
+    assert port.send(line, b"x") is SendResult.GONE
     while not channel.is_lost:
         channel.wait(wakeup, 1)
         while channel.recv_nowait() is not None:
@@ -372,7 +372,7 @@ def test_who_knocks_when_no_descriptor_is_left_is_turned_away_and_comes_in_later
 
 def test_a_place_that_cannot_be_listened_at_is_refused(tmp_path):
     with pytest.raises(UsageError, match="cannot be listened at: No such file"):
-        LocalPort(parse_address(f"ipc://{tmp_path}/none/q.sock"))
+        UnixServer(parse_address(f"ipc://{tmp_path}/none/q.sock"))
 
 
 def test_a_client_that_may_not_open_the_socket_is_told_so(port, address):
@@ -395,7 +395,7 @@ class Time:
 @pytest.fixture
 def timed(address):
     clock = Time()
-    port = LocalPort(parse_address(address), clock)
+    port = UnixServer(parse_address(address), clock)
     yield port, clock
     port.close()
 

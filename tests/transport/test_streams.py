@@ -13,8 +13,8 @@ from transferqueue.errors import AddressInUse, Corruption, Unreachable
 from transferqueue.limits import BULK_STALL_S, FRAME_BYTES
 from transferqueue.transport.bulk import listener as bulk_listener
 from transferqueue.transport.bulk import protocol as b
-from transferqueue.transport.bulk.listener import DEAF_S, StreamPort
-from transferqueue.transport.bulk.tcp import Stream, StreamLine
+from transferqueue.transport.bulk.listener import DEAF_S, TcpBulkServer
+from transferqueue.transport.bulk.tcp import BulkStream, TcpBulkClient
 from transferqueue.transport.control.strangers import strangers_max
 
 PATIENCE_S = 60.0
@@ -63,11 +63,11 @@ class House:
     """A port that listens, and its desks."""
 
     def __init__(self):
-        self.port, self.desks = StreamPort(), Desks()
+        self.port, self.desks = TcpBulkServer(), Desks()
         self.number = self.port.listen_at_all(["127.0.0.1"], 0, 4)
 
     def dial(self):
-        line = StreamLine("127.0.0.1", self.number, epoch=1)
+        line = TcpBulkClient("127.0.0.1", self.number, epoch=1)
         assert line.open(PATIENCE_S)
         return line
 
@@ -95,7 +95,7 @@ def line(house):
 
 
 def data(number=0):
-    return b.message(b.Data(1, number), [FRAME[:5], FRAME[5:5], FRAME[5:]])
+    return b.message(b.WriteFrame(1, number), [FRAME[:5], FRAME[5:5], FRAME[5:]])
 
 
 def heads(house):
@@ -109,27 +109,27 @@ def test_messages_come_whole_and_in_order_and_their_bytes_where_they_belong(hous
     while len(whole) < 3:
         line._live.flush()
         whole += house.until(lambda: house.port.sources[0].poll(0.01) == [])
-    assert heads(house) == [b.Data(1, number) for number in range(3)]
+    assert heads(house) == [b.WriteFrame(1, number) for number in range(3)]
     assert np.array_equal(house.desks.all[whole[0]].place, FRAME)
 
 
 def test_a_message_that_comes_byte_by_byte_is_the_same(house):
-    head, _ = b.message(b.Taken(1, 2), ())
+    head, _ = b.message(b.FlowAck(1, 2), ())
     with socket.create_connection(("127.0.0.1", house.number)) as raw:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for at in range(len(head)):
             raw.sendall(head[at : at + 1])
             house.until(lambda: house.port.sources[0].poll(0.002) == [])
         house.until(lambda: heads(house))
-    assert heads(house) == [b.Taken(1, 2)]
+    assert heads(house) == [b.FlowAck(1, 2)]
 
 
 @pytest.mark.parametrize(
     "bad",
-    [bytes(b.PRELUDE_BYTES), b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n", b.message(b.Taken(1, 2))[0][:-1] + b"\xff"],
+    [bytes(b.PRELUDE_BYTES), b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n", b.message(b.FlowAck(1, 2))[0][:-1] + b"\xff"],
 )
 def test_who_sends_what_is_no_message_is_told_and_not_listened_to(house, bad):
-    head, _ = b.message(b.Taken(1, 2), ())
+    head, _ = b.message(b.FlowAck(1, 2), ())
     with socket.create_connection(("127.0.0.1", house.number)) as raw:
         raw.sendall(bad)
         house.until(lambda: house.desks.bad)
@@ -150,11 +150,11 @@ def test_content_that_changed_on_the_way_is_noticed(house):
 
 
 def test_who_does_not_read_is_clogged_and_not_listened_to_until_it_reads(house, line):
-    line.send(b.message(b.Taken(1, 0)))
+    line.send(b.message(b.FlowAck(1, 0)))
     (peer,) = house.until(lambda: heads(house))
     while peer not in house.port.clogged:
-        house.port.send(peer, b.message(b.Frame(1, 0, [], False), [FRAME]))
-    line.send(b.message(b.Taken(1, 1)))
+        house.port.send(peer, b.message(b.ReadFrame(1, 0, [], False), [FRAME]))
+    line.send(b.message(b.FlowAck(1, 1)))
     house.until(lambda: house.port.sources[0].poll(0.01) == [])
     assert len(heads(house)) == 1
     reader = threading.Thread(target=lambda: [line.receive(Kept(), PATIENCE_S) for _ in range(3)])
@@ -174,7 +174,7 @@ class Kept(Desk):
 
 def acquaint(house, line):
     """Have the port hear a message of `line`, and its desks know who that is."""
-    line.send((b.message(b.Taken(1, 2))[0], ()))
+    line.send((b.message(b.FlowAck(1, 2))[0], ()))
     house.until(lambda: house.port._names)
     house.desks.known.update(house.port._names.values())
     house.until(lambda: heads(house))
@@ -198,7 +198,7 @@ def test_of_too_many_the_longest_unheard_of_makes_room(house, monkeypatch):
     monkeypatch.setattr(bulk_listener, "BULK_CONNECTIONS_MAX", 2)
     first, second = house.dial(), house.dial()
     house.until(lambda: len(house.port) == 2)
-    first.send(b.message(b.Taken(1, 0)))
+    first.send(b.message(b.FlowAck(1, 0)))
     house.until(lambda: heads(house))
     third = house.dial()
     house.until(lambda: house.desks.gone)
@@ -229,7 +229,7 @@ def test_without_descriptors_nobody_comes_in_and_nothing_turns_in_circles(house,
 def test_a_line_waits_for_who_listens_later_and_can_be_interrupted():
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
-        line = StreamLine("127.0.0.1", place.getsockname()[1], epoch=1)
+        line = TcpBulkClient("127.0.0.1", place.getsockname()[1], epoch=1)
         try:
             assert not line.open(0.05), "nobody listens"
             assert line.moved == 0
@@ -247,16 +247,16 @@ def test_a_line_waits_for_who_listens_later_and_can_be_interrupted():
 
 def test_what_is_asked_is_no_sign_of_life(house, line):
     before = line.moved
-    line.ask(b.message(b.Taken(1, 0)))
+    line.ask(b.message(b.FlowAck(1, 0)))
     house.until(lambda: heads(house))
     assert line.moved <= before
-    line.send(b.message(b.Taken(1, 0)))
+    line.send(b.message(b.FlowAck(1, 0)))
     house.until(lambda: len(heads(house)) == 2)
     assert line.moved > before
 
 
 def test_a_port_that_is_taken_is_told(house):
-    other = StreamPort()
+    other = TcpBulkServer()
     with pytest.raises(AddressInUse, match=f"bulk port {house.number} of 127.0.0.1 is in use"):
         other.listen_at_all(["127.0.0.1"], house.number, 4)
     other.close()
@@ -267,7 +267,7 @@ def test_a_stream_that_ends_in_the_middle_is_lost():
     near = socket.create_connection(listener.getsockname())
     far, _ = listener.accept()
     listener.close()
-    stream = Stream(far)
+    stream = BulkStream(far)
     near.sendall(data()[0][:30])
     near.close()
     with pytest.raises(Unreachable, match="its peer closed it"):
@@ -291,7 +291,7 @@ def test_strangers_make_room_for_each_other_and_not_at_the_cost_of_those_who_sho
     assert len(house.port) == strangers_max() + 1
     house.port.tick(house.desks, BULK_STALL_S)
     assert len(house.port) == 1, "they had their time, and whoever is known stays"
-    line.send((b.message(b.Taken(1, 2))[0], ()))
+    line.send((b.message(b.FlowAck(1, 2))[0], ()))
     house.until(lambda: len(heads(house)) == 2)
     for one in strangers:
         one.close()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import transferqueue as tq
 from transferqueue.errors import SchemaError
-from transferqueue.web.service.columns import Packed, Values, pack, unpack, unpack_tensors
+from transferqueue.web.service.columns import PackedColumn, Values, pack, unpack, unpack_tensors
 
 DTYPES = [
     "bool",
@@ -45,7 +45,7 @@ def columns(draw):
 
 def packed_of(dtype, shape, rows):
     sizes = [size for of_row, _ in rows for size, known in zip(of_row, shape, strict=True) if known is None]
-    return Packed(dtype=dtype, shape=list(shape), sizes=sizes, data=b"".join(data for _, data in rows))
+    return PackedColumn(dtype=dtype, shape=list(shape), sizes=sizes, data=b"".join(data for _, data in rows))
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +62,10 @@ def test_what_is_put_comes_back_to_the_bit(queue, column, codec, packed):
     given_column = packed_of(*column)
     table = queue.create_table("t", fields=[tq.Field("x", dtype, shape)])
     try:
-        sent = codec.decode(codec.encode(given_column), type=Packed)
+        sent = codec.decode(codec.encode(given_column), type=PackedColumn)
         read = table.read(table.put(**unpack({"x": sent})))
         back = codec.decode(codec.encode(pack(read["x"], packed=packed)), type=Values)
-        assert not packed or isinstance(back, Packed)
+        assert not packed or isinstance(back, PackedColumn)
         again = table.read(table.put(**unpack({"x": back})))
         assert pack(again["x"], packed=True) == given_column
     finally:
@@ -97,7 +97,7 @@ def test_plain_values_come_back_in_json_or_packed(queue, values):
 
 @given(
     st.builds(
-        Packed,
+        PackedColumn,
         dtype=st.sampled_from([*DTYPES, "str", "bytes", "value", "object", "<f4"]),
         data=st.binary(max_size=24),
         shape=st.lists(st.none() | st.integers(-1, 2**62), max_size=3),

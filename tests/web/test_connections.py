@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from transferqueue.transport import TcpAddress
-from transferqueue.web.access import Door
+from transferqueue.web.access import AccessPolicy
 from transferqueue.web.connections import Deadlines, Server, configured
 from transferqueue.web.page.app import Gate
 
@@ -42,7 +42,7 @@ class Served:
             Route("/wait", self.wait),
             Route("/body", self.body, methods=["POST"]),
         ]
-        gate = Gate(Door(TcpAddress("127.0.0.1", self.port), TOKEN, "m" * 30), Starlette(routes=routes))
+        gate = Gate(AccessPolicy(TcpAddress("127.0.0.1", self.port), TOKEN, "m" * 30), Starlette(routes=routes))
         self.server = Server(configured(gate, most, deadlines))
         self.thread = threading.Thread(target=self.server.run, args=([self.listener],))
 

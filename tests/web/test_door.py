@@ -6,7 +6,7 @@ import pytest
 
 from transferqueue.errors import UsageError
 from transferqueue.transport import TcpAddress
-from transferqueue.web.access import HEADERS, Door, web_place
+from transferqueue.web.access import HEADERS, AccessPolicy, web_place
 
 HOST = {"host": "127.0.0.1:8787"}
 
@@ -16,7 +16,7 @@ METRICS_TOKEN = "of-the-metrics"  # noqa: S105
 
 @pytest.fixture
 def door():
-    return Door(TcpAddress("127.0.0.1", 8787), "secret", METRICS_TOKEN)
+    return AccessPolicy(TcpAddress("127.0.0.1", 8787), "secret", METRICS_TOKEN)
 
 
 def status(refusal):

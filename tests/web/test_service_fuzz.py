@@ -12,7 +12,7 @@ import pytest
 import transferqueue as tq
 from tests.web.service_client import GENEROUS_S, TOKEN, Asking
 from transferqueue.web.service.actions import ACTIONS
-from transferqueue.web.service.schemas import Facts
+from transferqueue.web.service.schemas import FactsBody
 from transferqueue.web.subprocesses import start_page
 
 STAGES = [{"name": "rollout", "needs": ["prompt"], "gives": ["ids"]}, {"name": "train", "needs": ["ids"]}]
@@ -119,7 +119,9 @@ def test_numbers_beyond_every_bound_and_paths_that_are_none_are_refused_without_
         service = Asking(urlsplit(link).hostname, urlsplit(link).port)
         service.call("init_engines", stages=STAGES)
         for action in ACTIONS:
-            facts = [f"facts.{name}" for name in Facts.__struct_fields__] * ("facts" in action.takes.__struct_fields__)
+            facts = [f"facts.{name}" for name in FactsBody.__struct_fields__] * (
+                "facts" in action.takes.__struct_fields__
+            )
             for member in (*action.takes.__struct_fields__, *facts):
                 for number in NUMBERS:
                     at = ["facts", member.removeprefix("facts.")] if member.startswith("facts.") else [member]

@@ -11,7 +11,7 @@ import pytest
 
 import transferqueue as tq
 from transferqueue.errors import AlreadyExists, BatchEnded, Corruption, DeadlineExceeded, UsageError
-from transferqueue.weights import Carrier, Relay
+from transferqueue.weights import RelayProcess, WeightRelay
 
 GENEROUS_S = 60.0
 
@@ -30,7 +30,7 @@ def test_base_and_adapters_arrive_in_one_commit_and_only_the_newest_is_carried(
     channel.publish(0, {"w": np.zeros(8, np.float32)})
     channel.publish(1, {"w": np.ones(8, np.float32)})
     channel.publish(2, {"a": np.full(4, 2, np.float32)}, adapter="style")
-    with Relay(source, here, "policy") as relay:
+    with WeightRelay(source, here, "policy") as relay:
         assert relay.carry() == 2
     assert here.stats()["channels"]["policy"]["kept"] == [2]
     with here.weights("policy").pull(timeout_s=0) as found:
@@ -49,7 +49,7 @@ def test_bytes_arrive_as_they_were_whatever_they_are(hosts: tuple[tq.Queue, tq.Q
         "bool": np.array([True, False, True]),
     }
     source.weights("policy").publish(1, tensors)
-    with Relay(source, here, "policy") as relay:
+    with WeightRelay(source, here, "policy") as relay:
         relay.carry()
     with here.weights("policy").pull(timeout_s=0) as found:
         for name, value in tensors.items():
@@ -64,11 +64,11 @@ def test_what_is_unchanged_is_neither_carried_nor_written_also_by_a_relay_that_w
     source, here = hosts
     large = {f"w{at}": np.full(1 << 18, at, np.float32) for at in range(4)}
     source.weights("policy").publish(1, large)
-    with Relay(source, here, "policy") as relay:
+    with WeightRelay(source, here, "policy") as relay:
         relay.carry()
     assert here.stats()["channels"]["policy"]["bytes"] == 4 << 20
     source.weights("policy").publish(2, large | {"w3": np.zeros(1 << 18, np.float32)})
-    with Relay(source, here, "policy") as again:
+    with WeightRelay(source, here, "policy") as again:
         assert again.version == 1
         assert again.carry() == 2
     assert here.stats()["channels"]["policy"]["bytes"] == 5 << 20
@@ -80,7 +80,7 @@ def test_what_is_unchanged_is_neither_carried_nor_written_also_by_a_relay_that_w
 def test_memory_is_what_is_kept_and_one_version_more(hosts: tuple[tq.Queue, tq.Queue]) -> None:
     source, here = hosts  # 64 MiB: four versions of 12 MiB, and what an extent is rounded to
     channel = source.weights("policy")
-    with Relay(source, here, "policy", keep=2) as relay:
+    with WeightRelay(source, here, "policy", keep=2) as relay:
         for version in range(12):
             channel.publish(version, {"w": np.full(12 << 20, version, np.uint8)})
             assert relay.carry(timeout_s=GENEROUS_S) == version
@@ -92,12 +92,12 @@ def test_memory_is_what_is_kept_and_one_version_more(hosts: tuple[tq.Queue, tq.Q
 def test_a_relay_ends_at_its_deadline_and_another_goes_on_from_what_is_here(hosts: tuple[tq.Queue, tq.Queue]) -> None:
     source, here = hosts
     source.weights("policy").publish(4, {"w": np.zeros(8)})
-    with Relay(source, here, "policy") as first:
+    with WeightRelay(source, here, "policy") as first:
         assert first.version == -1
         assert first.carry() == 4
         with pytest.raises(DeadlineExceeded, match="a version above 4: its latest is 4"):
             first.carry(wait_s=0.02)
-    with Relay(source, here, "policy") as second:
+    with WeightRelay(source, here, "policy") as second:
         assert second.version == 4
         assert list(source.stats()["channels"]["policy"]["applied"].values()) == [4], "told at once"
         source.weights("policy").publish(5, {"w": np.ones(8)})
@@ -109,7 +109,7 @@ def test_a_source_that_is_behind_is_waited_for(hosts: tuple[tq.Queue, tq.Queue])
     source, here = hosts
     here.weights("policy").publish(9, {"w": np.zeros(8)})
     source.weights("policy").publish(3, {"w": np.ones(8)})
-    with Relay(source, here, "policy") as relay:
+    with WeightRelay(source, here, "policy") as relay:
         with pytest.raises(DeadlineExceeded, match="a version above 9: its latest is 3"):
             relay.carry(wait_s=0.02)
         source.weights("policy").publish(10, {"w": np.ones(8)})
@@ -119,7 +119,7 @@ def test_a_source_that_is_behind_is_waited_for(hosts: tuple[tq.Queue, tq.Queue])
 def test_what_could_not_be_published_here_is_carried_by_the_next_call(hosts: tuple[tq.Queue, tq.Queue]) -> None:
     source, here = hosts
     source.weights("policy").publish(3, {"w": np.zeros(8)})
-    with Relay(source, here, "policy") as relay:
+    with WeightRelay(source, here, "policy") as relay:
         here.weights("policy").publish(3, {"w": np.zeros(8)})  # somebody else's
         with pytest.raises(AlreadyExists, match="versions are published once"):
             relay.carry()
@@ -153,7 +153,7 @@ def test_what_was_damaged_on_the_way_is_refused_by_who_pulls_it(hosts: tuple[tq.
 
 def test_a_carrier_needs_a_source() -> None:
     with pytest.raises(UsageError, match='channel "policy" is to be carried from nowhere; name at least one source'):
-        Carrier([], "ipc:///nowhere", "policy", tell=print)
+        RelayProcess([], "ipc:///nowhere", "policy", tell=print)
 
 
 def test_a_carrier_takes_the_next_source_where_one_has_nothing_new_and_stops_at_once(
@@ -169,7 +169,7 @@ def test_a_carrier_takes_the_next_source_where_one_has_nothing_new_and_stops_at_
             heard.notify_all()
 
     with tq.connect() as silent:
-        carrier = Carrier([silent.address, source.address], here.address, "policy", wait_s=0.05, tell=tell)
+        carrier = RelayProcess([silent.address, source.address], here.address, "policy", wait_s=0.05, tell=tell)
         thread = threading.Thread(target=carrier.run)
         thread.start()
         source.weights("policy").publish(5, {"w": np.ones(8)})
@@ -185,4 +185,4 @@ def test_a_carrier_takes_the_next_source_where_one_has_nothing_new_and_stops_at_
 
 def test_what_a_person_must_mend_ends_a_carrier(hosts: tuple[tq.Queue, tq.Queue]) -> None:
     with pytest.raises(UsageError, match=r"address 'no\.place' "):
-        Carrier(["no.place"], hosts[1].address, "policy", tell=print).run()
+        RelayProcess(["no.place"], hosts[1].address, "policy", tell=print).run()

@@ -109,14 +109,14 @@ REPLIES: Final[list[m.Reply]] = [
     m.Welcome(5, 7, "0.1.0", "/run", {}, 1 << 30, seat=Seat(2, 2, "d"), checksums=True),
     m.TableTerms("x", FIELDS, [], Limits(), None, p.Acked(), False, 0, 1, extra_fields=False),
 ]  # fmt: skip
-LOCATED: Final = b.Located(9, 3, 4096, 128, 2, 0, [5, 0], bytes(16))
+LOCATED: Final = b.BulkBlock(9, 3, 4096, 128, 2, 0, [5, 0], bytes(16))
 HEADS: Final[list[b.ToShard | b.ToClient]] = [
-    b.Read(1, 5, 0, FIELDS, [b.Wanted(["x"], [["x", "z"]], [LOCATED], bytes(8), bytes(8))]),
-    b.Write(2, 5, 0, 3, 4096, 4096, bytes(16), 4096, 128),
-    b.Data(2, 1),
-    b.Taken(2, 2, True),
-    b.Frame(1, 0, [b.Begun(0, [5])], True),
-    b.Refused(1, "NotFound", "no such block"),
+    b.ReadColumns(1, 5, 0, FIELDS, [b.RowSelection(["x"], [["x", "z"]], [LOCATED], bytes(8), bytes(8))]),
+    b.WriteExtent(2, 5, 0, 3, 4096, 4096, bytes(16), 4096, 128),
+    b.WriteFrame(2, 1),
+    b.FlowAck(2, 2, True),
+    b.ReadFrame(1, 0, [b.PartHead(0, [5])], True),
+    b.TransferFailed(1, "NotFound", "no such block"),
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Final
 from tests.server.nodes import Bench
 from transferqueue.policies import Task
 from transferqueue.schema import Field
-from transferqueue.server.shards.tickets import Tickets
+from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
@@ -42,7 +42,7 @@ STEPS: Final[list[m.Request]] = [
 
 def play() -> Iterator[tuple[str, bytes]]:
     """Each call and its answer."""
-    bench = Bench(tickets=Tickets(bytes(32)))  # random otherwise
+    bench = Bench(tickets=TicketIssuer(bytes(32)))  # random otherwise
     session = 0
     for number, request in enumerate(STEPS, 1):
         call = codec.encode_call(m.Call(session, number, number - 1, request))

@@ -9,7 +9,7 @@ from msgspec import inspect
 from tests.server.nodes import Bench
 from tests.wire import examples, golden, session
 from transferqueue.errors import ProtocolError
-from transferqueue.server.shards.tickets import Tickets
+from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
@@ -65,7 +65,7 @@ def either(head):
 
 
 def test_a_recorded_client_is_answered_as_it_was():
-    bench, said, was = Bench(tickets=Tickets(bytes(32))), [], []
+    bench, said, was = Bench(tickets=TicketIssuer(bytes(32))), [], []
     for name, frame in golden.recorded()["session"].items():
         if name.endswith("call"):
             said += [codec.decode_answer(answer) for answer in session.answers(bench, bytes.fromhex(frame))]

@@ -1,6 +1,6 @@
 """What all handles of one connection share, and how a connection comes to be.
 
-A handle (queue, table, batch, reservation, weights) holds a `Client`; when the last handle is collected, or
+A handle (queue, table, batch, reservation, weights) holds a `ClientSession`; when the last handle is collected, or
 the interpreter exits, the connection is closed.
 """
 
@@ -16,19 +16,19 @@ from typing import Final, Literal, Protocol, get_args
 
 import msgspec
 
-from transferqueue.client.memory.grants import Ground
-from transferqueue.client.memory.mapped import Memory
+from transferqueue.client.memory.grants import WriteGrants
+from transferqueue.client.memory.mapped import MappedMemory
 from transferqueue.client.memory.remote import RemoteMemory
-from transferqueue.client.memory.shards import Presence, Shards
+from transferqueue.client.memory.shards import ShardClients, ShardLivenessCheck
 from transferqueue.client.memory.verify import Verifier
 from transferqueue.client.session.connection import Connection
 from transferqueue.client.session.deadline import Deadline
 from transferqueue.client.session.session_lock import SessionLock, session_lock
-from transferqueue.client.table_info import Terms
+from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import Unreachable, UsageError
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
-from transferqueue.transport.bulk.tcp import StreamLine
-from transferqueue.transport.bulk.zeromq import BulkLine
+from transferqueue.transport.bulk.tcp import TcpBulkClient
+from transferqueue.transport.bulk.zeromq import ZmqBulkClient
 from transferqueue.transport.security.keys import ClientKeys, KeyPair
 from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import Seat
@@ -37,7 +37,7 @@ Data = Literal["auto", "remote"]
 """Whether bytes are mapped where they can be, or always cross the network (for tests and measurements)."""
 
 
-class Server(Protocol):
+class OwnedServer(Protocol):
     """A server that lives and ends with a client."""
 
     @property
@@ -52,7 +52,7 @@ class Server(Protocol):
         """End it. Again: nothing."""
 
 
-class Client:
+class ClientSession:
     """One session, shared by its handles: its connection, memory, places to write, and known tables.
 
     memory: of the coordinator's own shard. dial: the way to a further shard that is not mapped; None: there are none.
@@ -63,11 +63,11 @@ class Client:
         self,
         address: str,
         connection: Connection,
-        memory: Memory | RemoteMemory,
-        server: Server | None,
+        memory: MappedMemory | RemoteMemory,
+        server: OwnedServer | None,
         *,
         dial: Callable[[m.ShardAt], RemoteMemory] | None = None,
-        ground: Ground | None = None,
+        ground: WriteGrants | None = None,
         seat: Seat = Seat(),  # noqa: B008  (frozen)
         checksums: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -78,10 +78,10 @@ class Client:
         self.checksums: Final = checksums
         """Whether the server wants the checksum of each block."""
         self.memory: Final = memory
-        self.shards: Final = Shards(memory, dial or _no_way, connection.unpin)
-        self.ground: Final = ground or Ground(connection.post)
+        self.shards: Final = ShardClients(memory, dial or _no_way, connection.unpin)
+        self.ground: Final = ground or WriteGrants(connection.post)
         self.clock: Final[Callable[[], float]] = clock
-        self.tables: Final[dict[str, Terms]] = {}
+        self.tables: Final[dict[str, TableInfo]] = {}
         self.verifier: Verifier | None = None
         connection.on_welcome = self.shards.welcomed
         self._end: Final = weakref.finalize(self, _close, os.getpid(), connection, self.shards, server)
@@ -94,16 +94,16 @@ class Client:
                 f"verify=True compares blocks with their checksums, and those of the server at {self.address} have none: it does not "
                 "keep rows on a disk; connect without it, or serve with --durability disk"
             )
-        if not isinstance(self.memory, Memory):
+        if not isinstance(self.memory, MappedMemory):
             raise UsageError(
                 f"verify=True compares blocks in memory that is mapped, and this client cannot map that of {self.address}; connect "
                 "without it: what crosses a network is compared on the way"
             )
         self.verifier = Verifier()
 
-    def terms(self, found: m.TableTerms) -> Terms:
+    def terms(self, found: m.TableTerms) -> TableInfo:
         """The terms of a table as just heard, shared by all handles on it."""
-        known = self.tables.setdefault(found.name, Terms(found))
+        known = self.tables.setdefault(found.name, TableInfo(found))
         known.hear(found)
         return known
 
@@ -121,11 +121,11 @@ def open_client(
     address: str,
     timeout_s: float,
     label: str,
-    server: Server | None = None,
+    server: OwnedServer | None = None,
     keys: ClientKeys | None = None,
     data: Data = "auto",
     known_as: str = "",
-) -> Client:
+) -> ClientSession:
     """A session with the server at `address`, waiting up to `timeout_s` for it to answer. It takes `server` over.
 
     keys: what to show there; None: nothing. data: whether bytes go over the network even if the memory could be mapped.
@@ -156,7 +156,7 @@ def open_client(
     except BaseException:
         connection.close()
         raise
-    return Client(
+    return ClientSession(
         server.address if server else known_as or address,
         connection,
         memory,
@@ -182,11 +182,11 @@ def _memory(
     connection: Connection,
     lock: SessionLock | None,
     deadline: Deadline,
-) -> Memory | RemoteMemory:
+) -> MappedMemory | RemoteMemory:
     """The server's memory: mapped if it can be seen from here, else by way of its bulk endpoint."""
     place = parse_address(address)
     if not isinstance(place, TcpAddress) or (all(map(_can_map, welcome.arenas.values())) and welcome.arenas):
-        return Memory(welcome.arenas, welcome.arena_bytes, connection.unpin, lock)
+        return MappedMemory(welcome.arenas, welcome.arena_bytes, connection.unpin, lock)
     if welcome.arenas:  # the server sees this process, but this process not its files
         welcome = connection.greet_again(msgspec.structs.replace(hello, remote=True), deadline)
     return RemoteMemory(
@@ -208,17 +208,17 @@ def _further(at: m.ShardAt, welcome: m.Welcome, keys: ClientKeys | None, connect
         lambda told: _line(place.host, place.port, told.epoch, mine),
         msgspec.structs.replace(welcome, bulk_port=place.port),
         unpin=_unpinned_by_shards,
-        over=Presence(connection, at.number).over,
+        over=ShardLivenessCheck(connection, at.number).over,
         on_close=lambda: None,
     )
 
 
 def _unpinned_by_shards(_: list[int]) -> None:
-    """`Shards` returns the pins of what was received, from wherever it came."""
+    """`ShardClients` returns the pins of what was received, from wherever it came."""
 
 
-def _line(host: str, port: int, epoch: int, keys: ClientKeys | None) -> BulkLine | StreamLine:
-    return StreamLine(host, port, epoch) if keys is None else BulkLine(host, port, epoch, keys)
+def _line(host: str, port: int, epoch: int, keys: ClientKeys | None) -> ZmqBulkClient | TcpBulkClient:
+    return TcpBulkClient(host, port, epoch) if keys is None else ZmqBulkClient(host, port, epoch, keys)
 
 
 def _can_map(path: str) -> bool:
@@ -229,7 +229,7 @@ def _no_way(at: m.ShardAt) -> RemoteMemory:
     raise Unreachable(f"shard {at.number} is not one that this client can reach")
 
 
-def _close(pid: int, connection: Connection, shards: Shards, server: Server | None) -> None:
+def _close(pid: int, connection: Connection, shards: ShardClients, server: OwnedServer | None) -> None:
     if os.getpid() != pid:  # a forked child: all of this is its parent's
         return
     shards.close()  # first, so that the lock is free, if no view is left, when the server hears the goodbye

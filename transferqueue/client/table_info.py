@@ -14,7 +14,7 @@ from transferqueue.wire.codec import decode_fields
 C = TypeVar("C")
 
 
-class Terms:
+class TableInfo:
     """The terms of one table, shared by all handles of a client on it."""
 
     def __init__(self, found: m.TableTerms) -> None:

@@ -28,14 +28,14 @@ from transferqueue.cluster.stores.open import kept_in
 from transferqueue.errors import DeadlineExceeded, Disconnected, OutOfMemory, ProtocolError, UsageError
 from transferqueue.limits import ARENA_BYTES_DEFAULT, TIMEOUT_S_DEFAULT
 from transferqueue.server.files import served_arena
-from transferqueue.server.shards.bulk_endpoint import Shard as Endpoint
-from transferqueue.server.shards.tickets import Standing, Tickets
-from transferqueue.storage.memory.backing import Backing, Mapped
-from transferqueue.storage.memory.object_store import Objects
+from transferqueue.server.shards.bulk_endpoint import BulkEndpoint as Endpoint
+from transferqueue.server.shards.tickets import LiveExtents, TicketIssuer
+from transferqueue.storage.memory.backing import ArenaBacking, Backing
+from transferqueue.storage.memory.object_store import ObjectBacking
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
 from transferqueue.transport.control.zeromq import is_loopback
 from transferqueue.transport.security.keys import ClientKeys
-from transferqueue.transport.security.zap import Anyone
+from transferqueue.transport.security.zap import AcceptAll
 from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.shard")
@@ -43,7 +43,7 @@ ORDERS_S: Final = 60.0
 """How long the coordinator may keep the question for orders."""
 
 
-class Shard:
+class ShardProcess:
     """A shard of the deployment at `address`, from construction on; `run` carries out its orders. Close it, or use ``with``.
 
     arena_bytes: most that it lends; None: as a server would. store: where its bytes lie, as `stores.open_store` has it; "": in shared
@@ -68,8 +68,8 @@ class Shard:
             place = _host(address) if host is None else host
             self._backing: Final = _backed(made, store, place, arena_bytes)
             secret = secrets.token_bytes(32)
-            self._tickets: Final = Tickets(secret, Standing(), Standing())
-            ring = None if is_loopback(place) else Anyone()
+            self._tickets: Final = TicketIssuer(secret, LiveExtents(), LiveExtents())
+            ring = None if is_loopback(place) else AcceptAll()
             endpoint = Endpoint(self._backing, self._tickets, ring)
             made.callback(endpoint.stop)
             port = endpoint.listen([f"tcp://{place}:0"])
@@ -82,7 +82,7 @@ class Shard:
                 secret=secret,
             )
             self._connection: Final = Connection(dial(address, keys), address)
-            if isinstance(self._backing, Objects):
+            if isinstance(self._backing, ObjectBacking):
                 self._backing.on_lost = self._connection.close
             self._greet(made, address, offer, label, timeout_s)
             self.endpoint: Final = offer.endpoint
@@ -112,7 +112,7 @@ class Shard:
         try:
             self._run()
         except Disconnected as error:
-            if isinstance(self._backing, Objects) and self._backing.lost is not None:
+            if isinstance(self._backing, ObjectBacking) and self._backing.lost is not None:
                 raise self._backing.lost from error
             raise
 
@@ -144,7 +144,7 @@ class Shard:
         self.close()
 
 
-def carry_out(order: m.Order, backing: Backing, tickets: Tickets) -> bool:
+def carry_out(order: m.Order, backing: Backing, tickets: TicketIssuer) -> bool:
     """Do what an order says; False if it could not be done."""
     match order:
         case m.Grow():
@@ -173,14 +173,14 @@ def _backed(made: ExitStack, store: str, host: str, capacity: int | None) -> Bac
         return made.enter_context(kept_in(store, host, capacity or ARENA_BYTES_DEFAULT))
     home = served_arena(capacity)
     made.callback(home.close)
-    return Mapped(home.arena)
+    return ArenaBacking(home.arena)
 
 
 def _numbers(data: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(data) // 8}q", data)
 
 
-def serve_shard(shard: Shard, on_ready: Callable[[str], object]) -> None:
+def serve_shard(shard: ShardProcess, on_ready: Callable[[str], object]) -> None:
     """`run`, told where it is reached, and close whatever happens."""
     with shard:
         on_ready(shard.endpoint)

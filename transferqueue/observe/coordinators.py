@@ -10,7 +10,7 @@ import msgspec
 _T = TypeVar("_T")
 
 
-class Silent(msgspec.Struct, frozen=True, kw_only=True):
+class UnreachableCoordinator(msgspec.Struct, frozen=True, kw_only=True):
     """A coordinator that is out of reach, and what was heard instead of it."""
 
     address: str
@@ -19,10 +19,12 @@ class Silent(msgspec.Struct, frozen=True, kw_only=True):
 
 def by_coordinator(
     address: str, answer: dict[str, Any], read: Callable[[dict[str, Any]], _T]
-) -> dict[str, _T | Silent]:
+) -> dict[str, _T | UnreachableCoordinator]:
     """What each said, read, by its address. answer: of `Queue.stats` and its like, of the queue at `address`."""
     found: dict[str, dict[str, Any]] = answer.get("coordinators", {address: answer})
     return {
-        one: Silent(address=one, unreachable=said["unreachable"]) if "unreachable" in said else read(said)
+        one: UnreachableCoordinator(address=one, unreachable=said["unreachable"])
+        if "unreachable" in said
+        else read(said)
         for one, said in found.items()
     }

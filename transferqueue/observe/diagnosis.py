@@ -21,7 +21,7 @@ PATIENCE_S = 10.0
 NAMES_TOLD = 4
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class TaskDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """What the ledger says of a task, or (task "") of its table. stranded: the task can never progress. unattended_s: for how long
     nobody has worked on it, though rows are ready (None: somebody does, or none are). died: who did last said no goodbye."""
 
@@ -32,11 +32,11 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     died: bool = False
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to `doctor`, as it came."""
 
     now_s: float
-    tables: dict[str, list[Told]]
+    tables: dict[str, list[TaskDiagnosis]]
     channels: dict[str, list[str]] = {}
     waiting: list[Waiting]
     sessions: dict[str, SessionStats]
@@ -67,7 +67,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 def diagnose(answer: object, *, patience_s: float = PATIENCE_S) -> Diagnosis:
     """Say of each table what waits in it and why; `ProtocolError` if `answer` is not one."""
-    found = parse("doctor", answer, Answer)
+    found = parse("doctor", answer, DoctorAnswer)
     known = {name: _table(name, told, found, patience_s) for name, told in found.tables.items()}
     others = [wait for wait in found.waiting if wait.table not in found.tables]
     channels = {
@@ -76,7 +76,7 @@ def diagnose(answer: object, *, patience_s: float = PATIENCE_S) -> Diagnosis:
     return Diagnosis(tables=known, elsewhere=_waits(others, patience_s), channels=channels)
 
 
-def _table(name: str, told: list[Told], found: Answer, patience_s: float) -> list[Finding]:
+def _table(name: str, told: list[TaskDiagnosis], found: DoctorAnswer, patience_s: float) -> list[Finding]:
     waits = _waits([wait for wait in found.waiting if wait.table == name], patience_s)
     silent = _silent(name, found.sessions.values(), patience_s)
     explained = {finding.task for finding in waits if finding.task}
@@ -88,7 +88,7 @@ def _table(name: str, told: list[Told], found: Answer, patience_s: float) -> lis
     return sorted([*waits, *silent, *rest], key=lambda finding: not finding.stalled)
 
 
-def _stalls(one: Told, patience_s: float) -> bool:
+def _stalls(one: TaskDiagnosis, patience_s: float) -> bool:
     return one.stranded or (one.died and one.unattended_s is not None and one.unattended_s >= patience_s)
 
 

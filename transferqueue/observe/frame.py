@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import msgspec
 
 from transferqueue.observe.answers.stats import Stats, TableStats, TaskStats
-from transferqueue.observe.coordinators import Silent
+from transferqueue.observe.coordinators import UnreachableCoordinator
 
 
-class Frame(msgspec.Struct, frozen=True, kw_only=True):
+class StatsFrame(msgspec.Struct, frozen=True, kw_only=True):
     """One frame. interval_s: what the rates were measured over, None in the first frame, which has none."""
 
     address: str
@@ -19,22 +19,25 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     rates: dict[str, TableRates]
 
 
-def frame(address: str, before: Stats | None, after: Stats) -> Frame:
+def frame(address: str, before: Stats | None, after: Stats) -> StatsFrame:
     """The frame of `after`, with rates since `before`."""
     if before is None:
-        return Frame(address=address, interval_s=None, stats=after, rates={})
-    return Frame(address=address, interval_s=after.now_s - before.now_s, stats=after, rates=rates(before, after))
+        return StatsFrame(address=address, interval_s=None, stats=after, rates={})
+    return StatsFrame(address=address, interval_s=after.now_s - before.now_s, stats=after, rates=rates(before, after))
 
 
-def frames(before: Mapping[str, Stats | Silent], after: Mapping[str, Stats | Silent]) -> list[Frame | Silent]:
+def frames(
+    before: Mapping[str, Stats | UnreachableCoordinator], after: Mapping[str, Stats | UnreachableCoordinator]
+) -> list[StatsFrame | UnreachableCoordinator]:
     """The frame of each coordinator, by address; rates of those that were seen before."""
     return [
-        now if isinstance(now, Silent) else _since(address, before.get(address), now) for address, now in after.items()
+        now if isinstance(now, UnreachableCoordinator) else _since(address, before.get(address), now)
+        for address, now in after.items()
     ]
 
 
-def _since(address: str, before: Stats | Silent | None, after: Stats) -> Frame:
-    return frame(address, None if isinstance(before, Silent) else before, after)
+def _since(address: str, before: Stats | UnreachableCoordinator | None, after: Stats) -> StatsFrame:
+    return frame(address, None if isinstance(before, UnreachableCoordinator) else before, after)
 
 
 class TaskRates(msgspec.Struct, frozen=True, kw_only=True):

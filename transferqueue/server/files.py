@@ -34,7 +34,7 @@ SHARED_ENOUGH: Final = GIB
 """With the default ceiling, shared memory that has this much free is used, clipped; with less, a memfd is."""
 
 
-class Home:
+class RuntimeDirectory:
     """The runtime directory of one running server, with the lock of its address."""
 
     def __init__(self, place: IpcAddress) -> None:
@@ -77,7 +77,7 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-class ArenaHome:
+class ArenaDirectory:
     """An arena and, if it is a file, the directory made for it. stays: it outlives the server."""
 
     def __init__(
@@ -100,13 +100,13 @@ class ArenaHome:
                     directory.rmdir()
 
 
-def private_arena(arena_bytes: int | None) -> ArenaHome:
+def private_arena(arena_bytes: int | None) -> ArenaDirectory:
     """The arena of an embedded server: a memfd."""
     capacity = arena_bytes or min(ARENA_BYTES_DEFAULT, room(None))
-    return ArenaHome(Arena.create(None, capacity))
+    return ArenaDirectory(Arena.create(None, capacity))
 
 
-def served_arena(arena_bytes: int | None, shared: Path = SHARED_MEMORY) -> ArenaHome:
+def served_arena(arena_bytes: int | None, shared: Path = SHARED_MEMORY) -> ArenaDirectory:
     """The arena of a served node: a file on shared memory if there is room for it, else a memfd.
 
     arena_bytes: its ceiling; None: the default, clipped to what there is.
@@ -123,7 +123,7 @@ def served_arena(arena_bytes: int | None, shared: Path = SHARED_MEMORY) -> Arena
         return private_arena(arena_bytes)
     directory, lock = claim(root)
     try:
-        return ArenaHome(Arena.create(directory, wanted), directory, lock)
+        return ArenaDirectory(Arena.create(directory, wanted), directory, lock)
     except BaseException:
         remove_arena(directory, lock)
         raise

@@ -2,7 +2,7 @@
 
 It wakes for a frame, for a dead client (pidfd), for `stop`, and at the node's next deadline; never to look
 whether something might have happened. `turns` counts how often it woke: it stands still while nothing does. How long each frame,
-each tick and each commit kept everybody else waiting is kept in `Node.turns`.
+each tick and each commit kept everybody else waiting is kept in `Coordinator.turns`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Final, Protocol
 import zmq
 
 from transferqueue.limits import FRAMES_DRAINED_MAX
-from transferqueue.server.node import Node
+from transferqueue.server.node import Coordinator
 from transferqueue.server.sessions.sessions import Peer
 from transferqueue.server.turn_times import Meter
 from transferqueue.transport import Wakeup
-from transferqueue.transport.control.inproc import Hub
-from transferqueue.transport.control.send_result import Sent
-from transferqueue.transport.control.unix_socket import Line, LocalPort
-from transferqueue.transport.control.zeromq import Port
+from transferqueue.transport.control.inproc import InprocServer
+from transferqueue.transport.control.send_result import SendResult
+from transferqueue.transport.control.unix_socket import UnixPeer, UnixServer
+from transferqueue.transport.control.zeromq import ZmqServer
 
 POLL_MS_MAX: Final = 1 << 30
 """The longest sleep that poll can be asked for; a later deadline is slept for twice."""
@@ -36,7 +36,7 @@ class Descriptor(Protocol):
         """Its number."""
 
 
-class Deaths:
+class ProcessExits:
     """Pidfds of many sessions behind one descriptor, so that a poll costs the same for any number of them."""
 
     def __init__(self) -> None:
@@ -74,12 +74,12 @@ class Loop:
 
     def __init__(
         self,
-        node: Node,
-        local: LocalPort,
-        port: Port | None,
-        hub: Hub,
+        node: Coordinator,
+        local: UnixServer,
+        port: ZmqServer | None,
+        hub: InprocServer,
         wakeup: Wakeup,
-        deaths: Deaths,
+        deaths: ProcessExits,
         clock: Callable[[], float] = time.monotonic,
         *,
         together: bool = False,
@@ -172,7 +172,7 @@ class Loop:
         return FRAMES_DRAINED_MAX
 
     def _greeted(self, peer: Peer) -> None:
-        if isinstance(peer, Line):
+        if isinstance(peer, UnixPeer):
             self._local.admit(peer)
         elif self._port is not None and not isinstance(peer, int):
             self._port.admit(peer)
@@ -192,6 +192,6 @@ class Loop:
         """False: the peer does not read. One that is gone may come back and ask again."""
         if isinstance(peer, int):
             return self._hub.send(peer, frame)
-        if isinstance(peer, Line):
-            return self._local.send(peer, frame) is not Sent.UNREAD
-        return self._port is None or self._port.send(peer, frame) is not Sent.UNREAD
+        if isinstance(peer, UnixPeer):
+            return self._local.send(peer, frame) is not SendResult.UNREAD
+        return self._port is None or self._port.send(peer, frame) is not SendResult.UNREAD

@@ -52,20 +52,20 @@ from transferqueue.ledger.effects import FreeExtent, LeaseEnded, MustWait, WakeW
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import CALLS_PARKED_MAX, DEFECT_PAUSE_S
 from transferqueue.server import reports as observing
-from transferqueue.server.durability.snapshots import Snapshots
-from transferqueue.server.durability.state_directory import Durability, Volatile, without_checksum
+from transferqueue.server.durability.snapshots import SnapshotJobs
+from transferqueue.server.durability.state_directory import Durability, NoDurability, without_checksum
 from transferqueue.server.resume import origin_of
 from transferqueue.server.sessions import authorization as roles
 from transferqueue.server.sessions import liveness as evidence
 from transferqueue.server.sessions.exit_status import CUT, DIED, GOODBYE
 from transferqueue.server.sessions.home_coordinator import elsewhere
-from transferqueue.server.sessions.sessions import NOWHERE, Peer, Session, Sessions
+from transferqueue.server.sessions.sessions import NOWHERE, OpenSession, Peer, SessionTable
 from transferqueue.server.sessions.undo import withdraw
-from transferqueue.server.sessions.waiting import Parked, Parking, WakeKey, wait_of
+from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, WakeKey, wait_of
 from transferqueue.server.sessions.workers import Workers
-from transferqueue.server.shards.own_memory import SHARD, Memory
-from transferqueue.server.shards.shards import Shards, standing
-from transferqueue.server.shards.tickets import Tickets
+from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
+from transferqueue.server.shards.shards import ShardRegistry, standing
+from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.turn_times import Turns
 from transferqueue.transport.security.keys import Role
 from transferqueue.wire import codec
@@ -81,7 +81,7 @@ _CAUSE_CHARS: Final = 300
 """So much of the text of an error that nobody expected is told to a client; the log has all of it."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class ServerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Who and where this server is. swept: the directory whose abandoned session locks it removes."""
 
     epoch: int
@@ -116,7 +116,7 @@ class Counters:
         self.internal_errors = 0
 
 
-class Node:
+class Coordinator:
     """One coordinator, with its own shard and those that join. Used by one thread; never blocks, but for the pages of a grown arena.
 
     seat: which of the coordinators of its deployment it is.
@@ -127,26 +127,26 @@ class Node:
     def __init__(
         self,
         ledger: Ledger,
-        memory: Memory,
-        place: Place,
+        memory: OwnShardMemory,
+        place: ServerIdentity,
         *,
         watcher: Watcher,
-        gather: Callable[[m.Hello], evidence.Evidence] = evidence.gather,
-        door: roles.Door | None = None,
+        gather: Callable[[m.Hello], evidence.ProcessHandle] = evidence.gather,
+        door: roles.Authorizer | None = None,
         durability: Durability | None = None,
-        tickets: Tickets | None = None,
+        tickets: TicketIssuer | None = None,
         seat: Seat = Seat(),  # noqa: B008  (frozen)
     ) -> None:
         self.ledger: Final = ledger
         self.seat: Final = seat
         self.memory: Final = memory
         self.place: Final = place
-        self.sessions: Final = Sessions(place.epoch)
-        self.parking: Final = Parking()
+        self.sessions: Final = SessionTable(place.epoch)
+        self.parking: Final = WaitQueue()
         self.counters: Final = Counters()
         self.workers: Final = Workers()
-        self.tickets: Final = tickets or Tickets()
-        self.shards: Final = Shards(
+        self.tickets: Final = tickets or TicketIssuer()
+        self.shards: Final = ShardRegistry(
             memory,
             self.tickets,
             place.epoch,
@@ -158,7 +158,7 @@ class Node:
         """Called with each peer that has a session, so that its connection is no stranger's."""
         self.bulk_port = 0
         self.bulk_plain = False
-        self.snapshots: Snapshots | None = None
+        self.snapshots: SnapshotJobs | None = None
         self.outbox: list[tuple[Peer, bytes]] = []
         self.turns: Final = Turns()
         """Filled by the loop, which has the clock."""
@@ -170,8 +170,8 @@ class Node:
         """Parts of the tick that failed by a defect, and when they are tried again."""
         self._watcher = watcher
         self._gather = gather
-        self._door = door or roles.Door()
-        self._durability = durability or Volatile()
+        self._door = door or roles.Authorizer()
+        self._durability = durability or NoDurability()
         ledger.state.core.absence = partial(observing.absence, self)
 
     # ------------------------------------------------------------ what the loop calls
@@ -266,7 +266,7 @@ class Node:
             self._refuse(parked, now)
             self._settle(now)
 
-    def _refuse(self, parked: Parked, now: float) -> None:
+    def _refuse(self, parked: WaitingRequest, now: float) -> None:
         """The wait ended by its deadline. It leaves whatever happens, or it would be refused for ever."""
         try:
             reply = self._too_late(parked, now)
@@ -334,12 +334,12 @@ class Node:
 
     # ------------------------------------------------------------ sessions
 
-    def watch(self, session: Session) -> None:
+    def watch(self, session: OpenSession) -> None:
         """The end of the session's process ends the session."""
         if session.evidence.pidfd >= 0:
             self._watcher.watch(session.number, session.evidence.pidfd)
 
-    def end(self, session: Session, now: float) -> None:
+    def end(self, session: OpenSession, now: float) -> None:
         """Close a session whose process is gone."""
         self._end(session, now, "", how=DIED)
         self._settle(now)
@@ -358,7 +358,7 @@ class Node:
             session.remote |= hello.remote
             self._answer(peer, call, self._welcome(session))
 
-    def _open(self, peer: Peer, role: Role, hello: m.Hello, now: float) -> Session:
+    def _open(self, peer: Peer, role: Role, hello: m.Hello, now: float) -> OpenSession:
         if len(hello.client) != 16:
             raise UsageError(f"session refused: client id has {len(hello.client)} bytes; send 16 random ones")
         roles.check_lock(peer, hello)
@@ -381,7 +381,7 @@ class Node:
             raise
         return session
 
-    def _welcome(self, session: Session) -> m.Welcome:
+    def _welcome(self, session: OpenSession) -> m.Welcome:
         return m.Welcome(
             session=session.number,
             epoch=self.place.epoch,
@@ -396,7 +396,7 @@ class Node:
             checksums=self._durability.checksums,
         )
 
-    def _end(self, session: Session, now: float, told: str, *, how: str = "") -> None:
+    def _end(self, session: OpenSession, now: float, told: str, *, how: str = "") -> None:
         """Close a session. told: why, for those who wait in it; "" if nobody is left to hear. how: the same, for those who ask
         later who worked here."""
         number, shard = session.number, session.hello.shard
@@ -426,7 +426,7 @@ class Node:
         except Exception as error:  # noqa: BLE001  (logged with its cause; nobody asked)
             self._defect(what, error)
 
-    def _defect(self, what: str, error: Exception, session: Session | None = None) -> m.Failed:
+    def _defect(self, what: str, error: Exception, session: OpenSession | None = None) -> m.Failed:
         """Count and log what nobody expected, end the session that met it, and return what its client is told."""
         self.counters.internal_errors += 1
         number = f"{self.place.epoch}-{self.counters.internal_errors}"
@@ -439,7 +439,7 @@ class Node:
             InternalError(f"{what} failed ({text}){over}; please report defect {number} with the server's log")
         )
 
-    def _session_of(self, peer: Peer, number: int) -> Session | None:
+    def _session_of(self, peer: Peer, number: int) -> OpenSession | None:
         """The open session of this number, if `peer` speaks for it."""
         session = self.sessions.get(number)
         return session if session is not None and session.peer == peer else None
@@ -483,7 +483,7 @@ class Node:
             return unchecked
         return roles.denied(role, request) or elsewhere(self.seat, request)
 
-    def _newcomer(self, session: Session, call: int, request: m.Request, now: float) -> None:
+    def _newcomer(self, session: OpenSession, call: int, request: m.Request, now: float) -> None:
         if isinstance(request, m.Lease):
             table = self.ledger.state.tables.get(request.table)
             if table is not None and request.task in table.tasks:
@@ -498,14 +498,14 @@ class Node:
         elif not isinstance(request, _NOTICES) or isinstance(outcome, m.Failed):
             self._reply(session, call, request, outcome)
 
-    def _behind(self, session: Session, request: m.Request, ahead: int, now: float) -> MustWait | m.Failed:
+    def _behind(self, session: OpenSession, request: m.Request, ahead: int, now: float) -> MustWait | m.Failed:
         """What becomes of a newcomer that finds `ahead` others in its lane."""
         if wait_of(request) > 0:
             return MustWait(keys=())
         why = f"{_earlier(ahead)} for the same, and this one may not wait: {self._explain(request, now)}"
         return _failed(DeadlineExceeded(why) if isinstance(request, m.Lease) else Full(why))
 
-    def _try(self, session: Session, call: int, request: m.Request, now: float) -> m.Reply | MustWait:
+    def _try(self, session: OpenSession, call: int, request: m.Request, now: float) -> m.Reply | MustWait:
         """Carry a request out, or learn what it must wait for. A refusal is a reply too."""
         if (refused := session.too_large.get(call)) is not None:
             return refused
@@ -535,7 +535,7 @@ class Node:
         except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the caller)
             return self._defect(type(request).__name__, error, session)
 
-    def _grant(self, session: Session, call: int, request: m.Grant, now: float) -> m.Reply | MustWait:
+    def _grant(self, session: OpenSession, call: int, request: m.Grant, now: float) -> m.Reply | MustWait:
         if (before := self.ledger.replied(session.number, call)) is not None:
             return before
         try:
@@ -551,7 +551,7 @@ class Node:
         raise Full(self._explain(request, now))
 
     def _of_shards(
-        self, session: Session, request: m.TakeOrders | m.ListShards | m.Drain, now: float
+        self, session: OpenSession, request: m.TakeOrders | m.ListShards | m.Drain, now: float
     ) -> m.Reply | MustWait:
         match request:
             case m.TakeOrders():
@@ -562,7 +562,7 @@ class Node:
                 return self.shards.drain(request.shard)
 
     def _work(
-        self, session: Session, call: int, request: m.Snapshot | m.Restore | m.Follow, now: float
+        self, session: OpenSession, call: int, request: m.Snapshot | m.Restore | m.Follow, now: float
     ) -> m.Reply | MustWait:
         if self.snapshots is None:
             raise UsageError(
@@ -596,7 +596,7 @@ class Node:
             self._try_again(parked, now)
         return parked is not None
 
-    def _try_again(self, parked: Parked, now: float) -> None:
+    def _try_again(self, parked: WaitingRequest, now: float) -> None:
         session = self.sessions.of_call(parked.session)
         outcome = self._try(session, parked.call, parked.request, now)
         if isinstance(outcome, MustWait):
@@ -614,7 +614,7 @@ class Node:
                 case LeaseEnded():
                     self.counters.leases_ended += 1
 
-    def _finish(self, parked: Parked, reply: m.Reply) -> None:
+    def _finish(self, parked: WaitingRequest, reply: m.Reply) -> None:
         self.parking.remove(parked)
         session = self.sessions.get(parked.session)
         if session is None:
@@ -626,13 +626,13 @@ class Node:
         except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the caller)
             self._answer(session.peer, parked.call, self._defect(type(parked.request).__name__, error, session))
 
-    def explain(self, parked: Parked, now: float) -> str:
+    def explain(self, parked: WaitingRequest, now: float) -> str:
         """Why a parked request still waits: what is missing, who holds it, who is before it."""
         ahead = self.parking.ahead_of(parked)
         behind = f"; {_earlier(ahead)} before it" if ahead else ""
         return self._explain(parked.request, now) + behind
 
-    def _too_late(self, parked: Parked, now: float) -> m.Failed:
+    def _too_late(self, parked: WaitingRequest, now: float) -> m.Failed:
         waited = f"{type(parked.request).__name__} waited {now - parked.since:.3g} s: "
         return _failed(DeadlineExceeded(waited + self.explain(parked, now)))
 
@@ -647,7 +647,7 @@ class Node:
 
     # ------------------------------------------------------------ answers
 
-    def _reply(self, session: Session, call: int, request: m.Request, reply: m.Reply) -> None:
+    def _reply(self, session: OpenSession, call: int, request: m.Request, reply: m.Reply) -> None:
         """Answer a call of a session. A reply too large to travel is undone and refused instead."""
         reply = self.shards.issue(session, reply)
         try:

@@ -6,13 +6,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from transferqueue.ledger.table import Absence
-from transferqueue.server.sessions.sessions import Session
-from transferqueue.server.sessions.waiting import Parked, wait_of
-from transferqueue.server.shards.remote_shard import Further
+from transferqueue.server.sessions.sessions import OpenSession
+from transferqueue.server.sessions.waiting import WaitingRequest, wait_of
+from transferqueue.server.shards.remote_shard import RemoteShard
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
-    from transferqueue.server.node import Node
+    from transferqueue.server.node import Coordinator
 
 Plain = dict[str, Any]
 
@@ -22,7 +22,7 @@ WAITING_SHOWN_MAX: Final = 100
 """Requests that wait are explained one by one, the longest first; more than a screen shows helps nobody."""
 
 
-def observe(node: Node, request: m.Observe, now: float) -> object:
+def observe(node: Coordinator, request: m.Observe, now: float) -> object:
     """The dictionary that `request` asks for. `UsageError` for one that is not known."""
     account = node.ledger.observe(request, now)
     if request.what == "stats":
@@ -33,7 +33,7 @@ def observe(node: Node, request: m.Observe, now: float) -> object:
     return _sessions(node, account, now) if request.what == "sessions" else account
 
 
-def absence(node: Node, table: str, task: str, now: float) -> Absence | None:
+def absence(node: Coordinator, table: str, task: str, now: float) -> Absence | None:
     """Since when nobody has worked on a task, and what is known of who did; None if somebody holds or waits for rows of it, or
     asked for some just now."""
     if node.parking.is_waited_for(("task", table, task)) or node.ledger.has_leased(table, task):
@@ -53,7 +53,7 @@ def absence(node: Node, table: str, task: str, now: float) -> Absence | None:
     return Absence(f"nobody works on it, nor has since this server started {up_s:.0f} s ago", up_s)
 
 
-def holders(node: Node, now: float) -> str:
+def holders(node: Coordinator, now: float) -> str:
     """Who has the bytes of the arena, the largest first: for an error message."""
     stats = node.ledger.observe(m.Observe("stats"), now)
     tables = _largest({f'table "{name}"': table["bytes"] for name, table in stats["tables"].items()})
@@ -66,7 +66,7 @@ def _largest(sizes: dict[str, int]) -> str:
     return ", ".join(f"{name} ({size:,} bytes)" for size, name in ranked[:6])
 
 
-def _largest_holders(node: Node, now: float) -> str:
+def _largest_holders(node: Coordinator, now: float) -> str:
     accounts = node.ledger.observe(m.Observe("sessions"), now).values()
     ranked = sorted(accounts, key=lambda account: -account["grants"] - account["pins"])
     return ", ".join(
@@ -76,7 +76,7 @@ def _largest_holders(node: Node, now: float) -> str:
     )
 
 
-def _stats(node: Node, table: str, now: float) -> Plain:
+def _stats(node: Coordinator, table: str, now: float) -> Plain:
     return {
         "now_s": now,
         "epoch": node.place.epoch,
@@ -86,12 +86,12 @@ def _stats(node: Node, table: str, now: float) -> Plain:
     }
 
 
-def _all_waiting(node: Node, table: str, now: float) -> list[Plain]:
+def _all_waiting(node: Coordinator, table: str, now: float) -> list[Plain]:
     waits = (parked for parked in node.parking if not table or _about(parked) == table)
     return [_waiting(node, parked, now) for parked in islice(waits, WAITING_SHOWN_MAX)]
 
 
-def _server(node: Node, now: float) -> Plain:
+def _server(node: Coordinator, now: float) -> Plain:
     counters = node.counters
     return {
         "address": node.place.address,
@@ -115,7 +115,7 @@ def _server(node: Node, now: float) -> Plain:
     }
 
 
-def _shard(shard: Further) -> Plain:
+def _shard(shard: RemoteShard) -> Plain:
     return {
         "shard": shard.number,
         "label": shard.session.label,
@@ -128,7 +128,7 @@ def _shard(shard: Further) -> Plain:
     }
 
 
-def _waiting(node: Node, parked: Parked, now: float) -> Plain:
+def _waiting(node: Coordinator, parked: WaitingRequest, now: float) -> Plain:
     session = node.sessions.get(parked.session)
     return {
         "session": parked.session,
@@ -142,12 +142,12 @@ def _waiting(node: Node, parked: Parked, now: float) -> Plain:
     }
 
 
-def _about(parked: Parked) -> str:
+def _about(parked: WaitingRequest) -> str:
     request = parked.request
     return str(getattr(request, "table", getattr(request, "name", "")))
 
 
-def _sessions(node: Node, accounts: Plain, now: float) -> Plain:
+def _sessions(node: Coordinator, accounts: Plain, now: float) -> Plain:
     """What the ledger says each session holds, with who it is."""
     states = [("open", session) for session in node.sessions] + [("ended", one) for one in node.sessions.lingering]
     return {
@@ -158,7 +158,7 @@ def _sessions(node: Node, accounts: Plain, now: float) -> Plain:
     }
 
 
-def _session(session: Session, state: str, now: float) -> Plain:
+def _session(session: OpenSession, state: str, now: float) -> Plain:
     return {
         "session": session.number,
         "label": session.hello.label,

@@ -20,18 +20,18 @@ from transferqueue.server.sessions import liveness as evidence
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
-    from transferqueue.server.node import Node
+    from transferqueue.server.node import Coordinator
 
 _log: Final = logging.getLogger("transferqueue.server")
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(m.Hello).decode
 
 
-FindAgain = Callable[[m.Hello], tuple[evidence.Evidence | None, bool]]
+FindAgain = Callable[[m.Hello], tuple[evidence.ProcessHandle | None, bool]]
 """As `evidence.find_again`."""
 
 
-class Past(Protocol):
+class PreviousRun(Protocol):
     """What the life before left, as far as `resume` asks: see `durable.Durable`."""
 
     @property
@@ -50,7 +50,7 @@ def origin_of(hello: m.Hello) -> bytes:
     return _encode(hello)
 
 
-def resume(node: Node, state: Past, find_again: FindAgain = evidence.find_again) -> dict[str, list[int]]:
+def resume(node: Coordinator, state: PreviousRun, find_again: FindAgain = evidence.find_again) -> dict[str, list[int]]:
     """Have a new node go on from `state`: find every client again that the ledger knows, and see to what is damaged.
 
     Returns the rows that ended for it, by table.
@@ -82,7 +82,7 @@ def _told(values: dict[str, dict[str, list[int]]]) -> str:
     return "; ".join(told) or "none of a row"
 
 
-def _find_sessions(node: Node, now: float, find_again: FindAgain, *, rebooted: bool) -> None:
+def _find_sessions(node: Coordinator, now: float, find_again: FindAgain, *, rebooted: bool) -> None:
     """rebooted: no process of then can live."""
     lent = list(node.ledger.state.core.blocks.extents.values())  # before those of sessions that ended are given back
     for known in list(node.ledger.state.sessions.values()):
@@ -99,7 +99,7 @@ def _find_sessions(node: Node, now: float, find_again: FindAgain, *, rebooted: b
     _find_shards(node, lent)
 
 
-def _find_shards(node: Node, extents: list[ExtentState]) -> None:
+def _find_shards(node: Coordinator, extents: list[ExtentState]) -> None:
     """Those whose sessions go on; what the others held is lost already. extents: lent when the last life ended."""
     sessions = list(node.sessions)
     for session in sessions:
@@ -108,7 +108,7 @@ def _find_shards(node: Node, extents: list[ExtentState]) -> None:
             node.shards.join(session, lent, [one.number for one in sessions])
 
 
-def _bury(node: Node, known: Known, hello: m.Hello, now: float) -> None:
+def _bury(node: Coordinator, known: Known, hello: m.Hello, now: float) -> None:
     node.ledger.close_session(known.id, now)
     if known.id in node.ledger.state.sessions:  # it was closed before, and lingered
         node.ledger.end_pins(known.id)

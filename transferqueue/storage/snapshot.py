@@ -162,7 +162,7 @@ class SnapshotWriter:
         shutil.rmtree(self._made, ignore_errors=True)
 
 
-class Snapshot:
+class SnapshotReader:
     """A snapshot that was found whole: `open` compares every checksum first."""
 
     def __init__(self, path: Path, about: bytes, files: dict[str, FileEntry]) -> None:
@@ -171,7 +171,7 @@ class Snapshot:
     @classmethod
     def open(
         cls, path: Path, progress: Callable[[int], None], started: Callable[[int], None] = lambda _: None
-    ) -> Snapshot:
+    ) -> SnapshotReader:
         """The snapshot at `path`, or the newest under it. started: told how many bytes all files have, before they are read.
         progress: told how many bytes were just compared.
 

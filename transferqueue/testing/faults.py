@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from transferqueue.client.session.calls import Calls
+from transferqueue.client.session.calls import PendingCalls
 from transferqueue.ledger.requests import ack as returns
 from transferqueue.ledger.requests import checkpoints as stepped
 from transferqueue.ledger.requests import flow_control as flowing
@@ -32,8 +32,8 @@ from transferqueue.ledger.tasks.leases import LeaseTable
 from transferqueue.ledger.tasks.reservations import FlowControl
 from transferqueue.ledger.tasks.task_state import TaskState
 from transferqueue.server.durability import recorded_ledger as recording
-from transferqueue.server.sessions.waiting import Parking
-from transferqueue.server.shards.own_memory import Memory
+from transferqueue.server.sessions.waiting import WaitQueue
+from transferqueue.server.shards.own_memory import OwnShardMemory
 from transferqueue.testing.simulator.machine import SimJournal
 from transferqueue.wire import messages as m
 
@@ -148,16 +148,16 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
         (settle, "judge_stale", _nothing),
         (handover, "_stale_since", lambda _was: lambda *_args: NO_ROWS),
     ),
-    "a reply is matched by order": ((Calls, "answered", _in_order),),
+    "a reply is matched by order": ((PendingCalls, "answered", _in_order),),
     "an extent is freed under a view": ((BlockRegistry, "pin", _nothing), (BlockRegistry, "unpin", _nothing)),
     "a reservation is freed twice": ((FlowControl, "close", _double_free),),
     "the expiry of a lease is not counted": ((returns, "return_rows", _uncounted),),
     "a group is handed over incomplete": ((GroupIndex, "size_of", _one_less),),
     "a seal forgets those who wait": ((TableState, "wake_tasks", _nothing), (TableState, "wake_task", _nothing)),
-    "a wake-up is lost": ((Parking, "wake", _nothing),),
-    "an extent is given back twice": ((Memory, "give_back", _twice),),
+    "a wake-up is lost": ((WaitQueue, "wake", _nothing),),
+    "an extent is given back twice": ((OwnShardMemory, "give_back", _twice),),
     "replay skips a record": ((recording, "_carry_out", _skip),),
-    "an extent is never given back": ((Memory, "give_back", _nothing),),
+    "an extent is never given back": ((OwnShardMemory, "give_back", _nothing),),
     "producers are not held back": ((intake, "no_room", lambda _was: lambda *_args: ""), (flowing, "reserve_hindered", lambda _was: lambda *_args: "")),
     "a share is done when its first replica is": ((returns, "_ack_replica", _first_replica),),
     "a checkpoint covers the step after it": ((stepped, "checkpointed", _one_step_more),),

@@ -17,13 +17,13 @@ import transferqueue as tq
 from transferqueue.errors import AddressInUse, TransferQueueError
 from transferqueue.text import visible
 from transferqueue.transport import TcpAddress
-from transferqueue.web.access import Door, web_place
+from transferqueue.web.access import AccessPolicy, web_place
 from transferqueue.web.connections import Server, configured
 from transferqueue.web.page.app import Gate, make_app
 from transferqueue.web.service.service import make_service
 from transferqueue.web.token import TOKEN_CHARS_MAX
 
-Make = Callable[[tq.AsyncQueue, Door], Gate]
+Make = Callable[[tq.AsyncQueue, AccessPolicy], Gate]
 APPS: Final[dict[str, tuple[Make, int]]] = {"page": (make_app, 128), "service": (make_service, 512)}
 """What is served, and how many connections it has at most (`connections`): each of the service may be a
 wait for rows, of which a session has at most 1024, those that were given up and are not over yet among them."""
@@ -48,7 +48,7 @@ async def _serve(kind: str, address: str, place: TcpAddress, token: str, metrics
         sys.stdout.write(f"http://{here.host}:{here.port}/\n")  # now: the server that waits for this answers only then
         sys.stdout.flush()
         async with tq.aconnect(address, label=f"web {kind}") as queue:
-            server = Server(configured(make(queue, Door(here, token, metrics_token)), most))
+            server = Server(configured(make(queue, AccessPolicy(here, token, metrics_token)), most))
             loop = asyncio.get_running_loop()
             loop.add_reader(sys.stdin.fileno(), _end, server, loop)
             await server.serve(sockets=[listener])

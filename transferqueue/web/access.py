@@ -39,7 +39,7 @@ LINK: Final = "/"
 """Where the link leads, and its token is exchanged for a cookie."""
 
 
-class Refusal(NamedTuple):
+class AccessDenied(NamedTuple):
     """What a request gets instead of an answer."""
 
     status: HTTPStatus
@@ -58,7 +58,7 @@ def web_place(text: str) -> TcpAddress:
     return place
 
 
-class Door:
+class AccessPolicy:
     """Lets in whoever brings `token` to a page at `place`, and to its metrics whoever brings `metrics_token`."""
 
     def __init__(self, place: TcpAddress, token: str, metrics_token: str) -> None:
@@ -69,23 +69,25 @@ class Door:
 
     def refuses(
         self, path: str, headers: Mapping[str, str], cookies: Mapping[str, str], asked: str | None = None
-    ) -> Refusal | None:
+    ) -> AccessDenied | None:
         """Why a request is not answered; None: it is. asked: the token in its link, if any."""
         if headers.get("host", "") not in self._hosts:
-            return Refusal(HTTPStatus.MISDIRECTED_REQUEST, f"this page is at {', '.join(sorted(self._hosts))} only")
+            return AccessDenied(
+                HTTPStatus.MISDIRECTED_REQUEST, f"this page is at {', '.join(sorted(self._hosts))} only"
+            )
         origin = headers.get("origin")
         if origin is not None and origin.removeprefix("http://") not in self._hosts:
-            return Refusal(HTTPStatus.FORBIDDEN, "another site may not ask this page")
+            return AccessDenied(HTTPStatus.FORBIDDEN, "another site may not ask this page")
         shown = asked or headers.get("authorization", "").removeprefix("Bearer ") or cookies.get(self.cookie, "")
         opens = hmac.compare_digest(shown.encode(), self._token)
         opens_metrics = hmac.compare_digest(shown.encode(), self._metrics_token)
         if opens or (opens_metrics and path == METRICS):
             return None
         if opens_metrics:
-            return Refusal(
+            return AccessDenied(
                 HTTPStatus.FORBIDDEN, f"this token opens {METRICS} and nothing else; open the link that serve printed"
             )
-        return Refusal(
+        return AccessDenied(
             HTTPStatus.UNAUTHORIZED,
             "open the link that serve printed; it holds the token, which programs send as Authorization: Bearer TOKEN",
         )

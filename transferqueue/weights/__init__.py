@@ -2,11 +2,11 @@
 
 On one machine a version is blocks in the arena of the node, which every process maps: what `publish` writes once is what
 each `pull` views. Only tensors that changed are written, and only those are fetched by who holds an earlier version. The channel's
-handles are made by `Queue.weights`. Other hosts have a `Relay` each, into which a version crosses once.
+handles are made by `Queue.weights`. Other hosts have a `WeightRelay` each, into which a version crosses once.
 """
 
 from transferqueue.client.aio.queue import AsyncWeightChannel
 from transferqueue.client.handles.weights import Subscription, WeightChannel, Weights
-from transferqueue.weights.relay import Carrier, Relay
+from transferqueue.weights.relay import RelayProcess, WeightRelay
 
-__all__ = ["AsyncWeightChannel", "Carrier", "Relay", "Subscription", "WeightChannel", "Weights"]
+__all__ = ["AsyncWeightChannel", "RelayProcess", "Subscription", "WeightChannel", "WeightRelay", "Weights"]

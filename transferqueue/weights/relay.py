@@ -41,7 +41,7 @@ AGAIN_S: Final = 1.0
 """Between an error of the network and the next attempt."""
 
 
-class Relay:
+class WeightRelay:
     """Carries versions of `channel` from the queue `source` into the queue `here`; both are the caller's to close.
 
     keep: versions kept here. One thread at a time.
@@ -94,7 +94,7 @@ class Relay:
         self.close()
 
 
-class Carrier:
+class RelayProcess:
     """A relay by addresses, for as long as it is not told to stop: it connects again, and takes another source where one is gone.
 
     sources: addresses or join tokens, tried in turn: one that is gone, or has nothing new within `wait_s`, gives way
@@ -147,7 +147,7 @@ class Carrier:
         with (
             tq.connect(self._here, label="weight relay") as here,
             tq.connect(address, label="weight relay", data=self._data) as source,
-            Relay(source, here, self._channel, keep=self._keep) as relay,
+            WeightRelay(source, here, self._channel, keep=self._keep) as relay,
         ):
             with self._guard:
                 self._open = source, here

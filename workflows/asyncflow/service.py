@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import transferqueue as tq
-from transferqueue.client.operations.facts import Facts
+from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.client.sync.table import TableBase
 from transferqueue.errors import SchemaError, UsageError, listing
 from transferqueue.limits import TEXT_CHARS_MAX, TIMEOUT_S_DEFAULT
@@ -36,7 +36,7 @@ NOTICE: Final = "notice"
 """Name of the tensor that carries the notice of a version, as the bytes of its JSON."""
 _GROUP_BITS: Final = 52
 """Groups are numbered from a random place on, so that nobody need agree; ids stay exact as float64."""
-FACTS: Final = frozenset(Facts.__struct_fields__)
+FACTS: Final = frozenset(GivenFacts.__struct_fields__)
 _SAID: Final = FACTS | {"self", "rows", "overwrite", "reservation", "timeout_s", "step", "failed", "reason"}
 """What calls of the queue say beside columns, so that no column can be called so here."""
 
@@ -55,7 +55,7 @@ def check_columns(columns: object) -> Mapping[str, Any]:
         raise UsageError(f"columns are {type(columns).__name__}; give a dict of names and columns")
     taken = _SAID & columns.keys()
     if taken:
-        raise UsageError(f"column {listing(taken)} is named as a fact of rows or as an option; give facts as facts")
+        raise UsageError(f"column {listing(taken)} is named as a fact of rows or as an option; give facts")
     return columns
 
 

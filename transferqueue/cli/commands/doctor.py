@@ -14,7 +14,7 @@ from transferqueue.cli.exit_codes import MEND
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from transferqueue.observe.coordinators import Silent
+    from transferqueue.observe.coordinators import UnreachableCoordinator
     from transferqueue.observe.diagnosis import Diagnosis
 
 EXAMPLES = (
@@ -83,7 +83,7 @@ def _machine(arena_bytes: str | None, runtime: Path | None, *, json: bool) -> No
 def _deployment(address: str, table: str, patience_s: float, *, json: bool) -> None:
     from transferqueue.cli.connection import connected
     from transferqueue.cli.screens.terminal import console, show, show_json
-    from transferqueue.observe.coordinators import Silent, by_coordinator
+    from transferqueue.observe.coordinators import UnreachableCoordinator, by_coordinator
     from transferqueue.observe.diagnosis import diagnose
 
     with connected(address, label="doctor") as queue:
@@ -95,21 +95,21 @@ def _deployment(address: str, table: str, patience_s: float, *, json: bool) -> N
     else:
         terminal = console()
         show(_lines(found, terminal.width), terminal)
-    if any(isinstance(one, Silent) or one.stalled for one in found.values()):
+    if any(isinstance(one, UnreachableCoordinator) or one.stalled for one in found.values()):
         raise typer.Exit(MEND)
 
 
-def _lines(found: Mapping[str, Diagnosis | Silent], width: int) -> list[Text]:
+def _lines(found: Mapping[str, Diagnosis | UnreachableCoordinator], width: int) -> list[Text]:
     """What there is to say of each coordinator; of the only one, without its address."""
     from rich.text import Text
 
     from transferqueue.cli.screens.stall import stall_lines
     from transferqueue.cli.screens.unreachable import silent_lines
-    from transferqueue.observe.coordinators import Silent
+    from transferqueue.observe.coordinators import UnreachableCoordinator
 
     lines: list[Text] = []
     for address, one in found.items():
-        if isinstance(one, Silent):
+        if isinstance(one, UnreachableCoordinator):
             lines += [*silent_lines(one, width), Text()]
         else:
             lines += [Text(address, style="bold cyan"), *stall_lines(one, width), Text()]

@@ -69,13 +69,18 @@ def _tables(queue: Queue, width: int) -> tuple[object, list[Text]]:
     from transferqueue.cli.screens.inspect import tables_lines
     from transferqueue.cli.screens.unreachable import silent_lines
     from transferqueue.observe.answers.stats import Stats, parse
-    from transferqueue.observe.coordinators import Silent, by_coordinator
+    from transferqueue.observe.coordinators import UnreachableCoordinator, by_coordinator
 
     found = by_coordinator(queue.address, queue.stats(), lambda said: parse("stats", said, Stats))
     tables = {
-        name: table for one in found.values() if not isinstance(one, Silent) for name, table in one.tables.items()
+        name: table
+        for one in found.values()
+        if not isinstance(one, UnreachableCoordinator)
+        for name, table in one.tables.items()
     }
-    silent = [line for one in found.values() if isinstance(one, Silent) for line in silent_lines(one, width)]
+    silent = [
+        line for one in found.values() if isinstance(one, UnreachableCoordinator) for line in silent_lines(one, width)
+    ]
     return tables, [*tables_lines(tables, width), *silent]
 
 
@@ -111,8 +116,8 @@ def _row(queue: Queue, table: str, row: int, width: int) -> tuple[object, list[T
     from transferqueue.observe.answers.row import RowLife
     from transferqueue.observe.answers.sessions import labels, parse_sessions
     from transferqueue.observe.answers.stats import parse
-    from transferqueue.observe.coordinators import Silent, by_coordinator
+    from transferqueue.observe.coordinators import UnreachableCoordinator, by_coordinator
 
     life = parse("row", queue.inspect(table, row), RowLife)
     known = by_coordinator(queue.address, queue.sessions(), parse_sessions)[queue.coordinator_of(table)]
-    return life, row_lines(life, {} if isinstance(known, Silent) else labels(known), width)
+    return life, row_lines(life, {} if isinstance(known, UnreachableCoordinator) else labels(known), width)

@@ -15,7 +15,7 @@ from transferqueue.cli.connection import ADDRESS_VARIABLE
 from transferqueue.cli.screens.terminal import say
 
 if TYPE_CHECKING:
-    from transferqueue.weights.relay import Carrier
+    from transferqueue.weights.relay import RelayProcess
 
 EXAMPLES = (
     (
@@ -90,7 +90,7 @@ def relay(
     each error of the network, after which it is tried again. With --serve, the first line is "ready" and its addresses.
     """
     from transferqueue.errors import UsageError
-    from transferqueue.weights.relay import WAIT_S, Carrier
+    from transferqueue.weights.relay import WAIT_S, RelayProcess
 
     place = into or (None if serving else os.environ.get(ADDRESS_VARIABLE))
     if (place is None) == (not serving):
@@ -101,8 +101,8 @@ def relay(
     if arena_bytes and not serving:
         raise UsageError(f"--arena-bytes {arena_bytes} is for --serve; the server at {place} has its own")
 
-    def carrier(here: str) -> Carrier:
-        return Carrier(
+    def carrier(here: str) -> RelayProcess:
+        return RelayProcess(
             sources,
             here,
             channel,
@@ -126,7 +126,7 @@ def _tell(line: str) -> None:
 class _Beside(threading.Thread):
     """A carrier beside the server of this process, which it stops if it ends by an error."""
 
-    def __init__(self, carrier: Carrier) -> None:
+    def __init__(self, carrier: RelayProcess) -> None:
         super().__init__(name="weight relay", daemon=True)
         self.carrier = carrier
         self.error: BaseException | None = None
@@ -139,7 +139,7 @@ class _Beside(threading.Thread):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _serve(addresses: Sequence[str], arena_bytes: str | None, make: Callable[[str], Carrier]) -> None:
+def _serve(addresses: Sequence[str], arena_bytes: str | None, make: Callable[[str], RelayProcess]) -> None:
     """Be the server, with a carrier into it."""
     from transferqueue.limits import parse_bytes
     from transferqueue.server.process.serve import serve

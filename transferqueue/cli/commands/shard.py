@@ -80,7 +80,7 @@ def shard(
     if context.invoked_subcommand is not None:
         return
     from transferqueue.client.session.addresses import way_in
-    from transferqueue.cluster.shard import Shard, serve_shard
+    from transferqueue.cluster.shard import ShardProcess, serve_shard
     from transferqueue.limits import parse_bytes
 
     named = single_address_of(address, "a shard lends its memory to")
@@ -89,7 +89,7 @@ def shard(
     ceiling = parse_bytes(arena_bytes) if arena_bytes else None
     try:
         serve_shard(
-            Shard(place or named, arena_bytes=ceiling, store=store, host=host, keys=keys, label=label), _announce
+            ShardProcess(place or named, arena_bytes=ceiling, store=store, host=host, keys=keys, label=label), _announce
         )
     finally:
         signal.signal(signal.SIGTERM, before)

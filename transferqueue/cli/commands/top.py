@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from transferqueue.client import Queue
     from transferqueue.observe.answers.stats import Stats
-    from transferqueue.observe.coordinators import Silent
-    from transferqueue.observe.frame import Frame
+    from transferqueue.observe.coordinators import UnreachableCoordinator
+    from transferqueue.observe.frame import StatsFrame
 
 EXAMPLES = (
     ("transferqueue top", "the server of this user, twice a second; q or Ctrl-C ends it"),
@@ -56,7 +56,7 @@ def top(
             _show_live(queue, interval)
 
 
-def _look(queue: Queue) -> dict[str, Stats | Silent]:
+def _look(queue: Queue) -> dict[str, Stats | UnreachableCoordinator]:
     from transferqueue.observe.answers.stats import Stats, parse
     from transferqueue.observe.coordinators import by_coordinator
 
@@ -101,15 +101,17 @@ def _show_live(queue: Queue, interval: float) -> None:
                 return
 
 
-def _lines(shown: Iterable[Frame | Silent], width: int) -> list[Text]:
+def _lines(shown: Iterable[StatsFrame | UnreachableCoordinator], width: int) -> list[Text]:
     """Coordinators one beneath the other."""
     from rich.text import Text
 
     from transferqueue.cli.screens.top import top_lines
     from transferqueue.cli.screens.unreachable import silent_lines
-    from transferqueue.observe.coordinators import Silent
+    from transferqueue.observe.coordinators import UnreachableCoordinator
 
-    parts = [silent_lines(one, width) if isinstance(one, Silent) else top_lines(one, width) for one in shown]
+    parts = [
+        silent_lines(one, width) if isinstance(one, UnreachableCoordinator) else top_lines(one, width) for one in shown
+    ]
     return [line for part in parts for line in (*part, Text())][:-1]
 
 

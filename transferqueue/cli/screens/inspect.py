@@ -9,7 +9,7 @@ from rich.text import Text
 from transferqueue.cli.screens.layout import Column, fit, grid_line, heading, wrap
 from transferqueue.observe import units as q
 from transferqueue.observe.answers.stats import TableStats
-from transferqueue.observe.answers.tables import FieldTerms, TableTerms, TaskTerms
+from transferqueue.observe.answers.tables import FieldTerms, TableDescription, TaskTerms
 
 
 def tables_lines(tables: Mapping[str, TableStats], width: int) -> list[Text]:
@@ -32,7 +32,7 @@ def tables_lines(tables: Mapping[str, TableStats], width: int) -> list[Text]:
     return _grid(columns, len(tables), width)
 
 
-def terms_lines(terms: TableTerms, width: int) -> list[Text]:
+def terms_lines(terms: TableDescription, width: int) -> list[Text]:
     """A table's limits, its fields, its tasks."""
     return [
         *_headline(terms, width),
@@ -43,7 +43,7 @@ def terms_lines(terms: TableTerms, width: int) -> list[Text]:
     ]
 
 
-def _headline(terms: TableTerms, width: int) -> list[Text]:
+def _headline(terms: TableDescription, width: int) -> list[Text]:
     stats = terms.stats
     bound = f" of {q.size(terms.bytes_limit)}" if terms.bytes_limit else ""
     first = Text(terms.name, style="bold").append(

@@ -9,7 +9,7 @@ from rich.text import Text
 from transferqueue.cli.screens.layout import Column, bar, fit, flow, grid_line, heading, spread, wrap
 from transferqueue.observe import units as q
 from transferqueue.observe.answers.stats import ServerStats, TableStats, TaskStats, Waiting
-from transferqueue.observe.frame import Frame, TableRates
+from transferqueue.observe.frame import StatsFrame, TableRates
 
 _BAR: Final = 24
 _BAR_STALENESS: Final = 8
@@ -17,7 +17,7 @@ _LAGS_SHOWN: Final = 6
 _PACES: Final = " ◂"
 
 
-def top_lines(frame: Frame, width: int) -> list[Text]:
+def top_lines(frame: StatsFrame, width: int) -> list[Text]:
     """Lines of the whole screen, none longer than `width` unless a name is."""
     lines = [*_head(frame, width), Text()]
     if not frame.stats.tables:
@@ -31,7 +31,7 @@ def top_lines(frame: Frame, width: int) -> list[Text]:
 # ---------------------------------------------------------------- head
 
 
-def _head(frame: Frame, width: int) -> list[Text]:
+def _head(frame: StatsFrame, width: int) -> list[Text]:
     server = frame.stats.server
     left = Text(frame.address, style="bold cyan")
     right = Text(f"up {q.span(server.uptime_s)} · {q.plural(frame.stats.sessions, 'session')}", style="dim")
@@ -75,7 +75,7 @@ def _level(share: float) -> str:
 # ---------------------------------------------------------------- tables
 
 
-def _tables(frame: Frame, width: int) -> list[Text]:
+def _tables(frame: StatsFrame, width: int) -> list[Text]:
     columns = fit(_columns(frame), width)
     lines, row = [heading(columns)], 0
     for name, table in frame.stats.tables.items():
@@ -123,7 +123,7 @@ def _of(noun: str, amount: int, limit: int) -> Text:
     return full
 
 
-def _columns(frame: Frame) -> list[Column]:
+def _columns(frame: StatsFrame) -> list[Column]:
     tasks = [
         (table, name, task, rate.tasks.get(name) if (rate := frame.rates.get(table_name)) else None)
         for table_name, table in frame.stats.tables.items()
@@ -182,7 +182,7 @@ def _lag(lag: str, share: float) -> Text:
 # ---------------------------------------------------------------- weights and waits
 
 
-def _channels(frame: Frame, width: int) -> list[Text]:
+def _channels(frame: StatsFrame, width: int) -> list[Text]:
     lines: list[Text] = []
     for name, channel in frame.stats.channels.items():
         applied = [f"{version} by {count}" for version, count in _tally(channel.applied)]

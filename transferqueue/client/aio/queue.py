@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from transferqueue.client.handles import weights as weighing
 from transferqueue.client.handles.coordinators import QueueBase
-from transferqueue.client.handles.prefetch import Ahead
+from transferqueue.client.handles.prefetch import Prefetcher
 from transferqueue.client.operations import lease as leasing
 from transferqueue.client.operations import publish as composing
 from transferqueue.client.operations import snapshot
 from transferqueue.client.operations import tables as verbs
-from transferqueue.client.operations.facts import Facts, Floats, Ints, Keys, TagsGiven
+from transferqueue.client.operations.facts import Floats, GivenFacts, Ints, Keys, TagsGiven
 from transferqueue.client.operations.rows import Rows
 from transferqueue.client.operations.snapshot import SNAPSHOT_S, Progress
 from transferqueue.client.session.run import Operation, T, adrive
@@ -40,7 +40,7 @@ from transferqueue.storage.elements.process_bound import Staying
 A = TypeVar("A", bound=AbstractAsyncContextManager[Any])
 
 
-class Opening(Coroutine[Any, Any, A]):
+class AwaitableContext(Coroutine[Any, Any, A]):
     """Something that is awaited, or entered at once: ``await table.lease(...)``, ``async with table.lease(...) as batch``.
 
     A coroutine too, so that ``asyncio.create_task`` and task groups take it.
@@ -106,7 +106,7 @@ class AsyncBatch(BatchBase):
         **columns: Any,
     ) -> None:
         """As `Batch.ack`."""
-        facts = Facts(
+        facts = GivenFacts(
             group_id=group_id,
             group_size=group_size,
             ordinal=ordinal,
@@ -138,7 +138,7 @@ class AsyncBatch(BatchBase):
         **columns: Any,
     ) -> None:
         """As `Batch.release`."""
-        facts = Facts(
+        facts = GivenFacts(
             policy_version=policy_version,
             policy_version_max=policy_version_max,
             tokens=tokens,
@@ -232,7 +232,7 @@ class AsyncTable(TableBase):
         **columns: Any,
     ) -> NDArray[np.int64]:
         """As `Table.put`."""
-        facts = Facts(
+        facts = GivenFacts(
             group_id=group_id,
             group_size=group_size,
             ordinal=ordinal,
@@ -268,7 +268,7 @@ class AsyncTable(TableBase):
         **columns: Any,
     ) -> None:
         """As `Table.update`."""
-        facts = Facts(
+        facts = GivenFacts(
             group_id=group_id,
             group_size=group_size,
             ordinal=ordinal,
@@ -297,7 +297,7 @@ class AsyncTable(TableBase):
         rank: int = 0,
         world: int = 1,
         replica: tuple[int, int] | None = None,
-    ) -> Opening[AsyncBatch]:
+    ) -> AwaitableContext[AsyncBatch]:
         """As `Table.lease`: ``batch = await table.lease(...)``, or ``async with table.lease(...) as batch``."""
         request = leasing.lease_request(
             self.name,
@@ -315,7 +315,9 @@ class AsyncTable(TableBase):
             replica=replica,
         )
         limit_s = leasing.time_limit(time_limit_s)
-        return Opening(lambda: self._drive(leasing.lease(self._client, self._terms, request, AsyncBatch, limit_s)))
+        return AwaitableContext(
+            lambda: self._drive(leasing.lease(self._client, self._terms, request, AsyncBatch, limit_s))
+        )
 
     async def leases(
         self,
@@ -393,18 +395,18 @@ class AsyncTable(TableBase):
             replica=replica,
         )
         limit_s = leasing.time_limit(time_limit_s)
-        return AsyncLoader(Ahead(self._client, self._terms, request, AsyncBatch, prefetch, limit_s))
+        return AsyncLoader(Prefetcher(self._client, self._terms, request, AsyncBatch, prefetch, limit_s))
 
     def reserve(
         self, rows: int, *, policy_version: int | None = None, timeout_s: float = TIMEOUT_S_DEFAULT
-    ) -> Opening[AsyncReservation]:
+    ) -> AwaitableContext[AsyncReservation]:
         """As `Table.reserve`; awaited, or entered at once."""
 
         async def make() -> AsyncReservation:
             reserved = await self._drive(verbs.reserve(self._terms, rows, policy_version, timeout_s))
             return AsyncReservation(self._client, self._terms, reserved)
 
-        return Opening(make)
+        return AwaitableContext(make)
 
     async def advance(self, version: int, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> None:
         """As `Table.advance`."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from transferqueue.client.client import Client
+from transferqueue.client.client import ClientSession
 from transferqueue.client.operations.tables import observe
 from transferqueue.client.session.run import Operation
 from transferqueue.errors import PeerError, TransferQueueError, UsageError
@@ -29,7 +29,7 @@ class QueueBase(Staying):
 
     elsewhere: ClassVar[str] = "pass queue.address, and connect there: tq.connect(address)"
 
-    def __init__(self, *clients: Client) -> None:
+    def __init__(self, *clients: ClientSession) -> None:
         check_seats(clients)
         self._clients = sorted(clients, key=lambda one: one.seat.number)
 
@@ -72,14 +72,14 @@ class QueueBase(Staying):
         state = ", closed" if all(client.closed for client in self._clients) else ""
         return f"<{type(self).__name__} at {self.address}: {used} tables used here{state}>"
 
-    def _of(self, name: str) -> Client:
+    def _of(self, name: str) -> ClientSession:
         """The client of the coordinator that a table or channel belongs to."""
         if len(self._clients) == 1 or not isinstance(name, str):  # what is no name, the call itself refuses
             return self._clients[0]
         return self._clients[seat_of(name, len(self._clients)) - 1]
 
     @property
-    def _client(self) -> Client:
+    def _client(self) -> ClientSession:
         """Of the only coordinator. `UsageError` where there are more: this is nothing that they do together."""
         if len(self._clients) > 1:
             raise UsageError(
@@ -111,7 +111,7 @@ class QueueBase(Staying):
         return found
 
 
-def check_seats(clients: Sequence[Client]) -> None:
+def check_seats(clients: Sequence[ClientSession]) -> None:
     """`UsageError` unless these are one coordinator, or all of one deployment, each once."""
     if len(clients) == 1:
         return

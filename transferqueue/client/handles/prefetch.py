@@ -23,23 +23,23 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from transferqueue.client.client import Client
+from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations import lease as leasing
-from transferqueue.client.operations.lease import Lent
-from transferqueue.client.session.run import INLINE_WORK_BYTES, Operation, Work, adrive
+from transferqueue.client.operations.lease import BatchLease
+from transferqueue.client.session.run import INLINE_WORK_BYTES, BlockingWork, Operation, adrive
 from transferqueue.client.sync.batch import BatchBase
-from transferqueue.client.table_info import Terms
+from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import DeadlineExceeded, EndOfTable, UsageError
 from transferqueue.wire import messages as m
 
 B = TypeVar("B", bound=BatchBase)
 
 
-class Lease(NamedTuple, Generic[B]):
+class PrefetchedLease(NamedTuple, Generic[B]):
     """A batch, and the lease that it is made of."""
 
-    lent: Lent
+    lent: BatchLease
     batch: B
 
     def hand_back(self) -> None:
@@ -51,14 +51,14 @@ class Lease(NamedTuple, Generic[B]):
             lent.end("was released when its loader was closed")
 
 
-class Fetch(Generic[B]):
+class PrefetchSlot(Generic[B]):
     """One batch: leased in its turn, and loaded."""
 
     def __init__(
         self,
-        client: Client,
+        client: ClientSession,
         turn: asyncio.Lock,
-        lease: Callable[[float], Operation[Lease[B]]],
+        lease: Callable[[float], Operation[PrefetchedLease[B]]],
         wait_s: float,
     ) -> None:
         self._client, self._turn, self._lease = client, turn, lease
@@ -80,11 +80,11 @@ class Fetch(Generic[B]):
         elif not self.task.cancelled() and self.task.exception() is None:
             self.task.result().hand_back()
 
-    async def _fetch(self) -> Lease[B]:
+    async def _fetch(self) -> PrefetchedLease[B]:
         async with self._turn:
             return await self._leased()
 
-    async def _leased(self) -> Lease[B]:
+    async def _leased(self) -> PrefetchedLease[B]:
         wait_s = self._wait_s
         while True:
             try:
@@ -96,22 +96,22 @@ class Fetch(Generic[B]):
             wait_s = max(0.0, self._until - self._client.clock())
 
 
-class Ahead(Generic[B]):
+class Prefetcher(Generic[B]):
     """Batches of one lease request, fetched ahead (see the rules above). make: what a batch is, to its front."""
 
     def __init__(
         self,
-        client: Client,
-        terms: Terms,
+        client: ClientSession,
+        terms: TableInfo,
         request: m.Lease,
-        make: Callable[[Lent, m.Leased], B],
+        make: Callable[[BatchLease, m.Leased], B],
         prefetch: int,
         time_limit_s: float | None = None,
     ) -> None:
         self._client, self._terms, self._request, self._make = client, terms, request, make
         self._prefetch = checks.positive("prefetch", prefetch)
         self._time_limit_s = time_limit_s
-        self._fetches: deque[Fetch[B]] = deque()
+        self._fetches: deque[PrefetchSlot[B]] = deque()
         self._turn, self._taking = asyncio.Lock(), asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: EndOfTable | None = None
@@ -146,7 +146,7 @@ class Ahead(Generic[B]):
             except RuntimeError:  # the loop has ended, and its tasks with it
                 return
 
-    async def _next(self) -> Lease[B] | None:
+    async def _next(self) -> PrefetchedLease[B] | None:
         """The next batch; None: it was lost while it waited."""
         self._fill()
         fetch = self._fetches[0]
@@ -173,7 +173,7 @@ class Ahead(Generic[B]):
         found.batch._goes_on = True
         return found
 
-    def _waiting(self) -> Iterator[Lease[B]]:
+    def _waiting(self) -> Iterator[PrefetchedLease[B]]:
         """The batches that are here, and that nobody has taken."""
         for fetch in self._fetches:
             task = fetch.task
@@ -184,7 +184,7 @@ class Ahead(Generic[B]):
         self._check()
         self._loop = asyncio.get_running_loop()
         while len(self._fetches) < self._prefetch:
-            self._fetches.append(Fetch(self._client, self._turn, self._lease, self._request.wait_s))
+            self._fetches.append(PrefetchSlot(self._client, self._turn, self._lease, self._request.wait_s))
 
     def _check(self) -> None:
         if self._closed:
@@ -192,13 +192,13 @@ class Ahead(Generic[B]):
         if self._end is not None:
             raise self._end.with_traceback(None)
 
-    def _lease(self, wait_s: float) -> Operation[Lease[B]]:
+    def _lease(self, wait_s: float) -> Operation[PrefetchedLease[B]]:
         request = msgspec.structs.replace(self._request, wait_s=wait_s)
         return leasing.lease(
             self._client,
             self._terms,
             request,
-            lambda lent, leased: Lease(lent, self._make(lent, leased)),
+            lambda lent, leased: PrefetchedLease(lent, self._make(lent, leased)),
             self._time_limit_s,
         )
 
@@ -211,11 +211,11 @@ class Ahead(Generic[B]):
             self._fetches.popleft().stop()
 
 
-def _loaded(lease: Operation[Lease[B]]) -> Operation[Lease[B]]:
+def _loaded(lease: Operation[PrefetchedLease[B]]) -> Operation[PrefetchedLease[B]]:
     """A batch with its columns loaded; if that fails, its rows go back."""
     found = yield from lease
     try:
-        yield Work(INLINE_WORK_BYTES + 1, lambda: _load(found.batch))
+        yield BlockingWork(INLINE_WORK_BYTES + 1, lambda: _load(found.batch))
     except BaseException:
         found.hand_back()
         raise
@@ -227,7 +227,7 @@ def _load(batch: BatchBase) -> None:
         batch[name].load()
 
 
-def _see(task: asyncio.Task[Lease[B]]) -> None:
+def _see(task: asyncio.Task[PrefetchedLease[B]]) -> None:
     """An error that nobody asked for is no news of the loop's."""
     if not task.cancelled():
         task.exception()

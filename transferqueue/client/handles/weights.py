@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from numpy.typing import NDArray
 
-from transferqueue.client.client import Client
+from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations import publish as composing
-from transferqueue.client.session.run import Operation, Work, ask, drive, within
+from transferqueue.client.session.run import BlockingWork, Operation, ask, drive, within
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
 from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
 from transferqueue.schema import Field
 from transferqueue.storage.columns.column import Column
-from transferqueue.storage.columns.placement import Blocks
+from transferqueue.storage.columns.placement import MappedBlocks
 from transferqueue.storage.elements.process_bound import Staying
 from transferqueue.storage.memory.checksum import verify
 from transferqueue.wire import messages as m
@@ -36,13 +36,13 @@ TURN_S: Final = 30.0
 """Length of a turn: above the time in which weights are loaded, below that for which the others may wait for a dead one."""
 
 
-class Tensor:
+class SharedTensor:
     """One tensor in this process's memory, which several versions may share. It is let go by the last of them."""
 
     __slots__ = ("_users", "block", "blocks", "column")
     _guard: Final = threading.Lock()
 
-    def __init__(self, column: Column, blocks: Blocks, block: m.BlockAt) -> None:
+    def __init__(self, column: Column, blocks: MappedBlocks, block: m.BlockAt) -> None:
         self.column, self.blocks, self.block = column, blocks, block
         self._users = 1
 
@@ -73,7 +73,7 @@ class Weights(Staying, Mapping[str, Any]):
 
     elsewhere: ClassVar[str] = "pass queue.address, the channel and the version, and pull it there"
 
-    def __init__(self, channel: str, version: int, tensors: dict[str, Tensor], changed: frozenset[str]) -> None:
+    def __init__(self, channel: str, version: int, tensors: dict[str, SharedTensor], changed: frozenset[str]) -> None:
         self._channel, self._version = channel, version
         self._tensors, self._changed = tensors, changed
         self._released = False
@@ -123,17 +123,17 @@ class Weights(Staying, Mapping[str, Any]):
             )
         return f"{adapter}/"
 
-    def _copies(self) -> list[composing.TensorCopy]:
+    def _copies(self) -> list[composing.ReusedTensor]:
         """All tensors, of base and adapters, as they lie: what `mirror` publishes."""
         found = {id(one.blocks): one for one in self._tensors.values()}.values()
         return [
-            composing.TensorCopy(
+            composing.ReusedTensor(
                 [self._tensors[name].column.field for name in one.block.fields], one.block, one.blocks.living()[0]
             )
             for one in found
         ]
 
-    def _shared(self, field: Field, block: m.BlockAt) -> Tensor | None:
+    def _shared(self, field: Field, block: m.BlockAt) -> SharedTensor | None:
         """The tensor in `block`, if it is here, for another version to have as well."""
         mine = self._tensors.get(field.name)
         if mine is None:
@@ -177,7 +177,7 @@ class Weights(Staying, Mapping[str, Any]):
 class WeightChannelBase:
     """What the channels of both fronts share."""
 
-    def __init__(self, client: Client, name: str, keep: int) -> None:
+    def __init__(self, client: ClientSession, name: str, keep: int) -> None:
         self._client, self._name, self._keep = client, name, keep
 
     def __repr__(self) -> str:
@@ -305,7 +305,7 @@ def channel_name(channel: str, keep: int) -> tuple[str, int]:
     return check_name("channel", channel), checks.positive("keep", keep)
 
 
-def mirror(client: Client, channel: str, keep: int, weights: Weights, timeout_s: float) -> Operation[None]:
+def mirror(client: ClientSession, channel: str, keep: int, weights: Weights, timeout_s: float) -> Operation[None]:
     """A version of another channel, as a version of this."""
     if not isinstance(weights, Weights):
         raise UsageError(f"weights are {type(weights).__name__}; mirror what was pulled, or publish tensors")
@@ -313,7 +313,7 @@ def mirror(client: Client, channel: str, keep: int, weights: Weights, timeout_s:
 
 
 def pull(
-    client: Client, channel: str, above: int, version: int | None, since: Weights | None, timeout_s: float
+    client: ClientSession, channel: str, above: int, version: int | None, since: Weights | None, timeout_s: float
 ) -> Operation[Weights]:
     """A version, waited for; pulled again if its bytes do not match their checksums."""
     deadline = yield from within(timeout_s)
@@ -331,7 +331,7 @@ def pull(
     return (yield from _pull(client, request, since))
 
 
-def _pull(client: Client, request: m.Pull, since: Weights | None) -> Operation[Weights]:
+def _pull(client: ClientSession, request: m.Pull, since: Weights | None) -> Operation[Weights]:
     found = yield from ask(request, m.Weights)
     fields = {field.name: field for field in found.fields}
     shared = _shared(found, fields, since)
@@ -348,7 +348,7 @@ def _pull(client: Client, request: m.Pull, since: Weights | None) -> Operation[W
     return Weights(request.channel, found.version, ordered, frozenset(fetched))
 
 
-def _shared(found: m.Weights, fields: Mapping[str, Field], since: Weights | None) -> dict[str, Tensor]:
+def _shared(found: m.Weights, fields: Mapping[str, Field], since: Weights | None) -> dict[str, SharedTensor]:
     """Tensors of the reply that the caller has."""
     if since is None:
         return {}
@@ -357,19 +357,19 @@ def _shared(found: m.Weights, fields: Mapping[str, Field], since: Weights | None
 
 
 def _fetch(
-    client: Client, blocks: list[m.BlockAt], fields: dict[str, Field], subject: str
-) -> Operation[dict[str, Tensor]]:
+    client: ClientSession, blocks: list[m.BlockAt], fields: dict[str, Field], subject: str
+) -> Operation[dict[str, SharedTensor]]:
     """The tensors in `blocks`, whole."""
     zero = bytes(4)
     parts = [m.Part(block.fields, [block], block_of_row=zero, slot_of_row=zero) for block in blocks]
     columns, held = yield from client.shards.columns(parts, fields, 1)
     found = {
-        name: Tensor(columns[name], memory, block)
+        name: SharedTensor(columns[name], memory, block)
         for memory, block in zip(held, blocks, strict=True)
         for name in block.fields
     }
     try:
-        yield Work(sum(block.nbytes for block in blocks), lambda: _verify(found, subject))
+        yield BlockingWork(sum(block.nbytes for block in blocks), lambda: _verify(found, subject))
     except BaseException:
         for tensor in found.values():
             tensor.release(f"{subject} did not arrive whole; pull it again")
@@ -377,7 +377,7 @@ def _fetch(
     return found
 
 
-def _verify(tensors: Mapping[str, Tensor], subject: str) -> None:
+def _verify(tensors: Mapping[str, SharedTensor], subject: str) -> None:
     for name, tensor in tensors.items():
         verify(tensor.blocks.living()[0], tensor.block.checksum, f'tensor "{name}" of {subject}')
 

@@ -33,7 +33,7 @@ OPEN_MAX: Final = 2
 """Open extents kept for each copy that puts have: the one in use, and one that another thread asked for at the same moment."""
 
 
-class Fate(enum.Enum):
+class CommitOutcome(enum.Enum):
     """What became of the commit of a piece."""
 
     COMMITTED = enum.auto()
@@ -42,7 +42,7 @@ class Fate(enum.Enum):
     TORN = enum.auto()
 
 
-class _Extent:
+class _GrantedExtent:
     __slots__ = ("granted", "retired", "used", "writers")
 
     def __init__(self, granted: m.Granted) -> None:
@@ -51,15 +51,15 @@ class _Extent:
         self.retired = False
 
 
-class Piece:
+class WriteRegion:
     """Bytes [offset, offset + nbytes) of the arena of `shard`, this put's to write until `done`."""
 
     __slots__ = ("_extent", "_ground", "copies", "nbytes", "offset")
 
-    def __init__(self, ground: Ground, extent: _Extent, offset: int, nbytes: int) -> None:
+    def __init__(self, ground: WriteGrants, extent: _GrantedExtent, offset: int, nbytes: int) -> None:
         self._ground, self._extent = ground, extent
         self.offset, self.nbytes = offset, nbytes
-        self.copies: list[Piece] = []
+        self.copies: list[WriteRegion] = []
 
     @property
     def shard(self) -> int:
@@ -76,13 +76,13 @@ class Piece:
         """The extent that a commit names."""
         return self._extent.granted.extent
 
-    def done(self, fate: Fate) -> None:
+    def done(self, fate: CommitOutcome) -> None:
         """The put has ended, and this has become of it."""
         for one in (self, *self.copies):
             self._ground._done(one._extent, one, fate)
 
 
-class Ground:
+class WriteGrants:
     """The extents that a session may write into. Safe from any thread. `give_back` is told extents to return.
 
     whole_from: bytes of a put that has an extent to itself. shared: bytes of the extents that smaller puts share.
@@ -97,12 +97,12 @@ class Ground:
         self._give_back = give_back
         self._whole_from, self._shared = whole_from, shared
         self._guard = threading.RLock()
-        self._open: deque[_Extent] = deque()
+        self._open: deque[_GrantedExtent] = deque()
         self._open_max = OPEN_MAX
 
     def piece(
         self, nbytes: int, deadline: Deadline, apart: Sequence[int] = (), use: m.Use = "results"
-    ) -> Operation[Piece]:
+    ) -> Operation[WriteRegion]:
         """Room for `nbytes` in a shard that is none of `apart`, waiting for memory until the deadline."""
         if nbytes >= self._whole_from or use == "weights":
             return self._whole((yield from _ask(nbytes, deadline, apart, use)), nbytes)
@@ -110,12 +110,12 @@ class Ground:
             self._adopt((yield from _ask(self._shared, deadline, apart, use)), len(apart) + 1)
         return found
 
-    def _whole(self, granted: m.Granted, nbytes: int) -> Piece:
-        extent = _Extent(granted)
+    def _whole(self, granted: m.Granted, nbytes: int) -> WriteRegion:
+        extent = _GrantedExtent(granted)
         extent.retired, extent.writers = True, 1
-        return Piece(self, extent, granted.offset, nbytes)
+        return WriteRegion(self, extent, granted.offset, nbytes)
 
-    def _take(self, nbytes: int, apart: Sequence[int]) -> Piece | None:
+    def _take(self, nbytes: int, apart: Sequence[int]) -> WriteRegion | None:
         size = align(nbytes)
         with self._guard:
             for extent in reversed(self._open):
@@ -123,31 +123,31 @@ class Ground:
                     offset = extent.granted.offset + extent.used
                     extent.used += size
                     extent.writers += 1
-                    return Piece(self, extent, offset, nbytes)
+                    return WriteRegion(self, extent, offset, nbytes)
         return None
 
     def _adopt(self, granted: m.Granted, copies: int) -> None:
         with self._guard:
-            self._open.append(_Extent(granted))
+            self._open.append(_GrantedExtent(granted))
             self._open_max = max(self._open_max, copies * OPEN_MAX)
             while len(self._open) > self._open_max:
                 retired = self._open.popleft()
                 retired.retired = True
                 self._return_if_left(retired)
 
-    def _done(self, extent: _Extent, piece: Piece, fate: Fate) -> None:
+    def _done(self, extent: _GrantedExtent, piece: WriteRegion, fate: CommitOutcome) -> None:
         with self._guard:
             extent.writers -= 1
             end = piece.offset - extent.granted.offset + align(piece.nbytes)
-            if fate is Fate.REFUSED and end == extent.used:
+            if fate is CommitOutcome.REFUSED and end == extent.used:
                 extent.used -= align(piece.nbytes)
-            if fate is Fate.TORN and extent in self._open:
+            if fate is CommitOutcome.TORN and extent in self._open:
                 self._open.remove(extent)
                 extent.retired = True
-            if fate is not Fate.COMMITTED or piece.nbytes != extent.granted.nbytes:
+            if fate is not CommitOutcome.COMMITTED or piece.nbytes != extent.granted.nbytes:
                 self._return_if_left(extent)
 
-    def _return_if_left(self, extent: _Extent) -> None:
+    def _return_if_left(self, extent: _GrantedExtent) -> None:
         if extent.retired and extent.writers == 0:
             self._give_back(m.ReturnGrant(extent=extent.granted.extent))
 

@@ -14,14 +14,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client.memory.grants import Fate, Piece
-from transferqueue.client.session.run import Operation, Work
+from transferqueue.client.memory.grants import CommitOutcome, WriteRegion
+from transferqueue.client.session.run import BlockingWork, Operation
 from transferqueue.client.session.session_lock import SessionLock
 from transferqueue.errors import Unreachable
 from transferqueue.schema import Field
 from transferqueue.storage import Mapping as Arena
 from transferqueue.storage.columns.column import Column
-from transferqueue.storage.columns.placement import Blocks, Placement
+from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.memory.mapping import Pins, Release
 from transferqueue.wire import messages as m
 from transferqueue.wire import run_length as short
@@ -30,7 +30,7 @@ _ONE: Final = 4
 """Bytes of one item of `Part`."""
 
 
-class Memory:
+class MappedMemory:
     """Writes into granted extents, and pins of blocks that replies named. Safe from any thread.
 
     arenas: shard -> path. on_release: told blocks whose pins return; runs in finalizers. open_arena: as `Mapping.open`.
@@ -67,14 +67,14 @@ class Memory:
             for number in gone:
                 self._arenas.pop(number).close()
 
-    torn: Final = Fate.REFUSED
+    torn: Final = CommitOutcome.REFUSED
     """What a piece is whose writing failed: nobody else writes there, so it may be written again."""
 
-    def write(self, piece: Piece, nbytes: int, fill: Callable[[memoryview], object]) -> Work:
+    def write(self, piece: WriteRegion, nbytes: int, fill: Callable[[memoryview], object]) -> BlockingWork:
         """Let `fill` write `nbytes` into a piece of an extent granted to this session. The lock is held until it has."""
-        return Work(nbytes, lambda: self._write(piece, nbytes, fill))
+        return BlockingWork(nbytes, lambda: self._write(piece, nbytes, fill))
 
-    def _write(self, piece: Piece, nbytes: int, fill: Callable[[memoryview], object]) -> None:
+    def _write(self, piece: WriteRegion, nbytes: int, fill: Callable[[memoryview], object]) -> None:
         arena = self._arena(piece.shard)
         self._count(1)
         try:
@@ -84,15 +84,15 @@ class Memory:
 
     def columns(
         self, parts: Sequence[m.Part], fields: Mapping[str, Field], rows: int
-    ) -> Operation[tuple[dict[str, Column], list[Blocks]]]:
+    ) -> Operation[tuple[dict[str, Column], list[MappedBlocks]]]:
         """Columns of the parts of one reply, and what holds their memory. No bytes are read. The pins return when the
         last view is collected, or at once if this fails."""
         yield from ()  # an operation that asks for nothing
         memory = self.pin({block.block: block for part in parts for block in part.blocks}.values())
         columns: dict[str, Column] = {}
-        held: list[Blocks] = []
+        held: list[MappedBlocks] = []
         for part in parts:
-            blocks = Blocks(part.blocks, [memory[block.block] for block in part.blocks], fields)
+            blocks = MappedBlocks(part.blocks, [memory[block.block] for block in part.blocks], fields)
             placement = placement_of(part, blocks, rows)
             held.append(blocks)
             columns |= {name: Column(fields[name], placement) for name in part.fields}
@@ -156,11 +156,11 @@ class Memory:
             self._lock_file.release()
 
 
-def placement_of(part: m.Part, blocks: Blocks, rows: int) -> Placement:
+def placement_of(part: m.Part, blocks: MappedBlocks, rows: int) -> RowPlacement:
     """Where the rows of a reply are, as its part says; one run of one block needs no array."""
     if rows and len(part.block_of_row) == len(part.slot_of_row) == _ONE:
         block, first = (int.from_bytes(item, "little", signed=True) for item in (part.block_of_row, part.slot_of_row))
-        return Placement.of_run(blocks, block, first, rows)
-    return Placement(
+        return RowPlacement.of_run(blocks, block, first, rows)
+    return RowPlacement(
         blocks, short.each(part.block_of_row, "<i4", rows), short.each_ascending(part.slot_of_row, "<i4", rows)
     )

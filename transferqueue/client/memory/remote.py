@@ -16,10 +16,10 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from transferqueue.client.memory.grants import Fate, Piece
-from transferqueue.client.memory.transfers import Fetch, Rows, Store, Transfer, rows_of
+from transferqueue.client.memory.grants import CommitOutcome, WriteRegion
+from transferqueue.client.memory.transfers import ClientTransfer, FetchTransfer, RequestedRows, StoreTransfer, rows_of
 from transferqueue.client.session.deadline import Deadline
-from transferqueue.client.session.run import Operation, Work
+from transferqueue.client.session.run import BlockingWork, Operation
 from transferqueue.errors import (
     Corruption,
     DeadlineExceeded,
@@ -32,14 +32,14 @@ from transferqueue.errors import (
 from transferqueue.limits import BULK_SILENCE_S, BULK_TRANSFERS_MAX, BULK_TRIES, STALLED_S, TIMEOUT_S_DEFAULT
 from transferqueue.schema import Field
 from transferqueue.storage.columns.column import Column
-from transferqueue.storage.columns.placement import Blocks, Placement
+from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.memory.buffer_pool import Buffers
-from transferqueue.transport.bulk.tcp import StreamLine
-from transferqueue.transport.bulk.zeromq import BulkLine
+from transferqueue.transport.bulk.tcp import TcpBulkClient
+from transferqueue.transport.bulk.zeromq import ZmqBulkClient
 from transferqueue.wire import messages as m
 
-T = TypeVar("T", bound=Transfer)
-Line = StreamLine | BulkLine
+T = TypeVar("T", bound=ClientTransfer)
+Line = TcpBulkClient | ZmqBulkClient
 """What carries one transfer at a time: the latter where keys are asked for."""
 
 ASK_S: Final = 1.0
@@ -81,39 +81,39 @@ class RemoteMemory:
         self._closed = False
         self._pid = os.getpid()
 
-    torn: Final = Fate.TORN
+    torn: Final = CommitOutcome.TORN
     """What a piece is whose writing failed: late frames may still arrive in it."""
 
-    def write(self, piece: Piece, nbytes: int, fill: Callable[[memoryview], object]) -> Work:
+    def write(self, piece: WriteRegion, nbytes: int, fill: Callable[[memoryview], object]) -> BlockingWork:
         """Let `fill` write `nbytes`, and carry them into a piece of an extent granted to this session.
 
         The work ends when they are there. `Unreachable` or `Corruption` if they did not arrive in `BULK_TRIES` attempts
         at one life of the server.
         """
         caller = Caller(self._interrupt)
-        return Work(
+        return BlockingWork(
             nbytes,
             lambda: self._write(piece, nbytes, fill, caller),
             abandon=caller.leave,
             bound=caller.bound,
         )
 
-    def _write(self, piece: Piece, nbytes: int, fill: Callable[[memoryview], object], caller: Caller) -> None:
+    def _write(self, piece: WriteRegion, nbytes: int, fill: Callable[[memoryview], object], caller: Caller) -> None:
         staged = self.buffers.take(nbytes)
         fill(staged.data)
         session = self._welcome.session
-        self._carry(lambda number: Store(number, session, piece.granted, piece.offset, staged.data), caller)
+        self._carry(lambda number: StoreTransfer(number, session, piece.granted, piece.offset, staged.data), caller)
 
     def columns(
         self, parts: Sequence[m.Part], fields: Mapping[str, Field], rows: int
-    ) -> Operation[tuple[dict[str, Column], list[Blocks]]]:
+    ) -> Operation[tuple[dict[str, Column], list[MappedBlocks]]]:
         """Columns of the parts of one reply, received, and what holds them. The pins return in any case."""
         try:
             asked = [rows_of(part, rows) for part in parts]
-            found: list[Fetch] = []
+            found: list[FetchTransfer] = []
             if asked and rows:
                 caller = Caller(self._interrupt)
-                yield Work(
+                yield BlockingWork(
                     sum(at.nbytes for one in asked for at in one.wanted.blocks),
                     lambda: found.append(self._fetch(_shard_of(parts), fields, asked, caller)),
                     abandon=caller.leave,
@@ -144,9 +144,11 @@ class RemoteMemory:
         for line in self._busy.copy():
             line.interrupt()
 
-    def _fetch(self, shard: int, fields: Mapping[str, Field], asked: Sequence[Rows], caller: Caller) -> Fetch:
+    def _fetch(
+        self, shard: int, fields: Mapping[str, Field], asked: Sequence[RequestedRows], caller: Caller
+    ) -> FetchTransfer:
         session = self._welcome.session
-        return self._carry(lambda number: Fetch(number, session, shard, fields, asked, self.buffers), caller)
+        return self._carry(lambda number: FetchTransfer(number, session, shard, fields, asked, self.buffers), caller)
 
     def _carry(self, begin: Callable[[int], T], caller: Caller) -> T:
         """One transfer, begun again over another connection when it fails on the way.
@@ -174,8 +176,8 @@ class RemoteMemory:
         kind = Corruption if isinstance(failed, Corruption) else Unreachable
         raise kind(f"the bytes did not cross in {BULK_TRIES} attempts; at last: {failed}") from failed
 
-    def _drive(self, line: Line, transfer: Transfer, caller: Caller) -> None:
-        heard = _Heard(line, self._clock)
+    def _drive(self, line: Line, transfer: ClientTransfer, caller: Caller) -> None:
+        heard = _ConnectionProgress(line, self._clock)
         while not line.open(caller.step_s()):
             self._check(line, heard, caller)
         for message in transfer.opening():
@@ -188,7 +190,7 @@ class RemoteMemory:
             else:
                 line.ask(transfer.ask())
 
-    def _check(self, line: Line, heard: _Heard, caller: Caller) -> None:
+    def _check(self, line: Line, heard: _ConnectionProgress, caller: Caller) -> None:
         """Whether it is worth going on with this connection."""
         self._check_living(caller)
         silence_s = heard.silence_s
@@ -252,7 +254,7 @@ class RemoteMemory:
                 self._idle.pop().close()
 
 
-class _Heard:
+class _ConnectionProgress:
     """How long a connection has stood still. A slow one moves: what counts is bytes, not messages."""
 
     def __init__(self, line: Line, clock: Callable[[], float]) -> None:
@@ -314,14 +316,14 @@ def _shard_of(parts: Sequence[m.Part]) -> int:
 
 
 def _columns(
-    parts: Sequence[m.Part], asked: Sequence[Rows], fields: Mapping[str, Field], fetch: Fetch | None
-) -> tuple[dict[str, Column], list[Blocks]]:
+    parts: Sequence[m.Part], asked: Sequence[RequestedRows], fields: Mapping[str, Field], fetch: FetchTransfer | None
+) -> tuple[dict[str, Column], list[MappedBlocks]]:
     columns: dict[str, Column] = {}
-    held: list[Blocks] = []
+    held: list[MappedBlocks] = []
     for number, (part, one) in enumerate(zip(parts, asked, strict=True)):
         landed = [fetch.landed[number]] if fetch is not None else []
-        blocks = Blocks(landed, [block.memory for block in landed], fields)
-        placement = Placement(blocks, np.zeros(len(one.slot_of_row), np.int32), one.slot_of_row)
+        blocks = MappedBlocks(landed, [block.memory for block in landed], fields)
+        placement = RowPlacement(blocks, np.zeros(len(one.slot_of_row), np.int32), one.slot_of_row)
         held.append(blocks)
         columns |= {name: Column(fields[name], placement) for name in part.fields}
     return columns, held

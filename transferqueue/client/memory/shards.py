@@ -20,16 +20,16 @@ from typing import Any, Final, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client.memory.grants import Fate, Piece
-from transferqueue.client.memory.mapped import Memory, placement_of
+from transferqueue.client.memory.grants import CommitOutcome, WriteRegion
+from transferqueue.client.memory.mapped import MappedMemory, placement_of
 from transferqueue.client.memory.remote import ASK_S, RemoteMemory
 from transferqueue.client.session.connection import Connection
 from transferqueue.client.session.deadline import Deadline
-from transferqueue.client.session.run import Operation, Work, ask
+from transferqueue.client.session.run import BlockingWork, Operation, ask
 from transferqueue.errors import Corruption, DeadlineExceeded, PeerError, ShardLost, TransferQueueError
 from transferqueue.schema import Field
 from transferqueue.storage.columns.column import Column
-from transferqueue.storage.columns.placement import Blocks, Placement
+from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.wire import messages as m
 from transferqueue.wire import run_length as short
 
@@ -40,12 +40,12 @@ _MAPPED: Final = -1
 T = TypeVar("T")
 Rows = NDArray[np.intp] | None
 """Which rows of a reply; None: all."""
-Found = tuple[Rows, Blocks, Placement]
+Found = tuple[Rows, MappedBlocks, RowPlacement]
 Key = tuple[int, int]
 """Where rows lie, and how many of them."""
 
 
-class Shards:
+class ShardClients:
     """Safe from any thread. own: the coordinator's memory. dial: the way to another shard. unpin: told blocks whose pins return.
 
     What `dial` makes, and `own` if it is remote, returns no pins itself.
@@ -53,7 +53,7 @@ class Shards:
 
     def __init__(
         self,
-        own: Memory | RemoteMemory,
+        own: MappedMemory | RemoteMemory,
         dial: Callable[[m.ShardAt], RemoteMemory],
         unpin: Callable[[list[int]], object],
     ) -> None:
@@ -84,7 +84,7 @@ class Shards:
             gone = [number for number, at in self._known.items() if found.get(number) != at]
             closing = [line for number in gone if (line := self._lines.pop(number, None)) is not None]
             self._known = found
-            if isinstance(self._own, Memory):
+            if isinstance(self._own, MappedMemory):
                 self._own.map({at.number: (at.path, at.capacity) for at in found.values() if at.path})
         for line in closing:
             line.close()
@@ -117,9 +117,9 @@ class Shards:
         return found
 
     def _is_mapped(self, number: int) -> bool:
-        return isinstance(self._own, Memory) and (number == OWN or bool(self._at(number).path))
+        return isinstance(self._own, MappedMemory) and (number == OWN or bool(self._at(number).path))
 
-    def _memory(self, number: int) -> Memory | RemoteMemory:
+    def _memory(self, number: int) -> MappedMemory | RemoteMemory:
         if number == OWN or self._is_mapped(number):
             return self._own
         with self._guard:
@@ -129,16 +129,16 @@ class Shards:
 
     # ------------------------------------------------------------ writing
 
-    def write(self, piece: Piece, nbytes: int, fill: Callable[[memoryview], object]) -> Operation[None]:
+    def write(self, piece: WriteRegion, nbytes: int, fill: Callable[[memoryview], object]) -> Operation[None]:
         """Let `fill` write `nbytes` into a piece of an extent granted to this session; the piece is done with if that fails."""
-        torn = Fate.REFUSED
+        torn = CommitOutcome.REFUSED
         try:
             yield from self.know([piece.shard])
             memory = self._memory(piece.shard)
             torn = memory.torn
             yield memory.write(piece, nbytes, fill)
         except PeerError as error:
-            piece.done(Fate.TORN)
+            piece.done(CommitOutcome.TORN)
             yield from self._explain([piece.shard], error)
         except BaseException:
             piece.done(torn)
@@ -157,7 +157,7 @@ class Shards:
 
     def columns(
         self, parts: Sequence[m.Part], fields: Mapping[str, Field], rows: int
-    ) -> Operation[tuple[dict[str, Column], list[Blocks]]]:
+    ) -> Operation[tuple[dict[str, Column], list[MappedBlocks]]]:
         """Columns of the parts of one reply, and what holds the memory of each part. The pins return at once if this fails."""
         named = {block.block: block for part in parts for block in part.blocks}
         shards = {block.shard for block in named.values()}
@@ -207,11 +207,11 @@ class Shards:
         found: list[list[Found]],
     ) -> None:
         here = [(count, *one) for (place, count), every in wanted.items() if place == _MAPPED for one in every]
-        if not here or not isinstance(self._own, Memory):
+        if not here or not isinstance(self._own, MappedMemory):
             return
         memory = self._own.pin({at.block: at for _, _, _, some in here for at in some.blocks}.values())
         for count, at, which, some in here:
-            blocks = Blocks(some.blocks, [memory[one.block] for one in some.blocks], fields)
+            blocks = MappedBlocks(some.blocks, [memory[one.block] for one in some.blocks], fields)
             found[at].append((which, blocks, placement_of(some, blocks, count)))
 
 
@@ -219,7 +219,7 @@ PRESENCE_S: Final = 0.1
 """How long a transfer of bytes pauses for the coordinator to say whether the shard is there."""
 
 
-class Presence:
+class ShardLivenessCheck:
     """Whether a further shard is still there, as the coordinator sees it: asked while bytes are on their way, not more often than
     `ASK_S`. So who waits for a shard that was killed hears of it sooner than by its silence."""
 
@@ -272,9 +272,9 @@ def _split(part: m.Part, rows: int, place: Callable[[int], int]) -> list[tuple[i
 
 def _joined(
     parts: Sequence[m.Part], found: Sequence[Sequence[Found]], fields: Mapping[str, Field], rows: int
-) -> tuple[dict[str, Column], list[Blocks]]:
+) -> tuple[dict[str, Column], list[MappedBlocks]]:
     columns: dict[str, Column] = {}
-    held: list[Blocks] = []
+    held: list[MappedBlocks] = []
     for part, pieces in zip(parts, found, strict=True):
         blocks, placement = _one(pieces, fields, rows)
         held.append(blocks)
@@ -282,24 +282,24 @@ def _joined(
     return columns, held
 
 
-def _one(pieces: Sequence[Found], fields: Mapping[str, Field], rows: int) -> tuple[Blocks, Placement]:
+def _one(pieces: Sequence[Found], fields: Mapping[str, Field], rows: int) -> tuple[MappedBlocks, RowPlacement]:
     """One placement for rows that lie here and there."""
     if len(pieces) == 1:
         return pieces[0][1:]
     shapes = [shape for _, blocks, _ in pieces for shape in blocks.shapes]
-    blocks = Blocks(shapes, [memory for _, blocks, _ in pieces for memory in blocks.memory], fields)
+    blocks = MappedBlocks(shapes, [memory for _, blocks, _ in pieces for memory in blocks.memory], fields)
     block_of_row, slot_of_row = np.empty(rows, np.int32), np.empty(rows, np.int32)
     before = 0
     for which, some, placement in pieces:
         block_of_row[which] = placement.block_of_row + before
         slot_of_row[which] = placement.slot_of_row
         before += len(some.shapes)
-    return blocks, Placement(blocks, block_of_row, slot_of_row)
+    return blocks, RowPlacement(blocks, block_of_row, slot_of_row)
 
 
 def together(operations: Sequence[Operation[T]]) -> Operation[list[T]]:
-    """The results of operations that ask for one `Work` each, or for nothing; all works at once. If one fails, all end."""
-    begun: list[tuple[Operation[T], Work]] = []
+    """The results of operations that ask for one `BlockingWork` each, or for nothing; all works at once. If one fails, all end."""
+    begun: list[tuple[Operation[T], BlockingWork]] = []
     results: dict[int, T] = {}
     try:
         for at, operation in enumerate(operations):
@@ -311,26 +311,26 @@ def together(operations: Sequence[Operation[T]]) -> Operation[list[T]]:
             operation.close()
         raise
     positions = [at for at in range(len(operations)) if at not in results]
-    ended: list[tuple[Operation[T], Work]] = []
+    ended: list[tuple[Operation[T], BlockingWork]] = []
     for at, (operation, _) in zip(positions, begun, strict=True):
         _step(operation, None, at, ended, results)
     return [results[at] for at in range(len(operations))]
 
 
 def _step(
-    operation: Operation[T], given: Any, at: int, asked: list[tuple[Operation[T], Work]], results: dict[int, T]
+    operation: Operation[T], given: Any, at: int, asked: list[tuple[Operation[T], BlockingWork]], results: dict[int, T]
 ) -> None:
     try:
         wanted = operation.send(given)
     except StopIteration as end:
         results[at] = end.value
     else:
-        if not isinstance(wanted, Work):
+        if not isinstance(wanted, BlockingWork):
             raise TypeError(f"an operation asked for {type(wanted).__name__}, where only works can run together")
         asked.append((operation, wanted))
 
 
-def _at_once(works: Sequence[Work]) -> Work:
+def _at_once(works: Sequence[BlockingWork]) -> BlockingWork:
     def abandon() -> None:
         for work in works:
             if work.abandon is not None:
@@ -355,4 +355,4 @@ def _at_once(works: Sequence[Work]) -> Work:
             if work.bound is not None:
                 work.bound(deadline)
 
-    return Work(sum(work.nbytes for work in works), run, abandon=abandon, bound=bound)
+    return BlockingWork(sum(work.nbytes for work in works), run, abandon=abandon, bound=bound)

@@ -25,7 +25,7 @@ from transferqueue.wire import messages as m
 from transferqueue.wire import run_length as short
 
 
-class Transfer(Protocol):
+class ClientTransfer(Protocol):
     """One attempt at moving bytes over one connection."""
 
     @property
@@ -48,15 +48,15 @@ class Transfer(Protocol):
         """What to send when nothing has come for a while: does the shard still know of this?"""
 
 
-class Rows(msgspec.Struct, frozen=True):
+class RequestedRows(msgspec.Struct, frozen=True):
     """Distinct rows of one part, as they are asked for, and which of them each row of the reply is."""
 
-    wanted: b.Wanted
+    wanted: b.RowSelection
     count: int
     slot_of_row: NDArray[np.int32]
 
 
-def rows_of(part: m.Part, rows: int) -> Rows:
+def rows_of(part: m.Part, rows: int) -> RequestedRows:
     """A row that several rows of the reply share crosses once."""
     blocks, slots = short.each(part.block_of_row, "<i4", rows), short.each_ascending(part.slot_of_row, "<i4", rows)
     keys = blocks.astype(np.int64) << 32 | slots
@@ -70,22 +70,22 @@ def rows_of(part: m.Part, rows: int) -> Rows:
     layouts: dict[tuple[str, ...], int] = {}
     located = [_located(block, layouts) for block in part.blocks]
     alone = len(located) == 1 and not blocks.any()
-    wanted = b.Wanted(
+    wanted = b.RowSelection(
         fields=part.fields,
         layouts=[list(names) for names in layouts],
         blocks=located,
         block_of_row=b"" if alone else blocks.tobytes(),
         slot_of_row=slots.tobytes(),
     )
-    return Rows(wanted, len(slots), index)
+    return RequestedRows(wanted, len(slots), index)
 
 
-def _located(at: m.BlockAt, layouts: dict[tuple[str, ...], int]) -> b.Located:
+def _located(at: m.BlockAt, layouts: dict[tuple[str, ...], int]) -> b.BulkBlock:
     layout_of = layouts.setdefault(tuple(at.fields), len(layouts))
-    return b.Located(at.block, at.extent, at.offset, at.nbytes, at.rows, layout_of, at.counts, at.ticket)
+    return b.BulkBlock(at.block, at.extent, at.offset, at.nbytes, at.rows, layout_of, at.counts, at.ticket)
 
 
-class Landed(msgspec.Struct, frozen=True):
+class ReceivedBlock(msgspec.Struct, frozen=True):
     """A part that arrived: a block of `rows` rows. Has the shape that `storage.placement.Blocks` asks for."""
 
     block: int
@@ -96,7 +96,7 @@ class Landed(msgspec.Struct, frozen=True):
     memory: U8
 
 
-class Fetch:
+class FetchTransfer:
     """Columns of rows, from one shard. `landed`: the block of each part, by its number, complete once `done`."""
 
     def __init__(
@@ -105,17 +105,17 @@ class Fetch:
         session: int,
         shard: int,
         fields: Mapping[str, Field],
-        parts: Sequence[Rows],
+        parts: Sequence[RequestedRows],
         buffers: Buffers,
     ) -> None:
         self.done = False
-        self.landed: dict[int, Landed] = {}
+        self.landed: dict[int, ReceivedBlock] = {}
         self._number: Final = number
         self._session, self._shard = session, shard
         self._fields, self._parts, self._buffers = fields, parts, buffers
-        self._intake = b.Intake()
+        self._intake = b.ReceiveWindow()
         self._due: deque[memoryview] = deque()
-        self._arriving: b.Frame | None = None
+        self._arriving: b.ReadFrame | None = None
 
     def opening(self) -> list[b.Message]:
         """The request."""
@@ -123,16 +123,16 @@ class Fetch:
         asked = {name for part in self._parts for name in part.wanted.fields}
         fields = [self._fields[name] for name in sorted(named | asked)]
         parts = [part.wanted for part in self._parts]
-        return [b.message(b.Read(self._number, self._session, self._shard, fields, parts))]
+        return [b.message(b.ReadColumns(self._number, self._session, self._shard, fields, parts))]
 
     def ask(self) -> b.Message:
         """Whether more will come."""
-        return b.message(b.Taken(self._number, self._intake.taken))
+        return b.message(b.FlowAck(self._number, self._intake.taken))
 
     def expect(self, head: bytes, nbytes: int) -> None:
         """A frame begins to arrive: from now on there is a place for each of its bytes."""
         told = _believed(head, self._number)
-        self._arriving = told if isinstance(told, b.Frame) and told.transfer == self._number else None
+        self._arriving = told if isinstance(told, b.ReadFrame) and told.transfer == self._number else None
         if self._arriving is not None:
             self._intake.take(self._arriving.number)
             for begun in self._arriving.begun:
@@ -160,7 +160,7 @@ class Fetch:
             self._end()
         return [self.ask()] if self._intake.due(last=last) else []
 
-    def _begin(self, begun: b.Begun) -> None:
+    def _begin(self, begun: b.PartHead) -> None:
         if begun.part >= len(self._parts):
             raise Corruption(f"part {begun.part} came where {len(self._parts)} were asked for")
         part = self._parts[begun.part]
@@ -169,11 +169,11 @@ class Fetch:
         if nbytes > self._bound(part):
             raise Corruption(f"a part came with {nbytes} bytes, more than the blocks that hold it")
         memory = self._buffers.take(nbytes)
-        self.landed[begun.part] = Landed(0, nbytes, part.count, names, begun.counts, memory)
+        self.landed[begun.part] = ReceivedBlock(0, nbytes, part.count, names, begun.counts, memory)
         if nbytes:
             self._due.append(memory.data)
 
-    def _bound(self, part: Rows) -> int:
+    def _bound(self, part: RequestedRows) -> int:
         """Rows are distinct, so their values are no more than the blocks have; offsets, shapes and padding come on top."""
         extra = sum(8 * (part.count + 1) * (1 + len(self._fields[name].shape)) + 256 for name in part.wanted.fields)
         return sum(at.nbytes for at in part.wanted.blocks) + extra
@@ -186,14 +186,14 @@ class Fetch:
         self.done = True
 
 
-class Store:
+class StoreTransfer:
     """Bytes into an extent that was granted. They must not change before it is `done`."""
 
     def __init__(self, number: int, session: int, granted: m.Granted, at: int, data: memoryview) -> None:
         self.done = False
         self._number: Final = number
-        self._window = b.Window()
-        self._head = b.Write(
+        self._window = b.SendWindow()
+        self._head = b.WriteExtent(
             number,
             session,
             granted.shard,
@@ -212,14 +212,14 @@ class Store:
 
     def ask(self) -> b.Message:
         """Whether it has arrived."""
-        return b.message(b.Taken(self._number, self._window.taken))
+        return b.message(b.FlowAck(self._number, self._window.taken))
 
     def expect(self, head: bytes, nbytes: int) -> None:
         """The shard tells what it has taken."""
         told = _believed(head, self._number)
         if nbytes:
             raise Corruption(f"{nbytes} bytes came where a write was under way")
-        if isinstance(told, b.Taken) and told.transfer == self._number:
+        if isinstance(told, b.FlowAck) and told.transfer == self._number:
             self._window.took(told.frames)
             self.done = told.done
 
@@ -241,12 +241,12 @@ class Store:
     def _frames(self, data: memoryview) -> Iterator[b.Message]:
         yield b.message(self._head, [data[:FRAME_BYTES]])
         for number, start in enumerate(range(FRAME_BYTES, len(data), FRAME_BYTES), start=1):
-            yield b.message(b.Data(self._number, number), [data[start : start + FRAME_BYTES]])
+            yield b.message(b.WriteFrame(self._number, number), [data[start : start + FRAME_BYTES]])
 
 
 def _believed(head: bytes, number: int) -> b.ToClient:
     told = b.to_client(head)
-    if isinstance(told, b.Refused) and told.transfer in (0, number):
+    if isinstance(told, b.TransferFailed) and told.transfer in (0, number):
         error = from_wire(told.error, told.text)
         raise Unreachable(str(error)) if told.error == "ProtocolError" and not told.transfer else error
     return told

@@ -12,10 +12,10 @@ from typing import Final
 
 import numpy as np
 
-from transferqueue.client.session.run import Operation, Work
+from transferqueue.client.session.run import BlockingWork, Operation
 from transferqueue.errors import Corruption, listing
 from transferqueue.storage.columns.column import Column
-from transferqueue.storage.columns.placement import Blocks
+from transferqueue.storage.columns.placement import MappedBlocks
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.checksum import UNCHECKED, checksum
 from transferqueue.wire import messages as m
@@ -39,7 +39,7 @@ class Verifier:
         self._seen: set[tuple[int, int]] = set()
 
     def check(
-        self, content: m.Content, columns: Mapping[str, Column], held: Sequence[Blocks], subject: str
+        self, content: m.Content, columns: Mapping[str, Column], held: Sequence[MappedBlocks], subject: str
     ) -> Operation[None]:
         """`Damaged` unless all blocks of a reply match their checksums. columns, held: what the reply's parts became."""
         wanted = [one for one in _placed(held) if (one[0].block, one[0].checksum) not in self._seen]
@@ -51,7 +51,7 @@ class Verifier:
                     bad.append(at)
 
         if wanted:
-            yield Work(sum(at.nbytes for at, _ in wanted), compare)
+            yield BlockingWork(sum(at.nbytes for at, _ in wanted), compare)
         if bad:
             raise _damaged(content, columns, held, {at.block: at for at in bad}, subject)
         if len(self._seen) > REMEMBERED_MAX:
@@ -59,7 +59,7 @@ class Verifier:
         self._seen.update((at.block, at.checksum) for at, _ in wanted)
 
 
-def _placed(held: Iterable[Blocks]) -> Iterator[tuple[m.BlockAt, U8]]:
+def _placed(held: Iterable[MappedBlocks]) -> Iterator[tuple[m.BlockAt, U8]]:
     """The blocks that lie in mapped memory, whole, and have a checksum."""
     for blocks in held:
         for at, memory in zip(blocks.shapes, blocks.memory, strict=True):
@@ -70,7 +70,7 @@ def _placed(held: Iterable[Blocks]) -> Iterator[tuple[m.BlockAt, U8]]:
 def _damaged(
     content: m.Content,
     columns: Mapping[str, Column],
-    held: Sequence[Blocks],
+    held: Sequence[MappedBlocks],
     bad: Mapping[int, m.BlockAt],
     subject: str,
 ) -> Damaged:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from transferqueue.client.client import Client
+from transferqueue.client.client import ClientSession
 from transferqueue.client.session.run import Operation, ask
-from transferqueue.client.table_info import Terms
+from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import NotFound, listing
 from transferqueue.schema import Field
 from transferqueue.storage.columns.column import Column
-from transferqueue.storage.columns.placement import Blocks
+from transferqueue.storage.columns.placement import MappedBlocks
 from transferqueue.wire import messages as m
 
 
-class Source:
+class ColumnSource:
     """Columns of the rows of one reply. Made at their first use; kept, with what they have gathered."""
 
-    def __init__(self, subject: str, rows: int, columns: dict[str, Column], blocks: list[Blocks]) -> None:
+    def __init__(self, subject: str, rows: int, columns: dict[str, Column], blocks: list[MappedBlocks]) -> None:
         self.subject, self.rows = subject, rows
         self._columns = columns
         self._blocks = blocks
@@ -23,7 +23,7 @@ class Source:
         self.ended = ""
         """How it ended; empty while it lasts."""
 
-    def without(self, fields: list[str]) -> Source:
+    def without(self, fields: list[str]) -> ColumnSource:
         """This, knowing that these fields did not come since not all rows have them."""
         self._left_out = fields
         return self
@@ -56,7 +56,9 @@ class Source:
             )
 
 
-def content_source(client: Client, content: m.Content, terms: Terms, subject: str) -> Operation[Source]:
+def content_source(
+    client: ClientSession, content: m.Content, terms: TableInfo, subject: str
+) -> Operation[ColumnSource]:
     """Columns of a reply. Its pins return when the source has ended and no view is left, or at once if this fails."""
     rows = len(content.rows) // 8
     named = {block.block: block for part in content.parts for block in part.blocks}
@@ -77,4 +79,4 @@ def content_source(client: Client, content: m.Content, terms: Terms, subject: st
             for blocks in held:
                 blocks.end(f"the batch of {subject} was not handed out")
             raise
-    return Source(subject, rows, terms.ordered(columns | placed), held)
+    return ColumnSource(subject, rows, terms.ordered(columns | placed), held)

@@ -18,18 +18,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client.client import Client
-from transferqueue.client.memory.grants import OPEN_MAX, Fate, Piece
+from transferqueue.client.client import ClientSession
+from transferqueue.client.memory.grants import OPEN_MAX, CommitOutcome, WriteRegion
 from transferqueue.client.operations.arguments import few
-from transferqueue.client.operations.facts import Facts
+from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.client.operations.near_misses import check_columns
 from transferqueue.client.session.deadline import Deadline
 from transferqueue.client.session.run import Operation, ask
-from transferqueue.client.table_info import Terms
+from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import FlowSignal, SchemaError, ShardLost, UsageError, listing
 from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX, check_name
 from transferqueue.schema import Field, align
-from transferqueue.storage.inputs.block_writer import Draft, drafts
+from transferqueue.storage.inputs.block_writer import BlockWriter, drafts
 from transferqueue.storage.inputs.prepare import Prepared, Repeat, prepare
 from transferqueue.wire import messages as m
 
@@ -39,7 +39,7 @@ CERTAIN: Final = (UsageError, FlowSignal)
 """Refusals after which nothing of a commit can be in the table."""
 
 
-class Outgoing(msgspec.Struct, frozen=True):
+class PreparedCommit(msgspec.Struct, frozen=True):
     """Columns of one call, checked, for `rows` rows, and what it says about them."""
 
     rows: int
@@ -57,9 +57,9 @@ Request = Callable[[int, m.Columns], m.Request]
 
 
 def commit(
-    client: Client,
-    terms: Terms,
-    facts: Facts,
+    client: ClientSession,
+    terms: TableInfo,
+    facts: GivenFacts,
     columns: Mapping[str, Any],
     rows: int | None,
     deadline: Deadline,
@@ -87,7 +87,7 @@ def commit(
     return (yield from elsewhere(client, attempt))
 
 
-def elsewhere(client: Client, attempt: Callable[[], Operation[R]]) -> Operation[R]:
+def elsewhere(client: ClientSession, attempt: Callable[[], Operation[R]]) -> Operation[R]:
     """What `attempt` commits; made again, with bytes written elsewhere, where the shard that was to have them is gone."""
     for _ in range(OPEN_MAX + 1):  # each time an extent of that shard is given up, of which no more are kept
         try:
@@ -97,7 +97,9 @@ def elsewhere(client: Client, attempt: Callable[[], Operation[R]]) -> Operation[
     return (yield from attempt())
 
 
-def outgoing(columns: Mapping[str, Any], facts: Facts, fields: Mapping[str, Field], rows: int | None) -> Outgoing:
+def outgoing(
+    columns: Mapping[str, Any], facts: GivenFacts, fields: Mapping[str, Field], rows: int | None
+) -> PreparedCommit:
     """Check columns and facts against each other and against the fields. `SchemaError` if they do not fit, `UsageError`,
     before any value is read, for more rows than one request may have."""
     count = _rows_of(columns, facts) if rows is None else rows
@@ -105,13 +107,13 @@ def outgoing(columns: Mapping[str, Any], facts: Facts, fields: Mapping[str, Fiel
         raise UsageError(f"a request of {count:,} rows is above {ROWS_PER_REQUEST_MAX:,}; send them in several")
     prepared = [prepare(name, value, fields.get(name), count) for name, value in columns.items()]
     tokens = _tokens(prepared) if rows is None else None  # what is added to existing rows does not recount them
-    return Outgoing(count, prepared, facts.message(count, tokens))
+    return PreparedCommit(count, prepared, facts.message(count, tokens))
 
 
 def _commit(
-    client: Client,
-    terms: Terms,
-    facts: Facts,
+    client: ClientSession,
+    terms: TableInfo,
+    facts: GivenFacts,
     columns: Mapping[str, Any],
     rows: int | None,
     deadline: Deadline,
@@ -132,18 +134,18 @@ def _commit(
     return reply
 
 
-def settled(piece: Piece | None, commit: Operation[R]) -> Operation[R]:
+def settled(piece: WriteRegion | None, commit: Operation[R]) -> Operation[R]:
     """What a commit of this piece is answered; the piece is done then, with what became of it."""
-    fate = Fate.UNKNOWN
+    fate = CommitOutcome.UNKNOWN
     try:
         reply = yield from commit
-        fate = Fate.COMMITTED
+        fate = CommitOutcome.COMMITTED
         return reply
     except CERTAIN:
-        fate = Fate.REFUSED
+        fate = CommitOutcome.REFUSED
         raise
     except ShardLost:
-        fate = Fate.TORN
+        fate = CommitOutcome.TORN
         raise
     finally:
         if piece:
@@ -151,8 +153,8 @@ def settled(piece: Piece | None, commit: Operation[R]) -> Operation[R]:
 
 
 def write(
-    client: Client, blocks: Sequence[Draft], deadline: Deadline, use: m.Use, replicas: int = 1
-) -> Operation[Piece]:
+    client: ClientSession, blocks: Sequence[BlockWriter], deadline: Deadline, use: m.Use, replicas: int = 1
+) -> Operation[WriteRegion]:
     """Memory for the blocks, with them in it, in `replicas` shards."""
     piece = yield from _written(client, blocks, deadline, [], use)
     try:
@@ -160,14 +162,14 @@ def write(
             apart = [one.shard for one in (piece, *piece.copies)]
             piece.copies.append((yield from _written(client, blocks, deadline, apart, use)))
     except BaseException:
-        piece.done(Fate.REFUSED)
+        piece.done(CommitOutcome.REFUSED)
         raise
     return piece
 
 
 def _written(
-    client: Client, blocks: Sequence[Draft], deadline: Deadline, apart: list[int], use: m.Use
-) -> Operation[Piece]:
+    client: ClientSession, blocks: Sequence[BlockWriter], deadline: Deadline, apart: list[int], use: m.Use
+) -> Operation[WriteRegion]:
     """One copy, in a shard that is none of `apart`."""
     nbytes = sum(align(block.nbytes) for block in blocks)
     piece = yield from client.ground.piece(nbytes, deadline, apart, use)
@@ -175,7 +177,7 @@ def _written(
     return piece
 
 
-def fill(memory: memoryview, blocks: Sequence[Draft], *, checksums: bool) -> None:
+def fill(memory: memoryview, blocks: Sequence[BlockWriter], *, checksums: bool) -> None:
     """Write blocks one after the other. checksums: and take the checksum of each."""
     at = 0
     for block in blocks:
@@ -186,7 +188,7 @@ def fill(memory: memoryview, blocks: Sequence[Draft], *, checksums: bool) -> Non
         at += align(block.nbytes)
 
 
-def placed(piece: Piece, blocks: Sequence[Draft]) -> list[m.Placed]:
+def placed(piece: WriteRegion, blocks: Sequence[BlockWriter]) -> list[m.Placed]:
     """How a commit names blocks that were written one after the other into a piece."""
     found: list[m.Placed] = []
     at = piece.offset
@@ -208,12 +210,12 @@ def placed(piece: Piece, blocks: Sequence[Draft]) -> list[m.Placed]:
     return found
 
 
-def _refresh(terms: Terms) -> Operation[bool]:
+def _refresh(terms: TableInfo) -> Operation[bool]:
     """Ask for the table's terms; whether its fields changed."""
     return terms.hear((yield from ask(m.OpenTable(name=terms.name), m.TableTerms)))
 
 
-def _rows_of(columns: Mapping[str, Any], facts: Facts) -> int:
+def _rows_of(columns: Mapping[str, Any], facts: GivenFacts) -> int:
     """Rows of a call that does not name them: those of its first column that has rows, or of its facts."""
     for value in columns.values():
         if isinstance(value, Repeat):

@@ -22,7 +22,7 @@ Keys = str | Sequence[str] | None
 TagsGiven = Mapping[str, str | int | float | bool] | Sequence[Mapping[str, str | int | float | bool]] | None
 
 
-class Facts(msgspec.Struct, kw_only=True):
+class GivenFacts(msgspec.Struct, kw_only=True):
     """What one call says about its rows. Each fact is None (unsaid), one value, or one value per row."""
 
     group_id: Any = None
@@ -49,7 +49,7 @@ class Facts(msgspec.Struct, kw_only=True):
         """Whether any fact was given."""
         return any(getattr(self, name) is not None for name in self.__struct_fields__)
 
-    def with_table(self, given: object, columns: dict[str, Any]) -> tuple[Facts, dict[str, Any]]:
+    def with_table(self, given: object, columns: dict[str, Any]) -> tuple[GivenFacts, dict[str, Any]]:
         """These facts and columns, with those of a whole table: of Arrow, or a mapping. A column with a fact's name is that fact.
 
         `UsageError` for what is no table, and for a name that was given beside it too.

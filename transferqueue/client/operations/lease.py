@@ -10,16 +10,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client.client import Client
+from transferqueue.client.client import ClientSession
 from transferqueue.client.memory.verify import Damaged
 from transferqueue.client.operations import arguments as checks
-from transferqueue.client.operations.column_source import Source, content_source
+from transferqueue.client.operations.column_source import ColumnSource, content_source
 from transferqueue.client.operations.commit import commit
-from transferqueue.client.operations.facts import Facts
+from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.client.session.deadline import Deadline
 from transferqueue.client.session.lease_renewal import Kept
 from transferqueue.client.session.run import Operation, ask, within
-from transferqueue.client.table_info import Terms
+from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import BatchEnded, LeaseExpired, NotFound, ShardLost, UsageError, listing
 from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
 from transferqueue.policies import Predicate
@@ -90,10 +90,10 @@ def predicates(where: Predicate | Iterable[Predicate]) -> list[Predicate]:
 
 
 def lease(
-    client: Client,
-    terms: Terms,
+    client: ClientSession,
+    terms: TableInfo,
     request: m.Lease,
-    batch: Callable[[Lent, m.Leased], B],
+    batch: Callable[[BatchLease, m.Leased], B],
     time_limit_s: float | None = None,
 ) -> Operation[B]:
     """Rows lent, as what `batch` makes of them. If that fails, the rows go back; others are asked for where a shard that had
@@ -110,7 +110,7 @@ def lease(
     return (yield from _lease(client, terms, request, batch, time_limit_s))
 
 
-def _log_forgotten(terms: Terms) -> None:
+def _log_forgotten(terms: TableInfo) -> None:
     """A loop that drops its batches gets the same rows again for ever. Logged once for each table."""
     task, terms.forgotten = terms.forgotten, ""
     if not terms.forgotten_logged:
@@ -124,10 +124,10 @@ def _log_forgotten(terms: Terms) -> None:
 
 
 def _lease(
-    client: Client,
-    terms: Terms,
+    client: ClientSession,
+    terms: TableInfo,
     request: m.Lease,
-    batch: Callable[[Lent, m.Leased], B],
+    batch: Callable[[BatchLease, m.Leased], B],
     time_limit_s: float | None,
 ) -> Operation[B]:
     leased = yield from ask(request, m.Leased)
@@ -136,7 +136,7 @@ def _lease(
         source = yield from content_source(
             client, leased.content, terms, f'task "{request.task}" (table "{terms.name}")'
         )
-        return batch(Lent(client, terms, request.task, leased, source, kept), leased)
+        return batch(BatchLease(client, terms, request.task, leased, source, kept), leased)
     except BaseException as error:
         if isinstance(error, Damaged):  # these count as failed, or they would come again for ever
             client.connection.post(
@@ -153,7 +153,7 @@ def _lease(
         raise
 
 
-def _kept(terms: Terms, request: m.Lease, leased: m.Leased, time_limit_s: float | None) -> Operation[Kept | None]:
+def _kept(terms: TableInfo, request: m.Lease, leased: m.Leased, time_limit_s: float | None) -> Operation[Kept | None]:
     """How the lease is renewed. A task that another client declared since the terms were heard is asked for."""
     if time_limit_s is None:
         task = terms.task(request.task)
@@ -166,7 +166,7 @@ def _kept(terms: Terms, request: m.Lease, leased: m.Leased, time_limit_s: float 
     return Kept(terms.name, leased.lease, leased.token, max(request.lease_s, leased.lease_s), time_limit_s)
 
 
-def ack(lent: Lent, rows: object, facts: Facts, columns: Mapping[str, Any], step: int) -> Operation[None]:
+def ack(lent: BatchLease, rows: object, facts: GivenFacts, columns: Mapping[str, Any], step: int) -> Operation[None]:
     """The rows are done; results and facts about them are committed with that."""
     lent.check()
     chosen = lent.chosen(rows)
@@ -185,7 +185,7 @@ def ack(lent: Lent, rows: object, facts: Facts, columns: Mapping[str, Any], step
     lent.take(chosen, "was acked")
 
 
-def drop(lent: Lent, reason: str, rows: object) -> Operation[None]:
+def drop(lent: BatchLease, reason: str, rows: object) -> Operation[None]:
     """The rows end as dropped, for every task."""
     lent.check()
     chosen = lent.chosen(rows)
@@ -197,7 +197,7 @@ def drop(lent: Lent, reason: str, rows: object) -> Operation[None]:
 
 
 def release(
-    lent: Lent, rows: object, failed: bool, reason: str, facts: Facts, columns: Mapping[str, Any]
+    lent: BatchLease, rows: object, failed: bool, reason: str, facts: GivenFacts, columns: Mapping[str, Any]
 ) -> Operation[None]:
     """The rows go back to ready; what was made of them so far is committed with that."""
     lent.check()
@@ -219,9 +219,9 @@ def release(
 
 
 def _carrying(
-    lent: Lent,
+    lent: BatchLease,
     chosen: bytes | None,
-    facts: Facts,
+    facts: GivenFacts,
     columns: Mapping[str, Any],
     request: Callable[[int, m.Columns | None], m.Request],
     call: str,
@@ -234,7 +234,7 @@ def _carrying(
     return commit(lent.client, lent.terms, facts, columns, count, deadline, request, m.Done, call)
 
 
-def renew(lent: Lent, lease_s: float | None) -> Operation[float]:
+def renew(lent: BatchLease, lease_s: float | None) -> Operation[float]:
     """The lease lasts `lease_s` from now; returns for how long it was granted."""
     lent.check()
     request = m.Renew(
@@ -251,7 +251,7 @@ def failure(error: BaseException) -> tuple[bool, str]:
     return isinstance(error, Exception), f"{type(error).__name__}: {error}"[:REASON_CHARS_MAX]
 
 
-def _ending(lent: Lent, verb: Operation[B]) -> Operation[B]:
+def _ending(lent: BatchLease, verb: Operation[B]) -> Operation[B]:
     """Run a verb; a refusal that says the lease is gone ends the batch."""
     try:
         return (yield from verb)
@@ -272,12 +272,18 @@ def _duration(lease_s: float) -> float:
     return found
 
 
-class Lent:
+class BatchLease:
     """Rows lent to this process. `left`: ids of those that are not acked, dropped or released yet. kept: how the lease is
     renewed; None: only by its holder."""
 
     def __init__(
-        self, client: Client, terms: Terms, task: str, leased: m.Leased, source: Source, kept: Kept | None = None
+        self,
+        client: ClientSession,
+        terms: TableInfo,
+        task: str,
+        leased: m.Leased,
+        source: ColumnSource,
+        kept: Kept | None = None,
     ) -> None:
         self.client, self.terms, self.task, self.source = client, terms, task, source
         self.lease, self.token = leased.lease, leased.token

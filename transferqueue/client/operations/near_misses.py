@@ -22,7 +22,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from transferqueue.client.table_info import Terms
+from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import UsageError, listing
 from transferqueue.policies import Task
 from transferqueue.schema import Field
@@ -70,7 +70,7 @@ _SWAPPED: Final = 3
 """Letters of the shortest word of a parameter in which two may be swapped."""
 
 
-def check_columns(call: str, names: Iterable[str], said: Collection[str], terms: Terms) -> None:
+def check_columns(call: str, names: Iterable[str], said: Collection[str], terms: TableInfo) -> None:
     """Raise `UsageError` if a column that is new to the table was probably meant for a parameter or another field.
 
     said: facts that the call gives.
@@ -114,7 +114,7 @@ def check_needs(tasks: Iterable[Task], fields: Iterable[str]) -> None:
         _check_needs(task, {*fields, *given})
 
 
-def check_new_task(task: Task, terms: Terms) -> None:
+def check_new_task(task: Task, terms: TableInfo) -> None:
     """As `check_needs`, for a task that is added to a table."""
     if not terms.last.extra_fields:
         _check_needs(task, {*terms.fields, *(name for other in terms.last.tasks for name in other.gives)})

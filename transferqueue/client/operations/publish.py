@@ -23,15 +23,15 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client.client import Client
+from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations.commit import elsewhere, placed, settled, write
 from transferqueue.client.session.deadline import Deadline
-from transferqueue.client.session.run import Operation, Work, ask, within
+from transferqueue.client.session.run import BlockingWork, Operation, ask, within
 from transferqueue.errors import NotFound, SchemaError, ShardLost, UsageError
 from transferqueue.limits import check_name
 from transferqueue.schema import Field
-from transferqueue.storage.inputs.block_writer import Draft
+from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.prepare import prepare
 from transferqueue.storage.memory.checksum import UNCHECKED
 from transferqueue.wire import messages as m
@@ -40,7 +40,7 @@ BASE: Final = "_"
 """What the names of fields of the base begin with; those of adapters never do."""
 
 
-class TensorDraft(Draft):
+class NewTensor(BlockWriter):
     """A tensor that will lie in a block of its own."""
 
     __slots__ = ()
@@ -54,12 +54,12 @@ class TensorDraft(Draft):
         return self.fields[0]
 
     def write(self, out: Any) -> None:
-        """As `Draft.write`; then the checksum is known."""
+        """As `BlockWriter.write`; then the checksum is known."""
         super().write(out)
         self.add_up(out)
 
 
-class TensorCopy(TensorDraft):
+class ReusedTensor(NewTensor):
     """What lies in a block of another channel, byte for byte. Its checksum goes along: what is damaged on the way, or in this
     process, is refused by whoever pulls it from here."""
 
@@ -72,7 +72,7 @@ class TensorCopy(TensorDraft):
         self.memory, self.sum = memory, block.checksum
 
     def write(self, out: Any) -> None:
-        """As `Draft.write`."""
+        """As `BlockWriter.write`."""
         np.frombuffer(out, np.uint8)[:] = self.memory
         self.add_up(out)
 
@@ -83,7 +83,7 @@ def same(field: Field, block: m.BlockAt, other: Field, nbytes: int, total: int) 
 
 
 def publish(
-    client: Client,
+    client: ClientSession,
     channel: str,
     keep: int,
     version: int,
@@ -98,7 +98,7 @@ def publish(
 
 
 def mirror(
-    client: Client, channel: str, keep: int, version: int, copies: Sequence[TensorCopy], timeout_s: float
+    client: ClientSession, channel: str, keep: int, version: int, copies: Sequence[ReusedTensor], timeout_s: float
 ) -> Operation[None]:
     """One version of base and adapters, from that of another channel."""
     deadline = yield from within(timeout_s)
@@ -106,11 +106,11 @@ def mirror(
 
 
 def _publish(
-    client: Client,
+    client: ClientSession,
     channel: str,
     keep: int,
     number: int,
-    drafts: Sequence[TensorDraft],
+    drafts: Sequence[NewTensor],
     adapter: str | None,
     deadline: Deadline,
 ) -> Operation[None]:
@@ -118,11 +118,11 @@ def _publish(
 
 
 def _commit(
-    client: Client,
+    client: ClientSession,
     channel: str,
     keep: int,
     number: int,
-    drafts: Sequence[TensorDraft],
+    drafts: Sequence[NewTensor],
     adapter: str | None,
     deadline: Deadline,
 ) -> Operation[m.Done]:
@@ -146,16 +146,16 @@ def _commit(
     return (yield from settled(piece, ask(request, m.Done)))
 
 
-def tensor_drafts(tensors: Mapping[str, Any], prefix: str) -> list[TensorDraft]:
+def tensor_drafts(tensors: Mapping[str, Any], prefix: str) -> list[NewTensor]:
     """Tensors as blocks, their fields named with `prefix`."""
     if not isinstance(tensors, Mapping) or not tensors:
         raise UsageError(f"weights are {type(tensors).__name__} of no tensors; give a mapping of names to tensors")
-    found: list[TensorDraft] = []
+    found: list[NewTensor] = []
     for name, tensor in tensors.items():
         check_name("tensor", f"{BASE}{name}")
         if not hasattr(tensor, "shape"):
             raise SchemaError(f'tensor "{name}" is {type(tensor).__name__}; weights are torch tensors or numpy arrays')
-        found.append(TensorDraft(check_name("tensor", f"{prefix}{name}"), tensor))
+        found.append(NewTensor(check_name("tensor", f"{prefix}{name}"), tensor))
     return found
 
 
@@ -181,13 +181,13 @@ def _beside(channel: str, adapter: str, basis: m.BasisAt) -> list[int]:
     return [block.block for block in basis.blocks if not block.fields[0].startswith(f"{adapter}/")]
 
 
-def _unchanged(drafts: Iterable[TensorDraft], basis: m.BasisAt) -> Operation[dict[str, m.BlockAt]]:
+def _unchanged(drafts: Iterable[NewTensor], basis: m.BasisAt) -> Operation[dict[str, m.BlockAt]]:
     """Tensors that are the same in the newest version, with their blocks there. Reads those that may be."""
     fields = {field.name: field for field in basis.fields}
     there = {block.fields[0]: block for block in basis.blocks if len(block.fields) == 1 and block.checksum}
     likely = [one for one in drafts if _alike(one, there.get(one.field.name), fields)]
     unseen = [draft for draft in likely if draft.sum == UNCHECKED]
-    yield Work(sum(draft.nbytes for draft in unseen), lambda: _sum(unseen))
+    yield BlockingWork(sum(draft.nbytes for draft in unseen), lambda: _sum(unseen))
     return {
         one.field.name: there[one.field.name]
         for one in likely
@@ -195,11 +195,11 @@ def _unchanged(drafts: Iterable[TensorDraft], basis: m.BasisAt) -> Operation[dic
     }
 
 
-def _alike(draft: TensorDraft, block: m.BlockAt | None, fields: Mapping[str, Field]) -> bool:
+def _alike(draft: NewTensor, block: m.BlockAt | None, fields: Mapping[str, Field]) -> bool:
     return block is not None and block.nbytes == draft.nbytes and fields[draft.field.name] == draft.field
 
 
-def _sum(drafts: Sequence[TensorDraft]) -> None:
+def _sum(drafts: Sequence[NewTensor]) -> None:
     """Their checksums, by way of one buffer of the largest."""
     room = np.empty(max((draft.nbytes for draft in drafts), default=0), np.uint8)
     for draft in drafts:

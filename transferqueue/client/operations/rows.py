@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client.operations.column_source import Source
+from transferqueue.client.operations.column_source import ColumnSource
 from transferqueue.errors import UsageError
 from transferqueue.policies import Tags
 from transferqueue.storage.columns.column import Column
@@ -48,7 +48,7 @@ class RowsBase(Staying):
         "pass its values (.arrow(), dict of .numpy() or .list()), or lease the rows where they are needed"
     )
 
-    def __init__(self, content: m.Content, source: Source) -> None:
+    def __init__(self, content: m.Content, source: ColumnSource) -> None:
         self._content = content
         self._source = source
 
@@ -184,7 +184,7 @@ class Rows(RowsBase):
     changed in place without anyone else seeing it. After the end a column is `BatchEnded`.
     """
 
-    def __init__(self, content: m.Content, source: Source, left_out: tuple[str, ...] = ()) -> None:
+    def __init__(self, content: m.Content, source: ColumnSource, left_out: tuple[str, ...] = ()) -> None:
         super().__init__(content, source)
         self._left_out = left_out
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from transferqueue.client.client import Client
+from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.session.run import Operation, ask, within
 from transferqueue.limits import SNAPSHOTS_KEPT_MAX
@@ -19,7 +19,7 @@ Progress = Callable[[int, int], object]
 
 
 def snapshot(
-    client: Client, path: str | os.PathLike[str], keep: int, timeout_s: float, progress: Progress | None
+    client: ClientSession, path: str | os.PathLike[str], keep: int, timeout_s: float, progress: Progress | None
 ) -> Operation[str]:
     """Write all there is; where it is."""
     request = m.Snapshot(path=os.fspath(path), keep=checks.whole("keep", keep, least=1, most=SNAPSHOTS_KEPT_MAX))
@@ -27,14 +27,14 @@ def snapshot(
 
 
 def restore(
-    client: Client, path: str | os.PathLike[str], timeout_s: float, progress: Progress | None
+    client: ClientSession, path: str | os.PathLike[str], timeout_s: float, progress: Progress | None
 ) -> Operation[str]:
     """Become what a snapshot is of; where that is."""
     return (yield from _followed(client, m.Restore(path=os.fspath(path)), timeout_s, progress))
 
 
 def _followed(
-    client: Client, request: m.Snapshot | m.Restore, timeout_s: float, progress: Progress | None
+    client: ClientSession, request: m.Snapshot | m.Restore, timeout_s: float, progress: Progress | None
 ) -> Operation[str]:
     deadline = yield from within(timeout_s)
     work = yield from ask(request, m.Working)

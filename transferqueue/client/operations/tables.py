@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client.client import Client
+from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations import near_misses as slips
 from transferqueue.client.operations.column_source import content_source
 from transferqueue.client.operations.commit import commit
-from transferqueue.client.operations.facts import Facts, check_key
+from transferqueue.client.operations.facts import GivenFacts, check_key
 from transferqueue.client.operations.lease import LOST_MAX, predicates
 from transferqueue.client.operations.rows import Rows
 from transferqueue.client.session.deadline import Deadline
 from transferqueue.client.session.run import Operation, ask, within
-from transferqueue.client.table_info import Terms
+from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import InternalError, ShardLost, UsageError
 from transferqueue.limits import FIELDS_MAX, TASKS_MAX, TIMEOUT_S_DEFAULT, Limits, check_name
 from transferqueue.policies import Acked, Manual, Pacing, Predicate, Retention, Task
@@ -30,7 +30,7 @@ from transferqueue.wire.codec import decode_plain
 
 
 def create_table(
-    client: Client,
+    client: ClientSession,
     name: str,
     fields: Sequence[Field],
     tasks: Sequence[Task],
@@ -40,7 +40,7 @@ def create_table(
     exist_ok: bool,
     replicas: int,
     extra_fields: bool | None,
-) -> Operation[Terms]:
+) -> Operation[TableInfo]:
     """A new table, or an existing one with the same terms."""
     if extra_fields is not None and not isinstance(extra_fields, bool):
         raise UsageError(f"extra_fields={extra_fields!r} is {type(extra_fields).__name__}; give True, False or None")
@@ -60,7 +60,7 @@ def create_table(
     return client.terms((yield from ask(request, m.TableTerms)))
 
 
-def open_table(client: Client, name: str, timeout_s: float | None) -> Operation[Terms]:
+def open_table(client: ClientSession, name: str, timeout_s: float | None) -> Operation[TableInfo]:
     """A table that exists, or will within `timeout_s`; None: that exists."""
     check_name("table", name)
     wait_s = 0.0 if timeout_s is None else (yield from within(timeout_s)).wait_s
@@ -68,7 +68,7 @@ def open_table(client: Client, name: str, timeout_s: float | None) -> Operation[
     return client.terms((yield from ask(request, m.TableTerms)))
 
 
-def drop_table(client: Client, name: str, empty: bool) -> Operation[None]:
+def drop_table(client: ClientSession, name: str, empty: bool) -> Operation[None]:
     """The table and its rows end."""
     yield from ask(m.DropTable(name=check_name("table", name), empty=bool(empty)), m.Done)
     client.tables.pop(name, None)
@@ -100,7 +100,12 @@ def observe_table(what: str, table: str) -> Operation[dict[str, Any]]:
 
 
 def put(
-    client: Client, terms: Terms, facts: Facts, columns: Mapping[str, Any], reservation: int, timeout_s: float | None
+    client: ClientSession,
+    terms: TableInfo,
+    facts: GivenFacts,
+    columns: Mapping[str, Any],
+    reservation: int,
+    timeout_s: float | None,
 ) -> Operation[NDArray[np.int64]]:
     """New rows; their ids."""
     deadline = Deadline(client.clock, 0.0) if timeout_s is None else (yield from within(timeout_s))
@@ -113,7 +118,12 @@ def put(
 
 
 def update(
-    client: Client, terms: Terms, rows: object, facts: Facts, columns: Mapping[str, Any], overwrite: bool
+    client: ClientSession,
+    terms: TableInfo,
+    rows: object,
+    facts: GivenFacts,
+    columns: Mapping[str, Any],
+    overwrite: bool,
 ) -> Operation[None]:
     """More columns or facts for existing rows."""
     ids = checks.row_ids(rows)
@@ -128,8 +138,8 @@ def update(
 
 
 def read(
-    client: Client,
-    terms: Terms,
+    client: ClientSession,
+    terms: TableInfo,
     rows: object,
     where: Predicate | Iterable[Predicate],
     fields: Sequence[str] | None,
@@ -151,14 +161,14 @@ def read(
     return (yield from _read(client, terms, request))
 
 
-def _read(client: Client, terms: Terms, request: m.Read) -> Operation[Rows]:
+def _read(client: ClientSession, terms: TableInfo, request: m.Read) -> Operation[Rows]:
     content = (yield from ask(request, m.ReadRows)).content
     source = yield from content_source(client, content, terms, f'table "{terms.name}"')
     left_out = [name for name in terms.fields if name not in source.fields] if request.fields is None else []
     return Rows(content, source.without(left_out), tuple(left_out))
 
 
-def find(terms: Terms, keys: str | Sequence[str]) -> Operation[NDArray[np.int64]]:
+def find(terms: TableInfo, keys: str | Sequence[str]) -> Operation[NDArray[np.int64]]:
     """Row ids of keys."""
     if not isinstance(keys, Iterable):
         raise UsageError(f"keys={keys!r} is {type(keys).__name__}; give a key, or a list of keys")
@@ -168,13 +178,13 @@ def find(terms: Terms, keys: str | Sequence[str]) -> Operation[NDArray[np.int64]
     return np.frombuffer(found.rows, "<i8").astype(np.int64)
 
 
-def drop(terms: Terms, rows: object, reason: str) -> Operation[int]:
+def drop(terms: TableInfo, rows: object, reason: str) -> Operation[int]:
     """Rows end as dropped."""
     request = m.Drop(table=terms.name, rows=checks.row_ids(rows), reason=check_name("drop reason", reason))
     return (yield from ask(request, m.Done)).rows
 
 
-def delete(terms: Terms, rows: object) -> Operation[int]:
+def delete(terms: TableInfo, rows: object) -> Operation[int]:
     """Rows of a table with manual retention are freed."""
     return (yield from ask(m.Delete(table=terms.name, rows=checks.row_ids(rows)), m.Done)).rows
 
@@ -182,7 +192,7 @@ def delete(terms: Terms, rows: object) -> Operation[int]:
 # ---------------------------------------------------------------- flow and terms
 
 
-def reserve(terms: Terms, rows: int, policy_version: int | None, timeout_s: float) -> Operation[m.Reserved]:
+def reserve(terms: TableInfo, rows: int, policy_version: int | None, timeout_s: float) -> Operation[m.Reserved]:
     """Permission to start producing rows."""
     deadline = yield from within(timeout_s)
     request = m.Reserve(
@@ -194,27 +204,27 @@ def reserve(terms: Terms, rows: int, policy_version: int | None, timeout_s: floa
     return (yield from ask(request, m.Reserved))
 
 
-def unreserve(terms: Terms, reservation: int, rows: int | None) -> Operation[int]:
+def unreserve(terms: TableInfo, reservation: int, rows: int | None) -> Operation[int]:
     """Rows that will not be produced."""
     count = 0 if rows is None else checks.positive("rows", rows)
     request = m.Unreserve(table=terms.name, reservation=reservation, rows=count)
     return (yield from ask(request, m.Done)).rows
 
 
-def advance(terms: Terms, version: int, timeout_s: float) -> Operation[None]:
+def advance(terms: TableInfo, version: int, timeout_s: float) -> Operation[None]:
     """The trainer's version is now this."""
     deadline = yield from within(timeout_s)
     request = m.Advance(table=terms.name, version=checks.whole("version", version), wait_s=deadline.wait_s)
     yield from ask(request, m.Done)
 
 
-def checkpointed(terms: Terms, step: int, task: str | None) -> Operation[int]:
+def checkpointed(terms: TableInfo, step: int, task: str | None) -> Operation[int]:
     """The model is safe up to `step`."""
     request = m.Checkpointed(table=terms.name, step=checks.step(step), task=_task_name(task))
     return (yield from ask(request, m.Done)).rows
 
 
-def rollback(terms: Terms, step: int, task: str | None, version: int | None) -> Operation[int]:
+def rollback(terms: TableInfo, step: int, task: str | None, version: int | None) -> Operation[int]:
     """The model is again as it was at `step`."""
     request = m.Rollback(
         table=terms.name,
@@ -229,17 +239,17 @@ def _task_name(task: str | None) -> str:
     return "" if task is None else check_name("task", task)
 
 
-def cursor(terms: Terms, start: int) -> Operation[int]:
+def cursor(terms: TableInfo, start: int) -> Operation[int]:
     """Up to which ordinal all is final."""
     return (yield from ask(m.Cursor(table=terms.name, start=checks.whole("start", start)), m.CursorAt)).ordinal
 
 
-def seal(terms: Terms) -> Operation[None]:
+def seal(terms: TableInfo) -> Operation[None]:
     """No more rows will enter."""
     yield from ask(m.Seal(table=terms.name), m.Done)
 
 
-def add_task(client: Client, terms: Terms, task: Task) -> Operation[None]:
+def add_task(client: ClientSession, terms: TableInfo, task: Task) -> Operation[None]:
     """One more task."""
     request = m.AddTask(table=terms.name, task=_one("task", task, Task))
     slips.check_declared(terms.name, (), [request.task])
@@ -247,7 +257,7 @@ def add_task(client: Client, terms: Terms, task: Task) -> Operation[None]:
     client.terms((yield from ask(request, m.TableTerms)))
 
 
-def add_fields(client: Client, terms: Terms, fields: Sequence[Field]) -> Operation[None]:
+def add_fields(client: ClientSession, terms: TableInfo, fields: Sequence[Field]) -> Operation[None]:
     """More fields."""
     request = m.AddFields(table=terms.name, fields=_each("fields", fields, Field, FIELDS_MAX))
     slips.check_declared(terms.name, request.fields, ())

@@ -35,7 +35,7 @@ LAST_WAIT_S: Final = 0.1
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
-class Pending:
+class PendingCall:
     """One request on its way and, once `settled`, its outcome.
 
     `on_settled` is called once, by whoever drives the calls, after `reply` or `error` was set; None is
@@ -83,14 +83,14 @@ class Pending:
             tell()
 
 
-class Calls:
+class PendingCalls:
     """The unanswered calls of a session (see the rules above). Times are seconds of any one clock."""
 
     def __init__(self) -> None:
         self.session = 0
         self._epoch = 0
         self._last = 0
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingCall] = {}
         self._notices: dict[int, bytes] = {}
         self._greeting: int | None = None
         self._agenda: list[tuple[float, int]] = []
@@ -104,7 +104,7 @@ class Calls:
         after = self._last + 1
         return min(next(iter(self._pending), after), next(iter(self._notices), after)) - 1
 
-    def send(self, pending: Pending, now: float) -> bytes:
+    def send(self, pending: PendingCall, now: float) -> bytes:
         """Give a call its id; the frame to send."""
         self._last += 1
         pending.id = self._last
@@ -123,7 +123,7 @@ class Calls:
         waiting = [one for one in self._pending.values() if isinstance(one.request, m.Hello)]
         for one in waiting:
             del self._pending[one.id]
-        frame = self.send(waiting[-1] if waiting else Pending(hello), now)
+        frame = self.send(waiting[-1] if waiting else PendingCall(hello), now)
         self._greeting = self._last
         return frame
 
@@ -147,7 +147,7 @@ class Calls:
             self._notices[self._last] = payload
         return self._framed(self._last, payload)
 
-    def answered(self, answer: m.Answer) -> Pending | None:
+    def answered(self, answer: m.Answer) -> PendingCall | None:
         """The call that this answers, not settled yet; None if it was answered before. Not for an answer that `is_late`."""
         self._epoch = answer.epoch
         pending = self._pending.pop(answer.id, None)
@@ -164,13 +164,13 @@ class Calls:
         while self._notices and (first := next(iter(self._notices))) < call:
             del self._notices[first]
 
-    def late(self, now: float) -> tuple[list[bytes], list[Pending]]:
+    def late(self, now: float) -> tuple[list[bytes], list[PendingCall]]:
         """Frames to send again, and calls whose callers have waited long enough.
 
         The latter stay here (rule 7); they are named once.
         """
         again: list[bytes] = []
-        overdue: list[Pending] = []
+        overdue: list[PendingCall] = []
         while self._agenda and self._agenda[0][0] <= now:
             _, call = heapq.heappop(self._agenda)
             pending = self._pending.get(call)
@@ -185,7 +185,7 @@ class Calls:
             self._schedule(pending, now)
         return again, overdue
 
-    def hurried(self, pending: Pending, now: float) -> bytes | None:
+    def hurried(self, pending: PendingCall, now: float) -> bytes | None:
         """The frame that ends the wait of a call at the server, whose caller went away; None if it does not wait there."""
         if pending.id not in self._pending or not wait_of(pending.request):
             return None
@@ -210,11 +210,11 @@ class Calls:
             for call in sorted([*self._pending, *self._notices])
         ]
 
-    def unanswered(self) -> list[Pending]:
+    def unanswered(self) -> list[PendingCall]:
         """All calls that have no answer yet, in order."""
         return list(self._pending.values())
 
-    def drain(self) -> list[Pending]:
+    def drain(self) -> list[PendingCall]:
         """Take out all unanswered calls: the session is over."""
         left = list(self._pending.values())
         self._pending.clear()
@@ -223,13 +223,13 @@ class Calls:
         self._greeting = None
         return left
 
-    def _schedule(self, pending: Pending, now: float) -> None:
+    def _schedule(self, pending: PendingCall, now: float) -> None:
         pending.next_send = now + RESEND_S * 2 ** min(pending.tries, 4)
         if not pending.gave_up:
             pending.next_send = min(pending.next_send, max(pending.deadline, now + RESEND_S))
         heapq.heappush(self._agenda, (pending.next_send, pending.id))
 
-    def _frame(self, pending: Pending) -> bytes:
+    def _frame(self, pending: PendingCall) -> bytes:
         return self._framed(pending.id, pending.payload)
 
     def _framed(self, call: int, payload: bytes) -> bytes:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, NoReturn
 
-from transferqueue.client.session.calls import Calls, Pending, outcome, wait_of
+from transferqueue.client.session.calls import PendingCall, PendingCalls, outcome, wait_of
 from transferqueue.client.session.deadline import Deadline
 from transferqueue.client.session.lease_renewal import Keeper, Kept
 from transferqueue.client.session.undo import give_back, in_doubt, unanswered, unpin
@@ -58,22 +58,22 @@ class Connection:
         self._clock: Final = clock
         self.clock: Final = clock
         self._pid: Final = os.getpid()
-        self._calls = Calls()
+        self._calls = PendingCalls()
         self._hello: m.Hello | None = None
         self.on_welcome: Callable[[m.Welcome], object] = lambda _: None
         """Told each `Welcome`, also that of a server that took the place of the first. Runs in the I/O thread."""
         self._ways = 0
         """How many times the way to the server was found."""
         self._durable = False
-        self._inbox: deque[Pending] = deque()
-        self._left: deque[Pending] = deque()
+        self._inbox: deque[PendingCall] = deque()
+        self._left: deque[PendingCall] = deque()
         self._unpinned: deque[list[int]] = deque()
         self._keeper = Keeper()
         self._over: TransferQueueError | None = None
         self._why_no_waits: TransferQueueError | None = None
         self._waits_end_now = False
         self._closing = False
-        self._goodbye: Pending | None = None
+        self._goodbye: PendingCall | None = None
         self._goodbye_by = 0.0
         self._backlog: deque[bytes] = deque()
         self._spoke_at = self._heard_at = clock()
@@ -89,7 +89,7 @@ class Connection:
         self._hello = hello
         self._thread.start()
         heard = threading.Event()
-        pending = Pending(hello, heard.set)
+        pending = PendingCall(hello, heard.set)
         try:
             self._submit(pending)
             if not heard.wait(timeout_s):
@@ -119,7 +119,7 @@ class Connection:
         """
         gate = threading.Lock()
         gate.acquire()
-        pending = Pending(request, gate.release)
+        pending = PendingCall(request, gate.release)
         try:  # from here on: an interrupt that comes after the request was queued must not lose its reply
             self._submit(pending)
             if deadline is None:
@@ -150,7 +150,7 @@ class Connection:
             except RuntimeError:  # the loop is closed, so nobody waits there any more
                 self._abandon(pending)
 
-        pending = Pending(request, tell)
+        pending = PendingCall(request, tell)
         try:
             self._submit(pending)
             if deadline is None:
@@ -174,7 +174,7 @@ class Connection:
         """Send a request that nobody waits for. For finalizers too: takes no lock, raises nothing, and does
         nothing once the connection is over or in a forked child."""
         if os.getpid() == self._pid and self._over is None:
-            self._inbox.append(Pending(request))
+            self._inbox.append(PendingCall(request))
             self._bell.set()
 
     def unpin(self, blocks: list[int]) -> None:
@@ -226,7 +226,7 @@ class Connection:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _submit(self, pending: Pending) -> None:
+    def _submit(self, pending: PendingCall) -> None:
         if os.getpid() != self._pid:
             raise Forked(
                 f"the queue at {self.address} was opened by process {self._pid} and is used in its forked child "
@@ -238,12 +238,12 @@ class Connection:
         else:
             self._bell.set()
 
-    def _give_up(self, pending: Pending, deadline: Deadline) -> NoReturn:
+    def _give_up(self, pending: PendingCall, deadline: Deadline) -> NoReturn:
         """The caller's time has passed: its wait ends as an interrupted one does, with the error that says so."""
         self._abandon(pending)
         raise unanswered(pending.request, self.address, deadline.wait_s)
 
-    def _abandon(self, pending: Pending) -> None:
+    def _abandon(self, pending: PendingCall) -> None:
         self._left.append(pending)
         if self._over is None:
             self._bell.set()
@@ -347,7 +347,7 @@ class Connection:
                 granted = pending.reply.lease_s if isinstance(pending.reply, m.Renewed) else lease_s
                 self._keeper.renewed(kept, granted, self._clock())
 
-        pending = Pending(m.Renew(table=kept.table, lease=kept.lease, token=kept.token, lease_s=lease_s), settled)
+        pending = PendingCall(m.Renew(table=kept.table, lease=kept.lease, token=kept.token, lease_s=lease_s), settled)
         self._send(self._calls.send(pending, now), now)
 
     def _send(self, frame: bytes, now: float) -> None:
@@ -401,7 +401,7 @@ class Connection:
             return
         if not self._probed:
             self._probed = True
-            self._send(self._calls.send(Pending(m.ListTables()), now), now)
+            self._send(self._calls.send(PendingCall(m.ListTables()), now), now)
         elif silent_s >= SESSION_SILENCE_S + ANSWER_S:
             self._end(Disconnected(f"the server at {self.address} has been silent for {silent_s:.0f} s; connect again"))
 
@@ -430,7 +430,7 @@ class Connection:
         elif pending is not None:
             self._answered(pending, reply)
 
-    def _answered(self, pending: Pending, reply: m.Reply) -> None:
+    def _answered(self, pending: PendingCall, reply: m.Reply) -> None:
         if isinstance(reply, m.Welcome):
             self._welcomed(reply)
         if pending is self._goodbye:
@@ -454,7 +454,7 @@ class Connection:
         for frame in self._calls.welcomed(now):
             self._send(frame, now)
 
-    def _refused(self, pending: Pending | None, error: TransferQueueError) -> None:
+    def _refused(self, pending: PendingCall | None, error: TransferQueueError) -> None:
         if pending is None:
             return
         if pending.on_settled is not None:
@@ -467,7 +467,7 @@ class Connection:
         elif pending.is_post and not isinstance(error, LeaseExpired | NotFound):  # what is handed back may be gone
             _log.error("%s, which nobody waits for, was refused: %s", type(pending.request).__name__, error)
 
-    def _leave(self, pending: Pending, now: float) -> None:
+    def _leave(self, pending: PendingCall, now: float) -> None:
         """The caller of `pending` went away, perhaps after the reply came."""
         pending.on_settled = None
         pending.gave_up = True
@@ -476,7 +476,7 @@ class Connection:
         else:
             self._hurry(pending, now)
 
-    def _hurry(self, pending: Pending, now: float) -> None:
+    def _hurry(self, pending: PendingCall, now: float) -> None:
         """Have the server answer at once what it can, and refuse what it cannot."""
         if (frame := self._calls.hurried(pending, now)) is not None:
             self._send(frame, now)
@@ -487,9 +487,9 @@ class Connection:
             if isinstance(undo, m.Unpin):
                 self._send(self._calls.notice(undo), now)
             else:
-                self._send(self._calls.send(Pending(undo), now), now)
+                self._send(self._calls.send(PendingCall(undo), now), now)
 
-    def _unanswered(self, pending: Pending) -> Unreachable:
+    def _unanswered(self, pending: PendingCall) -> Unreachable:
         name = type(pending.request).__name__
         return Unreachable(
             f"{self.address} did not answer {name} within {ANSWER_S:g} s past the wait it asked for, after "
@@ -502,7 +502,7 @@ class Connection:
             closed = Disconnected(f"the queue at {self.address} was closed")
             for pending in self._calls.drain():
                 pending.settle(_copy(closed))
-            self._goodbye, self._goodbye_by = Pending(m.Goodbye()), now + GOODBYE_S
+            self._goodbye, self._goodbye_by = PendingCall(m.Goodbye()), now + GOODBYE_S
             if not self._calls.session:
                 self._end(closed)
                 return
@@ -521,7 +521,7 @@ class Connection:
         self._fail_inbox(error)
 
 
-def _result(pending: Pending) -> m.Reply:
+def _result(pending: PendingCall) -> m.Reply:
     if pending.error is not None:
         try:
             raise pending.error

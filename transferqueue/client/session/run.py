@@ -1,7 +1,7 @@
 """Operations and the two ways to drive them.
 
 An operation is a generator: it yields requests and is sent their replies, or thrown the errors they were
-refused with. It begins with the time that its caller gave it, if any (`within`). Bulk copying it yields too, as `Work`, so that an event loop can do it in a thread. It does
+refused with. It begins with the time that its caller gave it, if any (`within`). Bulk copying it yields too, as `BlockingWork`, so that an event loop can do it in a thread. It does
 no I/O and knows no thread or loop (decision 7), so the sync and the async front cannot differ.
 """
 
@@ -28,7 +28,7 @@ INLINE_WORK_BYTES: Final = 4 * MIB
 """An event loop copies up to this much itself (under a millisecond); a thread takes what is more."""
 
 
-class Work(msgspec.Struct, frozen=True):
+class BlockingWork(msgspec.Struct, frozen=True):
     """Something to carry out that takes time in proportion to `nbytes`.
 
     abandon: of work that waits for others, and so never belongs into an event loop: has `run` end soon.
@@ -47,7 +47,7 @@ class Within(msgspec.Struct, frozen=True):
     wait_s: float
 
 
-Operation = Generator[m.Request | Work | Within, Any, T]
+Operation = Generator[m.Request | BlockingWork | Within, Any, T]
 
 
 def within(timeout_s: object) -> Operation[Deadline]:
@@ -68,7 +68,7 @@ def ask(request: m.Request, kind: type[R]) -> Operation[R]:
 
 def drive(connection: Connection, operation: Operation[T]) -> T:
     """Run an operation in this thread."""
-    step: Callable[[Any], m.Request | Work | Within] = operation.send
+    step: Callable[[Any], m.Request | BlockingWork | Within] = operation.send
     given: Any = None
     deadline: Deadline | None = None
     try:
@@ -82,7 +82,7 @@ def drive(connection: Connection, operation: Operation[T]) -> T:
             try:
                 if isinstance(wanted, Within):
                     given = deadline = Deadline(connection.clock, wanted.wait_s)
-                elif isinstance(wanted, Work):
+                elif isinstance(wanted, BlockingWork):
                     given = _bounded(wanted, deadline).run()  # type: ignore[func-returns-value]
                 else:
                     given = connection.call(wanted, deadline)
@@ -97,7 +97,7 @@ def drive(connection: Connection, operation: Operation[T]) -> T:
 
 async def adrive(connection: Connection, operation: Operation[T]) -> T:
     """Run an operation in this event loop."""
-    step: Callable[[Any], m.Request | Work | Within] = operation.send
+    step: Callable[[Any], m.Request | BlockingWork | Within] = operation.send
     given: Any = None
     deadline: Deadline | None = None
     try:
@@ -111,7 +111,7 @@ async def adrive(connection: Connection, operation: Operation[T]) -> T:
             try:
                 if isinstance(wanted, Within):
                     given = deadline = Deadline(connection.clock, wanted.wait_s)
-                elif isinstance(wanted, Work):
+                elif isinstance(wanted, BlockingWork):
                     given = await _work(_bounded(wanted, deadline))  # type: ignore[func-returns-value]
                 else:
                     given = await connection.acall(wanted, deadline)
@@ -128,13 +128,13 @@ def trimmed(error: E) -> E:
     return error if isinstance(error, InternalError) else error.with_traceback(None)
 
 
-def _bounded(work: Work, deadline: Deadline | None) -> Work:
+def _bounded(work: BlockingWork, deadline: Deadline | None) -> BlockingWork:
     if deadline is not None and work.bound is not None:
         work.bound(deadline)
     return work
 
 
-async def _work(work: Work) -> None:
+async def _work(work: BlockingWork) -> None:
     """Carry it out. A cancelled caller still waits for a copy to end: its memory is given back after that."""
     if work.nbytes <= INLINE_WORK_BYTES and work.abandon is None:
         work.run()

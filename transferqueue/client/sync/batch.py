@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from transferqueue.client.operations import lease as leasing
-from transferqueue.client.operations.facts import Facts, Floats, Ints, Keys, TagsGiven
-from transferqueue.client.operations.lease import Lent
+from transferqueue.client.operations.facts import Floats, GivenFacts, Ints, Keys, TagsGiven
+from transferqueue.client.operations.lease import BatchLease
 from transferqueue.client.operations.rows import RowsBase
 from transferqueue.client.session.run import drive
 from transferqueue.errors import LeaseExpired, TransferQueueError, UsageError
@@ -25,7 +25,7 @@ GIVEN_BACK: Final = "the block of this batch has ended, so its rows go back as f
 class BatchBase(RowsBase):
     """What the batches of both fronts share: what a batch is, and what happens when it is forgotten."""
 
-    def __init__(self, lent: Lent, leased: m.Leased) -> None:
+    def __init__(self, lent: BatchLease, leased: m.Leased) -> None:
         super().__init__(leased.content, lent.source)
         self._lent = lent
         self._version = leased.version
@@ -83,7 +83,7 @@ class BatchBase(RowsBase):
         return True
 
 
-def _give_up(lent: Lent, unasked: m.Release) -> None:
+def _give_up(lent: BatchLease, unasked: m.Release) -> None:
     """Runs in a finalizer: the rows of a batch that nobody can ack any more go back now, not at the deadline."""
     if not lent.ended:
         lent.terms.forgotten = lent.task  # the next lease logs it: a finalizer must not
@@ -129,7 +129,7 @@ class Batch(BatchBase):
         `UsageError` if a row would end without a field that the task gives and another task needs: still leased; `drop` ends
         rows that have no result.
         """
-        facts = Facts(
+        facts = GivenFacts(
             group_id=group_id,
             group_size=group_size,
             ordinal=ordinal,
@@ -176,7 +176,7 @@ class Batch(BatchBase):
             ...         batch["so_far"].list()
             ['once upon']
         """
-        facts = Facts(
+        facts = GivenFacts(
             policy_version=policy_version,
             policy_version_max=policy_version_max,
             tokens=tokens,

@@ -9,7 +9,7 @@ import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from transferqueue.client.handles.prefetch import Ahead
+from transferqueue.client.handles.prefetch import Prefetcher
 from transferqueue.client.session.run import trimmed
 from transferqueue.client.sync.batch import Batch
 from transferqueue.errors import EndOfTable, Forked, TransferQueueError, UsageError
@@ -28,7 +28,7 @@ class Loader(Staying):
 
     elsewhere: ClassVar[str] = "pass queue.address and names, and make the loader where the batches are used"
 
-    def __init__(self, ahead: Ahead[Batch]) -> None:
+    def __init__(self, ahead: Prefetcher[Batch]) -> None:
         self._ahead, self._pid = ahead, os.getpid()
         self._guard = threading.Lock()
         self._closed = self._drained = False
@@ -97,7 +97,7 @@ class AsyncLoader(Staying):
 
     elsewhere: ClassVar[str] = "pass queue.address and names, and make the loader where the batches are used"
 
-    def __init__(self, ahead: Ahead[AsyncBatch]) -> None:
+    def __init__(self, ahead: Prefetcher[AsyncBatch]) -> None:
         self._ahead = ahead
         weakref.finalize(self, ahead.abandon).atexit = False
 
@@ -124,7 +124,7 @@ class AsyncLoader(Staying):
         await self.aclose()
 
 
-def _run(loop: asyncio.AbstractEventLoop, ahead: Ahead[Batch]) -> None:
+def _run(loop: asyncio.AbstractEventLoop, ahead: Prefetcher[Batch]) -> None:
     """The thread: fetches until the loop is stopped, then gives back what was not taken."""
     try:
         loop.run_forever()

@@ -6,17 +6,17 @@ import weakref
 from types import TracebackType
 from typing import ClassVar, Self
 
-from transferqueue.client.client import Client
+from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import tables as verbs
 from transferqueue.client.session.run import drive
-from transferqueue.client.table_info import Terms
+from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import UsageError
 from transferqueue.storage.elements.process_bound import Staying
 from transferqueue.storage.memory.private_pages import when_gone
 from transferqueue.wire import messages as m
 
 
-class _Left:
+class _ReservationRemainder:
     """Rows of a reservation that were neither put nor returned yet; apart from it, for its finalizer."""
 
     __slots__ = ("rows",)
@@ -30,9 +30,9 @@ class ReservationBase(Staying):
 
     elsewhere: ClassVar[str] = "pass queue.address, and reserve where the rows are put"
 
-    def __init__(self, client: Client, terms: Terms, reserved: m.Reserved) -> None:
+    def __init__(self, client: ClientSession, terms: TableInfo, reserved: m.Reserved) -> None:
         self._client, self._terms, self._reserved = client, terms, reserved
-        self._left = _Left(reserved.rows)
+        self._left = _ReservationRemainder(reserved.rows)
         self._unasked = m.Unreserve(table=terms.name, reservation=reserved.reservation)
         weakref.finalize(self, _give_up, client, self._left, self._unasked)
         left, unasked = self._left, self._unasked
@@ -76,14 +76,14 @@ class ReservationBase(Staying):
         _give_up(self._client, self._left, self._unasked)
 
 
-def _give_up(client: Client, left: _Left, unasked: m.Unreserve) -> None:
+def _give_up(client: ClientSession, left: _ReservationRemainder, unasked: m.Unreserve) -> None:
     """Return what is left, in a finalizer too. Returned twice, because an interrupt came between, it is refused to nobody."""
     if left.rows:
         client.connection.post(unasked)
         left.rows = 0
 
 
-def reservation_id(terms: Terms, reservation: ReservationBase | None) -> int:
+def reservation_id(terms: TableInfo, reservation: ReservationBase | None) -> int:
     """The number that a put names; 0 for none."""
     if reservation is None:
         return 0

@@ -8,17 +8,17 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client.client import Client
-from transferqueue.client.handles.prefetch import Ahead
+from transferqueue.client.client import ClientSession
+from transferqueue.client.handles.prefetch import Prefetcher
 from transferqueue.client.operations import lease as leasing
 from transferqueue.client.operations import tables as verbs
-from transferqueue.client.operations.facts import Facts, Floats, Ints, Keys, TagsGiven
+from transferqueue.client.operations.facts import Floats, GivenFacts, Ints, Keys, TagsGiven
 from transferqueue.client.operations.rows import Rows
 from transferqueue.client.session.run import Operation, T, drive
 from transferqueue.client.sync.batch import Batch
 from transferqueue.client.sync.loader import Loader
 from transferqueue.client.sync.reservation import Reservation, reservation_id
-from transferqueue.client.table_info import Terms
+from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import EndOfTable
 from transferqueue.limits import TIMEOUT_S_DEFAULT, Limits
 from transferqueue.policies import Pacing, Predicate, Retention, Task
@@ -33,7 +33,7 @@ class TableBase(Staying):
         "pass queue.address and the name of the table, and open it there: tq.connect(address).table(name)"
     )
 
-    def __init__(self, client: Client, terms: Terms) -> None:
+    def __init__(self, client: ClientSession, terms: TableInfo) -> None:
         self._client, self._terms = client, terms
 
     @property
@@ -130,7 +130,7 @@ class Table(TableBase):
             ...     table.put(text=["2+2=4", "2+2=5"], group_id=0, group_size=2).tolist()
             [0, 1]
         """
-        facts = Facts(
+        facts = GivenFacts(
             group_id=group_id,
             group_size=group_size,
             ordinal=ordinal,
@@ -170,7 +170,7 @@ class Table(TableBase):
         rows: ids, in the order of the columns' rows. overwrite: fields that are set already are replaced; otherwise that
         is `AlreadyExists`. `NotFound` if a row is gone: then nothing was changed.
         """
-        facts = Facts(
+        facts = GivenFacts(
             group_id=group_id,
             group_size=group_size,
             ordinal=ordinal,
@@ -327,7 +327,7 @@ class Table(TableBase):
             replica=replica,
         )
         limit_s = leasing.time_limit(time_limit_s)
-        return Loader(Ahead(self._client, self._terms, request, Batch, prefetch, limit_s))
+        return Loader(Prefetcher(self._client, self._terms, request, Batch, prefetch, limit_s))
 
     def reserve(
         self, rows: int, *, policy_version: int | None = None, timeout_s: float = TIMEOUT_S_DEFAULT

@@ -22,13 +22,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Final
 
-from transferqueue.cluster.on_ray.directories import Owner, claim, own_directory, sweep
-from transferqueue.cluster.on_ray.messages import DEPLOY, Refused, Ways, read, write
+from transferqueue.cluster.on_ray.directories import DirectoryOwner, claim, own_directory, sweep
+from transferqueue.cluster.on_ray.messages import DEPLOY, DeployRefused, Endpoints, read, write
 from transferqueue.errors import AddressInUse, Corruption, TransferQueueError, Unreachable
 from transferqueue.server.durability.journal import Level
-from transferqueue.server.durability.state_directory import Durable
-from transferqueue.server.files import SHARED_MEMORY, ArenaHome, arena_root, served_arena, sweep_arenas
-from transferqueue.server.process.assembly import Server, first_epoch
+from transferqueue.server.durability.state_directory import StateDirectory
+from transferqueue.server.files import SHARED_MEMORY, ArenaDirectory, arena_root, served_arena, sweep_arenas
+from transferqueue.server.process.assembly import ServerProcess, first_epoch
 from transferqueue.server.process.serve import allow_many_files
 from transferqueue.server.process.supervisor import EXIT_AGAIN, EXIT_DEFECT
 from transferqueue.transport import IpcAddress, TcpAddress, runtime_directory, this_host
@@ -41,7 +41,7 @@ STOP_S: Final = 60.0
 """A server that is told to stop writes a last image of its state."""
 
 
-class QueueActor:
+class CoordinatorActorBase:
     """A served deployment. Methods take and give text, see `names`."""
 
     def __init__(self, told: str, host: str, cluster: str, again: bool) -> None:
@@ -58,14 +58,14 @@ class QueueActor:
             self._refused = error
 
     def ways(self, role: str = "admin") -> str:
-        """`Ways` for a client of this role, or `Refused`."""
+        """`Endpoints` for a client of this role, or `DeployRefused`."""
         try:
             if self._refused is not None:
                 raise self._refused
             token = write_token(token_of(self._directory / "keys", role, self._tcp))
         except TransferQueueError as error:
-            return write(Refused(type(error).__name__, str(error)))
-        return write(Ways(this_host(), self._ipc, token, self._deploy.seat.of))
+            return write(DeployRefused(type(error).__name__, str(error)))
+        return write(Endpoints(this_host(), self._ipc, token, self._deploy.seat.of))
 
     def stop(self) -> None:
         """End the server, and remove the state directory, with its memory, if nobody named it."""
@@ -82,13 +82,13 @@ class QueueActor:
         allow_many_files()
         runtime = private_directory(runtime_directory())
         if not self._deploy.state:
-            owner = Owner.here(cluster, str(self._deploy.named))
+            owner = DirectoryOwner.here(cluster, str(self._deploy.named))
             if not again:
                 sweep(owner, runtime)
             claim(self._directory, owner)
         private_directory(self._directory, "state directory")
         place = TcpAddress(f"[{host}]" if ":" in host else host, self._port(host))
-        made: Future[Server] = Future()
+        made: Future[ServerProcess] = Future()
         self._thread = threading.Thread(
             target=self._live, args=(runtime, place, made), name=f"transferqueue {self._deploy.named}", daemon=True
         )
@@ -96,7 +96,7 @@ class QueueActor:
         self._server = made.result()
         self._ipc, (self._tcp,) = self._server.address, self._server.tcp_addresses
 
-    def _live(self, runtime: Path, place: TcpAddress, made: Future[Server]) -> None:
+    def _live(self, runtime: Path, place: TcpAddress, made: Future[ServerProcess]) -> None:
         """A whole life of the server, in one thread: its journal asks for that."""
         try:
             server = self._make(runtime, place)
@@ -111,8 +111,8 @@ class QueueActor:
             logging.shutdown()
             os._exit(EXIT_AGAIN if isinstance(error, TransferQueueError) else EXIT_DEFECT)
 
-    def _make(self, runtime: Path, place: TcpAddress) -> Server:
-        return Server(
+    def _make(self, runtime: Path, place: TcpAddress) -> ServerProcess:
+        return ServerProcess(
             IpcAddress(runtime / f"{self._directory_mark()}.sock"),
             self._foundation(),
             [place],
@@ -125,11 +125,11 @@ class QueueActor:
         """One socket for each state directory: who goes on from it is found where the one before was."""
         return f"ray-{self._deploy.named.digest(str(self._directory))}"
 
-    def _foundation(self) -> ArenaHome | Durable:
+    def _foundation(self) -> ArenaDirectory | StateDirectory:
         level, size = Level(self._deploy.durability), self._deploy.arena_bytes or None
         if level is Level.MEMORY:
             return served_arena(size)
-        return Durable(self._directory, level, first_epoch=first_epoch(), arena_bytes=size)
+        return StateDirectory(self._directory, level, first_epoch=first_epoch(), arena_bytes=size)
 
     def _port(self, host: str) -> int:
         """The port asked for, else that of the lives before, else a free one; written down before anyone hears of it."""
@@ -143,8 +143,8 @@ class QueueActor:
         return port
 
 
-class Coordinator(QueueActor):
-    """`QueueActor`, told what a process of Ray knows by itself."""
+class CoordinatorActor(CoordinatorActorBase):
+    """`CoordinatorActorBase`, told what a process of Ray knows by itself."""
 
     def __init__(self, told: str) -> None:
         """told: a `Deploy`."""

@@ -29,10 +29,10 @@ from transferqueue.cluster.on_ray.messages import (
     NAME,
     NAMESPACE,
     SAID,
-    Deploy,
-    Named,
-    Refused,
-    Ways,
+    DeploymentName,
+    DeployRefused,
+    DeploySpec,
+    Endpoints,
     checked,
     read,
     write,
@@ -53,7 +53,9 @@ LEVELS: Final = ("memory", "process", "disk")
 class Deployment:
     """A service on Ray. Its owner ends it with `close` or ``with``; for whom else it is, nothing happens then."""
 
-    def __init__(self, named: Named, actors: Mapping[Named, Any], *, owned: bool, lenders: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, named: DeploymentName, actors: Mapping[DeploymentName, Any], *, owned: bool, lenders: Sequence[Any] = ()
+    ) -> None:
         self.address: Final = str(named)
         """What `connect` takes, in any process of the cluster."""
         self.owned: Final = owned
@@ -128,7 +130,7 @@ def deploy_ray(
         >>> with tq.deploy_ray(durability="process") as deployment:  # doctest: +SKIP
         ...     queue = tq.connect("ray")
     """
-    named = checked(Named(namespace, name))
+    named = checked(DeploymentName(namespace, name))
     deploys = _seated(
         _checked_deploy(named, durability, state, arena_bytes, snapshots, port, max_restarts), coordinators
     )
@@ -171,7 +173,7 @@ def deploy_ray(
     return Deployment(named, actors, owned=True, lenders=lenders)
 
 
-def ways_to(named: Named, timeout_s: float, *, near: bool) -> dict[str, tuple[str, ClientKeys | None]]:
+def ways_to(named: DeploymentName, timeout_s: float, *, near: bool) -> dict[str, tuple[str, ClientKeys | None]]:
     """Where each server of this deployment listens, as seen from this process, and the keys for it; by its name.
 
     near: its socket, if that can be opened from here; else always tcp. `NotFound` lists the deployments there are,
@@ -181,14 +183,14 @@ def ways_to(named: Named, timeout_s: float, *, near: bool) -> dict[str, tuple[st
     return {str(one): _way(ways, near=near) for one, ways in found.items()}
 
 
-def _way(ways: Ways, *, near: bool) -> tuple[str, ClientKeys | None]:
+def _way(ways: Endpoints, *, near: bool) -> tuple[str, ClientKeys | None]:
     if near and ways.host == this_host() and os.access(ways.ipc.removeprefix("ipc://"), os.R_OK | os.W_OK):
         return ways.ipc, None
     token = read_token(ways.token)
     return token.address, token.keys
 
 
-def _found(ray: Any, named: Named, timeout_s: float, role: str = "admin") -> dict[Named, Ways]:
+def _found(ray: Any, named: DeploymentName, timeout_s: float, role: str = "admin") -> dict[DeploymentName, Endpoints]:
     """The ways to all coordinators of a deployment, or to the one that is named alone."""
     first = _ways(named, _actor(ray, named), timeout_s, role)
     if first.seats == 1 or named.is_one_seat:
@@ -197,7 +199,7 @@ def _found(ray: Any, named: Named, timeout_s: float, role: str = "admin") -> dic
     return {named.of_seat(1): first} | {one: _ways(one, _actor(ray, one), timeout_s, role) for one in rest}
 
 
-def _seated(deploy: Deploy, coordinators: int) -> list[Deploy]:
+def _seated(deploy: DeploySpec, coordinators: int) -> list[DeploySpec]:
     """What each coordinator is told."""
     whole = isinstance(coordinators, int) and not isinstance(coordinators, bool)
     if not whole or not 1 <= coordinators <= COORDINATORS_MAX:
@@ -215,7 +217,7 @@ def _seated(deploy: Deploy, coordinators: int) -> list[Deploy]:
     return [_at_seat(deploy, Seat(number + 1, coordinators, deploy.named.name)) for number in range(coordinators)]
 
 
-def _at_seat(deploy: Deploy, seat: Seat) -> Deploy:
+def _at_seat(deploy: DeploySpec, seat: Seat) -> DeploySpec:
     own = f"coordinator-{seat.number}"
     return msgspec.structs.replace(
         deploy,
@@ -227,14 +229,14 @@ def _at_seat(deploy: Deploy, seat: Seat) -> Deploy:
 
 
 def _checked_deploy(
-    named: Named,
+    named: DeploymentName,
     durability: str,
     state: str | os.PathLike[str] | None,
     arena_bytes: int | str | None,
     snapshots: str | os.PathLike[str] | None,
     port: int,
     max_restarts: int,
-) -> Deploy:
+) -> DeploySpec:
     if durability not in LEVELS:
         raise UsageError(f"durability {durability!r} is none; there are {', '.join(LEVELS)}")
     if durability == "memory" and state is not None:
@@ -245,7 +247,7 @@ def _checked_deploy(
         raise UsageError(f"port {port} is none; give one from 1 to 65535, or 0 for a free one")
     if max_restarts < -1:
         raise UsageError(f"max_restarts {max_restarts} is no count; give 0 or more, or -1 for no end")
-    return Deploy(
+    return DeploySpec(
         named,
         secrets.token_hex(8),
         durability,
@@ -284,10 +286,12 @@ def _joined(*, start: bool) -> Any:
     return ray
 
 
-def _start(ray: Any, deploy: Deploy, node: str, resources: dict[str, float], max_restarts: int, detached: bool) -> Any:
+def _start(
+    ray: Any, deploy: DeploySpec, node: str, resources: dict[str, float], max_restarts: int, detached: bool
+) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from transferqueue.cluster.on_ray.coordinator_actor import Coordinator  # only who deploys loads a server
+    from transferqueue.cluster.on_ray.coordinator_actor import CoordinatorActor  # only who deploys loads a server
 
     resources = dict(resources)
     options = {
@@ -302,35 +306,38 @@ def _start(ray: Any, deploy: Deploy, node: str, resources: dict[str, float], max
         "max_task_retries": -1,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
     }
-    return ray.remote(Coordinator).options(**options).remote(write(deploy))
+    return ray.remote(CoordinatorActor).options(**options).remote(write(deploy))
 
 
-def _actor(ray: Any, named: Named) -> Any:
+def _actor(ray: Any, named: DeploymentName) -> Any:
     try:
         return ray.get_actor(named.actor, namespace=named.namespace)
     except ValueError:
-        there = [str(Named(one["namespace"], one["name"])) for one in ray.util.list_named_actors(all_namespaces=True)]
+        there = [
+            str(DeploymentName(one["namespace"], one["name"]))
+            for one in ray.util.list_named_actors(all_namespaces=True)
+        ]
         raise NotFound(
             f"deployment {named} does not exist in this Ray cluster; its named actors are {', '.join(sorted(there)) or 'none'}: "
             "make it with deploy_ray"
         ) from None
 
 
-def ways_of(named: Named, role: str, timeout_s: float = DEPLOY_S) -> Ways:
+def ways_of(named: DeploymentName, role: str, timeout_s: float = DEPLOY_S) -> Endpoints:
     """The ways to the server of this deployment, for a process of its Ray cluster that takes this role. Errors as of `way_to`."""
     return _ways(named, _actor(_joined(start=False), named), timeout_s, role)
 
 
-def _ways(named: Named, actor: Any, timeout_s: float, role: str = "admin") -> Ways:
+def _ways(named: DeploymentName, actor: Any, timeout_s: float, role: str = "admin") -> Endpoints:
     with _telling(named, timeout_s) as ray:
         told = read(ray.get(actor.ways.remote(role), timeout=timeout_s), SAID)
-    if isinstance(told, Refused):
+    if isinstance(told, DeployRefused):
         raise from_wire(told.error, told.text)
     return told
 
 
 @contextmanager
-def _telling(named: Named, timeout_s: float) -> Iterator[Any]:
+def _telling(named: DeploymentName, timeout_s: float) -> Iterator[Any]:
     import ray
 
     try:
@@ -344,12 +351,12 @@ def _telling(named: Named, timeout_s: float) -> Iterator[Any]:
         raise Unreachable(f"deployment {named} is dead, and Ray starts it no more: {error}") from error
 
 
-def _end_all(actors: Mapping[Named, Any]) -> None:
+def _end_all(actors: Mapping[DeploymentName, Any]) -> None:
     for named, actor in actors.items():
         _end(named, actor)
 
 
-def _end(named: Named, actor: Any) -> None:
+def _end(named: DeploymentName, actor: Any) -> None:
     """Returns when Ray knows it, so that the name is free."""
     import ray
 

@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from transferqueue.cluster.on_ray.messages import Deploy
+from transferqueue.cluster.on_ray.messages import DeploySpec
 from transferqueue.transport import FileLock, runtime_directory, this_host
 from transferqueue.transport.system.private_files import private_directory, write_private
 
@@ -28,7 +28,7 @@ PREFIX: Final = "ray-"
 _OWNER: Final = "owner.json"
 
 
-class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DirectoryOwner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who may come back to a directory. raylet, began: number and start of the process that starts the actor."""
 
     host: str
@@ -38,12 +38,12 @@ class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     began: str
 
     @classmethod
-    def here(cls, cluster: str, deployment: str) -> Owner:
+    def here(cls, cluster: str, deployment: str) -> DirectoryOwner:
         """Of an actor in this process: Ray's workers are children of the raylet of their node."""
         parent = os.getppid()
         return cls(this_host(), cluster, deployment, parent, _began(parent))
 
-    def is_gone(self, newer: Owner) -> bool:
+    def is_gone(self, newer: DirectoryOwner) -> bool:
         """Whether nothing of this owner can come back, now that `newer` is being made."""
         if self.host != newer.host:  # another boot of this machine, or processes that cannot be seen from here
             return self.host.partition("/")[0] != newer.host.partition("/")[0]
@@ -51,19 +51,19 @@ class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return replaced or _began(self.raylet) != self.began
 
 
-def own_directory(deploy: Deploy) -> Path:
+def own_directory(deploy: DeploySpec) -> Path:
     """The directory that is named by nobody."""
     return runtime_directory() / f"{PREFIX}{deploy.named.digest(deploy.id)}"
 
 
-def claim(directory: Path, owner: Owner) -> None:
+def claim(directory: Path, owner: DirectoryOwner) -> None:
     """Make it, and write down whose it is."""
     private_directory(directory.parent)
     private_directory(directory, "state directory")
     write_private(directory / _OWNER, msgspec.json.encode(owner))
 
 
-def sweep(newer: Owner, root: Path) -> list[Path]:
+def sweep(newer: DirectoryOwner, root: Path) -> list[Path]:
     """Remove what deployments left in `root` (rule 2); returns what that was. Their memory is nobody's then, and removed by
     the next server that makes an arena."""
     left = [path for path in root.glob(f"{PREFIX}*/") if _is_left(path, newer)]
@@ -72,9 +72,9 @@ def sweep(newer: Owner, root: Path) -> list[Path]:
     return left
 
 
-def _is_left(path: Path, newer: Owner) -> bool:
+def _is_left(path: Path, newer: DirectoryOwner) -> bool:
     try:
-        owner = msgspec.json.decode((path / _OWNER).read_bytes(), type=Owner)
+        owner = msgspec.json.decode((path / _OWNER).read_bytes(), type=DirectoryOwner)
     except (OSError, msgspec.MsgspecError):
         return False  # being made, or nothing of ours
     return owner.is_gone(newer) and not _is_held(path / "lock")

@@ -27,7 +27,7 @@ _SEAT: Final = ".coordinator-"
 T = TypeVar("T")
 
 
-class Named(msgspec.Struct, frozen=True):
+class DeploymentName(msgspec.Struct, frozen=True):
     """The name of a deployment."""
 
     namespace: str = NAMESPACE
@@ -36,9 +36,9 @@ class Named(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         return f"{SCHEME}{self.namespace}/{self.name}"
 
-    def of_seat(self, number: int) -> Named:
+    def of_seat(self, number: int) -> DeploymentName:
         """One coordinator of several, alone; the actor of the first has the name of the deployment."""
-        return Named(self.namespace, f"{self.name}{_SEAT}{number}")
+        return DeploymentName(self.namespace, f"{self.name}{_SEAT}{number}")
 
     @property
     def is_one_seat(self) -> bool:
@@ -60,13 +60,13 @@ class Named(msgspec.Struct, frozen=True):
         return [PORTS[(first + step) % len(PORTS)] for step in range(64)]
 
 
-class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DeploySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an actor is told when it is made, and again in each of its lives.
 
     id: other for each deployment of a name. state: its directory; "": one of its own, that ends with it. port 0: one of its choice.
     """
 
-    named: Named
+    named: DeploymentName
     id: str
     durability: str
     state: str
@@ -76,7 +76,7 @@ class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seat: Seat = Seat()
 
 
-class Ways(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class Endpoints(msgspec.Struct, frozen=True, tag="Ways", forbid_unknown_fields=True):
     """How to reach the server: by its socket from processes of `host` (see `this_host`), else by the join token. seats: coordinators
     of its deployment."""
 
@@ -89,24 +89,24 @@ class Ways(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
         return f"Ways({self.ipc!r})"
 
 
-class Lend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the actor of a shard is told: the deployment it joins, which tells it the way; most bytes that it lends (0: the default)."""
 
-    named: Named
+    named: DeploymentName
     arena_bytes: int
     label: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class DeployRefused(msgspec.Struct, frozen=True, tag="Refused", forbid_unknown_fields=True):
     """Why there is no server."""
 
     error: str
     text: str
 
 
-DEPLOY: Final[msgspec.json.Decoder[Deploy]] = msgspec.json.Decoder(Deploy)
-LEND: Final[msgspec.json.Decoder[Lend]] = msgspec.json.Decoder(Lend)
-SAID: Final[msgspec.json.Decoder[Ways | Refused]] = msgspec.json.Decoder(Ways | Refused)
+DEPLOY: Final[msgspec.json.Decoder[DeploySpec]] = msgspec.json.Decoder(DeploySpec)
+LEND: Final[msgspec.json.Decoder[ShardSpec]] = msgspec.json.Decoder(ShardSpec)
+SAID: Final[msgspec.json.Decoder[Endpoints | DeployRefused]] = msgspec.json.Decoder(Endpoints | DeployRefused)
 
 
 def is_ray(address: object) -> bool:
@@ -114,19 +114,19 @@ def is_ray(address: object) -> bool:
     return isinstance(address, str) and (address == "ray" or address.startswith(SCHEME))
 
 
-def parse_named(address: str) -> Named:
+def parse_named(address: str) -> DeploymentName:
     """The deployment that an address names, else `UsageError`."""
     if address == "ray":
-        return Named()
+        return DeploymentName()
     namespace, slash, name = address.removeprefix(SCHEME).partition("/")
     if not (slash and namespace and name and "/" not in name):
         raise UsageError(
             f'address {address!r} names no deployment on Ray; write "ray", or ray://NAMESPACE/NAME as deploy_ray said'
         )
-    return checked(Named(namespace, name))
+    return checked(DeploymentName(namespace, name))
 
 
-def checked(named: Named) -> Named:
+def checked(named: DeploymentName) -> DeploymentName:
     """The same, if both its parts may be names: those of tables, without a slash."""
     for kind, part in (("namespace", named.namespace), ("deployment", named.name)):
         if "/" in check_name(kind, part):

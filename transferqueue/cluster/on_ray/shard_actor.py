@@ -12,8 +12,8 @@ import os
 import threading
 from typing import Final
 
-from transferqueue.cluster.on_ray.messages import LEND, Lend, Refused, Ways, read, write
-from transferqueue.cluster.shard import Shard
+from transferqueue.cluster.on_ray.messages import LEND, DeployRefused, Endpoints, ShardSpec, read, write
+from transferqueue.cluster.shard import ShardProcess
 from transferqueue.errors import TransferQueueError
 from transferqueue.server.process.supervisor import EXIT_AGAIN
 from transferqueue.transport import this_host
@@ -22,15 +22,17 @@ from transferqueue.transport.security.keys import ClientKeys, read_token
 _log: Final = logging.getLogger("transferqueue.cluster")
 
 
-class LenderActor:
+class ShardActorBase:
     """A shard in a process that Ray starts. Methods give text, see `names`."""
 
-    def __init__(self, lend: Lend, ways: Ways, host: str) -> None:
+    def __init__(self, lend: ShardSpec, ways: Endpoints, host: str) -> None:
         """ways: to the server, for role shard. host: this node as others see it."""
         self._refused: TransferQueueError | None = None
         address, keys = way_of(ways)
         try:
-            self._shard = Shard(address, arena_bytes=lend.arena_bytes or None, host=host, keys=keys, label=lend.label)
+            self._shard = ShardProcess(
+                address, arena_bytes=lend.arena_bytes or None, host=host, keys=keys, label=lend.label
+            )
         except TransferQueueError as error:
             self._refused = error
             return
@@ -39,9 +41,9 @@ class LenderActor:
         self._thread.start()
 
     def joined(self) -> str:
-        """Where its bytes are reached, or `Refused`."""
+        """Where its bytes are reached, or `DeployRefused`."""
         if self._refused is not None:
-            return write(Refused(type(self._refused).__name__, str(self._refused)))
+            return write(DeployRefused(type(self._refused).__name__, str(self._refused)))
         return self._shard.endpoint
 
     def stop(self) -> None:
@@ -62,11 +64,11 @@ class LenderActor:
                 os._exit(EXIT_AGAIN)
 
 
-class Lender(LenderActor):
-    """`LenderActor`, told what a process of Ray knows by itself."""
+class ShardActor(ShardActorBase):
+    """`ShardActorBase`, told what a process of Ray knows by itself."""
 
     def __init__(self, told: str) -> None:
-        """told: a `Lend`. The deployment is asked for the way in each life: keys are in no argument that Ray keeps."""
+        """told: a `ShardSpec`. The deployment is asked for the way in each life: keys are in no argument that Ray keeps."""
         import ray
 
         from transferqueue.cluster.on_ray.deploy import ways_of
@@ -75,7 +77,7 @@ class Lender(LenderActor):
         super().__init__(lend, ways_of(lend.named, "shard"), ray.util.get_node_ip_address())
 
 
-def way_of(ways: Ways) -> tuple[str, ClientKeys | None]:
+def way_of(ways: Endpoints) -> tuple[str, ClientKeys | None]:
     """The server's socket, if it can be opened from here, else its tcp address with the keys of the token."""
     if ways.host == this_host() and os.access(ways.ipc.removeprefix("ipc://"), os.R_OK | os.W_OK):
         return ways.ipc, None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal
 
-from transferqueue.cluster.on_ray.messages import SAID, Lend, Named, Refused, read, write
+from transferqueue.cluster.on_ray.messages import SAID, DeploymentName, DeployRefused, ShardSpec, read, write
 from transferqueue.errors import UsageError, from_wire
 from transferqueue.limits import SESSIONS_MAX
 
@@ -41,7 +41,7 @@ def places(nodes: Iterable[Mapping[str, Any]], server: str, shards: int | Litera
 
 def start_lenders(
     ray: Any,
-    named: Named,
+    named: DeploymentName,
     nodes: Sequence[str],
     arena_bytes: int,
     max_restarts: int,
@@ -52,7 +52,7 @@ def start_lenders(
     """An actor on each of these nodes; returns when all have joined. Otherwise none is left, and it raises what hindered one."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from transferqueue.cluster.on_ray.shard_actor import Lender  # only who deploys loads a server
+    from transferqueue.cluster.on_ray.shard_actor import ShardActor  # only who deploys loads a server
 
     made: list[Any] = []
     try:
@@ -66,8 +66,8 @@ def start_lenders(
                 "max_restarts": max_restarts,
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
             }
-            told = write(Lend(named, arena_bytes, name))
-            made.append(ray.remote(Lender).options(**options).remote(told))
+            told = write(ShardSpec(named, arena_bytes, name))
+            made.append(ray.remote(ShardActor).options(**options).remote(told))
         for said in ray.get([one.joined.remote() for one in made], timeout=timeout_s):
             _check(said)
     except BaseException:
@@ -80,7 +80,7 @@ def _check(said: str) -> None:
     """Raise what a shard was refused with."""
     if not said.startswith("tcp://"):
         refused = read(said, SAID)
-        if isinstance(refused, Refused):
+        if isinstance(refused, DeployRefused):
             raise from_wire(refused.error, refused.text)
 
 

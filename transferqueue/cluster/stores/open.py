@@ -25,7 +25,7 @@ from typing import Final
 from transferqueue.cluster.stores.directory import DirectoryStore
 from transferqueue.cluster.stores.mooncake import MooncakeStore
 from transferqueue.errors import UsageError, listing
-from transferqueue.storage.memory.object_store import Objects, ObjectStore
+from transferqueue.storage.memory.object_store import ObjectBacking, ObjectStore
 from transferqueue.transport import FileLock, runtime_directory
 from transferqueue.transport.system.private_files import private_directory
 
@@ -49,7 +49,7 @@ def open_store(address: str, host: str = "127.0.0.1") -> ObjectStore:
 
 
 @contextmanager
-def kept_in(address: str, host: str, capacity: int) -> Iterator[Objects]:
+def kept_in(address: str, host: str, capacity: int) -> Iterator[ObjectBacking]:
     """A backing of `capacity` bytes in the store at `address`, and nothing of it left there afterwards. Errors as of `open_store`."""
     lives = private_directory(runtime_directory(), "runtime directory")
     store = open_store(address, host)
@@ -58,7 +58,7 @@ def kept_in(address: str, host: str, capacity: int) -> Iterator[Objects]:
         lock = FileLock(lives / f"{_mark(address)}{secrets.token_hex(_NAME_BYTES)}{_SUFFIX}", inherited=False)
         lock.take()
         try:
-            objects = Objects(store, prefix_of(lock.path), capacity)
+            objects = ObjectBacking(store, prefix_of(lock.path), capacity)
             try:
                 yield objects
             finally:

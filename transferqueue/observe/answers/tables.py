@@ -47,7 +47,7 @@ class TaskTerms(msgspec.Struct, frozen=True, kw_only=True):
     starts: str
 
 
-class TableTerms(msgspec.Struct, frozen=True, kw_only=True):
+class TableDescription(msgspec.Struct, frozen=True, kw_only=True):
     """One table: its terms, and where it stands."""
 
     name: str
@@ -69,9 +69,9 @@ def table_terms(
     pacing: Pacing | None,
     retention: Retention,
     stats: TableStats,
-) -> TableTerms:
+) -> TableDescription:
     """Terms of one table, from what a handle on it knows."""
-    return TableTerms(
+    return TableDescription(
         name=name,
         fields=[_field(field, tasks.values()) for field in fields.values()],
         tasks=[_task(task, fields) for task in tasks.values()],

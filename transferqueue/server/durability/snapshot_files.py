@@ -32,9 +32,9 @@ from transferqueue.limits import MIB
 from transferqueue.schema import Field
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.export import arrow_type
-from transferqueue.storage.columns.placement import Blocks, Placement
+from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import U8
-from transferqueue.storage.snapshot import Snapshot, SnapshotWriter
+from transferqueue.storage.snapshot import SnapshotReader, SnapshotWriter
 from transferqueue.wire.messages import BlockAt, TableTerms
 
 CHUNK_ROWS: Final = 1 << 16
@@ -46,7 +46,7 @@ Memory = Callable[[BlockAt], U8]
 """The bytes of a block, which stay as they are while the files are written."""
 
 
-class TableAbout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TableManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the manifest says of a table. directory: of its files. placed: the fields that have a file, in order."""
 
     name: str
@@ -58,7 +58,7 @@ class TableAbout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gatherers: list[str]
 
 
-class VersionAbout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class VersionManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A version of weights and its file."""
 
     version: int
@@ -67,40 +67,42 @@ class VersionAbout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fields: list[Field]
 
 
-class ChannelAbout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ChannelManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the manifest says of a weight channel."""
 
     name: str
     keep: int
     latest: int
-    versions: list[VersionAbout]
+    versions: list[VersionManifest]
 
 
-class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LedgerManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the manifest says beside the files. made_at: seconds since 1970. package: the version that wrote it."""
 
     made_at: float
     package: str
-    tables: list[TableAbout]
-    channels: list[ChannelAbout]
+    tables: list[TableManifest]
+    channels: list[ChannelManifest]
     dropped_tables: dict[str, int]
 
 
 # ---------------------------------------------------------------- out
 
 
-def write_cut(writer: SnapshotWriter, cut: LedgerSnapshot, memory: Memory, made_at: float, package: str) -> About:
+def write_cut(
+    writer: SnapshotWriter, cut: LedgerSnapshot, memory: Memory, made_at: float, package: str
+) -> LedgerManifest:
     """Write all files of a cut. Reads every block once."""
     tables = [_write_table(writer, cut, table, f"tables/{number}", memory) for number, table in enumerate(cut.tables)]
     channels = [
         _write_channel(writer, cut, channel, f"weights/{number}", memory) for number, channel in enumerate(cut.channels)
     ]
-    return About(made_at, package, tables, channels, cut.dropped_tables)
+    return LedgerManifest(made_at, package, tables, channels, cut.dropped_tables)
 
 
 def _write_table(
     writer: SnapshotWriter, cut: LedgerSnapshot, table: TableSnapshot, directory: str, memory: Memory
-) -> TableAbout:
+) -> TableManifest:
     values = {name: _Values(*place) for name, place in table.places.items()}
     fields = {field.name: field for field in table.terms.fields}
     _write_columns(writer, f"{directory}/rows.arrow", _row_columns(table, values))
@@ -110,7 +112,7 @@ def _write_table(
     for number, (name, found) in enumerate(values.items()):
         _write_field(writer, f"{directory}/field-{number}.arrow", fields, name, found, cut, memory)
     ordinals = [(first, last) for first, last in table.ordinals.tolist()]
-    return TableAbout(
+    return TableManifest(
         table.terms.name, directory, table.terms, table.counts, ordinals, list(values), list(table.forming)
     )
 
@@ -201,16 +203,16 @@ def _chunks(blocks: IntArray, cut: LedgerSnapshot) -> Iterator[slice]:
 
 def _placement(
     fields: dict[str, Field], blocks: IntArray, slots: IntArray, cut: LedgerSnapshot, memory: Memory
-) -> Placement:
+) -> RowPlacement:
     numbers, index = np.unique(blocks, return_inverse=True)
     at = [cut.blocks[number] for number in numbers.tolist()]
-    held = Blocks(at, [memory(one) for one in at], fields)
-    return Placement(held, index.reshape(-1).astype(np.int32), slots.astype(np.int32))
+    held = MappedBlocks(at, [memory(one) for one in at], fields)
+    return RowPlacement(held, index.reshape(-1).astype(np.int32), slots.astype(np.int32))
 
 
 def _write_channel(
     writer: SnapshotWriter, cut: LedgerSnapshot, channel: ChannelSnapshot, directory: str, memory: Memory
-) -> ChannelAbout:
+) -> ChannelManifest:
     import pyarrow as pa
 
     versions = []
@@ -222,25 +224,25 @@ def _write_channel(
             placement = _placement(fields, numbers, np.zeros(1, np.int64), cut, memory)
             arrays |= {name: Column(fields[name], placement).arrow() for name in cut.blocks[number].fields}
         batch = pa.RecordBatch.from_pydict(arrays)
-        versions.append(VersionAbout(one.version, one.age_s, f"{directory}/{one.version}.arrow", one.fields))
+        versions.append(VersionManifest(one.version, one.age_s, f"{directory}/{one.version}.arrow", one.fields))
         writer.write(versions[-1].file, batch.schema, [batch])
-    return ChannelAbout(channel.name, channel.keep, channel.latest, versions)
+    return ChannelManifest(channel.name, channel.keep, channel.latest, versions)
 
 
 # ---------------------------------------------------------------- in
 
 
-class Piece:
+class ValueChunk:
     """A record batch of values that will be one block. number: of the block in the cut. file: where it is from."""
 
     def __init__(self, number: int, file: str, fields: list[Field], batch: Any) -> None:
         self.number, self.file, self.fields, self.batch = number, file, fields, batch
 
 
-def read_about(snapshot: Snapshot) -> About:
+def read_about(snapshot: SnapshotReader) -> LedgerManifest:
     """What the manifest says. `Corruption` unless it names tables, fields and files as `write_cut` does."""
     try:
-        about = msgspec.json.decode(snapshot.about, type=About)
+        about = msgspec.json.decode(snapshot.about, type=LedgerManifest)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Corruption(
             f"snapshot {snapshot.path}: the manifest says what this version does not know: {error}"
@@ -254,13 +256,13 @@ def read_about(snapshot: Snapshot) -> About:
     return about
 
 
-def _not_written(snapshot: Snapshot, what: str) -> Corruption:
+def _not_written(snapshot: SnapshotReader, what: str) -> Corruption:
     return Corruption(
         f"snapshot {snapshot.path}: the manifest is not one that a server writes: {what}; restore another"
     )
 
 
-def _files_of_table(snapshot: Snapshot, number: int, table: TableAbout) -> list[str]:
+def _files_of_table(snapshot: SnapshotReader, number: int, table: TableManifest) -> list[str]:
     fields = [field.name for field in table.terms.fields]
     placed = [field.name for field in table.terms.fields if not field.inline]
     gatherers = [task.name for task in table.terms.tasks if task.groups is not None]
@@ -277,14 +279,14 @@ def _files_of_table(snapshot: Snapshot, number: int, table: TableAbout) -> list[
     return [f"{table.directory}/{name}.arrow" for name in names]
 
 
-def _files_of_channel(snapshot: Snapshot, number: int, channel: ChannelAbout) -> list[str]:
+def _files_of_channel(snapshot: SnapshotReader, number: int, channel: ChannelManifest) -> list[str]:
     files = [f"weights/{number}/{one.version}.arrow" for one in channel.versions]
     if [one.file for one in channel.versions] != files or len(set(files)) != len(files):
         raise _not_written(snapshot, f"versions of channel {channel.name!r} lie in files of other names")
     return files
 
 
-def pieces(snapshot: Snapshot, about: About) -> Iterator[Piece]:
+def pieces(snapshot: SnapshotReader, about: LedgerManifest) -> Iterator[ValueChunk]:
     """All values, in the order in which `read_cut` counts their blocks: from 1."""
     number = 0
     for table in about.tables:
@@ -293,7 +295,7 @@ def pieces(snapshot: Snapshot, about: About) -> Iterator[Piece]:
             file = f"{table.directory}/field-{at}.arrow"
             for batch in snapshot.batches(file, {name: _type_of(snapshot, file, fields[name])}):
                 number += 1
-                yield Piece(number, file, [fields[name]], batch)
+                yield ValueChunk(number, file, [fields[name]], batch)
     for channel in about.channels:
         for version in channel.versions:
             types = {field.name: _type_of(snapshot, version.file, field) for field in version.fields}
@@ -302,21 +304,21 @@ def pieces(snapshot: Snapshot, about: About) -> Iterator[Piece]:
             for batch in snapshot.batches(version.file, types):
                 for field in version.fields:
                     number += 1
-                    yield Piece(number, version.file, [field], batch.select([field.name]))
+                    yield ValueChunk(number, version.file, [field], batch.select([field.name]))
 
 
-def _type_of(snapshot: Snapshot, file: str, field: Field) -> Any:
+def _type_of(snapshot: SnapshotReader, file: str, field: Field) -> Any:
     with snapshot.reading(file):
         return arrow_type(field)
 
 
-def read_tables(snapshot: Snapshot, about: About) -> list[TableSnapshot]:
+def read_tables(snapshot: SnapshotReader, about: LedgerManifest) -> list[TableSnapshot]:
     """The tables, without the places of their values: `read_cut` adds them."""
     return [_read_table(snapshot, table) for table in about.tables]
 
 
 def read_cut(
-    snapshot: Snapshot, about: About, tables: list[TableSnapshot], blocks: dict[int, BlockAt]
+    snapshot: SnapshotReader, about: LedgerManifest, tables: list[TableSnapshot], blocks: dict[int, BlockAt]
 ) -> LedgerSnapshot:
     """The cut, its values in `blocks`, which are those of `pieces`, written. tables: of `read_tables`."""
     cut = LedgerSnapshot(tables=tables, blocks=blocks, dropped_tables=about.dropped_tables)
@@ -334,7 +336,7 @@ def read_cut(
     return cut
 
 
-def check_cut(about: About, tables: list[TableSnapshot]) -> None:
+def check_cut(about: LedgerManifest, tables: list[TableSnapshot]) -> None:
     """`Corruption` unless tables and channels are such as a ledger is cut into. Needs no values."""
     channels = [
         ChannelSnapshot(
@@ -345,7 +347,7 @@ def check_cut(about: About, tables: list[TableSnapshot]) -> None:
     check(LedgerSnapshot(tables, channels, dropped_tables=about.dropped_tables))
 
 
-def _row_types(about: TableAbout) -> dict[str, Any]:
+def _row_types(about: TableManifest) -> dict[str, Any]:
     """Columns of a rows file."""
     import pyarrow as pa
 
@@ -366,7 +368,7 @@ def _row_types(about: TableAbout) -> dict[str, Any]:
     return types
 
 
-def _read_table(snapshot: Snapshot, about: TableAbout) -> TableSnapshot:
+def _read_table(snapshot: SnapshotReader, about: TableManifest) -> TableSnapshot:
     file = f"{about.directory}/rows.arrow"
     types = _row_types(about)
     with snapshot.reading(file):
@@ -407,7 +409,7 @@ def _read_table(snapshot: Snapshot, about: TableAbout) -> TableSnapshot:
 
 
 def _check_index(
-    snapshot: Snapshot, file: str, about: TableAbout, at: int, name: str, there: AnyArray, index: IntArray
+    snapshot: SnapshotReader, file: str, about: TableManifest, at: int, name: str, there: AnyArray, index: IntArray
 ) -> IntArray:
     """Which value of the field's file each row has: one that is there, and each is some row's."""
     count = snapshot.rows(f"{about.directory}/field-{at}.arrow")
@@ -420,7 +422,7 @@ def _check_index(
 
 
 def _of_file(blocks: dict[int, BlockAt], numbers: Iterator[int], rows: int) -> list[BlockAt]:
-    """The next blocks, which have the rows of a file together: `Snapshot.batches` has counted them."""
+    """The next blocks, which have the rows of a file together: `SnapshotReader.batches` has counted them."""
     taken: list[BlockAt] = []
     while rows > 0:
         taken.append(blocks[next(numbers)])
@@ -439,7 +441,7 @@ def _places(index: IntArray, blocks: list[BlockAt]) -> tuple[IntArray, AnyArray]
     )
 
 
-def read_rows(snapshot: Snapshot, about: TableAbout) -> Any:
+def read_rows(snapshot: SnapshotReader, about: TableManifest) -> Any:
     """The rows file of a table as an Arrow table, mapped and checked: each value that a row has is in its field's file."""
     import pyarrow as pa
 
@@ -455,7 +457,7 @@ def read_rows(snapshot: Snapshot, about: TableAbout) -> Any:
     return found
 
 
-def read_values(snapshot: Snapshot, about: TableAbout, name: str) -> Any:
+def read_values(snapshot: SnapshotReader, about: TableManifest, name: str) -> Any:
     """The values of a field that has a file of its own, mapped and checked."""
     import pyarrow as pa
 
@@ -488,7 +490,7 @@ _FORMING_DTYPES: Final = dict(
 )
 
 
-def _read_columns(snapshot: Snapshot, file: str, dtypes: dict[str, str]) -> Columns:
+def _read_columns(snapshot: SnapshotReader, file: str, dtypes: dict[str, str]) -> Columns:
     import pyarrow as pa
 
     types = {name: pa.from_numpy_dtype(np.dtype(dtype)) for name, dtype in dtypes.items()}
@@ -497,7 +499,7 @@ def _read_columns(snapshot: Snapshot, file: str, dtypes: dict[str, str]) -> Colu
         return {name: rows.numbers(name, np.dtype(dtype)) for name, dtype in dtypes.items()}
 
 
-def _whole(snapshot: Snapshot, file: str, types: dict[str, Any], optional: tuple[str, ...] = ()) -> Any:
+def _whole(snapshot: SnapshotReader, file: str, types: dict[str, Any], optional: tuple[str, ...] = ()) -> Any:
     """All batches of a file as one table; None if it has no row."""
     import pyarrow as pa
 
@@ -508,7 +510,7 @@ def _whole(snapshot: Snapshot, file: str, types: dict[str, Any], optional: tuple
 class _Rows:
     """The columns of a file of numbers, names and texts. table: None if it has no row."""
 
-    def __init__(self, snapshot: Snapshot, file: str, table: Any) -> None:
+    def __init__(self, snapshot: SnapshotReader, file: str, table: Any) -> None:
         self._snapshot, self._file = snapshot, file
         self._table = table.combine_chunks() if table is not None else None
 

@@ -48,7 +48,7 @@ from transferqueue.ledger.persistence.restore import check_empty
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.limits import MIB
 from transferqueue.server.durability.snapshot_files import (
-    Piece,
+    ValueChunk,
     check_cut,
     pieces,
     read_about,
@@ -56,12 +56,12 @@ from transferqueue.server.durability.snapshot_files import (
     read_tables,
     write_cut,
 )
-from transferqueue.server.shards.own_memory import SHARD, Memory
+from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.storage.elements.dtypes import U8
-from transferqueue.storage.inputs.block_writer import Draft
+from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.from_snapshot import thaw
 from transferqueue.storage.memory.checksum import checksum
-from transferqueue.storage.snapshot import Snapshot, SnapshotWriter
+from transferqueue.storage.snapshot import SnapshotReader, SnapshotWriter
 from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import Seat
 
@@ -76,7 +76,7 @@ KEPT_WORKS: Final = 16
 T = TypeVar("T")
 
 
-class Work:
+class SnapshotJob:
     """One snapshot or restore. done, total: bytes."""
 
     def __init__(self, number: int, path: Path, total: int) -> None:
@@ -95,7 +95,7 @@ class Work:
         return m.Working(self.number, str(self.path), self.done, self.total, self.ended)
 
 
-class Snapshots:
+class SnapshotJobs:
     """The works of one server. Used by the loop's thread, but for `_post` and `_ask`.
 
     root: paths that clients name stay under it. wake: makes those who rest under a key due. stir: has the loop call `turn`.
@@ -106,7 +106,7 @@ class Snapshots:
         self,
         root: Path,
         ledger: Ledger,
-        memory: Memory,
+        memory: OwnShardMemory,
         *,
         wake: Callable[[tuple[str, ...]], None],
         stir: Callable[[], None],
@@ -116,7 +116,7 @@ class Snapshots:
         self._ledger, self._memory = ledger, memory
         self._wake, self._stir = wake, stir
         self._seat = seat
-        self._works: dict[int, Work] = {}
+        self._works: dict[int, SnapshotJob] = {}
         self._asked: dict[tuple[int, int], int] = {}
         """(session, call) -> the work it began: for a request that is sent again."""
         self._posted: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
@@ -186,9 +186,11 @@ class Snapshots:
                 _log.error("a snapshot did not end within %g s; left to the end of the process", TURN_S)
                 return
 
-    def _begin(self, path: Path, total: int, run: Callable[[Work], None], after: Callable[[float], None]) -> Work:
+    def _begin(
+        self, path: Path, total: int, run: Callable[[SnapshotJob], None], after: Callable[[float], None]
+    ) -> SnapshotJob:
         self._last += 1
-        work = self._works[self._last] = Work(self._last, path, total)
+        work = self._works[self._last] = SnapshotJob(self._last, path, total)
         while len(self._works) > KEPT_WORKS:
             gone = next(iter(self._works))
             del self._works[gone]
@@ -201,7 +203,9 @@ class Snapshots:
         threading.Thread(target=whole, name=f"transferqueue work {work.number}", daemon=True).start()
         return work
 
-    def _end(self, work: Work, error: TransferQueueError | None, after: Callable[[float], None], now: float) -> None:
+    def _end(
+        self, work: SnapshotJob, error: TransferQueueError | None, after: Callable[[float], None], now: float
+    ) -> None:
         after(now)
         work.ended, work.error = True, error
         self._wake(("work", str(work.number)))
@@ -212,7 +216,7 @@ class Snapshots:
         self._posted.put(act)
         self._stir()
 
-    def _ask(self, work: Work, act: Callable[[float], T]) -> T:
+    def _ask(self, work: SnapshotJob, act: Callable[[float], T]) -> T:
         """Have the loop do something; its result."""
         future: Future[T] = Future()
 
@@ -232,7 +236,7 @@ class Snapshots:
                 raise
             return future.result()  # the loop has begun it: it ends
 
-    def _advance(self, work: Work, nbytes: int) -> None:
+    def _advance(self, work: SnapshotJob, nbytes: int) -> None:
         if work.cancelled.is_set():
             raise Disconnected(f"{work.path} was given up: the server stops")
         work.done += nbytes
@@ -242,7 +246,7 @@ class Snapshots:
 
     # ------------------------------------------------------------ a snapshot
 
-    def _snapshot(self, path: Path, keep: int, now: float) -> Work:
+    def _snapshot(self, path: Path, keep: int, now: float) -> SnapshotJob:
         cut = self._ledger.cut(now)
         if further := {at.shard for at in cut.blocks.values()} - {SHARD}:
             raise UsageError(
@@ -261,7 +265,7 @@ class Snapshots:
         self._memory.let_go(now)
         self._wake(("memory",))
 
-    def _write(self, work: Work, cut: LedgerSnapshot, keep: int) -> None:
+    def _write(self, work: SnapshotJob, cut: LedgerSnapshot, keep: int) -> None:
         arena = _mapped(self._memory, mmap.PROT_READ)
         writer = SnapshotWriter(work.path, lambda nbytes: self._advance(work, nbytes))
         try:
@@ -278,12 +282,12 @@ class Snapshots:
 
     # ------------------------------------------------------------ a restore
 
-    def _restore(self, path: Path) -> Work:
+    def _restore(self, path: Path) -> SnapshotJob:
         check_empty(self._ledger.state)
         return self._begin(path, 0, self._read, lambda now: None)
 
-    def _read(self, work: Work) -> None:
-        snapshot = Snapshot.open(work.path, lambda nbytes: self._advance(work, nbytes), work.expect_twice)
+    def _read(self, work: SnapshotJob) -> None:
+        snapshot = SnapshotReader.open(work.path, lambda nbytes: self._advance(work, nbytes), work.expect_twice)
         work.path, about = snapshot.path, read_about(snapshot)
         tables, channels = ([one.name for one in kept] for kept in (about.tables, about.channels))
         self._seat.check_kept(tables, channels, f"snapshot {work.path}")
@@ -320,9 +324,9 @@ class Snapshots:
             self._memory.give_back(*taken.pop(), now)
         self._wake(("memory",))
 
-    def _settle(self, work: Work, piece: Piece, arena: U8, taken: list[tuple[int, int]]) -> m.BlockAt:
+    def _settle(self, work: SnapshotJob, piece: ValueChunk, arena: U8, taken: list[tuple[int, int]]) -> m.BlockAt:
         """Values of a file become a block in memory."""
-        draft = Draft([thaw(field, piece.batch.column(field.name)) for field in piece.fields])
+        draft = BlockWriter([thaw(field, piece.batch.column(field.name)) for field in piece.fields])
         offset = self._ask(work, lambda now: self._take(work, draft.nbytes, taken))
         block = arena[offset : offset + draft.nbytes]
         draft.write(block)
@@ -332,7 +336,7 @@ class Snapshots:
             piece.number, SHARD, 0, offset, draft.nbytes, draft.stored_rows, names, draft.counts, checksum(block)
         )
 
-    def _take(self, work: Work, nbytes: int, taken: list[tuple[int, int]]) -> int:
+    def _take(self, work: SnapshotJob, nbytes: int, taken: list[tuple[int, int]]) -> int:
         found = self._memory.take(max(nbytes, 1))
         if found is None:
             raise OutOfMemory(
@@ -352,7 +356,7 @@ def _named(path: Path) -> Iterator[None]:
         raise Corruption(f"{path} was not written by a server, or is damaged: {error}; restore another") from error
 
 
-def _failure(run: Callable[[Work], None], work: Work) -> TransferQueueError | None:
+def _failure(run: Callable[[SnapshotJob], None], work: SnapshotJob) -> TransferQueueError | None:
     try:
         run(work)
     except TransferQueueError as error:
@@ -365,7 +369,7 @@ def _failure(run: Callable[[Work], None], work: Work) -> TransferQueueError | No
     return None
 
 
-def _mapped(memory: Memory, protection: int) -> U8:
+def _mapped(memory: OwnShardMemory, protection: int) -> U8:
     """The arena, mapped for a thread of its own: unmapped with the last view of it."""
     fd = os.open(memory.arena.path, os.O_RDWR | os.O_CLOEXEC)
     try:

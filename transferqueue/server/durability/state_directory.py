@@ -38,7 +38,7 @@ from transferqueue.server.durability.journal import Level, SqliteJournal, new_or
 from transferqueue.server.durability.journal_head import MARGIN_BYTES, ArenaHead, boot_name
 from transferqueue.server.durability.recorded_ledger import STATE, RecordedLedger, Tail
 from transferqueue.server.durability.recovery import Gone, Past
-from transferqueue.server.files import SHARED_MEMORY, ArenaHome, arena_root, claim, remove_arena, sweep_arenas
+from transferqueue.server.files import SHARED_MEMORY, ArenaDirectory, arena_root, claim, remove_arena, sweep_arenas
 from transferqueue.server.shards.own_memory import SHARD
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena, room
@@ -84,7 +84,7 @@ def without_checksum(request: m.Request) -> UsageError | None:
     return None
 
 
-class Volatile:
+class NoDurability:
     """Level ``memory``: nothing outlives the server."""
 
     sessions_stay: Final = False
@@ -97,7 +97,7 @@ class Volatile:
         """Nothing to wait for."""
 
 
-class Durable:
+class StateDirectory:
     """The state directory at `path`, held until `close`; what a server needs to go on from it.
 
     ledger, allocator, arena: as the last life left them, or new. rebooted: the machine was started anew since. secret: the
@@ -260,20 +260,20 @@ class Durable:
         journal.head.begin(journal.turn, journal.digest)
         journal.head.end(journal.turn, journal.digest)
 
-    def _make(self, arena_bytes: int | None, shared: Path) -> tuple[ArenaHome, Allocator]:
+    def _make(self, arena_bytes: int | None, shared: Path) -> tuple[ArenaDirectory, Allocator]:
         home = _shared_arena(self.path, arena_bytes, shared) if self.level is Level.PROCESS else None
         if home is None:
             capacity = arena_bytes or min(ARENA_BYTES_DEFAULT, room(self.path))
-            home = ArenaHome(Arena.create(self.path, capacity, margin=MARGIN_BYTES), stays=True)
+            home = ArenaDirectory(Arena.create(self.path, capacity, margin=MARGIN_BYTES), stays=True)
         return home, Allocator(home.arena.capacity)
 
-    def _attach(self, found: Past) -> ArenaHome:
+    def _attach(self, found: Past) -> ArenaDirectory:
         file = found.arena
         lock = None if file.parent == self.path else FileLock(file.parent / "lock", inherited=False)
         if lock is not None and not lock.take():
             raise AddressInUse(f"arena {file} is in use by another server; stop that one first")
         arena = Arena.attach(file, found.allocator, margin=MARGIN_BYTES)
-        return ArenaHome(arena, file.parent, lock, stays=True)
+        return ArenaDirectory(arena, file.parent, lock, stays=True)
 
     def _write_about(self, journal: SqliteJournal, arena: str) -> None:
         """Say what the head says, for the case that it is gone; then, if there is none, make the link."""
@@ -310,7 +310,7 @@ def _locked(path: Path) -> FileLock:
     return lock
 
 
-def _shared_arena(state: Path, arena_bytes: int | None, shared: Path) -> ArenaHome | None:
+def _shared_arena(state: Path, arena_bytes: int | None, shared: Path) -> ArenaDirectory | None:
     """An arena on shared memory that names its state directory; None if there is no room for it."""
     root = arena_root(shared)
     if root is None:
@@ -322,7 +322,7 @@ def _shared_arena(state: Path, arena_bytes: int | None, shared: Path) -> ArenaHo
     directory, lock = claim(root)
     try:
         write_private(directory / "state", str(state).encode())
-        return ArenaHome(Arena.create(directory, wanted, margin=MARGIN_BYTES), directory, lock, stays=True)
+        return ArenaDirectory(Arena.create(directory, wanted, margin=MARGIN_BYTES), directory, lock, stays=True)
     except BaseException:
         remove_arena(directory, lock)
         raise

@@ -11,26 +11,26 @@ from pathlib import Path
 
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import FAREWELL_S
-from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE, Snapshots
-from transferqueue.server.durability.state_directory import Durable
-from transferqueue.server.files import ArenaHome, Home
-from transferqueue.server.loop import Deaths, Descriptor, Loop
-from transferqueue.server.node import Node, Place
+from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE, SnapshotJobs
+from transferqueue.server.durability.state_directory import StateDirectory
+from transferqueue.server.files import ArenaDirectory, RuntimeDirectory
+from transferqueue.server.loop import Descriptor, Loop, ProcessExits
+from transferqueue.server.node import Coordinator, ServerIdentity
 from transferqueue.server.resume import resume
-from transferqueue.server.sessions.authorization import Door
-from transferqueue.server.shards.bulk_endpoint import Shard
-from transferqueue.server.shards.own_memory import SHARD, Memory
-from transferqueue.server.shards.tickets import Tickets
-from transferqueue.storage.memory.backing import Mapped
+from transferqueue.server.sessions.authorization import Authorizer
+from transferqueue.server.shards.bulk_endpoint import BulkEndpoint
+from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
+from transferqueue.server.shards.tickets import TicketIssuer
+from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
-from transferqueue.transport.control.inproc import Hub
-from transferqueue.transport.control.unix_socket import LocalPort
-from transferqueue.transport.control.zeromq import Port
+from transferqueue.transport.control.inproc import InprocServer
+from transferqueue.transport.control.unix_socket import UnixServer
+from transferqueue.transport.control.zeromq import ZmqServer
 from transferqueue.transport.security.keyring import Keyring
 from transferqueue.wire.home_coordinator import Seat
 
 
-class Server:
+class ServerProcess:
     """Listens from the moment it is made, answers while `run` does. Leaves no file once `run` has returned.
 
     place: the socket, in a private directory. foundation: its memory, or what an earlier server left, closed with it,
@@ -46,7 +46,7 @@ class Server:
     def __init__(
         self,
         place: IpcAddress,
-        foundation: ArenaHome | Durable,
+        foundation: ArenaDirectory | StateDirectory,
         tcp: Iterable[TcpAddress] = (),
         *,
         keyring: Keyring | None = None,
@@ -57,24 +57,24 @@ class Server:
         with ExitStack() as made:
             made.callback(foundation.close)
             self._foundation = foundation
-            home = Home(place)
+            home = RuntimeDirectory(place)
             made.callback(home.close)
             self.address = str(place)
-            local = LocalPort(place)
+            local = UnixServer(place)
             made.callback(local.close, FAREWELL_S)
             port, self.tcp_addresses = _network(list(tcp), keyring, made)
             wakeup = Wakeup()
             made.callback(wakeup.close)
-            hub = Hub(wakeup)
+            hub = InprocServer(wakeup)
             made.callback(hub.close)
-            deaths = Deaths()
+            deaths = ProcessExits()
             made.callback(deaths.close)
             self.inproc_address = hub.address
-            if isinstance(foundation, Durable):
-                self.node = _resumed(foundation, home, deaths, Door(keyring), seat)
+            if isinstance(foundation, StateDirectory):
+                self.node = _resumed(foundation, home, deaths, Authorizer(keyring), seat)
                 self.loop = Loop(self.node, local, port, hub, wakeup, deaths, foundation.clock, together=True)
             else:
-                self.node = _new(foundation, home, deaths, Door(keyring), seat)
+                self.node = _new(foundation, home, deaths, Authorizer(keyring), seat)
                 self.loop = Loop(self.node, local, port, hub, wakeup, deaths)
             if self.tcp_addresses:
                 self._serve_bytes(made, None if plain_bytes else keyring)
@@ -83,14 +83,16 @@ class Server:
 
     def _serve_bytes(self, made: ExitStack, keyring: Keyring | None) -> None:
         """The bulk endpoint, on the hosts of the tcp addresses. keyring: None: it asks for no keys."""
-        shard = Shard(Mapped(self.node.memory.arena), self.node.tickets, keyring and Keyring(keyring.directory))
+        shard = BulkEndpoint(
+            ArenaBacking(self.node.memory.arena), self.node.tickets, keyring and Keyring(keyring.directory)
+        )
         made.callback(shard.stop)
         self.node.bulk_port, self.node.bulk_plain = shard.listen(self.tcp_addresses), keyring is None
         shard.start()
 
     def _keep_snapshots(self, made: ExitStack, root: Path, wakeup: Wakeup) -> None:
         node = self.node
-        node.snapshots = Snapshots(
+        node.snapshots = SnapshotJobs(
             root.absolute(), node.ledger, node.memory, wake=node.parking.wake, stir=wakeup.set, seat=node.seat
         )
         made.callback(node.snapshots.stop)
@@ -99,7 +101,7 @@ class Server:
         """Serve until `stop`; then close, and remove what does not outlive it. To be called once. woken_by: see `Loop.run`."""
         with self._files:
             self.loop.run(woken_by)
-            if isinstance(self._foundation, Durable):
+            if isinstance(self._foundation, StateDirectory):
                 self._foundation.checkpoint()
 
     def stop(self) -> None:
@@ -107,29 +109,37 @@ class Server:
         self.loop.stop()
 
 
-def _network(places: list[TcpAddress], keyring: Keyring | None, made: ExitStack) -> tuple[Port | None, list[str]]:
+def _network(places: list[TcpAddress], keyring: Keyring | None, made: ExitStack) -> tuple[ZmqServer | None, list[str]]:
     """Where other machines come to, if there is such a place, and its addresses."""
     if not places:
         return None, []
-    port = Port(keyring)
+    port = ZmqServer(keyring)
     made.callback(port.close, FAREWELL_S)
     return port, [port.listen(place) for place in places]
 
 
-def _new(arena: ArenaHome, home: Home, deaths: Deaths, door: Door, seat: Seat) -> Node:
+def _new(
+    arena: ArenaDirectory, home: RuntimeDirectory, deaths: ProcessExits, door: Authorizer, seat: Seat
+) -> Coordinator:
     epoch = first_epoch()
-    return Node(Ledger(epoch=epoch), Memory(arena.arena), _place(epoch, home), watcher=deaths, door=door, seat=seat)
+    return Coordinator(
+        Ledger(epoch=epoch), OwnShardMemory(arena.arena), _place(epoch, home), watcher=deaths, door=door, seat=seat
+    )
 
 
-def _resumed(state: Durable, home: Home, deaths: Deaths, door: Door, seat: Seat) -> Node:
+def _resumed(
+    state: StateDirectory, home: RuntimeDirectory, deaths: ProcessExits, door: Authorizer, seat: Seat
+) -> Coordinator:
     """A node that goes on from what an earlier server left."""
     kept = state.ledger.state
     seat.check_kept(kept.tables, kept.channels, f"state {state.path}")
     extents = [one.id for one in state.ledger.state.core.blocks.extents.values() if one.shard == SHARD]
-    memory = Memory(state.arena.arena, state.allocator, len(extents))
+    memory = OwnShardMemory(state.arena.arena, state.allocator, len(extents))
     place = _place(state.ledger.epoch, home, state.clock())
-    tickets = Tickets(state.secret)
-    node = Node(state.ledger, memory, place, watcher=deaths, door=door, durability=state, tickets=tickets, seat=seat)
+    tickets = TicketIssuer(state.secret)
+    node = Coordinator(
+        state.ledger, memory, place, watcher=deaths, door=door, durability=state, tickets=tickets, seat=seat
+    )
     resume(node, state)
     tickets.go_on([one.number for one in node.sessions if one.remote], extents)
     return node
@@ -140,8 +150,8 @@ def first_epoch() -> int:
     return time.time_ns() // 1_000_000
 
 
-def _place(epoch: int, home: Home, started_at: float | None = None) -> Place:
-    return Place(
+def _place(epoch: int, home: RuntimeDirectory, started_at: float | None = None) -> ServerIdentity:
+    return ServerIdentity(
         epoch=epoch,
         address=str(home.place),
         runtime=str(home.directory),

@@ -14,7 +14,7 @@ from typing import Final
 
 from transferqueue.limits import parse_bytes
 from transferqueue.server.files import private_arena
-from transferqueue.server.process.assembly import Server
+from transferqueue.server.process.assembly import ServerProcess
 from transferqueue.transport import IpcAddress, parse_address, runtime_directory
 
 _numbers: Final = itertools.count(1)
@@ -23,7 +23,7 @@ _numbers: Final = itertools.count(1)
 class EmbeddedServer:
     """A running server. It stops with `stop`, when it is collected, or with the interpreter."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ServerProcess) -> None:
         self.address: Final = server.address
         """For other processes."""
         self.inproc_address: Final = server.inproc_address
@@ -47,10 +47,12 @@ def start(arena_bytes: int | str | None = None, runtime: str | Path | None = Non
     place = parse_address(f"ipc://{directory}/{os.getpid()}-{next(_numbers)}.sock")
     if not isinstance(place, IpcAddress):
         raise TypeError(f"{place} is no ipc address")
-    return EmbeddedServer(Server(place, private_arena(parse_bytes(arena_bytes) if arena_bytes is not None else None)))
+    return EmbeddedServer(
+        ServerProcess(place, private_arena(parse_bytes(arena_bytes) if arena_bytes is not None else None))
+    )
 
 
-def _stop(server: Server, thread: threading.Thread, pid: int) -> None:
+def _stop(server: ServerProcess, thread: threading.Thread, pid: int) -> None:
     if os.getpid() == pid:
         server.stop()
         if thread is not threading.current_thread():

@@ -15,9 +15,9 @@ from typing import Any, Final, Self
 
 from transferqueue.errors import UsageError
 from transferqueue.server.durability.journal import Level
-from transferqueue.server.durability.state_directory import Durable
-from transferqueue.server.files import ArenaHome, served_arena
-from transferqueue.server.process.assembly import Server, first_epoch
+from transferqueue.server.durability.state_directory import StateDirectory
+from transferqueue.server.files import ArenaDirectory, served_arena
+from transferqueue.server.process.assembly import ServerProcess, first_epoch
 from transferqueue.transport import IpcAddress, TcpAddress, default_address, parse_address, runtime_directory
 from transferqueue.transport.control.zeromq import is_loopback
 from transferqueue.transport.security.keyring import Keyring, default_directory, key_file
@@ -44,9 +44,9 @@ def serve(
 
     address: ipc or tcp; None: the user's own. A server at a tcp address has a socket file in the user's runtime
     directory too. tcp: more addresses, ``host:port``. keys: directory of the keys that every tcp address then asks for;
-    None: the user's, where an address is not loopback, which is refused without keys. plain_bytes: see `Server`. durability, state: what outlives this
+    None: the user's, where an address is not loopback, which is refused without keys. plain_bytes: see `ServerProcess`. durability, state: what outlives this
     process, and the directory that keeps it (see `durable`). accept_loss: what `state` held and cannot be read whole is kept
-    aside there, and a new life begins. snapshots: see `Server`.
+    aside there, and a new life begins. snapshots: see `ServerProcess`.
     coordinator: its seat among several, ``K/N`` or ``NAME:K/N`` (see `transferqueue.wire.home_coordinator`); None: it is the only one. on_ready: called once with all addresses, when it listens.
     """
     place, ports = _places(address, tcp)
@@ -56,7 +56,7 @@ def serve(
     with Signals() as signals:
         keyring = _keyring(keys, ports)
         foundation = _foundation(level, state, arena_bytes, accept_loss)
-        server = Server(
+        server = ServerProcess(
             place, foundation, ports, keyring=keyring, plain_bytes=plain_bytes, snapshots=snapshots, seat=seat
         )
         signals.server = server
@@ -106,12 +106,14 @@ def _level(durability: Level | str, state: Path | None, ports: Iterable[TcpAddre
     return level
 
 
-def _foundation(level: Level, state: Path | None, arena_bytes: int | None, accept_loss: bool) -> ArenaHome | Durable:
+def _foundation(
+    level: Level, state: Path | None, arena_bytes: int | None, accept_loss: bool
+) -> ArenaDirectory | StateDirectory:
     if state is None:
         if accept_loss:
             raise UsageError("accept_loss is about what a state directory held; give --durability and --state with it")
         return served_arena(arena_bytes)
-    return Durable(state, level, first_epoch=first_epoch(), arena_bytes=arena_bytes, accept_loss=accept_loss)
+    return StateDirectory(state, level, first_epoch=first_epoch(), arena_bytes=arena_bytes, accept_loss=accept_loss)
 
 
 def _keyring(directory: Path | None, ports: Iterable[TcpAddress]) -> Keyring | None:
@@ -127,7 +129,7 @@ class Signals:
     at its keys at once."""
 
     def __init__(self) -> None:
-        self.server: Server | None = None
+        self.server: ServerProcess | None = None
         self._before: dict[int, Any] = {}
         self._here, self._there = socket.socketpair()
 

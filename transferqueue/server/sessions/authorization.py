@@ -20,8 +20,8 @@ from pathlib import PurePath
 from typing import Final
 
 from transferqueue.errors import Disconnected, PermissionDenied, UsageError
-from transferqueue.server.sessions.sessions import NOWHERE, Peer, Session
-from transferqueue.transport.control.zeromq import Keyed
+from transferqueue.server.sessions.sessions import NOWHERE, OpenSession, Peer
+from transferqueue.transport.control.zeromq import KeyedPeer
 from transferqueue.transport.security.keyring import Keyring
 from transferqueue.transport.security.keys import ROLES, Role
 from transferqueue.wire import messages as m
@@ -88,7 +88,7 @@ MAY: Final[dict[type[m.Request], frozenset[Role]]] = {
 }
 
 
-class Door:
+class Authorizer:
     """Who may do what, by the keys as they are now. keyring: None for a server without keys."""
 
     def __init__(self, keyring: Keyring | None = None) -> None:
@@ -96,7 +96,7 @@ class Door:
 
     def role(self, peer: Peer) -> Role | None:
         """The role of whoever sent a frame; None: nobody, not to be answered."""
-        if not isinstance(peer, Keyed):
+        if not isinstance(peer, KeyedPeer):
             return "admin"
         owner = self._keyring.owner(peer.key) if self._keyring is not None else None
         return owner.role if owner is not None else None
@@ -121,7 +121,7 @@ def check_offer(role: Role, hello: m.Hello) -> None:
 
 def key_of(peer: Peer) -> str:
     """The public key that a peer showed; "" for one of the same user, who needs none."""
-    return peer.key if isinstance(peer, Keyed) else ""
+    return peer.key if isinstance(peer, KeyedPeer) else ""
 
 
 def denied(role: Role, request: m.Request) -> PermissionDenied | None:
@@ -136,7 +136,7 @@ def denied(role: Role, request: m.Request) -> PermissionDenied | None:
     )
 
 
-def check_owner(session: Session, peer: Peer, *, by_client: bool = False) -> None:
+def check_owner(session: OpenSession, peer: Peer, *, by_client: bool = False) -> None:
     """`Disconnected` if `peer` showed another key than the client of `session` did.
 
     by_client: it named the session by its client id, which nobody else knows: that is enough where the server was

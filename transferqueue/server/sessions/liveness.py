@@ -19,7 +19,7 @@ from transferqueue.transport import LockProbe, remove_unlocked, this_host
 from transferqueue.wire import messages as m
 
 
-class Evidence:
+class ProcessHandle:
     """What the kernel can tell about one client. Owns both descriptors."""
 
     def __init__(self, pidfd: int, lock: LockProbe | None) -> None:
@@ -55,7 +55,7 @@ class Evidence:
                 remove_unlocked(self._lock.path)
 
 
-def gather(hello: m.Hello) -> Evidence:
+def gather(hello: m.Hello) -> ProcessHandle:
     """The evidence that a client offers. `UsageError` for a lock or process that its own machine cannot show."""
     shares_pids = hello.host == this_host()
     if shares_pids and hello.shard is not None and hello.shard.path:
@@ -67,7 +67,7 @@ def gather(hello: m.Hello) -> Evidence:
         if lock is not None:
             lock.close()
         raise
-    return Evidence(pidfd, lock)
+    return ProcessHandle(pidfd, lock)
 
 
 def check_arena(offer: m.Offer) -> None:
@@ -94,20 +94,20 @@ def check_arena(offer: m.Offer) -> None:
         )
 
 
-def find_again(hello: m.Hello) -> tuple[Evidence | None, bool]:
+def find_again(hello: m.Hello) -> tuple[ProcessHandle | None, bool]:
     """The evidence of a client that an earlier life of this server knew, and whether the client lives, as far as is known.
 
     None: it is dead, and nobody sees memory through it. Evidence of the dead: a forked child has the lock, or views have.
     """
     lock = _lock_of(hello, must=False)
     if hello.host != this_host():
-        return Evidence(-1, lock), True
+        return ProcessHandle(-1, lock), True
     if hello.lock and lock is None:
         return None, False
     try:
-        return Evidence(_pidfd_of(hello.pid) if hello.pid > 0 else -1, lock), True
+        return ProcessHandle(_pidfd_of(hello.pid) if hello.pid > 0 else -1, lock), True
     except UsageError:  # no such process
-        return (Evidence(-1, lock) if lock is not None else None), False
+        return (ProcessHandle(-1, lock) if lock is not None else None), False
 
 
 def _lock_of(hello: m.Hello, *, must: bool) -> LockProbe | None:

@@ -19,13 +19,13 @@ from typing import Final
 
 from transferqueue.errors import Disconnected, Full
 from transferqueue.limits import CALLS_PARKED_MAX, LOCK_CHECK_FIRST_S, LOCK_CHECK_S, SESSION_SILENCE_S, SESSIONS_MAX
-from transferqueue.server.sessions.liveness import Evidence
+from transferqueue.server.sessions.liveness import ProcessHandle
 from transferqueue.text import visible
-from transferqueue.transport.control.unix_socket import Line
-from transferqueue.transport.control.zeromq import Keyed
+from transferqueue.transport.control.unix_socket import UnixPeer
+from transferqueue.transport.control.zeromq import KeyedPeer
 from transferqueue.wire import messages as m
 
-Peer = Line | bytes | Keyed | int
+Peer = UnixPeer | bytes | KeyedPeer | int
 """Where answers go: a connection to the socket file, a ZeroMQ routing id with or without a key, or the number of an in-process
 channel."""
 
@@ -35,7 +35,7 @@ NOWHERE: Final = b""
 _NUMBERS_PER_EPOCH: Final = 1 << 20
 
 
-class Session:
+class OpenSession:
     """One open session. `too_large`: calls refused because their replies were, until the client has seen that. `remote`:
     its bytes go over the bulk endpoint. `greeting`: the id of its last Hello."""
 
@@ -52,7 +52,7 @@ class Session:
         "too_large",
     )
 
-    def __init__(self, number: int, hello: m.Hello, evidence: Evidence, peer: Peer, now: float) -> None:
+    def __init__(self, number: int, hello: m.Hello, evidence: ProcessHandle, peer: Peer, now: float) -> None:
         self.number: Final = number
         self.hello: Final = hello
         self.evidence: Final = evidence
@@ -89,14 +89,14 @@ class Session:
             del self.too_large[next(iter(self.too_large))]
 
 
-class Sessions:
+class SessionTable:
     """All sessions of one node, open and lingering."""
 
     def __init__(self, epoch: int) -> None:
         self._last = epoch * _NUMBERS_PER_EPOCH
-        self._open: dict[int, Session] = {}
-        self._by_client: dict[bytes, Session] = {}
-        self._lingering: dict[int, Session] = {}
+        self._open: dict[int, OpenSession] = {}
+        self._by_client: dict[bytes, OpenSession] = {}
+        self._lingering: dict[int, OpenSession] = {}
         self._ask_locks_at: float | None = None
         self._lock_pause_s = LOCK_CHECK_FIRST_S
         self._ask_silence_at: float | None = None
@@ -104,11 +104,11 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._open)
 
-    def __iter__(self) -> Iterator[Session]:
+    def __iter__(self) -> Iterator[OpenSession]:
         return iter(self._open.values())
 
     @property
-    def lingering(self) -> list[Session]:
+    def lingering(self) -> list[OpenSession]:
         """Closed, but somebody may still see memory through them."""
         return list(self._lingering.values())
 
@@ -117,15 +117,15 @@ class Sessions:
         """The number of the last session that was opened."""
         return self._last
 
-    def of_client(self, client: bytes) -> Session | None:
+    def of_client(self, client: bytes) -> OpenSession | None:
         """The open session of a client, if it has one."""
         return self._by_client.get(client)
 
-    def get(self, number: int) -> Session | None:
+    def get(self, number: int) -> OpenSession | None:
         """The open session of this number, or None."""
         return self._open.get(number)
 
-    def of_call(self, number: int) -> Session:
+    def of_call(self, number: int) -> OpenSession:
         """The open session that a call names, or `Disconnected`."""
         session = self._open.get(number)
         if session is None:
@@ -140,22 +140,24 @@ class Sessions:
         if len(self._open) + len(self._lingering) >= SESSIONS_MAX:
             raise Full(f"session refused: {SESSIONS_MAX} sessions are open, which is the most; close some")
 
-    def open(self, hello: m.Hello, evidence: Evidence, peer: Peer, now: float) -> Session:
+    def open(self, hello: m.Hello, evidence: ProcessHandle, peer: Peer, now: float) -> OpenSession:
         """A new session. Check for room first."""
         self._last += 1
         return self.restore(self._last, hello, evidence, now, peer)
 
-    def restore(self, number: int, hello: m.Hello, evidence: Evidence, now: float, peer: Peer = NOWHERE) -> Session:
+    def restore(
+        self, number: int, hello: m.Hello, evidence: ProcessHandle, now: float, peer: Peer = NOWHERE
+    ) -> OpenSession:
         """A session that has this number, as if it had just been heard. Of an earlier life of the server: where its
         answers go shows when it calls."""
-        session = Session(number, hello, evidence, peer, now)
+        session = OpenSession(number, hello, evidence, peer, now)
         self._open[number] = session
         self._by_client[hello.client] = session
         if evidence.pidfd < 0 and self._ask_silence_at is None:
             self._ask_silence_at = now + SESSION_SILENCE_S
         return session
 
-    def close(self, session: Session, now: float) -> bool:
+    def close(self, session: OpenSession, now: float) -> bool:
         """The session is open no more. Returns whether it lingers: its memory must stay."""
         del self._open[session.number], self._by_client[session.hello.client]
         session.evidence.forget_process()
@@ -166,11 +168,11 @@ class Sessions:
         self._ask_locks_at = now + self._lock_pause_s
         return True
 
-    def of_peer(self, peer: Peer) -> list[Session]:
+    def of_peer(self, peer: Peer) -> list[OpenSession]:
         """Open sessions whose answers go to `peer`."""
         return [session for session in self._open.values() if session.peer == peer]
 
-    def silent(self, now: float) -> list[Session]:
+    def silent(self, now: float) -> list[OpenSession]:
         """Open sessions that must be taken for dead: silent, and no kernel evidence says otherwise."""
         if self._ask_silence_at is None or now < self._ask_silence_at:
             return []
@@ -187,7 +189,7 @@ class Sessions:
         self._ask_silence_at = min(alive) + SESSION_SILENCE_S if alive else None
         return dead
 
-    def free_at_last(self, now: float) -> list[Session]:
+    def free_at_last(self, now: float) -> list[OpenSession]:
         """Lingering sessions whose lock is free now; they are forgotten here."""
         if self._ask_locks_at is None or now < self._ask_locks_at:
             return []

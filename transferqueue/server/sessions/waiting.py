@@ -34,7 +34,7 @@ Lane = tuple[str, ...]
 _HEAP_SLACK: Final = 64
 
 
-class Parked:
+class WaitingRequest:
     """One waiting request. `order` is its place in order of arrival; times are the injected clock's."""
 
     __slots__ = ("call", "deadline", "keys", "lane", "order", "request", "session", "since")
@@ -67,16 +67,16 @@ def lane_of(request: m.Request) -> Lane | None:
     return None
 
 
-class Parking:
+class WaitQueue:
     """All waiting requests of one node."""
 
     def __init__(self) -> None:
         self._orders = 0
-        self._parked: OrderedDict[int, Parked] = OrderedDict()
-        self._by_call: dict[tuple[int, int], Parked] = {}
-        self._by_session: dict[int, dict[int, Parked]] = {}
-        self._by_key: dict[WakeKey, dict[int, Parked]] = {}
-        self._lanes: dict[Lane, OrderedDict[int, Parked]] = {}
+        self._parked: OrderedDict[int, WaitingRequest] = OrderedDict()
+        self._by_call: dict[tuple[int, int], WaitingRequest] = {}
+        self._by_session: dict[int, dict[int, WaitingRequest]] = {}
+        self._by_key: dict[WakeKey, dict[int, WaitingRequest]] = {}
+        self._lanes: dict[Lane, OrderedDict[int, WaitingRequest]] = {}
         self._due: list[int] = []
         self._is_due: set[int] = set()
         self._agenda: list[tuple[float, int]] = []
@@ -84,7 +84,7 @@ class Parking:
     def __len__(self) -> int:
         return len(self._parked)
 
-    def __iter__(self) -> Iterator[Parked]:
+    def __iter__(self) -> Iterator[WaitingRequest]:
         """All that wait, in order of arrival."""
         return iter(self._parked.values())
 
@@ -101,15 +101,15 @@ class Parking:
         lane = lane_of(request)
         return len(self._lanes.get(lane, ())) if lane is not None else 0
 
-    def ahead_of(self, parked: Parked) -> int:
+    def ahead_of(self, parked: WaitingRequest) -> int:
         """How many wait before `parked` in its lane."""
         lane = self._lanes.get(parked.lane, ()) if parked.lane is not None else ()
         return sum(order < parked.order for order in lane)
 
-    def join(self, session: int, call: int, request: m.Request, now: float) -> Parked:
+    def join(self, session: int, call: int, request: m.Request, now: float) -> WaitingRequest:
         """Park a request at the end of its lane, not tried. If the lane was empty, `rest` it on its keys."""
         self._orders += 1
-        parked = Parked(self._orders, session, call, request, now)
+        parked = WaitingRequest(self._orders, session, call, request, now)
         self._parked[parked.order] = parked
         self._by_call[session, call] = parked
         self._by_session.setdefault(session, {})[parked.order] = parked
@@ -118,7 +118,7 @@ class Parking:
         heapq.heappush(self._agenda, (parked.deadline, parked.order))
         return parked
 
-    def rest(self, parked: Parked, keys: Iterable[WakeKey]) -> None:
+    def rest(self, parked: WaitingRequest, keys: Iterable[WakeKey]) -> None:
         """`parked` was tried and must wait until one of `keys` is woken."""
         self._leave_keys(parked)
         parked.keys = tuple(dict.fromkeys(keys))
@@ -141,7 +141,7 @@ class Parking:
         for order in self._by_key.get(key, ()):
             self._make_due(order)
 
-    def next_due(self) -> Parked | None:
+    def next_due(self) -> WaitingRequest | None:
         """Take the earliest of those to be tried. The caller then calls `rest` or `remove` with it."""
         while self._due:
             order = heapq.heappop(self._due)
@@ -150,7 +150,7 @@ class Parking:
                 return self._parked[order]
         return None
 
-    def remove(self, parked: Parked) -> None:
+    def remove(self, parked: WaitingRequest) -> None:
         """`parked` waits no more. Who stood behind it in its lane is due."""
         del self._parked[parked.order], self._by_call[parked.session, parked.call]
         _discard(self._by_session, parked.session, parked.order)
@@ -160,7 +160,7 @@ class Parking:
             self._agenda = [(waiting.deadline, waiting.order) for waiting in self._parked.values()]
             heapq.heapify(self._agenda)
 
-    def remove_session(self, session: int) -> list[Parked]:
+    def remove_session(self, session: int) -> list[WaitingRequest]:
         """Remove all that a session waits for; returns them."""
         gone = list(self._by_session.get(session, {}).values())
         for parked in gone:
@@ -173,7 +173,7 @@ class Parking:
             heapq.heappop(self._agenda)
         return self._agenda[0][0] if self._agenda else None
 
-    def next_expired(self, now: float) -> Parked | None:
+    def next_expired(self, now: float) -> WaitingRequest | None:
         """One whose deadline has come, the earliest first; still parked. None if there is none."""
         deadline = self.next_deadline()
         return self._parked[self._agenda[0][1]] if deadline is not None and deadline <= now else None
@@ -183,12 +183,12 @@ class Parking:
             self._is_due.add(order)
             heapq.heappush(self._due, order)
 
-    def _leave_keys(self, parked: Parked) -> None:
+    def _leave_keys(self, parked: WaitingRequest) -> None:
         for key in parked.keys:
             _discard(self._by_key, key, parked.order)
         parked.keys = ()
 
-    def _leave_lane(self, parked: Parked) -> None:
+    def _leave_lane(self, parked: WaitingRequest) -> None:
         if parked.lane is None:
             return
         lane = self._lanes[parked.lane]
@@ -203,7 +203,7 @@ class Parking:
 _K = TypeVar("_K")
 
 
-def _discard(index: dict[_K, dict[int, Parked]], key: _K, order: int) -> None:
+def _discard(index: dict[_K, dict[int, WaitingRequest]], key: _K, order: int) -> None:
     found = index[key]
     del found[order]
     if not found:

@@ -1,8 +1,8 @@
 """The bulk endpoint of a shard: reads and writes of sessions that cannot map its memory.
 
-`Exchange` decides and does no I/O: messages in (each peer's `desk` takes one, then `receive`), messages out (`outbox`),
-frames one at a time (`advance`), so that transfers take turns. `Shard` is the thread around it, beside the coordinator's: they share the `Backing` and the
-`Tickets`, nothing else. The rules of the protocol are in `transport.bulk`; here:
+`ShardTransfers` decides and does no I/O: messages in (each peer's `desk` takes one, then `receive`), messages out (`outbox`),
+frames one at a time (`advance`), so that transfers take turns. `BulkEndpoint` is the thread around it, beside the coordinator's: they share the `Backing` and the
+`TicketIssuer`, nothing else. The rules of the protocol are in `transport.bulk`; here:
 
 - A peer (a connection) has one transfer; a new one replaces it. Of one session `BULK_TRANSFERS_MAX` are kept; the longest
   unheard of makes room.
@@ -36,14 +36,14 @@ from transferqueue.errors import (
     UsageError,
 )
 from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, FAREWELL_S, KIB
-from transferqueue.server.shards.tickets import Tickets
-from transferqueue.server.shards.transfers import Reading, Writing
+from transferqueue.server.shards.tickets import TicketIssuer
+from transferqueue.server.shards.transfers import ReadTransfer, WriteTransfer
 from transferqueue.storage.memory.backing import Backing
 from transferqueue.transport import TcpAddress, Wakeup, parse_address
 from transferqueue.transport.bulk import protocol as b
-from transferqueue.transport.bulk.listener import StreamPort
-from transferqueue.transport.bulk.zeromq import BulkPort
-from transferqueue.transport.security.zap import Ring
+from transferqueue.transport.bulk.listener import TcpBulkServer
+from transferqueue.transport.bulk.zeromq import ZmqBulkServer
+from transferqueue.transport.security.zap import KeySet
 
 _log: Final = logging.getLogger("transferqueue.server")
 _EVERYWHERE: Final = ("*", "0.0.0.0", "[::]")  # noqa: S104  (asked for so by who serves)
@@ -52,12 +52,12 @@ _TRIES: Final = 16
 """Ports tried for one that is free on every host."""
 
 
-class Desk:
+class PeerReceiver:
     """Takes the messages of one peer: where their bytes belong is known to the exchange."""
 
     __slots__ = ("_exchange", "_peer")
 
-    def __init__(self, exchange: Exchange, peer: bytes) -> None:
+    def __init__(self, exchange: ShardTransfers, peer: bytes) -> None:
         self._exchange, self._peer = exchange, peer
 
     def expect(self, head: bytes, nbytes: int) -> None:
@@ -69,15 +69,15 @@ class Desk:
         return self._exchange.fill(self._peer, read)
 
 
-class Exchange:
+class ShardTransfers:
     """All transfers of one backing. Used by one thread. `outbox`: messages to send, each to a peer. now: set before each use."""
 
-    def __init__(self, backing: Backing, tickets: Tickets) -> None:
+    def __init__(self, backing: Backing, tickets: TicketIssuer) -> None:
         self.outbox: deque[tuple[bytes, b.Message]] = deque()
         self._backing = backing
         self._tickets = tickets
         self.now = 0.0
-        self._transfers: dict[bytes, Reading | Writing] = {}
+        self._transfers: dict[bytes, ReadTransfer | WriteTransfer] = {}
         self._coming: dict[bytes, b.ToShard] = {}
         self._dropped = memoryview(bytearray(_DROPPED_BYTES))
         self._looked_at = tickets.revoked
@@ -85,9 +85,9 @@ class Exchange:
     def __len__(self) -> int:
         return len(self._transfers)
 
-    def desk(self, peer: bytes) -> Desk:
+    def desk(self, peer: bytes) -> PeerReceiver:
         """Where messages of `peer` are to be taken; after each, `receive`."""
-        return Desk(self, peer)
+        return PeerReceiver(self, peer)
 
     def expect(self, peer: bytes, head: bytes, nbytes: int) -> None:
         """A message begins to come from `peer`. What is refused comes all the same, and is dropped."""
@@ -108,7 +108,7 @@ class Exchange:
     def fill(self, peer: bytes, read: b.Reader) -> int:
         """The next bytes of that message: into its landing, or nowhere."""
         transfer, told = self._transfers.get(peer), self._coming.get(peer)
-        if told is not None and isinstance(transfer, Writing) and transfer.number == told.transfer:
+        if told is not None and isinstance(transfer, WriteTransfer) and transfer.number == told.transfer:
             try:
                 return transfer.fill(read)
             except Disconnected as error:
@@ -135,7 +135,7 @@ class Exchange:
     def advance(self, clogged: Container[bytes] = ()) -> None:
         """One frame more for each reader whose window is open, and who took what was sent before."""
         for peer, transfer in list(self._transfers.items()):
-            if isinstance(transfer, Reading) and transfer.ready and peer not in clogged:
+            if isinstance(transfer, ReadTransfer) and transfer.ready and peer not in clogged:
                 try:
                     self.outbox.append((peer, transfer.frame()))
                 except TransferQueueError as error:
@@ -146,7 +146,7 @@ class Exchange:
     def busy(self, clogged: Container[bytes] = ()) -> bool:
         """Whether `advance` has something to do."""
         return any(
-            isinstance(transfer, Reading) and transfer.ready and peer not in clogged
+            isinstance(transfer, ReadTransfer) and transfer.ready and peer not in clogged
             for peer, transfer in self._transfers.items()
         )
 
@@ -185,13 +185,13 @@ class Exchange:
 
     def _expect(self, peer: bytes, told: b.ToShard, nbytes: int) -> None:
         match told:
-            case b.Write():
-                writing = Writing(told, self._backing, self._tickets, self.now)
+            case b.WriteExtent():
+                writing = WriteTransfer(told, self._backing, self._tickets, self.now)
                 self._begin(peer, writing)
                 writing.expect(0, nbytes)
-            case b.Data():
+            case b.WriteFrame():
                 transfer = self._of(peer, told)
-                if isinstance(transfer, Writing):
+                if isinstance(transfer, WriteTransfer):
                     transfer.expect(told.number, nbytes)
             case _:
                 if nbytes:
@@ -199,42 +199,42 @@ class Exchange:
 
     def _obey(self, peer: bytes, told: b.ToShard) -> None:
         match told:
-            case b.Read():
-                self._begin(peer, Reading(told, self._backing, self._tickets, self.now))
-            case b.Taken():
+            case b.ReadColumns():
+                self._begin(peer, ReadTransfer(told, self._backing, self._tickets, self.now))
+            case b.FlowAck():
                 self._taken(peer, self._of(peer, told), told.frames)
             case _:
                 transfer = self._transfers.get(peer)
-                if isinstance(transfer, Writing) and transfer.number == told.transfer:
+                if isinstance(transfer, WriteTransfer) and transfer.number == told.transfer:
                     self._wrote(peer, transfer)
 
-    def _begin(self, peer: bytes, transfer: Reading | Writing) -> None:
+    def _begin(self, peer: bytes, transfer: ReadTransfer | WriteTransfer) -> None:
         self._transfers.pop(peer, None)
-        if isinstance(transfer, Writing):
+        if isinstance(transfer, WriteTransfer):
             for at, other in list(self._transfers.items()):
-                if isinstance(other, Writing) and other.overlaps(transfer):
+                if isinstance(other, WriteTransfer) and other.overlaps(transfer):
                     del self._transfers[at]
         others = [at for at, other in self._transfers.items() if other.session == transfer.session]
         if len(others) >= BULK_TRANSFERS_MAX:
             del self._transfers[min(others, key=lambda at: self._transfers[at].heard_at)]
         self._transfers[peer] = transfer
 
-    def _of(self, peer: bytes, told: b.ToShard) -> Reading | Writing:
+    def _of(self, peer: bytes, told: b.ToShard) -> ReadTransfer | WriteTransfer:
         transfer = self._transfers.get(peer)
         if transfer is None or transfer.number != told.transfer:
             raise Unreachable(f"bulk transfer {told.transfer} is not under way on this connection; begin it again")
         transfer.heard_at = self.now
         return transfer
 
-    def _wrote(self, peer: bytes, writing: Writing) -> None:
+    def _wrote(self, peer: bytes, writing: WriteTransfer) -> None:
         answer = writing.took()
         if answer is not None:
             self.outbox.append((peer, b.message(answer)))
         if writing.done:
             del self._transfers[peer]
 
-    def _taken(self, peer: bytes, transfer: Reading | Writing, frames: int) -> None:
-        if isinstance(transfer, Writing):
+    def _taken(self, peer: bytes, transfer: ReadTransfer | WriteTransfer, frames: int) -> None:
+        if isinstance(transfer, WriteTransfer):
             self.outbox.append((peer, b.message(transfer.told())))
             return
         transfer.window.took(frames)
@@ -257,15 +257,15 @@ class Exchange:
         transfer = self._transfers.get(peer)
         if transfer is not None and number in (0, transfer.number):
             del self._transfers[peer]
-        self.outbox.append((peer, b.message(b.Refused(number, type(error).__name__, str(error)))))
+        self.outbox.append((peer, b.message(b.TransferFailed(number, type(error).__name__, str(error)))))
 
 
-class Shard:
+class BulkEndpoint:
     """The bulk endpoint of what `backing` keeps: listens once `listen` returns, answers from `start` to `stop`."""
 
-    def __init__(self, backing: Backing, tickets: Tickets, keyring: Ring | None = None) -> None:
-        self._port: Final = StreamPort() if keyring is None else BulkPort(keyring)
-        self._exchange = Exchange(backing, tickets)
+    def __init__(self, backing: Backing, tickets: TicketIssuer, keyring: KeySet | None = None) -> None:
+        self._port: Final = TcpBulkServer() if keyring is None else ZmqBulkServer(keyring)
+        self._exchange = ShardTransfers(backing, tickets)
         self._wakeup = Wakeup()
         tickets.on_close = self._wakeup.set
         self._stopping = False

@@ -25,7 +25,7 @@ def check_size(nbytes: int, allocator: Allocator) -> None:
         )
 
 
-class Memory:
+class OwnShardMemory:
     """An arena, lent in extents (of which there are `extents` now). An extent is lent only after the file system has promised its
     pages, and is taken back exactly as it was lent. allocator, extents: of what a server before this one has lent."""
 

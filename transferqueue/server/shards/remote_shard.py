@@ -25,10 +25,10 @@ from transferqueue.errors import ProtocolError
 from transferqueue.ledger.effects import MustWait
 from transferqueue.limits import ARENA_STEP_BYTES, ITEMS_MAX, PAGE_BYTES
 from transferqueue.schema import align
-from transferqueue.server.sessions.sessions import Session
+from transferqueue.server.sessions.sessions import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
 from transferqueue.server.shards.own_memory import TRIM_AFTER_S, check_size
-from transferqueue.server.shards.tickets import Tickets
+from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import surplus
 from transferqueue.wire import messages as m
@@ -39,7 +39,7 @@ _ENDS_KEPT: Final = 4096
 """After so many ends of extents and sessions the shard is told what stands, and forgets them."""
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _SentCommands(msgspec.Struct, frozen=True):
     number: int
     order: m.Order
     then: Callable[[bool, float], None]
@@ -49,7 +49,7 @@ def _nothing(_done: bool, _now: float) -> None:
     """Nothing follows."""
 
 
-class Further:
+class RemoteShard:
     """One further shard. wake: makes requests that rest under a key due. standing: what of it stands now.
 
     lent: extents ``(offset, nbytes)`` by number that an earlier life of the coordinator lent; None: it joins now.
@@ -57,7 +57,7 @@ class Further:
 
     def __init__(
         self,
-        session: Session,
+        session: OpenSession,
         offer: m.Offer,
         epoch: int,
         *,
@@ -68,13 +68,13 @@ class Further:
     ) -> None:
         self.session: Final = session
         self.offer: Final = offer
-        self.tickets: Final = Tickets(offer.secret)
+        self.tickets: Final = TicketIssuer(offer.secret)
         self.allocator: Final = Allocator.holding(offer.capacity, (lent or {}).values())
         self.draining = False
         self._epoch = epoch
         self._wake = wake
         self._standing = standing
-        self._orders: deque[_Told] = deque()
+        self._orders: deque[_SentCommands] = deque()
         self._last = self._told = 0
         self._ends = 0
         self._growing = 0
@@ -239,7 +239,7 @@ class Further:
 
     def _order(self, order: m.Order, then: Callable[[bool, float], None] = _nothing) -> None:
         self._last += 1
-        self._orders.append(_Told(self._last, order, then))
+        self._orders.append(_SentCommands(self._last, order, then))
         self._wake(("shard", str(self.number)))
 
     def _count_end(self) -> None:

@@ -26,11 +26,11 @@ import msgspec
 from transferqueue.errors import Full, Impossible, NotFound, OutOfMemory, UsageError, listing
 from transferqueue.ledger.effects import FreeExtent
 from transferqueue.limits import PAGE_BYTES, RESULTS_SHARE, SESSIONS_MAX, SHARD_BYTES_MAX
-from transferqueue.server.sessions.sessions import Session
+from transferqueue.server.sessions.sessions import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
-from transferqueue.server.shards.own_memory import SHARD, Memory
-from transferqueue.server.shards.remote_shard import Further
-from transferqueue.server.shards.tickets import Tickets, issue
+from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
+from transferqueue.server.shards.remote_shard import RemoteShard
+from transferqueue.server.shards.tickets import TicketIssuer, issue
 from transferqueue.transport import TcpAddress, parse_address
 from transferqueue.wire import messages as m
 
@@ -38,14 +38,14 @@ _KEY: Final = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 """A public key of CURVE, in Z85 (32/Z85 of rfc.zeromq.org)."""
 
 
-class Shards:
-    """The own shard and all further ones. last: the highest number given so far. wake: as of `Further`. standing: what stands of a
-    shard, for `Further`."""
+class ShardRegistry:
+    """The own shard and all further ones. last: the highest number given so far. wake: as of `RemoteShard`. standing: what stands of a
+    shard, for `RemoteShard`."""
 
     def __init__(
         self,
-        own: Memory,
-        tickets: Tickets,
+        own: OwnShardMemory,
+        tickets: TicketIssuer,
         epoch: int,
         *,
         last: int = SHARD,
@@ -57,10 +57,10 @@ class Shards:
         self._epoch = epoch
         self._wake = wake
         self._standing = standing
-        self._further: dict[int, Further] = {}
+        self._further: dict[int, RemoteShard] = {}
         self._last = last
 
-    def __iter__(self) -> Iterator[Further]:
+    def __iter__(self) -> Iterator[RemoteShard]:
         """The further ones."""
         return iter(self._further.values())
 
@@ -100,14 +100,14 @@ class Shards:
         return msgspec.structs.replace(hello, shard=offer)
 
     def join(
-        self, session: Session, lent: dict[int, tuple[int, int]] | None = None, remote: list[int] | None = None
+        self, session: OpenSession, lent: dict[int, tuple[int, int]] | None = None, remote: list[int] | None = None
     ) -> None:
-        """The session's memory, if it brings any, is a shard from now on. lent, remote: see `Further`."""
+        """The session's memory, if it brings any, is a shard from now on. lent, remote: see `RemoteShard`."""
         offer = session.hello.shard
         if offer is None:
             return
         self._last = max(self._last, offer.number)
-        self._further[offer.number] = Further(
+        self._further[offer.number] = RemoteShard(
             session,
             offer,
             self._epoch,
@@ -118,7 +118,7 @@ class Shards:
         )
         self._wake(("memory",))
 
-    def close(self, session: Session) -> None:
+    def close(self, session: OpenSession) -> None:
         """The session is over, and with it its tickets and the shard that it brought, if it did."""
         self._tickets.close(session.number)
         if session.hello.shard is not None and self._further.pop(session.hello.shard.number, None) is not None:
@@ -137,7 +137,7 @@ class Shards:
         shard.drain()
         return m.Done()
 
-    def of_session(self, session: Session) -> Further:
+    def of_session(self, session: OpenSession) -> RemoteShard:
         """The shard that the session brought, else `UsageError`."""
         offer = session.hello.shard
         shard = self._further.get(offer.number) if offer is not None else None
@@ -145,7 +145,7 @@ class Shards:
             raise UsageError(f"session {session.number} is no shard, so there are no orders for it")
         return shard
 
-    def seen_by(self, session: Session) -> m.Shards:
+    def seen_by(self, session: OpenSession) -> m.Shards:
         """The further shards, as a session reaches them."""
         return m.Shards([_at(shard, mapped=_maps(session, shard)) for _, shard in sorted(self._further.items())])
 
@@ -157,11 +157,11 @@ class Shards:
         return self.own.used + sum(shard.used for shard in self._further.values())
 
     def take(
-        self, session: Session, nbytes: int, apart: Collection[int] = (), use: m.Use = "results"
+        self, session: OpenSession, nbytes: int, apart: Collection[int] = (), use: m.Use = "results"
     ) -> tuple[int, int, int] | None:
         """Shard, offset and size of an extent of at least `nbytes`, in none of the shards `apart`; None if no shard has room now.
 
-        `Impossible` if none could ever have it, errors as of `Memory.take`.
+        `Impossible` if none could ever have it, errors as of `OwnShardMemory.take`.
         """
         if use == "rows":
             self._check_rows(nbytes)
@@ -190,7 +190,10 @@ class Shards:
 
     def _check_rows(self, nbytes: int) -> None:
         """`Impossible` if no shard could ever lend so much to new rows."""
-        lending: list[Memory | Further] = [self.own, *(one for one in self._further.values() if not one.draining)]
+        lending: list[OwnShardMemory | RemoteShard] = [
+            self.own,
+            *(one for one in self._further.values() if not one.draining),
+        ]
         room, capacity = max((_for_rows(one), one.allocator.capacity) for one in lending)
         if nbytes > room:
             raise Impossible(
@@ -207,11 +210,11 @@ class Shards:
                 f"{replicas} > {lending}; start further shards (transferqueue shard), or make it with fewer replicas"
             )
 
-    def _in_order(self, session: Session, use: m.Use) -> list[Memory | Further]:
+    def _in_order(self, session: OpenSession, use: m.Use) -> list[OwnShardMemory | RemoteShard]:
         """Those that lend, the best first: for weights the one that lasts as long as the books."""
         if not self._further:
             return [self.own]
-        ranked: list[tuple[bool, float, int, Memory | Further]] = [
+        ranked: list[tuple[bool, float, int, OwnShardMemory | RemoteShard]] = [
             (not _near(session, shard), _fill(shard), number, shard)
             for number, shard in self._further.items()
             if not shard.draining
@@ -254,7 +257,7 @@ class Shards:
 
     # ------------------------------------------------------------ tickets
 
-    def issue(self, session: Session, reply: m.Reply) -> m.Reply:
+    def issue(self, session: OpenSession, reply: m.Reply) -> m.Reply:
         """The reply with tickets for what the session does not map."""
         if not session.remote and all(_maps(session, shard) for shard in self._further.values()):
             return reply
@@ -262,32 +265,32 @@ class Shards:
         near |= set() if session.remote else {SHARD}
         return issue(lambda shard: self._tickets_of(session, shard), session.number, reply, near)
 
-    def _tickets_of(self, session: Session, number: int) -> Tickets | None:
+    def _tickets_of(self, session: OpenSession, number: int) -> TicketIssuer | None:
         if number == SHARD:
             return self._tickets if session.remote else None
         shard = self._further.get(number)
         return None if shard is None or _maps(session, shard) else shard.tickets
 
 
-def _for_rows(shard: Memory | Further) -> int:
+def _for_rows(shard: OwnShardMemory | RemoteShard) -> int:
     """Bytes of a shard that new rows may have."""
-    lendable = shard.lendable if isinstance(shard, Further) else shard.allocator.capacity
+    lendable = shard.lendable if isinstance(shard, RemoteShard) else shard.allocator.capacity
     return lendable - lendable // RESULTS_SHARE
 
 
-def _fill(shard: Memory | Further) -> float:
+def _fill(shard: OwnShardMemory | RemoteShard) -> float:
     return shard.used / shard.allocator.capacity
 
 
-def _near(session: Session, shard: Further) -> bool:
+def _near(session: OpenSession, shard: RemoteShard) -> bool:
     return bool(session.hello.host) and session.hello.host == shard.session.hello.host
 
 
-def _maps(session: Session, shard: Further) -> bool:
+def _maps(session: OpenSession, shard: RemoteShard) -> bool:
     return bool(shard.offer.path) and not session.remote and not shard.session.remote and _near(session, shard)
 
 
-def _at(shard: Further, *, mapped: bool) -> m.ShardAt:
+def _at(shard: RemoteShard, *, mapped: bool) -> m.ShardAt:
     offer = shard.offer
     return m.ShardAt(offer.number, offer.path if mapped else "", offer.capacity, offer.endpoint, offer.key)
 

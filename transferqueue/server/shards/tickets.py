@@ -14,7 +14,7 @@ The law (docs/decisions/0013):
 Beside the arena's pages this is all that a coordinator and its own shard share. For a shard in another process the same calls
 are messages (see `shards`), and memory is given back when the answer to `revoke` has come. There, where the first reader may
 be quicker than any message about an extent, what is told is the end of things: numbers of extents and sessions only ascend, so
-all that nobody has called over stand (`Standing`).
+all that nobody has called over stand (`LiveExtents`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _READ: Final = 0
 _WRITE: Final = 1
 
 
-class Standing:
-    """Numbers that ascend and stand until they are called over. Looks like a set of them, as far as `Tickets` asks."""
+class LiveExtents:
+    """Numbers that ascend and stand until they are called over. Looks like a set of them, as far as `TicketIssuer` asks."""
 
     def __init__(self) -> None:
         self._below: tuple[int, frozenset[int]] = (0, frozenset())
@@ -71,7 +71,7 @@ class Standing:
         self._over = {number for number in self._over if number >= floor}
 
 
-class Tickets:
+class TicketIssuer:
     """Issues and checks tickets of one shard. `issue`, `revoke` and `close` belong to the coordinator's thread (in a shard of
     its own process: to the one that takes orders), the rest to the bulk endpoint's.
 
@@ -79,11 +79,11 @@ class Tickets:
     """
 
     def __init__(
-        self, key: bytes | None = None, extents: Standing | None = None, sessions: Standing | None = None
+        self, key: bytes | None = None, extents: LiveExtents | None = None, sessions: LiveExtents | None = None
     ) -> None:
         self._key: Final = key or secrets.token_bytes(_KEY_BYTES)
-        self._admitted: set[int] | Standing = set() if extents is None else extents
-        self._sessions: set[int] | Standing = set() if sessions is None else sessions
+        self._admitted: set[int] | LiveExtents = set() if extents is None else extents
+        self._sessions: set[int] | LiveExtents = set() if sessions is None else sessions
         self._writing: Final = threading.Lock()
         self.on_close: Callable[[], object] = lambda: None
         """Called when a session ended, so that the shard looks at its transfers."""
@@ -148,14 +148,14 @@ class Tickets:
         """Below these numbers no other extents and sessions stand than these: as `revoke` and `close` of all others."""
         with self._writing:
             for known, floor, kept in ((self._admitted, extents_to, extents), (self._sessions, sessions_to, sessions)):
-                if isinstance(known, Standing):
+                if isinstance(known, LiveExtents):
                     known.only(floor, kept)
             self.revoked += 1
         self.on_close()
 
     # ------------------------------------------------------------ the shard's
 
-    def check_read(self, session: int, shard: int, blocks: Iterable[b.Located]) -> None:
+    def check_read(self, session: int, shard: int, blocks: Iterable[b.BulkBlock]) -> None:
         """`UsageError` unless each of these blocks was named to the session so, `Disconnected` if one is over."""
         for at in blocks:
             ticket = self._ticket(_READ, session, shard, at.block, at.extent, at.offset, at.nbytes)
@@ -165,7 +165,7 @@ class Tickets:
                     f"{session} for these bytes; read what a reply named, in the session that got it"
                 )
 
-    def check_write(self, write: b.Write) -> None:
+    def check_write(self, write: b.WriteExtent) -> None:
         """`UsageError` unless this extent was granted to the session so, and the write is inside it."""
         ticket = self._ticket(
             _WRITE, write.session, write.shard, write.extent, write.extent, write.offset, write.nbytes
@@ -198,7 +198,7 @@ class Tickets:
 
 
 def issue(
-    of: Callable[[int], Tickets | None], session: int, reply: m.Reply, near: Collection[int] = frozenset()
+    of: Callable[[int], TicketIssuer | None], session: int, reply: m.Reply, near: Collection[int] = frozenset()
 ) -> m.Reply:
     """The reply with a ticket for each block or extent that it names. of: the tickets of a shard; None: this session needs none.
 
@@ -220,7 +220,7 @@ def issue(
 
 
 def _blocks(
-    of: Callable[[int], Tickets | None], session: int, blocks: Iterable[m.BlockAt], near: Collection[int]
+    of: Callable[[int], TicketIssuer | None], session: int, blocks: Iterable[m.BlockAt], near: Collection[int]
 ) -> list[m.BlockAt]:
     told = [_nearest(at, near) if at.copies else at for at in blocks]
     return [at if (tickets := of(at.shard)) is None else tickets.block(session, at) for at in told]

@@ -10,21 +10,21 @@ import numpy as np
 from transferqueue.errors import Corruption, NotFound, ProtocolError
 from transferqueue.limits import FIELDS_MAX, FRAME_BYTES, PARTS_MAX
 from transferqueue.schema import Field
-from transferqueue.server.shards.tickets import Tickets
+from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.columns.byte_stream import count_of, pieces
-from transferqueue.storage.columns.placement import Blocks, Placement
+from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import Backing, Range
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire.messages import BlockAt
 
-Content = tuple[list[b.Begun], list[memoryview]]
+Content = tuple[list[b.PartHead], list[memoryview]]
 
 
-class Transfer:
+class ShardTransfer:
     """What both kinds share. heard_at: when its peer last said a word of it."""
 
-    def __init__(self, number: int, session: int, extents: frozenset[int], tickets: Tickets, now: float) -> None:
+    def __init__(self, number: int, session: int, extents: frozenset[int], tickets: TicketIssuer, now: float) -> None:
         self.number: Final = number
         self.session: Final = session
         self.heard_at = now
@@ -45,15 +45,15 @@ class Transfer:
             self._looked_at = revoked
 
 
-class Reading(Transfer):
+class ReadTransfer(ShardTransfer):
     """Frames of the columns that a client asked for. Gathers no more than the next frame."""
 
-    def __init__(self, read: b.Read, backing: Backing, tickets: Tickets, now: float) -> None:
+    def __init__(self, read: b.ReadColumns, backing: Backing, tickets: TicketIssuer, now: float) -> None:
         named = [at for part in read.parts for at in part.blocks]
         tickets.check_read(read.session, read.shard, named)
         super().__init__(read.transfer, read.session, frozenset(at.extent for at in named), tickets, now)
         self.check()
-        self.window: Final = b.Window()
+        self.window: Final = b.SendWindow()
         self._frames = _frames(_columns(read, backing))
         self._next: Content | None = next(self._frames, ([], []))
 
@@ -73,22 +73,22 @@ class Reading(Transfer):
             raise ProtocolError("a bulk read has no frame after its last one")
         begun, content = self._next
         following = next(self._frames, None)
-        head = b.Frame(self.number, self.window.send(), begun, last=following is None)
+        head = b.ReadFrame(self.number, self.window.send(), begun, last=following is None)
         message = b.message(head, content)
         self.check()  # after the checksum: what it was made of has not been lent to others
         self._next = following
         return message
 
 
-class Writing(Transfer):
+class WriteTransfer(ShardTransfer):
     """Frames that arrive for an extent."""
 
-    def __init__(self, write: b.Write, backing: Backing, tickets: Tickets, now: float) -> None:
+    def __init__(self, write: b.WriteExtent, backing: Backing, tickets: TicketIssuer, now: float) -> None:
         tickets.check_write(write)
         if write.offset + write.nbytes > backing.capacity:
             raise Corruption(f"extent {write.extent} ends beyond the arena's {backing.capacity} bytes")
         super().__init__(write.transfer, write.session, frozenset((write.extent,)), tickets, now)
-        self._intake = b.Intake()
+        self._intake = b.ReceiveWindow()
         self._place: Final = Range(write.extent, write.at, write.total)
         self._landing: Final = backing.landing(self._place)
         self._written = 0
@@ -98,7 +98,7 @@ class Writing(Transfer):
         """Whether every byte has come."""
         return self._written == self._place.nbytes
 
-    def overlaps(self, other: Writing) -> bool:
+    def overlaps(self, other: WriteTransfer) -> bool:
         """Whether some byte is written by both."""
         return self._place.offset < other._place.end and other._place.offset < self._place.end
 
@@ -116,21 +116,21 @@ class Writing(Transfer):
         self._written += size
         return size
 
-    def took(self) -> b.Taken | None:
+    def took(self) -> b.FlowAck | None:
         """The frame has come whole: what to answer, if anything now. Errors as of `fill` and `Landing.settle`."""
         with self._tickets.writing(self.session, self._extents):
             self._landing.settle(last=self.done)
         return self.told() if self._intake.due(last=self.done) else None
 
-    def told(self) -> b.Taken:
+    def told(self) -> b.FlowAck:
         """How far it is."""
-        return b.Taken(self.number, self._intake.taken, self.done)
+        return b.FlowAck(self.number, self._intake.taken, self.done)
 
 
 # ---------------------------------------------------------------- columns as frames
 
 
-def _columns(read: b.Read, backing: Backing) -> Iterator[b.Begun | U8]:
+def _columns(read: b.ReadColumns, backing: Backing) -> Iterator[b.PartHead | U8]:
     """All parts, one after the other: that it begins, then a block of its columns."""
     if len(read.parts) > PARTS_MAX or len(read.fields) > FIELDS_MAX:
         raise ProtocolError(f"a bulk read of {len(read.parts)} parts with {len(read.fields)} fields; that is too many")
@@ -138,12 +138,12 @@ def _columns(read: b.Read, backing: Backing) -> Iterator[b.Begun | U8]:
     for number, part in enumerate(read.parts):
         placement = _placement(read.shard, part, fields, backing)
         wanted = [_known(fields, name) for name in part.fields]
-        yield b.Begun(number, [count_of(field, placement) for field in wanted])
+        yield b.PartHead(number, [count_of(field, placement) for field in wanted])
         for field in wanted:
             yield from pieces(field, placement, FRAME_BYTES)
 
 
-def _placement(shard: int, part: b.Wanted, fields: dict[str, Field], backing: Backing) -> Placement:
+def _placement(shard: int, part: b.RowSelection, fields: dict[str, Field], backing: Backing) -> RowPlacement:
     for names in part.layouts:
         for name in names:
             _known(fields, name)
@@ -158,7 +158,7 @@ def _placement(shard: int, part: b.Wanted, fields: dict[str, Field], backing: Ba
     memory = backing.read([Range(at.extent, at.offset, at.nbytes) for at in part.blocks])
     slots = _numbers(part.slot_of_row)
     blocks = _numbers(part.block_of_row) if part.block_of_row else np.zeros(len(slots), np.int32)
-    return Placement(Blocks(shapes, memory, fields), blocks, slots)
+    return RowPlacement(MappedBlocks(shapes, memory, fields), blocks, slots)
 
 
 def _numbers(packed: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -173,13 +173,13 @@ def _known(fields: dict[str, Field], name: str) -> Field:
     return fields[name]
 
 
-def _frames(stream: Iterator[b.Begun | U8]) -> Iterator[Content]:
+def _frames(stream: Iterator[b.PartHead | U8]) -> Iterator[Content]:
     """Cut the stream into full frames, each of as many pieces as it takes: nothing is copied to fill one up."""
-    begun: list[b.Begun] = []
+    begun: list[b.PartHead] = []
     content: list[memoryview] = []
     left = FRAME_BYTES
     for item in stream:
-        if isinstance(item, b.Begun):
+        if isinstance(item, b.PartHead):
             begun.append(item)
         else:
             while len(item) >= left:

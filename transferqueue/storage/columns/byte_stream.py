@@ -15,13 +15,13 @@ import numpy as np
 from transferqueue.limits import ALIGNMENT
 from transferqueue.schema import Field
 from transferqueue.storage.columns.gather import lengths, load, row_shapes
-from transferqueue.storage.columns.placement import Placement
+from transferqueue.storage.columns.placement import RowPlacement
 from transferqueue.storage.elements.dtypes import I64, U8
 
 _ZEROS: Final = np.zeros(ALIGNMENT, np.uint8)
 
 
-def count_of(field: Field, placement: Placement) -> int:
+def count_of(field: Field, placement: RowPlacement) -> int:
     """The column's count for `schema.layout`: its last offset, 0 for a dense field. Errors as of `gather.load`."""
     if field.dense:
         return 0
@@ -31,7 +31,7 @@ def count_of(field: Field, placement: Placement) -> int:
     return 0 if loaded.offsets is None else int(loaded.offsets[-1])
 
 
-def pieces(field: Field, placement: Placement, piece_bytes: int) -> Iterator[U8]:
+def pieces(field: Field, placement: RowPlacement, piece_bytes: int) -> Iterator[U8]:
     """The block of this column for these rows, in order; each piece at most `piece_bytes` (at least 64) long. Errors as of `gather.load`."""
     if placement.run is not None or not len(placement):
         loaded = load(field, placement)
@@ -45,7 +45,7 @@ def pieces(field: Field, placement: Placement, piece_bytes: int) -> Iterator[U8]
         yield from _scattered_varying(field, placement, piece_bytes)
 
 
-def _scattered_dense(field: Field, placement: Placement, piece_bytes: int) -> Iterator[U8]:
+def _scattered_dense(field: Field, placement: RowPlacement, piece_bytes: int) -> Iterator[U8]:
     row_bytes = field.step_elements * field.item_bytes
     at_once = max(1, piece_bytes // max(1, row_bytes))
     for start in range(0, len(placement), at_once):
@@ -53,7 +53,7 @@ def _scattered_dense(field: Field, placement: Placement, piece_bytes: int) -> It
     yield from _padding(len(placement) * row_bytes)
 
 
-def _scattered_varying(field: Field, placement: Placement, piece_bytes: int) -> Iterator[U8]:
+def _scattered_varying(field: Field, placement: RowPlacement, piece_bytes: int) -> Iterator[U8]:
     offsets = np.zeros(len(placement) + 1, np.int64)
     np.cumsum(lengths(field, placement), out=offsets[1:])
     if field.varied:
@@ -66,7 +66,7 @@ def _scattered_varying(field: Field, placement: Placement, piece_bytes: int) -> 
     yield from _padding(int(ends[-1]))
 
 
-def _scattered_shapes(field: Field, placement: Placement, piece_bytes: int) -> Iterator[U8]:
+def _scattered_shapes(field: Field, placement: RowPlacement, piece_bytes: int) -> Iterator[U8]:
     row_bytes = 8 * len(field.shape)
     at_once = max(1, piece_bytes // row_bytes)
     for start in range(0, len(placement), at_once):
@@ -84,7 +84,7 @@ def _groups(ends: I64, piece_bytes: int) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _values(field: Field, placement: Placement, start: int, stop: int, piece_bytes: int) -> Iterator[U8]:
+def _values(field: Field, placement: RowPlacement, start: int, stop: int, piece_bytes: int) -> Iterator[U8]:
     yield from _cut(_bytes(load(field, placement.select(slice(start, stop))).values), piece_bytes)
 
 

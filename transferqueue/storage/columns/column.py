@@ -13,7 +13,7 @@ from transferqueue.errors import BatchEnded, InternalError, UsageError
 from transferqueue.schema import TORCH_ONLY_DTYPES, Field, align
 from transferqueue.storage.columns.export import arrow_array, plain_rows, row_value, shown_row
 from transferqueue.storage.columns.gather import Loaded, dense_run, load, offsets_of
-from transferqueue.storage.columns.placement import Placement
+from transferqueue.storage.columns.placement import RowPlacement
 from transferqueue.storage.elements.dtypes import I64, ml_dtype, stored, viewed
 from transferqueue.storage.elements.numbers import store_numbers
 from transferqueue.storage.elements.process_bound import Staying
@@ -54,9 +54,9 @@ class Column(Staying):
 
     __slots__ = ("__weakref__", "_cell", "_placement", "_rows", "field")
 
-    def __init__(self, field: Field, placement: Placement) -> None:
+    def __init__(self, field: Field, placement: RowPlacement) -> None:
         self.field = field
-        self._placement: Placement | None = placement
+        self._placement: RowPlacement | None = placement
         self._rows = placement.rows
         self._cell: dict[str, Loaded] = {}
 
@@ -70,7 +70,7 @@ class Column(Staying):
         return column
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> RowPlacement:
         """Where its rows are, of one that nothing was taken of yet."""
         if self._placement is None:
             raise InternalError(f'column "{self.field.name}" lies in no blocks (any more)')

@@ -16,7 +16,7 @@ import numpy as np
 
 from transferqueue.errors import Corruption, InternalError
 from transferqueue.schema import Field
-from transferqueue.storage.columns.placement import Placement, Spans
+from transferqueue.storage.columns.placement import ColumnOffsets, RowPlacement
 from transferqueue.storage.columns.ranges import FEW_RANGES, LONG_RANGE_BYTES, copy_ranges, take_rows
 from transferqueue.storage.elements.dtypes import I64, U8, stored
 
@@ -47,7 +47,7 @@ def shapes_of(loaded: Loaded) -> I64:
     return loaded.shapes
 
 
-def load(field: Field, placement: Placement) -> Loaded:
+def load(field: Field, placement: RowPlacement) -> Loaded:
     """The rows of a column: views of their block if they are one run of it, otherwise copies of their own.
 
     Raises `Corruption` if offsets point outside their block, `BatchEnded` if the memory was returned.
@@ -60,7 +60,7 @@ def load(field: Field, placement: Placement) -> Loaded:
     return _gather_dense(field, placement, spans) if field.dense else _gather_varying(field, placement, spans)
 
 
-def dense_run(field: Field, placement: Placement, block: int, first: int) -> np.ndarray[Any, Any]:
+def dense_run(field: Field, placement: RowPlacement, block: int, first: int) -> np.ndarray[Any, Any]:
     """Dense rows ``[rows, *shape]`` in stored form that are one run of a block: a view of it, made in one step, since a batch
     may have hundreds of them. Errors as of `load`."""
     memory, start = placement.blocks.values(field, block)
@@ -73,7 +73,7 @@ def _nothing(field: Field) -> Loaded:
     return Loaded(0, np.empty(0, stored(field.dtype)), offsets, shapes)
 
 
-def _view(field: Field, placement: Placement, spans: Spans, block: int, first: int) -> Loaded:
+def _view(field: Field, placement: RowPlacement, spans: ColumnOffsets, block: int, first: int) -> Loaded:
     memory, rows = placement.blocks.living()[block], len(placement)
     step, start = field.row_bytes, int(spans.values[block])
     if field.dense:
@@ -107,7 +107,7 @@ def _checked(field: Field, loaded: Loaded) -> Loaded:
     return loaded
 
 
-def _gather_dense(field: Field, placement: Placement, spans: Spans) -> Loaded:
+def _gather_dense(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> Loaded:
     row = field.row_bytes
     blocks, block = placement.block_of_row, int(placement.block_of_row[0])
     if row == 0:
@@ -123,7 +123,7 @@ def _gather_dense(field: Field, placement: Placement, spans: Spans) -> Loaded:
     return Loaded(len(blocks), copy_ranges(stretch, starts, starts + row).view(stored(field.dtype)), None, None)
 
 
-def _gather_varying(field: Field, placement: Placement, spans: Spans) -> Loaded:
+def _gather_varying(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> Loaded:
     first, last = _edges(field, placement, spans)
     offsets = _summed(last - first)
     values = _taken(field, placement, spans, int(offsets[-1]))
@@ -136,7 +136,7 @@ def _gather_varying(field: Field, placement: Placement, spans: Spans) -> Loaded:
     return _checked(field, Loaded(len(first), values.view(stored(field.dtype)), offsets, shapes))
 
 
-def lengths(field: Field, placement: Placement) -> I64:
+def lengths(field: Field, placement: RowPlacement) -> I64:
     """Offset steps of each row of a column that is not dense, without its values. Errors as of `load`."""
     placement.blocks.living()
     if not len(placement):
@@ -145,13 +145,13 @@ def lengths(field: Field, placement: Placement) -> I64:
     return last - first
 
 
-def row_shapes(field: Field, placement: Placement) -> I64:
+def row_shapes(field: Field, placement: RowPlacement) -> I64:
     """Shapes int64 ``[rows, dimensions]`` of a column that has them, gathered. Errors as of `load`."""
     placement.blocks.living()
     return _gather_shapes(field, placement, placement.blocks.spans(field))
 
 
-def _edges(field: Field, placement: Placement, spans: Spans) -> tuple[I64, I64]:
+def _edges(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> tuple[I64, I64]:
     """Where the values of each row begin and end in its block, in offset steps; checked against the block."""
     blocks, slots = placement.block_of_row, placement.slot_of_row
     low, stretch = placement.blocks.stretch()
@@ -163,7 +163,7 @@ def _edges(field: Field, placement: Placement, spans: Spans) -> tuple[I64, I64]:
     return first, last
 
 
-def _gather_shapes(field: Field, placement: Placement, spans: Spans) -> I64:
+def _gather_shapes(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> I64:
     low, stretch = placement.blocks.stretch()
     width = len(field.shape)
     starts = (placement.blocks.addresses - low + spans.shapes) // 8
@@ -181,7 +181,7 @@ def _summed(lengths: I64) -> I64:
     return offsets
 
 
-def _taken(field: Field, placement: Placement, spans: Spans, count: int) -> U8 | None:
+def _taken(field: Field, placement: RowPlacement, spans: ColumnOffsets, count: int) -> U8 | None:
     """The rows by Arrow, if they are many short ones and a good part of one block; None otherwise."""
     step, wanted, block = field.row_bytes, len(placement), int(placement.block_of_row[0])
     rows = int(placement.blocks.rows[block])

@@ -25,7 +25,7 @@ VECTORISED_BLOCKS: Final = 4
 """With more blocks than this, layouts are computed for all of them at once."""
 
 
-class BlockShape(Protocol):
+class BlockLayout(Protocol):
     """What a reply says of the layout of a block."""
 
     @property
@@ -49,14 +49,14 @@ class BlockShape(Protocol):
         """One count for each column; see `schema.layout`."""
 
 
-class Forgets(Protocol):
+class Releasable(Protocol):
     """Something that keeps memory of blocks and can let it go."""
 
     def forget(self) -> None:
         """Let it go."""
 
 
-class Spans(NamedTuple):
+class ColumnOffsets(NamedTuple):
     """Where one column lies in each block: bytes from the block's start; -1 where it has no such buffer."""
 
     values: I64
@@ -65,13 +65,13 @@ class Spans(NamedTuple):
     counts: I64
 
 
-class Blocks:
+class MappedBlocks:
     """Blocks in this process's memory. Holding this object holds the memory; `end` lets it go.
 
     memory: ``uint8 [nbytes]`` of each block, in the order of `shapes`. fields: definitions of all fields that occur in the blocks.
     """
 
-    def __init__(self, shapes: Sequence[BlockShape], memory: Sequence[U8], fields: Mapping[str, Field]) -> None:
+    def __init__(self, shapes: Sequence[BlockLayout], memory: Sequence[U8], fields: Mapping[str, Field]) -> None:
         self.shapes, self.fields = shapes, fields
         self.memory = memory
         self._addresses = list(map(_address, memory))
@@ -80,9 +80,9 @@ class Blocks:
             self._addresses = list(map(_address, self.memory))
         self._sizes = list(map(len, self.memory))
         self.ended = ""
-        self.columns: WeakSet[Forgets] = WeakSet()
+        self.columns: WeakSet[Releasable] = WeakSet()
         """Columns that have loaded rows of these blocks."""
-        self._spans: dict[str, Spans] = {}
+        self._spans: dict[str, ColumnOffsets] = {}
         self._merged = False
         """Whether some blocks have other fields than others, so that one may lack a field."""
 
@@ -115,7 +115,7 @@ class Blocks:
             raise BatchEnded(self.ended)
         return memory
 
-    def spans(self, field: Field) -> Spans:
+    def spans(self, field: Field) -> ColumnOffsets:
         """Where a column lies in each block. Raises `Corruption` if a block is too small for its layout."""
         found = self._spans.get(field.name)
         if found is None:
@@ -146,7 +146,7 @@ class Blocks:
         for names, members in alike.items():
             self._lay_out_alike(names, members)
 
-    def _lay_out_dense(self, shape: BlockShape) -> bool:
+    def _lay_out_dense(self, shape: BlockLayout) -> bool:
         """One block of dense columns, as training batches are step after step: from what is remembered. Whether it is one."""
         names, rows = shape.fields, shape.rows
         if any(shape.counts) or len(shape.counts) != len(names) or not 1 <= rows <= ROWS_PER_REQUEST_MAX:
@@ -187,7 +187,7 @@ class Blocks:
 
 
 @lru_cache(maxsize=32)
-def _layout_of_dense(fields: tuple[Field, ...], rows: int) -> tuple[dict[str, Spans], int]:
+def _layout_of_dense(fields: tuple[Field, ...], rows: int) -> tuple[dict[str, ColumnOffsets], int]:
     """`layouts` of one block without counts, by name, and its size. Nobody may change what this gives."""
     spans, size = layout(fields, rows, [0] * len(fields))
     if size > np.iinfo(np.int64).max:
@@ -195,11 +195,13 @@ def _layout_of_dense(fields: tuple[Field, ...], rows: int) -> tuple[dict[str, Sp
             f"a block of {rows} rows with {', '.join(field.name for field in fields)} is beyond any memory"
         )
     none = np.zeros(1, np.int64)
-    found = [Spans._make([*np.array([[one.values], [one.offsets], [one.shapes]], np.int64), none]) for one in spans]
+    found = [
+        ColumnOffsets._make([*np.array([[one.values], [one.offsets], [one.shapes]], np.int64), none]) for one in spans
+    ]
     return {field.name: span for field, span in zip(fields, found, strict=True)}, size
 
 
-def layouts(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list[Spans], I64]:
+def layouts(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list[ColumnOffsets], I64]:
     """`schema.layout` of many blocks at once: spans for each field and the size of each block.
 
     rows: ``[blocks]``, counts: ``[blocks, fields]``.
@@ -207,24 +209,26 @@ def layouts(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list[Spans
     if len(rows) <= VECTORISED_BLOCKS:
         return _layouts_each(fields, rows, counts)
     at, nowhere = np.zeros(len(rows), np.int64), np.full(len(rows), -1, np.int64)
-    found: list[Spans] = []
+    found: list[ColumnOffsets] = []
     for field, count in zip(fields, counts.T, strict=True):
         shapes = offsets = nowhere
         if field.varied:
             shapes, at = at, _align(at + 8 * rows * len(field.shape))
         if not field.dense:
             offsets, at = at, _align(at + 8 * (rows + 1))
-        found.append(Spans(at, offsets, shapes, count))
+        found.append(ColumnOffsets(at, offsets, shapes, count))
         at = _align(at + (rows if field.dense else count) * (field.step_elements * field.item_bytes))
     return found, at
 
 
-def _layouts_each(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list[Spans], I64]:
+def _layouts_each(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list[ColumnOffsets], I64]:
     each = [layout(fields, int(n), count.tolist()) for n, count in zip(rows, counts, strict=True)]
     places = np.array(
         [[(span.values, span.offsets, span.shapes) for span in spans] for spans, _ in each], np.int64
     ).reshape(len(each), len(fields), 3)
-    found = [Spans(places[:, at, 0], places[:, at, 1], places[:, at, 2], counts[:, at]) for at in range(len(fields))]
+    found = [
+        ColumnOffsets(places[:, at, 0], places[:, at, 1], places[:, at, 2], counts[:, at]) for at in range(len(fields))
+    ]
     return found, np.array([size for _, size in each], np.int64)
 
 
@@ -232,8 +236,8 @@ def _align(size: I64) -> I64:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _nowhere(blocks: int) -> Spans:
-    return Spans._make(np.full(blocks, -1, np.int64) for _ in Spans._fields)
+def _nowhere(blocks: int) -> ColumnOffsets:
+    return ColumnOffsets._make(np.full(blocks, -1, np.int64) for _ in ColumnOffsets._fields)
 
 
 def _address(memory: U8) -> int:
@@ -250,12 +254,12 @@ def _aligned(memory: U8) -> U8:
     return room[start : start + len(memory)]
 
 
-class Placement:
+class RowPlacement:
     """Block and slot of each row, for columns that lie together. run: (block, first slot) if the rows are one run of one block."""
 
     __slots__ = ("_block_of_row", "_slot_of_row", "blocks", "rows", "run")
 
-    def __init__(self, blocks: Blocks, block_of_row: I32, slot_of_row: I32) -> None:
+    def __init__(self, blocks: MappedBlocks, block_of_row: I32, slot_of_row: I32) -> None:
         self.blocks, self.rows = blocks, len(slot_of_row)
         self._block_of_row: I32 | None = block_of_row
         self._slot_of_row: I32 | None = slot_of_row
@@ -264,7 +268,7 @@ class Placement:
         self.run = self._check(block_of_row, slot_of_row)
 
     @classmethod
-    def of_run(cls, blocks: Blocks, block: int, first: int, rows: int) -> Placement:
+    def of_run(cls, blocks: MappedBlocks, block: int, first: int, rows: int) -> RowPlacement:
         """Rows (at least one) that lie one after the other in one block, from slot `first` on."""
         placement = cls.__new__(cls)
         placement.blocks, placement.rows, placement.run = blocks, rows, (block, first)
@@ -292,9 +296,9 @@ class Placement:
             self._slot_of_row = np.arange(first, first + self.rows, dtype=np.int32)
         return self._slot_of_row
 
-    def select(self, rows: Any) -> Placement:
+    def select(self, rows: Any) -> RowPlacement:
         """The same for some of the rows, by slice or index array."""
-        return Placement(self.blocks, self.block_of_row[rows], self.slot_of_row[rows])
+        return RowPlacement(self.blocks, self.block_of_row[rows], self.slot_of_row[rows])
 
     def _check(self, block: I32, slot: I32) -> tuple[int, int] | None:
         if not len(slot):

@@ -11,7 +11,7 @@ import numpy as np
 from transferqueue.errors import SchemaError
 from transferqueue.schema import TORCH_ONLY_DTYPES
 from transferqueue.storage.elements.dtypes import I64, of_numpy, stored
-from transferqueue.storage.inputs.parsed import Dense, Listed, Parsed
+from transferqueue.storage.inputs.parsed import DenseInput, Parsed, RaggedInput
 from transferqueue.storage.inputs.sources import Arrays
 
 Array = np.ndarray[Any, Any]
@@ -23,7 +23,7 @@ def parse_array(array: Array, subject: str) -> Parsed | list[Any]:
     if array.dtype.kind in "UST":
         return array.tolist()  # type: ignore[no-any-return]
     dtype = of_numpy(array.dtype, subject)
-    return Dense(dtype, array.shape[0], array.shape[1:], Arrays([_bits(array, dtype)], dtype))
+    return DenseInput(dtype, array.shape[0], array.shape[1:], Arrays([_bits(array, dtype)], dtype))
 
 
 def parse_arrays(rows: Sequence[Array], subject: str) -> Parsed:
@@ -40,8 +40,8 @@ def parse_arrays(rows: Sequence[Array], subject: str) -> Parsed:
         rows = [_bits(row, dtype) for row in rows]
     ndim = only_rank(set(map(attrgetter("ndim"), rows)), subject)
     if ndim == 0:
-        return Dense(dtype, len(rows), (), Arrays([row.reshape(1) for row in rows], dtype))
-    return Listed(dtype, _shapes(rows, ndim), Arrays(rows, dtype))
+        return DenseInput(dtype, len(rows), (), Arrays([row.reshape(1) for row in rows], dtype))
+    return RaggedInput(dtype, _shapes(rows, ndim), Arrays(rows, dtype))
 
 
 def only_rank(ranks: set[int], subject: str) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from transferqueue.errors import SchemaError
 from transferqueue.storage.elements.dtypes import I64, of_numpy
-from transferqueue.storage.inputs.parsed import Blobs, Dense, Listed, Parsed, rectangles
+from transferqueue.storage.inputs.parsed import BytesInput, DenseInput, Parsed, RaggedInput, rectangles
 from transferqueue.storage.inputs.sources import Arrays
 
 Array = np.ndarray[Any, Any]
@@ -85,7 +85,7 @@ def _parse_fixed_tensors(array: Any, subject: str) -> Parsed:
     _refuse_nulls(array, subject)
     arrays = [chunk.to_numpy_ndarray() for chunk in array.chunks if len(chunk)]
     dtype, shape = of_numpy(arrays[0].dtype, subject), arrays[0].shape[1:]
-    return Dense(dtype, sum(map(len, arrays)), shape, Arrays([part.reshape(-1) for part in arrays], dtype))
+    return DenseInput(dtype, sum(map(len, arrays)), shape, Arrays([part.reshape(-1) for part in arrays], dtype))
 
 
 def _parse_blobs(array: Any, dtype: str, subject: str) -> Parsed:
@@ -98,7 +98,7 @@ def _parse_blobs(array: Any, dtype: str, subject: str) -> Parsed:
         _check_text(large.chunks, parts, subject)
     lengths = np.concatenate([np.diff(offsets) for offsets, _ in parts]) if parts else np.empty(0, np.int64)
     data = [data[offsets[0] : offsets[-1]] for offsets, data in parts]
-    return Blobs(dtype, lengths, Arrays(data or [np.empty(0, np.uint8)], dtype))
+    return BytesInput(dtype, lengths, Arrays(data or [np.empty(0, np.uint8)], dtype))
 
 
 def _check_text(chunks: Sequence[Any], parts: Sequence[tuple[I64, Array]], subject: str) -> None:
@@ -148,11 +148,11 @@ def _parse_lists(chunks: Sequence[Any], kind: Any, subject: str) -> Parsed:
     dtype = of_numpy(leaves[0].dtype, subject)
     source = Arrays([leaf for leaf in leaves if len(leaf)] or leaves[:1], dtype)
     if fixed:
-        return Dense(dtype, rows, tuple(int(level[0]) if len(level) else 0 for level in levels), source)
+        return DenseInput(dtype, rows, tuple(int(level[0]) if len(level) else 0 for level in levels), source)
     shapes = rectangles(levels)
     if shapes is None:
         raise SchemaError(f"{subject}: a row is a list of lists of different lengths; give rectangles, or plain values")
-    return Listed(dtype, shapes, source)
+    return RaggedInput(dtype, shapes, source)
 
 
 def _is_list(kind: Any) -> bool:

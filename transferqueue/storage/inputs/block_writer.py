@@ -14,7 +14,7 @@ from transferqueue.storage.memory.checksum import UNCHECKED, checksum
 from transferqueue.storage.memory.parallel_copy import Job, share
 
 
-class Draft:
+class BlockWriter:
     """Columns that will lie in one block, and how.
 
     rows: of the request. stored_rows: of the block. fields, counts: what `Placed` says of it. slots: for each row of the request the row
@@ -55,13 +55,13 @@ class Draft:
             self.sum = checksum(block)
 
 
-def drafts(columns: Sequence[Prepared]) -> list[Draft]:
+def drafts(columns: Sequence[Prepared]) -> list[BlockWriter]:
     """The blocks that these columns make: those whose rows share values alike lie together."""
     found: dict[bytes | None, list[Prepared]] = {}
     for column in columns:
         _check_rows(columns[0], column)
         found.setdefault(None if column.slots is None else column.slots.tobytes(), []).append(column)
-    return [Draft(alike) for alike in found.values()]
+    return [BlockWriter(alike) for alike in found.values()]
 
 
 def _check_rows(first: Prepared, column: Prepared) -> None:

@@ -15,7 +15,7 @@ from transferqueue.storage.elements.dtypes import I64
 from transferqueue.storage.elements.numbers import are_numbers, store_integers, store_numbers
 from transferqueue.storage.elements.values import encode
 from transferqueue.storage.inputs.arrays import parse_arrays
-from transferqueue.storage.inputs.parsed import Blobs, Dense, Listed, Parsed, rectangles
+from transferqueue.storage.inputs.parsed import BytesInput, DenseInput, Parsed, RaggedInput, rectangles
 from transferqueue.storage.inputs.sources import Arrays, ByteStrings
 from transferqueue.storage.inputs.tensors import are_tensors, parse_tensors
 
@@ -34,7 +34,7 @@ def parse_list(rows: Sequence[Any], field: Field | None, subject: str) -> Parsed
         return parse_arrays(rows, subject)
     if are_numbers(classes):
         dtype, numbers = store_numbers(rows, classes, field.dtype if field else None, subject)
-        return Dense(dtype, len(rows), (), Arrays([numbers], dtype))
+        return DenseInput(dtype, len(rows), (), Arrays([numbers], dtype))
     if _all(classes, str):
         return _parse_text(rows, subject)
     if _all(classes, *_BYTE_STRINGS):
@@ -46,7 +46,7 @@ def parse_values(rows: Sequence[Any], subject: str) -> Parsed:
     """A plain value for each row."""
     encoded = [encode(row, f"{subject}, row {at}") for at, row in enumerate(rows)]
     lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
-    return Blobs("value", lengths, ByteStrings(encoded, int(lengths.sum())))
+    return BytesInput("value", lengths, ByteStrings(encoded, int(lengths.sum())))
 
 
 def _all(classes: set[type], *bases: type) -> bool:
@@ -59,13 +59,13 @@ def _parse_text(rows: Sequence[str], subject: str) -> Parsed:
     except UnicodeEncodeError as error:
         raise SchemaError(f"{subject}: text that is not Unicode ({error}); store such data as bytes") from error
     lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
-    return Blobs("str", lengths, ByteStrings(encoded, int(lengths.sum())))
+    return BytesInput("str", lengths, ByteStrings(encoded, int(lengths.sum())))
 
 
 def _parse_bytes(rows: Sequence[Any]) -> Parsed:
     strings = [row if type(row) is bytes else memoryview(row).cast("B") if len(row) else b"" for row in rows]
     lengths = np.fromiter(map(len, strings), np.int64, len(strings))
-    return Blobs("bytes", lengths, ByteStrings(strings, int(lengths.sum())))
+    return BytesInput("bytes", lengths, ByteStrings(strings, int(lengths.sum())))
 
 
 def _parse_nested(rows: Sequence[Any], classes: set[type], field: Field | None, subject: str) -> Parsed:
@@ -103,11 +103,11 @@ def _missing(subject: str, what: str, row: int) -> SchemaError:
     )
 
 
-def _parse_rectangles(rows: Sequence[Any], field: Field | None, subject: str) -> Listed | None:
+def _parse_rectangles(rows: Sequence[Any], field: Field | None, subject: str) -> RaggedInput | None:
     fast = _integer_rows(rows) if field is None or not field.blob else None
     if fast is not None:
         dtype, numbers = store_integers(fast[1], field.dtype if field else None, subject)
-        return Listed(dtype, fast[0].reshape(-1, 1), Arrays([numbers], dtype))
+        return RaggedInput(dtype, fast[0].reshape(-1, 1), Arrays([numbers], dtype))
     levels, leaves, classes = _levels(rows)
     if any(issubclass(cls, np.ndarray) for cls in classes) or (classes and are_tensors(classes)):
         raise SchemaError(f"{subject}: a row is a list of arrays; stack them into one array for each row")
@@ -125,7 +125,7 @@ def _parse_rectangles(rows: Sequence[Any], field: Field | None, subject: str) ->
     if shapes is None:
         return None
     dtype, numbers = store_numbers(leaves, classes or {bool}, field.dtype if field else None, subject)
-    return Listed(dtype, shapes, Arrays([numbers], dtype))
+    return RaggedInput(dtype, shapes, Arrays([numbers], dtype))
 
 
 def _holds_none(row: Any) -> bool:

@@ -8,24 +8,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from transferqueue.storage.elements.dtypes import I64
-from transferqueue.storage.inputs.sources import Source
+from transferqueue.storage.inputs.sources import ValueSource
 
 UNKNOWN = -1
 """A dimension that an empty row does not tell: the second one of ``[]`` among lists of pairs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
+class DenseInput:
     """One array over all rows: every row has `shape` by construction."""
 
     dtype: str
     rows: int
     shape: tuple[int, ...]
-    source: Source
+    source: ValueSource
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class RaggedInput:
     """Rows given one by one (or as values and offsets): row i has the shape ``shapes[i]``, of at least one dimension.
 
     jagged: ragged by construction, so never to be taken as dense.
@@ -33,20 +33,20 @@ class Listed:
 
     dtype: str
     shapes: I64
-    source: Source
+    source: ValueSource
     jagged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Blobs:
+class BytesInput:
     """Byte strings: text, bytes or plain values."""
 
     dtype: str
     lengths: I64
-    source: Source
+    source: ValueSource
 
 
-Parsed = Dense | Listed | Blobs
+Parsed = DenseInput | RaggedInput | BytesInput
 
 
 def rectangles(levels: Sequence[I64]) -> I64 | None:

@@ -5,7 +5,7 @@ or the put is refused:
 
 - one array over all rows (numpy, torch, Arrow of fixed size) is dense, and fits only a dense field;
 - a nested tensor is ragged, and fits only a ragged field;
-- rows given one by one (lists of arrays, tensors or lists, Arrow lists, `Each`) fit a dense field if all have its shape;
+- rows given one by one (lists of arrays, tensors or lists, Arrow lists, `RowsOf`) fit a dense field if all have its shape;
 - Python numbers have no dtype of their own and take the field's (see `numbers`);
 - a single value for all rows (a number, text, bytes, dict, or an array of no dimensions) is stored once.
 
@@ -33,8 +33,8 @@ from transferqueue.storage.elements.numbers import kind_of
 from transferqueue.storage.inputs.arrays import parse_array
 from transferqueue.storage.inputs.arrow import is_arrow, parse_arrow
 from transferqueue.storage.inputs.lists import parse_list
-from transferqueue.storage.inputs.parsed import UNKNOWN, Blobs, Dense, Listed, Parsed
-from transferqueue.storage.inputs.sources import Source
+from transferqueue.storage.inputs.parsed import UNKNOWN, BytesInput, DenseInput, Parsed, RaggedInput
+from transferqueue.storage.inputs.sources import ValueSource
 from transferqueue.storage.inputs.tensors import is_tensor, parse_tensor
 from transferqueue.storage.memory.parallel_copy import Job
 
@@ -85,7 +85,7 @@ class Repeat:
         return np.repeat(np.arange(stored_rows, dtype=np.int32), self.counts)
 
 
-class Each:
+class RowsOf:
     """An array or tensor ``[rows, ...]`` as its rows: what ``list(values)`` means, at the price of one array.
 
     For a column whose rows may differ in size, where those of this put do not. Takes no copy of `values`.
@@ -102,15 +102,13 @@ class Each:
     def parsed(self, subject: str) -> Parsed:
         """The rows. `SchemaError` for values that are no array, or one of single numbers."""
         found = _parse(self.values, None, subject)
-        if not isinstance(found, Dense) or not found.shape:
-            raise SchemaError(
-                f"{subject}: Each of {type(self.values).__name__} has no rows of numbers; give it as it is"
-            )
+        if not isinstance(found, DenseInput) or not found.shape:
+            raise SchemaError(f"{subject}: Each of {type(self.values).__name__} has no rows of numbers; give it is")
         shapes = np.broadcast_to(np.array(found.shape, np.int64), (found.rows, len(found.shape)))
-        return Listed(found.dtype, shapes, found.source)
+        return RaggedInput(found.dtype, shapes, found.source)
 
 
-class Plain:
+class PlainValues:
     """Plain values, one a row, whatever they are: a column of dtype ``value`` also where all are text, or all numbers."""
 
     __slots__ = ("values",)
@@ -140,7 +138,9 @@ class Prepared:
 
     __slots__ = ("count", "field", "nbytes", "offsets", "rows", "shapes", "slots", "source", "stored_rows")
 
-    def __init__(self, field: Field, stored_rows: int, source: Source, offsets: I64 | None, shapes: I64 | None) -> None:
+    def __init__(
+        self, field: Field, stored_rows: int, source: ValueSource, offsets: I64 | None, shapes: I64 | None
+    ) -> None:
         self.field, self.stored_rows, self.source = field, stored_rows, source
         self.offsets, self.shapes = offsets, shapes
         self.count = 0 if offsets is None else int(offsets[-1])
@@ -211,7 +211,7 @@ def _broadcast(value: Any, field: Field | None, rows: int | None, subject: str) 
 
 def _parse(value: Any, field: Field | None, subject: str) -> Parsed:
     found: Parsed | list[Any]
-    if isinstance(value, Each | Plain):
+    if isinstance(value, RowsOf | PlainValues):
         return value.parsed(subject)
     if is_tensor(value):
         found = parse_tensor(value, subject)
@@ -255,14 +255,14 @@ def _fit(name: str, parsed: Parsed, field: Field | None, subject: str) -> Prepar
         raise SchemaError(
             f"{subject} is {field.describe()}, but the values are {parsed.dtype}; convert them, the store never re-types"
         )
-    if isinstance(parsed, Dense):
+    if isinstance(parsed, DenseInput):
         return _fit_dense(name, parsed, field, subject)
-    if isinstance(parsed, Listed):
+    if isinstance(parsed, RaggedInput):
         return _fit_listed(name, parsed, field, subject)
     return _fit_blobs(name, parsed, field, subject)
 
 
-def _fit_dense(name: str, parsed: Dense, field: Field | None, subject: str) -> Prepared:
+def _fit_dense(name: str, parsed: DenseInput, field: Field | None, subject: str) -> Prepared:
     _check_rows(parsed.rows, subject)
     field = field or Field(name, parsed.dtype, parsed.shape)
     if not field.dense:
@@ -275,14 +275,14 @@ def _fit_dense(name: str, parsed: Dense, field: Field | None, subject: str) -> P
     return Prepared(field, parsed.rows, parsed.source, None, None)
 
 
-def _fit_blobs(name: str, parsed: Blobs, field: Field | None, subject: str) -> Prepared:
+def _fit_blobs(name: str, parsed: BytesInput, field: Field | None, subject: str) -> Prepared:
     _check_rows(len(parsed.lengths), subject)
     return Prepared(
         field or Field(name, parsed.dtype), len(parsed.lengths), parsed.source, _offsets(parsed.lengths), None
     )
 
 
-def _fit_listed(name: str, parsed: Listed, field: Field | None, subject: str) -> Prepared:
+def _fit_listed(name: str, parsed: RaggedInput, field: Field | None, subject: str) -> Prepared:
     rows = len(parsed.shapes)
     _check_rows(rows, subject)
     field = field or _inferred(name, parsed)
@@ -297,7 +297,7 @@ def _fit_listed(name: str, parsed: Listed, field: Field | None, subject: str) ->
     return Prepared(field, rows, parsed.source, _offsets(shapes.prod(axis=1)), np.ascontiguousarray(shapes))
 
 
-def _inferred(name: str, parsed: Listed) -> Field:
+def _inferred(name: str, parsed: RaggedInput) -> Field:
     """The first dimension varies; another one does if it differs among these rows."""
     shape: list[int | None] = [None]
     for column in parsed.shapes.T[1:]:

@@ -24,7 +24,7 @@ SLICED_BYTES: Final = 2 * KIB
 """Byte strings of this mean size are copied one by one; joining shorter ones first is faster than a call for each."""
 
 
-class Source(Protocol):
+class ValueSource(Protocol):
     """Writes the values of a column."""
 
     def write(self, out: U8) -> None:
@@ -36,7 +36,7 @@ class Source(Protocol):
         return []
 
 
-class Arrays(Source):
+class Arrays(ValueSource):
     """Numpy arrays one after the other: of any strides and byte order, of the column's stored dtype."""
 
     def __init__(self, arrays: Sequence[np.ndarray[Any, Any]], dtype: str) -> None:
@@ -69,7 +69,7 @@ class Arrays(Source):
             at += array.size
 
 
-class DeviceTensors(Source):
+class DeviceTensors(ValueSource):
     """Torch tensors one after the other that are not in this machine's main memory: copied straight from their device, in the
     stream of the thread that made them."""
 
@@ -85,7 +85,7 @@ class DeviceTensors(Source):
             at += size
 
 
-class TensorMemory(Source):
+class TensorMemory(ValueSource):
     """One-dimensional contiguous CPU tensors one after the other, by the addresses of their memory.
 
     A tensor as a numpy array costs 2 µs and ``torch.cat`` of integers 1 µs each; this costs 0.2. The tensors are kept alive.
@@ -101,7 +101,7 @@ class TensorMemory(Source):
         copy_ranges(memory, self.starts - low, self.ends - low, out)
 
 
-class ByteStrings(Source):
+class ByteStrings(ValueSource):
     """Byte strings one after the other."""
 
     def __init__(self, strings: Sequence[bytes | bytearray | memoryview], nbytes: int) -> None:

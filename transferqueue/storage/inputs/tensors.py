@@ -12,8 +12,8 @@ from transferqueue.errors import SchemaError
 from transferqueue.schema import ITEM_BYTES
 from transferqueue.storage.elements.dtypes import as_array, of_torch, torch_loaded
 from transferqueue.storage.inputs.arrays import only_rank
-from transferqueue.storage.inputs.parsed import Dense, Listed, Parsed
-from transferqueue.storage.inputs.sources import Arrays, DeviceTensors, Source, TensorMemory
+from transferqueue.storage.inputs.parsed import DenseInput, Parsed, RaggedInput
+from transferqueue.storage.inputs.sources import Arrays, DeviceTensors, TensorMemory, ValueSource
 
 
 def is_tensor(value: object) -> bool:
@@ -34,7 +34,7 @@ def parse_tensor(tensor: Any, subject: str) -> Parsed:
         return _parse_nested(tensor, subject)
     _refuse_unstorable(tensor, subject)
     dtype = of_torch(tensor.dtype, subject)
-    return Dense(dtype, tensor.shape[0], tuple(tensor.shape[1:]), _source([tensor], dtype, subject))
+    return DenseInput(dtype, tensor.shape[0], tuple(tensor.shape[1:]), _source([tensor], dtype, subject))
 
 
 def parse_tensors(rows: Sequence[Any], subject: str) -> Parsed:
@@ -54,13 +54,13 @@ def parse_tensors(rows: Sequence[Any], subject: str) -> Parsed:
             raise SchemaError(f"{subject}: a row is a nested tensor; give one nested tensor, or a list of plain ones")
     ndim = only_rank(set(map(torch.Tensor.dim, rows)), subject)
     if ndim == 0:
-        return Dense(dtype, len(rows), (), _source([row.reshape(1) for row in rows], dtype, subject))
-    return Listed(
+        return DenseInput(dtype, len(rows), (), _source([row.reshape(1) for row in rows], dtype, subject))
+    return RaggedInput(
         dtype, np.array([tuple(row.shape) for row in rows], np.int64).reshape(-1, ndim), _source(rows, dtype, subject)
     )
 
 
-def _parse_flat(rows: Sequence[Any], dtype: str, torch: Any) -> Listed | None:
+def _parse_flat(rows: Sequence[Any], dtype: str, torch: Any) -> RaggedInput | None:
     """Many plain one-dimensional rows, in half a microsecond each; None for any others, to be looked at one by one."""
     if not set(map(type, rows)) <= {torch.Tensor, torch.nn.Parameter} or set(map(torch.Tensor.dim, rows)) != {1}:
         return None
@@ -74,10 +74,10 @@ def _parse_flat(rows: Sequence[Any], dtype: str, torch: Any) -> Listed | None:
     lengths = np.fromiter(map(torch.Tensor.numel, rows), np.int64, len(rows))
     filled = lengths > 0
     ends = starts + lengths * ITEM_BYTES[dtype]
-    return Listed(dtype, lengths.reshape(-1, 1), TensorMemory(rows, starts[filled], ends[filled]))
+    return RaggedInput(dtype, lengths.reshape(-1, 1), TensorMemory(rows, starts[filled], ends[filled]))
 
 
-def _source(tensors: Sequence[Any], dtype: str, subject: str) -> Source:
+def _source(tensors: Sequence[Any], dtype: str, subject: str) -> ValueSource:
     if not all(map(attrgetter("is_cpu"), tensors)):
         return DeviceTensors(tensors, dtype)
     try:
@@ -91,13 +91,19 @@ def _parse_nested(tensor: Any, subject: str) -> Parsed:
 
     if tensor.layout is not torch.jagged or tensor.lengths() is not None or tensor._ragged_idx != 1:
         listed = parse_tensors(tensor.detach().unbind(), subject)
-        return Listed(listed.dtype, listed.shapes, listed.source, jagged=True) if isinstance(listed, Listed) else listed
+        return (
+            RaggedInput(listed.dtype, listed.shapes, listed.source, jagged=True)
+            if isinstance(listed, RaggedInput)
+            else listed
+        )
     values = tensor.values().detach()
     dtype = of_torch(values.dtype, subject)
     offsets = tensor.offsets().cpu().numpy().astype(np.int64, copy=False)
     shapes = np.empty((len(offsets) - 1, values.dim()), np.int64)
     shapes[:, 0], shapes[:, 1:] = np.diff(offsets), values.shape[1:]
-    return Listed(dtype, shapes, _source([values[int(offsets[0]) : int(offsets[-1])]], dtype, subject), jagged=True)
+    return RaggedInput(
+        dtype, shapes, _source([values[int(offsets[0]) : int(offsets[-1])]], dtype, subject), jagged=True
+    )
 
 
 def _refuse_unstorable(tensor: Any, subject: str) -> None:

@@ -42,7 +42,7 @@ class Range(NamedTuple):
         return self.offset + self.nbytes
 
 
-class Landing(Protocol):
+class IncomingWrite(Protocol):
     """One write under way. Used by one thread; nothing has to be done with one that is given up."""
 
     def fill(self, read: Reader) -> int:
@@ -69,14 +69,14 @@ class Backing(Protocol):
     def punch(self, offset: int, nbytes: int) -> None:
         """Nobody needs these bytes now; the room for them may go."""
 
-    def landing(self, place: Range) -> Landing:
+    def landing(self, place: Range) -> IncomingWrite:
         """A write of exactly these bytes begins. `UsageError` where it crosses what was written before and is not the same again."""
 
     def read(self, ranges: Sequence[Range]) -> list[U8]:
         """Bytes that were settled, ``uint8 [nbytes]`` of each range. Not to be written to, and good as long as they are held, or
         until their extent is forgotten.
 
-        May wait, as `Landing.settle`. `ShardLost` if some are gone for good, `Unreachable` if they may come back.
+        May wait, as `IncomingWrite.settle`. `ShardLost` if some are gone for good, `Unreachable` if they may come back.
         """
 
     def forget(self, extent: int) -> None:
@@ -90,7 +90,7 @@ class Backing(Protocol):
         """Give up what is kept, as far as it is the backing's own. Nothing may be asked of it any more. Again: nothing."""
 
 
-class Mapped:
+class ArenaBacking:
     """An arena as a backing: bytes arrive where they stay, and leave from there. The arena remains its maker's to close, and
     may be closed while this is used: the mapping here is one of its own."""
 
@@ -107,7 +107,7 @@ class Mapped:
         """See `Arena.punch`."""
         self._arena.punch(offset, nbytes)
 
-    def landing(self, place: Range) -> Landing:
+    def landing(self, place: Range) -> IncomingWrite:
         """Straight into the arena."""
         return _InPlace(self.memory[place.offset : place.end])
 

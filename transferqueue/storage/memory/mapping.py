@@ -77,7 +77,7 @@ class _Pages:
     def __init__(self, fd: int, capacity: int) -> None:
         self.fd, self.pid = fd, os.getpid()
         self.address = map_private(fd, 0, capacity)
-        self.viewed: dict[int, _Hold] = {}
+        self.viewed: dict[int, _MappedRange] = {}
         """The hold that looks at an extent through this mapping, by extent."""
         weakref.finalize(self, _discard, fd, self.address, capacity, self.pid).atexit = False
 
@@ -144,10 +144,10 @@ class Mapping:
         for block in blocks:
             self._check(block.offset, block.nbytes, f"block {block.block}")
             members.setdefault(block.extent, {})[block.block] = block
-        holds: list[_Hold] = []
+        holds: list[_MappedRange] = []
         try:
             for extent, found in members.items():
-                holds.append(_Hold(pages, extent, list(found.values())))
+                holds.append(_MappedRange(pages, extent, list(found.values())))
         except OutOfMemory:
             for hold in holds:
                 hold.end()
@@ -188,7 +188,7 @@ def _pages_of(members: Sequence[BlockPlace]) -> tuple[int, int]:
     return start, align(max(end, start + 1), PAGE_BYTES) - start
 
 
-class _Hold:
+class _MappedRange:
     """What one reply lends of one extent: pages of the arena-wide mapping if nobody else looks at the extent, else its own."""
 
     __slots__ = ("_address", "_extent", "_members", "_nbytes", "_on_release", "_pages", "_pins", "_start", "_unmap")

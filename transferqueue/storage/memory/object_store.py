@@ -38,7 +38,7 @@ from transferqueue.errors import (
 from transferqueue.limits import FRAME_BYTES, KIB, OBJECT_BYTES, OBJECTS_KEPT_BYTES, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.storage.elements.dtypes import U8
-from transferqueue.storage.memory.backing import Landing, Range, Reader
+from transferqueue.storage.memory.backing import IncomingWrite, Range, Reader
 from transferqueue.storage.memory.buffer_pool import Buffers
 from transferqueue.storage.memory.checksum import checksum
 
@@ -73,7 +73,7 @@ class _Object(NamedTuple):
     digest: int
 
 
-class Objects:
+class ObjectBacking:
     """A backing of at most `capacity` bytes in a store, which remains its owner's to close. prefix: of keys that nobody else uses."""
 
     path: str = ""
@@ -118,7 +118,7 @@ class Objects:
 
     # ------------------------------------------------------------ writing
 
-    def landing(self, place: Range) -> Landing:
+    def landing(self, place: Range) -> IncomingWrite:
         """Into memory of its own, and from there into the store."""
         with self._lock:
             for one in self._crossed(place):
@@ -130,7 +130,7 @@ class Objects:
         return _Gathering(self, place, self._object_bytes)
 
     def store(self, place: Range, content: U8) -> None:
-        """Keep what belongs there. Errors as of `Landing.settle`."""
+        """Keep what belongs there. Errors as of `IncomingWrite.settle`."""
         digest = checksum(content)
         with self._lock:
             self._check()
@@ -258,7 +258,7 @@ class Objects:
 class _Gathering:
     """A write under way: bytes wait here until they match, and are stored an object at a time."""
 
-    def __init__(self, objects: Objects, place: Range, object_bytes: int) -> None:
+    def __init__(self, objects: ObjectBacking, place: Range, object_bytes: int) -> None:
         self._objects, self._place = objects, place
         self._object_bytes = object_bytes
         self._memory = objects.buffers.take(min(place.nbytes, object_bytes + FRAME_BYTES))

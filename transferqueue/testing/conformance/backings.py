@@ -15,7 +15,7 @@ import numpy as np
 from transferqueue.errors import OutOfMemory, PeerError, TransferQueueError
 from transferqueue.limits import FRAME_BYTES, PAGE_BYTES
 from transferqueue.storage.elements.dtypes import U8
-from transferqueue.storage.memory.backing import Backing, Landing, Range
+from transferqueue.storage.memory.backing import Backing, IncomingWrite, Range
 from transferqueue.testing.conformance.report import require
 
 
@@ -48,7 +48,7 @@ class Begun:
     """A write under way."""
 
     def __init__(self, backing: Backing, place: Range, data: U8) -> None:
-        self._landing: Landing = backing.landing(place)
+        self._landing: IncomingWrite = backing.landing(place)
         self._left = data
 
     @property

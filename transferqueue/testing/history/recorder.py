@@ -23,17 +23,17 @@ from typing import IO, Any, Final, Self
 import numpy as np
 
 from transferqueue.client import Batch, Reservation, Table, WeightChannel, Weights
-from transferqueue.client.operations.commit import Outgoing, outgoing
-from transferqueue.client.operations.facts import Facts
+from transferqueue.client.operations.commit import PreparedCommit, outgoing
+from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.errors import Disconnected
 from transferqueue.storage.columns.column import Column
-from transferqueue.storage.columns.placement import Blocks, Placement
-from transferqueue.storage.inputs.block_writer import Draft
+from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
+from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.prepare import Prepared
 from transferqueue.testing.history import history as h
 from transferqueue.wire import messages as m
 
-FACTS: Final = Facts.__struct_fields__
+FACTS: Final = GivenFacts.__struct_fields__
 
 
 class Ending:
@@ -142,7 +142,7 @@ class RecordedTable:
     def put(self, *, reservation: RecordedReservation | None = None, timeout_s: float = 60.0, **given: Any) -> Any:
         """`Table.put`."""
         facts, columns = split(given)
-        out = outgoing(columns, Facts(**facts), self.table.fields, None)
+        out = outgoing(columns, GivenFacts(**facts), self.table.fields, None)
         call = h.Put(
             table=self.table.name,
             rows=out.rows,
@@ -162,7 +162,7 @@ class RecordedTable:
         """`Table.update`."""
         facts, columns = split(given)
         ids = np.atleast_1d(np.asarray(rows))
-        out = outgoing(columns, Facts(**facts), self.table.fields, len(ids))
+        out = outgoing(columns, GivenFacts(**facts), self.table.fields, len(ids))
         with self._recorder.during(h.Update(self.table.name, ids.tolist(), digests_of(out))):
             self.table.update(rows, overwrite=overwrite, **given)
 
@@ -223,7 +223,7 @@ class RecordedBatch:
         facts, columns = split(given)
         ids = self._ids(rows)
         known = self._table.table.fields
-        found = digests_of(outgoing(columns, Facts(**facts), known, len(ids))) if columns else {}
+        found = digests_of(outgoing(columns, GivenFacts(**facts), known, len(ids))) if columns else {}
         with self._recorder.during(h.Ack(*self._whose, ids, found, step=step)):
             self.batch.ack(rows, step=step, **given)
         self._take(ids)
@@ -326,7 +326,7 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return facts, {name: value for name, value in given.items() if name not in FACTS}
 
 
-def digests_of(out: Outgoing) -> h.Digests:
+def digests_of(out: PreparedCommit) -> h.Digests:
     """Digests of columns as a reader will find them: typed as their fields say."""
     return {column.field.name: h.digests(_read_back(column)) for column in out.columns}
 
@@ -335,12 +335,12 @@ def _read_back(column: Prepared) -> Column:
     field = column.field
     if field.inline:
         return Column.of_inline(field, column.inline())
-    draft = Draft([column])
+    draft = BlockWriter([column])
     memory = np.empty(draft.nbytes, np.uint8)
     draft.write(memory)
     at = m.BlockAt(1, 0, 0, 0, draft.nbytes, draft.stored_rows, [field.name], draft.counts)
     slots = np.arange(draft.rows, dtype=np.int32) if draft.slots is None else draft.slots
-    return Column(field, Placement(Blocks([at], [memory], {field.name: field}), np.zeros_like(slots), slots))
+    return Column(field, RowPlacement(MappedBlocks([at], [memory], {field.name: field}), np.zeros_like(slots), slots))
 
 
 def _leased(batch: Batch) -> h.Leased:

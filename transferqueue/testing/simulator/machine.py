@@ -14,10 +14,10 @@ from transferqueue.errors import JournalFailed, UsageError
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.rows.blocks import ExtentState
 from transferqueue.server.durability.recorded_ledger import RecordedLedger, recover
-from transferqueue.server.node import Node, Place
+from transferqueue.server.node import Coordinator, ServerIdentity
 from transferqueue.server.resume import resume
-from transferqueue.server.sessions.liveness import Evidence
-from transferqueue.server.shards.own_memory import SHARD, Memory
+from transferqueue.server.sessions.liveness import ProcessHandle
+from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.testing.simulator.world import World
 from transferqueue.wire import messages as m
@@ -93,7 +93,7 @@ class SimArena:
         self.in_sight: Callable[[], Iterable[tuple[int, int, str]]] = tuple
 
     def ensure(self, offset: int, nbytes: int) -> None:
-        """`Memory` lends [offset, offset + nbytes): nobody else may see it."""
+        """`OwnShardMemory` lends [offset, offset + nbytes): nobody else may see it."""
         for start, size, who in self.in_sight():
             if start < offset + nbytes and offset < start + size:
                 raise Broken(
@@ -109,7 +109,7 @@ class SimArena:
         return 0
 
 
-class SimEvidence(Evidence):
+class SimEvidence(ProcessHandle):
     """What the simulated kernel says of one process."""
 
     def __init__(self, number: int, lives: Callable[[int], bool]) -> None:
@@ -118,24 +118,24 @@ class SimEvidence(Evidence):
 
     @property
     def pidfd(self) -> int:
-        """See `Evidence`."""
+        """See `ProcessHandle`."""
         return self._number if self._watched else -1
 
     @property
     def is_local(self) -> bool:
-        """See `Evidence`."""
+        """See `ProcessHandle`."""
         return True
 
     def may_see_memory(self) -> bool:
-        """See `Evidence`."""
+        """See `ProcessHandle`."""
         return self._lives(self._number)
 
     def forget_process(self) -> None:
-        """See `Evidence`."""
+        """See `ProcessHandle`."""
         self._watched = False
 
     def close(self, swept: object = None) -> None:
-        """See `Evidence`."""
+        """See `ProcessHandle`."""
         self.forget_process()
 
 
@@ -173,12 +173,12 @@ class Server:
     def __init__(self, world: World, arena_bytes: int, lives: Callable[[int], bool], *, durable: bool) -> None:
         self.arena: Final = SimArena(arena_bytes)
         self.disk: Final = Disk()
-        self.node: Node | None = None
+        self.node: Coordinator | None = None
         self.epoch = 0
         self.deliver: Callable[[bytes, bytes], None] = lambda _peer, _frame: None
         self.on_down: Callable[[], None] = lambda: None
         self.on_up: Callable[[], None] = lambda: None
-        self.checked: Callable[[Node], None] = lambda _: None
+        self.checked: Callable[[Coordinator], None] = lambda _: None
         self._world: Final = world
         self._lives: Final = lives
         self._durable: Final = durable
@@ -195,8 +195,8 @@ class Server:
             self._resume()
         else:
             self.epoch += 1
-            memory = Memory(self.arena)  # type: ignore[arg-type]
-            self.node = Node(Ledger(epoch=self.epoch), memory, self._place(), watcher=self, gather=self._gather)
+            memory = OwnShardMemory(self.arena)  # type: ignore[arg-type]
+            self.node = Coordinator(Ledger(epoch=self.epoch), memory, self._place(), watcher=self, gather=self._gather)
         if self.node is not None:
             self.on_up()
 
@@ -209,12 +209,14 @@ class Server:
         recorded = RecordedLedger(ledger, journal, tail, epoch=self.epoch)
         kept = Kept(recorded, self._clock)
         extents = [(one.offset, one.nbytes) for one in own_extents(ledger)]
-        memory = Memory(self.arena, Allocator.holding(self.arena.capacity, extents), len(extents))  # type: ignore[arg-type]
-        self.node = Node(recorded, memory, self._place(), watcher=self, gather=self._gather, durability=kept)
+        memory = OwnShardMemory(self.arena, Allocator.holding(self.arena.capacity, extents), len(extents))  # type: ignore[arg-type]
+        self.node = Coordinator(recorded, memory, self._place(), watcher=self, gather=self._gather, durability=kept)
         self._guarded(lambda node: resume(node, kept, self._find_again))
 
-    def _place(self) -> Place:
-        return Place(epoch=self.epoch, address="simulated", runtime="", version="0", pid=1, started_at=self._world.now)
+    def _place(self) -> ServerIdentity:
+        return ServerIdentity(
+            epoch=self.epoch, address="simulated", runtime="", version="0", pid=1, started_at=self._world.now
+        )
 
     def _clock(self) -> float:
         return self._world.now - self._behind
@@ -231,12 +233,12 @@ class Server:
             self._world.faults["server restarted"] += 1
             self.start()
 
-    def _gather(self, hello: m.Hello) -> Evidence:
+    def _gather(self, hello: m.Hello) -> ProcessHandle:
         if not self._lives(hello.pid):
             raise UsageError(f"session refused: process {hello.pid} does not exist; send the number of the client")
         return SimEvidence(hello.pid, self._lives)
 
-    def _find_again(self, hello: m.Hello) -> tuple[Evidence | None, bool]:
+    def _find_again(self, hello: m.Hello) -> tuple[ProcessHandle | None, bool]:
         return (SimEvidence(hello.pid, self._lives), True) if self._lives(hello.pid) else (None, False)
 
     # ------------------------------------------------------------ the watcher
@@ -264,7 +266,7 @@ class Server:
             self._tick_at = -1.0
             self._guarded(lambda node: node.tick(self._clock()))
 
-    def _guarded(self, act: Callable[[Node], object]) -> None:
+    def _guarded(self, act: Callable[[Coordinator], object]) -> None:
         node = self.node
         if node is None:
             return
@@ -278,7 +280,7 @@ class Server:
             self.checked(node)
             self._sleep(node)
 
-    def _send(self, node: Node) -> None:
+    def _send(self, node: Coordinator) -> None:
         while node.outbox:
             node.commit()
             answers, node.outbox = node.outbox, []
@@ -292,7 +294,7 @@ class Server:
             if isinstance(ledger, RecordedLedger):
                 ledger.checkpoint()
 
-    def _sleep(self, node: Node) -> None:
+    def _sleep(self, node: Coordinator) -> None:
         deadline = node.next_deadline()
         if deadline is None:
             return

@@ -1,4 +1,4 @@
-"""A client process: the production `Calls` and codec under one role, which is a generator of requests.
+"""A client process: the production `PendingCalls` and codec under one role, which is a generator of requests.
 
 A role yields requests and is sent their replies, or thrown what they were refused with; it yields a number to pass
 that many seconds. What `client.connection` does in its thread is done here in simulated time: greet, send again,
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any, Final
 
-from transferqueue.client.session.calls import Calls, Pending, outcome
+from transferqueue.client.session.calls import PendingCall, PendingCalls, outcome
 from transferqueue.client.session.undo import give_back
 from transferqueue.errors import Disconnected, TransferQueueError, Unreachable
 from transferqueue.testing.simulator.machine import Server
@@ -55,7 +55,7 @@ class Process:
         """A new life, as process `number`."""
         self.number = number
         self.sights, self._missed, self._paused = {}, [], False
-        self._calls, self._late_at = Calls(), -1.0
+        self._calls, self._late_at = PendingCalls(), -1.0
         self._hello = m.Hello(
             client=number.to_bytes(16, "little"),
             pid=number,
@@ -158,11 +158,11 @@ class Process:
         if isinstance(request, m.Unpin):
             self._send(self._calls.notice(request), notice=True)
         else:
-            self._send(self._calls.send(Pending(request), self._clock()))
+            self._send(self._calls.send(PendingCall(request), self._clock()))
             self._plan()
 
     def _ask(self, request: m.Request, then: Callable[[m.Reply | TransferQueueError], None]) -> None:
-        pending = Pending(request, lambda: then(pending.error or pending.reply or m.Done()))
+        pending = PendingCall(request, lambda: then(pending.error or pending.reply or m.Done()))
         self._send(self._calls.send(pending, self._clock()))
         self._plan()
 

@@ -13,7 +13,7 @@ from transferqueue.errors import TransferQueueError
 from transferqueue.ledger.table import TableState
 from transferqueue.limits import PAGE_BYTES
 from transferqueue.policies import Refill
-from transferqueue.server.node import Node
+from transferqueue.server.node import Coordinator
 from transferqueue.testing.simulator.copied import Copied
 from transferqueue.testing.simulator.job import Job
 from transferqueue.testing.simulator.kept import Kept
@@ -187,7 +187,7 @@ class Run:
 
     # ------------------------------------------------------------ what must hold
 
-    def _check(self, node: Node) -> None:
+    def _check(self, node: Coordinator) -> None:
         if node.counters.internal_errors:
             raise Broken("the server had an internal error")
         for table in node.ledger.state.tables.values():

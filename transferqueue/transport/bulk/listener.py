@@ -29,7 +29,7 @@ from typing import Final, Protocol
 from transferqueue.errors import AddressInUse, Corruption, Unreachable, UsageError
 from transferqueue.limits import BULK_CONNECTIONS_MAX, BULK_STALL_S
 from transferqueue.transport.bulk import protocol as b
-from transferqueue.transport.bulk.tcp import Stream
+from transferqueue.transport.bulk.tcp import BulkStream
 from transferqueue.transport.control.strangers import strangers_max
 
 _log: Final = logging.getLogger("transferqueue.server")
@@ -39,10 +39,10 @@ _READ: Final = select.EPOLLIN
 _WRITE: Final = select.EPOLLOUT
 
 
-class Desks(Protocol):
+class ReceiverFactory(Protocol):
     """Who takes what the peers of a port say."""
 
-    def desk(self, peer: bytes) -> b.Taker:
+    def desk(self, peer: bytes) -> b.MessageReceiver:
         """The taker of this peer's messages."""
 
     def spoiled(self, peer: bytes, error: Corruption) -> None:
@@ -63,7 +63,7 @@ class _Peer:
 
     __slots__ = ("accepted_at", "deaf", "heard_at", "stream", "wanted")
 
-    def __init__(self, stream: Stream, now: float) -> None:
+    def __init__(self, stream: BulkStream, now: float) -> None:
         self.stream = stream
         self.accepted_at = self.heard_at = now
         self.deaf = False
@@ -74,7 +74,7 @@ class _Peer:
         return not self.deaf and self.stream.settled
 
 
-class StreamPort:
+class TcpBulkServer:
     """All connections of a shard. Used by one thread. `sources`: what to poll for reading."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class StreamPort:
             self._ready.register(listener.fileno(), _READ)
         return port
 
-    def arrivals(self, desks: Desks, now: float) -> Iterator[bytes]:
+    def arrivals(self, desks: ReceiverFactory, now: float) -> Iterator[bytes]:
         """Take what has come, of each peer a message at most; yields those whose message has come whole."""
         for fd, _ in self._ready.poll(0):
             if fd in self._listeners:
@@ -143,7 +143,7 @@ class StreamPort:
         self._note(name, peer)
         return True
 
-    def tick(self, desks: Desks, now: float) -> None:
+    def tick(self, desks: ReceiverFactory, now: float) -> None:
         """Let go of those that stand still in the middle of a message."""
         for name, peer in list(self._unsettled.items()):
             if now - peer.heard_at >= BULK_STALL_S:
@@ -179,7 +179,7 @@ class StreamPort:
 
     # ------------------------------------------------------------ connections
 
-    def _accept(self, listener: socket.socket, desks: Desks, now: float) -> None:
+    def _accept(self, listener: socket.socket, desks: ReceiverFactory, now: float) -> None:
         try:
             connection, _ = listener.accept()
         except OSError as error:
@@ -192,7 +192,7 @@ class StreamPort:
             self._lose(next(iter(self._peers)), desks)
         name = next(self._numbers).to_bytes(8, "big")
         self._names[connection.fileno()] = name
-        self._peers[name] = self._strangers[name] = _Peer(Stream(connection), now)
+        self._peers[name] = self._strangers[name] = _Peer(BulkStream(connection), now)
         self._ready.register(connection.fileno(), _READ)
 
     def _refuse_one(self, listener: socket.socket) -> bool:
@@ -220,7 +220,7 @@ class StreamPort:
         for fd in self._listeners:
             self._ready.modify(fd, _READ)
 
-    def _turn_away(self, name: bytes, desks: Desks) -> None:
+    def _turn_away(self, name: bytes, desks: ReceiverFactory) -> None:
         self.turned_away += 1
         if self.turned_away == 1:
             _log.warning(
@@ -230,7 +230,7 @@ class StreamPort:
             )
         self._lose(name, desks)
 
-    def _serve(self, name: bytes, desks: Desks, now: float) -> bool:
+    def _serve(self, name: bytes, desks: ReceiverFactory, now: float) -> bool:
         """Move what can be moved of one connection; whether a message has come whole."""
         peer = self._peers[name]
         before = peer.stream.moved
@@ -278,7 +278,7 @@ class StreamPort:
             peer.wanted = wanted
             self._ready.modify(peer.stream.socket.fileno(), wanted)
 
-    def _lose(self, name: bytes, desks: Desks) -> None:
+    def _lose(self, name: bytes, desks: ReceiverFactory) -> None:
         self._drop(name)
         desks.lost(name)
 

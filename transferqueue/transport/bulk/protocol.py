@@ -8,7 +8,7 @@ The law (docs/decisions/0013):
    protocol, and then has the xxh3-64 of the rest of itself, and that has the length and the xxh3-64 of the content: so it can be believed before its content has come, and the content be
    received where it belongs. Nothing that is written there is believed before it matches. What does not is `Corruption`.
 3. Bytes travel in frames of about `FRAME_BYTES`, numbered from 0; a gap is `Corruption`.
-4. No more than `BULK_WINDOW_FRAMES` are on their way beyond those that the receiver said it took (`Taken`). So a reader
+4. No more than `BULK_WINDOW_FRAMES` are on their way beyond those that the receiver said it took (`FlowAck`). So a reader
    that stalls holds that much at the shard, and a shard that stalls that much at a writer.
 5. Only the client tries again: when something did not match, was missing or stayed away for `BULK_SILENCE_S`, it closes
    the connection and begins the transfer anew over another, `BULK_TRIES` times in all. That is safe: blocks never change,
@@ -69,8 +69,8 @@ PRELUDE_BYTES: Final = _LENGTHS_AT + _LENGTHS.size
 
 
 @dataclass_transform(frozen_default=True)
-class Bulk(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all heads. transfer: its number, ascending in its connection."""
+class BulkHead(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all heads. transfer: its number, ascending in its connection. Tags stay when a class is renamed: they are on the wire."""
 
     transfer: Count
 
@@ -78,7 +78,7 @@ class Bulk(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknow
 # ---------------------------------------------------------------- to the shard
 
 
-class Located(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class BulkBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A block as a reply named it (`BlockAt`), its fields as an index into the layouts of its part."""
 
     block: Count
@@ -91,26 +91,26 @@ class Located(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     ticket: Ticket
 
 
-class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class RowSelection(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Columns `fields` of some rows: for each its block (index into `blocks`; empty: the first) and its row in there."""
 
     fields: Names
     layouts: Annotated[list[Names], Meta(max_length=PARTS_READ_MAX)]
-    blocks: Annotated[list[Located], Meta(max_length=ROWS_PER_REQUEST_MAX)]
+    blocks: Annotated[list[BulkBlock], Meta(max_length=ROWS_PER_REQUEST_MAX)]
     block_of_row: I32
     slot_of_row: I32
 
 
-class Read(Bulk):
+class ReadColumns(BulkHead, tag="Read"):
     """Send these columns. fields: definitions of all fields in the blocks. Answer: frames."""
 
     session: Count
     shard: Count
     fields: Fields
-    parts: Annotated[list[Wanted], Meta(max_length=PARTS_READ_MAX)]
+    parts: Annotated[list[RowSelection], Meta(max_length=PARTS_READ_MAX)]
 
 
-class Write(Bulk):
+class WriteExtent(BulkHead, tag="Write"):
     """`total` bytes follow, from byte `at` of the arena, inside this granted extent; its pieces are frame 0."""
 
     session: Count
@@ -123,13 +123,13 @@ class Write(Bulk):
     total: Count
 
 
-class Data(Bulk):
+class WriteFrame(BulkHead, tag="Data"):
     """A further frame of a write."""
 
     number: Count
 
 
-class Taken(Bulk):
+class FlowAck(BulkHead, tag="Taken"):
     """The receiver has taken `frames` frames of the transfer. Sent again, it asks whether the transfer still lives.
 
     Of a write, `done` says that all of it lies in the arena.
@@ -142,30 +142,30 @@ class Taken(Bulk):
 # ---------------------------------------------------------------- to the client
 
 
-class Begun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class PartHead(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A part begins: the count of each of its columns (`schema.layout`). Its bytes are a block of these columns."""
 
     part: Count
     counts: Counts
 
 
-class Frame(Bulk):
+class ReadFrame(BulkHead, tag="Frame"):
     """The next bytes of a read: they continue the parts that began before, then those that begin here."""
 
     number: Count
-    begun: Annotated[list[Begun], Meta(max_length=PARTS_BEGUN_MAX)]
+    begun: Annotated[list[PartHead], Meta(max_length=PARTS_BEGUN_MAX)]
     last: bool
 
 
-class Refused(Bulk):
+class TransferFailed(BulkHead, tag="Refused"):
     """The transfer (0: the one under way) is over. error: a class name of transferqueue.errors."""
 
     error: Text
     text: Annotated[str, Meta(max_length=FRAME_BYTES)]
 
 
-ToShard = Read | Write | Data | Taken
-ToClient = Frame | Taken | Refused
+ToShard = ReadColumns | WriteExtent | WriteFrame | FlowAck
+ToClient = ReadFrame | FlowAck | TransferFailed
 
 _Head = TypeVar("_Head")
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -173,7 +173,7 @@ _to_shard: Final[msgspec.msgpack.Decoder[ToShard]] = msgspec.msgpack.Decoder(ToS
 _to_client: Final[msgspec.msgpack.Decoder[ToClient]] = msgspec.msgpack.Decoder(ToClient)
 
 
-class Taker(Protocol):
+class MessageReceiver(Protocol):
     """Who receives messages: told of each by its head, then asked where its content belongs."""
 
     def expect(self, head: bytes, nbytes: int) -> None:
@@ -243,7 +243,7 @@ def digest(content: Sequence[Piece]) -> bytes:
     return found.digest()
 
 
-def hand_over(head: bytes, content: Sequence[memoryview], taker: Taker) -> None:
+def hand_over(head: bytes, content: Sequence[memoryview], taker: MessageReceiver) -> None:
     """Give a message that came whole to its taker. `Corruption` if it does not match; then nothing was given."""
     size, nbytes = lengths(head)
     if (size, nbytes) != (len(head), sum(map(len, content))):
@@ -277,7 +277,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Head], head: bytes) -> _Head:
         raise ProtocolError(f"a bulk message of {len(encoded)} bytes is not one: {error}") from error
 
 
-class Window:
+class SendWindow:
     """The sender's side of rule 4: how many frames of one transfer may leave now."""
 
     __slots__ = ("sent", "taken")
@@ -302,7 +302,7 @@ class Window:
         self.taken = max(self.taken, frames)
 
 
-class Intake:
+class ReceiveWindow:
     """The receiver's side of rules 3 and 4: frames in order, and when to say how many there were."""
 
     __slots__ = ("_told", "taken")

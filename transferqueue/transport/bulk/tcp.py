@@ -2,8 +2,8 @@
 
 A stream is what messages are put after each other on. Content leaves from where it lies and is received where it belongs;
 its checksum is taken while it is in the cache, at either end. So beyond what one raw stream does to a byte there are two
-reads of it (`bench/hosts.py`, `bench/remote.py` have the ratio). Nothing here blocks but `StreamLine.open` and
-`StreamLine.receive`, and nothing is kept of a message but its head and what has not left yet.
+reads of it (`bench/hosts.py`, `bench/remote.py` have the ratio). Nothing here blocks but `TcpBulkClient.open` and
+`TcpBulkClient.receive`, and nothing is kept of a message but its head and what has not left yet.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (sock
 """A peer whose machine is gone is noticed half a minute later, also if nobody has anything to say."""
 
 
-class Stream:
+class BulkStream:
     """One end of a connection: messages into and out of a socket that does not block.
 
     moved: bytes that have passed it so far, in and out. Errors: `Unreachable` when the connection is over.
@@ -87,7 +87,7 @@ class Stream:
         except OSError as error:
             raise _lost(error) from error
 
-    def receive(self, taker: b.Taker) -> bool:
+    def receive(self, taker: b.MessageReceiver) -> bool:
         """Take what has come, to the end of one message at most; whether that is reached: it has come whole, and matches.
 
         Beyond the errors of `taker`: `Corruption`, after which nothing that comes can be believed.
@@ -134,7 +134,7 @@ class Stream:
         self.moved += len(found)
         return found
 
-    def _read_head(self, taker: b.Taker) -> None:
+    def _read_head(self, taker: b.MessageReceiver) -> None:
         self._head += self._next(min(self._head_bytes - len(self._head), _HEAD_STEP_BYTES))
         if len(self._head) < self._head_bytes:
             return
@@ -165,13 +165,13 @@ def _lost(error: OSError | None) -> Unreachable:
     return Unreachable(f"the bulk connection was lost: {why}; bytes need another one")
 
 
-class StreamLine:
+class TcpBulkClient:
     """The client's end of one connection, to the shard of one life of a server. Used by one thread at a time."""
 
     def __init__(self, host: str, port: int, epoch: int) -> None:
         self._place = (host, port)
         self._connecting: socket.socket | None = None
-        self._stream: Stream | None = None
+        self._stream: BulkStream | None = None
         self._wakeup = Wakeup()
         self._asked = 0
         self.epoch: Final = epoch
@@ -195,14 +195,14 @@ class StreamLine:
             if not self._wait(self._connecting, select.POLLOUT, timeout_s):
                 return False
             if not self._connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                self._stream, self._connecting = Stream(self._connecting), None
+                self._stream, self._connecting = BulkStream(self._connecting), None
                 return True
             self._connecting.close()
             self._connecting = None
         return self._pause(min(timeout_s, RECONNECT_MS / 1000))
 
     @property
-    def _live(self) -> Stream:
+    def _live(self) -> BulkStream:
         if self._stream is None:
             raise Unreachable("the bulk connection is not open yet; open it before messages are sent")
         return self._stream
@@ -233,8 +233,8 @@ class StreamLine:
             self._asked += len(message[0])
             self._live.send(message)
 
-    def receive(self, taker: b.Taker, timeout_s: float) -> bool:
-        """Take one message; False if none came whole within `timeout_s`, or after `interrupt`. Errors as of `Stream`."""
+    def receive(self, taker: b.MessageReceiver, timeout_s: float) -> bool:
+        """Take one message; False if none came whole within `timeout_s`, or after `interrupt`. Errors as of `BulkStream`."""
         deadline = time.monotonic() + timeout_s
         stream = self._live
         while not stream.receive(taker):

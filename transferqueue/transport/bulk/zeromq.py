@@ -22,11 +22,11 @@ from transferqueue.limits import (
     KIB,
     MESSAGE_BYTES_MAX,
 )
-from transferqueue.transport.bulk.listener import Desks
-from transferqueue.transport.bulk.protocol import PIECES_MAX, Message, Piece, Taker, hand_over
+from transferqueue.transport.bulk.listener import ReceiverFactory
+from transferqueue.transport.bulk.protocol import PIECES_MAX, Message, MessageReceiver, Piece, hand_over
 from transferqueue.transport.control.zeromq import HANDSHAKE_MS, PING_MS, RECONNECT_MS, RECONNECT_MS_MAX
 from transferqueue.transport.security.keys import ClientKeys, secure
-from transferqueue.transport.security.zap import Gate, Ring
+from transferqueue.transport.security.zap import KeySet, ZapHandler
 from transferqueue.transport.system.wakeup import Wakeup
 
 _SHARED_BYTES: Final = 64 * KIB
@@ -38,7 +38,7 @@ Received = tuple[memoryview, list[memoryview]]
 """Head and pieces of a message that arrived."""
 
 
-class BulkLine:
+class ZmqBulkClient:
     """The client's end of one connection, to the shard of one life of a server. Used by one thread at a time."""
 
     def __init__(self, host: str, port: int, epoch: int, keys: ClientKeys | None = None) -> None:
@@ -78,7 +78,7 @@ class BulkLine:
 
     ask = send
 
-    def receive(self, taker: Taker, timeout_s: float) -> bool:
+    def receive(self, taker: MessageReceiver, timeout_s: float) -> bool:
         """Take one message; False if there is none within `timeout_s`, or after `interrupt`. `Corruption`: no match."""
         found = _receive(self._socket) or self._wait(timeout_s)
         if found is None:
@@ -102,15 +102,15 @@ class BulkLine:
         self._wakeup.close()
 
 
-class BulkPort:
+class ZmqBulkServer:
     """The shard's end of all connections. Used by one thread. clogged: nobody, since ZeroMQ keeps what has not left."""
 
     clogged: Final[frozenset[bytes]] = frozenset()
 
-    def __init__(self, keyring: Ring | None = None) -> None:
+    def __init__(self, keyring: KeySet | None = None) -> None:
         self._context, self._socket = _open(zmq.ROUTER, MESSAGE_BYTES_MAX)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._gate = None if keyring is None else Gate(self._context, keyring)
+        self._gate = None if keyring is None else ZapHandler(self._context, keyring)
         if self._gate is not None:
             self._gate.guard(self._socket)
 
@@ -119,7 +119,7 @@ class BulkPort:
         """What to poll for reading."""
         return [self._socket] if self._gate is None else [self._socket, self._gate.socket]
 
-    def tick(self, desks: Desks, now: float) -> None:
+    def tick(self, desks: ReceiverFactory, now: float) -> None:
         """Answer those who want to connect, if keys are asked for."""
         if self._gate is not None:
             self._gate.decide()
@@ -156,7 +156,7 @@ class BulkPort:
             raise UsageError(f"bulk port {port} of {host} cannot be listened at: {error.strerror}") from error
         return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
-    def arrivals(self, desks: Desks, now: float) -> Iterator[bytes]:
+    def arrivals(self, desks: ReceiverFactory, now: float) -> Iterator[bytes]:
         """Take what has come; yields the peer of each message that matches."""
         for _ in range(FRAMES_DRAINED_MAX):
             found = _receive(self._socket)

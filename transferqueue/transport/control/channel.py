@@ -63,7 +63,7 @@ def dial(address: str, keys: ClientKeys | None = None) -> ClientChannel:
         return inproc.connect(place)
     if isinstance(place, TcpAddress) and (place.port == 0 or place.host == "*"):
         raise UsageError(f"address {address!r} is one to listen at; to connect, name the host and its port")
-    return local.LocalChannel(place) if isinstance(place, IpcAddress) else zeromq.ZmqChannel(place, keys)
+    return local.UnixChannel(place) if isinstance(place, IpcAddress) else zeromq.ZmqChannel(place, keys)
 
 
 def is_served(address: str) -> bool | None:

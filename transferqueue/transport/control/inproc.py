@@ -18,7 +18,7 @@ from transferqueue.limits import FRAMES_QUEUED_MAX
 from transferqueue.transport.address import InprocAddress
 from transferqueue.transport.system.wakeup import Wakeup
 
-_hubs: Final[dict[str, Hub]] = {}
+_hubs: Final[dict[str, InprocServer]] = {}
 _numbers: Final = itertools.count(1)
 
 
@@ -28,7 +28,7 @@ class InprocChannel:
     ways: Final = 1
     is_lost: Final = False
 
-    def __init__(self, hub: Hub, peer: int) -> None:
+    def __init__(self, hub: InprocServer, peer: int) -> None:
         self._hub = hub
         self._peer = peer
         self._arrived: deque[bytes] = deque()
@@ -88,7 +88,7 @@ class InprocChannel:
         self._ready.set()
 
 
-class Hub:
+class InprocServer:
     """The server's end of all in-process channels. `wakeup` is set when a frame has arrived.
 
     Clients connect and send from any thread; the rest belongs to the server's thread.

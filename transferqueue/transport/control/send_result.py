@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 
-class Sent(enum.Enum):
+class SendResult(enum.Enum):
     """What became of a frame: it is with the kernel or kept for the peer; the peer is gone; or it does not read."""
 
     ON_ITS_WAY = enum.auto()

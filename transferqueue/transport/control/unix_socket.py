@@ -7,7 +7,7 @@ the server's one thread write and read the socket themselves.
 A frame is its length, 4 bytes, little-endian, and its bytes. A peer whose lengths cannot be is hung up on. The socket file belongs to
 its user, and asks for nothing.
 
-A connection is a *stranger* until the server has let in whoever is at its other end (`LocalPort.admit`). Of strangers there are
+A connection is a *stranger* until the server has let in whoever is at its other end (`UnixServer.admit`). Of strangers there are
 `strangers_max` at once, each for `STRANGER_S`: they cannot use up the descriptors that the clients of the server need.
 """
 
@@ -29,7 +29,7 @@ from typing import BinaryIO, Final
 from transferqueue.errors import Disconnected, Unreachable, UsageError
 from transferqueue.limits import FRAMES_QUEUED_MAX, KIB, MESSAGE_BYTES_MAX, STRANGER_S
 from transferqueue.transport.address import IpcAddress
-from transferqueue.transport.control.send_result import Sent
+from transferqueue.transport.control.send_result import SendResult
 from transferqueue.transport.control.strangers import strangers_max
 from transferqueue.transport.system.wakeup import Wakeup
 
@@ -45,11 +45,11 @@ _LENGTH: Final = 4
 _BACKLOG: Final = 1024
 
 
-class HungUp(Exception):
+class PeerClosed(Exception):
     """The other end is gone, or sent what cannot be."""
 
 
-class Stream:
+class FrameStream:
     """One end of a connection. Nothing blocks.
 
     That the other end is gone is found by reading alone, which comes to what it said last: what is written after that goes nowhere.
@@ -101,15 +101,15 @@ class Stream:
             return sum(map(len, parts))
 
     def read(self, arrived: Callable[[bytes], object]) -> bool:
-        """Hand over the frames of one read; whether there may be more to read. `HungUp` after the last."""
+        """Hand over the frames of one read; whether there may be more to read. `PeerClosed` after the last."""
         try:
             came = self.socket.recv(_READ_BYTES)
         except BlockingIOError:
             return False
         except OSError as error:
-            raise HungUp from error
+            raise PeerClosed from error
         if not came:
-            raise HungUp
+            raise PeerClosed
         more = len(came) == _READ_BYTES
         if self._begun:
             self._begun += came
@@ -135,7 +135,7 @@ def _parse(came: bytes, arrived: Callable[[bytes], object]) -> int:
         start = at + _LENGTH
         size = int.from_bytes(came[at:start], "little")
         if size > MESSAGE_BYTES_MAX:
-            raise HungUp
+            raise PeerClosed
         if start + size > len(came):
             break
         at = start + size
@@ -143,7 +143,7 @@ def _parse(came: bytes, arrived: Callable[[bytes], object]) -> int:
     return at
 
 
-class LocalChannel:
+class UnixChannel:
     """The client's end. See `transferqueue.transport.ClientChannel`."""
 
     def __init__(self, place: IpcAddress, clock: Callable[[], float] = time.monotonic) -> None:
@@ -151,7 +151,7 @@ class LocalChannel:
         self.ways, self.is_lost = 0, False
         self._path = str(place.path)
         self._clock = clock
-        self._stream: Stream | None = None
+        self._stream: FrameStream | None = None
         self._sent = 0
         self._kept: deque[bytes] = deque()
         self._arrived: deque[bytes] = deque()
@@ -203,7 +203,7 @@ class LocalChannel:
         while self._readable and self._stream is not None:
             try:
                 self._readable = self._stream.read(self._arrived.append)
-            except HungUp:
+            except PeerClosed:
                 self._lose()
         if self._arrived:
             self._pause_s = REDIAL_S  # it is no server that hangs up on all
@@ -250,7 +250,7 @@ class LocalChannel:
             self._refused_with = error.errno or 0
             self._later()
             return
-        self._stream = Stream(dialled)
+        self._stream = FrameStream(dialled)
         self._poll.register(dialled, select.POLLIN)
         self._waits_to_write = False
         self.ways, self.is_lost = self.ways + 1, False
@@ -288,30 +288,30 @@ def _dialled(path: str) -> socket.socket:
     return dialled
 
 
-class Line:
+class UnixPeer:
     """A client's connection, as the server sees it: where answers to what came over it go."""
 
     __slots__ = ("accepted_at", "is_gone", "stream", "waits_to_write")
 
-    def __init__(self, stream: Stream, now: float) -> None:
+    def __init__(self, stream: FrameStream, now: float) -> None:
         self.stream: Final = stream
         self.accepted_at: Final = now
         self.is_gone = self.waits_to_write = False
 
 
-class LocalPort:
+class UnixServer:
     """The server's end of all connections to one socket file. Used by one thread; readable when something is to be received."""
 
     def __init__(self, place: IpcAddress, clock: Callable[[], float] = time.monotonic) -> None:
         """Listen. A socket file that exists is replaced: whoever calls holds the lock of the address."""
         self._path = place.path
         self._clock = clock
-        self._lines: dict[int, Line] = {}
-        self._strangers: dict[int, Line] = {}  # in the order in which they came
+        self._lines: dict[int, UnixPeer] = {}
+        self._strangers: dict[int, UnixPeer] = {}  # in the order in which they came
         self._strangers_max = strangers_max()
         self.turned_away = 0
         """Strangers that were hung up on, and connections for which no descriptor was left."""
-        self._arrived: deque[tuple[Line, bytes]] = deque()
+        self._arrived: deque[tuple[UnixPeer, bytes]] = deque()
         try:
             with ExitStack() as made:
                 self._spare = _spare()
@@ -328,7 +328,7 @@ class LocalPort:
         """Readable when something happened."""
         return self._epoll.fileno()
 
-    def recv_nowait(self) -> tuple[Line, bytes] | None:
+    def recv_nowait(self) -> tuple[UnixPeer, bytes] | None:
         """The next frame and where it came from, or None."""
         if not self._arrived:
             for number, events in self._epoll.poll(0):
@@ -354,16 +354,16 @@ class LocalPort:
                 return
             self._hang_up(oldest)
 
-    def send(self, line: Line, frame: bytes) -> Sent:
+    def send(self, line: UnixPeer, frame: bytes) -> SendResult:
         """Write a frame without waiting, or keep it. A peer that does not read is hung up on."""
         if line.is_gone:
-            return Sent.GONE
+            return SendResult.GONE
         if line.stream.is_full:
             self._drop(line)
-            return Sent.UNREAD
+            return SendResult.UNREAD
         line.stream.send(frame)
         self._watch(line)
-        return Sent.ON_ITS_WAY
+        return SendResult.ON_ITS_WAY
 
     def close(self, farewell_s: float = 0.0) -> None:
         """Stop listening; frames already taken get up to `farewell_s` to leave. Removes the socket file."""
@@ -395,23 +395,23 @@ class LocalPort:
         """A stranger came. It is heard at once: what it has said already tells it from those that say nothing."""
         if len(self._strangers) >= self._strangers_max:
             self._hang_up(self._least_promising())
-        line = Line(Stream(connected), self._clock())
+        line = UnixPeer(FrameStream(connected), self._clock())
         self._lines[connected.fileno()] = self._strangers[connected.fileno()] = line
         self._happened(line, select.EPOLLIN)
 
-    def _least_promising(self) -> Line:
+    def _least_promising(self) -> UnixPeer:
         """The stranger that came first of those that wait for nothing here; else the first of all."""
         waiting = {id(line) for line, _ in self._arrived}
         return next(
             (line for line in self._strangers.values() if id(line) not in waiting), next(iter(self._strangers.values()))
         )
 
-    def admit(self, line: Line) -> None:
+    def admit(self, line: UnixPeer) -> None:
         """The other end has a session: it is no stranger."""
         if not line.is_gone:
             self._strangers.pop(line.stream.socket.fileno(), None)
 
-    def _hang_up(self, line: Line) -> None:
+    def _hang_up(self, line: UnixPeer) -> None:
         self.turned_away += 1
         if self.turned_away == 1:
             _log.warning(
@@ -435,23 +435,23 @@ class LocalPort:
                 self._spare = _spare()
         return True
 
-    def _happened(self, line: Line, events: int) -> None:
+    def _happened(self, line: UnixPeer, events: int) -> None:
         if events & select.EPOLLOUT:
             line.stream.flush()
             self._watch(line)
         if events & ~select.EPOLLOUT:
             try:
                 line.stream.read(lambda frame: self._arrived.append((line, frame)))
-            except HungUp:
+            except PeerClosed:
                 self._drop(line)
 
-    def _watch(self, line: Line) -> None:
+    def _watch(self, line: UnixPeer) -> None:
         """Be woken when the peer reads, while frames wait for that."""
         if line.stream.is_behind is not line.waits_to_write:
             line.waits_to_write = line.stream.is_behind
             self._epoll.modify(line.stream.socket, select.EPOLLIN | (select.EPOLLOUT if line.waits_to_write else 0))
 
-    def _drop(self, line: Line) -> None:
+    def _drop(self, line: UnixPeer) -> None:
         line.is_gone = True
         del self._lines[line.stream.socket.fileno()]
         self._strangers.pop(line.stream.socket.fileno(), None)
@@ -476,9 +476,9 @@ def _listening(path: Path) -> socket.socket:
     return listening
 
 
-def _flush(streams: Iterable[Stream], farewell_s: float) -> None:
+def _flush(streams: Iterable[FrameStream], farewell_s: float) -> None:
     """Write what was kept, as soon as each other end reads, for up to `farewell_s`."""
-    until, behind = time.monotonic() + farewell_s, dict[int, Stream]()
+    until, behind = time.monotonic() + farewell_s, dict[int, FrameStream]()
     polled = select.poll()  # `select.select` knows no descriptor above 1023
     for stream in streams:
         stream.flush()

@@ -4,7 +4,7 @@ Every socket has marks that bound what it keeps, closes at once (LINGER 0) and d
 `MESSAGE_BYTES_MAX` together with the connection that sent it. Each channel owns its context, so that
 closing it gives back its descriptors and its thread and nobody else's.
 
-A server with keys (`keyring`) hears only those it knows, each named by its public key (`Keyed`); one without keys listens at
+A server with keys (`keyring`) hears only those it knows, each named by its public key (`KeyedPeer`); one without keys listens at
 loopback only.
 """
 
@@ -21,11 +21,11 @@ import zmq
 from transferqueue.errors import AddressInUse, Disconnected, Unreachable, UsageError
 from transferqueue.limits import FRAMES_QUEUED_MAX, MESSAGE_BYTES_MAX
 from transferqueue.transport.address import TcpAddress
-from transferqueue.transport.control.send_result import Sent
+from transferqueue.transport.control.send_result import SendResult
 from transferqueue.transport.control.strangers import Strangers
 from transferqueue.transport.security.keyring import Keyring
 from transferqueue.transport.security.keys import ClientKeys, secure
-from transferqueue.transport.security.zap import KEY_PROPERTY, Gate
+from transferqueue.transport.security.zap import KEY_PROPERTY, ZapHandler
 from transferqueue.transport.system.wakeup import Wakeup
 
 RECONNECT_MS: Final = 10
@@ -125,14 +125,14 @@ class ZmqChannel:
         self._context.destroy(linger=0)
 
 
-class Keyed(NamedTuple):
+class KeyedPeer(NamedTuple):
     """A peer that showed a key: where answers to it go, and its public key."""
 
     route: bytes
     key: str
 
 
-class Port:
+class ZmqServer:
     """The server's end of all connections, of every address it listens at. Used by one thread.
 
     keyring: who is let in; None: whoever can reach a loopback address, and no other is listened at.
@@ -141,9 +141,9 @@ class Port:
     def __init__(self, keyring: Keyring | None = None) -> None:
         self._context, self.socket = _open(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else a frame to a full or lost peer vanishes unseen
-        self._gate = Gate(self._context, keyring) if keyring is not None else None
+        self._gate = ZapHandler(self._context, keyring) if keyring is not None else None
         self._strangers = Strangers(self.socket)
-        self._last: tuple[bytes | Keyed, zmq.Frame] | None = None
+        self._last: tuple[bytes | KeyedPeer, zmq.Frame] | None = None
         self.sources: Final = [self.socket, self._strangers.source, *([self._gate.socket] if self._gate else [])]
         """What becomes readable when there is something to receive or to decide."""
 
@@ -157,7 +157,7 @@ class Port:
         """How soon `decide` must be called; None: not by itself."""
         return self._strangers.patience_s()
 
-    def admit(self, peer: bytes | Keyed) -> None:
+    def admit(self, peer: bytes | KeyedPeer) -> None:
         """The sender of the frame that was received last is no stranger: it has a session."""
         if self._last is not None and self._last[0] == peer:
             self._strangers.admit(self._last[1])
@@ -176,7 +176,7 @@ class Port:
             raise UsageError(f"address {place} cannot be listened at: {error.strerror}") from error
         return self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def recv_nowait(self) -> tuple[bytes | Keyed, bytes] | None:
+    def recv_nowait(self) -> tuple[bytes | KeyedPeer, bytes] | None:
         """The next frame and who sent it, or None. A message of several parts, which no client of ours
         sends, comes as the empty frame, which is no message."""
         try:
@@ -191,18 +191,18 @@ class Port:
         self._last = peer, body
         return peer, body.bytes if parts == 2 else b""
 
-    def send(self, peer: bytes | Keyed, frame: bytes) -> Sent:
+    def send(self, peer: bytes | KeyedPeer, frame: bytes) -> SendResult:
         """Queue a frame for `peer` without waiting."""
         try:
-            self.socket.send(peer.route if isinstance(peer, Keyed) else peer, zmq.SNDMORE | zmq.NOBLOCK)
+            self.socket.send(peer.route if isinstance(peer, KeyedPeer) else peer, zmq.SNDMORE | zmq.NOBLOCK)
             self.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
-            return Sent.UNREAD
+            return SendResult.UNREAD
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
-                return Sent.GONE
+                return SendResult.GONE
             raise
-        return Sent.ON_ITS_WAY
+        return SendResult.ON_ITS_WAY
 
     def close(self, farewell_s: float = 0.0) -> None:
         """Stop listening; frames already queued get up to `farewell_s` to leave."""
@@ -235,9 +235,9 @@ def _doubt(place: TcpAddress, keys: ClientKeys | None) -> str:
     return f"{start} --keys. One that runs does not answer a key that it does not know, or that was revoked"
 
 
-def _named(route: bytes, frame: zmq.Frame) -> bytes | Keyed:
+def _named(route: bytes, frame: zmq.Frame) -> bytes | KeyedPeer:
     try:
-        return Keyed(route, str(frame.get(KEY_PROPERTY)))
+        return KeyedPeer(route, str(frame.get(KEY_PROPERTY)))
     except zmq.ZMQError:
         return route
 

@@ -20,7 +20,7 @@ _QUESTIONS: Final = "inproc://zeromq.zap.01"
 _QUESTION_PARTS: Final = 7
 
 
-class Ring(Protocol):
+class KeySet(Protocol):
     """The keys of whoever listens, and whom it lets in."""
 
     @property
@@ -34,7 +34,7 @@ class Ring(Protocol):
         """Look at the keys again; whether they changed."""
 
 
-class Anyone:
+class AcceptAll:
     """A pair of keys for this life, that lets in everyone: where a connection alone gives nothing, and only must be private."""
 
     def __init__(self) -> None:
@@ -49,13 +49,13 @@ class Anyone:
         return False
 
 
-class Gate:
+class ZapHandler:
     """Lets the clients of a ring of keys into the listening sockets of one context. Used by one thread.
 
     Whoever owns it polls `socket` for reading and then calls `decide`. It is closed with its context.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keyring: Ring) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keyring: KeySet) -> None:
         if not zmq.has("curve"):
             raise UsageError("keys need a ZeroMQ with CURVE, and this one has none; install pyzmq from its wheel")
         self.keyring: Final = keyring

@@ -30,7 +30,7 @@ from transferqueue.observe.diagnosis import diagnose
 from transferqueue.observe.frame import frame
 from transferqueue.observe.prometheus import CONTENT_TYPE, exposition
 from transferqueue.text import visible
-from transferqueue.web.access import HEADERS, LINK, METRICS, Door
+from transferqueue.web.access import HEADERS, LINK, METRICS, AccessPolicy
 from transferqueue.web.connections import LET_IN
 from transferqueue.web.page.row_life import named
 from transferqueue.web.page.timeline import Timeline
@@ -114,7 +114,7 @@ class Sampler:
             self._changed.notify_all()
 
 
-def make_app(queue: tq.AsyncQueue, door: Door) -> Gate:
+def make_app(queue: tq.AsyncQueue, door: AccessPolicy) -> Gate:
     """The application that shows `queue` to whom `door` lets in."""
     sampler = Sampler(queue)
 
@@ -171,7 +171,7 @@ def metrics_of(queue: tq.AsyncQueue) -> Endpoint:
 class Gate:
     """An ASGI application behind a door: only requests that `door` lets in reach `inner`."""
 
-    def __init__(self, door: Door, inner: ASGIApp) -> None:
+    def __init__(self, door: AccessPolicy, inner: ASGIApp) -> None:
         self._door, self._inner = door, inner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -199,7 +199,7 @@ class Gate:
         await response(scope, receive, guarded)
 
 
-def gated(door: Door, routes: Sequence[Route], refused: Callable[[HTTPStatus, str, str], Response]) -> Gate:
+def gated(door: AccessPolicy, routes: Sequence[Route], refused: Callable[[HTTPStatus, str, str], Response]) -> Gate:
     """The application of these routes behind a door. refused: makes the answer for an error, from its status, name and text."""
 
     async def no_route(request: Request, error: Exception) -> Response:

@@ -12,7 +12,7 @@ from transferqueue.observe.answers.row import RowLife
 GONE: Final = "one that is gone"
 
 
-class NamedLife(msgspec.Struct, frozen=True, kw_only=True):
+class LabelledRowLife(msgspec.Struct, frozen=True, kw_only=True):
     """A row's life, and the names of those in it, "" where nobody is. put_by: who put it. held_by: by task, who
     has it on lease. done_by: who did each of the events, in their order.
     """
@@ -23,13 +23,13 @@ class NamedLife(msgspec.Struct, frozen=True, kw_only=True):
     done_by: list[str]
 
 
-def named(life: RowLife, names: Mapping[int, str]) -> NamedLife:
+def named(life: RowLife, names: Mapping[int, str]) -> LabelledRowLife:
     """The life, with what people call the sessions that are open."""
 
     def who(session: int | None) -> str:
         return names.get(session, GONE) if session else ""
 
-    return NamedLife(
+    return LabelledRowLife(
         life=life,
         put_by=who(life.put_by),
         held_by={task: who(one.session) for task, one in life.tasks.items()},

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from transferqueue.observe.answers.stats import TableStats, TaskStats, Waiting
-from transferqueue.observe.frame import Frame
+from transferqueue.observe.frame import StatsFrame
 
 MOMENTS_MAX: Final = 300
 """Five minutes, a moment a second."""
@@ -50,7 +50,7 @@ class Timeline:
     def __init__(self) -> None:
         self.moments: deque[Moment] = deque(maxlen=MOMENTS_MAX)
 
-    def add(self, frame: Frame) -> Moment:
+    def add(self, frame: StatsFrame) -> Moment:
         """The moment of a frame, which is the newest from now on."""
         tables = {name: _table(name, table, frame) for name, table in frame.stats.tables.items()}
         found = Moment(frame.stats.now_s, tables)
@@ -58,7 +58,7 @@ class Timeline:
         return found
 
 
-def _table(name: str, table: TableStats, frame: Frame) -> TableMoment:
+def _table(name: str, table: TableStats, frame: StatsFrame) -> TableMoment:
     rates = frame.rates.get(name)
     put_s, done_s = (rates.put_s, rates.done_s) if rates else (0.0, 0.0)
     waiting = [one for one in frame.stats.waiting if one.table == name]

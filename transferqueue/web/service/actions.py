@@ -10,25 +10,25 @@ from typing import Any, Final, NamedTuple
 import transferqueue as tq
 from transferqueue.errors import LeaseExpired, UsageError
 from transferqueue.web.service.columns import Values, nbytes, pack, unpack, unpack_tensors
-from transferqueue.web.service.leases import Loan, Loans
+from transferqueue.web.service.leases import HttpLease, HttpLeases
 from transferqueue.web.service.schemas import (
-    Done,
+    DoneBody,
     Experience,
     GetExperience,
     GetWeights,
-    Job,
-    Lasting,
+    JobBody,
+    LeaseRemainder,
+    LeaseTime,
     NotifyWeights,
     PromptRows,
     PutExperience,
     PutPrompts,
     ReleaseExperience,
     RenewExperience,
-    Settled,
     Status,
-    Table,
-    Tensor,
-    WeightsOf,
+    TableBody,
+    TensorBody,
+    WeightsBody,
 )
 from transferqueue.workflows.asyncflow.declaration import Engines
 from transferqueue.workflows.asyncflow.service import NOTICE, check_columns, notice_of
@@ -43,13 +43,13 @@ class Actions:
 
     def __init__(self, queue: tq.AsyncQueue) -> None:
         self._queue = queue
-        self._loans = Loans()
+        self._loans = HttpLeases()
 
-    async def init_engines(self, body: Engines) -> Job:
+    async def init_engines(self, body: Engines) -> JobBody:
         """Declare a job: its stages, what each needs and gives, and how far prompts may run ahead. Again in the same words:
         nothing changes."""
         service = await AsyncService.init_engines(self._queue, body)
-        return Job(table=service.name, stages=service.stages)
+        return JobBody(table=service.name, stages=service.stages)
 
     async def put_prompts(self, body: PutPrompts) -> PromptRows:
         """Put prompts, once there is room; all or nothing."""
@@ -88,7 +88,7 @@ class Actions:
             keys=list(batch.keys),
         )
 
-    async def put_experience(self, body: PutExperience) -> Settled:
+    async def put_experience(self, body: PutExperience) -> LeaseRemainder:
         """Give results back. They and the end of the loan are one commit; a late one is refused and changes nothing."""
         given = body.facts.said() | dict(check_columns(await asyncio.to_thread(unpack, body.columns)))
         if body.lease is not None:
@@ -99,9 +99,9 @@ class Actions:
             raise UsageError("neither lease nor rows: name the lease that the rows came with, or the ids of rows")
         service = await self._service(body.table)
         await service.table.update(body.rows, **given)
-        return Settled(rows=len(body.rows), left=0)
+        return LeaseRemainder(rows=len(body.rows), left=0)
 
-    async def release_experience(self, body: ReleaseExperience) -> Settled:
+    async def release_experience(self, body: ReleaseExperience) -> LeaseRemainder:
         """Hand rows back to others, or drop them."""
         columns = check_columns(await asyncio.to_thread(unpack, body.columns))
         if body.drop is None:
@@ -116,37 +116,37 @@ class Actions:
         reason = body.drop
         return await self._settle(body.lease, body.rows, "was dropped", lambda batch: batch.drop(reason, body.rows))
 
-    async def renew_experience(self, body: RenewExperience) -> Lasting:
+    async def renew_experience(self, body: RenewExperience) -> LeaseTime:
         """Keep rows for longer."""
         loan = self._loans.find(body.lease)
         async with self._turn(loan, body.lease):
             lease_s = await loan.batch.renew(body.lease_s)
             self._loans.renewed(body.lease, lease_s)
-        return Lasting(lease_s=lease_s)
+        return LeaseTime(lease_s=lease_s)
 
-    async def notify_weights(self, body: NotifyWeights) -> Done:
+    async def notify_weights(self, body: NotifyWeights) -> DoneBody:
         """Say that a version of the weights is there. It is the clock of the job; it waits where rows would be too old then."""
         service = await self._service(body.table)
         tensors = await asyncio.to_thread(unpack_tensors, body.tensors)
         await service.notify_weights(body.version, tensors, notice=body.notice, timeout_s=body.timeout_s)
-        return Done()
+        return DoneBody()
 
-    async def get_weights(self, body: GetWeights) -> WeightsOf:
+    async def get_weights(self, body: GetWeights) -> WeightsBody:
         """Wait for a version of the weights."""
         service = await self._service(body.table)
         with await service.get_weights(body.above, timeout_s=body.timeout_s) as weights:
             found = {name: tensor for name, tensor in weights.numpy().items() if name != NOTICE}
             _check_size(sum(tensor.nbytes for tensor in found.values()) if body.tensors else 0, "tensors=false")
             tensors = await asyncio.to_thread(_tensors, found, body.tensors)
-            return WeightsOf(version=weights.version, notice=notice_of(weights), tensors=tensors)
+            return WeightsBody(version=weights.version, notice=notice_of(weights), tensors=tensors)
 
-    async def seal(self, body: Table) -> Done:
+    async def seal(self, body: TableBody) -> DoneBody:
         """No more prompts: engines drain what is there, then are told EndOfTable."""
         service = await self._service(body.table)
         await service.seal()
-        return Done()
+        return DoneBody()
 
-    async def status(self, body: Table) -> Status:
+    async def status(self, body: TableBody) -> Status:
         """What the job's table says of itself."""
         service = await self._service(body.table)
         return Status(stats=await service.status())
@@ -156,7 +156,7 @@ class Actions:
 
     async def _settle(
         self, name: str, rows: list[int] | None, how: str, verb: Callable[[tq.AsyncBatch], Awaitable[None]]
-    ) -> Settled:
+    ) -> LeaseRemainder:
         loan = self._loans.find(name)
         async with self._turn(loan, name):
             before = len(loan.left)
@@ -164,10 +164,10 @@ class Actions:
             loan.left.difference_update(loan.left.copy() if rows is None else rows)
             if not loan.left:
                 self._loans.end(name, how)
-        return Settled(rows=before - len(loan.left), left=len(loan.left))
+        return LeaseRemainder(rows=before - len(loan.left), left=len(loan.left))
 
     @asynccontextmanager
-    async def _turn(self, loan: Loan, name: str) -> AsyncIterator[None]:
+    async def _turn(self, loan: HttpLease, name: str) -> AsyncIterator[None]:
         """The only call about the loan, which is open when it begins."""
         async with loan.turn:
             self._loans.find(name)
@@ -198,16 +198,16 @@ class Action(NamedTuple):
 
 
 ACTIONS: Final = (
-    Action("init_engines", Engines, Job),
+    Action("init_engines", Engines, JobBody),
     Action("put_prompts", PutPrompts, PromptRows, waits=True),
     Action("get_experience", GetExperience, Experience, waits=True),
-    Action("put_experience", PutExperience, Settled),
-    Action("release_experience", ReleaseExperience, Settled),
-    Action("renew_experience", RenewExperience, Lasting),
-    Action("notify_weights", NotifyWeights, Done, waits=True),
-    Action("get_weights", GetWeights, WeightsOf, waits=True),
-    Action("seal", Table, Done),
-    Action("status", Table, Status),
+    Action("put_experience", PutExperience, LeaseRemainder),
+    Action("release_experience", ReleaseExperience, LeaseRemainder),
+    Action("renew_experience", RenewExperience, LeaseTime),
+    Action("notify_weights", NotifyWeights, DoneBody, waits=True),
+    Action("get_weights", GetWeights, WeightsBody, waits=True),
+    Action("seal", TableBody, DoneBody),
+    Action("status", TableBody, Status),
 )
 
 
@@ -229,9 +229,9 @@ def _packed(batch: tq.AsyncBatch, packed: bool) -> dict[str, Values]:
     return found
 
 
-def _tensors(tensors: Mapping[str, Any], whole: bool) -> dict[str, Tensor]:
+def _tensors(tensors: Mapping[str, Any], whole: bool) -> dict[str, TensorBody]:
     return {
-        name: Tensor(dtype=str(one.dtype), shape=list(one.shape), data=one.tobytes() if whole else None)
+        name: TensorBody(dtype=str(one.dtype), shape=list(one.shape), data=one.tobytes() if whole else None)
         for name, one in tensors.items()
     }
 

@@ -28,7 +28,7 @@ BODY_S: Final = 60.0
 """A body of the largest size arrives in this time at 1 MiB/s."""
 
 
-class Refusal(Exception):
+class BadRequest(Exception):
     """A request that is not understood; nothing was changed."""
 
     def __init__(self, status: HTTPStatus, text: str) -> None:
@@ -54,13 +54,13 @@ def codec_of(request: Request) -> Codec:
     for codec in (JSON, MSGPACK):
         if said == codec.media_type:
             return codec
-    raise Refusal(
+    raise BadRequest(
         HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
         f"content type {said!r} is not read here; send {JSON.media_type} or {MSGPACK.media_type}",
     )
 
 
-class Room:
+class BodyBudget:
     """Bytes of bodies that are in this process at once."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Room:
         """The body, and room for it as long as it is used."""
         size = _told(request)
         if self._taken + size > BODIES_BYTES_MAX:
-            raise Refusal(
+            raise BadRequest(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 f"{self._taken} bytes of requests are being carried out, and {size} more are over {BODIES_BYTES_MAX}; "
                 "try again in a moment",
@@ -86,9 +86,9 @@ class Room:
 def _told(request: Request) -> int:
     told = request.headers.get("content-length")
     if told is None or not told.isdecimal():
-        raise Refusal(HTTPStatus.LENGTH_REQUIRED, "the request does not say its length; send Content-Length")
+        raise BadRequest(HTTPStatus.LENGTH_REQUIRED, "the request does not say its length; send Content-Length")
     if int(told) > BODY_BYTES_MAX:
-        raise Refusal(
+        raise BadRequest(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             f"the request has {told} bytes; at most {BODY_BYTES_MAX}: send fewer rows at a time",
         )
@@ -100,9 +100,9 @@ async def _read(request: Request) -> bytes:
         async with asyncio.timeout(BODY_S):
             return await request.body()
     except TimeoutError as late:
-        raise Refusal(HTTPStatus.REQUEST_TIMEOUT, f"the request did not arrive within {BODY_S:g} s") from late
+        raise BadRequest(HTTPStatus.REQUEST_TIMEOUT, f"the request did not arrive within {BODY_S:g} s") from late
     except ClientDisconnect as gone:
-        raise Refusal(HTTPStatus.BAD_REQUEST, "the request did not arrive whole") from gone
+        raise BadRequest(HTTPStatus.BAD_REQUEST, "the request did not arrive whole") from gone
 
 
 def decode(codec: Codec, body: bytes, into: Any) -> Any:
@@ -110,6 +110,6 @@ def decode(codec: Codec, body: bytes, into: Any) -> Any:
     try:
         return codec.decode(body or codec.encode({}), type=into)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refusal(
+        raise BadRequest(
             HTTPStatus.BAD_REQUEST, f"the body is not what this call takes: {error}; see /openapi.json"
         ) from error

@@ -2,10 +2,10 @@
 
 The law:
 
-- A column is a list with one value for each row (numbers, text, lists of numbers, plain values), or a `Packed`.
+- A column is a list with one value for each row (numbers, text, lists of numbers, plain values), or a `PackedColumn`.
 - A list is given where JSON carries every value and its shape exactly: finite numbers and text. All else is packed, or whatever the caller
   asks to have packed. Nothing is rounded, padded or left out.
-- In JSON the bytes of a `Packed` are base64; a body of MessagePack has them as they are.
+- In JSON the bytes of a `PackedColumn` are base64; a body of MessagePack has them as they are.
 - What is received is checked whole, against its own dtype and shape, before the queue sees it. Nothing of it is code.
 """
 
@@ -40,7 +40,7 @@ _ELEMENTS_MAX: Final = 1 << 40
 Sizes = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=8 * ROWS_PER_REQUEST_MAX)]
 
 
-class Packed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class PackedColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A column as bytes: the elements of all rows one after the other, in C order, little-endian, without padding.
 
     dtype: such as int64, float32, bfloat16, bool, str (UTF-8), bytes, or value (each a MessagePack). shape: of one row's value,
@@ -54,16 +54,16 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     sizes: Sizes = []
 
 
-Values = list[Any] | Packed
+Values = list[Any] | PackedColumn
 """A column of several rows."""
 
 
 def unpack(columns: Mapping[str, Values]) -> dict[str, Any]:
     """Columns as the queue takes them; `SchemaError` for one whose parts do not fit each other."""
-    return {name: _rows(name, one) if isinstance(one, Packed) else one for name, one in columns.items()}
+    return {name: _rows(name, one) if isinstance(one, PackedColumn) else one for name, one in columns.items()}
 
 
-def unpack_tensors(tensors: Mapping[str, Packed]) -> dict[str, NDArray[Any]]:
+def unpack_tensors(tensors: Mapping[str, PackedColumn]) -> dict[str, NDArray[Any]]:
     """Tensors of the shapes they say, none of which may be null."""
     return {name: _tensor(name, one) for name, one in tensors.items()}
 
@@ -76,7 +76,7 @@ def pack(column: Column, *, packed: bool) -> Values:
 
 def nbytes(values: Values) -> int:
     """About what a column adds to a body."""
-    if isinstance(values, Packed):
+    if isinstance(values, PackedColumn):
         return len(values.data) + 8 * len(values.sizes)
     return 8 * len(values)
 
@@ -84,7 +84,7 @@ def nbytes(values: Values) -> int:
 # ---------------------------------------------------------------- from bytes
 
 
-def _rows(name: str, packed: Packed) -> Any:
+def _rows(name: str, packed: PackedColumn) -> Any:
     subject = f'field "{name}"'
     if packed.dtype in BLOB_DTYPES:
         return _blobs(packed, subject)
@@ -100,7 +100,7 @@ def _rows(name: str, packed: Packed) -> Any:
     return found
 
 
-def _dense(packed: Packed, field: Field, subject: str) -> NDArray[Any]:
+def _dense(packed: PackedColumn, field: Field, subject: str) -> NDArray[Any]:
     if packed.sizes:
         raise SchemaError(f"{subject}: sizes are given, but no dimension of {packed.shape} is null")
     of_row = field.step_elements * field.item_bytes
@@ -110,7 +110,7 @@ def _dense(packed: Packed, field: Field, subject: str) -> NDArray[Any]:
     return _elements(packed, subject, count * field.step_elements).reshape(count, *_known(packed.shape))
 
 
-def _blobs(packed: Packed, subject: str) -> list[Any]:
+def _blobs(packed: PackedColumn, subject: str) -> list[Any]:
     if packed.shape:
         raise SchemaError(f"{subject}: dtype {packed.dtype} has no shape, but {packed.shape} was given")
     if sum(packed.sizes) != len(packed.data) or not packed.sizes:
@@ -122,7 +122,7 @@ def _blobs(packed: Packed, subject: str) -> list[Any]:
         raise SchemaError(f"{subject}: the bytes of a row are no {packed.dtype}: {error}") from error
 
 
-def _tensor(name: str, packed: Packed) -> NDArray[Any]:
+def _tensor(name: str, packed: PackedColumn) -> NDArray[Any]:
     subject = f'tensor "{name}"'
     if packed.sizes or None in packed.shape or packed.dtype in BLOB_DTYPES:
         raise SchemaError(f"{subject}: {packed.dtype} {packed.shape} is no tensor; give its shape, and no sizes")
@@ -131,7 +131,7 @@ def _tensor(name: str, packed: Packed) -> NDArray[Any]:
     return _shaped(_elements(packed, subject, math.prod(shape)), shape, subject)
 
 
-def _shapes(packed: Packed, subject: str) -> list[list[int]]:
+def _shapes(packed: PackedColumn, subject: str) -> list[list[int]]:
     """The shape of each row, its null dimensions filled in."""
     free = packed.shape.count(None)
     if not packed.sizes or len(packed.sizes) % free:
@@ -143,7 +143,7 @@ def _shapes(packed: Packed, subject: str) -> list[list[int]]:
     return [[next(sizes) if size is None else size for size in packed.shape] for _ in range(rows)]
 
 
-def _elements(packed: Packed, subject: str, count: int) -> NDArray[Any]:
+def _elements(packed: PackedColumn, subject: str, count: int) -> NDArray[Any]:
     dtype = viewed(packed.dtype)
     if count * dtype.itemsize != len(packed.data):
         raise SchemaError(
@@ -200,17 +200,17 @@ def _finite(column: Column) -> bool:
     return all(np.isfinite(row).all() for row in column)
 
 
-def _packed(column: Column) -> Packed:
+def _packed(column: Column) -> PackedColumn:
     field, shape = column.field, list(column.field.shape)
     if field.blob:
         blobs = [_blob(field.dtype, row) for row in column]
-        return Packed(dtype=field.dtype, data=b"".join(blobs), sizes=[len(blob) for blob in blobs])
+        return PackedColumn(dtype=field.dtype, data=b"".join(blobs), sizes=[len(blob) for blob in blobs])
     if field.dense:
-        return Packed(dtype=field.dtype, shape=shape, data=column.numpy().tobytes())
+        return PackedColumn(dtype=field.dtype, shape=shape, data=column.numpy().tobytes())
     if field.ragged:
         values, offsets = column.ragged()
-        return Packed(dtype=field.dtype, shape=shape, data=values.tobytes(), sizes=np.diff(offsets).tolist())
+        return PackedColumn(dtype=field.dtype, shape=shape, data=values.tobytes(), sizes=np.diff(offsets).tolist())
     rows = list(column)
     free = [at for at, size in enumerate(shape) if size is None]
     sizes = [row.shape[at] for row in rows for at in free]
-    return Packed(dtype=field.dtype, shape=shape, data=b"".join(row.tobytes() for row in rows), sizes=sizes)
+    return PackedColumn(dtype=field.dtype, shape=shape, data=b"".join(row.tobytes() for row in rows), sizes=sizes)

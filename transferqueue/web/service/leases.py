@@ -2,7 +2,7 @@
 
 The law:
 
-- A loan ends with its rows (given back, released, dropped), or with its deadline, which the queue keeps; `Loans` forgets it then
+- A loan ends with its rows (given back, released, dropped), or with its deadline, which the queue keeps; `HttpLeases` forgets it then
   too, so a client that vanished costs nothing.
 - How a loan ended is remembered for a while: a call that comes again, because its answer was lost, is told what became of the
   first, and changes nothing.
@@ -25,7 +25,7 @@ REMEMBERED_MAX: Final = 16_384
 """Ends of loans that are remembered, some hundred bytes each."""
 
 
-class Loan:
+class HttpLease:
     """A batch, which rows of it are left, and the turn of those who speak about it."""
 
     def __init__(self, batch: tq.AsyncBatch, forget: asyncio.TimerHandle) -> None:
@@ -33,11 +33,11 @@ class Loan:
         self.left = set(batch.rows.tolist())
 
 
-class Loans:
+class HttpLeases:
     """All loans of one process; used from one event loop."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Loan] = {}
+        self._open: dict[str, HttpLease] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
 
     def check_room(self) -> None:
@@ -48,10 +48,10 @@ class Loans:
     def lend(self, batch: tq.AsyncBatch) -> str:
         """The name of a new loan."""
         name = secrets.token_urlsafe(12)
-        self._open[name] = Loan(batch, self._timer(name, batch.lease_s))
+        self._open[name] = HttpLease(batch, self._timer(name, batch.lease_s))
         return name
 
-    def find(self, name: str) -> Loan:
+    def find(self, name: str) -> HttpLease:
         """An open loan; `LeaseExpired` says what became of one that is none."""
         found = self._open.get(name)
         if found is None:

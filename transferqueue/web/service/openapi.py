@@ -13,7 +13,7 @@ import msgspec
 import transferqueue as tq
 from transferqueue.web.service.actions import ACTIONS, Action
 from transferqueue.web.service.bodies import BODY_BYTES_MAX, JSON, MSGPACK
-from transferqueue.web.service.schemas import WAIT_S_MAX, Refused
+from transferqueue.web.service.schemas import WAIT_S_MAX, ErrorBody
 
 _REF: Final = "#/components/schemas/"
 _REFUSALS: Final = {
@@ -36,7 +36,7 @@ and not given back go to others when their lease ends."""
 def described() -> dict[str, Any]:
     """The OpenAPI document."""
     kinds = [kind for action in ACTIONS for kind in (action.takes, action.gives)]
-    _, schemas = msgspec.json.schema_components([*kinds, Refused], ref_template=_REF + "{name}")
+    _, schemas = msgspec.json.schema_components([*kinds, ErrorBody], ref_template=_REF + "{name}")
     return {
         "openapi": "3.1.0",
         "info": {"title": "TransferQueue", "version": tq.__version__, "description": _ABOUT},
@@ -61,7 +61,7 @@ def _operation(action: Action) -> dict[str, Any]:
     refused: dict[str, dict[str, Any]] = {status: {"description": text} for status, text in _REFUSALS.items()}
     for status, refusal in refused.items():
         if status != "401":
-            refusal |= {"content": _content(Refused)}
+            refusal |= {"content": _content(ErrorBody)}
     return {
         "operationId": action.name,
         "summary": action.about,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, dataclass_transform
 import msgspec
 
 from transferqueue.limits import ROWS_PER_REQUEST_MAX, TEXT_CHARS_MAX
-from transferqueue.web.service.columns import Packed, Values
+from transferqueue.web.service.columns import PackedColumn, Values
 from transferqueue.workflows.asyncflow.declaration import NAME, Name, Names
 
 WAIT_S_MAX: Final = 300.0
@@ -29,7 +29,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Base of all of them: no member that is not named here is read."""
 
 
-class Facts(_Body):
+class FactsBody(_Body):
     """What is said of rows beside their columns: one value for all, or a list with one for each."""
 
     group_id: int | list[int] | None = None
@@ -52,7 +52,7 @@ class PutPrompts(_Body):
 
     columns: Columns
     samples: Annotated[int, msgspec.Meta(ge=1, le=ROWS_PER_REQUEST_MAX)] = 1
-    facts: Facts = Facts()
+    facts: FactsBody = FactsBody()
     timeout_s: Wait = 30.0
     table: Name = NAME
 
@@ -82,7 +82,7 @@ class PutExperience(_Body):
     columns: Columns = {}
     lease: Text | None = None
     rows: RowIds | None = None
-    facts: Facts = Facts()
+    facts: FactsBody = FactsBody()
     table: Name = NAME
 
 
@@ -110,7 +110,7 @@ class NotifyWeights(_Body):
 
     version: Annotated[int, msgspec.Meta(ge=0)]
     notice: Any = None
-    tensors: dict[Name, Packed] = {}
+    tensors: dict[Name, PackedColumn] = {}
     timeout_s: Wait = 30.0
     table: Name = NAME
 
@@ -124,7 +124,7 @@ class GetWeights(_Body):
     table: Name = NAME
 
 
-class Table(_Body):
+class TableBody(_Body):
     """A job by the name of its table."""
 
     table: Name = NAME
@@ -133,7 +133,7 @@ class Table(_Body):
 # ---------------------------------------------------------------- answers
 
 
-class Job(_Body):
+class JobBody(_Body):
     """A job as it is declared now."""
 
     table: str
@@ -164,20 +164,20 @@ class Experience(_Body):
     keys: list[str]
 
 
-class Settled(_Body):
+class LeaseRemainder(_Body):
     """rows: how many this call was about. left: how many of the lease are left; 0 ends it."""
 
     rows: int
     left: int
 
 
-class Lasting(_Body):
+class LeaseTime(_Body):
     """For how long from now."""
 
     lease_s: float
 
 
-class Tensor(_Body, omit_defaults=True):
+class TensorBody(_Body, omit_defaults=True):
     """A tensor: its elements in C order, little-endian; null where only its shape was asked for."""
 
     dtype: str
@@ -185,15 +185,15 @@ class Tensor(_Body, omit_defaults=True):
     data: bytes | None = None
 
 
-class WeightsOf(_Body):
+class WeightsBody(_Body):
     """A version: what was said with it, and its tensors."""
 
     version: int
     notice: Any
-    tensors: dict[str, Tensor]
+    tensors: dict[str, TensorBody]
 
 
-class Done(_Body):
+class DoneBody(_Body):
     """It is so."""
 
 
@@ -203,7 +203,7 @@ class Status(_Body):
     stats: dict[str, Any]
 
 
-class Refused(_Body):
+class ErrorBody(_Body):
     """What every refusal says. error: its name; EndOfTable, DeadlineExceeded and LeaseExpired are no faults."""
 
     error: str

@@ -23,18 +23,18 @@ from starlette.routing import Route
 import transferqueue as tq
 from transferqueue.errors import TransferQueueError
 from transferqueue.text import visible
-from transferqueue.web.access import METRICS, Door
+from transferqueue.web.access import METRICS, AccessPolicy
 from transferqueue.web.page.app import Endpoint, Gate, gated, metrics_of
 from transferqueue.web.service.actions import ACTIONS, Action, Actions
-from transferqueue.web.service.bodies import JSON, Codec, Refusal, Room, codec_of, decode
+from transferqueue.web.service.bodies import JSON, BadRequest, BodyBudget, Codec, codec_of, decode
 from transferqueue.web.service.openapi import described, shown
-from transferqueue.web.service.schemas import Refused
+from transferqueue.web.service.schemas import ErrorBody
 from transferqueue.web.status import status_of
 
 
-def make_service(queue: tq.AsyncQueue, door: Door) -> Gate:
+def make_service(queue: tq.AsyncQueue, door: AccessPolicy) -> Gate:
     """The application that serves `queue` to whom `door` lets in."""
-    actions, room, document = Actions(queue), Room(), described()
+    actions, room, document = Actions(queue), BodyBudget(), described()
     pages: dict[str, Endpoint] = {
         "/": _fixed(shown(document), "text/html"),
         "/service.css": _fixed(files("transferqueue.web.service").joinpath("service.css").read_bytes(), "text/css"),
@@ -46,7 +46,7 @@ def make_service(queue: tq.AsyncQueue, door: Door) -> Gate:
     return gated(door, routes, lambda status, error, text: _refused(JSON, status, error, text))
 
 
-def _call(action: Action, actions: Actions, room: Room) -> Endpoint:
+def _call(action: Action, actions: Actions, room: BodyBudget) -> Endpoint:
     call = action.of(actions)
 
     async def endpoint(request: Request) -> Response:
@@ -57,7 +57,7 @@ def _call(action: Action, actions: Actions, room: Room) -> Endpoint:
                 asked = await asyncio.to_thread(decode, codec, body, action.takes)
                 answer = await (_unless_gone(request, call(asked)) if action.waits else call(asked))
                 return Response(await asyncio.to_thread(codec.encode, answer), media_type=codec.media_type)
-        except Refusal as refusal:
+        except BadRequest as refusal:
             return _refused(codec, refusal.status, "UsageError", str(refusal))
         except TransferQueueError as error:
             return _refused(codec, status_of(error), type(error).__name__, str(error))
@@ -73,7 +73,7 @@ async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise Refusal(HTTPStatus.BAD_REQUEST, "the client hung up while it waited")
+        raise BadRequest(HTTPStatus.BAD_REQUEST, "the client hung up while it waited")
     finally:
         for one in (task, gone):
             one.cancel()
@@ -87,7 +87,7 @@ async def _gone(request: Request) -> None:
 
 
 def _refused(codec: Codec, status: HTTPStatus, error: str, text: str) -> Response:
-    return Response(codec.encode(Refused(error=error, text=visible(text))), status, media_type=codec.media_type)
+    return Response(codec.encode(ErrorBody(error=error, text=visible(text))), status, media_type=codec.media_type)
 
 
 def _fixed(body: bytes, media_type: str) -> Endpoint:
