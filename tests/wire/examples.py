@@ -120,15 +120,20 @@ HEADS: Final[list[b.ToShard | b.ToClient]] = [
 ]
 
 
+def tag(message: msgspec.Struct) -> object:
+    """What a message is called on the wire, whatever its class is called."""
+    return message.__struct_config__.tag
+
+
 def frames() -> dict[str, bytes]:
-    """Name of each example, and its frame."""
+    """Name of each example, by tag, and its frame."""
     found: dict[str, bytes] = {}
     for number, request in enumerate(REQUESTS, 1):
-        found[f"call {number} {type(request).__name__}"] = codec.encode_call(m.Call(5, number, number - 1, request))
+        found[f"call {number} {tag(request)}"] = codec.encode_call(m.Call(5, number, number - 1, request))
     for number, reply in enumerate(REPLIES, 1):
-        found[f"answer {number} {type(reply).__name__}"] = codec.encode_answer(m.Answer(7, number, reply))
+        found[f"answer {number} {tag(reply)}"] = codec.encode_answer(m.Answer(7, number, reply))
     for number, head in enumerate(HEADS, 1):
-        found[f"head {number} {type(head).__name__}"] = b.message(head, (b"content",))[0]
+        found[f"head {number} {tag(head)}"] = b.message(head, (b"content",))[0]
     return found
 
 

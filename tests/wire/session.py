@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from tests.server.nodes import Bench
+from tests.wire import examples
 from transferqueue.policies import Task
 from transferqueue.schema import Field
 from transferqueue.server.shards.tickets import TicketIssuer
@@ -46,12 +47,12 @@ def play() -> Iterator[tuple[str, bytes]]:
     session = 0
     for number, request in enumerate(STEPS, 1):
         call = codec.encode_call(m.Call(session, number, number - 1, request))
-        yield f"{type(request).__name__} call", call
+        yield f"{examples.tag(request)} call", call
         for answer in answers(bench, call):
             reply = codec.decode_answer(answer).reply
             if isinstance(reply, m.Welcome):
                 session = reply.session
-            yield f"{type(reply).__name__} answer", answer
+            yield f"{examples.tag(reply)} answer", answer
     bench.close()
 
 
