@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transferqueue.errors import UsageError
+from transferqueue.lazy import renamed_names
 
 if TYPE_CHECKING:
     import torch
@@ -212,7 +213,7 @@ class Learner(Protocol):
 
 
 @runtime_checkable
-class Stage(Protocol):
+class StageFunction(Protocol):
     """A function over rows that says what it needs and gives."""
 
     @property
@@ -223,7 +224,7 @@ class Stage(Protocol):
     def gives(self) -> Sequence[str]:
         """Fields that it writes."""
 
-    def __call__(self, batch: Any) -> Mapping[str, Any] | Iterable[Part]:
+    def __call__(self, batch: Any) -> Mapping[str, Any] | Iterable[PartialResult]:
         """Return columns for all rows of the batch, or parts of it as they are finished."""
 
 
@@ -239,7 +240,7 @@ class Producer(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class PartialResult:
     """Some rows of a batch that are finished, for a function that yields results as they come.
 
     at: their positions in the batch (None: all that are left). columns: results in that order. facts: `policy_version`,
@@ -265,3 +266,6 @@ class Part:
             raise UsageError(
                 f"part dropped as {self.drop!r} with {[*self.columns, *self.facts]}: nobody would read them; leave them out"
             )
+
+
+__getattr__ = renamed_names(__name__, {"Part": "PartialResult", "Stage": "StageFunction"})

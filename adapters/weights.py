@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import transferqueue as tq
 from transferqueue.adapters.protocols import TensorSpec, WeightSource
 from transferqueue.errors import SchemaError, listing
+from transferqueue.lazy import renamed_names
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,7 @@ def check_fits(source: WeightSource, wanted: Mapping[str, TensorSpec]) -> None:
             raise SchemaError(f'tensor "{name}" has shape {given.shape}; the model has {wanted[name].shape}')
 
 
-class Relay:
+class WeightHandoff:
     """Where an engine in another process finds weights: in their channel, or in one of this side's own if they are in none."""
 
     _CHANNEL: Final = "relay"
@@ -109,7 +110,7 @@ def checkpoint_specs(directory: Path) -> dict[str, TensorSpec]:
     return found
 
 
-class Follower:
+class WeightUpdater:
     """Keeps an engine at the newest version of a channel.
 
     `follow` waits at the server for a newer version (nobody polls), gives it to `update`, and reports it as applied.
@@ -136,3 +137,6 @@ class Follower:
         self.version = weights.version
         self._channel.applied(self.version)
         return True
+
+
+__getattr__ = renamed_names(__name__, {"Follower": "WeightUpdater", "Relay": "WeightHandoff"})

@@ -1,8 +1,9 @@
-"""Names of a package that are imported from its modules when they are first used."""
+"""Names of a module that are looked up when they are first used: those that live in other modules, and old names of what was renamed."""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -23,3 +24,23 @@ def lazy_names(package: str, names_by_module: Mapping[str, str]) -> Callable[[st
         return value
 
     return getattr_of_package
+
+
+def renamed_names(
+    module: str, new_by_old: Mapping[str, str], otherwise: Callable[[str], Any] | None = None
+) -> Callable[[str], Any]:
+    """The `__getattr__` of `module` by which old names still work: each warns (`DeprecationWarning`) and gives what has the new name.
+
+    otherwise: looks up any further name; without it there is none.
+    """
+
+    def getattr_of_module(name: str) -> Any:
+        new = new_by_old.get(name)
+        if new is not None:
+            warnings.warn(f"{module}.{name} is now {module}.{new}", DeprecationWarning, stacklevel=2)
+            return getattr(sys.modules[module], new)
+        if otherwise is not None:
+            return otherwise(name)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return getattr_of_module

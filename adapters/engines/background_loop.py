@@ -20,7 +20,7 @@ CANCEL_S: Final = 10.0
 """What was cancelled may take so long to end."""
 
 
-class LoopBeside:
+class BackgroundLoop:
     """A running event loop. Any thread but its own may call; `name` is that of its thread and of its owner in errors."""
 
     def __init__(self, name: str) -> None:

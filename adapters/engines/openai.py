@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from transferqueue.adapters.engines.background_loop import LoopBeside
+from transferqueue.adapters.engines.background_loop import BackgroundLoop
 from transferqueue.adapters.engines.completion import check_request, completed, context, ended_by, seed_of, tokens_left
 from transferqueue.adapters.protocols import (
     ABORT,
@@ -119,7 +119,7 @@ async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]
 
 
 @dataclass
-class Drawn:
+class SampledTokens:
     """What came of one choice so far."""
 
     ids: list[int] = field(default_factory=list)
@@ -171,7 +171,7 @@ class OpenAIGenerator:
         connections_max: int = CONNECTIONS_MAX,
         body: Mapping[str, Any] | None = None,
     ) -> None:
-        self._beside = LoopBeside("generator")
+        self._beside = BackgroundLoop("generator")
         self._endpoint = Endpoint(base_url, api_key=api_key, connections_max=connections_max)
         self._model, self._version, self._context_max = model, version, context_max
         self._body = dict(body or {})
@@ -204,7 +204,7 @@ class OpenAIGenerator:
 
     async def _part(self, index: int, sample: int, prompt: Prompt, sampling: Sampling, running: Running) -> Completion:
         """What one request gives until it is finished or cut; all of it is drawn with one version."""
-        drawn, version = Drawn(), self._version
+        drawn, version = SampledTokens(), self._version
         streaming = asyncio.ensure_future(self._stream(self._request(index, sample, prompt, sampling), drawn))
         waiting = asyncio.ensure_future(running.cut.wait())
         try:
@@ -231,7 +231,7 @@ class OpenAIGenerator:
         }
         return {name: value for name, value in (given | self._body).items() if value is not None}
 
-    async def _stream(self, body: Mapping[str, Any], drawn: Drawn) -> None:
+    async def _stream(self, body: Mapping[str, Any], drawn: SampledTokens) -> None:
         async with self._endpoint.request("POST", "/completions", body) as answer:
             async for event in events(answer):
                 for choice in event.get("choices", ()):

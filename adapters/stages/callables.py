@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from transferqueue.adapters.protocols import GENERATE_S, Part
+from transferqueue.adapters.protocols import GENERATE_S, PartialResult
 from transferqueue.errors import DeadlineExceeded, UsageError
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ async def _awaited(given: Awaitable[Sequence[float | None]]) -> Sequence[float |
 # ---------------------------------------------------------------- agents
 
 
-class Recording(Protocol):
+class AgentRecording(Protocol):
     """One agent's calls of a model, as `recorder.Recorder.session` records them."""
 
     @property
@@ -135,14 +135,14 @@ class Recording(Protocol):
         """The versions and tokens of that row."""
 
 
-class Recorder(Protocol):
+class AgentRecorder(Protocol):
     """Gives each agent an address of its own and remembers what was said there (`recorder.Recorder`)."""
 
     @property
     def gives(self) -> Sequence[str]:
         """Names of the columns of a recording."""
 
-    def session(self) -> AbstractContextManager[Recording]:
+    def session(self) -> AbstractContextManager[AgentRecording]:
         """A recording; its address answers until it is left."""
 
 
@@ -164,7 +164,7 @@ class Agents:
         needs: Sequence[str],
         gives: Sequence[str] = ("rewards",),
         base_url: str | None = None,
-        recorder: Recorder | None = None,
+        recorder: AgentRecorder | None = None,
         concurrency_max: int = 64,
         timeout_s: float = GENERATE_S,
         **arguments: Any,
@@ -189,7 +189,7 @@ class Agents:
         """What agents return, and what was recorded of them."""
         return (*self._gives, *(() if self._recorder is None else self._recorder.gives))
 
-    def __call__(self, batch: tq.Batch) -> Iterator[Part]:
+    def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
         """Yield each row when its agent is finished. The agents stand still while a part is acknowledged."""
         columns = [batch[name].list() for name in self._needs]
         rows = [dict(zip(self._needs, values, strict=True)) for values in zip(*columns, strict=True)]
@@ -203,24 +203,24 @@ class Agents:
             finally:
                 runner.run(_cancelled(running))
 
-    async def _start(self, rows: Sequence[Mapping[str, Any]]) -> set[asyncio.Task[Part]]:
+    async def _start(self, rows: Sequence[Mapping[str, Any]]) -> set[asyncio.Task[PartialResult]]:
         room = asyncio.Semaphore(self._concurrency_max)
         return {asyncio.create_task(self._one(at, row, room)) for at, row in enumerate(rows)}
 
-    async def _one(self, at: int, row: Mapping[str, Any], room: asyncio.Semaphore) -> Part:
+    async def _one(self, at: int, row: Mapping[str, Any], room: asyncio.Semaphore) -> PartialResult:
         async with room:
             with self._recording() as recording:
                 base_url = self._base_url if recording is None else recording.base_url
                 returned = await self._bounded(at, self._run(dict(row), base_url=base_url, **self._arguments))
         given = self._columns(returned)
         columns = {**given, **({} if recording is None else recording.columns())}
-        return Part(
+        return PartialResult(
             at=np.array([at]),
             columns={name: [value] for name, value in columns.items()},
             facts={} if recording is None else recording.facts(),
         )
 
-    def _recording(self) -> AbstractContextManager[Recording | None]:
+    def _recording(self) -> AbstractContextManager[AgentRecording | None]:
         return nullcontext() if self._recorder is None else self._recorder.session()
 
     async def _bounded(self, at: int, running: Awaitable[Any]) -> Any:
@@ -242,11 +242,13 @@ class Agents:
         return given
 
 
-async def _some(running: set[asyncio.Task[Part]]) -> tuple[set[asyncio.Task[Part]], set[asyncio.Task[Part]]]:
+async def _some(
+    running: set[asyncio.Task[PartialResult]],
+) -> tuple[set[asyncio.Task[PartialResult]], set[asyncio.Task[PartialResult]]]:
     return await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _cancelled(running: set[asyncio.Task[Part]]) -> None:
+async def _cancelled(running: set[asyncio.Task[PartialResult]]) -> None:
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsFloat
 
 import numpy as np
 
-from transferqueue.adapters.protocols import ABORT, GENERATE_S, Completion, Generator, Ids, Part, Prompt, Sampling
+from transferqueue.adapters.protocols import (
+    ABORT,
+    GENERATE_S,
+    Completion,
+    Generator,
+    Ids,
+    PartialResult,
+    Prompt,
+    Sampling,
+)
 from transferqueue.adapters.stages.trajectory import FIELDS, Trajectory
 from transferqueue.errors import UsageError
 
@@ -89,7 +98,7 @@ class Episodes:
         """The sequence, its reward, its turns."""
         return (*FIELDS, "rewards", "turns")
 
-    def __call__(self, batch: tq.Batch) -> Iterator[Part]:
+    def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
         """Play all rows to their end, and give them in one part."""
         episodes: list[_Episode] = []
         try:
@@ -101,7 +110,7 @@ class Episodes:
         finally:
             for episode in episodes:
                 episode.environment.close()
-        yield Part(columns=_columns(episodes), facts=_facts(episodes))
+        yield PartialResult(columns=_columns(episodes), facts=_facts(episodes))
 
     def _rows(self, batch: tq.Batch) -> list[Mapping[str, Any]]:
         columns = [batch[name].list() for name in self.needs]

@@ -21,7 +21,7 @@ from transferqueue.adapters.protocols import (
     LENGTH,
     Completion,
     Generator,
-    Part,
+    PartialResult,
     Prompt,
     Sampling,
 )
@@ -79,7 +79,7 @@ class Generate:
         """The response, its log-probabilities, and how it ended."""
         return ("response_ids", "rollout_logprobs", "finish_reason", *(("token_versions",) * self._token_versions))
 
-    def __call__(self, batch: tq.Batch) -> Iterator[Part]:
+    def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
         """Yield the rows of a batch as they are finished; those with most tokens first."""
         prompts = [
             replace(Prompt.of(ids), begun=begun)
@@ -99,7 +99,7 @@ class Generate:
         found = zip(*(batch[name] for name in BEGUN), strict=True)
         return [_resumed(at, oldest, *columns) for at, columns in enumerate(found)]
 
-    def _generate(self, rows: Sequence[int], prompts: Sequence[Prompt], tokens_max: int) -> Iterator[Part]:
+    def _generate(self, rows: Sequence[int], prompts: Sequence[Prompt], tokens_max: int) -> Iterator[PartialResult]:
         """Complete the prompts of ``rows``, to ``tokens_max`` tokens at most."""
         asked = [prompts[row] for row in rows]
         sampling = replace(self._sampling, tokens_max=tokens_max)
@@ -122,7 +122,7 @@ class Generate:
         short = completion.finish_reason == LENGTH and len(completion.ids) < self._sampling.tokens_max
         return bool(self._budget) and (short or completion.finish_reason == ABORT)
 
-    def _part(self, finished: Sequence[Completion]) -> Part:
+    def _part(self, finished: Sequence[Completion]) -> PartialResult:
         columns = {
             "response_ids": [completion.ids for completion in finished],
             "rollout_logprobs": [completion.logprobs for completion in finished],
@@ -130,7 +130,7 @@ class Generate:
         }
         if self._token_versions:
             columns["token_versions"] = [completion.versions for completion in finished]
-        return Part(
+        return PartialResult(
             at=np.array([completion.prompt for completion in finished], dtype=np.intp),
             columns=columns,
             facts={
@@ -159,7 +159,7 @@ def _resumed(
     return Completion(prompt=at, sample=0, ids=ids, logprobs=logprobs, finish_reason=ABORT, spans=spans)
 
 
-def _hand_back(unfinished: Sequence[Completion]) -> Part:
+def _hand_back(unfinished: Sequence[Completion]) -> PartialResult:
     columns: Mapping[str, Any] = dict(
         zip(
             BEGUN,
@@ -167,4 +167,6 @@ def _hand_back(unfinished: Sequence[Completion]) -> Part:
             strict=True,
         )
     )
-    return Part(at=np.array([one.prompt for one in unfinished], dtype=np.intp), columns=columns, unfinished=True)
+    return PartialResult(
+        at=np.array([one.prompt for one in unfinished], dtype=np.intp), columns=columns, unfinished=True
+    )

@@ -2,7 +2,7 @@
 
 Rules:
 
-- Each agent gets an address of its own (`Recorder.session`), which answers until its session is left. The proxy asks the
+- Each agent gets an address of its own (`RecordingProxy.session`), which answers until its session is left. The proxy asks the
   endpoint for token ids and log-probabilities, whatever the agent asks for, and hands the answers on, streamed ones as they come.
 - What an agent said is put together by tokens: a call whose prompt begins with all tokens of calls before it goes on with them;
   any other begins a sequence of its own (the agent shortened its history, or asked twice). Text is never tokenized here.
@@ -20,8 +20,8 @@ from typing import Any, Final, Self
 
 from aiohttp import web
 
-from transferqueue.adapters.engines.background_loop import LoopBeside
-from transferqueue.adapters.engines.openai import Drawn, Endpoint, events
+from transferqueue.adapters.engines.background_loop import BackgroundLoop
+from transferqueue.adapters.engines.openai import Endpoint, SampledTokens, events
 from transferqueue.adapters.protocols import Unsupported
 from transferqueue.adapters.stages.trajectory import FIELDS, Trajectory
 from transferqueue.errors import PeerError, TransferQueueError, UsageError
@@ -37,7 +37,7 @@ _ASKED: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """One answer of the model: what it read, what it drew, and between which versions of its weights."""
 
     prompt_ids: Sequence[int]
@@ -52,7 +52,7 @@ class Recording:
 
     def __init__(self, base_url: str) -> None:
         self.base_url = base_url
-        self.calls: list[Call] = []
+        self.calls: list[ModelCall] = []
         self.refusals: list[TransferQueueError] = []
 
     def trajectories(self) -> list[Trajectory]:
@@ -93,7 +93,7 @@ def _goes_on_with(found: list[Trajectory], prompt_ids: Sequence[int]) -> Traject
     return max(begun, key=lambda each: len(each.ids))
 
 
-class Recorder:
+class RecordingProxy:
     """The proxy (`callables.Recorder`): listens on this machine from the start to `close`.
 
     upstream: base URL of the endpoint, with its ``/v1``. version: tells the version of the weights that it serves now, such as
@@ -113,7 +113,7 @@ class Recorder:
         self._upstream = Endpoint(upstream, api_key=api_key)
         self._version = version
         self._recordings: dict[str, Recording] = {}
-        self._beside = LoopBeside("recorder")
+        self._beside = BackgroundLoop("recorder")
         try:
             self._runner, port = self._beside.wait(self._serve(host), _START_S, "the recorder did not start")
         except BaseException:
@@ -209,7 +209,7 @@ class _Answers:
 
     def __init__(self) -> None:
         self._prompt_ids: Sequence[int] | None = None
-        self._drawn: dict[int, Drawn] = {}
+        self._drawn: dict[int, SampledTokens] = {}
         self._refusal: TransferQueueError | None = None
         self.broken = False
 
@@ -219,7 +219,7 @@ class _Answers:
         for choice in answer.get("choices", ()):
             self._prompt_ids = choice.get("prompt_token_ids") or self._prompt_ids
             try:
-                self._drawn.setdefault(choice.get("index", 0), Drawn()).add(choice)
+                self._drawn.setdefault(choice.get("index", 0), SampledTokens()).add(choice)
             except Unsupported as error:
                 self._refusal = error
 
@@ -235,7 +235,7 @@ class _Answers:
             recording.refusals.append(self._refusal)
         for _, drawn in sorted(self._drawn.items()):
             recording.calls.append(
-                Call(self._prompt_ids or (), drawn.ids, drawn.logprobs, drawn.finish_reason or "", versions)
+                ModelCall(self._prompt_ids or (), drawn.ids, drawn.logprobs, drawn.finish_reason or "", versions)
             )
 
 

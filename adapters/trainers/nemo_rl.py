@@ -36,7 +36,7 @@ LENGTH_TAG: Final = "input_lengths"
 """The tag that becomes ``sequence_lengths``."""
 
 
-class NotThere(NotFound, KeyError):
+class NemoRlMissing(NotFound, KeyError):
     """A partition, task, sample or field of a sample that does not exist, as NeMo-RL's callers expect it: a ``KeyError``."""
 
     __str__ = Exception.__str__
@@ -97,7 +97,7 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         """Claim samples for `task_name` that have `required_fields`: `batch_size` of them, waited for at the server, or without
         `blocking` those that are ready, at most that many. A sample is claimed once for a task.
 
-        dp_rank: not needed. `DeadlineExceeded` (a ``TimeoutError``) says what is missing; nothing was claimed then. `NotThere`
+        dp_rank: not needed. `DeadlineExceeded` (a ``TimeoutError``) says what is missing; nothing was claimed then. `NemoRlMissing`
         for a partition or task that was not registered; `UsageError` for other fields than the task claimed by before.
         """
         del dp_rank
@@ -169,16 +169,16 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
 
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
         """Fields of samples, claimed or not: tensors dense where all of these samples have one shape, else nested. No copy where
-        they lie together. `NotThere` for samples that are not there, and for fields that they do not all have."""
+        they lie together. `NemoRlMissing` for samples that are not there, and for fields that they do not all have."""
         if not sample_ids:
             return TensorDict({}, batch_size=(0,))
         try:
             found = self._partitions.get(partition_id, sample_ids, select_fields)
         except NotFound as error:
-            raise NotThere(str(error)) from error
+            raise NemoRlMissing(str(error)) from error
         missing = [name for name in select_fields if name not in found.keys()]  # noqa: SIM118
         if missing:
-            raise NotThere(f"fields {missing} of partition {partition_id!r} were not produced yet; put them first")
+            raise NemoRlMissing(f"fields {missing} of partition {partition_id!r} were not produced yet; put them first")
         return TensorDict({name: _uniform(found.get(name)) for name in select_fields}, batch_size=(len(sample_ids),))
 
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
@@ -202,14 +202,14 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
     def _partition(self, partition_id: str) -> tq.Table:
         table = self._partitions.find(partition_id)
         if table is None:
-            raise NotThere(f"partition {partition_id!r} is not there; register_partition makes it")
+            raise NemoRlMissing(f"partition {partition_id!r} is not there; register_partition makes it")
         return table
 
     def _claiming(self, table: tq.Table, partition_id: str, task: str, fields: Sequence[str]) -> str:
         """The name of the task by which `task` claims samples with `fields`, declared if it is its first claim."""
         known, needs = table.tasks, tuple(sorted(set(fields)))
         if _declared(task) not in known:
-            raise NotThere(
+            raise NemoRlMissing(
                 f"task {task!r} is not registered as a consumer of partition {partition_id!r}; register_partition"
             )
         if _claims(task) not in known:

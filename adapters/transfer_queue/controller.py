@@ -25,7 +25,7 @@ from transferqueue.adapters.transfer_queue.checkpoint.tagged_json import plain, 
 from transferqueue.adapters.transfer_queue.columns import schema_of_field
 from transferqueue.adapters.transfer_queue.metadata import NOT_READY, READY, BatchMeta
 from transferqueue.adapters.transfer_queue.partitions import Partitions, described, indexes_of
-from transferqueue.adapters.transfer_queue.ready_samples import Ready, without
+from transferqueue.adapters.transfer_queue.ready_samples import ReadySamples, without
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler, SequentialSampler
 from transferqueue.adapters.transfer_queue.tags import given_tags, partition_of, table_of
 from transferqueue.errors import NotFound, UsageError
@@ -57,13 +57,13 @@ class Partition:
         partitions = Partitions(queue, rows_max)
         self.table = partitions.find(partition_id) or partitions.make(partition_id)[0]
         self.consumed: dict[str, set[int]] = {}
-        self._ready: dict[tuple[str, ...], Ready] = {}
+        self._ready: dict[tuple[str, ...], ReadySamples] = {}
 
-    def ready(self, fields: Iterable[str]) -> Ready:
-        """Readiness of a set of fields; `Ready.hear` brings it up to date."""
+    def ready(self, fields: Iterable[str]) -> ReadySamples:
+        """Readiness of a set of fields; `ReadySamples.hear` brings it up to date."""
         names = tuple(sorted(fields))
         if names not in self._ready:
-            self._ready[names] = Ready(self.table, f"ready.{len(self._ready)}", names, self._guard)
+            self._ready[names] = ReadySamples(self.table, f"ready.{len(self._ready)}", names, self._guard)
         return self._ready[names]
 
     def have(self, fields: Iterable[str]) -> set[int]:
@@ -182,7 +182,7 @@ class Controller:
     def _fetch(
         self,
         partition: Partition,
-        ready: Ready,
+        ready: ReadySamples,
         fields: Sequence[str],
         batch_size: int,
         task: str,
@@ -227,7 +227,7 @@ class Controller:
                     return
             self._wait(partition, ready, changes, left_s)
 
-    def _heard(self, partition_id: str, fields: Sequence[str]) -> tuple[Partition, Ready]:
+    def _heard(self, partition_id: str, fields: Sequence[str]) -> tuple[Partition, ReadySamples]:
         """A partition, and what has become ready in it by now."""
         with self._guard:
             partition = self._partition(partition_id)
@@ -237,13 +237,13 @@ class Controller:
             partition = self._anew(partition)
             return partition, self._ready(partition, fields)
 
-    def _ready(self, partition: Partition, fields: Sequence[str]) -> Ready:
+    def _ready(self, partition: Partition, fields: Sequence[str]) -> ReadySamples:
         with self._guard:
             ready = partition.ready(fields)
         ready.hear()
         return ready
 
-    def _wait(self, partition: Partition, ready: Ready, changes: int, wait_s: float) -> None:
+    def _wait(self, partition: Partition, ready: ReadySamples, changes: int, wait_s: float) -> None:
         try:
             ready.wait(changes, wait_s)
         except NotFound:

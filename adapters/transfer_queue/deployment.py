@@ -31,7 +31,7 @@ LOCAL: Final = "TRANSFERQUEUE_SHIM_LOCAL"
 CONFIG: Final = Path(__file__).with_name("config.yaml")
 
 
-class Server:
+class DropInServer:
     """The queue's server and the controller, in one process."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -68,7 +68,7 @@ class Server:
         self._ending.close()
 
 
-class Service:
+class DropInConnection:
     """A process's connection with the deployment. end: ends the deployment, for its maker."""
 
     def __init__(self, ask: Callable[..., Any], end: Callable[[], object] | None) -> None:
@@ -85,11 +85,11 @@ class Service:
 
 
 _guard: Final = threading.Lock()
-_services: Final[dict[int, Service]] = {}
+_services: Final[dict[int, DropInConnection]] = {}
 """By process: a forked child has none."""
 
 
-def start(config: Mapping[str, Any] | None) -> Service:
+def start(config: Mapping[str, Any] | None) -> DropInConnection:
     """The service of this process: attached to one that is there, or made. Again: the same."""
     with _guard:
         found = _services.get(os.getpid())
@@ -100,7 +100,7 @@ def start(config: Mapping[str, Any] | None) -> Service:
         return found
 
 
-def current() -> Service:
+def current() -> DropInConnection:
     """The service of this process. ``RuntimeError`` before `start`."""
     found = _services.get(os.getpid())
     if found is None:
@@ -136,12 +136,12 @@ def _ray_wanted() -> bool:
     return os.environ.get(LOCAL) != "1" and importlib.util.find_spec("ray") is not None
 
 
-def _local(config: Mapping[str, Any]) -> Service:
-    server = Server(config)
-    return Service(lambda name, *arguments: getattr(server, name)(*arguments), server.shutdown)
+def _local(config: Mapping[str, Any]) -> DropInConnection:
+    server = DropInServer(config)
+    return DropInConnection(lambda name, *arguments: getattr(server, name)(*arguments), server.shutdown)
 
 
-def _with_ray(config: Mapping[str, Any]) -> Service:
+def _with_ray(config: Mapping[str, Any]) -> DropInConnection:
     import ray
 
     if not ray.is_initialized():
@@ -155,7 +155,7 @@ def _with_ray(config: Mapping[str, Any]) -> Service:
         ray.get(actor.ask.remote("shutdown"))
         ray.kill(actor)
 
-    return Service(ask, end if made else None)
+    return DropInConnection(ask, end if made else None)
 
 
 def _actor(config: Mapping[str, Any]) -> tuple[Any, bool]:
@@ -174,10 +174,10 @@ def _actor(config: Mapping[str, Any]) -> tuple[Any, bool]:
 
 
 class ServerActor:
-    """`Server` as a Ray actor."""
+    """`DropInServer` as a Ray actor."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._server = Server(config)
+        self._server = DropInServer(config)
 
     def ask(self, name: str, *arguments: Any) -> Any:
         """Call a method of the server or the controller."""

@@ -15,7 +15,7 @@ _HEARING_S: Final = 0.05
 """How long one thread waits for another that takes in what is there; one that waits for more takes longer, and is not waited for."""
 
 
-class Ready:
+class ReadySamples:
     """Samples that have a set of fields: those that are ready, and what each task still has before it, ascending.
 
     One thread at a time listens to the table, since what it hears it alone has heard, until it is taken in under `guard`.

@@ -22,7 +22,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from transferqueue.adapters.engines.background_loop import LoopBeside
+from transferqueue.adapters.engines.background_loop import BackgroundLoop
 from transferqueue.adapters.engines.completion import check_request, completed, context, seed_of, tokens_left
 from transferqueue.adapters.protocols import (
     GENERATE_S,
@@ -35,7 +35,7 @@ from transferqueue.adapters.protocols import (
     WeightSource,
 )
 from transferqueue.adapters.vllm import plugin as vllm_plugin
-from transferqueue.adapters.weights import Relay, check_fits, checkpoint_specs
+from transferqueue.adapters.weights import WeightHandoff, check_fits, checkpoint_specs
 from transferqueue.errors import DeadlineExceeded, Disconnected
 
 T = TypeVar("T")
@@ -60,12 +60,12 @@ class VllmGenerator:
             "weight_transfer_config": {"backend": vllm_plugin.BACKEND},
             **engine,
         }
-        self._beside = LoopBeside("vllm")
+        self._beside = BackgroundLoop("vllm")
         self._ids = itertools.count()
         self._version = version
         self._wanted = checkpoint_specs(Path(model))
         self._channel: tuple[str, str] | None = None
-        self._relay = Relay()
+        self._relay = WeightHandoff()
         self._paused = False
         try:
             self._engine, self._limit = self._wait(self._start(arguments), _START_S, "the engine did not start")

@@ -30,7 +30,7 @@ from transferqueue.adapters.protocols import (
     WeightSource,
 )
 from transferqueue.adapters.vllm.plugin import BACKEND
-from transferqueue.adapters.weights import Relay, check_fits, checkpoint_specs
+from transferqueue.adapters.weights import WeightHandoff, check_fits, checkpoint_specs
 from transferqueue.errors import DeadlineExceeded, ProtocolError
 
 SERVER_ARGUMENTS: Final = (
@@ -67,7 +67,7 @@ class VllmServer(OpenAIGenerator):
         connections_max: int = CONNECTIONS_MAX,
     ) -> None:
         super().__init__(url, "", api_key=api_key, version=version, connections_max=connections_max)
-        self._relay = Relay()
+        self._relay = WeightHandoff()
         self._channel: tuple[str, str] | None = None
         self._held = False
         self._asked: set[asyncio.Future[Any]] = set()

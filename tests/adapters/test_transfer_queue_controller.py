@@ -23,21 +23,21 @@ TensorDict = tensordict.TensorDict
 
 
 @pytest.fixture
-def server() -> Iterator[service.Server]:
-    found = service.Server({})
+def server() -> Iterator[service.DropInServer]:
+    found = service.DropInServer({})
     yield found
     found.shutdown()
 
 
 @pytest.fixture
-def client(server: service.Server) -> Iterator[Any]:
+def client(server: service.DropInServer) -> Iterator[Any]:
     attached = attach(server)
     yield attached.client
     attached.close()
 
 
-def attach(server: service.Server) -> service.Service:
-    return service.Service(lambda name, *arguments: getattr(server, name)(*arguments), None)
+def attach(server: service.DropInServer) -> service.DropInConnection:
+    return service.DropInConnection(lambda name, *arguments: getattr(server, name)(*arguments), None)
 
 
 def put(client: Any, *names: str, rows: int = 2) -> Any:
@@ -81,7 +81,7 @@ def test_no_notification_is_lost(client: Any) -> None:
     assert len(alone) == len(set(alone)) == 2 * rounds
 
 
-def test_a_guest_that_closes_detaches(server: service.Server) -> None:
+def test_a_guest_that_closes_detaches(server: service.DropInServer) -> None:
     host, guest = attach(server), attach(server)
     made = put(guest.client, "x")
     guest.close()
@@ -92,7 +92,7 @@ def test_a_guest_that_closes_detaches(server: service.Server) -> None:
     host.close()
 
 
-def test_a_guest_that_closes_leaves_waiting_readers_alone(server: service.Server) -> None:
+def test_a_guest_that_closes_leaves_waiting_readers_alone(server: service.DropInServer) -> None:
     host, guest = attach(server), attach(server)
     begun = threading.Event()
 

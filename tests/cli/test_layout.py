@@ -2,11 +2,11 @@
 
 from rich.text import Text
 
-from transferqueue.cli.screens.layout import Column, bar, fit, flow, grid_line, heading, spread, wrap
+from transferqueue.cli.screens.layout import GridColumn, bar, fit, flow, grid_line, heading, spread, wrap
 
 
-def column(name: str, rank: int = 0, cell: str = "1", left: bool = False) -> Column:
-    return Column(heading=name, cells=[Text(cell)], rank=rank, left=left)
+def column(name: str, rank: int = 0, cell: str = "1", left: bool = False) -> GridColumn:
+    return GridColumn(heading=name, cells=[Text(cell)], rank=rank, left=left)
 
 
 def test_columns_of_highest_rank_go_first() -> None:
@@ -29,7 +29,7 @@ def test_cells_line_up_under_their_headings() -> None:
 
 
 def test_a_grid_without_rows_has_headings() -> None:
-    assert heading([Column(heading="task", cells=[])]).plain == "task"
+    assert heading([GridColumn(heading="task", cells=[])]).plain == "task"
 
 
 def test_pieces_flow_without_being_broken() -> None:

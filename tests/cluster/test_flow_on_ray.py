@@ -11,7 +11,7 @@ from transferqueue.workflows.flow.events import Failure, Figures
 from transferqueue.workflows.flow.flow import StageFailed
 from transferqueue.workflows.flow.on_ray import run_on_ray
 from transferqueue.workflows.flow.stage import Stage
-from transferqueue.workflows.flow.stage_process import Job
+from transferqueue.workflows.flow.stage_process import StageJob
 
 ray = pytest.importorskip("ray", reason="make test-ray has Ray")
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -63,8 +63,8 @@ def jobs(factory, marks=""):
     settings = {"total": 32, "marks": str(marks)}
     stage = Stage(task=DOUBLE, rows=4, at_least=1)
     return [
-        Job(name="numbers", table="t", factory=f"{HERE}:numbers", settings=settings),
-        Job(name="double", table="t", factory=f"{HERE}:{factory}", stage=stage, settings=settings),
+        StageJob(name="numbers", table="t", factory=f"{HERE}:numbers", settings=settings),
+        StageJob(name="double", table="t", factory=f"{HERE}:{factory}", stage=stage, settings=settings),
     ]
 
 

@@ -23,10 +23,10 @@ import transferqueue as tq  # noqa: E402
 from tests.cluster.shards import shards  # noqa: E402
 from tests.workflows.test_demo import SMALL  # noqa: E402
 from transferqueue.cluster.on_ray.shard_actors import PER_NODE, places  # noqa: E402
-from transferqueue.workflows.flow.events import WORK, Event, Figures, Span  # noqa: E402
+from transferqueue.workflows.flow.events import WORK, Event, Figures, TimeSpan  # noqa: E402
 from transferqueue.workflows.grpo.job import JobSettings  # noqa: E402
 from transferqueue.workflows.grpo.on_ray import run_demo_on_ray  # noqa: E402
-from transferqueue.workflows.grpo.run import Outcome  # noqa: E402
+from transferqueue.workflows.grpo.run import RunOutcome  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -88,7 +88,7 @@ class Removal:
 
     def __call__(self, label: str, event: Event) -> None:
         """The first put of prompts is the first of all: the trainer is warming up. It makes one shard less empty."""
-        if label == "prompts-0" and isinstance(event, Span) and event.name == WORK and not self.doomed:
+        if label == "prompts-0" and isinstance(event, TimeSpan) and event.name == WORK and not self.doomed:
             with tq.connect(self.address) as queue:
                 fullest = max(shards(queue), key=lambda one: one["used_bytes"])
             self.doomed = self.order[int(fullest["label"].rpartition("-")[2])]
@@ -97,7 +97,7 @@ class Removal:
             self.cluster.remove_node(self.nodes[self.doomed])
 
 
-def run(settings: JobSettings, removal: Removal, directory: Path) -> tuple[Outcome, list[Figures]]:
+def run(settings: JobSettings, removal: Removal, directory: Path) -> tuple[RunOutcome, list[Figures]]:
     steps: list[Figures] = []
 
     def observe(label: str, event: Event) -> None:
@@ -112,7 +112,7 @@ def run(settings: JobSettings, removal: Removal, directory: Path) -> tuple[Outco
     return outcome, steps
 
 
-def check(outcome: Outcome, steps: list[Figures]) -> None:
+def check(outcome: RunOutcome, steps: list[Figures]) -> None:
     """As many rows were trained as were to be, in so many steps, each once; and all that were put are accounted for."""
     assert [step.values["step"] for step in steps] == list(range(1, SETTINGS.learning.steps + 1))
     assert sum(step.values["rows"] for step in steps) == outcome.audit.done == SETTINGS.rows_total

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from transferqueue.testing.conformance.matrix import Record, save
-from transferqueue.testing.conformance.report import Outcome, Verdict, judge
+from transferqueue.testing.conformance.matrix import MatrixRecord, save
+from transferqueue.testing.conformance.report import CheckOutcome, Verdict, judge
 
-FOUND: dict[tuple[str, str, str], list[Outcome]] = {}
+FOUND: dict[tuple[str, str, str], list[CheckOutcome]] = {}
 
 
 def against(*distributions: str) -> str:
@@ -33,4 +33,4 @@ def conform(kind: str, adapter: str, engine: str, check: Callable[[Any], None], 
 def write(directory: Path) -> None:
     on = dt.datetime.now(dt.UTC).date().isoformat()
     for (kind, adapter, engine), outcomes in FOUND.items():
-        save(Record(adapter=adapter, kind=kind, against=engine, on=on, outcomes=tuple(outcomes)), directory)
+        save(MatrixRecord(adapter=adapter, kind=kind, against=engine, on=on, outcomes=tuple(outcomes)), directory)

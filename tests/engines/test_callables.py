@@ -11,13 +11,22 @@ import pytest
 
 import transferqueue as tq
 from tests.engines.conform import conform
-from transferqueue.adapters.protocols import ABORT, LENGTH, Completion, Completions, Ids, Prompt, Sampling, Stage
+from transferqueue.adapters.protocols import (
+    ABORT,
+    LENGTH,
+    Completion,
+    Completions,
+    Ids,
+    Prompt,
+    Sampling,
+    StageFunction,
+)
 from transferqueue.adapters.stages.callables import Agents, Rewards
 from transferqueue.adapters.stages.environments import Episodes
 from transferqueue.errors import UsageError
 from transferqueue.testing.conformance.stages import STAGE_CHECKS, StageSubject
 from transferqueue.workflows.flow.events import Event, Failure
-from transferqueue.workflows.flow.runner import StageBroken, run_stage
+from transferqueue.workflows.flow.runner import StageFailedInProcess, run_stage
 from transferqueue.workflows.flow.stage import Stage as Served
 
 
@@ -89,7 +98,7 @@ def episodes(**more: Any) -> Episodes:
 class Subject:
     repeats = True
 
-    def __init__(self, make: Callable[[], Stage], columns: Mapping[str, Any]) -> None:
+    def __init__(self, make: Callable[[], StageFunction], columns: Mapping[str, Any]) -> None:
         self.open, self._columns = make, columns
 
     def columns(self) -> Mapping[str, Any]:
@@ -117,7 +126,7 @@ def test_stages(name: str, check: Callable[[StageSubject], None]) -> None:
     conform("stage", name, "plain Python", check, STAGES[name]())
 
 
-def served(stage: Stage, columns: Mapping[str, Any], emit: Callable[[Event], None] = lambda _: None) -> tq.Rows:
+def served(stage: StageFunction, columns: Mapping[str, Any], emit: Callable[[Event], None] = lambda _: None) -> tq.Rows:
     """The rows as the stage left them."""
     task = tq.Task("stage", needs=tuple(stage.needs), gives=tuple(stage.gives), attempts_max=1)
     with tq.connect() as queue:
@@ -165,7 +174,7 @@ def test_a_function_gets_only_what_it_names_and_ids_by_their_name_here() -> None
     ],
 )
 def test_what_is_no_reward_for_each_row_is_refused(function: Any, said: str) -> None:
-    with pytest.raises(StageBroken, match=said):
+    with pytest.raises(StageFailedInProcess, match=said):
         served(Rewards(function), {"prompt": ["a", "b"], "completion": ["c", "d"]})
 
 
@@ -203,7 +212,7 @@ def test_an_agent_that_raises_leaves_its_row_and_ends_the_others() -> None:
             ended.append(data["x"])
         return 0.0
 
-    with pytest.raises(StageBroken, match="ValueError: no"):
+    with pytest.raises(StageFailedInProcess, match="ValueError: no"):
         served(Agents(agent, needs=["x"], base_url=""), {"x": np.arange(3)})
     assert sorted(ended) == [0, 2]
 
@@ -224,7 +233,7 @@ def test_agents_say_what_they_lack() -> None:
         Agents(Shouter(), needs=["x"])
     with pytest.raises(UsageError, match="at least 1 agent"):
         Agents(Shouter(), needs=["x"], base_url="", concurrency_max=0)
-    with pytest.raises(StageBroken, match=r"returned \['rewards'\]; it gives \['rewards', 'said'\]"):
+    with pytest.raises(StageFailedInProcess, match=r"returned \['rewards'\]; it gives \['rewards', 'said'\]"):
         served(Agents(_number, needs=["x"], gives=["rewards", "said"], base_url=""), {"x": [1]})
 
 
@@ -253,6 +262,6 @@ def test_an_environment_that_raises_is_closed() -> None:
     def encode(observation: int, turn: int) -> Ids:
         raise ValueError("no text")
 
-    with pytest.raises(StageBroken, match="no text"):
+    with pytest.raises(StageFailedInProcess, match="no text"):
         served(episodes(encode=encode), {"seed": [1]})
     assert Counting.opened == 0

@@ -12,13 +12,13 @@ pytest.importorskip("transformers", reason="make test-engines installs it")
 pytest.importorskip("matplotlib")
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 
-from transferqueue.workflows.flow.events import Event, Figures, Span
+from transferqueue.workflows.flow.events import Event, Figures, TimeSpan
 from transferqueue.workflows.grpo.job import JobSettings
-from transferqueue.workflows.grpo.learning.settings import Settings, for_engine
+from transferqueue.workflows.grpo.learning.settings import LearningSettings, for_engine
 from transferqueue.workflows.grpo.run import run_demo
 
 STEPS, PROMPTS, GROUP = 4, 8, 8
-SMALL = Settings(
+SMALL = LearningSettings(
     dataset="spell_backward", warmup_steps=4, warmup_rows=16, width=128, layers=1, hidden=64, evaluation_samples=1
 )
 
@@ -37,7 +37,7 @@ def test_the_job_runs_on_a_real_engine(engine: str, partial: int, tmp_path: Path
     assert outcome.summary.steps == STEPS
     assert (outcome.audit.put, outcome.audit.done) == (STEPS * PROMPTS * GROUP,) * 2
     assert set(outcome.summary.staleness_histogram) <= {"0", "1"}
-    spans = [event.name for label, event in events if label == "rollout-0" and isinstance(event, Span)]
+    spans = [event.name for label, event in events if label == "rollout-0" and isinstance(event, TimeSpan)]
     assert spans.count("engine start") == 1
     assert "weights" in spans
     steps = [event.values for _, event in events if isinstance(event, Figures) and event.kind == "step"]

@@ -14,10 +14,10 @@ pytest.importorskip("aiohttp")
 
 from aiohttp import web
 
-from transferqueue.adapters.engines.background_loop import LoopBeside
+from transferqueue.adapters.engines.background_loop import BackgroundLoop
 from transferqueue.adapters.engines.openai import OpenAIGenerator
 from transferqueue.adapters.protocols import ABORT, LENGTH, Pause, Prompt, Sampling, Unsupported
-from transferqueue.adapters.stages.recording_proxy import Recorder
+from transferqueue.adapters.stages.recording_proxy import RecordingProxy
 from transferqueue.adapters.vllm.server import VllmServer
 from transferqueue.adapters.weights import TensorWeights
 from transferqueue.errors import DeadlineExceeded, Disconnected, PeerError, ProtocolError, Unreachable, UsageError
@@ -32,7 +32,7 @@ class Endpoint:
     def __init__(self) -> None:
         self.answer: Answer = stream()
         self.asked: list[dict[str, Any]] = []
-        self.beside = LoopBeside("endpoint")
+        self.beside = BackgroundLoop("endpoint")
         self.url, self._runner = self.beside.wait(self._serve(), 10, "no endpoint")
 
     async def _serve(self) -> tuple[str, web.AppRunner]:
@@ -249,7 +249,7 @@ def post(base_url: str, path: str, body: Any) -> tuple[int, bytes]:
 def test_calls_are_recorded_with_their_versions(endpoint: Endpoint) -> None:
     versions = iter([4, 5])
     endpoint.answer = stream(*WHOLE)
-    with Recorder(endpoint.url, version=lambda: next(versions)) as recorder, recorder.session() as recording:
+    with RecordingProxy(endpoint.url, version=lambda: next(versions)) as recorder, recorder.session() as recording:
         status, text = post(recording.base_url, "completions", {"prompt": "p", "stream": True})
         assert status == 200
         assert text.count(b"data: ") == 3
@@ -261,14 +261,14 @@ def test_calls_are_recorded_with_their_versions(endpoint: Endpoint) -> None:
 
 def test_an_endpoint_that_names_no_tokens_serves_the_agent_but_gives_no_columns(endpoint: Endpoint) -> None:
     endpoint.answer = plain(200, json.dumps({"choices": [{"message": {"content": "hello"}}]}))
-    with Recorder(endpoint.url) as recorder, recorder.session() as recording:
+    with RecordingProxy(endpoint.url) as recorder, recorder.session() as recording:
         assert post(recording.base_url, "chat/completions", {"messages": []})[0] == 200
         with pytest.raises(Unsupported, match="no token ids"):
             recording.columns()
 
 
 def test_the_agent_hears_what_went_wrong(endpoint: Endpoint) -> None:
-    with Recorder(endpoint.url) as recorder:
+    with RecordingProxy(endpoint.url) as recorder:
         with recorder.session() as recording:
             endpoint.answer = plain(503, "down")
             assert post(recording.base_url, "completions", {})[0] == 502

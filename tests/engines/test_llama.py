@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from transferqueue.workflows.grpo.learning.settings import Settings
+from transferqueue.workflows.grpo.learning.settings import LearningSettings
 from transferqueue.workflows.grpo.model.llama import from_llama, save_llama, to_llama
 from transferqueue.workflows.grpo.model.transformer import Transformer
 
 
 def small() -> Transformer:
-    model = Transformer(replace(Settings(), width=64, heads=2, hidden=96).model_shape())
+    model = Transformer(replace(LearningSettings(), width=64, heads=2, hidden=96).model_shape())
     model.initialize(torch.Generator().manual_seed(3))
     return model.eval()
 

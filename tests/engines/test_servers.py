@@ -24,9 +24,9 @@ from tests.engines.served import free_port, serve
 from transferqueue.adapters.engines.openai import OpenAIGenerator
 from transferqueue.adapters.protocols import ABORT, LENGTH, Completion, Generator, Pause, Prompt, Sampling
 from transferqueue.adapters.stages.callables import Agents
-from transferqueue.adapters.stages.recording_proxy import Recorder
+from transferqueue.adapters.stages.recording_proxy import RecordingProxy
 from transferqueue.adapters.vllm.server import VllmServer
-from transferqueue.adapters.weights import Follower
+from transferqueue.adapters.weights import WeightUpdater
 from transferqueue.errors import UsageError
 from transferqueue.testing.conformance.generators import GENERATOR_CHECKS, GeneratorSubject
 from transferqueue.workflows.flow.runner import run_stage
@@ -97,7 +97,7 @@ def test_a_server_reads_weights_from_their_channel(served: Served) -> None:
     engine = served.open()
     with tq.connect() as queue:
         queue.weights("policy").publish(5, dict(served.weights(1)))
-        assert Follower(queue, "policy", engine.update_weights).follow(timeout_s=30)
+        assert WeightUpdater(queue, "policy", engine.update_weights).follow(timeout_s=30)
     assert engine.version == 5
     prompt = served.prompts()[0]
     sampling = Sampling(tokens_max=6)
@@ -208,7 +208,7 @@ class Talker:
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_agents_said_is_recorded_as_it_was_drawn(stream: bool, plain: Plain, url: str) -> None:
     engine = plain.open()
-    with Recorder(f"{url}/v1", version=lambda: engine.version) as recorder, tq.connect() as queue:
+    with RecordingProxy(f"{url}/v1", version=lambda: engine.version) as recorder, tq.connect() as queue:
         stage = Agents(Talker(stream=stream), needs=["prompt"], recorder=recorder)
         task = tq.Task("agent", needs=tuple(stage.needs), gives=tuple(stage.gives), attempts_max=1)
         table = queue.create_table("t", tasks=[task], retention=tq.Manual())
@@ -243,7 +243,7 @@ def test_an_agent_that_forgets_says_several_sequences(plain: Plain, url: str) ->
     import asyncio
 
     plain.open()
-    with Recorder(f"{url}/v1") as recorder, recorder.session() as recording:
+    with RecordingProxy(f"{url}/v1") as recorder, recorder.session() as recording:
         asyncio.run(Talker(forget=True).run({"prompt": "w5"}, recording.base_url))
         assert [len(each.ids) for each in recording.trajectories()] == [7, 7]
         with pytest.raises(UsageError, match="2 calls of the model are 2 sequences"):
@@ -251,7 +251,7 @@ def test_an_agent_that_forgets_says_several_sequences(plain: Plain, url: str) ->
 
 
 def test_errors_reach_the_agent_as_the_endpoint_said_them(plain: Plain, url: str) -> None:
-    with Recorder(f"{url}/v1") as recorder:
+    with RecordingProxy(f"{url}/v1") as recorder:
         with recorder.session() as recording, openai.OpenAI(base_url=recording.base_url, api_key="-") as client:
             assert client.models.list().data[0].id == "tiny"
             with pytest.raises(openai.BadRequestError, match="400"):

@@ -16,7 +16,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 from aiohttp import web
 
-from transferqueue.adapters.engines.background_loop import LoopBeside
+from transferqueue.adapters.engines.background_loop import BackgroundLoop
 from transferqueue.adapters.engines.sglang_server import SglangServer
 from transferqueue.adapters.engines.transformers import TransformersGenerator
 from transferqueue.adapters.protocols import Generator, Pause, Prompt, Sampling, Unsupported
@@ -34,7 +34,7 @@ class Documented:
         self.directory = directory
         self.weight_version = "default"
         self.answers: dict[str, Any] = {}
-        self.beside = LoopBeside("endpoint")
+        self.beside = BackgroundLoop("endpoint")
         self.url, self._runner = self.beside.wait(self._serve(), 10, "no endpoint")
 
     async def _serve(self) -> tuple[str, web.AppRunner]:

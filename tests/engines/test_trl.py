@@ -20,7 +20,7 @@ from transferqueue.adapters.engines.transformers import TransformersGenerator
 from transferqueue.adapters.protocols import Sampling
 from transferqueue.adapters.stages.generation import Generate
 from transferqueue.adapters.trainers.trl import QueueRollouts, queued_reward, rollout_tasks
-from transferqueue.adapters.weights import Follower
+from transferqueue.adapters.weights import WeightUpdater
 from transferqueue.workflows.flow.runner import run_stage
 from transferqueue.workflows.flow.stage import Stage
 
@@ -33,7 +33,7 @@ def generate(address: str, failures: list[BaseException]) -> None:
     try:
         with tq.connect(address, label="generator") as queue:
             engine = TransformersGenerator(model(0))
-            follower = Follower(queue, "policy", engine.update_weights)
+            follower = WeightUpdater(queue, "policy", engine.update_weights)
             follower.follow(timeout_s=60)
             work = Generate(engine, Sampling(tokens_max=8, stop_ids=(1,)))
 

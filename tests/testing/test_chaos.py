@@ -17,10 +17,10 @@ from tests.scale import only_long, sizes
 from transferqueue.errors import UsageError
 from transferqueue.observe.measurement_record import load_record
 from transferqueue.testing.chaos.fault_plan import PROXY, SERVER, SERVER_GAP_S, Fault, plan, settings
-from transferqueue.testing.chaos.log import Diary, Told, read
+from transferqueue.testing.chaos.log import ProcessLog, ReadLog, read
 from transferqueue.testing.chaos.payload import LARGE_WORDS, SMALL_WORDS, Payload
 from transferqueue.testing.chaos.recovery import of_leases, of_server
-from transferqueue.testing.chaos.server_process import Served
+from transferqueue.testing.chaos.server_process import ServerUnderTest
 from transferqueue.testing.chaos.verify import Account
 
 
@@ -93,7 +93,7 @@ class Written:
 
     def life(self, role: str, *lines: list[Any]) -> None:
         self.lives += 1
-        diary = Diary(self.directory, role, self.lives)
+        diary = ProcessLog(self.directory, role, self.lives)
         for kind, *values in lines:
             diary.write(kind, *values)
 
@@ -177,10 +177,10 @@ def test_rows_of_a_frozen_producer_may_be_stale_and_no_others(tmp_path: Path) ->
 
 
 def test_the_torn_last_line_of_a_killed_process_says_nothing(tmp_path: Path) -> None:
-    Diary(tmp_path, "reward-0", 1).write("ack?", 1)
+    ProcessLog(tmp_path, "reward-0", 1).write("ack?", 1)
     path = tmp_path / "reward-0.000001.jsonl"
     path.write_bytes(path.read_bytes() + b'["ack",12')
-    assert [line[0] for line in Told(path).lines] == ["ack?"]
+    assert [line[0] for line in ReadLog(path).lines] == ["ack?"]
 
 
 # ---------------------------------------------------------------- times
@@ -271,8 +271,8 @@ def test_the_end_of_a_run_removes_no_directory_but_its_own(tmp_path: Path, monke
     (tmp_path / "here" / "precious").touch()
     monkeypatch.chdir(tmp_path / "here")
     run = settings(1.0, 1, "disk", tcp=False)
-    monkeypatch.setattr(Served, "start", lambda self: None)
-    server = Served(tmp_path / "run", run, None)
+    monkeypatch.setattr(ServerUnderTest, "start", lambda self: None)
+    server = ServerUnderTest(tmp_path / "run", run, None)
     server.process = subprocess.Popen([sys.executable, "-c", "pass"], stdout=subprocess.PIPE, start_new_session=True)
     server.remove()
     assert (tmp_path / "here" / "precious").exists()

@@ -35,15 +35,15 @@ class Story:
         self.end(self.begin(call, process), outcome, result)
 
     def put(self, first: int, *values: str, outcome: Any = "ok", **facts: Any) -> None:
-        rows = h.Rows(list(range(first, first + len(values)))) if outcome == "ok" else None
-        self.op(h.Put("t", len(values), {"a": list(values)}, **facts), rows, outcome)
+        rows = h.RowsResult(list(range(first, first + len(values)))) if outcome == "ok" else None
+        self.op(h.PutCall("t", len(values), {"a": list(values)}, **facts), rows, outcome)
 
     def lease(self, lease: int, rows: dict[int, str], task: str = "score", clock: int = -1, **facts: Any) -> None:
-        got = h.Leased(lease, list(rows), {"a": list(rows.values())}, clock=clock, **facts)
-        self.op(h.Lease("t", task), got)
+        got = h.LeasedResult(lease, list(rows), {"a": list(rows.values())}, clock=clock, **facts)
+        self.op(h.LeaseCall("t", task), got)
 
     def ack(self, lease: int, *rows: int, task: str = "score", outcome: Any = "ok", **results: Any) -> None:
-        self.op(h.Ack("t", task, lease, list(rows), **results), None, outcome)
+        self.op(h.AckCall("t", task, lease, list(rows), **results), None, outcome)
 
     def count(self, put: int, done: int = 0, live: int = 0, drained: bool = True, **rest: Any) -> None:
         self.at += 1
@@ -58,8 +58,8 @@ def test_a_plain_run_is_allowed():
     story.put(0, "x", "y")
     story.lease(1, {0: "x", 1: "y"})
     story.ack(1, 0, 1, digests={"b": ["s", "t"]})
-    story.op(h.Seal("t"))
-    story.op(h.Lease("t", "score"), None, "fail")
+    story.op(h.SealCall("t"))
+    story.op(h.LeaseCall("t", "score"), None, "fail")
     story.count(2, done=2)
     assert story.kinds() == []
 
@@ -75,9 +75,9 @@ def test_rows_of_an_unanswered_put_are_known_by_their_values():
 
 def test_a_lease_told_before_its_put_is_allowed():
     story = Story()
-    put = story.begin(h.Put("t", 1, {"a": ["x"]}))
+    put = story.begin(h.PutCall("t", 1, {"a": ["x"]}))
     story.lease(1, {4: "x"})
-    story.end(put, "ok", h.Rows([4]))
+    story.end(put, "ok", h.RowsResult([4]))
     assert story.kinds() == []
 
 
@@ -155,9 +155,9 @@ def test_one_id_for_two_rows():
 
 def test_a_put_with_two_sets_of_rows():
     story = Story()
-    put = story.begin(h.Put("t", 1, {"a": ["x"]}))
+    put = story.begin(h.PutCall("t", 1, {"a": ["x"]}))
     story.lease(1, {0: "x"})
-    story.end(put, "ok", h.Rows([1]))
+    story.end(put, "ok", h.RowsResult([1]))
     assert story.kinds() == ["duplicated effect"]
 
 
@@ -183,7 +183,7 @@ def test_acked_and_lent_again_is_allowed_where_rows_are_requeued():
 def test_dropped_and_lent_again():
     story = Story()
     story.put(0, "x")
-    story.op(h.Drop("t", [0], "bored"))
+    story.op(h.DropCall("t", [0], "bored"))
     story.lease(1, {0: "x"})
     assert story.kinds() == ["duplicated effect"]
 
@@ -212,7 +212,7 @@ def test_a_release_is_no_attempt():
     story.put(0, "x")
     for lease in (1, 2, 3):
         story.lease(lease, {0: "x"})
-        story.op(h.Release("t", "score", lease, [0]))
+        story.op(h.ReleaseCall("t", "score", lease, [0]))
     assert story.kinds() == []
 
 
@@ -225,7 +225,7 @@ def test_readiness():
 
 def test_a_refused_put_is_seen():
     story = Story()
-    put = story.begin(h.Put("t", 1, {"a": ["x"]}))
+    put = story.begin(h.PutCall("t", 1, {"a": ["x"]}))
     story.lease(1, {0: "x"})
     story.end(put, "fail", error="Full")
     assert story.kinds() == ["atomic put"]
@@ -235,8 +235,8 @@ def test_a_refused_result_is_seen():
     story = Story(SCORE, TRAIN)
     story.put(0, "x")
     story.lease(1, {0: "x"})
-    ack = story.begin(h.Ack("t", "score", 1, [0], {"b": ["s"]}))
-    story.op(h.Lease("t", "train"), h.Leased(2, [0], {"a": ["x"], "b": ["s"]}))
+    ack = story.begin(h.AckCall("t", "score", 1, [0], {"b": ["s"]}))
+    story.op(h.LeaseCall("t", "train"), h.LeasedResult(2, [0], {"a": ["x"], "b": ["s"]}))
     story.end(ack, "fail", error="LeaseExpired")
     assert story.kinds() == ["atomic put"]
 
@@ -250,7 +250,7 @@ def test_torn_read():
 
 def test_memory_that_changes_under_a_view():
     story = Story()
-    story.op(h.Look("t", 1), h.Looked(same=False))
+    story.op(h.LookCall("t", 1), h.LookedResult(same=False))
     assert story.kinds() == ["torn read"]
 
 
@@ -283,7 +283,7 @@ def test_staleness_at_the_clock_of_the_reply():
 def test_staleness_at_the_clock_that_was_certainly_reached():
     story = Story(pacing=Pacing("score", 4, max_staleness=1))
     story.put(0, "x", versions=[0])
-    story.op(h.Advance("t", 2))
+    story.op(h.AdvanceCall("t", 2))
     story.lease(1, {0: "x"}, versions=[0], clock=1)
     assert story.kinds() == ["staleness bound"]
 
@@ -305,48 +305,48 @@ def test_rows_counted_beyond_the_limit():
 def test_reservations_beyond_the_pace():
     story = Story(pacing=Pacing("score", 2, depth=0))
     for number in (1, 2):
-        story.op(h.Reserve("t", 2), h.Reserved(number, 2), process=f"p{number}")
+        story.op(h.ReserveCall("t", 2), h.ReservedResult(number, 2), process=f"p{number}")
     assert story.kinds() == ["pacing bound"]
 
 
 def test_reservations_of_the_dead_are_free():
     story = Story(pacing=Pacing("score", 2, depth=0))
-    story.op(h.Reserve("t", 2), h.Reserved(1, 2), process="p1")
+    story.op(h.ReserveCall("t", 2), h.ReservedResult(1, 2), process="p1")
     story.lines.append(h.Died("p1", story.at))
-    story.op(h.Reserve("t", 2), h.Reserved(2, 2), process="p2")
+    story.op(h.ReserveCall("t", 2), h.ReservedResult(2, 2), process="p2")
     assert story.kinds() == []
 
 
 def test_a_put_after_the_seal():
     story = Story()
-    story.op(h.Seal("t"))
+    story.op(h.SealCall("t"))
     story.put(0, "x")
     assert story.kinds() == ["seal"]
 
 
 def test_weights():
     story = Story()
-    story.op(h.Publish("w", 1, "one"))
-    story.op(h.Publish("w", 2, "two"))
-    story.op(h.Pull("w"), h.Pulled(2, "two"))
+    story.op(h.PublishCall("w", 1, "one"))
+    story.op(h.PublishCall("w", 2, "two"))
+    story.op(h.PullCall("w"), h.PulledResult(2, "two"))
     assert story.kinds() == []
-    story.op(h.Pull("w"), h.Pulled(1, "one"))
+    story.op(h.PullCall("w"), h.PulledResult(1, "one"))
     assert story.kinds() == ["lost"]
-    story.op(h.Pull("w"), h.Pulled(2, "one"))
+    story.op(h.PullCall("w"), h.PulledResult(2, "one"))
     assert story.kinds() == ["lost", "torn read"]
-    story.op(h.Pull("w", above=2), h.Pulled(2, "two"))
+    story.op(h.PullCall("w", above=2), h.PulledResult(2, "two"))
     assert story.kinds() == ["lost", "torn read", "weights"]
 
 
 def test_stuck():
     story = Story()
-    story.begin(h.Lease("t", "score", wait_s=1))
+    story.begin(h.LeaseCall("t", "score", wait_s=1))
     assert story.kinds() == ["stuck"]
 
 
 def test_late():
     story = Story()
-    lease = story.begin(h.Lease("t", "score", wait_s=1))
+    lease = story.begin(h.LeaseCall("t", "score", wait_s=1))
     story.at += 50
     story.end(lease, "fail", error="DeadlineExceeded")
     assert story.kinds() == []
@@ -355,7 +355,7 @@ def test_late():
 
 def test_what_a_dead_process_waited_for_is_not_stuck():
     story = Story()
-    story.begin(h.Lease("t", "score"), "p1")
+    story.begin(h.LeaseCall("t", "score"), "p1")
     story.lines.append(h.Died("p1", story.at))
     assert story.kinds() == []
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import transferqueue as tq
-from transferqueue.adapters.protocols import Part, Stage, Unsupported
+from transferqueue.adapters.protocols import PartialResult, StageFunction, Unsupported
 from transferqueue.errors import UsageError
 from transferqueue.testing.conformance import matrix
-from transferqueue.testing.conformance.report import Broken, Outcome, Verdict, run
+from transferqueue.testing.conformance.report import CheckOutcome, RuleBroken, Verdict, run
 from transferqueue.testing.conformance.stages import STAGE_CHECKS
 
 ROOT = Path(__file__).parents[2]
@@ -24,55 +24,55 @@ class Lengths:
     needs: Sequence[str] = ("text",)
     gives: Sequence[str] = ("length",)
 
-    def __call__(self, batch: tq.Batch) -> Mapping[str, Any] | Iterator[Part]:
+    def __call__(self, batch: tq.Batch) -> Mapping[str, Any] | Iterator[PartialResult]:
         return {"length": [len(text) for text in batch["text"].list()]}
 
 
 class InParts(Lengths):
-    def __call__(self, batch: tq.Batch) -> Mapping[str, Any] | Iterator[Part]:
+    def __call__(self, batch: tq.Batch) -> Mapping[str, Any] | Iterator[PartialResult]:
         for at, text in enumerate(batch["text"].list()):
-            yield Part(at=[at], columns={"length": [len(text)]})  # type: ignore[arg-type]
+            yield PartialResult(at=[at], columns={"length": [len(text)]})  # type: ignore[arg-type]
 
 
 class Forgets(Lengths):
-    def __call__(self, batch: tq.Batch) -> Mapping[str, Any] | Iterator[Part]:
-        yield Part(at=[0], columns={"length": [1]})  # type: ignore[arg-type]
+    def __call__(self, batch: tq.Batch) -> Mapping[str, Any] | Iterator[PartialResult]:
+        yield PartialResult(at=[0], columns={"length": [1]})  # type: ignore[arg-type]
 
 
 class GivesMore(Lengths):
-    def __call__(self, batch: tq.Batch) -> Mapping[str, Any] | Iterator[Part]:
+    def __call__(self, batch: tq.Batch) -> Mapping[str, Any] | Iterator[PartialResult]:
         return {"length": [1] * len(batch), "extra": [1] * len(batch)}
 
 
 class Ranks(Lengths):
     """What a row gets depends on the others."""
 
-    def __call__(self, batch: tq.Batch) -> Mapping[str, Any] | Iterator[Part]:
+    def __call__(self, batch: tq.Batch) -> Mapping[str, Any] | Iterator[PartialResult]:
         return {"length": list(range(len(batch)))}
 
 
 class Subject:
-    def __init__(self, stage: Stage, repeats: bool = True) -> None:
+    def __init__(self, stage: StageFunction, repeats: bool = True) -> None:
         self.stage, self.repeats = stage, repeats
 
-    def open(self) -> Stage:
+    def open(self) -> StageFunction:
         return self.stage
 
     def columns(self) -> Mapping[str, Any]:
         return {"text": ["", "a", "bb", "ccc", "dddd", "eeeee"]}
 
 
-def verdicts(stage: Stage, repeats: bool = True) -> list[Verdict]:
+def verdicts(stage: StageFunction, repeats: bool = True) -> list[Verdict]:
     return [outcome.verdict for outcome in run(STAGE_CHECKS, Subject(stage, repeats))]
 
 
 @pytest.mark.parametrize("stage", [Lengths(), InParts()])
-def test_a_stage_that_is_right_passes(stage: Stage) -> None:
+def test_a_stage_that_is_right_passes(stage: StageFunction) -> None:
     assert verdicts(stage) == [Verdict.PASSED] * len(STAGE_CHECKS)
 
 
 @pytest.mark.parametrize("stage", [Forgets(), GivesMore(), Ranks()])
-def test_a_stage_that_is_not_fails(stage: Stage) -> None:
+def test_a_stage_that_is_not_fails(stage: StageFunction) -> None:
     assert Verdict.FAILED in verdicts(stage)
 
 
@@ -88,17 +88,17 @@ def refuses(_: object) -> None:
 
 
 def breaks(_: object) -> None:
-    raise Broken("rule")
+    raise RuleBroken("rule")
 
 
-def record(kind: str = "generator", adapter: str = "mine") -> matrix.Record:
+def record(kind: str = "generator", adapter: str = "mine") -> matrix.MatrixRecord:
     outcomes = tuple(run((passes, refuses, breaks), object()))
-    return matrix.Record(adapter=adapter, kind=kind, against="engine 1.0", on="2026-11-21", outcomes=outcomes)
+    return matrix.MatrixRecord(adapter=adapter, kind=kind, against="engine 1.0", on="2026-11-21", outcomes=outcomes)
 
 
 def test_records_are_kept_and_rendered(tmp_path: Path) -> None:
     matrix.save(record(), tmp_path)
-    matrix.save(matrix.Record(adapter="other", kind="generator", against="", on="", outcomes=()), tmp_path)
+    matrix.save(matrix.MatrixRecord(adapter="other", kind="generator", against="", on="", outcomes=()), tmp_path)
     found = matrix.load(tmp_path)
     assert [each.adapter for each in found] == ["mine", "other"]
     text = matrix.render(found)
@@ -142,5 +142,5 @@ def test_the_page_of_engines_is_as_its_records_say() -> None:
 
 def test_an_outcome_keeps_the_traceback() -> None:
     found = run((breaks,), object())[0]
-    assert isinstance(found, Outcome)
+    assert isinstance(found, CheckOutcome)
     assert "Broken: rule" in found.text

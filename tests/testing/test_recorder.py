@@ -12,7 +12,7 @@ from transferqueue.cli.app import run
 from transferqueue.errors import EndOfTable, LeaseExpired
 from transferqueue.testing.checker.checker import Checker, check
 from transferqueue.testing.history import history as h
-from transferqueue.testing.history.recorder import RecordedTable, Recorder
+from transferqueue.testing.history.recorder import HistoryRecorder, RecordedTable
 
 
 def table_of(queue: tq.Queue, **terms: Any) -> tq.Table:
@@ -59,7 +59,7 @@ def test_a_run_on_several_threads_keeps_the_promises(tmp_path: Path):
     paths = [tmp_path / f"{at}.jsonl" for at in range(3)]
     with tq.connect() as queue:
         plain = table_of(queue)
-        recorders = [Recorder(path, process=path.stem) for path in paths]
+        recorders = [HistoryRecorder(path, process=path.stem) for path in paths]
         tables = [recorder.table(plain) for recorder in recorders]
         threads = [
             threading.Thread(target=work, args=[table])
@@ -85,7 +85,7 @@ def test_a_run_on_several_threads_keeps_the_promises(tmp_path: Path):
 
 def test_a_late_ack_is_refused_and_written_down(tmp_path: Path):
     path = tmp_path / "h.jsonl"
-    with tq.connect() as queue, Recorder(path) as recorder:
+    with tq.connect() as queue, HistoryRecorder(path) as recorder:
         table = recorder.table(queue.create_table("t", tasks=[tq.Task("score", needs=["a"])]))
         rows = table.put(a=[1, 2])
         first = table.lease("score", rows=2)
@@ -105,7 +105,7 @@ def test_a_late_ack_is_refused_and_written_down(tmp_path: Path):
 def test_values_are_digested_as_they_are_read(tmp_path: Path):
     path = tmp_path / "h.jsonl"
     torch = pytest.importorskip("torch")
-    with tq.connect() as queue, Recorder(path) as recorder:
+    with tq.connect() as queue, HistoryRecorder(path) as recorder:
         fields = [tq.Field("f", "float32"), tq.Field("bf", "bfloat16", (2,))]
         table = recorder.table(
             queue.create_table("t", fields=fields, tasks=[tq.Task("all", needs=["f"])], extra_fields=True)
@@ -125,7 +125,7 @@ def test_values_are_digested_as_they_are_read(tmp_path: Path):
 
 def test_weights_and_the_clock(tmp_path: Path):
     path = tmp_path / "h.jsonl"
-    with tq.connect() as queue, Recorder(path) as recorder:
+    with tq.connect() as queue, HistoryRecorder(path) as recorder:
         channel = recorder.channel(queue.weights("w"))
         channel.publish(1, {"a": np.arange(4.0), "b": np.float32(1).reshape(1)})
         with channel.pull() as found:
@@ -160,7 +160,7 @@ def test_a_file_that_is_no_history_is_refused(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_bad_put_is_refused_as_ever_and_not_written(tmp_path: Path):
     path = tmp_path / "h.jsonl"
-    with tq.connect() as queue, Recorder(path) as recorder:
+    with tq.connect() as queue, HistoryRecorder(path) as recorder:
         table = recorder.table(queue.create_table("t", tasks=[tq.Task("all", needs=["a"])]))
         with pytest.raises(tq.SchemaError):
             table.put(a=[1, 2], b=[1])

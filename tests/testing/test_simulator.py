@@ -5,7 +5,7 @@ import pytest
 from tests.scale import sizes
 from transferqueue.testing.simulate import sweep
 from transferqueue.testing.simulator import replay_command, simulate
-from transferqueue.testing.simulator.run import Run
+from transferqueue.testing.simulator.run import SimRun
 
 
 def test_a_seed_is_replayed_exactly():
@@ -18,7 +18,7 @@ def test_every_use_of_a_deployment_is_simulated():
     used: set[str] = set()
     durable: set[bool] = set()
     for seed in range(20):
-        run = Run(seed)
+        run = SimRun(seed)
         run.whole()
         used.update(job.table for job in run.jobs)
         durable.add(run.durable)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import transferqueue as tq
-from transferqueue.adapters.protocols import Part
+from transferqueue.adapters.protocols import PartialResult
 from transferqueue.workflows.flow.audit import audit
 from transferqueue.workflows.flow.stage import Context, Produce, Work
 
@@ -77,7 +77,7 @@ def hangs_in_the_middle_of_its_first_batch(context: Context) -> Iterator[Work]:
     """Factory of a generator that gives half of its first batch and then nothing, and works when started again."""
     mark = Path(context.settings(Settings).marks, "lived")
 
-    def work(batch: tq.Batch) -> Iterator[Part]:
+    def work(batch: tq.Batch) -> Iterator[PartialResult]:
         numbers = batch["x"].numpy()
         context.figures("batch", numbers=numbers.tolist())
         for at, number in enumerate(numbers):
@@ -85,7 +85,7 @@ def hangs_in_the_middle_of_its_first_batch(context: Context) -> Iterator[Work]:
                 mark.touch()
                 context.figures("unfinished", numbers=numbers[at:].tolist())
                 threading.Event().wait()
-            yield Part(at=np.array([at]), columns={"y": np.array([2 * number])})
+            yield PartialResult(at=np.array([at]), columns={"y": np.array([2 * number])})
 
     yield work
 

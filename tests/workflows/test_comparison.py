@@ -12,7 +12,7 @@ from transferqueue.cli.commands.compare_modes import parse_seeds
 from transferqueue.errors import UsageError
 from transferqueue.observe.measurement_record import Measurement, load_record
 from transferqueue.workflows.grpo import comparison
-from transferqueue.workflows.grpo.comparison import Run
+from transferqueue.workflows.grpo.comparison import ComparisonRun
 from transferqueue.workflows.grpo.job import Mode
 from transferqueue.workflows.grpo.report import Summary
 
@@ -44,7 +44,7 @@ SUMMARY = Summary(
 )
 
 
-def made_up(mode: Mode, seed: int, speed: float) -> Run:
+def made_up(mode: Mode, seed: int, speed: float) -> ComparisonRun:
     rows = {"0": 8} if mode == "sync" else {"0": 2, "1": 6}
     summary = replace(
         SUMMARY,
@@ -54,7 +54,7 @@ def made_up(mode: Mode, seed: int, speed: float) -> Run:
         staleness_histogram=rows,
         swap_s_max=0.002 * (seed + 1),
     )
-    return Run(mode=mode, seed=seed, summary=summary)
+    return ComparisonRun(mode=mode, seed=seed, summary=summary)
 
 
 RUNS = [
@@ -98,7 +98,7 @@ def test_seeds_as_text() -> None:
 
 @pytest.mark.slow
 def test_all_modes_train_the_same_number_of_rows(tmp_path: Path) -> None:
-    told: list[Run] = []
+    told: list[ComparisonRun] = []
     runs = comparison.run_all(replace(SMALL, steps=2), [0], directory=tmp_path, told=told.append)
     assert told == runs
     assert [run.mode for run in runs] == list(comparison.MODES)

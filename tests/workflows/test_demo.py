@@ -18,10 +18,10 @@ from transferqueue.errors import Impossible, UsageError
 from transferqueue.workflows.flow.events import Event, Figures
 from transferqueue.workflows.flow.flow import Flow
 from transferqueue.workflows.grpo.job import JobSettings, stages
-from transferqueue.workflows.grpo.learning.settings import Settings
-from transferqueue.workflows.grpo.run import Outcome, run_demo
+from transferqueue.workflows.grpo.learning.settings import LearningSettings
+from transferqueue.workflows.grpo.run import RunOutcome, run_demo
 
-SMALL = Settings(
+SMALL = LearningSettings(
     dataset="spell_backward",
     steps=4,
     prompts_per_step=8,
@@ -35,7 +35,7 @@ SMALL = Settings(
 )
 
 
-def run(settings: JobSettings, directory: Path) -> Outcome:
+def run(settings: JobSettings, directory: Path) -> RunOutcome:
     outcome = run_demo(settings, directory=directory)
     assert list(json.loads((directory / "summary.json").read_text())) == KEYS
     assert all(path.stat().st_size for path in outcome.files)

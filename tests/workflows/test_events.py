@@ -5,10 +5,10 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transferqueue.workflows.flow.events import Event, Failure, Figures, Receiver, Sender, Span
+from transferqueue.workflows.flow.events import Event, Failure, Figures, Receiver, Sender, TimeSpan
 
 EVENTS: list[Event] = [
-    Span(name="work", start=1.5, end=2.5, rows=8, version=3),
+    TimeSpan(name="work", start=1.5, end=2.5, rows=8, version=3),
     Figures(kind="step", at=2.0, values={"loss": 0.5, "staleness": {"0": 8}, "note": "line\nbreak"}),
     Failure(text="Traceback:\n  é", rows=2),
 ]
@@ -51,7 +51,7 @@ def test_times_of_another_machine_come_as_those_of_the_supervisors() -> None:
     emit.close()
     with os.fdopen(reader, "rb") as received:
         span, figures, failure = Receiver().feed(received.read())
-    assert span == Span(name="work", start=11.5, end=12.5, rows=8, version=3)
+    assert span == TimeSpan(name="work", start=11.5, end=12.5, rows=8, version=3)
     assert isinstance(figures, Figures)
     assert figures.at == 12.0
     assert failure == EVENTS[2]

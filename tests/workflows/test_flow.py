@@ -15,7 +15,7 @@ import transferqueue as tq
 from transferqueue.workflows.flow.events import Event, Figures
 from transferqueue.workflows.flow.flow import Flow, StageFailed
 from transferqueue.workflows.flow.stage import Stage
-from transferqueue.workflows.flow.stage_process import Job
+from transferqueue.workflows.flow.stage_process import StageJob
 
 pytestmark = pytest.mark.slow
 
@@ -38,16 +38,16 @@ def queue() -> Iterator[tq.Queue]:
         yield queue
 
 
-def jobs(factory: str, *, total: int = 32, marks: Path | None = None) -> list[Job]:
+def jobs(factory: str, *, total: int = 32, marks: Path | None = None) -> list[StageJob]:
     settings = {"total": total, "marks": str(marks or "")}
     stage = Stage(task=DOUBLE, rows=4, at_least=1)
     return [
-        Job(name="numbers", table="t", factory=f"{HERE}:numbers", settings=settings),
-        Job(name="double", table="t", factory=f"{HERE}:{factory}", stage=stage, settings=settings),
+        StageJob(name="numbers", table="t", factory=f"{HERE}:numbers", settings=settings),
+        StageJob(name="double", table="t", factory=f"{HERE}:{factory}", stage=stage, settings=settings),
     ]
 
 
-def run(queue: tq.Queue, jobs: list[Job], directory: Path) -> tuple[list[tuple[str, Event]], dict[str, int]]:
+def run(queue: tq.Queue, jobs: list[StageJob], directory: Path) -> tuple[list[tuple[str, Event]], dict[str, int]]:
     """Run to the end; what was told, and the pids at the start."""
     told: list[tuple[str, Event]] = []
     with Flow(queue, jobs, directory=directory, observe=lambda label, event: told.append((label, event))) as flow:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from transferqueue.workflows.grpo.learning.evaluate import evaluate
 from transferqueue.workflows.grpo.learning.learner import (
-    Learner,
+    GrpoLearner,
     Objective,
     TrainBatch,
     clipped_gain,
@@ -20,14 +20,14 @@ from transferqueue.workflows.grpo.learning.learner import (
     learning_rate_share,
 )
 from transferqueue.workflows.grpo.learning.problems import problem_set
-from transferqueue.workflows.grpo.learning.settings import Settings
+from transferqueue.workflows.grpo.learning.settings import LearningSettings
 from transferqueue.workflows.grpo.learning.warmup import warm_up
 from transferqueue.workflows.grpo.model.prompt_packing import pack, response_logprobs
-from transferqueue.workflows.grpo.model.sampling import Generation, Response, generate
+from transferqueue.workflows.grpo.model.sampling import Response, SamplingRequest, generate
 from transferqueue.workflows.grpo.model.tokenizer import EOS_ID, encode_prompt
 from transferqueue.workflows.grpo.model.transformer import Cache, Transformer
 
-SMALL = Settings(width=32, heads=4, layers=2, hidden=48, context=32, warmup_steps=3, warmup_rows=8)
+SMALL = LearningSettings(width=32, heads=4, layers=2, hidden=48, context=32, warmup_steps=3, warmup_rows=8)
 PROMPTS = [encode_prompt(text) for text in ("7", "1 + 2 + 3", "9 - 4", "12345678")]
 
 
@@ -147,7 +147,7 @@ def test_temperature_zero_takes_the_likeliest_token(model: Transformer) -> None:
 
 
 def test_a_generation_hands_out_each_row_once_as_it_ends(model: Transformer) -> None:
-    generation = Generation(
+    generation = SamplingRequest(
         model, PROMPTS, samples=5, tokens_max=9, temperature=1.0, generator=torch.Generator().manual_seed(0)
     )
     handed: list[Response] = []
@@ -162,13 +162,13 @@ def test_a_generation_hands_out_each_row_once_as_it_ends(model: Transformer) -> 
 def test_requests_that_cannot_be_generated_are_refused(model: Transformer) -> None:
     draws = torch.Generator()
     with pytest.raises(ValueError, match="0 prompts"):
-        Generation(model, [], samples=1, tokens_max=1, temperature=1.0, generator=draws)
+        SamplingRequest(model, [], samples=1, tokens_max=1, temperature=1.0, generator=draws)
     with pytest.raises(ValueError, match="none may be empty"):
-        Generation(model, [PROMPTS[0][:0]], samples=1, tokens_max=1, temperature=1.0, generator=draws)
+        SamplingRequest(model, [PROMPTS[0][:0]], samples=1, tokens_max=1, temperature=1.0, generator=draws)
     with pytest.raises(ValueError, match="samples 0 and tokens_max 1 must be positive"):
-        Generation(model, PROMPTS, samples=0, tokens_max=1, temperature=1.0, generator=draws)
+        SamplingRequest(model, PROMPTS, samples=0, tokens_max=1, temperature=1.0, generator=draws)
     with pytest.raises(ValueError, match="exceeds the context of 32"):
-        Generation(model, PROMPTS, samples=1, tokens_max=30, temperature=1.0, generator=draws)
+        SamplingRequest(model, PROMPTS, samples=1, tokens_max=30, temperature=1.0, generator=draws)
 
 
 # ---------------------------------------------------------------- packing
@@ -260,8 +260,8 @@ def test_k3_is_zero_for_equals_and_never_negative() -> None:
 # ---------------------------------------------------------------- learner
 
 
-def learner(model: Transformer, objective: Objective | None = None) -> Learner:
-    return Learner(
+def learner(model: Transformer, objective: Objective | None = None) -> GrpoLearner:
+    return GrpoLearner(
         model,
         objective=objective or Objective(),
         temperature=1.0,
@@ -391,7 +391,7 @@ def test_an_evaluation_is_a_function_of_its_seed(model: Transformer) -> None:
 
 @pytest.mark.slow
 def test_a_short_warm_up_teaches_something() -> None:
-    settings = Settings(dataset="spell_backward", warmup_steps=60, warmup_learning_rate=3e-3)
+    settings = LearningSettings(dataset="spell_backward", warmup_steps=60, warmup_learning_rate=3e-3)
     model = Transformer(settings.model_shape())
     problems = problem_set(settings.dataset)
     model.initialize(torch.Generator().manual_seed(0))

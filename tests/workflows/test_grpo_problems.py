@@ -107,7 +107,7 @@ def test_every_problem_set_has_settings_of_its_own() -> None:
 
 @pytest.mark.slow
 def test_what_a_reward_process_loads_has_no_torch() -> None:
-    names = ("problems", "tokenizer", "advantages", "settings")
+    names = ("learning.problems", "model.tokenizer", "learning.advantages", "learning.settings")
     imports = ", ".join(f"transferqueue.workflows.grpo.{name}" for name in names)
     code = f"import sys, {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

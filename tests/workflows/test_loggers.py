@@ -10,7 +10,7 @@ import pytest
 import transferqueue as tq
 from transferqueue.errors import NotFound, UsageError
 from transferqueue.workflows.flow import loggers
-from transferqueue.workflows.flow.events import Figures, Span
+from transferqueue.workflows.flow.events import Figures, TimeSpan
 from transferqueue.workflows.flow.loggers import figures_of, logged, logger_named
 
 STEP = {
@@ -38,7 +38,7 @@ def test_the_numbers_of_a_step_and_no_more() -> None:
 def test_an_evaluation_is_of_the_step_before_it_and_every_event_goes_on() -> None:
     told, heard = [], []
     hear = logged(lambda step, figures: told.append((step, sorted(figures))), lambda label, event: heard.append(label))
-    events = [evaluation("before"), Span(name="work", start=0.0, end=1.0), step(1), step(2), evaluation("after")]
+    events = [evaluation("before"), TimeSpan(name="work", start=0.0, end=1.0), step(1), step(2), evaluation("after")]
     for event in events:
         hear("train-0", event)
     assert [one for one, _ in told] == [0, 1, 2, 2]

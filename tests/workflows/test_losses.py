@@ -13,7 +13,7 @@ import torch
 from transferqueue.errors import UsageError
 from transferqueue.workflows.grpo.learning.learner import Objective, clipped_gain
 from transferqueue.workflows.grpo.learning.losses import Clip, decoupled_gain, ppo_gain, truncated_weight
-from transferqueue.workflows.grpo.learning.settings import Settings
+from transferqueue.workflows.grpo.learning.settings import LearningSettings
 
 logprob = st.floats(-4, 0, width=32)
 advantage = st.floats(-3, 3, width=32)
@@ -65,7 +65,7 @@ def test_the_job_weighs_rows_by_the_policy_before_the_step() -> None:
         with pytest.raises(UsageError, match="finite bound of at least 1"):
             Objective(weight_max=bound)
         with pytest.raises(UsageError, match="finite bound of at least 1"):
-            Settings(weight_max=bound)
+            LearningSettings(weight_max=bound)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 0.2), (1, 0.2), (0.2, 0), (0.2, math.inf), (math.nan, 0.2), (0.2, -1)])

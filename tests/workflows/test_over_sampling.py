@@ -28,7 +28,7 @@ from transferqueue.workflows.grpo.model.over_sampling import FULL, hearing, tell
 from transferqueue.workflows.grpo.model.transformer import Transformer
 from transferqueue.workflows.grpo.run import run_demo
 from transferqueue.workflows.grpo.stages.model_stages import Policy, Rollout
-from transferqueue.workflows.grpo.stages.problem_stages import Prompts
+from transferqueue.workflows.grpo.stages.problem_stages import ProblemSource
 
 OVER = JobSettings(learning=SMALL, mode="sync", depth=0, max_staleness=1, over_sample=1.5)
 STEPS = 3
@@ -82,7 +82,7 @@ class Job:
         self.events: list[Event] = []
         self.context = Context(queue=queue, table=self.table, emit=self.events.append)
         self.rollout = Rollout(TINY, self.policy, self.context, self.due)
-        self.source = Prompts(TINY, problem_set(TINY.learning.dataset), rows_put=0)
+        self.source = ProblemSource(TINY, problem_set(TINY.learning.dataset), rows_put=0)
         self.stops = iter(stops)
         self.stop, self.asked = next(self.stops, 0), 0
         self.told = 0

@@ -19,10 +19,10 @@ import torch
 import transferqueue as tq
 from tests.workflows.stream_engine import Countdown
 from tests.workflows.test_demo import SMALL
-from transferqueue.adapters.protocols import Part, Sampling
+from transferqueue.adapters.protocols import PartialResult, Sampling
 from transferqueue.adapters.stages.generation import Generate
 from transferqueue.errors import UsageError
-from transferqueue.workflows.flow.events import WORK, Event, Failure, Span
+from transferqueue.workflows.flow.events import WORK, Event, Failure, TimeSpan
 from transferqueue.workflows.flow.flow import Flow
 from transferqueue.workflows.flow.runner import run_source, run_stage
 from transferqueue.workflows.flow.stage import Context, Stage
@@ -30,10 +30,10 @@ from transferqueue.workflows.grpo.job import POLICY, JobSettings, create_table, 
 from transferqueue.workflows.grpo.learning.problems import problem_set
 from transferqueue.workflows.grpo.model.prompt_packing import response_logprobs
 from transferqueue.workflows.grpo.model.transformer import Transformer
-from transferqueue.workflows.grpo.run import Outcome, run_demo
+from transferqueue.workflows.grpo.run import RunOutcome, run_demo
 from transferqueue.workflows.grpo.stages.advantage_stage import ZERO_ADVANTAGE
 from transferqueue.workflows.grpo.stages.model_stages import SURPLUS, Policy, Rollout
-from transferqueue.workflows.grpo.stages.problem_stages import Prompts
+from transferqueue.workflows.grpo.stages.problem_stages import ProblemSource
 
 PARTIAL = JobSettings(learning=replace(SMALL, steps=1), partial=2, max_staleness=4, depth=4)
 
@@ -50,24 +50,24 @@ def test_a_budget_that_nobody_can_keep_is_refused() -> None:
 
 def test_an_unfinished_part_says_which_rows_and_nothing_else() -> None:
     with pytest.raises(UsageError, match="say which rows"):
-        Part(columns={}, unfinished=True)
+        PartialResult(columns={}, unfinished=True)
     with pytest.raises(UsageError, match="nobody would read them"):
-        Part(columns={"y": [1]}, drop="flat")
+        PartialResult(columns={"y": [1]}, drop="flat")
 
 
 def test_rows_of_parts_are_handed_back_dropped_and_done() -> None:
     task = tq.Task("count", needs=["x"], gives=["y"])
     events: list[Event] = []
 
-    def count(batch: tq.Batch) -> Iterator[Part]:
+    def count(batch: tq.Batch) -> Iterator[PartialResult]:
         x = batch["x"].numpy()
         for at, value in enumerate(x):
             if value == 5:
-                yield Part(at=np.array([at]), columns={}, drop="five")
+                yield PartialResult(at=np.array([at]), columns={}, drop="five")
             elif value < 3:
-                yield Part(at=np.array([at]), columns={"x": x[[at]] + 1}, unfinished=True)
+                yield PartialResult(at=np.array([at]), columns={"x": x[[at]] + 1}, unfinished=True)
             else:
-                yield Part(at=np.array([at]), columns={"y": 10 * x[[at]]})
+                yield PartialResult(at=np.array([at]), columns={"y": 10 * x[[at]]})
 
     with tq.connect() as queue:
         table = queue.create_table(
@@ -119,7 +119,7 @@ class NewWeights:
         self.channel.publish(len(self.models), model.state_dict())
         self.models.append(model)
 
-    def __call__(self, batch: tq.Batch) -> Iterator[Part]:
+    def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
         """One lease under the newest weights, and newer ones after it."""
         yield from self.rollout(batch)
         if len(self.models) < 4:
@@ -133,7 +133,7 @@ def generated() -> tuple[dict[str, list[Any]], np.ndarray, list[Transformer]]:
     with tq.connect() as queue:
         table = create_table(queue, PARTIAL)
         problems = problem_set(PARTIAL.learning.dataset)
-        run_source(table, Prompts(PARTIAL, problems, rows_put=0), emit=lambda event: None)
+        run_source(table, ProblemSource(PARTIAL, problems, rows_put=0), emit=lambda event: None)
         stage = next(stage for stage in stages(PARTIAL) if stage.task.name == "rollout")
         work = NewWeights(queue, table)
         run_stage(table, stage, work, emit=lambda event: None, stop=work.stop)
@@ -178,7 +178,7 @@ def test_logprobs_of_each_span_are_those_of_its_weights(made: Any) -> None:
 # ---------------------------------------------------------------- the job
 
 
-def run(settings: JobSettings, directory: Path, **observed: Any) -> Outcome:
+def run(settings: JobSettings, directory: Path, **observed: Any) -> RunOutcome:
     outcome = run_demo(settings, directory=directory, **observed)
     assert outcome.summary.steps == settings.learning.steps
     assert outcome.summary.rows_done == settings.rows_total
@@ -216,7 +216,7 @@ def test_a_rollout_killed_in_the_middle_of_a_response_loses_nothing(tmp_path: Pa
 
     def kill(label: str, event: Event) -> None:
         """After its first lease each response has one token."""
-        if label == "rollout-0" and isinstance(event, Span) and event.name == WORK and len(flows) == 1:
+        if label == "rollout-0" and isinstance(event, TimeSpan) and event.name == WORK and len(flows) == 1:
             flows.append(flows[0])
             os.kill(flows[0].pids()[label], signal.SIGKILL)
 

@@ -10,16 +10,16 @@ import pytest
 from transferqueue.cli import main
 from transferqueue.errors import NotFound, UsageError
 from transferqueue.workflows.flow.chrome_trace import write_chrome_trace
-from transferqueue.workflows.flow.events import WAIT, WORK, Span
+from transferqueue.workflows.flow.events import WAIT, WORK, TimeSpan
 from transferqueue.workflows.sim.planner import plan, plans
-from transferqueue.workflows.sim.profile import Generation, Profile, Work, calibrated, check, load
+from transferqueue.workflows.sim.profile import GenerationProfile, Profile, StageProfile, calibrated, check, load
 
 PROFILE = Profile(
     batch_rows=16,
     devices=4,
-    generation=Generation(devices=1, slots=4, token_ms=[(1, 10.0), (4, 12.0)], lengths=[10, 20, 30, 90]),
-    train=Work(row_s=0.1, devices=1, update_s=0.1),
-    stages=[Work(name="reward", row_s=0.02)],
+    generation=GenerationProfile(devices=1, slots=4, token_ms=[(1, 10.0), (4, 12.0)], lengths=[10, 20, 30, 90]),
+    train=StageProfile(row_s=0.1, devices=1, update_s=0.1),
+    stages=[StageProfile(name="reward", row_s=0.02)],
 )
 TOML = """
 batch_rows = 16
@@ -45,7 +45,7 @@ row_s = 0.02
         ({"devices": 1}, "devices=1 is not at least 2"),
         ({"batch_rows": 0}, "batch_rows=0 is not a positive number"),
         ({"depths": ()}, r"depths=\[\] is not numbers from 0 on"),
-        ({"train": Work(row_s=0.0, devices=1)}, r"train.row_s=0.0 is not positive"),
+        ({"train": StageProfile(row_s=0.0, devices=1)}, r"train.row_s=0.0 is not positive"),
     ],
 )
 def test_a_profile_without_a_plan_is_refused(change: dict[str, object], message: str) -> None:
@@ -77,7 +77,7 @@ def test_the_first_is_among_the_fastest_and_more_devices_never_make_it_slower() 
 
 
 def test_a_timeline_calibrates_the_stages_it_shows(tmp_path: Path) -> None:
-    spans = [Span(name=WORK, start=0.0, end=2.0, rows=4), Span(name=WAIT, start=2.0, end=9.0)]
+    spans = [TimeSpan(name=WORK, start=0.0, end=2.0, rows=4), TimeSpan(name=WAIT, start=2.0, end=9.0)]
     write_chrome_trace(tmp_path / "t.json", {"train": spans, "reward-0": spans, "reward-1": spans})
     job, found = calibrated(PROFILE, tmp_path / "t.json")
     assert found == {"train": 0.5, "reward": 0.5}

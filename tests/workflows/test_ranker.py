@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from transferqueue.errors import UsageError
 from transferqueue.workflows.sim.generation import RANDOM_FIFO, Site, choose, generation_s, recall
 from transferqueue.workflows.sim.prompts import by_history, draw_prompts
-from transferqueue.workflows.sim.ranker import History, PromptRanker, as_lengths
+from transferqueue.workflows.sim.ranker import HistoryRanker, PromptRanker, as_lengths
 from transferqueue.workflows.sim.streamrl import dispatch
 
 Prompts = list[list[int]]
@@ -31,9 +31,9 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(UsageError, match="one positive number of tokens a prompt"):
         PromptRanker().fit([[1], [2]], [3])
     with pytest.raises(UsageError, match="one positive number of tokens a prompt"):
-        History().fit(["a"], [0])
+        HistoryRanker().fit(["a"], [0])
     with pytest.raises(UsageError, match="weight=0 is not a positive"):
-        History(weight=0)
+        HistoryRanker(weight=0)
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_recent_rows_refresh_it() -> None:
 
 
 def test_a_history_ranks_by_what_a_prompt_took_and_trusts_more_rows_more() -> None:
-    history = History()
+    history = HistoryRanker()
     history.fit(["short", "long", "long", "once"], [10, 1000, 1000, 1000])
     short, unknown, once, long = history.score(["short", "unknown", "once", "long"])
     assert short < unknown < once < long

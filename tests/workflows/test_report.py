@@ -9,9 +9,9 @@ import pytest
 
 from transferqueue.errors import InternalError
 from transferqueue.workflows.flow.audit import Audit
-from transferqueue.workflows.flow.events import Figures, Span
+from transferqueue.workflows.flow.events import Figures, TimeSpan
 from transferqueue.workflows.grpo.job import JobSettings
-from transferqueue.workflows.grpo.report import Record, Summary, summarize, write_files
+from transferqueue.workflows.grpo.report import RunLog, Summary, summarize, write_files
 
 KEYS = [
     "mode",
@@ -51,13 +51,13 @@ def step(number: int, at: float, staleness: dict[str, int]) -> Figures:
 
 
 @pytest.fixture
-def record() -> Record:
+def record() -> RunLog:
     """Two steps of a trainer that waits 1 s of 4, and two rollout processes, busy for 2 and 0 s of them."""
-    found = Record()
+    found = RunLog()
     for name, start, end in (("warm-up", 0.0, 8.0), ("wait", 8.0, 9.0), ("work", 9.0, 11.0), ("work", 11.0, 12.0)):
-        found.add("train-0", Span(name=name, start=start, end=end))
-    found.add("rollout-0", Span(name="work", start=7.0, end=10.0))
-    found.add("rollout-1", Span(name="wait", start=7.0, end=12.0))
+        found.add("train-0", TimeSpan(name=name, start=start, end=end))
+    found.add("rollout-0", TimeSpan(name="work", start=7.0, end=10.0))
+    found.add("rollout-1", TimeSpan(name="wait", start=7.0, end=12.0))
     for event in (step(1, 11.0, {"0": 8}), step(2, 12.0, {"0": 2, "1": 6})):
         found.add("train-0", event)
     for when, reward in (("before", 0.25), ("after", 0.75)):
@@ -66,11 +66,11 @@ def record() -> Record:
     return found
 
 
-def summary(record: Record) -> Summary:
+def summary(record: RunLog) -> Summary:
     return summarize(record, JobSettings(), AUDIT, table=STATS, seconds=13.0)
 
 
-def test_a_summary_says_what_the_processes_told(record: Record) -> None:
+def test_a_summary_says_what_the_processes_told(record: RunLog) -> None:
     found = summary(record)
     assert (found.mode, found.steps, found.seconds, found.samples_per_s) == ("async", 2, 13.0, 4.0)
     assert (found.heldout_reward_before, found.heldout_reward_after) == (0.25, 0.75)
@@ -80,7 +80,7 @@ def test_a_summary_says_what_the_processes_told(record: Record) -> None:
     assert (found.rows_put, found.rows_done, found.rows_dropped) == (24, 16, 8)
 
 
-def test_files_of_a_run(record: Record, tmp_path: Path) -> None:
+def test_files_of_a_run(record: RunLog, tmp_path: Path) -> None:
     files = {path.name: path for path in write_files(tmp_path, record, summary(record))}
     assert list(json.loads(files["summary.json"].read_text())) == KEYS
     assert files["learning.png"].read_bytes().startswith(b"\x89PNG")
@@ -88,7 +88,7 @@ def test_files_of_a_run(record: Record, tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in files["steps.jsonl"].read_text().splitlines()] == [1, 2]
 
 
-def test_a_run_without_an_evaluation_is_no_result(record: Record) -> None:
+def test_a_run_without_an_evaluation_is_no_result(record: RunLog) -> None:
     del record.evaluations["after"]
     with pytest.raises(InternalError, match="without an evaluation after"):
         summary(record)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
-from transferqueue.adapters.protocols import Part
+from transferqueue.adapters.protocols import PartialResult
 from transferqueue.workflows.flow.audit import audit
-from transferqueue.workflows.flow.events import Event, Failure, Span
-from transferqueue.workflows.flow.runner import StageBroken, run_source, run_stage
+from transferqueue.workflows.flow.events import Event, Failure, TimeSpan
+from transferqueue.workflows.flow.runner import StageFailedInProcess, run_source, run_stage
 from transferqueue.workflows.flow.stage import Context, Stage, load
 
 FIELDS = [tq.Field("x", "int64"), tq.Field("y", "int64"), tq.Field("z", "int64")]
@@ -56,7 +56,7 @@ def test_rows_are_done_together_with_the_columns_the_stage_gave(queue: tq.Queue)
     assert done == 10
     assert checked(table) == {x: 2 * x for x in range(10)}
     assert audit(table).done == 10
-    spans = [event for event in events if isinstance(event, Span)]
+    spans = [event for event in events if isinstance(event, TimeSpan)]
     assert [span.rows for span in spans if span.name == "work"] == [4, 4, 2]
     assert all(span.start <= span.end for span in spans)
 
@@ -65,12 +65,12 @@ def test_parts_are_acknowledged_as_they_come_and_land_on_their_rows(queue: tq.Qu
     table = table_of(queue, 6, DOUBLE, CHECK)
     seen: list[int] = []
 
-    def in_parts(batch: tq.Batch) -> Iterator[Part]:
+    def in_parts(batch: tq.Batch) -> Iterator[PartialResult]:
         x = batch["x"].numpy()
         for at in (np.array([5, 0]), np.array([1])):
-            yield Part(at=at, columns={"y": 2 * x[at]}, facts={"policy_version": 7})
+            yield PartialResult(at=at, columns={"y": 2 * x[at]}, facts={"policy_version": 7})
             seen.append(table.stats()["tasks"]["double"]["done"])
-        yield Part(columns={"y": 2 * x[2:5]})
+        yield PartialResult(columns={"y": 2 * x[2:5]})
 
     serve(table, in_parts, rows=6)
     assert seen == [2, 3]
@@ -81,10 +81,10 @@ def test_a_stage_that_forgets_rows_has_failed_on_them(queue: tq.Queue) -> None:
     table = table_of(queue, 3, DOUBLE, CHECK)
     calls: list[int] = []
 
-    def forgetful(batch: tq.Batch) -> Iterator[Part]:
+    def forgetful(batch: tq.Batch) -> Iterator[PartialResult]:
         calls.append(len(batch))
         kept = np.arange(len(batch) - (len(calls) == 1))
-        yield Part(at=kept, columns={"y": 2 * batch["x"].numpy()[kept]})
+        yield PartialResult(at=kept, columns={"y": 2 * batch["x"].numpy()[kept]})
 
     _, events = serve(table, forgetful)
     assert calls == [3, 1]
@@ -115,7 +115,9 @@ def test_a_stage_that_always_fails_is_broken_after_as_many_attempts_as_a_row_has
     def fails(batch: tq.Batch) -> Mapping[str, Any]:
         raise RuntimeError("no luck at all")
 
-    with pytest.raises(StageBroken, match=r'stage "double" failed 3 times in a row.*RuntimeError: no luck') as broken:
+    with pytest.raises(
+        StageFailedInProcess, match=r'stage "double" failed 3 times in a row.*RuntimeError: no luck'
+    ) as broken:
         serve(table, fails)
     assert isinstance(broken.value.__cause__, RuntimeError)
     assert audit(table).dropped == {"attempts": 4}
@@ -123,7 +125,7 @@ def test_a_stage_that_always_fails_is_broken_after_as_many_attempts_as_a_row_has
 
 def test_columns_that_do_not_fit_are_a_failure_and_change_nothing(queue: tq.Queue) -> None:
     table = table_of(queue, 4, DOUBLE, CHECK)
-    with pytest.raises(StageBroken, match="y"):
+    with pytest.raises(StageFailedInProcess, match="y"):
         serve(table, lambda batch: {"y": ["text"] * len(batch)})
 
 
@@ -206,7 +208,7 @@ def test_a_source_puts_until_it_has_no_more(queue: tq.Queue) -> None:
     table.seal()
     assert serve(table, doubled)[0] == 10
     assert checked(table) == {x: 2 * x for x in range(10)}
-    assert [span.rows for span in events if isinstance(span, Span) and span.name == "work"] == [4, 4, 2]
+    assert [span.rows for span in events if isinstance(span, TimeSpan) and span.name == "work"] == [4, 4, 2]
 
 
 def test_a_source_waits_for_room_and_says_so_when_there_is_none(queue: tq.Queue) -> None:

@@ -16,19 +16,19 @@ from transferqueue.errors import (
     Sealed,
     UsageError,
 )
-from transferqueue.workflows.asyncflow.declaration import Column, Engines, EngineStage, Groups, Pace
-from transferqueue.workflows.asyncflow.service import Service, notice_of
+from transferqueue.workflows.asyncflow.declaration import ColumnSpec, Engines, EngineStage, GroupSpec, PacingSpec
+from transferqueue.workflows.asyncflow.service import AsyncFlowService, notice_of
 from transferqueue.workflows.asyncflow.service_aio import AsyncService
 
 ROLLOUT = EngineStage(name="rollout", needs=["prompt"], gives=["ids"])
-TRAIN = EngineStage(name="train", needs=["ids"], groups=Groups(incomplete="refill", deadline_s=60))
+TRAIN = EngineStage(name="train", needs=["ids"], groups=GroupSpec(incomplete="refill", deadline_s=60))
 
 
 def job(**pace):
     return Engines(
         stages=[ROLLOUT, TRAIN],
-        columns=[Column(name="ids", dtype="int32", shape=[None])],
-        pace=Pace(stage="train", batch_rows=4, **pace),
+        columns=[ColumnSpec(name="ids", dtype="int32", shape=[None])],
+        pace=PacingSpec(stage="train", batch_rows=4, **pace),
     )
 
 
@@ -39,7 +39,9 @@ def queue():
 
 
 def test_the_terms_are_those_that_were_told(queue):
-    service = Service.init_engines(queue, job(depth=2, max_staleness=1, on_stale="requeue", requeue_to="rollout"))
+    service = AsyncFlowService.init_engines(
+        queue, job(depth=2, max_staleness=1, on_stale="requeue", requeue_to="rollout")
+    )
     table = service.table
     assert (service.name, service.stages) == ("experience", ["rollout", "train"])
     assert table.tasks["train"].groups == tq.Complete(deadline_s=60, incomplete=tq.Refill())
@@ -59,20 +61,20 @@ def test_what_happens_to_stale_rows(told, policy):
 @pytest.mark.parametrize("pace", [{"on_stale": "requeue"}, {"requeue_to": "rollout"}])
 def test_a_requeue_to_nobody_is_refused(queue, pace):
     with pytest.raises(UsageError, match="on_stale=requeue names the stage"):
-        Service.init_engines(queue, job(**pace))
+        AsyncFlowService.init_engines(queue, job(**pace))
     assert queue.tables() == []
 
 
 def test_any_process_may_declare_it_again_in_the_same_words(queue):
-    Service.init_engines(queue, job())
-    Service.init_engines(queue, job())
+    AsyncFlowService.init_engines(queue, job())
+    AsyncFlowService.init_engines(queue, job())
     with pytest.raises(AlreadyExists):
-        Service.init_engines(queue, job(depth=3))
-    assert Service.join(queue).stages == ["rollout", "train"]
+        AsyncFlowService.init_engines(queue, job(depth=3))
+    assert AsyncFlowService.join(queue).stages == ["rollout", "train"]
 
 
 def test_prompts_are_groups_of_samples_stored_once_each(queue):
-    service = Service.init_engines(queue, job())
+    service = AsyncFlowService.init_engines(queue, job())
     rows = service.put_prompts({"prompt": ["a", "b"]}, samples=2, ordinal=[7, 8], key=["x", "y"])
     batch = service.get_experience("rollout", rows=4)
     assert batch.rows.tolist() == rows.tolist()
@@ -104,14 +106,14 @@ def test_prompts_are_groups_of_samples_stored_once_each(queue):
     ],
 )
 def test_prompts_that_are_none_are_refused_and_nothing_is_put(queue, columns, facts, error, text):
-    service = Service.init_engines(queue, job())
+    service = AsyncFlowService.init_engines(queue, job())
     with pytest.raises(error, match=text):
         service.put_prompts(columns, **facts)
     assert service.status()["rows_put"] == service.status()["reserved"] == 0
 
 
 def test_prompts_wait_for_room_until_their_deadline(queue):
-    service = Service.init_engines(queue, job(depth=0))
+    service = AsyncFlowService.init_engines(queue, job(depth=0))
     service.put_prompts({"prompt": list("abcd")})
     with pytest.raises(DeadlineExceeded):
         service.put_prompts({"prompt": ["e"]}, timeout_s=0.05)
@@ -119,7 +121,7 @@ def test_prompts_wait_for_room_until_their_deadline(queue):
 
 
 def test_late_columns_and_unknown_facts(queue):
-    service = Service.init_engines(queue, job())
+    service = AsyncFlowService.init_engines(queue, job())
     rows = service.put_prompts({"prompt": ["a"]})
     with pytest.raises(UsageError, match="fact versionn is unknown"):
         service.put_experience(rows, {"ids": [[1]]}, versionn=1)
@@ -128,7 +130,7 @@ def test_late_columns_and_unknown_facts(queue):
 
 
 def test_weights_wake_who_waits_for_them_and_move_the_clock(queue):
-    service = Service.init_engines(queue, job())
+    service = AsyncFlowService.init_engines(queue, job())
     seen = []
 
     def generator():
@@ -152,13 +154,13 @@ def test_weights_wake_who_waits_for_them_and_move_the_clock(queue):
 
 
 def test_weights_of_who_gives_no_notice_have_none(queue):
-    service = Service.init_engines(queue, job())
+    service = AsyncFlowService.init_engines(queue, job())
     queue.weights("experience").publish(0, {"w": np.zeros(1)})
     assert notice_of(service.get_weights()) is None
 
 
 def test_an_end(queue):
-    service = Service.init_engines(queue, job())
+    service = AsyncFlowService.init_engines(queue, job())
     service.seal()
     with pytest.raises(Sealed):
         service.put_prompts({"prompt": ["a"]})

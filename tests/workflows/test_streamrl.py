@@ -19,7 +19,14 @@ from tests.workflows.stream_engine import POISON, SAMPLING, Countdown, answer, c
 from transferqueue.adapters.protocols import Completion, Prompt
 from transferqueue.errors import DeadlineExceeded, SchemaError, UsageError
 from transferqueue.workflows.streamrl.generator_process import serve
-from transferqueue.workflows.streamrl.service import GENERATE, SamplesLost, Stream, StreamService, completions, pacing
+from transferqueue.workflows.streamrl.service import (
+    GENERATE,
+    CompletionStream,
+    SamplesLost,
+    StreamService,
+    completions,
+    pacing,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 60.0
@@ -149,7 +156,7 @@ def test_closing_hands_back_what_was_not_taken_and_another_goes_on(queue: tq.Que
     assert service.table.audit()["rows_done"] == 20
 
 
-def use_one(stream: Stream, used: list[Completion]) -> None:
+def use_one(stream: CompletionStream, used: list[Completion]) -> None:
     """The second cannot be used."""
     with stream:
         used.append(next(stream))

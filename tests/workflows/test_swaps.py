@@ -1,11 +1,11 @@
 """Stops of generation around a change of weights, from made-up spans."""
 
-from transferqueue.workflows.flow.events import Span
+from transferqueue.workflows.flow.events import TimeSpan
 from transferqueue.workflows.grpo.weight_swaps import Swaps, measure, publish_lag_s
 
 
-def span(name: str, start: float, end: float) -> Span:
-    return Span(name=name, start=start, end=end)
+def span(name: str, start: float, end: float) -> TimeSpan:
+    return TimeSpan(name=name, start=start, end=end)
 
 
 def test_the_longest_stop_is_of_any_process_and_waiting_is_told_apart() -> None:
@@ -23,9 +23,16 @@ def test_the_first_weights_interrupt_nothing() -> None:
 
 def test_the_publish_lag_is_of_each_process_that_loaded_a_version_that_the_trainer_published() -> None:
     trained = [
-        Span(name="publish", start=at, end=at + 0.5, version=version) for version, at in ((1, 1.0), (2, 5.0), (1, 9.0))
+        TimeSpan(name="publish", start=at, end=at + 0.5, version=version)
+        for version, at in ((1, 1.0), (2, 5.0), (1, 9.0))
     ]
-    first = [Span(name="swap", start=2.0, end=2.5, version=1), Span(name="weights", start=6.0, end=8.5, version=2)]
-    second = [Span(name="swap", start=4.0, end=4.5, version=1), Span(name="swap", start=0.0, end=0.5, version=0)]
+    first = [
+        TimeSpan(name="swap", start=2.0, end=2.5, version=1),
+        TimeSpan(name="weights", start=6.0, end=8.5, version=2),
+    ]
+    second = [
+        TimeSpan(name="swap", start=4.0, end=4.5, version=1),
+        TimeSpan(name="swap", start=0.0, end=0.5, version=0),
+    ]
     assert publish_lag_s([first, second], [trained]) == 3.0
     assert publish_lag_s([[second[1]]], [trained]) == 0.0

@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 
 from transferqueue.workflows.flow.chrome_trace import busy_share, write_chrome_trace
-from transferqueue.workflows.flow.events import Figures, Span
+from transferqueue.workflows.flow.events import Figures, TimeSpan
 
 SPANS = {
-    "rollout-0": [Span(name="wait", start=10.0, end=10.5), Span(name="work", start=10.5, end=12.5, rows=64, version=2)],
-    "train-0": [Span(name="warm-up", start=9.0, end=10.0)],
+    "rollout-0": [
+        TimeSpan(name="wait", start=10.0, end=10.5),
+        TimeSpan(name="work", start=10.5, end=12.5, rows=64, version=2),
+    ],
+    "train-0": [TimeSpan(name="warm-up", start=9.0, end=10.0)],
 }
 
 

@@ -7,14 +7,22 @@ import pytest
 
 from transferqueue.errors import UsageError
 from transferqueue.workflows.sim.generation import Site
-from transferqueue.workflows.sim.simulated_job import GENERATE, TRAIN, Feed, Job, Simulated, Stage, simulate
+from transferqueue.workflows.sim.simulated_job import (
+    GENERATE,
+    TRAIN,
+    BatchFeed,
+    SimStage,
+    Simulated,
+    SimulatedJob,
+    simulate,
+)
 from transferqueue.workflows.sim.streamrl import adds, pipelining
 
 
-def _job(feed: Feed, *, depth: int = 0, stages: tuple[Stage, ...] = (), iterations: int = 3) -> Job:
+def _job(feed: BatchFeed, *, depth: int = 0, stages: tuple[SimStage, ...] = (), iterations: int = 3) -> SimulatedJob:
     lengths = np.tile(np.array([1, 2, 3, 4, 5, 6, 7, 8]), (iterations, 1))
-    train = Stage(name=TRAIN, row_s=1.0)
-    return Job(
+    train = SimStage(name=TRAIN, row_s=1.0)
+    return SimulatedJob(
         lengths=lengths,
         predicted=lengths,
         site=Site(1, 8),
@@ -28,32 +36,32 @@ def _job(feed: Feed, *, depth: int = 0, stages: tuple[Stage, ...] = (), iteratio
 
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(UsageError, match='stage "reward": instances=0'):
-        Stage(name="reward", row_s=1.0, instances=0)
+        SimStage(name="reward", row_s=1.0, instances=0)
     with pytest.raises(UsageError, match="a feed of 9 rows does not fit a batch of 8"):
-        _job(Feed(rows=9))
+        _job(BatchFeed(rows=9))
     with pytest.raises(UsageError, match="a feed of 3 rows does not fit a batch of 8"):
-        _job(Feed(rows=3, fixed=True))
+        _job(BatchFeed(rows=3, fixed=True))
 
 
 def test_serial_is_the_sum_of_generation_and_training() -> None:
-    found = simulate(_job(Feed(rows=8)))
+    found = simulate(_job(BatchFeed(rows=8)))
     assert found.steps == [16.0, 32.0, 48.0]
     assert found.idle({GENERATE: 1, TRAIN: 1}) == {GENERATE: 0.5, TRAIN: 0.5}
 
 
 def test_streaming_trains_each_row_as_it_ends() -> None:
-    assert simulate(_job(Feed(rows=1))).steps == [9.0, 18.0, 27.0]
+    assert simulate(_job(BatchFeed(rows=1))).steps == [9.0, 18.0, 27.0]
 
 
 def test_asynchronous_generates_beside_training_and_trains_every_row_once() -> None:
-    found = simulate(_job(Feed(rows=1), depth=1))
+    found = simulate(_job(BatchFeed(rows=1), depth=1))
     assert found.total_s < 27.0
     assert _rows(found, TRAIN) == _rows(found, GENERATE) == 24
 
 
 def test_a_stage_between_serves_every_row() -> None:
-    reward = Stage(name="reward", row_s=0.5, instances=2, rows=2)
-    assert _rows(simulate(_job(Feed(rows=4), stages=(reward,))), "reward") == 24
+    reward = SimStage(name="reward", row_s=0.5, instances=2, rows=2)
+    assert _rows(simulate(_job(BatchFeed(rows=4), stages=(reward,))), "reward") == 24
 
 
 def _rows(found: Simulated, stage: str) -> int:

@@ -7,6 +7,9 @@ handles are made by `Queue.weights`. Other hosts have a `WeightRelay` each, into
 
 from transferqueue.client.aio.queue import AsyncWeightChannel
 from transferqueue.client.handles.weights import Subscription, WeightChannel, Weights
+from transferqueue.lazy import renamed_names
 from transferqueue.weights.relay import RelayProcess, WeightRelay
 
 __all__ = ["AsyncWeightChannel", "RelayProcess", "Subscription", "WeightChannel", "WeightRelay", "Weights"]
+
+__getattr__ = renamed_names(__name__, {"Carrier": "RelayProcess", "Relay": "WeightRelay"})

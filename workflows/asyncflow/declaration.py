@@ -38,7 +38,7 @@ _ORDERS: Final[dict[str, Callable[[], tq.Selector]]] = {
 }
 
 
-class Column(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ColumnSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A declared column: its dtype, and the shape of one row's value, null where rows differ. One that is not declared is taken
     from the first values that are put."""
 
@@ -47,7 +47,7 @@ class Column(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     shape: Annotated[list[int | None], msgspec.Meta(max_length=8)] = []
 
 
-class Groups(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whole groups only. What happens to one that is not whole `deadline_s` after its first row was ready, or that lost a row."""
 
     incomplete: Literal["drop", "refill", "release"] = "drop"
@@ -62,7 +62,7 @@ class EngineStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     needs: Names
     gives: Names = []
     order: Literal["fifo", "oldest_version_first", "freshest", "longest_first", "priority"] = "fifo"
-    groups: Groups | None = None
+    groups: GroupSpec | None = None
     lease_s: float = LEASE_S_DEFAULT
     attempts_max: int = ATTEMPTS_MAX_DEFAULT
 
@@ -79,7 +79,7 @@ class EngineStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
 
 
-class Pace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PacingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How far prompts may run ahead of `stage`, the trainer's: `depth` batches beyond the one in work, `max_staleness` versions.
     A row that is too old is dropped, kept aside, holds the clock (wait), or goes back to the stage `requeue_to`."""
 
@@ -118,8 +118,8 @@ class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     stages: Annotated[list[EngineStage], msgspec.Meta(min_length=1, max_length=TASKS_MAX)]
     table: Name = NAME
-    columns: Annotated[list[Column], msgspec.Meta(max_length=FIELDS_MAX)] = []
-    pace: Pace | None = None
+    columns: Annotated[list[ColumnSpec], msgspec.Meta(max_length=FIELDS_MAX)] = []
+    pace: PacingSpec | None = None
     rows_max: int = 1 << 16
     bytes_max: int | None = None
     keep_rows: bool = False
@@ -137,6 +137,6 @@ class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         }
 
 
-def _groups(groups: Groups) -> tq.Complete:
+def _groups(groups: GroupSpec) -> tq.Complete:
     incomplete = _INCOMPLETE[groups.incomplete]()
     return tq.Complete(min_size=groups.min_size, deadline_s=groups.deadline_s, incomplete=incomplete)

@@ -59,7 +59,7 @@ def check_columns(columns: object) -> Mapping[str, Any]:
     return columns
 
 
-class Prompts:
+class PromptBatch:
     """What one call of `put_prompts` puts: `rows` rows, made of `columns` and facts about them."""
 
     def __init__(self, columns: Mapping[str, Any], samples: int, facts: Mapping[str, Any]) -> None:
@@ -141,7 +141,7 @@ class ServiceBase:
         return list(self._about.tasks)
 
 
-class Service(ServiceBase):
+class AsyncFlowService(ServiceBase):
     """The five calls, and what a user needs to finish. Made by `init_engines` or `join`; safe from any thread.
 
     Example:
@@ -186,7 +186,7 @@ class Service(ServiceBase):
         a key have it with ``/0``, ``/1`` and so on (a key that is there already is `AlreadyExists`: so a repeated call changes nothing).
         Waits up to `timeout_s`; `DeadlineExceeded` if there is no room, `Impossible` if there never can be.
         """
-        prompts, deadline = Prompts(columns, samples, facts), time.monotonic() + timeout_s
+        prompts, deadline = PromptBatch(columns, samples, facts), time.monotonic() + timeout_s
         with self._table.reserve(prompts.rows, timeout_s=timeout_s) as room:
             left = max(0.0, deadline - time.monotonic())
             return self._table.put(reservation=room, timeout_s=left, **prompts.asked)

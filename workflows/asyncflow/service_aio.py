@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import transferqueue as tq
 from transferqueue.limits import TIMEOUT_S_DEFAULT
 from transferqueue.workflows.asyncflow.declaration import NAME, Engines
-from transferqueue.workflows.asyncflow.service import Prompts, ServiceBase, announcement, check_columns, check_facts
+from transferqueue.workflows.asyncflow.service import PromptBatch, ServiceBase, announcement, check_columns, check_facts
 
 
 class AsyncService(ServiceBase):
@@ -41,7 +41,7 @@ class AsyncService(ServiceBase):
         self, columns: Mapping[str, Any], *, samples: int = 1, timeout_s: float = TIMEOUT_S_DEFAULT, **facts: Any
     ) -> NDArray[np.int64]:
         """As `Service.put_prompts`."""
-        prompts, deadline = Prompts(columns, samples, facts), time.monotonic() + timeout_s
+        prompts, deadline = PromptBatch(columns, samples, facts), time.monotonic() + timeout_s
         async with self._table.reserve(prompts.rows, timeout_s=timeout_s) as room:
             left = max(0.0, deadline - time.monotonic())
             return await self._table.put(reservation=room, timeout_s=left, **prompts.asked)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from transferqueue.workflows.flow.flow import Flow, StageFailed
     from transferqueue.workflows.flow.loggers import Logger, logged, logger_named
     from transferqueue.workflows.flow.on_ray import run_on_ray
-    from transferqueue.workflows.flow.runner import StageBroken, run_source, run_stage
+    from transferqueue.workflows.flow.runner import StageFailedInProcess, run_source, run_stage
     from transferqueue.workflows.flow.stage import Context, Stage
 
 __all__ = [
@@ -18,8 +18,8 @@ __all__ = [
     "Flow",
     "Logger",
     "Stage",
-    "StageBroken",
     "StageFailed",
+    "StageFailedInProcess",
     "logged",
     "logger_named",
     "run_on_ray",
@@ -32,7 +32,7 @@ __getattr__ = lazy_names(
     {
         "flow": "Flow StageFailed",
         "stage": "Stage Context",
-        "runner": "run_source run_stage StageBroken",
+        "runner": "run_source run_stage StageFailedInProcess",
         "on_ray": "run_on_ray",
         "loggers": "Logger logged logger_named",
     },

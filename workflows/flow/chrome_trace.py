@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from transferqueue.workflows.flow.events import WAIT, WORK, Figures, Span
+from transferqueue.workflows.flow.events import WAIT, WORK, Figures, TimeSpan
 
 _TRACKS: Final = {WORK: 1, WAIT: 2}
 _OTHER_TRACK: Final = 3
 _TRACK_NAMES: Final = {1: "busy", 2: "waiting", 3: "within"}
 
 
-def write_chrome_trace(path: Path, spans: Mapping[str, Sequence[Span]], counters: Iterable[Figures] = ()) -> None:
+def write_chrome_trace(path: Path, spans: Mapping[str, Sequence[TimeSpan]], counters: Iterable[Figures] = ()) -> None:
     """Write the spans of each process, and counters over time, to ``path``. Times begin at the earliest of them."""
     counters = list(counters)
     zero = min(
@@ -32,7 +32,7 @@ def write_chrome_trace(path: Path, spans: Mapping[str, Sequence[Span]], counters
     path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}), encoding="utf-8")
 
 
-def _process(number: int, name: str, spans: Sequence[Span], zero: float) -> Iterator[dict[str, Any]]:
+def _process(number: int, name: str, spans: Sequence[TimeSpan], zero: float) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": number, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": number, "name": "process_sort_index", "args": {"sort_index": number}}
     tracks = sorted({_track(span) for span in spans})
@@ -50,7 +50,7 @@ def _process(number: int, name: str, spans: Sequence[Span], zero: float) -> Iter
         }
 
 
-def _track(span: Span) -> int:
+def _track(span: TimeSpan) -> int:
     return _TRACKS.get(span.name, _OTHER_TRACK)
 
 
@@ -61,7 +61,7 @@ def _counters(figures: Figures, zero: float) -> Iterator[dict[str, Any]]:
             yield {"ph": "C", "pid": 0, "name": name, "ts": at, "args": {name: value}}
 
 
-def busy_share(spans: Iterable[Span], start: float, end: float) -> float:
+def busy_share(spans: Iterable[TimeSpan], start: float, end: float) -> float:
     """Return the share of [start, end] in which one process had a batch; 0 for an empty stretch.
 
     >>> busy_share([Span(name="work", start=1.0, end=3.0)], 0.0, 4.0)

@@ -26,7 +26,7 @@ PUBLISH: Final = "publish"
 """Name of the spans in which a trainer publishes one."""
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True, tag="span"):
+class TimeSpan(msgspec.Struct, frozen=True, kw_only=True, tag="span"):
     """A stretch of time of one process. rows and version: of its batch; -1 where it has none."""
 
     name: str
@@ -51,7 +51,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
     rows: int
 
 
-Event = Span | Figures | Failure
+Event = TimeSpan | Figures | Failure
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Event).decode
@@ -59,7 +59,7 @@ _decode = msgspec.json.Decoder(Event).decode
 
 def shifted(event: Event, by_s: float) -> Event:
     """The event with its times so many seconds later."""
-    if isinstance(event, Span):
+    if isinstance(event, TimeSpan):
         return msgspec.structs.replace(event, start=event.start + by_s, end=event.end + by_s)
     if isinstance(event, Figures):
         return msgspec.structs.replace(event, at=event.at + by_s)

@@ -38,7 +38,7 @@ import transferqueue as tq
 from transferqueue.errors import PeerError, TransferQueueError
 from transferqueue.workflows.flow.audit import audit
 from transferqueue.workflows.flow.events import Event, Failure, Receiver
-from transferqueue.workflows.flow.stage_process import EXIT_FINAL, Job
+from transferqueue.workflows.flow.stage_process import EXIT_FINAL, StageJob
 
 RESTARTS_MAX: Final = 2
 """A process killed from outside deserves another; one that dies by itself three times is broken."""
@@ -63,7 +63,7 @@ class StageFailed(PeerError):
 class _Child:
     """One running process: its pipes, and what it last said."""
 
-    def __init__(self, job: Job, address: str, log: Path, restarts: int) -> None:
+    def __init__(self, job: StageJob, address: str, log: Path, restarts: int) -> None:
         self.job = job
         self.log = log
         self.restarts = restarts
@@ -132,7 +132,7 @@ class Flow:
     def __init__(
         self,
         queue: tq.Queue,
-        jobs: Sequence[Job],
+        jobs: Sequence[StageJob],
         *,
         directory: Path,
         observe: Observe,
@@ -231,7 +231,7 @@ class Flow:
             child.end()
             self._forget(child)
 
-    def _start(self, job: Job, restarts: int) -> None:
+    def _start(self, job: StageJob, restarts: int) -> None:
         child = _Child(job, self._queue.address, self._directory / f"{job.label}.log", restarts)
         self._children[job.label] = child
         self._selector.register(child.events, selectors.EVENT_READ, (child, self._read))
@@ -282,7 +282,7 @@ class Flow:
             )
 
 
-def _command(job: Job, address: str, events: int) -> list[str]:
+def _command(job: StageJob, address: str, events: int) -> list[str]:
     module = "transferqueue.workflows.flow.stage_process"
     text = msgspec.json.encode(job).decode()
     return [sys.executable, "-m", module, "--address", address, "--events", str(events), "--job", text]

@@ -23,8 +23,8 @@ import msgspec
 from transferqueue.errors import DeadlineExceeded, TransferQueueError
 from transferqueue.workflows.flow.events import Failure, Receiver, Sender
 from transferqueue.workflows.flow.flow import RESTARTS_MAX, Observe, StageFailed
-from transferqueue.workflows.flow.runner import StageBroken
-from transferqueue.workflows.flow.stage_process import EXIT_FINAL, Job, run_job
+from transferqueue.workflows.flow.runner import StageFailedInProcess
+from transferqueue.workflows.flow.stage_process import EXIT_FINAL, StageJob, run_job
 
 _PIECE_BYTES: Final = 1 << 16
 
@@ -38,7 +38,7 @@ class _Ended(msgspec.Struct, frozen=True):
 
 def run_on_ray(
     address: str,
-    jobs: Sequence[Job],
+    jobs: Sequence[StageJob],
     *,
     observe: Observe,
     restarts_max: int = RESTARTS_MAX,
@@ -70,7 +70,7 @@ def run_on_ray(
 class _Running:
     """One job, and the Ray task that does it now."""
 
-    def __init__(self, ray: Any, job: Job, address: str, options: dict[str, Any], restarts: int) -> None:
+    def __init__(self, ray: Any, job: StageJob, address: str, options: dict[str, Any], restarts: int) -> None:
         self._ray = ray
         self._job = job
         self._restarts = restarts
@@ -125,7 +125,7 @@ def _clock() -> float:
 
 
 def serve_job(told: str, address: str, clock: float) -> Iterator[bytes | str]:
-    """The task: do a `Job` (as JSON); give what it tells in pieces, as `Receiver` takes them, then how it ended.
+    """The task: do a `StageJob` (as JSON); give what it tells in pieces, as `Receiver` takes them, then how it ended.
 
     clock: `_clock` of the supervisor's machine.
     """
@@ -133,7 +133,7 @@ def serve_job(told: str, address: str, clock: float) -> Iterator[bytes | str]:
     ended: list[_Ended] = []
     thread = threading.Thread(
         target=_do,
-        args=(msgspec.json.decode(told, type=Job), address, Sender(events, _clock() - clock), ended),
+        args=(msgspec.json.decode(told, type=StageJob), address, Sender(events, _clock() - clock), ended),
         name="job",
         daemon=True,
     )
@@ -147,12 +147,12 @@ def serve_job(told: str, address: str, clock: float) -> Iterator[bytes | str]:
     yield msgspec.json.encode(ended[0]).decode()
 
 
-def _do(job: Job, address: str, emit: Sender, ended: list[_Ended]) -> None:
+def _do(job: StageJob, address: str, emit: Sender, ended: list[_Ended]) -> None:
     how = _Ended(1, "it raised what is no error of the queue; see its log")
     try:
         run_job(job, address, emit)
         how = _Ended()
-    except (StageBroken, DeadlineExceeded) as error:
+    except (StageFailedInProcess, DeadlineExceeded) as error:
         how = _Ended(EXIT_FINAL, f"{type(error).__name__}: {error}")
     except TransferQueueError as error:
         how = _Ended(1, f"{type(error).__name__}: {error}")

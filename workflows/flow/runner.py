@@ -6,7 +6,7 @@ Rules:
 2. While the function works, the client renews the lease (see `Table.lease`); a process that stops as a whole loses it after
    ``lease_s``, a function that hangs after the task's ``time_limit_s``.
 3. A function that raises gives its rows back as failed; the queue hands them out again, at most ``attempts_max`` times.
-   As many failures in a row mean that the stage is broken, not a row: then the loop raises `StageBroken`.
+   As many failures in a row mean that the stage is broken, not a row: then the loop raises `StageFailedInProcess`.
 4. An ack that comes too late is refused and changes nothing: the rows are someone else's. It is reported, not fatal.
 5. The loop ends with the table (`EndOfTable`; `Sealed` for a source) or when asked to stop. It never waits longer than the stage allows.
 """
@@ -23,13 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 import transferqueue as tq
-from transferqueue.adapters.protocols import Part
+from transferqueue.adapters.protocols import PartialResult
 from transferqueue.errors import EndOfTable, FlowSignal, LeaseExpired, PeerError, Sealed, TransferQueueError, UsageError
-from transferqueue.workflows.flow.events import WAIT, WORK, Event, Failure, Span
+from transferqueue.workflows.flow.events import WAIT, WORK, Event, Failure, TimeSpan
 from transferqueue.workflows.flow.stage import STALL_S, Produce, Stage, Work
 
 
-class StageBroken(TransferQueueError):
+class StageFailedInProcess(TransferQueueError):
     """A stage failed as often in a row as a row may be tried. Its cause is the last failure."""
 
 
@@ -44,7 +44,7 @@ def run_stage(
     """Serve ``stage`` until its table ends or ``stop`` is set between batches; return how many rows were done.
 
     Blocks. Raises `DeadlineExceeded` when no row came for ``stage.stall_s`` (the text says what is missing),
-    `StageBroken` (rule 3), and `PeerError` when the queue is gone.
+    `StageFailedInProcess` (rule 3), and `PeerError` when the queue is gone.
     """
     done = failures = 0
     while not (stop and stop.is_set()):
@@ -54,9 +54,9 @@ def run_stage(
         except EndOfTable:
             break
         started = time.monotonic()
-        emit(Span(name=WAIT, start=waited, end=started))
+        emit(TimeSpan(name=WAIT, start=waited, end=started))
         rows, failure = len(batch), _serve(batch, work)
-        emit(Span(name=WORK, start=started, end=time.monotonic(), rows=rows, version=batch.version))
+        emit(TimeSpan(name=WORK, start=started, end=time.monotonic(), rows=rows, version=batch.version))
         done += rows if failure is None else 0
         failures = 0 if failure is None else failures + 1
         if failure is not None:
@@ -85,11 +85,11 @@ def run_source(
         try:
             with table.reserve(rows, timeout_s=stall_s) as reservation:
                 started = time.monotonic()
-                emit(Span(name=WAIT, start=waited, end=started))
+                emit(TimeSpan(name=WAIT, start=waited, end=started))
                 table.put(reservation=reservation, timeout_s=stall_s, **produce(rows))
         except Sealed:
             break
-        emit(Span(name=WORK, start=started, end=time.monotonic(), rows=rows, version=reservation.version))
+        emit(TimeSpan(name=WORK, start=started, end=time.monotonic(), rows=rows, version=reservation.version))
         done += rows
     return done
 
@@ -112,7 +112,7 @@ def _serve(batch: tq.Batch, work: Work) -> Exception | None:
     return None
 
 
-def _commit(batch: tq.Batch, part: Part, rows: npt.NDArray[np.int64] | None) -> None:
+def _commit(batch: tq.Batch, part: PartialResult, rows: npt.NDArray[np.int64] | None) -> None:
     """End the lease of ``rows`` as ``part`` says."""
     if part.drop:
         batch.drop(part.drop, rows)
@@ -122,9 +122,9 @@ def _commit(batch: tq.Batch, part: Part, rows: npt.NDArray[np.int64] | None) -> 
         batch.ack(rows, **part.facts, **part.columns)
 
 
-def _parts(given: Mapping[str, Any] | Iterable[Part]) -> Iterator[Part]:
+def _parts(given: Mapping[str, Any] | Iterable[PartialResult]) -> Iterator[PartialResult]:
     if isinstance(given, Mapping):
-        yield Part(columns=given)
+        yield PartialResult(columns=given)
     else:
         yield from given
 
@@ -138,7 +138,7 @@ def _give_back(batch: tq.Batch, failure: Exception) -> None:
 
 def _check_broken(stage: Stage, failures: int, failure: Exception) -> None:
     if stage.task.attempts_max and failures >= stage.task.attempts_max and not isinstance(failure, FlowSignal):
-        raise StageBroken(
+        raise StageFailedInProcess(
             f'stage "{stage.task.name}" failed {failures} times in a row, as often as a row may be tried; '
             f"the last time with {type(failure).__name__}: {failure}"
         ) from failure

@@ -26,9 +26,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 import transferqueue as tq
-from transferqueue.adapters.protocols import Part, Producer
+from transferqueue.adapters.protocols import PartialResult, Producer
 from transferqueue.errors import Impossible, NotFound, UsageError
-from transferqueue.workflows.flow.events import Event, Figures, Span
+from transferqueue.workflows.flow.events import Event, Figures, TimeSpan
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-Work = Callable[[tq.Batch], Mapping[str, Any] | Iterable[Part]]
+Work = Callable[[tq.Batch], Mapping[str, Any] | Iterable[PartialResult]]
 """The function of a stage: columns for all rows of the batch, or parts of it as they are finished."""
 
 
@@ -119,7 +119,7 @@ class Context:
         try:
             yield
         finally:
-            self.emit(Span(name=name, start=start, end=time.monotonic(), version=version))
+            self.emit(TimeSpan(name=name, start=start, end=time.monotonic(), version=version))
 
 
 Factory = Callable[[Context], AbstractContextManager[Any]]

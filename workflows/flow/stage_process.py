@@ -18,14 +18,14 @@ import msgspec
 import transferqueue as tq
 from transferqueue.errors import DeadlineExceeded, TransferQueueError
 from transferqueue.workflows.flow.events import Sender
-from transferqueue.workflows.flow.runner import StageBroken, run_source, run_stage
+from transferqueue.workflows.flow.runner import StageFailedInProcess, run_source, run_stage
 from transferqueue.workflows.flow.stage import STALL_S, Context, Stage, load
 
 EXIT_FINAL: Final = 65
 """Another try in a new process would end the same way: the stage is broken, or its rows did not come."""
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class StageJob(msgspec.Struct, frozen=True, kw_only=True):
     """What one process does. factory: ``package.module:function``. stage: None for a source.
 
     settings: plain values, for the factory. instance: counts the processes of one stage.
@@ -45,7 +45,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.name}-{self.instance}"
 
 
-def run_job(job: Job, address: str, emit: Sender) -> None:
+def run_job(job: StageJob, address: str, emit: Sender) -> None:
     """Connect, build what the job names, and serve it until its table ends."""
     with tq.connect(address, timeout_s=job.timeout_s, label=job.label) as queue:
         table = queue.table(job.table, timeout_s=job.timeout_s)
@@ -77,8 +77,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     end_with(sys.stdin.fileno())
     try:
-        run_job(msgspec.json.decode(given.job, type=Job), given.address, Sender(given.events))
-    except (StageBroken, DeadlineExceeded) as error:
+        run_job(msgspec.json.decode(given.job, type=StageJob), given.address, Sender(given.events))
+    except (StageFailedInProcess, DeadlineExceeded) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return EXIT_FINAL
     except TransferQueueError as error:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from transferqueue.errors import UsageError
 from transferqueue.observe.measurement_record import MeasuredResult, summarize
 from transferqueue.workflows.grpo.job import JobSettings, Mode
-from transferqueue.workflows.grpo.learning.settings import Settings
+from transferqueue.workflows.grpo.learning.settings import LearningSettings
 from transferqueue.workflows.grpo.report import Summary
 from transferqueue.workflows.grpo.run import run_demo
 
@@ -44,7 +44,7 @@ _DOTS_PER_INCH: Final = 130
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class ComparisonRun:
     """One finished run of the comparison."""
 
     mode: Mode
@@ -76,43 +76,43 @@ class ModeFigures:
     request_s: float
 
 
-def settings_of(mode: Mode, learning: Settings, *, rollouts: int = 1) -> JobSettings:
+def settings_of(mode: Mode, learning: LearningSettings, *, rollouts: int = 1) -> JobSettings:
     """The job in ``mode``: staleness and depth 0 when synchronous, 1 otherwise."""
     ahead = int(mode != "sync")
     return JobSettings(learning=learning, mode=mode, max_staleness=ahead, depth=ahead, rollouts=rollouts)
 
 
 def run_all(
-    learning: Settings,
+    learning: LearningSettings,
     seeds: Sequence[int],
     *,
     directory: Path,
     rollouts: int = 1,
-    told: Callable[[Run], None] = lambda run: None,
-) -> list[Run]:
+    told: Callable[[ComparisonRun], None] = lambda run: None,
+) -> list[ComparisonRun]:
     """Run each mode with each seed, one run at a time; their files go to folders of ``directory``. ``told`` after each.
 
     Raises `UsageError` for no seeds or the same twice, before anything runs; otherwise as `run_demo`.
     """
     if not seeds or len(set(seeds)) < len(seeds):
         raise UsageError(f"seeds {list(seeds)}: a comparison needs at least one, each named once")
-    runs: list[Run] = []
+    runs: list[ComparisonRun] = []
     for seed in seeds:
         for mode in MODES:
             settings = settings_of(mode, replace(learning, seed=seed), rollouts=rollouts)
             outcome = run_demo(settings, directory=directory / f"{mode}-seed{seed}")
-            runs.append(Run(mode=mode, seed=seed, summary=outcome.summary))
+            runs.append(ComparisonRun(mode=mode, seed=seed, summary=outcome.summary))
             told(runs[-1])
     return runs
 
 
-def compare(runs: Sequence[Run]) -> list[ModeFigures]:
+def compare(runs: Sequence[ComparisonRun]) -> list[ModeFigures]:
     """One entry for each mode that ran, in the order of `MODES`; ``runs`` hold a sync run for each seed."""
     base = {run.seed: run.summary.samples_per_s for run in runs if run.mode == "sync"}
     return [_figures(mode, [run for run in runs if run.mode == mode], base) for mode in MODES]
 
 
-def _figures(mode: Mode, runs: Sequence[Run], base: Mapping[int, float]) -> ModeFigures:
+def _figures(mode: Mode, runs: Sequence[ComparisonRun], base: Mapping[int, float]) -> ModeFigures:
     found = [run.summary for run in runs]
     after = [one.heldout_reward_after for one in found]
 
@@ -143,7 +143,7 @@ def _staleness(found: Sequence[Summary]) -> dict[str, float]:
     return {v: round(sum(one.staleness_histogram.get(v, 0) for one in found) / max(1, rows), 4) for v in versions}
 
 
-def results(runs: Sequence[Run]) -> list[MeasuredResult]:
+def results(runs: Sequence[ComparisonRun]) -> list[MeasuredResult]:
     """Medians over seeds of what every run found, by mode. What single runs found is in their own files."""
     base = {run.seed: run.summary.samples_per_s for run in runs if run.mode == "sync"}
     found = []
@@ -158,7 +158,7 @@ def results(runs: Sequence[Run]) -> list[MeasuredResult]:
     return found
 
 
-def details(runs: Sequence[Run], learning: Settings, *, rollouts: int) -> dict[str, Any]:
+def details(runs: Sequence[ComparisonRun], learning: LearningSettings, *, rollouts: int) -> dict[str, Any]:
     """Means over seeds of each mode, and the settings of the job."""
     return {
         "rollouts": rollouts,
@@ -167,7 +167,7 @@ def details(runs: Sequence[Run], learning: Settings, *, rollouts: int) -> dict[s
     }
 
 
-def draw(path: Path, figures: Sequence[ModeFigures], runs: Sequence[Run]) -> None:
+def draw(path: Path, figures: Sequence[ModeFigures], runs: Sequence[ComparisonRun]) -> None:
     """Draw speed, trainer idle share and held-out reward by mode, each seed a dot."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -21,8 +21,8 @@ import transferqueue as tq
 from transferqueue.adapters.stages.generation import BEGUN
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.workflows.flow.stage import Stage
-from transferqueue.workflows.flow.stage_process import Job
-from transferqueue.workflows.grpo.learning.settings import Settings
+from transferqueue.workflows.flow.stage_process import StageJob
+from transferqueue.workflows.grpo.learning.settings import LearningSettings
 
 TABLE: Final = "rollouts"
 POLICY: Final = f"{TABLE}/policy"
@@ -71,7 +71,7 @@ class JobSettings:
     ``replicas``: shards that hold each row; it takes as many that lend memory.
     """
 
-    learning: Settings = field(default_factory=Settings)
+    learning: LearningSettings = field(default_factory=LearningSettings)
     mode: Mode = "async"
     max_staleness: int = 1
     depth: int = 1
@@ -267,15 +267,15 @@ def create_table(queue: tq.Queue, settings: JobSettings) -> tq.Table:
     )
 
 
-def jobs(settings: JobSettings) -> list[Job]:
+def jobs(settings: JobSettings) -> list[StageJob]:
     """The processes of the job."""
     plain = asdict(settings)
-    found = [Job(name="prompts", table=TABLE, factory=_FACTORIES["prompts"], settings=plain)]
+    found = [StageJob(name="prompts", table=TABLE, factory=_FACTORIES["prompts"], settings=plain)]
     for stage in stages(settings):
         name = stage.task.name
         processes = settings.rollouts if name == "rollout" else 1
         found += [
-            Job(
+            StageJob(
                 name=name, table=TABLE, factory=_factory(name, settings), stage=stage, settings=plain, instance=instance
             )
             for instance in range(processes)

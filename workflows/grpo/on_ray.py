@@ -17,9 +17,9 @@ import transferqueue as tq
 from transferqueue.workflows.flow.events import Event
 from transferqueue.workflows.flow.flow import Observe
 from transferqueue.workflows.flow.on_ray import run_on_ray
-from transferqueue.workflows.flow.stage_process import Job
+from transferqueue.workflows.flow.stage_process import StageJob
 from transferqueue.workflows.grpo.job import JobSettings, jobs
-from transferqueue.workflows.grpo.run import Outcome, run_job
+from transferqueue.workflows.grpo.run import RunOutcome, run_job
 
 ANYWHERE: Final = {"num_cpus": 0.1, "scheduling_strategy": "SPREAD"}
 """A little of a core each: so the job fits on any cluster, and Ray deals its stages out over the nodes."""
@@ -32,7 +32,7 @@ def run_demo_on_ray(
     observe: Observe = lambda label, event: None,
     started: Callable[[tq.Deployment, Sequence[str]], None] = lambda service, labels: None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
-) -> Outcome:
+) -> RunOutcome:
     """Run the job on the Ray cluster of this process (`ray.init`), or on one of this machine, and return its outcome.
 
     Blocks until the run has ended; nothing of it is left on the cluster then. Files go to ``directory``, here. ``observe``
@@ -48,7 +48,7 @@ def run_demo_on_ray(
         tq.connect(service.address, label="supervisor") as queue,
     ):
 
-        def on_ray(wanted: Sequence[Job], hear: Callable[[str, Event], None]) -> None:
+        def on_ray(wanted: Sequence[StageJob], hear: Callable[[str, Event], None]) -> None:
             started(service, [job.label for job in wanted])
             run_on_ray(service.address, wanted, observe=hear, options=placed)
 

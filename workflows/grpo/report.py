@@ -14,7 +14,7 @@ from typing import Any, Final
 from transferqueue.errors import InternalError
 from transferqueue.workflows.flow.audit import Audit
 from transferqueue.workflows.flow.chrome_trace import busy_share, write_chrome_trace
-from transferqueue.workflows.flow.events import PUBLISH, WAIT, WORK, Event, Figures, Span
+from transferqueue.workflows.flow.events import PUBLISH, WAIT, WORK, Event, Figures, TimeSpan
 from transferqueue.workflows.flow.loggers import mean_staleness
 from transferqueue.workflows.grpo.job import JobSettings
 from transferqueue.workflows.grpo.model.over_sampling import ABORTED
@@ -113,17 +113,17 @@ def _change(before: float, after: float) -> str:
 
 
 @dataclass
-class Record:
+class RunLog:
     """Everything the processes of a run told, by process."""
 
-    spans: dict[str, list[Span]] = field(default_factory=dict)
+    spans: dict[str, list[TimeSpan]] = field(default_factory=dict)
     steps: list[Figures] = field(default_factory=list)
     aborted: Counter[str] = field(default_factory=Counter)
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, label: str, event: Event) -> None:
         """Take in an event of process ``label``."""
-        if isinstance(event, Span):
+        if isinstance(event, TimeSpan):
             self.spans.setdefault(label, []).append(event)
         elif isinstance(event, Figures) and event.kind == "step":
             self.steps.append(event)
@@ -132,7 +132,7 @@ class Record:
         elif isinstance(event, Figures) and event.kind == "evaluation":
             self.evaluations[event.values["when"]] = event.values
 
-    def of_stage(self, name: str) -> list[list[Span]]:
+    def of_stage(self, name: str) -> list[list[TimeSpan]]:
         """Spans of each process of one stage."""
         return [spans for label, spans in self.spans.items() if label.rpartition("-")[0] == name]
 
@@ -156,7 +156,7 @@ class Record:
 
 
 def summarize(
-    record: Record, settings: JobSettings, audit: Audit, *, table: Mapping[str, Any], seconds: float
+    record: RunLog, settings: JobSettings, audit: Audit, *, table: Mapping[str, Any], seconds: float
 ) -> Summary:
     """Sum a finished run up; ``audit`` and ``table`` (stats) are of its table. `InternalError` when the run told no evaluation."""
     missing = [when for when in ("before", "after") if when not in record.evaluations]
@@ -197,7 +197,7 @@ def summarize(
     )
 
 
-def write_files(directory: Path, record: Record, summary: Summary) -> list[Path]:
+def write_files(directory: Path, record: RunLog, summary: Summary) -> list[Path]:
     """Write ``summary.json``, ``steps.jsonl``, ``timeline.json`` and ``learning.png`` into ``directory``; return their paths."""
     paths = [directory / name for name in ("summary.json", "steps.jsonl", "timeline.json", "learning.png")]
     summary.write(paths[0])
@@ -207,7 +207,7 @@ def write_files(directory: Path, record: Record, summary: Summary) -> list[Path]
     return paths
 
 
-def write_timeline(path: Path, record: Record) -> None:
+def write_timeline(path: Path, record: RunLog) -> None:
     """Write the spans of all processes as a Chrome trace, with reward and loss of each step as counters."""
     shown = ("reward", "loss")
     counters = [
@@ -217,7 +217,7 @@ def write_timeline(path: Path, record: Record) -> None:
     write_chrome_trace(path, record.spans, counters)
 
 
-def draw(path: Path, record: Record, summary: Summary) -> None:
+def draw(path: Path, record: RunLog, summary: Summary) -> None:
     """Draw the learning curve: reward of each step, held-out reward before and after, staleness, age of queues, throughput."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -275,6 +275,6 @@ def _smooth(values: list[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _rows_per_s(record: Record) -> list[float]:
+def _rows_per_s(record: RunLog) -> list[float]:
     ends = [record.training_time()[0], *(step.at for step in record.steps)]
     return [step.values["rows"] / max(ends[i + 1] - ends[i], 1e-9) for i, step in enumerate(record.steps)]

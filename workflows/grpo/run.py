@@ -18,13 +18,13 @@ from transferqueue.workflows.flow.audit import Audit, audit
 from transferqueue.workflows.flow.events import Event, Figures
 from transferqueue.workflows.flow.flow import Flow, Observe
 from transferqueue.workflows.flow.loggers import STEP
-from transferqueue.workflows.flow.stage_process import Job
+from transferqueue.workflows.flow.stage_process import StageJob
 from transferqueue.workflows.grpo.job import TABLE, JobSettings, create_table, jobs
-from transferqueue.workflows.grpo.report import Record, Summary, summarize, write_files
+from transferqueue.workflows.grpo.report import RunLog, Summary, summarize, write_files
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """A finished run: its summary, its table's audit, and the files it left."""
 
     summary: Summary
@@ -38,7 +38,7 @@ def run_demo(
     directory: Path,
     observe: Callable[[str, Event], None] = lambda label, event: None,
     started: Callable[[Flow], None] = lambda flow: None,
-) -> Outcome:
+) -> RunOutcome:
     """Run the job and return its outcome; files and logs go to ``directory``.
 
     Blocks until the run has ended. The queue server runs in this process; each stage is a process of its own, and none is
@@ -47,7 +47,7 @@ def run_demo(
     """
     with tq.connect("embedded", label="supervisor") as queue:
 
-        def in_processes(wanted: Sequence[Job], hear: Observe) -> None:
+        def in_processes(wanted: Sequence[StageJob], hear: Observe) -> None:
             with Flow(queue, wanted, directory=directory, observe=hear) as flow:
                 started(flow)
                 flow.run()
@@ -58,17 +58,17 @@ def run_demo(
 def run_job(
     queue: tq.Queue,
     settings: JobSettings,
-    run: Callable[[Sequence[Job], Observe], None],
+    run: Callable[[Sequence[StageJob], Observe], None],
     *,
     directory: Path,
     observe: Observe,
-) -> Outcome:
+) -> RunOutcome:
     """Create the table of the job in ``queue``, let ``run`` do its jobs until all have ended, and sum up what was heard.
 
     Files go to ``directory``. Raises what ``run`` does, and `InternalError` when the rows do not balance at the end.
     """
     began = time.monotonic()
-    record = Record()
+    record = RunLog()
 
     def hear(label: str, event: Event) -> None:
         event = aged(event, table)
@@ -81,7 +81,7 @@ def run_job(
     found, stats = audit(table), table.stats()
     found.check_finished(TABLE)
     summary = summarize(record, settings, found, table=stats, seconds=time.monotonic() - began)
-    return Outcome(summary=summary, audit=found, files=write_files(directory, record, summary))
+    return RunOutcome(summary=summary, audit=found, files=write_files(directory, record, summary))
 
 
 def aged(event: Event, table: tq.Table) -> Event:

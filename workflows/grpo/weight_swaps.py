@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from transferqueue.workflows.flow.events import PUBLISH, SWAP, WEIGHTS, WORK, Span
+from transferqueue.workflows.flow.events import PUBLISH, SWAP, WEIGHTS, WORK, TimeSpan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Swaps:
     request_s: float
 
 
-def measure(processes: Iterable[Sequence[Span]]) -> Swaps:
+def measure(processes: Iterable[Sequence[TimeSpan]]) -> Swaps:
     """Measure the changes of weights of ``processes``, the spans of each in the order in which they ended.
 
     >>> spans = [Span(name="work", start=0.0, end=2.0), Span(name="swap", start=2.5, end=2.6), Span(name="work", start=2.5, end=5.0)]
@@ -49,7 +49,7 @@ def measure(processes: Iterable[Sequence[Span]]) -> Swaps:
     )
 
 
-def _changes(spans: Sequence[Span]) -> Iterator[tuple[float, float]]:
+def _changes(spans: Sequence[TimeSpan]) -> Iterator[tuple[float, float]]:
     before: float | None = None
     for span in spans:
         if span.name == WORK:
@@ -58,7 +58,7 @@ def _changes(spans: Sequence[Span]) -> Iterator[tuple[float, float]]:
             yield span.end - span.start, span.end - before
 
 
-def publish_lag_s(generators: Iterable[Sequence[Span]], trainers: Iterable[Sequence[Span]]) -> float:
+def publish_lag_s(generators: Iterable[Sequence[TimeSpan]], trainers: Iterable[Sequence[TimeSpan]]) -> float:
     """Median publish lag over all changes of weights, in seconds; 0 where none is known. A version has its first publication.
 
     >>> publish_lag_s([[Span(name="swap", start=2.5, end=3.0, version=1)]], [[Span(name="publish", start=1.0, end=1.5, version=1)]])

@@ -32,7 +32,7 @@ AHEAD: Final = 1
 GIVES: Final = {"reference": "reference", "reward": "reward", "advantage": "advantage", "train": "loss"}
 
 
-class Orders(msgspec.Struct, frozen=True, kw_only=True):
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a process of engines is told: its stage, the server, and published seconds per second."""
 
     stage: str
@@ -41,7 +41,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     start: float = 0.0
 
 
-class Served(msgspec.Struct, frozen=True, array_like=True):
+class ServiceRecord(msgspec.Struct, frozen=True, array_like=True):
     """One service: the instance, when it had its row, and when it had waited out its time."""
 
     instance: int
@@ -54,7 +54,7 @@ async def until(deadline: float) -> None:
     await asyncio.sleep(max(0.0, deadline - time.monotonic()))
 
 
-async def rollouts(table: AsyncTable, orders: Orders) -> list[Served]:
+async def rollouts(table: AsyncTable, orders: EngineSpec) -> list[ServiceRecord]:
     """All rollout instances, each through its iterations."""
     await until(orders.start)
     found = await asyncio.gather(*(_rollout(table, orders, at) for at in range(trace.INSTANCES["rollout"])))
@@ -62,8 +62,8 @@ async def rollouts(table: AsyncTable, orders: Orders) -> list[Served]:
     return [one for instance in found for one in instance]
 
 
-async def _rollout(table: AsyncTable, orders: Orders, instance: int) -> list[Served]:
-    served: list[Served] = []
+async def _rollout(table: AsyncTable, orders: EngineSpec, instance: int) -> list[ServiceRecord]:
+    served: list[ServiceRecord] = []
     async with asyncio.TaskGroup() as later:
         for iteration in range(trace.ITERATIONS):
             reservation = await table.reserve(trace.ROWS_PER_ROLLOUT, timeout_s=WAIT_S)
@@ -71,13 +71,13 @@ async def _rollout(table: AsyncTable, orders: Orders, instance: int) -> list[Ser
             took = trace.services("rollout")[iteration, instance] / orders.speed
             later.create_task(_hand_over(table, orders, reservation, iteration, instance, start))
             await until(start + took)
-            served.append(Served(instance=instance, start=start, end=time.monotonic()))
+            served.append(ServiceRecord(instance=instance, start=start, end=time.monotonic()))
             await until(start + took + trace.RESTART_S / orders.speed)
     return served
 
 
 async def _hand_over(
-    table: AsyncTable, orders: Orders, reservation: AsyncReservation, iteration: int, instance: int, start: float
+    table: AsyncTable, orders: EngineSpec, reservation: AsyncReservation, iteration: int, instance: int, start: float
 ) -> None:
     """Put each row when it is finished and seen: evenly over the time of the request, and the published lag later."""
     took = trace.services("rollout")[iteration, instance]
@@ -95,11 +95,11 @@ async def _hand_over(
         )
 
 
-async def serve(table: AsyncTable, orders: Orders) -> list[Served]:
+async def serve(table: AsyncTable, orders: EngineSpec) -> list[ServiceRecord]:
     """All instances of a pulled stage, until the table ends."""
     free = [(0.0, at) for at in range(trace.INSTANCES[orders.stage])]
     idle, room = asyncio.Semaphore(len(free)), asyncio.Semaphore(len(free) + AHEAD)
-    served: list[Served] = []
+    served: list[ServiceRecord] = []
 
     async def work(batch: AsyncBatch) -> None:
         async with idle:
@@ -120,18 +120,18 @@ async def serve(table: AsyncTable, orders: Orders) -> list[Served]:
                 return served
 
 
-async def _serve(batch: AsyncBatch, orders: Orders, instance: int) -> Served:
+async def _serve(batch: AsyncBatch, orders: EngineSpec, instance: int) -> ServiceRecord:
     start = time.monotonic()
     await until(start + _service_s(batch, orders))
-    return Served(instance=instance, start=start, end=time.monotonic())
+    return ServiceRecord(instance=instance, start=start, end=time.monotonic())
 
 
-def _service_s(batch: AsyncBatch, orders: Orders) -> float:
+def _service_s(batch: AsyncBatch, orders: EngineSpec) -> float:
     iteration, at = divmod(int(batch["number"].numpy()[0]), trace.BATCH_ROWS)
     return float(trace.services(orders.stage)[iteration, at]) / orders.speed
 
 
-async def run(orders: Orders) -> list[Served]:
+async def run(orders: EngineSpec) -> list[ServiceRecord]:
     """Join the server, say so on standard output, and serve ``orders``; the start comes on standard input."""
     async with tq.aconnect(orders.address, label=orders.stage) as queue:
         table = await queue.table(TABLE)
@@ -149,7 +149,7 @@ def _say(line: str) -> None:
 
 def main() -> None:
     """Entry of the process: its orders are the one argument, what it served its last line."""
-    served = asyncio.run(run(msgspec.json.decode(sys.argv[1], type=Orders)))
+    served = asyncio.run(run(msgspec.json.decode(sys.argv[1], type=EngineSpec)))
     _say(msgspec.json.encode(served).decode())
 
 

@@ -21,8 +21,16 @@ import msgspec
 import numpy as np
 
 from transferqueue.workflows.sim.generation import Lengths, Site
-from transferqueue.workflows.sim.profile import Profile, Work, check
-from transferqueue.workflows.sim.simulated_job import GENERATE, TRAIN, Feed, Job, Simulated, Stage, simulate
+from transferqueue.workflows.sim.profile import Profile, StageProfile, check
+from transferqueue.workflows.sim.simulated_job import (
+    GENERATE,
+    TRAIN,
+    BatchFeed,
+    SimStage,
+    Simulated,
+    SimulatedJob,
+    simulate,
+)
 
 KEPT: Final = 6
 TIE: Final = 0.01
@@ -98,12 +106,12 @@ def plans(profile: Profile) -> Iterator[Plan]:
             yield Plan(instances=instances, micro_rows=max(1, profile.batch_rows // part), depth=depth, devices=used)
 
 
-def _counts(profile: Profile, paid: list[Work]) -> list[range]:
+def _counts(profile: Profile, paid: list[StageProfile]) -> list[range]:
     each = [profile.generation.devices, profile.train.devices, *(one.devices for one in paid)]
     return [range(1, (profile.devices - sum(each) + one) // one + 1) for one in each]
 
 
-def _enough(profile: Profile, work: Work) -> int:
+def _enough(profile: Profile, work: StageProfile) -> int:
     """Instances of a stage without devices, with which the fastest trainer of the budget would not wait for it."""
     fastest = profile.train.row_s / (profile.devices // profile.train.devices)
     return max(1, math.ceil((work.row_s + work.call_s) / fastest))
@@ -137,16 +145,16 @@ def _lengths(profile: Profile) -> Lengths:
 
 def _simulated(profile: Profile, one: Plan, bound: float, lengths: Lengths) -> Planned:
     stages = tuple(
-        Stage(name=stage.name, row_s=stage.row_s, call_s=stage.call_s, instances=one.instances[stage.name])
+        SimStage(name=stage.name, row_s=stage.row_s, call_s=stage.call_s, instances=one.instances[stage.name])
         for stage in profile.stages
     )
-    job = Job(
+    job = SimulatedJob(
         lengths=lengths,
         predicted=lengths,
         site=Site(one.instances[GENERATE], profile.generation.slots),
         stages=stages,
-        train=Stage(name=TRAIN, row_s=profile.train.row_s / one.instances[TRAIN], call_s=profile.train.call_s),
-        feed=Feed(rows=one.micro_rows),
+        train=SimStage(name=TRAIN, row_s=profile.train.row_s / one.instances[TRAIN], call_s=profile.train.call_s),
+        feed=BatchFeed(rows=one.micro_rows),
         depth=one.depth,
         update_s=profile.train.update_s,
         token_s=profile.generation.token_s,

@@ -39,7 +39,7 @@ from transferqueue.errors import NotFound, UsageError
 from transferqueue.workflows.flow.events import WORK
 
 
-class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GenerationProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One generation instance."""
 
     devices: int
@@ -53,7 +53,7 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return float(np.interp(rows, at, ms)) / 1000
 
 
-class Work(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StageProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A stage, or one unit of the trainer. Seconds."""
 
     row_s: float
@@ -68,9 +68,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     batch_rows: int
     devices: int
-    generation: Generation
-    train: Work
-    stages: list[Work] = []
+    generation: GenerationProfile
+    train: StageProfile
+    stages: list[StageProfile] = []
     depths: tuple[int, ...] = (0, 1)
 
 
@@ -128,7 +128,7 @@ def calibrated(profile: Profile, timeline: Path) -> tuple[Profile, dict[str, flo
             f"timeline {timeline} shows {sorted(found)} at work, but none of {known}; name the stages alike"
         )
 
-    def measured(work: Work) -> Work:
+    def measured(work: StageProfile) -> StageProfile:
         return msgspec.structs.replace(work, row_s=found[work.name], call_s=0.0) if work.name in found else work
 
     stages = [measured(one) for one in profile.stages]

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.workflows.sim.generation import Lengths, published_lengths
-from transferqueue.workflows.sim.ranker import History, PromptRanker, as_lengths
+from transferqueue.workflows.sim.ranker import HistoryRanker, PromptRanker, as_lengths
 
 LUCK: Final = 0.25
 SEEN: Final = 4096
@@ -30,7 +30,7 @@ _WORDS_SEED: Final = 7
 _QUANTILES: Final = 20_000
 
 
-class Prompts(msgspec.Struct, frozen=True):
+class SyntheticPrompts(msgspec.Struct, frozen=True):
     """Token ids ``[prompts, TOKENS]``, and the difficulty of each, of mean 0 and variance 1: ``[prompts]``."""
 
     ids: NDArray[np.int64]
@@ -46,11 +46,11 @@ class Prompts(msgspec.Struct, frozen=True):
         return found
 
 
-def draw_prompts(count: int, rng: np.random.Generator) -> Prompts:
+def draw_prompts(count: int, rng: np.random.Generator) -> SyntheticPrompts:
     """Prompts of tokens that all are as likely."""
     weights = np.random.default_rng(_WORDS_SEED).normal(size=VOCABULARY)
     ids = rng.integers(0, VOCABULARY, (count, TOKENS))
-    return Prompts(ids, (weights[ids] - weights.mean()).sum(axis=1) / (weights.std() * np.sqrt(TOKENS)))
+    return SyntheticPrompts(ids, (weights[ids] - weights.mean()).sum(axis=1) / (weights.std() * np.sqrt(TOKENS)))
 
 
 def trained_ranker(seed: int) -> PromptRanker:
@@ -62,14 +62,14 @@ def trained_ranker(seed: int) -> PromptRanker:
     return ranker
 
 
-def by_ranker(ranker: PromptRanker, prompts: Prompts, lengths: Lengths) -> Lengths:
+def by_ranker(ranker: PromptRanker, prompts: SyntheticPrompts, lengths: Lengths) -> Lengths:
     """The lengths at the ranks that the model gives to prompts it has never seen."""
     return as_lengths(ranker.score(prompts.ids.tolist()), lengths)
 
 
-def by_history(prompts: Prompts, lengths: Lengths, rng: np.random.Generator) -> Lengths:
+def by_history(prompts: SyntheticPrompts, lengths: Lengths, rng: np.random.Generator) -> Lengths:
     """The lengths at the ranks of what each prompt took `TIMES` times before."""
-    history, keys = History(), [str(number) for number in range(len(prompts.ids))]
+    history, keys = HistoryRanker(), [str(number) for number in range(len(prompts.ids))]
     for _ in range(TIMES):
         history.fit(keys, prompts.answers(rng).tolist())
     return as_lengths(history.score(keys), lengths)

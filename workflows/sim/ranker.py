@@ -5,7 +5,7 @@ Rules (StreamRL, arXiv 2504.15930, section 5; RhymeRL and SPEC-RL for the histor
 1. Only ranks are used: a score orders rows, it is no number of tokens. So a prediction is checked by `recall` at the top.
 2. `PromptRanker` is a small model of the prompt's tokens alone: hashed counts, two layers, squared error of log length. The
    whole prompt set is scored once, offline; `fit` again on recent rows refreshes it from where it is.
-3. `History` is the second choice: the mean log length of a prompt's rows, drawn towards the mean of all while there are few.
+3. `HistoryRanker` is the second choice: the mean log length of a prompt's rows, drawn towards the mean of all while there are few.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class PromptRanker:
         return found
 
 
-class History:
+class HistoryRanker:
     """Scores prompts by what they took before. ``weight``: rows that the mean of all counts for."""
 
     def __init__(self, *, weight: float = 1.0) -> None:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 import transferqueue as tq
 from transferqueue.errors import UsageError
 from transferqueue.workflows.sim import asyncflow_trace as trace
-from transferqueue.workflows.sim.engines import TABLE, WAIT_S, Orders, Served
+from transferqueue.workflows.sim.engines import TABLE, WAIT_S, EngineSpec, ServiceRecord
 
 Mode = Literal["serial", "streaming", "async"]
 MODES: Final[tuple[Mode, ...]] = get_args(Mode)
@@ -114,11 +114,11 @@ def _table(queue: tq.Queue, mode: Mode) -> tq.Table:
     )
 
 
-def _run(address: str, table: tq.Table, mode: Mode, speed: float) -> tuple[float, dict[str, list[Served]]]:
+def _run(address: str, table: tq.Table, mode: Mode, speed: float) -> tuple[float, dict[str, list[ServiceRecord]]]:
     processes: dict[str, subprocess.Popen[str]] = {}
     try:
         for stage in trace.INSTANCES:
-            orders = msgspec.json.encode(Orders(stage=stage, address=address, speed=speed)).decode()
+            orders = msgspec.json.encode(EngineSpec(stage=stage, address=address, speed=speed)).decode()
             command = [sys.executable, "-m", "transferqueue.workflows.sim.engines", orders]
             processes[stage] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for process in processes.values():
@@ -129,7 +129,7 @@ def _run(address: str, table: tq.Table, mode: Mode, speed: float) -> tuple[float
                 process.stdin.write(f"{start!r}\n")
                 process.stdin.flush()
         _drive(table, mode)
-        served = {stage: msgspec.json.decode(_line(one), type=list[Served]) for stage, one in processes.items()}
+        served = {stage: msgspec.json.decode(_line(one), type=list[ServiceRecord]) for stage, one in processes.items()}
     finally:
         for process in processes.values():
             process.kill()

@@ -6,7 +6,7 @@ Rules:
    is ready. Nothing of that is copied here; time alone is simulated.
 2. A generation instance decodes up to ``slots`` rows at once; a token of all of them takes PTL(how many). A stage's
    instance takes ``call_s`` and ``row_s`` for each row it leased. Stages pull; the trainer is one instance.
-3. An iteration is admitted whole. Step k of the trainer takes the rows of iteration k alone, in the terms of its `Feed`.
+3. An iteration is admitted whole. Step k of the trainer takes the rows of iteration k alone, in the terms of its `BatchFeed`.
 4. ``update_s`` after the last row of a step is trained its weights are published: the clock moves and the rows are acked.
    The trainer itself goes on at once, if there are rows.
 """
@@ -34,7 +34,7 @@ GENERATE: Final = "generate"
 _LEASE_S: Final = 1e9
 
 
-class Stage(msgspec.Struct, frozen=True, kw_only=True):
+class SimStage(msgspec.Struct, frozen=True, kw_only=True):
     """A stage between generation and training, or the trainer (its name is ``train``; instances 1). Seconds."""
 
     name: str
@@ -51,22 +51,22 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-class Feed(msgspec.Struct, frozen=True, kw_only=True):
+class BatchFeed(msgspec.Struct, frozen=True, kw_only=True):
     """How a step of the trainer is fed: at least ``rows`` at a time, or (fixed) the next ``rows`` prompts exactly."""
 
     rows: int
     fixed: bool = False
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatedJob(msgspec.Struct, frozen=True, kw_only=True):
     """What runs: lengths and their predictions ``[iterations, batch]``, generation, stages in order, pacing."""
 
     lengths: Lengths
     predicted: Lengths
     site: Site
-    stages: tuple[Stage, ...]
-    train: Stage
-    feed: Feed
+    stages: tuple[SimStage, ...]
+    train: SimStage
+    feed: BatchFeed
     depth: int
     update_s: float = 0.0
     token_s: Callable[[int], float] = ptl_s
@@ -119,7 +119,7 @@ def _busy_s(worked: list[Worked], stage: str) -> float:
     return busy
 
 
-def simulate(job: Job) -> Simulated:
+def simulate(job: SimulatedJob) -> Simulated:
     """Run ``job`` to its last step. Deterministic; costs about a fifth of a millisecond a row and stage."""
     return _Simulation(job).run()
 
@@ -154,7 +154,7 @@ class _Decoder:
 
 
 class _Simulation:
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: SimulatedJob) -> None:
         self._job, self._ledger, self._calls, self.now = job, Ledger(), 0, 0.0
         self._iterations, self._batch = job.lengths.shape
         self._admitted, self._begun, self._step, self._trained = 0, 0, 0, 0
@@ -269,7 +269,7 @@ class _Simulation:
         given = m.Columns(inline=[m.Inline(f"{task}_out", bytes(rows))])
         self._apply(m.Ack(TABLE, leased.lease, leased.token, columns=given))
 
-    def _serve(self, stage: Stage, rows: int, at_least: int, where: list[Predicate]) -> bool:
+    def _serve(self, stage: SimStage, rows: int, at_least: int, where: list[Predicate]) -> bool:
         leased = self._lease(stage.name, rows, at_least, where)
         if leased is None:
             return False

@@ -24,7 +24,7 @@ from transferqueue.workflows.sim.generation import (
     ranked,
     recall,
 )
-from transferqueue.workflows.sim.simulated_job import TRAIN, Feed, Job, Stage, simulate
+from transferqueue.workflows.sim.simulated_job import TRAIN, BatchFeed, SimStage, SimulatedJob, simulate
 
 NOISE: Final = 0.25
 ROWS: Final = 512
@@ -50,7 +50,7 @@ ASSUMED: Final = (
 PUBLISHED_DISPATCH: Final = {"random-FIFO": "1", "ranker": "0.901 (7B)", "oracle": "0.816 (7B)"}
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class FigureRow(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the table. Ratios have no unit."""
 
     figure: str
@@ -59,19 +59,19 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     ours: float
 
 
-def table() -> list[Line]:
+def table() -> list[FigureRow]:
     """Every figure, simulated. Takes about two minutes; needs torch for the ranker."""
     return [*dispatch(), *pipelining(), *elasticity()]
 
 
-def dispatch(*, rows: int = ROWS, seeds: int = SEEDS, slots: Sequence[int] = SLOTS) -> list[Line]:
+def dispatch(*, rows: int = ROWS, seeds: int = SEEDS, slots: Sequence[int] = SLOTS) -> list[FigureRow]:
     """Generation time over that of random-FIFO, by memory, for each way to predict lengths; and how well each predicts."""
     batches = [predicted_batch(rows, seed) for seed in range(seeds)]
     found = []
     for held in slots:
         ratios = [dispatch_ratios(batch, Site(INSTANCES, held)) for batch in batches]
         found += [
-            Line(
+            FigureRow(
                 figure="generation / random-FIFO",
                 setting=f"{name}, {held} slots",
                 published=PUBLISHED_DISPATCH.get(name, "none"),
@@ -80,7 +80,7 @@ def dispatch(*, rows: int = ROWS, seeds: int = SEEDS, slots: Sequence[int] = SLO
             for name in ratios[0]
         ]
     return found + [
-        Line(
+        FigureRow(
             figure=f"recall of the {name}",
             setting=f"top {share:.0%}",
             published=published,
@@ -113,7 +113,7 @@ def dispatch_ratios(batch: Mapping[str, Lengths], site: Site) -> dict[str, float
     return {"random-FIFO": 1.0, **ours}
 
 
-def pipelining(*, rows: int = ROWS, iterations: int = ITERATIONS) -> list[Line]:
+def pipelining(*, rows: int = ROWS, iterations: int = ITERATIONS) -> list[FigureRow]:
     """Steps a second over serial: mini-batch, dynamic-batch, asynchronous."""
     rng = np.random.default_rng(1)
     lengths = np.stack([published_lengths(rows, rng) for _ in range(iterations)])
@@ -122,25 +122,27 @@ def pipelining(*, rows: int = ROWS, iterations: int = ITERATIONS) -> list[Line]:
     generation = float(
         np.mean([generation_s(a, b, site, choose(b, site)) for a, b in zip(lengths, predicted, strict=True)])
     )
-    train = Stage(name=TRAIN, row_s=generation / rows)
+    train = SimStage(name=TRAIN, row_s=generation / rows)
     modes = (
-        ("mini-batch", Feed(rows=rows // MINIS, fixed=True), 0, "less than dynamic-batch"),
-        ("dynamic-batch", Feed(rows=rows // 16), 0, "none (an earlier model: 1.57-1.64)"),
-        ("asynchronous", Feed(rows=rows // 16), 1, "none (an earlier model: 1.95)"),
+        ("mini-batch", BatchFeed(rows=rows // MINIS, fixed=True), 0, "less than dynamic-batch"),
+        ("dynamic-batch", BatchFeed(rows=rows // 16), 0, "none (an earlier model: 1.57-1.64)"),
+        ("asynchronous", BatchFeed(rows=rows // 16), 1, "none (an earlier model: 1.95)"),
     )
 
-    def total_s(feed: Feed, depth: int) -> float:
-        job = Job(lengths=lengths, predicted=predicted, site=site, stages=(), train=train, feed=feed, depth=depth)
+    def total_s(feed: BatchFeed, depth: int) -> float:
+        job = SimulatedJob(
+            lengths=lengths, predicted=predicted, site=site, stages=(), train=train, feed=feed, depth=depth
+        )
         return simulate(job).total_s
 
-    serial = total_s(Feed(rows=rows), 0)
+    serial = total_s(BatchFeed(rows=rows), 0)
     return [
-        Line(figure="speed / serial", setting=name, published=published, ours=serial / total_s(feed, depth))
+        FigureRow(figure="speed / serial", setting=name, published=published, ours=serial / total_s(feed, depth))
         for name, feed, depth, published in modes
     ]
 
 
-def elasticity() -> list[Line]:
+def elasticity() -> list[FigureRow]:
     """Time of all steps with instances fixed over that with one more whenever δ ≥ δ'; a step takes its longer side."""
     rng = np.random.default_rng(2)
     batches = [(published_lengths(ROWS, rng) * GROWTH**step).astype(np.int64) for step in range(ELASTIC_STEPS)]
@@ -152,7 +154,7 @@ def elasticity() -> list[Line]:
         elastic += max(took, train_s)
         instances += adds(took, train_s, took - _side_s(lengths, instances + 1))
     return [
-        Line(
+        FigureRow(
             figure="speed, elastic / fixed",
             setting=f"{INSTANCES} to {instances} instances",
             published="1.20-1.25",
@@ -171,21 +173,21 @@ def _side_s(lengths: Lengths, instances: int) -> float:
     return generation_s(lengths, lengths, site, choose(lengths, site))
 
 
-def results(lines: Sequence[Line]) -> list[MeasuredResult]:
+def results(lines: Sequence[FigureRow]) -> list[MeasuredResult]:
     """Our figures."""
     return [single(_name(line), "ratio", line.ours) for line in lines]
 
 
-def details(lines: Sequence[Line]) -> dict[str, Any]:
+def details(lines: Sequence[FigureRow]) -> dict[str, Any]:
     """What was published for each figure, and what the simulation assumes."""
     return {"simulated": True, "published": {_name(line): line.published for line in lines}, "assumed": list(ASSUMED)}
 
 
-def _name(line: Line) -> str:
+def _name(line: FigureRow) -> str:
     return f"{line.figure}: {line.setting}"
 
 
-def draw(path: Path, lines: list[Line]) -> None:
+def draw(path: Path, lines: list[FigureRow]) -> None:
     """Bars of every line; needs matplotlib."""
     import matplotlib as mpl
 

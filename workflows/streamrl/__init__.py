@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from transferqueue.lazy import lazy_names
+from transferqueue.lazy import lazy_names, renamed_names
 
 if TYPE_CHECKING:
-    from transferqueue.workflows.streamrl.service import SamplesLost, Stream, StreamService
+    from transferqueue.workflows.streamrl.service import CompletionStream, SamplesLost, StreamService
     from transferqueue.workflows.streamrl.service_aio import AsyncStream, AsyncStreamService
 
-__all__ = ["AsyncStream", "AsyncStreamService", "SamplesLost", "Stream", "StreamService"]
+__all__ = ["AsyncStream", "AsyncStreamService", "CompletionStream", "SamplesLost", "StreamService"]
 
-__getattr__ = lazy_names(
-    __name__, {"service": "StreamService Stream SamplesLost", "service_aio": "AsyncStreamService AsyncStream"}
+_lazy = lazy_names(
+    __name__, {"service": "StreamService CompletionStream SamplesLost", "service_aio": "AsyncStreamService AsyncStream"}
 )
+__getattr__ = renamed_names(__name__, {"Stream": "CompletionStream"}, otherwise=_lazy)

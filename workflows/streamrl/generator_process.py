@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 import transferqueue as tq
-from transferqueue.adapters.protocols import Generator, Part, Sampling
+from transferqueue.adapters.protocols import Generator, PartialResult, Sampling
 from transferqueue.adapters.stages.generation import Generate
-from transferqueue.adapters.weights import Follower
+from transferqueue.adapters.weights import WeightUpdater
 from transferqueue.errors import DeadlineExceeded
 from transferqueue.workflows.flow.events import Event
 from transferqueue.workflows.flow.runner import run_stage
@@ -43,11 +43,11 @@ def serve(
     `DeadlineExceeded` then. Failures of the engine as `run_stage` tells. The engine is the caller's to close.
     """
     service = StreamService.join(queue, name=name, timeout_s=stall_s)
-    follower = Follower(weights or queue, service.channel.name, engine.update_weights)
+    follower = WeightUpdater(weights or queue, service.channel.name, engine.update_weights)
     _follow(follower, 0, stall_s)
     generate = Generate(engine, sampling, part_rows=1, token_versions=True)
 
-    def work(batch: tq.Batch) -> Iterator[Part]:
+    def work(batch: tq.Batch) -> Iterator[PartialResult]:
         follower.follow()
         _follow(follower, _oldest_allowed(service, batch), stall_s)
         yield from generate(batch)
@@ -57,7 +57,7 @@ def serve(
     return run_stage(service.table, stage, work, emit=emit, stop=stop)
 
 
-def _follow(follower: Follower, version: int, timeout_s: float) -> None:
+def _follow(follower: WeightUpdater, version: int, timeout_s: float) -> None:
     """Have weights of `version` at least."""
     while follower.version < version:
         if not follower.follow(timeout_s):

@@ -8,7 +8,7 @@ The law:
    that is asynchronous pipelining; with `pacing` it is bounded, in batches and in versions.
 3. Requests are handed out one after the other, and inside a request the prompts with the largest scores first: stragglers
    start early (section 5), and do not hold up a request before theirs (decision 0019).
-4. A stream gives samples as they finish, in any order; `Stream.batches` as rows that a trainer acknowledges itself, as
+4. A stream gives samples as they finish, in any order; `CompletionStream.batches` as rows that a trainer acknowledges itself, as
    soon as there are `at_least` (dynamic batches, section 4.1). A sample is done once the next was asked for. What was not
    taken when a stream is closed, or its process dies, is handed back: `resume` goes on with it, in any process.
 5. A generator that dies loses nothing: its prompts go to others. A prompt on which generators fail as often as the task
@@ -226,7 +226,7 @@ class StreamBase(Generic[B]):
 _TAKEN: Final = ("request", "prompt", "sample", "prompt_ids", *_GIVEN)
 
 
-class Stream(StreamBase[tq.Batch]):
+class CompletionStream(StreamBase[tq.Batch]):
     """Finished samples of one request: an iterator of `Completion`, and a context manager. One thread at a time.
 
     With groups, a sample is done with the last of its group. A wait for the next one ends after the stream's `timeout_s` (`DeadlineExceeded`, or `SamplesLost`). Leaving the ``with`` block
@@ -368,7 +368,7 @@ class StreamService:
 
     def generate(
         self, prompts: Sequence[Prompt], *, scores: Sequence[float] | None = None, timeout_s: float = WAIT_S
-    ) -> Stream:
+    ) -> CompletionStream:
         """Have `prompts` completed, and return the stream of their samples; they are being generated from now on.
 
         scores: of how long each prompt's answers will be, such as a ranker's; only the order counts. Blocks while there is
@@ -378,13 +378,13 @@ class StreamService:
         with self._table.reserve(request.rows, timeout_s=timeout_s) as reservation:
             columns = request.behind(self._table.stats()["rows_put"])
             self._table.put(reservation=reservation, timeout_s=timeout_s, **columns)
-        return Stream(self._table, request.number, request.rows, request.burst, timeout_s)
+        return CompletionStream(self._table, request.number, request.rows, request.burst, timeout_s)
 
-    def resume(self, request: int, *, timeout_s: float = WAIT_S) -> Stream:
+    def resume(self, request: int, *, timeout_s: float = WAIT_S) -> CompletionStream:
         """The stream of what is left of a request, of whichever process. Nothing left: it ends at once."""
         with self._table.read(where=tq.Compare("request", "==", request), fields=[]) as found:
             burst = max(BURST_ROWS, int(found.group_size.max(initial=0)))
-            return Stream(self._table, request, len(found), burst, timeout_s)
+            return CompletionStream(self._table, request, len(found), burst, timeout_s)
 
     def seal(self) -> None:
         """No more requests: generators end when all is generated, streams go on to their end."""

@@ -24,7 +24,7 @@ _KIND_CONTROLLER: Final = "transferqueue drop-in controller 1"
 Ask = Callable[..., Any]
 
 
-class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ControllerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the controller keeps: consumed indexes by partition and task, and the sampler's class and memory (`plain.plain`)."""
 
     consumed: dict[str, dict[str, list[int]]]
@@ -32,24 +32,24 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: Any
 
 
-class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CheckpointMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``metadata.json``: what belongs together, and what the user says of it. timestamp: seconds since 1970."""
 
     storage_saved: bool
     user_metadata: dict[str, Any]
     timestamp: float
-    controller: sealed.Part
-    storage: sealed.Part
+    controller: sealed.FileRecord
+    storage: sealed.FileRecord
 
 
-def save_controller(ask: Ask, path: Path) -> sealed.Part:
+def save_controller(ask: Ask, path: Path) -> sealed.FileRecord:
     """Write what the controller keeps to a file."""
     return sealed.write(path, _KIND_CONTROLLER, ask("state"))
 
 
 def load_controller(ask: Ask, path: Path) -> None:
     """Let the controller keep what is in a file; of samples that are not there, nothing."""
-    ask("restore", msgspec.to_builtins(sealed.read(path, _KIND_CONTROLLER, State)))
+    ask("restore", msgspec.to_builtins(sealed.read(path, _KIND_CONTROLLER, ControllerState)))
 
 
 def load_storage(queue: tq.Queue, ask: Ask, parent: Path, rows_max: int) -> None:
@@ -63,7 +63,7 @@ def load_storage(queue: tq.Queue, ask: Ask, parent: Path, rows_max: int) -> None
 
 def about(path: Path, user: Mapping[str, Any] | None) -> None:
     """Write ``metadata.json`` of a checkpoint whose other files are there. `UsageError` if what the user says is not JSON."""
-    found = About(
+    found = CheckpointMetadata(
         True,
         dict(user or {}),
         time.time(),
@@ -83,8 +83,8 @@ def verify(path: Path, ask: Ask, rows_max: int) -> None:
     """Compare all files of a checkpoint, and ask the controller whether it could take it. Changes nothing."""
     if not path.is_dir():
         raise FileNotFoundError(f"checkpoint directory {path} not found")
-    found = sealed.read(path / sealed.METADATA, _KIND, About)
+    found = sealed.read(path / sealed.METADATA, _KIND, CheckpointMetadata)
     sealed.compare(path / CONTROLLER, found.controller)
     sealed.compare(path / stored.FOLDER / stored.MANIFEST, found.storage)
-    ask("check_state", msgspec.to_builtins(sealed.read(path / CONTROLLER, _KIND_CONTROLLER, State)))
+    ask("check_state", msgspec.to_builtins(sealed.read(path / CONTROLLER, _KIND_CONTROLLER, ControllerState)))
     stored.admit(stored.verified(path), rows_max)

@@ -46,22 +46,22 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 Have = Callable[[str, str], set[int]]
 
 
-class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SampleFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Samples of one partition with the same fields, in one file."""
 
     file: str
     rows: int
     fields: list[str]
-    part: sealed.Part
+    part: sealed.FileRecord
 
 
-class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SampleReader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A partition. end: one more than the last index that it ever gave. fields: name, dtype, shape."""
 
     partition_id: str
     end: int
     fields: list[tuple[str, str, list[int | None]]]
-    groups: list[Group]
+    groups: list[SampleFile]
 
     def schema(self) -> dict[str, Field]:
         """The fields, by name."""
@@ -71,13 +71,13 @@ class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All partitions."""
 
-    partitions: list[Stored]
+    partitions: list[SampleReader]
 
 
 # ---------------------------------------------------------------- writing
 
 
-def save(queue: tq.Queue, have: Have, parent: Path) -> sealed.Part:
+def save(queue: tq.Queue, have: Have, parent: Path) -> sealed.FileRecord:
     """Write all partitions to ``parent/storage``; the seal of its manifest. Each sample is as it was at one moment of the save.
 
     have: samples of a partition that have a field.
@@ -89,7 +89,7 @@ def save(queue: tq.Queue, have: Have, parent: Path) -> sealed.Part:
         return sealed.write(path / MANIFEST, KIND, msgspec.to_builtins(Manifest(found)))
 
 
-def _save_partition(queue: tq.Queue, name: str, have: Have, path: Path, numbers: Iterator[int]) -> Stored:
+def _save_partition(queue: tq.Queue, name: str, have: Have, path: Path, numbers: Iterator[int]) -> SampleReader:
     for left in reversed(range(_TRIES)):
         table = queue.table(table_of(name))
         try:
@@ -99,7 +99,7 @@ def _save_partition(queue: tq.Queue, name: str, have: Have, path: Path, numbers:
                 raise
             continue
         fields = [(field.name, field.dtype, list(field.shape)) for field in table.fields.values()]
-        return Stored(name, int(table.audit()["rows_put"]), fields, groups)
+        return SampleReader(name, int(table.audit()["rows_put"]), fields, groups)
     raise NotFound(f"partition {name!r} is gone")
 
 
@@ -121,7 +121,7 @@ def _groups(table: tq.Table, name: str, have: Have) -> list[tuple[Rows, list[str
     ]
 
 
-def _save_group(table: tq.Table, rows: Rows, fields: list[str], path: Path, numbers: Iterator[int]) -> Group:
+def _save_group(table: tq.Table, rows: Rows, fields: list[str], path: Path, numbers: Iterator[int]) -> SampleFile:
     file = path / f"{next(numbers):06d}.arrow"
     batches = _read(table, rows, fields)
     first = next(batches)
@@ -131,7 +131,7 @@ def _save_group(table: tq.Table, rows: Rows, fields: list[str], path: Path, numb
         for batch in batches:
             out.write_batch(batch)
     sealed.sync(file)
-    return Group(file.name, rows.size, fields, sealed.part(file))
+    return SampleFile(file.name, rows.size, fields, sealed.part(file))
 
 
 def _read(table: tq.Table, rows: Rows, fields: list[str]) -> Iterator[pa.RecordBatch]:
@@ -176,7 +176,7 @@ def _wrong(path: Path, what: str) -> Corruption:
     return Corruption(f"{path}: {what}; take another checkpoint")
 
 
-def _schema(partition: Stored, manifest: Path) -> dict[str, Field]:
+def _schema(partition: SampleReader, manifest: Path) -> dict[str, Field]:
     try:
         schema = partition.schema()
     except UsageError as error:
@@ -186,7 +186,7 @@ def _schema(partition: Stored, manifest: Path) -> dict[str, Field]:
     return schema
 
 
-def _check_group(file: Path, partition: Stored, group: Group, schema: dict[str, Field]) -> Rows:
+def _check_group(file: Path, partition: SampleReader, group: SampleFile, schema: dict[str, Field]) -> Rows:
     """The indexes of a file whose columns, texts and values are as `save` writes them."""
     fields = {f"field.{name}": schema[name] for name in group.fields}
     types = {"index": pa.int64(), "key": pa.string(), "tags": pa.string()}
@@ -216,7 +216,7 @@ def _check_group(file: Path, partition: Stored, group: Group, schema: dict[str, 
     return found
 
 
-def _check_indexes(partition: Stored, indexes: list[Rows], path: Path) -> None:
+def _check_indexes(partition: SampleReader, indexes: list[Rows], path: Path) -> None:
     every = np.concatenate([np.empty(0, np.int64), *indexes])
     if every.size and (every.min() < 0 or every.max() >= partition.end or np.unique(every).size != every.size):
         raise _wrong(

@@ -26,14 +26,14 @@ _AT_ONCE: Final = 1 << 20
 T = TypeVar("T")
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file as it was written."""
 
     bytes: int
     xxh3: str
 
 
-def write(path: Path, kind: str, content: Mapping[str, Any]) -> Part:
+def write(path: Path, kind: str, content: Mapping[str, Any]) -> FileRecord:
     """Write a sealed file; it is on the disk when this returns. An earlier one is replaced by it, or stays."""
     content = json.loads(json.dumps(content))  # as a reader will have it: keys are text
     text = json.dumps({"format": kind, "xxh3": _seal(content), **content}, indent=1).encode()
@@ -44,7 +44,7 @@ def write(path: Path, kind: str, content: Mapping[str, Any]) -> Part:
         os.fsync(file.fileno())
     made.replace(path)
     sync(path.parent)
-    return Part(len(text), xxhash.xxh3_64_hexdigest(text))
+    return FileRecord(len(text), xxhash.xxh3_64_hexdigest(text))
 
 
 def read(path: Path, kind: str, into: type[T]) -> T:
@@ -69,16 +69,16 @@ def read(path: Path, kind: str, into: type[T]) -> T:
         raise Corruption(f"{path} has another content than {kind!r} has: {error}; take another checkpoint") from error
 
 
-def part(path: Path) -> Part:
+def part(path: Path) -> FileRecord:
     """A file as it is."""
     found = xxhash.xxh3_64()
     with path.open("rb") as file:
         while piece := file.read(_AT_ONCE):
             found.update(piece)
-    return Part(path.stat().st_size, found.hexdigest())
+    return FileRecord(path.stat().st_size, found.hexdigest())
 
 
-def compare(path: Path, entry: Part) -> None:
+def compare(path: Path, entry: FileRecord) -> None:
     """`Corruption` unless the file is as it was written."""
     if not path.is_file():
         raise Corruption(f"{path} is missing, and its checkpoint names it; take another checkpoint")

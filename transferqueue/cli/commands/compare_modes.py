@@ -13,7 +13,7 @@ from transferqueue.cli.screens.terminal import console, say
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from transferqueue.workflows.grpo.comparison import ModeFigures, Run
+    from transferqueue.workflows.grpo.comparison import ComparisonRun, ModeFigures
 
 EXAMPLES = (
     ("transferqueue compare-modes", "three modes, three seeds: about ten minutes on two quiet cores"),
@@ -62,7 +62,7 @@ def parse_seeds(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _told(run: Run) -> None:
+def _told(run: ComparisonRun) -> None:
     found = run.summary
     say(
         f"{run.mode:8} seed {run.seed}: {found.samples_per_s:7,.0f} samples/s, trainer idle {1 - found.trainer_busy:4.0%}, "

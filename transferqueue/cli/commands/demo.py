@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transferqueue.workflows.flow.flow import Observe
     from transferqueue.workflows.flow.loggers import Logger
     from transferqueue.workflows.grpo.job import JobSettings
-    from transferqueue.workflows.grpo.run import Outcome
+    from transferqueue.workflows.grpo.run import RunOutcome
 
 EXAMPLES = (
     ("transferqueue demo", "the default run: asynchronous, staleness at most 1, at most three minutes"),
@@ -160,13 +160,13 @@ def demo(
     show(outcome, terminal)
 
 
-def _run_here(settings: JobSettings, directory: Path, observe: Observe, watch: Watch) -> Outcome:
+def _run_here(settings: JobSettings, directory: Path, observe: Observe, watch: Watch) -> RunOutcome:
     from transferqueue.workflows.grpo.run import run_demo
 
     return run_demo(settings, directory=directory, observe=observe, started=lambda flow: watch.started(flow.pids()))
 
 
-def _run_on_ray(settings: JobSettings, directory: Path, observe: Observe, watch: Watch) -> Outcome:
+def _run_on_ray(settings: JobSettings, directory: Path, observe: Observe, watch: Watch) -> RunOutcome:
     from transferqueue.workflows.grpo.on_ray import run_demo_on_ray
 
     return run_demo_on_ray(
@@ -217,7 +217,7 @@ def job_settings(
     )
 
 
-def show(outcome: Outcome, to: Console) -> None:
+def show(outcome: RunOutcome, to: Console) -> None:
     """Print the summary as a table, why rows were dropped, and where the files are."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in outcome.summary.rows():

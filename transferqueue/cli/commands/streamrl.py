@@ -12,7 +12,7 @@ from transferqueue.cli.screens.terminal import console, say
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from transferqueue.workflows.sim.streamrl import Line
+    from transferqueue.workflows.sim.streamrl import FigureRow
 
 EXAMPLES: Final = (("transferqueue streamrl", "dispatch, pipelining and elasticity: about a minute"),)
 
@@ -37,7 +37,7 @@ def streamrl(
     say(f"wrote {out / name}.json and .png")
 
 
-def _show(lines: Sequence[Line], assumed: Sequence[str]) -> None:
+def _show(lines: Sequence[FigureRow], assumed: Sequence[str]) -> None:
     from rich.table import Table
 
     shown = Table(box=None, padding=(0, 2, 0, 0))

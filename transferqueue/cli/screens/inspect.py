@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
-from transferqueue.cli.screens.layout import Column, fit, grid_line, heading, wrap
+from transferqueue.cli.screens.layout import GridColumn, fit, grid_line, heading, wrap
 from transferqueue.observe import units as q
 from transferqueue.observe.answers.stats import TableStats
 from transferqueue.observe.answers.tables import FieldTerms, TableDescription, TaskTerms
@@ -18,16 +18,16 @@ def tables_lines(tables: Mapping[str, TableStats], width: int) -> list[Text]:
         return [Text("no tables yet", style="dim")]
     every = tables.values()
     columns = [
-        Column(heading="table", cells=[Text(name, style="bold") for name in tables], left=True),
-        Column(heading="put", cells=_counts([table.rows_put for table in every])),
-        Column(heading="live", cells=_counts([table.rows_live for table in every])),
-        Column(heading="done", cells=_counts([table.rows_done for table in every])),
-        Column(heading="dropped", cells=_counts([table.rows_dropped for table in every])),
-        Column(heading="bytes", cells=[Text(q.size(table.bytes)) for table in every]),
-        Column(heading="version", cells=[_version(table) for table in every], rank=2),
-        Column(heading="oldest", cells=[_age(table) for table in every], rank=3),
-        Column(heading="", cells=[_sealed(table) for table in every], rank=1, left=True),
-        Column(heading="tasks", cells=[Text(", ".join(table.tasks)) for table in every], rank=4, left=True),
+        GridColumn(heading="table", cells=[Text(name, style="bold") for name in tables], left=True),
+        GridColumn(heading="put", cells=_counts([table.rows_put for table in every])),
+        GridColumn(heading="live", cells=_counts([table.rows_live for table in every])),
+        GridColumn(heading="done", cells=_counts([table.rows_done for table in every])),
+        GridColumn(heading="dropped", cells=_counts([table.rows_dropped for table in every])),
+        GridColumn(heading="bytes", cells=[Text(q.size(table.bytes)) for table in every]),
+        GridColumn(heading="version", cells=[_version(table) for table in every], rank=2),
+        GridColumn(heading="oldest", cells=[_age(table) for table in every], rank=3),
+        GridColumn(heading="", cells=[_sealed(table) for table in every], rank=1, left=True),
+        GridColumn(heading="tasks", cells=[Text(", ".join(table.tasks)) for table in every], rank=4, left=True),
     ]
     return _grid(columns, len(tables), width)
 
@@ -71,13 +71,13 @@ def _fields(fields: list[FieldTerms], width: int) -> list[Text]:
     if not fields:
         return [Text("no fields yet: the first put declares them", style="dim")]
     columns = [
-        Column(heading="field", cells=[Text(field.name) for field in fields], left=True),
-        Column(heading="type", cells=[Text(field.type, style="cyan") for field in fields], left=True),
-        Column(
+        GridColumn(heading="field", cells=[Text(field.name) for field in fields], left=True),
+        GridColumn(heading="type", cells=[Text(field.type, style="cyan") for field in fields], left=True),
+        GridColumn(
             heading="kept", cells=[Text("ledger" if field.inline else "arena") for field in fields], rank=1, left=True
         ),
-        Column(heading="given by", cells=[_names(field.given_by) for field in fields], left=True),
-        Column(heading="needed by", cells=[_names(field.needed_by) for field in fields], left=True),
+        GridColumn(heading="given by", cells=[_names(field.given_by) for field in fields], left=True),
+        GridColumn(heading="needed by", cells=[_names(field.needed_by) for field in fields], left=True),
     ]
     return _grid(columns, len(fields), width)
 
@@ -86,11 +86,11 @@ def _tasks(tasks: list[TaskTerms], width: int) -> list[Text]:
     if not tasks:
         return [Text("no tasks", style="dim")]
     columns = [
-        Column(heading="task", cells=[Text(task.name, style="bold") for task in tasks], left=True),
-        Column(heading="next rows", cells=[Text(task.selector) for task in tasks], left=True),
-        Column(heading="lease", cells=[Text(q.span(task.lease_s)) for task in tasks]),
-        Column(heading="attempts", cells=[Text(str(task.attempts_max or "no limit")) for task in tasks]),
-        Column(heading="sees", cells=[Text(_starts(task)) for task in tasks], rank=1, left=True),
+        GridColumn(heading="task", cells=[Text(task.name, style="bold") for task in tasks], left=True),
+        GridColumn(heading="next rows", cells=[Text(task.selector) for task in tasks], left=True),
+        GridColumn(heading="lease", cells=[Text(q.span(task.lease_s)) for task in tasks]),
+        GridColumn(heading="attempts", cells=[Text(str(task.attempts_max or "no limit")) for task in tasks]),
+        GridColumn(heading="sees", cells=[Text(_starts(task)) for task in tasks], rank=1, left=True),
     ]
     lines = _grid(columns, len(tasks), width)
     for task in tasks:
@@ -113,7 +113,7 @@ def _starts(task: TaskTerms) -> str:
     return "every row" if task.starts == "start" else "rows put after it was declared"
 
 
-def _grid(columns: Sequence[Column], rows: int, width: int) -> list[Text]:
+def _grid(columns: Sequence[GridColumn], rows: int, width: int) -> list[Text]:
     columns = fit(columns, width)
     return [heading(columns), *(grid_line(columns, row) for row in range(rows))]
 

@@ -15,7 +15,7 @@ GAP: Final = 2
 """Blank cells between two columns."""
 
 
-class Column(msgspec.Struct, frozen=True, kw_only=True):
+class GridColumn(msgspec.Struct, frozen=True, kw_only=True):
     """One column of a grid: its heading, its cells, and how dearly it is kept (0 stays always)."""
 
     heading: str
@@ -29,7 +29,7 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
         return max(len(self.heading), *(_seen(cell).cell_len for cell in self.cells), 0)
 
 
-def fit(columns: Sequence[Column], width: int) -> list[Column]:
+def fit(columns: Sequence[GridColumn], width: int) -> list[GridColumn]:
     """The columns that fit into `width`: those of highest rank are left out first, whole ranks at a time."""
     kept = list(columns)
     while sum(column.width + GAP for column in kept) - GAP > width and (rank := max(c.rank for c in kept)):
@@ -37,12 +37,12 @@ def fit(columns: Sequence[Column], width: int) -> list[Column]:
     return kept
 
 
-def heading(columns: Sequence[Column]) -> Text:
+def heading(columns: Sequence[GridColumn]) -> Text:
     """The line of headings."""
     return _line([_padded(column, Text(column.heading, style="dim")) for column in columns])
 
 
-def grid_line(columns: Sequence[Column], row: int) -> Text:
+def grid_line(columns: Sequence[GridColumn], row: int) -> Text:
     """Line `row` of the grid."""
     return _line([_padded(column, column.cells[row]) for column in columns])
 
@@ -88,7 +88,7 @@ def _seen(text: Text) -> Text:
     return text if text.plain.isprintable() else Text(visible(text.plain), style=text.style)
 
 
-def _padded(column: Column, cell: Text) -> Text:
+def _padded(column: GridColumn, cell: Text) -> Text:
     cell = _seen(cell)
     space = " " * (column.width - cell.cell_len)
     return cell.copy().append(space) if column.left else Text(space).append_text(cell)

@@ -7,7 +7,7 @@ from typing import Final
 
 from rich.text import Text
 
-from transferqueue.cli.screens.layout import Column, fit, flow, grid_line, heading
+from transferqueue.cli.screens.layout import GridColumn, fit, flow, grid_line, heading
 from transferqueue.observe import units as q
 from transferqueue.observe.answers.row import RowField, RowLife, RowTask
 
@@ -67,9 +67,9 @@ def _facts(life: RowLife) -> list[Text]:
 def _fields(life: RowLife, width: int) -> list[Text]:
     names, fields = list(life.fields), list(life.fields.values())
     columns = [
-        Column(heading="field", cells=[Text(name) for name in names], left=True),
-        Column(heading="", cells=[_mark(field) for field in fields], left=True),
-        Column(heading="value", cells=[_value(field) for field in fields], left=True),
+        GridColumn(heading="field", cells=[Text(name) for name in names], left=True),
+        GridColumn(heading="", cells=[_mark(field) for field in fields], left=True),
+        GridColumn(heading="value", cells=[_value(field) for field in fields], left=True),
     ]
     return _grid(columns, len(names), width)
 
@@ -90,12 +90,12 @@ def _value(field: RowField) -> Text:
 def _tasks(life: RowLife, labels: Mapping[int, str], width: int) -> list[Text]:
     names, tasks = list(life.tasks), list(life.tasks.values())
     columns = [
-        Column(heading="task", cells=[Text(name) for name in names], left=True),
-        Column(
+        GridColumn(heading="task", cells=[Text(name) for name in names], left=True),
+        GridColumn(
             heading="state", cells=[Text(task.state, style=_STYLES.get(task.state, "")) for task in tasks], left=True
         ),
-        Column(heading="attempts", cells=[_attempts(task) for task in tasks]),
-        Column(heading="", cells=[Text(_standing(task, labels)) for task in tasks], left=True),
+        GridColumn(heading="attempts", cells=[_attempts(task) for task in tasks]),
+        GridColumn(heading="", cells=[Text(_standing(task, labels)) for task in tasks], left=True),
     ]
     return _grid(columns, len(names), width)
 
@@ -118,11 +118,11 @@ def _events(life: RowLife, labels: Mapping[int, str], width: int) -> list[Text]:
     if not events:
         return [Text("its life is forgotten", style="dim")]
     columns = [
-        Column(heading="when", cells=[Text(f"{q.span(event.ago_s)} ago", style="dim") for event in events]),
-        Column(heading="what", cells=[Text(event.what) for event in events], left=True),
-        Column(heading="task", cells=[Text(event.task) for event in events], left=True),
-        Column(heading="by", cells=[Text(_who(event.session, labels)) for event in events], rank=1, left=True),
-        Column(heading="", cells=[Text(event.detail) for event in events], rank=2, left=True),
+        GridColumn(heading="when", cells=[Text(f"{q.span(event.ago_s)} ago", style="dim") for event in events]),
+        GridColumn(heading="what", cells=[Text(event.what) for event in events], left=True),
+        GridColumn(heading="task", cells=[Text(event.task) for event in events], left=True),
+        GridColumn(heading="by", cells=[Text(_who(event.session, labels)) for event in events], rank=1, left=True),
+        GridColumn(heading="", cells=[Text(event.detail) for event in events], rank=2, left=True),
     ]
     lines = _grid(columns, len(events), width)
     return lines if life.events_complete else [Text("earlier events are forgotten", style="dim"), *lines]
@@ -132,6 +132,6 @@ def _who(session: int | None, labels: Mapping[int, str]) -> str:
     return labels.get(session, f"session {session}") if session else ""
 
 
-def _grid(columns: list[Column], rows: int, width: int) -> list[Text]:
+def _grid(columns: list[GridColumn], rows: int, width: int) -> list[Text]:
     columns = fit(columns, width)
     return [heading(columns), *(grid_line(columns, row) for row in range(rows))]

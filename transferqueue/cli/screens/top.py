@@ -6,7 +6,7 @@ from typing import Final
 
 from rich.text import Text
 
-from transferqueue.cli.screens.layout import Column, bar, fit, flow, grid_line, heading, spread, wrap
+from transferqueue.cli.screens.layout import GridColumn, bar, fit, flow, grid_line, heading, spread, wrap
 from transferqueue.observe import units as q
 from transferqueue.observe.answers.stats import ServerStats, TableStats, TaskStats, Waiting
 from transferqueue.observe.frame import StatsFrame, TableRates
@@ -123,7 +123,7 @@ def _of(noun: str, amount: int, limit: int) -> Text:
     return full
 
 
-def _columns(frame: StatsFrame) -> list[Column]:
+def _columns(frame: StatsFrame) -> list[GridColumn]:
     tasks = [
         (table, name, task, rate.tasks.get(name) if (rate := frame.rates.get(table_name)) else None)
         for table_name, table in frame.stats.tables.items()
@@ -132,17 +132,17 @@ def _columns(frame: StatsFrame) -> list[Column]:
     given = [_rate(rates.given_s if rates else None) for *_, rates in tasks]
     done = [_rate(rates.done_s if rates else None) for *_, rates in tasks]
     return [
-        Column(heading="  task", cells=[_task(table, name) for table, name, *_ in tasks], left=True),
-        Column(heading="pending", cells=[_number(task.pending) for _, _, task, _ in tasks]),
-        Column(heading="held", cells=[_number(task.held) for _, _, task, _ in tasks], rank=3),
-        Column(heading="ready", cells=[_number(task.ready, "green") for _, _, task, _ in tasks]),
-        Column(heading="leased", cells=[_number(task.leased, "cyan") for _, _, task, _ in tasks]),
-        Column(heading="done", cells=[_number(task.done) for _, _, task, _ in tasks]),
-        Column(heading="dropped", cells=[_number(task.dropped, "yellow") for _, _, task, _ in tasks], rank=1),
-        Column(heading="failed", cells=[_number(task.failed, "red") for _, _, task, _ in tasks], rank=4),
-        Column(heading="given/s", cells=given, rank=5),
-        Column(heading="done/s", cells=done),
-        Column(heading="oldest", cells=[_age(task) for _, _, task, _ in tasks], rank=2),
+        GridColumn(heading="  task", cells=[_task(table, name) for table, name, *_ in tasks], left=True),
+        GridColumn(heading="pending", cells=[_number(task.pending) for _, _, task, _ in tasks]),
+        GridColumn(heading="held", cells=[_number(task.held) for _, _, task, _ in tasks], rank=3),
+        GridColumn(heading="ready", cells=[_number(task.ready, "green") for _, _, task, _ in tasks]),
+        GridColumn(heading="leased", cells=[_number(task.leased, "cyan") for _, _, task, _ in tasks]),
+        GridColumn(heading="done", cells=[_number(task.done) for _, _, task, _ in tasks]),
+        GridColumn(heading="dropped", cells=[_number(task.dropped, "yellow") for _, _, task, _ in tasks], rank=1),
+        GridColumn(heading="failed", cells=[_number(task.failed, "red") for _, _, task, _ in tasks], rank=4),
+        GridColumn(heading="given/s", cells=given, rank=5),
+        GridColumn(heading="done/s", cells=done),
+        GridColumn(heading="oldest", cells=[_age(task) for _, _, task, _ in tasks], rank=2),
     ]
 
 

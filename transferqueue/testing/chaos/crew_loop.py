@@ -9,19 +9,19 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from transferqueue.testing.chaos.processes import Member
+from transferqueue.testing.chaos.processes import ManagedProcess
 
 
-class Stage:
+class CrewLoop:
     """Members that are watched, descriptors that are heard, and deeds that are due. One thread."""
 
     def __init__(self) -> None:
         self._selector: Final = selectors.DefaultSelector()
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
-        self.members: Final[dict[str, Member]] = {}
+        self.members: Final[dict[str, ManagedProcess]] = {}
 
-    def watch(self, member: Member, ended: Callable[[Member, int], object]) -> None:
+    def watch(self, member: ManagedProcess, ended: Callable[[ManagedProcess, int], object]) -> None:
         """Have `ended` called once with the exit code of `member`."""
         self.members[member.role] = member
         self._selector.register(member.pidfd, selectors.EVENT_READ, lambda: self._ended(member, ended))
@@ -51,7 +51,7 @@ class Stage:
                 key.data()
         return True
 
-    def _ended(self, member: Member, ended: Callable[[Member, int], object]) -> None:
+    def _ended(self, member: ManagedProcess, ended: Callable[[ManagedProcess, int], object]) -> None:
         self._selector.unregister(member.pidfd)
         if self.members.get(member.role) is member:
             del self.members[member.role]

@@ -33,7 +33,7 @@ _CUTS: Final = {"delay": 1.0, "stall": 1.0, "reset": 1.5, "flip": 1.0}
 _CUT_WEIGHT: Final = 4.0
 
 
-class Settings(NamedTuple):
+class ChaosSettings(NamedTuple):
     """One run. seconds: for how long faults come. tcp: with remote workers behind a proxy."""
 
     seconds: float
@@ -48,7 +48,7 @@ class Settings(NamedTuple):
         return f"transferqueue chaos --seconds {self.seconds:g} --seed {self.seed} --durability {self.durability.value}{tcp}"
 
 
-def settings(seconds: float, seed: int, durability: str, tcp: bool) -> Settings:
+def settings(seconds: float, seed: int, durability: str, tcp: bool) -> ChaosSettings:
     """A run as a person asks for it; `UsageError` for one that cannot be."""
     if not 1 <= seconds <= 86_400:
         raise UsageError(f"seconds={seconds:g} of chaos cannot be run; give 1 to 86400")
@@ -59,7 +59,7 @@ def settings(seconds: float, seed: int, durability: str, tcp: bool) -> Settings:
             f"durability {durability!r} cannot be judged by chaos: the server is killed, and only process and disk outlive that; "
             "give one of them"
         )
-    return Settings(seconds, seed, Level(durability), tcp)
+    return ChaosSettings(seconds, seed, Level(durability), tcp)
 
 
 class Fault(NamedTuple):
@@ -71,12 +71,12 @@ class Fault(NamedTuple):
     for_s: float = 0.0
 
 
-def roles(run: Settings) -> tuple[str, ...]:
+def roles(run: ChaosSettings) -> tuple[str, ...]:
     """The slots of all processes of a run that may be killed."""
     return (*PRODUCERS, *CONSUMERS, TRAINER, *FLOODERS, *DRAINERS, *(REMOTE if run.tcp else ()))
 
 
-def plan(run: Settings) -> list[Fault]:
+def plan(run: ChaosSettings) -> list[Fault]:
     """The faults of a run, in order."""
     chance = random.Random(run.seed)
     found: list[Fault] = []
@@ -91,7 +91,7 @@ def plan(run: Settings) -> list[Fault]:
     return found
 
 
-def _draw(chance: random.Random, run: Settings, at: float) -> Fault:
+def _draw(chance: random.Random, run: ChaosSettings, at: float) -> Fault:
     kind = _choose(chance, {**_KINDS, "cut": _CUT_WEIGHT} if run.tcp else _KINDS)
     if kind == "server":
         kind = _choose(chance, _SERVER_KINDS)

@@ -18,7 +18,7 @@ Line = list[Any]
 _SUFFIX: Final = ".jsonl"
 
 
-class Diary:
+class ProcessLog:
     """The diary of one life of a role, to be written."""
 
     def __init__(self, directory: Path, role: str, life: int) -> None:
@@ -30,7 +30,7 @@ class Diary:
         os.write(self._file, msgspec.json.encode([kind, time.monotonic(), *values]) + b"\n")
 
 
-class Told:
+class ReadLog:
     """A diary that was written. role: the slot, as ``reward-1``; life: which process of it, ascending over the run."""
 
     def __init__(self, path: Path) -> None:
@@ -49,6 +49,6 @@ def _lines(content: bytes) -> Iterator[Line]:
         yield msgspec.json.decode(line, type=Line)
 
 
-def read(directory: Path) -> list[Told]:
+def read(directory: Path) -> list[ReadLog]:
     """All diaries of a run, in the order in which their processes began."""
-    return sorted((Told(path) for path in directory.glob(f"*{_SUFFIX}")), key=lambda told: told.life)
+    return sorted((ReadLog(path) for path in directory.glob(f"*{_SUFFIX}")), key=lambda told: told.life)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 import transferqueue as tq
-from transferqueue.testing.chaos.process_context import Post
+from transferqueue.testing.chaos.process_context import ProcessContext
 from transferqueue.testing.chaos.roles import FLOOD, PACED, ROWS_MAX, make_tables
 
 EVERY_S: Final = 0.02
@@ -25,7 +25,7 @@ AUDIT_EVERY: Final = 25
 class Probe:
     """commands, news: descriptors of pipes, from and to the parent."""
 
-    def __init__(self, post: Post, commands: int, news: int) -> None:
+    def __init__(self, post: ProcessContext, commands: int, news: int) -> None:
         self._post, self._commands, self._news = post, commands, news
 
     def run(self) -> None:

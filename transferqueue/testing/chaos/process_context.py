@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import transferqueue as tq
-from transferqueue.testing.chaos.log import Diary
+from transferqueue.testing.chaos.log import ProcessLog
 
 CONNECT_S: Final = 60.0
 NUMBERS_OF_LIFE: Final = 1 << 24
@@ -26,7 +26,7 @@ NUMBERS_OF_LIFE: Final = 1 << 24
 _PR_SET_PDEATHSIG: Final = 1
 
 
-class Way:
+class ServerEndpoint:
     """How a role reaches the server. key: its join token; None: none is asked for."""
 
     def __init__(self, address: str, key: str | None = None) -> None:
@@ -38,13 +38,13 @@ class Way:
         return tq.connect(self.address, timeout_s=CONNECT_S, data=data, key=self.key)
 
 
-class Post:
+class ProcessContext:
     """Of one life of one role. directory: that of the run."""
 
-    def __init__(self, directory: Path, way: Way, role: str, life: int, seed: int) -> None:
+    def __init__(self, directory: Path, way: ServerEndpoint, role: str, life: int, seed: int) -> None:
         self.directory, self.way, self.role, self.life, self.seed = directory, way, role, life, seed
         self.stopping = False
-        self.diary = Diary(directory / "diaries", role, life)
+        self.diary = ProcessLog(directory / "diaries", role, life)
         self._next = life * NUMBERS_OF_LIFE
         self._bell, ring = os.pipe()
         os.set_blocking(ring, False)

@@ -12,7 +12,7 @@ from typing import Final
 from transferqueue.testing.chaos.process_context import fork
 
 
-class Member:
+class ManagedProcess:
     """One process. role: its slot. pidfd: readable once it has ended."""
 
     def __init__(self, role: str, work: Callable[[], object], log: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from transferqueue.testing.chaos.fault_plan import CONSUMERS, DRAINERS, REMOTE, Fault
-from transferqueue.testing.chaos.log import Told
+from transferqueue.testing.chaos.log import ReadLog
 
 DEATHS: Final = ("kill", "restart", "disk_full")
 """Faults after which another life of the server goes on."""
@@ -26,7 +26,7 @@ class Times(NamedTuple):
         return self.samples[min(len(self.samples) - 1, int(share * len(self.samples)))] if self.samples else 0.0
 
 
-def of_server(faults: Sequence[Fault], told: Sequence[Told]) -> Times:
+def of_server(faults: Sequence[Fault], told: Sequence[ReadLog]) -> Times:
     """From a SIGKILL of the server to the end of the first call that began after it and was answered.
 
     A death during the recovery from an earlier one begins anew.
@@ -45,7 +45,7 @@ def of_server(faults: Sequence[Fault], told: Sequence[Told]) -> Times:
     return Times(sorted(found))
 
 
-def of_leases(faults: Sequence[Fault], told: Sequence[Told], *, remote: bool) -> Times:
+def of_leases(faults: Sequence[Fault], told: Sequence[ReadLog], *, remote: bool) -> Times:
     """From a SIGKILL of a worker that held rows to the first lease of one of these by another.
 
     Of tasks with several workers: the rows of the only trainer wait for its successor. remote: of workers on another machine, whose death only their silence or their lease tells; else of those whose
@@ -74,7 +74,7 @@ def _can_be_told(at: float, role: str, faults: Sequence[Fault]) -> bool:
     return task not in hurt and any(other not in hurt for other in SHARED[task] if other != role)
 
 
-def _leased_again(at: float, role: str, told: Sequence[Told]) -> float | None:
+def _leased_again(at: float, role: str, told: Sequence[ReadLog]) -> float | None:
     task = role.partition("-")[0]
     lives = [diary for diary in told if diary.role == role and diary.lines and diary.lines[0][1] <= at]
     if not lives:

@@ -11,8 +11,8 @@ import msgspec
 
 from transferqueue.observe.measurement_record import MeasuredResult, rounded, single
 from transferqueue.testing.chaos import recovery
-from transferqueue.testing.chaos.fault_plan import PROXY, Fault, Settings
-from transferqueue.testing.chaos.log import Told
+from transferqueue.testing.chaos.fault_plan import PROXY, ChaosSettings, Fault
+from transferqueue.testing.chaos.log import ReadLog
 from transferqueue.testing.chaos.recovery import Times
 from transferqueue.testing.chaos.verify import Account
 
@@ -134,7 +134,7 @@ class Report(msgspec.Struct, frozen=True):
         }
 
 
-def report(run: Settings, faults: Sequence[Fault], told: Sequence[Told], violations: Sequence[str]) -> Report:
+def report(run: ChaosSettings, faults: Sequence[Fault], told: Sequence[ReadLog], violations: Sequence[str]) -> Report:
     """Judge a run by its diaries. violations: what was seen while it ran; with any, it ended where it was."""
     account = Account(told, drained=not violations)
     return Report(
@@ -157,7 +157,7 @@ def report(run: Settings, faults: Sequence[Fault], told: Sequence[Told], violati
     )
 
 
-def longest_turns(told: Sequence[Told]) -> dict[str, Longest]:
+def longest_turns(told: Sequence[ReadLog]) -> dict[str, Longest]:
     """By kind, over all lives of the server. What the last half second before a death had is not known."""
     lives: dict[int, dict[str, Any]] = {line[2]: line[3] for diary in told for line in diary.of("turns")}
     kinds = {kind for turns in lives.values() for kind in turns}

@@ -31,7 +31,7 @@ import numpy as np
 import transferqueue as tq
 from transferqueue.testing.chaos.fault_plan import LEASE_S
 from transferqueue.testing.chaos.payload import LARGE_WORDS, SMALL_WORDS, Payload, reward_of
-from transferqueue.testing.chaos.process_context import Post
+from transferqueue.testing.chaos.process_context import ProcessContext
 
 PACED: Final = "rollouts"
 FLOOD: Final = "flood"
@@ -70,7 +70,7 @@ def make_tables(queue: tq.Queue) -> None:
     paced.advance(0)
 
 
-def produce(post: Post, queue: tq.Queue) -> None:
+def produce(post: ProcessContext, queue: tq.Queue) -> None:
     """Rows of the paced table, each put within a reservation."""
     table, payload = queue.table(PACED), Payload(post.seed, SMALL_WORDS)
     while not post.stopping:
@@ -79,7 +79,7 @@ def produce(post: Post, queue: tq.Queue) -> None:
         post.pace(PACE_S)
 
 
-def flood(post: Post, queue: tq.Queue) -> None:
+def flood(post: ProcessContext, queue: tq.Queue) -> None:
     """Large rows, put whether somebody takes them or not."""
     table, payload = queue.table(FLOOD), Payload(post.seed, LARGE_WORDS)
     while not post.stopping:
@@ -87,7 +87,9 @@ def flood(post: Post, queue: tq.Queue) -> None:
         post.pace(FLOOD_PACE_S)
 
 
-def _put(post: Post, table: tq.Table, payload: Payload, rows: int, version: int | None = None, **facts: Any) -> None:
+def _put(
+    post: ProcessContext, table: tq.Table, payload: Payload, rows: int, version: int | None = None, **facts: Any
+) -> None:
     numbers = post.numbers(rows)
     post.diary.write("put?", table.name, numbers[0], rows, version)
     try:
@@ -104,7 +106,7 @@ def _put(post: Post, table: tq.Table, payload: Payload, rows: int, version: int 
     post.diary.write("put", numbers[0])
 
 
-def reward(post: Post, queue: tq.Queue) -> None:
+def reward(post: ProcessContext, queue: tq.Queue) -> None:
     """Give each row the reward that its number says."""
     table, payload = queue.table(PACED), Payload(post.seed, SMALL_WORDS)
     for batch in _batches(table, "reward", REWARD_ROWS):
@@ -112,7 +114,7 @@ def reward(post: Post, queue: tq.Queue) -> None:
         _ack(post, batch, rewards=np.array([reward_of(one) for one in numbers]))
 
 
-def drain(post: Post, queue: tq.Queue) -> None:
+def drain(post: ProcessContext, queue: tq.Queue) -> None:
     """Take the rows of the flood."""
     table, payload = queue.table(FLOOD), Payload(post.seed, LARGE_WORDS)
     for batch in _batches(table, "drain", FLOOD_ROWS):
@@ -138,7 +140,7 @@ class Saved(msgspec.Struct):
         os.replace(new, path)
 
 
-def train(post: Post, queue: tq.Queue) -> None:
+def train(post: ProcessContext, queue: tq.Queue) -> None:
     """Steps on rewarded rows, from the last model that was saved on."""
     table, payload = queue.table(PACED), Payload(post.seed, SMALL_WORDS)
     path = post.directory / "model.json"
@@ -160,7 +162,7 @@ def train(post: Post, queue: tq.Queue) -> None:
         table.checkpointed(model.step)
 
 
-def _advance(post: Post, table: tq.Table, model: Saved) -> None:
+def _advance(post: ProcessContext, table: tq.Table, model: Saved) -> None:
     """The clock goes on unless rows that are still to be trained hold it, or nobody answers in time: then the next step asks again."""
     post.diary.write("advance?", model.version + 1)
     try:
@@ -170,7 +172,7 @@ def _advance(post: Post, table: tq.Table, model: Saved) -> None:
     model.version += 1
 
 
-def _check_trainable(post: Post, batch: tq.Batch, numbers: list[int]) -> None:
+def _check_trainable(post: ProcessContext, batch: tq.Batch, numbers: list[int]) -> None:
     behind = batch.version - int(batch.policy_version.min())
     if behind > STALENESS_MAX:
         post.diary.write("broken", f"lease {batch.lease}: a row is {behind} versions old, of at most {STALENESS_MAX}")
@@ -189,7 +191,7 @@ def _batches(table: tq.Table, task: str, rows: int) -> Iterator[tq.Batch]:
             return
 
 
-def _verify(post: Post, batch: tq.Batch, payload: Payload) -> list[int]:
+def _verify(post: ProcessContext, batch: tq.Batch, payload: Payload) -> list[int]:
     numbers = [int(key) for key in batch.keys]
     found = batch["input_ids"].list()
     wrong = [number for number, row in zip(numbers, found, strict=True) if not payload.matches(number, np.asarray(row))]
@@ -200,7 +202,7 @@ def _verify(post: Post, batch: tq.Batch, payload: Payload) -> list[int]:
     return numbers
 
 
-def _ack(post: Post, batch: tq.Batch, step: int = -1, **columns: Any) -> bool:
+def _ack(post: ProcessContext, batch: tq.Batch, step: int = -1, **columns: Any) -> bool:
     post.diary.write("ack?", batch.lease)
     try:
         batch.ack(step=step, **columns)
@@ -211,7 +213,7 @@ def _ack(post: Post, batch: tq.Batch, step: int = -1, **columns: Any) -> bool:
     return True
 
 
-WORK: Final[dict[str, Callable[[Post, tq.Queue], None]]] = {
+WORK: Final[dict[str, Callable[[ProcessContext, tq.Queue], None]]] = {
     "producer": produce,
     "flooder": flood,
     "reward": reward,
@@ -220,7 +222,7 @@ WORK: Final[dict[str, Callable[[Post, tq.Queue], None]]] = {
 }
 
 
-def live(post: Post) -> None:
+def live(post: ProcessContext) -> None:
     """The whole life of a role, connected anew if it is a remote one whose connection was given up."""
     work = WORK[post.role.partition("-")[0]]
     while True:

@@ -18,7 +18,7 @@ import msgspec
 
 from transferqueue.testing.chaos import log as diary
 from transferqueue.testing.chaos import proxy
-from transferqueue.testing.chaos.crew_loop import Stage
+from transferqueue.testing.chaos.crew_loop import CrewLoop
 from transferqueue.testing.chaos.fault_plan import (
     DRAINERS,
     FLOODERS,
@@ -26,17 +26,17 @@ from transferqueue.testing.chaos.fault_plan import (
     PROXY,
     REMOTE,
     SERVER,
+    ChaosSettings,
     Fault,
-    Settings,
     plan,
     roles,
 )
 from transferqueue.testing.chaos.probe import Probe
-from transferqueue.testing.chaos.process_context import Post, Way
-from transferqueue.testing.chaos.processes import Member, Pipe
+from transferqueue.testing.chaos.process_context import ProcessContext, ServerEndpoint
+from transferqueue.testing.chaos.processes import ManagedProcess, Pipe
 from transferqueue.testing.chaos.report import Report, report
 from transferqueue.testing.chaos.roles import live
-from transferqueue.testing.chaos.server_process import Served
+from transferqueue.testing.chaos.server_process import ServerUnderTest
 from transferqueue.transport.security import keyring
 from transferqueue.transport.security.keys import write_token
 
@@ -48,7 +48,7 @@ _PROBE: Final = "probe"
 _SOURCES: Final = {*PRODUCERS, *FLOODERS, REMOTE[0]}
 
 
-def chaos(run: Settings, say: Callable[[str], object], keep: Path | None = None) -> Report:
+def chaos(run: ChaosSettings, say: Callable[[str], object], keep: Path | None = None) -> Report:
     """Run it; blocks for its time and that of the drain after it. say: told of the progress in lines.
 
     keep: a directory that gets the diaries and the logs; None: nothing is left. To be called in the main thread of a process that has no other
@@ -74,11 +74,11 @@ def chaos(run: Settings, say: Callable[[str], object], keep: Path | None = None)
 class Chaos:
     """The processes of one run under `directory`, while entered."""
 
-    def __init__(self, run: Settings, directory: Path, say: Callable[[str], object]) -> None:
+    def __init__(self, run: ChaosSettings, directory: Path, say: Callable[[str], object]) -> None:
         self._run, self._directory, self._say = run, directory, say
         self.faults: Final[list[Fault]] = []
         self.violations: Final[list[str]] = []
-        self._stage = Stage()
+        self._stage = CrewLoop()
         self._life = itertools.count(1)
         self._pipes: Final = {name: Pipe(to_member=name != "news") for name in ("commands", "news", "network")}
         self._ready = self._probed = False
@@ -87,8 +87,8 @@ class Chaos:
         (directory / "diaries").mkdir()
         self._port = _free_port() if run.tcp else None
         self._remote = self._token() if run.tcp else None
-        self._served = Served(directory, run, self._port)
-        self._local = Way(self._served.address)
+        self._served = ServerUnderTest(directory, run, self._port)
+        self._local = ServerEndpoint(self._served.address)
 
     def __enter__(self) -> Self:
         return self
@@ -116,11 +116,11 @@ class Chaos:
 
     # ------------------------------------------------------------ start
 
-    def _token(self) -> Way:
+    def _token(self) -> ServerEndpoint:
         keys = self._directory / "keys"
         keyring.add(keys, "remote", "admin")
         address = f"tcp://{proxy.HERE}:{self._port}"
-        return Way(address, write_token(keyring.token_of(keys, "remote", address)))
+        return ServerEndpoint(address, write_token(keyring.token_of(keys, "remote", address)))
 
     def _start(self) -> None:
         self._stage.hear(self._served.said, self._hear_server)
@@ -150,14 +150,14 @@ class Chaos:
 
     def _live(self, role: str, life: int) -> None:
         way = self._remote if role in REMOTE and self._remote is not None else self._local
-        post = Post(self._directory, way, role, life, self._run.seed)
+        post = ProcessContext(self._directory, way, role, life, self._run.seed)
         if role == _PROBE:
             Probe(post, self._pipes["commands"].there, self._pipes["news"].there).run()
         else:
             live(post)
 
     def _fork(self, role: str, work: Callable[[], object]) -> None:
-        self._stage.watch(Member(role, self._alone(work), self._directory / f"{role}.log"), self._ended)
+        self._stage.watch(ManagedProcess(role, self._alone(work), self._directory / f"{role}.log"), self._ended)
 
     def _alone(self, work: Callable[[], object]) -> Callable[[], object]:
         """`work` of a child, which closes its copies of what only this process may hold open."""
@@ -170,7 +170,7 @@ class Chaos:
 
         return alone
 
-    def _ended(self, member: Member, code: int) -> None:
+    def _ended(self, member: ManagedProcess, code: int) -> None:
         in_order = code == 0 and (self._draining or member.role == PROXY)
         if not in_order and code != -signal.SIGKILL:
             self.violations.append(f"{member.role} ended by itself with exit code {code}; {self._why(member.role)}")

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from transferqueue.testing.chaos.fault_plan import Settings
+from transferqueue.testing.chaos.fault_plan import ChaosSettings
 
 ARENA_BYTES: Final = 64 << 20
 STOP_S: Final = 30.0
@@ -25,10 +25,10 @@ DISK_BYTES: Final = 4096
 """A journal of any content is larger: with this as the largest size of a file, its next page finds the disk full."""
 
 
-class Served:
+class ServerUnderTest:
     """``transferqueue serve --supervise`` under `directory`. tcp: the port it listens at too, with keys."""
 
-    def __init__(self, directory: Path, run: Settings, tcp: int | None) -> None:
+    def __init__(self, directory: Path, run: ChaosSettings, tcp: int | None) -> None:
         self.directory: Final = directory
         self.address: Final = f"ipc://{directory}/run/q.sock"
         self._state: Final = directory / "state"

@@ -21,14 +21,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from transferqueue.testing.chaos.log import Told
+from transferqueue.testing.chaos.log import ReadLog
 from transferqueue.testing.chaos.roles import FLOOD, PACED, STALENESS_MAX
 
 TASKS: Final = {"reward": (PACED, "reward"), "trainer": (PACED, "train"), "drainer": (FLOOD, "drain")}
 SHOWN_MAX: Final = 5
 
 
-class Put(NamedTuple):
+class LoggedPut(NamedTuple):
     """One put. version: the policy version of its rows, None for none. by: when it had returned; None: it is not known to have."""
 
     numbers: range
@@ -36,21 +36,21 @@ class Put(NamedTuple):
     by: float | None
 
 
-def puts_of(told: Iterable[Told], table: str) -> list[Put]:
+def puts_of(told: Iterable[ReadLog], table: str) -> list[LoggedPut]:
     """All puts of one table, as their producers wrote of them."""
     found = []
     for diary in told:
         returned = {line[2]: line[1] for line in diary.of("put")}
         for _, _, name, first, rows, version in diary.of("put?"):
             if name == table:
-                found.append(Put(range(first, first + rows), version, returned.get(first)))
+                found.append(LoggedPut(range(first, first + rows), version, returned.get(first)))
     return found
 
 
 class Clock:
     """How far the clock of the paced table may have been at a time."""
 
-    def __init__(self, told: Iterable[Told]) -> None:
+    def __init__(self, told: Iterable[ReadLog]) -> None:
         asked = sorted((line[1], line[2]) for diary in told for line in diary.of("advance?"))
         self._times = [at for at, _ in asked]
         self._most = list(itertools.accumulate((version for _, version in asked), max))
@@ -60,12 +60,12 @@ class Clock:
         place = len(self._times) if when is None else bisect.bisect_right(self._times, when)
         return self._most[place - 1] if place else 0
 
-    def makes_stale(self, put: Put) -> bool:
+    def makes_stale(self, put: LoggedPut) -> bool:
         """Whether rows of a put may have been too old when they came: its producer was frozen after its reserve."""
         return put.version is not None and self.at(put.by) - put.version > STALENESS_MAX
 
 
-class Task:
+class TaskAccount:
     """What the workers of one task did."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Task:
         self.perhaps: set[int] = set()
         self._steps: dict[int, int] = {}
 
-    def read(self, diary: Told) -> None:
+    def read(self, diary: ReadLog) -> None:
         """Go on with the next life."""
         leases: dict[int, list[int]] = {}
         asked: set[int] = set()
@@ -117,14 +117,14 @@ class Account:
     violations: each in one line; none is what is hoped.
     """
 
-    def __init__(self, told: Sequence[Told], *, drained: bool) -> None:
+    def __init__(self, told: Sequence[ReadLog], *, drained: bool) -> None:
         self._drained = drained
         self.violations: list[str] = [
             f"{diary.role}, life {diary.life}: {line[2]}" for diary in told for line in diary.of("broken")
         ]
         self.lost = self.duplicates = 0
         self.bounds = len(self.violations)
-        self.tasks = {name: Task() for _, name in TASKS.values()}
+        self.tasks = {name: TaskAccount() for _, name in TASKS.values()}
         for diary in told:
             if known := TASKS.get(diary.role.partition("-")[0]):
                 self.tasks[known[1]].read(diary)
@@ -138,7 +138,7 @@ class Account:
         """Rows whose bytes were computed again, counted once for each lease."""
         return sum(task.verified for task in self.tasks.values())
 
-    def _judge(self, puts: list[Put], table: str) -> int:
+    def _judge(self, puts: list[LoggedPut], table: str) -> int:
         """Judge the tasks of a table; how many rows it must have had."""
         tasks = {name: self.tasks[name] for of, name in TASKS.values() if of == table}
         seen = set[int]().union(*(task.leased for task in tasks.values()))

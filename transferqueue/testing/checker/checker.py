@@ -30,23 +30,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from transferqueue.testing.checker.base import Judge, Operation, Violation
-from transferqueue.testing.checker.groups import Groups
-from transferqueue.testing.checker.limits import Bounds
-from transferqueue.testing.checker.row_ends import Fates
-from transferqueue.testing.checker.values import Values
-from transferqueue.testing.checker.waits import Waits
-from transferqueue.testing.checker.weights import Channels
+from transferqueue.testing.checker.groups import GroupJudge
+from transferqueue.testing.checker.limits import LimitJudge
+from transferqueue.testing.checker.row_ends import RowEndJudge
+from transferqueue.testing.checker.values import ValueJudge
+from transferqueue.testing.checker.waits import WaitJudge
+from transferqueue.testing.checker.weights import WeightJudge
 from transferqueue.testing.history import history as h
 
 
 class Checker:
-    """Judges a history event by event. late_s: see `Waits`."""
+    """Judges a history event by event. late_s: see `WaitJudge`."""
 
     def __init__(self, late_s: float | None = None) -> None:
         self.violations: list[Violation] = []
         self.operations = 0
         self._ops: dict[int, Operation] = {}
-        self._judges: list[Judge] = [Values(), Fates(), Groups(), Bounds(), Channels(), Waits(late_s)]
+        self._judges: list[Judge] = [
+            ValueJudge(),
+            RowEndJudge(),
+            GroupJudge(),
+            LimitJudge(),
+            WeightJudge(),
+            WaitJudge(late_s),
+        ]
 
     def see(self, line: h.Line) -> list[Violation]:
         """The next event; what is wrong with it, which `violations` keeps too."""

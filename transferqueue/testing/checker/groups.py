@@ -9,7 +9,7 @@ from transferqueue.testing.checker.base import Found, Judge, Operation, Violatio
 from transferqueue.testing.history import history as h
 
 
-class Groups(Judge):
+class GroupJudge(Judge):
     """Split groups."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Groups(Judge):
     def ended(self, op: Operation, end: h.Ended) -> Found:
         """See `Judge`."""
         call, got = op.begun.call, end.result
-        if not isinstance(call, h.Lease) or not isinstance(got, h.Leased):
+        if not isinstance(call, h.LeaseCall) or not isinstance(got, h.LeasedResult):
             return
         rule = self._rules[call.table].get(call.task)
         if rule is None:

@@ -31,7 +31,7 @@ class _Table:
         self.certain = False
 
 
-class Bounds(Judge):
+class LimitJudge(Judge):
     """Staleness, memory, reservations, seal."""
 
     def __init__(self) -> None:
@@ -51,20 +51,20 @@ class Bounds(Judge):
     def invoked(self, op: Operation) -> Found:
         """See `Judge`."""
         match op.begun.call:
-            case h.Lease() as call:
+            case h.LeaseCall() as call:
                 self._clock_at[op.number] = self._clock(self._tables[call.table])
-            case h.Put() as call:
+            case h.PutCall() as call:
                 table = self._tables[call.table]
                 if table.sealed:
                     self._sealed_before.add(op.number)
                 _take(table, call.reservation, call.rows)
-            case h.Unreserve() as call:
+            case h.UnreserveCall() as call:
                 _take(self._tables[call.table], call.reservation, call.rows)
-            case h.Ack() as call:
+            case h.AckCall() as call:
                 _leave(self._tables[call.table], call.rows, call.task, bool(call.drop))
-            case h.Drop() as call:
+            case h.DropCall() as call:
                 _leave(self._tables[call.table], call.rows, "", True)
-            case h.Rollback(table=name):
+            case h.RollbackCall(table=name):
                 self._tables[name].certain = False
                 self._tables[name].clock = -1
         return ()
@@ -76,20 +76,20 @@ class Bounds(Judge):
         if end.outcome != "ok":
             return
         match op.begun.call:
-            case h.Lease() as call if isinstance(end.result, h.Leased):
+            case h.LeaseCall() as call if isinstance(end.result, h.LeasedResult):
                 yield from self._leased(op, call, end.result)
-            case h.Put() as call if isinstance(end.result, h.Rows):
+            case h.PutCall() as call if isinstance(end.result, h.RowsResult):
                 yield from self._put(op, call, end.result.rows)
-            case h.Reserve() as call if isinstance(end.result, h.Reserved):
+            case h.ReserveCall() as call if isinstance(end.result, h.ReservedResult):
                 table = self._tables[call.table]
                 table.reserved[end.result.reservation] = (op.begun.process, end.result.rows)
                 yield from _check_ahead(table, op)
-            case h.Seal(table=name):
+            case h.SealCall(table=name):
                 self._tables[name].sealed = True
-            case h.Advance() as call:
+            case h.AdvanceCall() as call:
                 table = self._tables[call.table]
                 table.clock = max(table.clock, call.version)
-            case h.Publish() as call:
+            case h.PublishCall() as call:
                 self._channels[call.channel] = max(self._channels.get(call.channel, -1), call.version)
 
     def died(self, process: str) -> Found:
@@ -118,7 +118,7 @@ class Bounds(Judge):
             return self._channels.get(pacing.channel, -1)
         return table.clock
 
-    def _leased(self, op: Operation, call: h.Lease, got: h.Leased) -> Found:
+    def _leased(self, op: Operation, call: h.LeaseCall, got: h.LeasedResult) -> Found:
         table = self._tables[call.table]
         pacing = table.terms.pacing if table.terms else None
         if pacing is None or pacing.max_staleness is None or pacing.task != call.task:
@@ -133,7 +133,7 @@ class Bounds(Judge):
                     op.number,
                 )
 
-    def _put(self, op: Operation, call: h.Put, rows: list[int]) -> Found:
+    def _put(self, op: Operation, call: h.PutCall, rows: list[int]) -> Found:
         table = self._tables[call.table]
         if op.number in self._sealed_before:
             yield Violation(

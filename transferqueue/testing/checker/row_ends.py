@@ -45,7 +45,7 @@ class _Table:
         self.rows: set[int] = set()
 
 
-class Fates(Judge):
+class RowEndJudge(Judge):
     """Duplicated effects, broken fences, rows without a fate."""
 
     def __init__(self) -> None:
@@ -63,28 +63,28 @@ class Fates(Judge):
         """See `Judge`."""
         self._last = op.number
         match op.begun.call:
-            case h.Rollback(table=name):
+            case h.RollbackCall(table=name):
                 self._tables[name].again = True
-            case h.Put(table=name, rows=rows):
+            case h.PutCall(table=name, rows=rows):
                 self._tables[name].maybe_put += rows
-            case h.Ack() | h.Release() as call:
+            case h.AckCall() | h.ReleaseCall() as call:
                 table = self._tables[call.table]
                 for row in call.rows:
-                    _let_go(table, call.task, row, call.lease, failed=isinstance(call, h.Release) and call.failed)
+                    _let_go(table, call.task, row, call.lease, failed=isinstance(call, h.ReleaseCall) and call.failed)
         return ()
 
     def ended(self, op: Operation, end: h.Ended) -> Found:
         """See `Judge`."""
         match op.begun.call:
-            case h.Put() as put:
+            case h.PutCall() as put:
                 self._put_ended(self._tables[put.table], put, end)
-            case h.Lease() as call if isinstance(end.result, h.Leased):
+            case h.LeaseCall() as call if isinstance(end.result, h.LeasedResult):
                 yield from _leased(self._tables[call.table], op, call, end.result)
-            case h.Ack() as call:
+            case h.AckCall() as call:
                 yield from _acked(self._tables[call.table], op, call, end)
                 if call.drop:
                     self._drop(call.table, call.rows, call.drop, end)
-            case h.Drop() as call:
+            case h.DropCall() as call:
                 self._drop(call.table, call.rows, call.reason, end)
 
     def _drop(self, name: str, rows: list[int], reason: str, end: h.Ended) -> None:
@@ -94,8 +94,8 @@ class Fates(Judge):
         elif end.outcome == "unknown":
             table.maybe_dropped.update(dict.fromkeys(rows, reason))
 
-    def _put_ended(self, table: _Table, put: h.Put, end: h.Ended) -> None:
-        if isinstance(end.result, h.Rows):
+    def _put_ended(self, table: _Table, put: h.PutCall, end: h.Ended) -> None:
+        if isinstance(end.result, h.RowsResult):
             table.put += put.rows
             table.maybe_put -= put.rows
             table.rows.update(end.result.rows)
@@ -128,7 +128,7 @@ def _let_go(table: _Table, task: str, row: int, lease: int, *, failed: bool) -> 
             one.let_go = True
 
 
-def _leased(table: _Table, op: Operation, call: h.Lease, got: h.Leased) -> Found:
+def _leased(table: _Table, op: Operation, call: h.LeaseCall, got: h.LeasedResult) -> Found:
     for row in got.rows:
         before = table.lent[call.task, row]
         if any(one.lease == got.lease for one in before):
@@ -146,7 +146,7 @@ def _leased(table: _Table, op: Operation, call: h.Lease, got: h.Leased) -> Found
         before.append(_Lent(got.lease, call.replicas))
 
 
-def _attempts(table: _Table, op: Operation, call: h.Lease, row: int, before: list[_Lent]) -> Found:
+def _attempts(table: _Table, op: Operation, call: h.LeaseCall, row: int, before: list[_Lent]) -> Found:
     """A row that was lent and never let go failed: its holder died, was late, or said so."""
     task = table.tasks.get(call.task)
     if task is None or not task.attempts_max or task.groups is not None or table.again or call.world > 1:
@@ -160,7 +160,7 @@ def _attempts(table: _Table, op: Operation, call: h.Lease, row: int, before: lis
         )
 
 
-def _acked(table: _Table, op: Operation, call: h.Ack, end: h.Ended) -> Found:
+def _acked(table: _Table, op: Operation, call: h.AckCall, end: h.Ended) -> Found:
     if end.outcome == "fail":
         return
     table.maybe_acked.update((call.task, row) for row in call.rows)
@@ -169,7 +169,7 @@ def _acked(table: _Table, op: Operation, call: h.Ack, end: h.Ended) -> Found:
             yield from _row_acked(table, op, call, row)
 
 
-def _row_acked(table: _Table, op: Operation, call: h.Ack, row: int) -> Found:
+def _row_acked(table: _Table, op: Operation, call: h.AckCall, row: int) -> Found:
     lent = table.lent[call.task, row]
     if any(one.lease == call.lease and one.replicas > 1 for one in lent):
         return  # done when all replicas have acked

@@ -29,7 +29,7 @@ class _Table:
         self.whole = True
 
 
-class Values(Judge):
+class ValueJudge(Judge):
     """Invented, reused, partial and torn rows."""
 
     def __init__(self) -> None:
@@ -45,28 +45,28 @@ class Values(Judge):
     def invoked(self, op: Operation) -> Found:
         """See `Judge`."""
         call = op.begun.call
-        if isinstance(call, h.Put):
+        if isinstance(call, h.PutCall):
             self._tables[call.table].open_puts[op.number] = op
-        elif isinstance(call, h.Update | h.Ack):
+        elif isinstance(call, h.UpdateCall | h.AckCall):
             _write(self._tables[call.table], op, call)
         return ()
 
     def ended(self, op: Operation, end: h.Ended) -> Found:
         """See `Judge`."""
         call = op.begun.call
-        if isinstance(call, h.Put):
+        if isinstance(call, h.PutCall):
             yield from self._put_ended(self._tables[call.table], op, call, end)
-        elif isinstance(call, h.Update | h.Ack) and op.failed:
+        elif isinstance(call, h.UpdateCall | h.AckCall) and op.failed:
             yield from _refused(self._tables[call.table], op, call)
-        elif isinstance(call, h.Lease) and isinstance(end.result, h.Leased):
+        elif isinstance(call, h.LeaseCall) and isinstance(end.result, h.LeasedResult):
             yield from self._leased(self._tables[call.table], op, call, end.result)
-        elif isinstance(call, h.Look) and isinstance(end.result, h.Looked) and not end.result.same:
+        elif isinstance(call, h.LookCall) and isinstance(end.result, h.LookedResult) and not end.result.same:
             yield Violation("torn read", f"the memory of lease {call.lease} changed under a view of it", op.number)
 
     # ------------------------------------------------------------ puts
 
-    def _put_ended(self, table: _Table, op: Operation, put: h.Put, end: h.Ended) -> Found:
-        if isinstance(end.result, h.Rows):
+    def _put_ended(self, table: _Table, op: Operation, put: h.PutCall, end: h.Ended) -> Found:
+        if isinstance(end.result, h.RowsResult):
             yield from self._put_told(table, op, put, end.result.rows)
         elif op.failed:
             table.open_puts.pop(op.number, None)
@@ -75,7 +75,7 @@ class Values(Judge):
                     "atomic put", f"the put was refused, but row {table.first_of[op.number]} of it was seen", op.number
                 )
 
-    def _put_told(self, table: _Table, op: Operation, put: h.Put, rows: list[int]) -> Found:
+    def _put_told(self, table: _Table, op: Operation, put: h.PutCall, rows: list[int]) -> Found:
         first = rows[0] if rows else -1
         if rows != list(range(first, first + put.rows)):
             yield Violation("row ids", f"a put of {put.rows} rows was told ids {rows[:8]}", op.number)
@@ -98,7 +98,7 @@ class Values(Judge):
 
     # ------------------------------------------------------------ leases
 
-    def _leased(self, table: _Table, op: Operation, call: h.Lease, got: h.Leased) -> Found:
+    def _leased(self, table: _Table, op: Operation, call: h.LeaseCall, got: h.LeasedResult) -> Found:
         if len(set(got.rows)) != len(got.rows):
             yield Violation("duplicated effect", f"lease {got.lease} names a row twice", op.number)
         for name in table.needs.get(call.task, ()):
@@ -138,10 +138,10 @@ class Values(Judge):
 
 def _digests_of(put: Operation) -> h.Digests:
     call = put.begun.call
-    return call.digests if isinstance(call, h.Put) else {}
+    return call.digests if isinstance(call, h.PutCall) else {}
 
 
-def _write(table: _Table, op: Operation, call: h.Update | h.Ack) -> None:
+def _write(table: _Table, op: Operation, call: h.UpdateCall | h.AckCall) -> None:
     for name, found in call.digests.items():
         for row, value in zip(call.rows, found, strict=True):
             table.writes[row, name].append((value, op))
@@ -155,7 +155,7 @@ def _explained(table: _Table, row: int, name: str, value: str) -> bool:
     return any(one == value and not by.failed for one, by in table.writes[row, name])
 
 
-def _refused(table: _Table, op: Operation, call: h.Update | h.Ack) -> Found:
+def _refused(table: _Table, op: Operation, call: h.UpdateCall | h.AckCall) -> Found:
     """What was refused must not have been seen, unless somebody else wrote the same."""
     for name, found in call.digests.items():
         for row, value in zip(call.rows, found, strict=True):

@@ -6,7 +6,7 @@ from transferqueue.testing.checker.base import Found, Judge, Operation, Violatio
 from transferqueue.testing.history import history as h
 
 
-class Waits(Judge):
+class WaitJudge(Judge):
     """Stuck operations. late_s: how much later than its own deadline a wait may end; None: that is not asked."""
 
     def __init__(self, late_s: float | None) -> None:
@@ -23,7 +23,7 @@ class Waits(Judge):
         self._open.pop(op.number, None)
         call = op.begun.call
         waited = end.at - op.begun.at
-        if self._late_s is not None and isinstance(call, h.Lease) and waited > call.wait_s + self._late_s:
+        if self._late_s is not None and isinstance(call, h.LeaseCall) and waited > call.wait_s + self._late_s:
             yield Violation("stuck", f"a lease that might wait {call.wait_s:g} s ended after {waited:.3g} s", op.number)
 
     def died(self, process: str) -> Found:

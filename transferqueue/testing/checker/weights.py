@@ -8,7 +8,7 @@ from transferqueue.testing.checker.base import Found, Judge, Operation, Violatio
 from transferqueue.testing.history import history as h
 
 
-class Channels(Judge):
+class WeightJudge(Judge):
     """Invented, torn and late weights."""
 
     def __init__(self) -> None:
@@ -19,21 +19,21 @@ class Channels(Judge):
     def invoked(self, op: Operation) -> Found:
         """See `Judge`."""
         match op.begun.call:
-            case h.Publish() as call:
+            case h.PublishCall() as call:
                 self._digests[call.channel, call.version].append((call.digest, op))
-            case h.Pull() as call:
+            case h.PullCall() as call:
                 self._newest_at[op.number] = self._newest.get(call.channel, -1)
         return ()
 
     def ended(self, op: Operation, end: h.Ended) -> Found:
         """See `Judge`."""
         match op.begun.call, end.result:
-            case h.Publish() as call, _ if end.outcome == "ok":
+            case h.PublishCall() as call, _ if end.outcome == "ok":
                 self._newest[call.channel] = max(call.version, self._newest.get(call.channel, -1))
-            case h.Pull() as call, h.Pulled() as got:
+            case h.PullCall() as call, h.PulledResult() as got:
                 yield from self._pulled(op, call, got)
 
-    def _pulled(self, op: Operation, call: h.Pull, got: h.Pulled) -> Found:
+    def _pulled(self, op: Operation, call: h.PullCall, got: h.PulledResult) -> Found:
         published = self._digests.get((call.channel, got.version), ())
         if not any(one == got.digest and not by.failed for one, by in published):
             yield Violation(

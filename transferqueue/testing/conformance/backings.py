@@ -39,12 +39,12 @@ def content(nbytes: int, seed: int = 0) -> U8:
 
 def write(backing: Backing, place: Range, data: U8) -> None:
     """Write `data`, as long as the place is, frame by frame as the bulk endpoint does."""
-    begun = Begun(backing, place, data)
+    begun = PendingWrite(backing, place, data)
     while not begun.done:
         begun.frame()
 
 
-class Begun:
+class PendingWrite:
     """A write under way."""
 
     def __init__(self, backing: Backing, place: Range, data: U8) -> None:
@@ -118,7 +118,7 @@ def what_was_not_settled_counts_for_nothing(subject: BackingSubject) -> None:
     with subject.open() as backing:
         backing.ensure(0, 32 << 20)
         place, data = Range(1, 0, 20 * FRAME_BYTES), content(20 * FRAME_BYTES, 1)
-        given_up = Begun(backing, place, content(20 * FRAME_BYTES, 2))
+        given_up = PendingWrite(backing, place, content(20 * FRAME_BYTES, 2))
         for _ in range(3):
             given_up.frame()
         given_up.frame(settle=False)
@@ -134,7 +134,7 @@ def a_write_that_comes_twice_changes_nothing(subject: BackingSubject) -> None:
         write(backing, place, data)
         used = subject.used_bytes(backing)
         write(backing, place, data)
-        late = Begun(backing, place, data)
+        late = PendingWrite(backing, place, data)
         for _ in range(18):
             late.frame()
         late.frame(settle=False)
@@ -148,7 +148,7 @@ def writes_take_turns(subject: BackingSubject) -> None:
         backing.ensure(0, 48 << 20)
         places = [Range(1, 0, 3 << 20), Range(1, 3 << 20, 5 << 20), Range(2, 16 << 20, 4 << 20)]
         datas = [content(place.nbytes, seed) for seed, place in enumerate(places)]
-        begun = [Begun(backing, place, data) for place, data in zip(places, datas, strict=True)]
+        begun = [PendingWrite(backing, place, data) for place, data in zip(places, datas, strict=True)]
         while left := [one for one in begun if not one.done]:
             for one in left:
                 one.frame()
@@ -256,7 +256,7 @@ def it_is_closed_in_any_state(subject: BackingSubject) -> None:
         backing.ensure(0, 16 << 20)
         write(backing, Range(1, 0, 4 << 20), content(4 << 20))
         (held,) = backing.read([Range(1, 0, 4 << 20)])
-        Begun(backing, Range(2, 8 << 20, 4 << 20), content(4 << 20)).frame()
+        PendingWrite(backing, Range(2, 8 << 20, 4 << 20), content(4 << 20)).frame()
         backing.close()
         backing.close()
         require(bool(backing.path) or subject.used_bytes(backing) <= before, "its room is free")

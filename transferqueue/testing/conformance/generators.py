@@ -6,7 +6,7 @@ Use it in the tests of an adapter::
     def test_my_engine(check, subject):  # a fixture that yields a `GeneratorSubject`
         check(subject)
 
-A check raises `Broken` with the rule that does not hold. It raises `Unsupported` if the engine did, which a test may
+A check raises `RuleBroken` with the rule that does not hold. It raises `Unsupported` if the engine did, which a test may
 turn into a skip: the capability matrix then says no.
 """
 
@@ -36,7 +36,7 @@ from transferqueue.adapters.protocols import (
     WeightSource,
 )
 from transferqueue.errors import DeadlineExceeded, TransferQueueError, UsageError
-from transferqueue.testing.conformance.report import Broken, require
+from transferqueue.testing.conformance.report import RuleBroken, require
 
 _TOLERANCE: Final = 1e-3
 """Log-probabilities of two implementations of one model in float32 differ by less."""
@@ -282,7 +282,7 @@ def _cut(subject: GeneratorSubject, engine: Generator, prompts: Sequence[Prompt]
         require(len(found) == 2 * len(prompts), "each is handed out, finished or not", len(found))
         if cut := [each for each in found if each.finish_reason == ABORT]:
             return cut
-    raise Broken("some were cut short by a pause while they ran")
+    raise RuleBroken("some were cut short by a pause while they ran")
 
 
 def goes_on_in_parts_under_newer_weights(subject: GeneratorSubject) -> None:

@@ -17,21 +17,21 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import TransferQueueError, UsageError
-from transferqueue.testing.conformance.report import Outcome, Verdict
+from transferqueue.testing.conformance.report import CheckOutcome, Verdict
 
 KINDS: Final = ("generator", "learner", "stage")
 BEGIN: Final = "<!-- conformance: written by transferqueue.testing.conformance.matrix -->"
 END: Final = "<!-- /conformance -->"
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class MatrixRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What one kit found of one subject. against: engine and version. on: day of the run, ISO 8601."""
 
     adapter: str
     kind: str
     against: str
     on: str
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[CheckOutcome, ...]
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -43,33 +43,33 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kind}-{self.adapter}.json"
 
 
-def save(record: Record, directory: Path) -> None:
+def save(record: MatrixRecord, directory: Path) -> None:
     """Write a record, over the one before it."""
     directory.mkdir(parents=True, exist_ok=True)
     text = msgspec.json.format(msgspec.json.encode(record), indent=1).decode() + "\n"
     (directory / record.file).write_text(text, encoding="utf-8")
 
 
-def load(directory: Path) -> list[Record]:
+def load(directory: Path) -> list[MatrixRecord]:
     """All records of a directory, by name; `UsageError` for a file that is none."""
     return [_read(path) for path in sorted(directory.glob("*.json"))]
 
 
-def _read(path: Path) -> Record:
+def _read(path: Path) -> MatrixRecord:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Record)
+        return msgspec.json.decode(path.read_bytes(), type=MatrixRecord)
     except (msgspec.DecodeError, UsageError) as error:
         raise UsageError(f"{path.name} is not a conformance record: {error}; run its tests again") from error
 
 
-def render(records: Iterable[Record]) -> str:
+def render(records: Iterable[MatrixRecord]) -> str:
     """The tables, as Markdown: a row for each check, a column for each adapter."""
     found = list(records)
     tables = [_table(kind, [record for record in found if record.kind == kind]) for kind in KINDS]
     return "\n".join(table for table in tables if table)
 
 
-def _table(kind: str, records: Sequence[Record]) -> str:
+def _table(kind: str, records: Sequence[MatrixRecord]) -> str:
     if not records:
         return ""
     checks = list(dict.fromkeys(outcome.check for record in records for outcome in record.outcomes))
@@ -87,11 +87,11 @@ def _line(first: str, rest: Iterable[str]) -> str:
     return f"| {' | '.join([first, *rest])} |"
 
 
-def _verdict(record: Record, check: str) -> str:
+def _verdict(record: MatrixRecord, check: str) -> str:
     return next((outcome.verdict.value for outcome in record.outcomes if outcome.check == check), "not run")
 
 
-def _reasons(records: Sequence[Record]) -> list[str]:
+def _reasons(records: Sequence[MatrixRecord]) -> list[str]:
     """Why each "no" is one, in the adapter's own words."""
     found = {
         f"- `{record.adapter}`: {outcome.text}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from transferqueue.adapters.protocols import Unsupported
+from transferqueue.lazy import renamed_names
 
 S = TypeVar("S")
 
@@ -23,7 +24,7 @@ class Verdict(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """One check of one subject. text: what the engine said, or the traceback."""
 
     check: str
@@ -31,27 +32,30 @@ class Outcome:
     text: str = ""
 
 
-class Broken(AssertionError):
+class RuleBroken(AssertionError):
     """A rule of the kit was broken; the text says which, and what was seen."""
 
 
 def require(holds: bool, rule: str, seen: object = "") -> None:
-    """Raise `Broken` unless `holds`. Not an assert statement: the kit checks under ``python -O`` too."""
+    """Raise `RuleBroken` unless `holds`. Not an assert statement: the kit checks under ``python -O`` too."""
     if not holds:
-        raise Broken(f"{rule}; seen: {seen}" if seen != "" else rule)
+        raise RuleBroken(f"{rule}; seen: {seen}" if seen != "" else rule)
 
 
-def run(checks: Iterable[Callable[[S], None]], subject: S) -> list[Outcome]:
+def run(checks: Iterable[Callable[[S], None]], subject: S) -> list[CheckOutcome]:
     """Run all checks on a subject; none stops another."""
     return [judge(check, subject) for check in checks]
 
 
-def judge(check: Callable[[S], None], subject: S) -> Outcome:
+def judge(check: Callable[[S], None], subject: S) -> CheckOutcome:
     """Run one check; whatever it raises is its outcome."""
     try:
         check(subject)
     except Unsupported as error:
-        return Outcome(check.__name__, Verdict.UNSUPPORTED, str(error))
+        return CheckOutcome(check.__name__, Verdict.UNSUPPORTED, str(error))
     except Exception:  # noqa: BLE001  (it is the outcome)
-        return Outcome(check.__name__, Verdict.FAILED, traceback.format_exc())
-    return Outcome(check.__name__, Verdict.PASSED)
+        return CheckOutcome(check.__name__, Verdict.FAILED, traceback.format_exc())
+    return CheckOutcome(check.__name__, Verdict.PASSED)
+
+
+__getattr__ = renamed_names(__name__, {"Broken": "RuleBroken", "Outcome": "CheckOutcome"})

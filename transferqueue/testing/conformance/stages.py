@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 import transferqueue as tq
-from transferqueue.adapters.protocols import Stage, Unsupported
+from transferqueue.adapters.protocols import StageFunction, Unsupported
 from transferqueue.errors import FlowSignal
 from transferqueue.testing.conformance.report import require
 from transferqueue.workflows.flow import stage as flow
 from transferqueue.workflows.flow.events import Event, Failure
-from transferqueue.workflows.flow.runner import StageBroken, run_stage
+from transferqueue.workflows.flow.runner import StageFailedInProcess, run_stage
 
 _TASK: Final = "stage"
 _STALL_S: Final = 120.0
@@ -27,7 +27,7 @@ class StageSubject(Protocol):
     repeats: bool
     """Whether the same row gives the same results every time, whatever rows it comes with."""
 
-    def open(self) -> Stage:
+    def open(self) -> StageFunction:
         """Return the stage, ready to be called. It may be the same one every time."""
 
     def columns(self) -> Mapping[str, Any]:
@@ -35,7 +35,7 @@ class StageSubject(Protocol):
 
 
 @contextmanager
-def _filled(subject: StageSubject, stage: Stage) -> Iterator[tq.Table]:
+def _filled(subject: StageSubject, stage: StageFunction) -> Iterator[tq.Table]:
     """A sealed table of the subject's rows, with the stage as its task."""
     task = tq.Task(_TASK, needs=tuple(stage.needs), gives=tuple(stage.gives), attempts_max=1)
     with tq.connect("embedded") as queue:
@@ -45,13 +45,13 @@ def _filled(subject: StageSubject, stage: Stage) -> Iterator[tq.Table]:
         yield table
 
 
-def _serve(table: tq.Table, stage: Stage, rows: int) -> None:
+def _serve(table: tq.Table, stage: StageFunction, rows: int) -> None:
     """Serve all rows, `rows` at a time; `Broken` with what the stage raised."""
     events: list[Event] = []
     work = flow.Stage(task=table.tasks[_TASK], rows=rows, at_least=1, stall_s=_STALL_S)
     try:
         run_stage(table, work, stage, emit=events.append)
-    except (StageBroken, FlowSignal) as error:
+    except (StageFailedInProcess, FlowSignal) as error:
         if isinstance(error.__cause__, Unsupported):
             raise error.__cause__ from None
         require(False, "the stage serves every row", error)
@@ -59,7 +59,7 @@ def _serve(table: tq.Table, stage: Stage, rows: int) -> None:
     require(not failures, "the stage serves every row", failures)
 
 
-def _given(table: tq.Table, stage: Stage) -> list[dict[str, Any]]:
+def _given(table: tq.Table, stage: StageFunction) -> list[dict[str, Any]]:
     """What each row was given, plain."""
     columns = table.read(fields=tuple(stage.gives))
     return [

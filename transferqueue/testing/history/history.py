@@ -28,14 +28,14 @@ Outcome = Literal["ok", "fail", "unknown"]
 
 
 @dataclass_transform(frozen_default=True)
-class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, forbid_unknown_fields=True):
+class HistoryEvent(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, forbid_unknown_fields=True):
     """Base of events, calls and results: a tagged JSON object."""
 
 
 # ---------------------------------------------------------------- calls
 
 
-class Put(Event):
+class PutCall(HistoryEvent, tag="Put"):
     """New rows. group_size, group_id, versions: one a row, -1 where unsaid."""
 
     table: str
@@ -47,7 +47,7 @@ class Put(Event):
     reservation: int = 0
 
 
-class Update(Event):
+class UpdateCall(HistoryEvent, tag="Update"):
     """More columns for rows that exist."""
 
     table: str
@@ -55,7 +55,7 @@ class Update(Event):
     digests: Digests = {}
 
 
-class Lease(Event):
+class LeaseCall(HistoryEvent, tag="Lease"):
     """Rows of a task. replicas, world: as in `m.Lease`."""
 
     table: str
@@ -65,7 +65,7 @@ class Lease(Event):
     replicas: int = 1
 
 
-class Ack(Event):
+class AckCall(HistoryEvent, tag="Ack"):
     """Rows of a lease are done, or dropped with a reason; with results. step: the trainer's, -1: none."""
 
     table: str
@@ -77,7 +77,7 @@ class Ack(Event):
     step: int = -1
 
 
-class Release(Event):
+class ReleaseCall(HistoryEvent, tag="Release"):
     """Rows of a lease go back. failed: as a failed attempt."""
 
     table: str
@@ -87,7 +87,7 @@ class Release(Event):
     failed: bool = False
 
 
-class Drop(Event):
+class DropCall(HistoryEvent, tag="Drop"):
     """Rows end as dropped."""
 
     table: str
@@ -95,33 +95,33 @@ class Drop(Event):
     reason: str
 
 
-class Advance(Event):
+class AdvanceCall(HistoryEvent, tag="Advance"):
     """The clock of a table moves."""
 
     table: str
     version: int
 
 
-class Rollback(Event):
+class RollbackCall(HistoryEvent, tag="Rollback"):
     """The model is as it was: rows of later steps are given out again."""
 
     table: str
 
 
-class Seal(Event):
+class SealCall(HistoryEvent, tag="Seal"):
     """No more rows enter."""
 
     table: str
 
 
-class Reserve(Event):
+class ReserveCall(HistoryEvent, tag="Reserve"):
     """Permission to produce rows."""
 
     table: str
     rows: int
 
 
-class Unreserve(Event):
+class UnreserveCall(HistoryEvent, tag="Unreserve"):
     """Rows of a reservation will not come. rows 0: all that are left."""
 
     table: str
@@ -129,7 +129,7 @@ class Unreserve(Event):
     rows: int = 0
 
 
-class Publish(Event):
+class PublishCall(HistoryEvent, tag="Publish"):
     """A version of the weights."""
 
     channel: str
@@ -137,7 +137,7 @@ class Publish(Event):
     digest: str
 
 
-class Pull(Event):
+class PullCall(HistoryEvent, tag="Pull"):
     """A version of the weights above `above`, or exactly `version`."""
 
     channel: str
@@ -145,7 +145,7 @@ class Pull(Event):
     version: int = -1
 
 
-class Look(Event):
+class LookCall(HistoryEvent, tag="Look"):
     """What the process sees of a lease that it still views: the digests of its first look, or those of another one."""
 
     table: str
@@ -153,33 +153,33 @@ class Look(Event):
 
 
 Call = (
-    Put
-    | Update
-    | Lease
-    | Ack
-    | Release
-    | Drop
-    | Advance
-    | Rollback
-    | Seal
-    | Reserve
-    | Unreserve
-    | Publish
-    | Pull
-    | Look
+    PutCall
+    | UpdateCall
+    | LeaseCall
+    | AckCall
+    | ReleaseCall
+    | DropCall
+    | AdvanceCall
+    | RollbackCall
+    | SealCall
+    | ReserveCall
+    | UnreserveCall
+    | PublishCall
+    | PullCall
+    | LookCall
 )
 
 
 # ---------------------------------------------------------------- results
 
 
-class Rows(Event):
+class RowsResult(HistoryEvent, tag="Rows"):
     """Ids of rows that were put, in order."""
 
     rows: list[int]
 
 
-class Leased(Event):
+class LeasedResult(HistoryEvent, tag="Leased"):
     """Rows lent. clock: the trainer's version at the hand-over, -1: none."""
 
     lease: int
@@ -191,33 +191,33 @@ class Leased(Event):
     clock: int = -1
 
 
-class Reserved(Event):
+class ReservedResult(HistoryEvent, tag="Reserved"):
     """A reservation."""
 
     reservation: int
     rows: int
 
 
-class Pulled(Event):
+class PulledResult(HistoryEvent, tag="Pulled"):
     """Weights, as they were read."""
 
     version: int
     digest: str
 
 
-class Looked(Event):
+class LookedResult(HistoryEvent, tag="Looked"):
     """What was seen. same: whether it is what was seen first."""
 
     same: bool
 
 
-Result = Rows | Leased | Reserved | Pulled | Looked
+Result = RowsResult | LeasedResult | ReservedResult | PulledResult | LookedResult
 
 
 # ---------------------------------------------------------------- events
 
 
-class Declared(Event):
+class Declared(HistoryEvent):
     """A table and its terms. whole: everything that was ever put into it is in the history."""
 
     table: str
@@ -229,7 +229,7 @@ class Declared(Event):
     at: float = 0.0
 
 
-class Invoked(Event):
+class Invoked(HistoryEvent):
     """A process begins an operation. op: its number, used once. at: seconds of the observer's clock."""
 
     op: int
@@ -238,7 +238,7 @@ class Invoked(Event):
     call: Call
 
 
-class Ended(Event):
+class Ended(HistoryEvent):
     """How an operation went."""
 
     op: int
@@ -248,14 +248,14 @@ class Ended(Event):
     error: str = ""
 
 
-class Died(Event):
+class Died(HistoryEvent):
     """A process is gone: what it had not heard the end of is unknown, and what it held returns."""
 
     process: str
     at: float
 
 
-class Counted(Event):
+class Counted(HistoryEvent):
     """What the server says of a table. drained: sealed, every task has had the end, and nobody does anything more."""
 
     table: str
@@ -269,7 +269,7 @@ class Counted(Event):
     drained: bool = False
 
 
-class Finished(Event):
+class Finished(HistoryEvent):
     """The observation is over. Whoever still waits has waited too long."""
 
     at: float

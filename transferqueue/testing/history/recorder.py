@@ -37,13 +37,13 @@ FACTS: Final = GivenFacts.__struct_fields__
 
 
 class Ending:
-    """How the operation in a `Recorder.during` block went, if it went well."""
+    """How the operation in a `HistoryRecorder.during` block went, if it went well."""
 
     def __init__(self) -> None:
         self.result: h.Result | None = None
 
 
-class Recorder:
+class HistoryRecorder:
     """Writes the history of one process to `path`, replacing it. Safe from any thread.
 
     process: its name, no other's. clock: seconds, the same clock in all processes whose histories are checked together
@@ -135,7 +135,7 @@ class Recorder:
 class RecordedTable:
     """A table whose operations are recorded; arguments and errors as of `Table`. `table` is the table itself."""
 
-    def __init__(self, recorder: Recorder, table: Table) -> None:
+    def __init__(self, recorder: HistoryRecorder, table: Table) -> None:
         self.table: Final = table
         self._recorder = recorder
 
@@ -143,7 +143,7 @@ class RecordedTable:
         """`Table.put`."""
         facts, columns = split(given)
         out = outgoing(columns, GivenFacts(**facts), self.table.fields, None)
-        call = h.Put(
+        call = h.PutCall(
             table=self.table.name,
             rows=out.rows,
             digests=digests_of(out),
@@ -155,7 +155,7 @@ class RecordedTable:
         under = None if reservation is None else reservation.reservation
         with self._recorder.during(call) as ending:
             rows = self.table.put(reservation=under, timeout_s=timeout_s, **given)
-            ending.result = h.Rows(rows.tolist())
+            ending.result = h.RowsResult(rows.tolist())
         return rows
 
     def update(self, rows: Any, *, overwrite: bool = False, **given: Any) -> None:
@@ -163,13 +163,13 @@ class RecordedTable:
         facts, columns = split(given)
         ids = np.atleast_1d(np.asarray(rows))
         out = outgoing(columns, GivenFacts(**facts), self.table.fields, len(ids))
-        with self._recorder.during(h.Update(self.table.name, ids.tolist(), digests_of(out))):
+        with self._recorder.during(h.UpdateCall(self.table.name, ids.tolist(), digests_of(out))):
             self.table.update(rows, overwrite=overwrite, **given)
 
     def lease(self, task: str, **terms: Any) -> RecordedBatch:
         """`Table.lease`. All columns that come are read."""
         replicas = terms["replica"][1] if terms.get("replica") else 1
-        call = h.Lease(self.table.name, task, terms.get("timeout_s", 60.0), terms.get("world", 1), replicas)
+        call = h.LeaseCall(self.table.name, task, terms.get("timeout_s", 60.0), terms.get("world", 1), replicas)
         with self._recorder.during(call) as ending:
             batch = self.table.lease(task, **terms)
             ending.result = first = _leased(batch)
@@ -177,36 +177,36 @@ class RecordedTable:
 
     def reserve(self, rows: int, **terms: Any) -> RecordedReservation:
         """`Table.reserve`."""
-        with self._recorder.during(h.Reserve(self.table.name, rows)) as ending:
+        with self._recorder.during(h.ReserveCall(self.table.name, rows)) as ending:
             found = self.table.reserve(rows, **terms)
-            ending.result = h.Reserved(found.id, found.rows)
+            ending.result = h.ReservedResult(found.id, found.rows)
         return RecordedReservation(self._recorder, self.table.name, found)
 
     def drop(self, rows: Any, reason: str) -> int:
         """`Table.drop`."""
-        with self._recorder.during(h.Drop(self.table.name, np.atleast_1d(np.asarray(rows)).tolist(), reason)):
+        with self._recorder.during(h.DropCall(self.table.name, np.atleast_1d(np.asarray(rows)).tolist(), reason)):
             return self.table.drop(rows, reason)
 
     def advance(self, version: int, **terms: Any) -> None:
         """`Table.advance`."""
-        with self._recorder.during(h.Advance(self.table.name, version)):
+        with self._recorder.during(h.AdvanceCall(self.table.name, version)):
             self.table.advance(version, **terms)
 
     def rollback(self, step: int, **terms: Any) -> int:
         """`Table.rollback`."""
-        with self._recorder.during(h.Rollback(self.table.name)):
+        with self._recorder.during(h.RollbackCall(self.table.name)):
             return self.table.rollback(step, **terms)
 
     def seal(self) -> None:
         """`Table.seal`."""
-        with self._recorder.during(h.Seal(self.table.name)):
+        with self._recorder.during(h.SealCall(self.table.name)):
             self.table.seal()
 
 
 class RecordedBatch:
     """A batch whose end is recorded. `batch` is the batch itself; columns and facts are asked of it."""
 
-    def __init__(self, recorder: Recorder, table: RecordedTable, batch: Batch, first: h.Digests) -> None:
+    def __init__(self, recorder: HistoryRecorder, table: RecordedTable, batch: Batch, first: h.Digests) -> None:
         self.batch: Final = batch
         self._first = first
         self._recorder, self._table = recorder, table
@@ -224,28 +224,28 @@ class RecordedBatch:
         ids = self._ids(rows)
         known = self._table.table.fields
         found = digests_of(outgoing(columns, GivenFacts(**facts), known, len(ids))) if columns else {}
-        with self._recorder.during(h.Ack(*self._whose, ids, found, step=step)):
+        with self._recorder.during(h.AckCall(*self._whose, ids, found, step=step)):
             self.batch.ack(rows, step=step, **given)
         self._take(ids)
 
     def drop(self, reason: str, rows: Any = None) -> None:
         """`Batch.drop`."""
         ids = self._ids(rows)
-        with self._recorder.during(h.Ack(*self._whose, ids, drop=reason)):
+        with self._recorder.during(h.AckCall(*self._whose, ids, drop=reason)):
             self.batch.drop(reason, rows)
         self._take(ids)
 
     def release(self, rows: Any = None, *, failed: bool = False, reason: str = "") -> None:
         """`Batch.release`."""
         ids = self._ids(rows)
-        with self._recorder.during(h.Release(*self._whose, ids, failed)):
+        with self._recorder.during(h.ReleaseCall(*self._whose, ids, failed)):
             self.batch.release(rows, failed=failed, reason=reason)
         self._take(ids)
 
     def look(self) -> None:
         """Read all columns again, and write whether they are what they were."""
-        with self._recorder.during(h.Look(self._table.table.name, self.batch.lease)) as ending:
-            ending.result = h.Looked(_leased(self.batch).digests == self._first)
+        with self._recorder.during(h.LookCall(self._table.table.name, self.batch.lease)) as ending:
+            ending.result = h.LookedResult(_leased(self.batch).digests == self._first)
 
     @property
     def _whose(self) -> tuple[str, str, int]:
@@ -266,9 +266,9 @@ class RecordedBatch:
         """As of `Batch`: a clean exit acks what is left, an exception releases it as failed."""
         if self.batch.ended:
             return
-        call: h.Call = h.Ack(*self._whose, self._ids(None))
+        call: h.Call = h.AckCall(*self._whose, self._ids(None))
         if error is not None:
-            call = h.Release(*self._whose, self._ids(None), isinstance(error, Exception))
+            call = h.ReleaseCall(*self._whose, self._ids(None), isinstance(error, Exception))
         with self._recorder.during(call):
             self.batch.__exit__(kind, error, trace)
 
@@ -276,13 +276,13 @@ class RecordedBatch:
 class RecordedReservation:
     """A reservation whose return is recorded. `reservation` is the reservation itself."""
 
-    def __init__(self, recorder: Recorder, table: str, reservation: Reservation) -> None:
+    def __init__(self, recorder: HistoryRecorder, table: str, reservation: Reservation) -> None:
         self.reservation: Final = reservation
         self._recorder, self._table = recorder, table
 
     def release(self, rows: int | None = None) -> None:
         """`Reservation.release`."""
-        with self._recorder.during(h.Unreserve(self._table, self.reservation.id, rows or 0)):
+        with self._recorder.during(h.UnreserveCall(self._table, self.reservation.id, rows or 0)):
             self.reservation.release(rows)
 
     def __enter__(self) -> Self:
@@ -292,28 +292,28 @@ class RecordedReservation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.reservation.left:
-            with self._recorder.during(h.Unreserve(self._table, self.reservation.id)):
+            with self._recorder.during(h.UnreserveCall(self._table, self.reservation.id)):
                 self.reservation.__exit__(kind, error, trace)
 
 
 class RecordedChannel:
     """A weight channel whose operations are recorded. `channel` is the channel itself."""
 
-    def __init__(self, recorder: Recorder, channel: WeightChannel) -> None:
+    def __init__(self, recorder: HistoryRecorder, channel: WeightChannel) -> None:
         self.channel: Final = channel
         self._recorder = recorder
 
     def publish(self, version: int, tensors: Mapping[str, Any], **terms: Any) -> None:
         """`WeightChannel.publish`."""
-        with self._recorder.during(h.Publish(self.channel.name, version, h.digest_of_mapping(tensors))):
+        with self._recorder.during(h.PublishCall(self.channel.name, version, h.digest_of_mapping(tensors))):
             self.channel.publish(version, tensors, **terms)
 
     def pull(self, above: int = -1, *, version: int | None = None, **terms: Any) -> Weights:
         """`WeightChannel.pull`. All tensors are read."""
         wanted = -1 if version is None else version
-        with self._recorder.during(h.Pull(self.channel.name, above, wanted)) as ending:
+        with self._recorder.during(h.PullCall(self.channel.name, above, wanted)) as ending:
             found = self.channel.pull(above, version=version, **terms)
-            ending.result = h.Pulled(found.version, h.digest_of_mapping(found))
+            ending.result = h.PulledResult(found.version, h.digest_of_mapping(found))
         return found
 
 
@@ -343,8 +343,8 @@ def _read_back(column: Prepared) -> Column:
     return Column(field, RowPlacement(MappedBlocks([at], [memory], {field.name: field}), np.zeros_like(slots), slots))
 
 
-def _leased(batch: Batch) -> h.Leased:
-    return h.Leased(
+def _leased(batch: Batch) -> h.LeasedResult:
+    return h.LeasedResult(
         lease=batch.lease,
         rows=batch.rows.tolist(),
         digests={name: h.digests(batch[name]) for name in batch.fields},

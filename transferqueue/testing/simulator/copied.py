@@ -24,7 +24,7 @@ from transferqueue.server.shards.own_memory import SHARD
 from transferqueue.testing.simulator.job import (
     BODY,
     ROW_BYTES,
-    Job,
+    SimJob,
     Steps,
     blocks_of,
     let_go,
@@ -33,7 +33,7 @@ from transferqueue.testing.simulator.job import (
     unpack,
     view,
 )
-from transferqueue.testing.simulator.machine import Broken
+from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import messages as m
 from transferqueue.wire import run_length as short
 
@@ -49,7 +49,7 @@ LATER: Final = (FlowSignal, OutOfMemory, Unreachable, NotFound, ShardLost, Impos
 """Try again in a while: among other things a shard is there no more, or not yet again."""
 
 
-class Copied(Job):
+class ReplicatedShardsJob(SimJob):
     """One process puts, two use the rows; each of the others is a further shard, a new one after each death."""
 
     table = "copied"
@@ -66,32 +66,34 @@ class Copied(Job):
         self._over = False
 
     def roles(self) -> dict[str, Callable[[Process], Steps]]:
-        """See `Job`."""
+        """See `SimJob`."""
         shards = {f"shard {number}": self._lend for number in range(self._further)}
         return {**shards, "copier": self._write, "user a": self._use, "user b": self._use}
 
     def offer(self, role: str, number: int) -> m.Offer | None:
-        """See `Job`."""
+        """See `SimJob`."""
         if not role.startswith("shard"):
             return None
         return m.Offer(str(number), CAPACITY, "tcp://simulated:1", "", bytes(32))
 
     def judge(self, state: LedgerState) -> None:
-        """See `Job`. What has a copy in the server's own memory, which is not lost, is not lost."""
+        """See `SimJob`. What has a copy in the server's own memory, which is not lost, is not lost."""
         table = state.tables[self.table]
         lost = table.rows_dropped.get("lost", 0)
         if table.rows_live or table.rows_put != table.rows_done + lost:
-            raise Broken(f"{table.rows_put} rows were put; {table.rows_done} are done and {lost} lost")
+            raise PromiseBroken(f"{table.rows_put} rows were put; {table.rows_done} are done and {lost} lost")
         if lost and (len(self._arenas) == self._further or (self.replicas, self._further) == (2, 1)):
-            raise Broken(
+            raise PromiseBroken(
                 f"{lost} rows were lost; {self.replicas} shards had each, {len(self._arenas)} lives of shards ended"
             )
         if not len(self._used) <= table.rows_done <= len(self._maybe_used):
-            raise Broken(
+            raise PromiseBroken(
                 f"{table.rows_done} rows are done; clients finished {len(self._used)} to {len(self._maybe_used)}"
             )
         if not self._told <= table.rows_put <= self._sent:
-            raise Broken(f"{table.rows_put} rows were put; clients were told of {self._told}, and sent {self._sent}")
+            raise PromiseBroken(
+                f"{table.rows_put} rows were put; clients were told of {self._told}, and sent {self._sent}"
+            )
 
     # ------------------------------------------------------------ shards
 
@@ -190,11 +192,11 @@ class Copied(Job):
             stamps = yield from self._seen(process, lease.content)
             yield process.world.random.uniform(0.01, 0.3)
             if stamps != (yield from self._seen(process, lease.content)):
-                raise Broken(f"rows {unpack(lease.content.rows)} changed under a view")
+                raise PromiseBroken(f"rows {unpack(lease.content.rows)} changed under a view")
             self._maybe_used.update(stamps)
             yield m.Ack(self.table, lease.lease, lease.token)
             if again := self._used & set(stamps):
-                raise Broken(f"the acks of rows {sorted(again)} were accepted twice")
+                raise PromiseBroken(f"the acks of rows {sorted(again)} were accepted twice")
             self._used.update(stamps)
         except ShardLost:
             process.post(m.Release(self.table, lease.lease, lease.token))
@@ -213,5 +215,5 @@ class Copied(Job):
             memory = yield from self._bytes(process, at.shard)
             found.append(stamp_at(memory, at.offset + slot * ROW_BYTES, f"a row in shard {at.shard}") - FIRST_STAMP)
         if wrong := [stamp for stamp in found if not 0 <= stamp < self._sent]:
-            raise Broken(f"rows {wrong} were given out; {self._sent} were put")
+            raise PromiseBroken(f"rows {wrong} were given out; {self._sent} were put")
         return found

@@ -1,6 +1,6 @@
 """What a simulated deployment is used for: some tables or a channel, who works on them, and what must hold at the end.
 
-A `Job` keeps its books from what clients were told alone and raises `Broken` at the first contradiction. Its roles may
+A `SimJob` keeps its books from what clients were told alone and raises `PromiseBroken` at the first contradiction. Its roles may
 be killed between any two requests and are begun again from the top: what outlives them is in the books.
 """
 
@@ -17,7 +17,7 @@ from transferqueue.ledger.table import TableState
 from transferqueue.limits import Limits
 from transferqueue.policies import Task
 from transferqueue.schema import Field
-from transferqueue.testing.simulator.machine import Broken
+from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import messages as m
 from transferqueue.wire import run_length as short
 
@@ -31,7 +31,7 @@ Steps = Generator[m.Request | float, Any, Any]
 """Requests of a role; it is sent their replies. A number passes that many seconds."""
 
 
-class Job:
+class SimJob:
     """One use of a deployment. table: what it works on."""
 
     table = ""
@@ -45,7 +45,7 @@ class Job:
         return None
 
     def judge(self, state: LedgerState) -> None:
-        """Raise `Broken` unless everything has come to the end that clients were told of. All roles have ended."""
+        """Raise `PromiseBroken` unless everything has come to the end that clients were told of. All roles have ended."""
         raise NotImplementedError
 
 
@@ -109,7 +109,7 @@ def stamp_at(memory: bytearray, start: int, what: str) -> int:
     """The stamp in the row that begins there."""
     values = set(unpack(bytes(memory[start : start + ROW_BYTES])))
     if len(values) != 1:
-        raise Broken(f"{what} is torn: it holds {sorted(values)}")
+        raise PromiseBroken(f"{what} is torn: it holds {sorted(values)}")
     return values.pop()
 
 
@@ -186,8 +186,10 @@ class Feed:
     def judge(self, table: TableState, done: int) -> None:
         """Raise unless all rows that were put are done, and `done` of them are known to be."""
         if table.rows_done != table.rows_put or table.rows_live or table.rows_done != done:
-            raise Broken(
+            raise PromiseBroken(
                 f'table "{table.name}": {table.rows_put} rows were put and {table.rows_done} are done; clients finished {done}'
             )
         if not self.told <= table.rows_put <= self.sent:
-            raise Broken(f"{table.rows_put} rows were put; clients were told of {self.told}, and sent {self.sent}")
+            raise PromiseBroken(
+                f"{table.rows_put} rows were put; clients were told of {self.told}, and sent {self.sent}"
+            )

@@ -12,7 +12,7 @@ from transferqueue.policies import Compare, Manual, Predicate, TagIs, Task
 from transferqueue.testing.simulator.job import (
     BODY,
     NUMBER,
-    Job,
+    SimJob,
     Steps,
     blocks_of,
     inline,
@@ -25,7 +25,7 @@ from transferqueue.testing.simulator.job import (
     view,
     write,
 )
-from transferqueue.testing.simulator.machine import Broken
+from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ FIRST_STAMP: Final = 2_000_000
 LIMITS: Final = Limits(rows=4 * ROWS, bytes=3 * ROWS * 64)
 
 
-class Kept(Job):
+class ManualRetentionJob(SimJob):
     """One process puts, one uses the rows of even puts and one of odd, one reads all again and deletes them."""
 
     table = "kept"
@@ -52,15 +52,15 @@ class Kept(Job):
         self._deleted = 0
 
     def roles(self) -> dict[str, Callable[[Process], Steps]]:
-        """See `Job`."""
+        """See `SimJob`."""
         users = {f"user {odd}": partial(self._use, odd=odd) for odd in (0, 1)}
         return {"author": self._write, **users, "reader": self._read}
 
     def judge(self, state: LedgerState) -> None:
-        """See `Job`. Keys make every put one, whoever said it again."""
+        """See `SimJob`. Keys make every put one, whoever said it again."""
         table = state.tables[self.table]
         if (table.rows_put, table.rows_live, table.rows.pages.resident) != (PUTS * ROWS, 0, 0) or table.usage.bytes:
-            raise Broken(
+            raise PromiseBroken(
                 f"{PUTS * ROWS} rows were put and deleted; the table counts {table.rows_put} put, {table.rows_live} live, "
                 f"{table.rows.pages.resident} there, {table.usage.bytes} bytes"
             )
@@ -111,9 +111,9 @@ class Kept(Job):
         try:
             numbers = self._seen(process, lease.content, unpack(lease.content.rows))
             if wrong := [number for number in numbers if number // ROWS % 2 != odd]:
-                raise Broken(f"rows {wrong} were given to who asked for those with odd={bool(odd)}")
+                raise PromiseBroken(f"rows {wrong} were given to who asked for those with odd={bool(odd)}")
             if again := self._used & set(numbers):
-                raise Broken(f"rows {sorted(again)} were given out again after their ack")
+                raise PromiseBroken(f"rows {sorted(again)} were given out again after their ack")
             yield process.world.random.uniform(0.01, 0.3)
             self._maybe_used.update(numbers)
             yield m.Ack(self.table, lease.lease, lease.token)
@@ -126,7 +126,7 @@ class Kept(Job):
         stamps = stamps_of(process, content)
         numbers = [stamps[row] - FIRST_STAMP for row in rows]
         if [str(number) for number in numbers] != content.keys:
-            raise Broken(f"rows {rows} with keys {content.keys} hold {numbers}")
+            raise PromiseBroken(f"rows {rows} with keys {content.keys} hold {numbers}")
         return numbers
 
     # ------------------------------------------------------------ out
@@ -144,7 +144,7 @@ class Kept(Job):
         numbers = _numbers(self._deleted)
         rows = unpack((yield m.Find(self.table, [str(number) for number in numbers])).rows)
         if -1 in rows and not self._deleting.issuperset(numbers):
-            raise Broken(f"rows {numbers} have keys that lead to {rows}, and nobody has deleted them")
+            raise PromiseBroken(f"rows {numbers} have keys that lead to {rows}, and nobody has deleted them")
         if -1 not in rows:
             yield from self._read_rows(process, rows, numbers)
             if not self._maybe_used.issuperset(numbers):
@@ -165,7 +165,7 @@ class Kept(Job):
         view(process, blocks_of(found.content))
         try:
             if self._seen(process, found.content, rows) != numbers or inline(found.content, "number") != numbers:
-                raise Broken(f"rows {rows} were put as {numbers} and are read as others")
+                raise PromiseBroken(f"rows {rows} were put as {numbers} and are read as others")
         finally:
             let_go(process, blocks_of(found.content))
 

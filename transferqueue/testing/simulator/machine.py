@@ -23,7 +23,7 @@ from transferqueue.testing.simulator.world import World
 from transferqueue.wire import messages as m
 
 
-class Broken(Exception):
+class PromiseBroken(Exception):
     """A promise was broken; the text says which."""
 
 
@@ -96,7 +96,7 @@ class SimArena:
         """`OwnShardMemory` lends [offset, offset + nbytes): nobody else may see it."""
         for start, size, who in self.in_sight():
             if start < offset + nbytes and offset < start + size:
-                raise Broken(
+                raise PromiseBroken(
                     f"bytes [{offset}, {offset + nbytes}) are lent while {who} still sees [{start}, {start + size})"
                 )
 
@@ -139,7 +139,7 @@ class SimEvidence(ProcessHandle):
         self.forget_process()
 
 
-class Kept:
+class SimDurability:
     """Durability of the simulated server; see `server.durable.Durability` and `server.resuming.Past`."""
 
     sessions_stay: Final = True
@@ -167,7 +167,7 @@ def own_extents(ledger: Ledger) -> list[ExtentState]:
     return [one for one in ledger.state.core.blocks.extents.values() if one.shard == SHARD]
 
 
-class Server:
+class SimServer:
     """The server of a world, one life after the other. `deliver` brings an answer to a peer. durable: else level ``memory``."""
 
     def __init__(self, world: World, arena_bytes: int, lives: Callable[[int], bool], *, durable: bool) -> None:
@@ -207,7 +207,7 @@ class Server:
             self._behind = self._world.now - max(0.0, ledger.state.now)
         self.epoch = ledger.epoch + 1
         recorded = RecordedLedger(ledger, journal, tail, epoch=self.epoch)
-        kept = Kept(recorded, self._clock)
+        kept = SimDurability(recorded, self._clock)
         extents = [(one.offset, one.nbytes) for one in own_extents(ledger)]
         memory = OwnShardMemory(self.arena, Allocator.holding(self.arena.capacity, extents), len(extents))  # type: ignore[arg-type]
         self.node = Coordinator(recorded, memory, self._place(), watcher=self, gather=self._gather, durability=kept)

@@ -13,8 +13,8 @@ from typing import Any, Final
 from transferqueue.client.session.calls import PendingCall, PendingCalls, outcome
 from transferqueue.client.session.undo import give_back
 from transferqueue.errors import Disconnected, TransferQueueError, Unreachable
-from transferqueue.testing.simulator.machine import Server
-from transferqueue.testing.simulator.world import Way, World
+from transferqueue.testing.simulator.machine import SimServer
+from transferqueue.testing.simulator.world import SimConnection, World
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_answer
 
@@ -30,7 +30,7 @@ class Process:
     def __init__(
         self,
         world: World,
-        server: Server,
+        server: SimServer,
         name: str,
         role: Callable[[Process], Role],
         offer: Callable[[int], m.Offer | None] = lambda _: None,
@@ -105,7 +105,7 @@ class Process:
 
     def _connect(self) -> None:
         self._ways += 1
-        self.way = Way(self.world, b"%d.%d" % (self.number, self._ways))
+        self.way = SimConnection(self.world, b"%d.%d" % (self.number, self._ways))
 
     def find_way(self) -> None:
         """The connection broke, and a new one is there: greet it."""

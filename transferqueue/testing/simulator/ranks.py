@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from transferqueue.limits import Limits
 from transferqueue.policies import Task, TokenBalanced
-from transferqueue.testing.simulator.job import Feed, Job, Steps, inline, unpack, until_end
-from transferqueue.testing.simulator.machine import Broken
+from transferqueue.testing.simulator.job import Feed, SimJob, Steps, inline, unpack, until_end
+from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ ROWS: Final = 8
 Peer = tuple[int, int]
 
 
-class Ranks(Job):
+class SharedBatchJob(SimJob):
     """A job of several ranks and replicas."""
 
     table = "ranks"
@@ -42,12 +42,12 @@ class Ranks(Job):
         self._done: dict[int, int] = {}
 
     def roles(self) -> dict[str, Callable[[Process], Steps]]:
-        """See `Job`."""
+        """See `SimJob`."""
         made: dict[str, Callable[[Process], Steps]] = {"feeder": self._feed.feed}
         return made | {f"rank {rank}.{replica}": partial(self._train, peer=(rank, replica)) for rank, replica in PEERS}
 
     def judge(self, state: LedgerState) -> None:
-        """See `Job`. Done is what all replicas acked."""
+        """See `SimJob`. Done is what all replicas acked."""
         acked = {row for lease, by in self._maybe.items() if len(by) == REPLICAS for row in self._share[lease][1]}
         self._feed.judge(state.tables[self.table], len(acked))
 
@@ -71,12 +71,12 @@ class Ranks(Job):
     def _lent(self, lease: m.Leased, peer: Peer) -> None:
         rows = unpack(lease.content.rows)
         if self._share.setdefault(lease.lease, (peer[0], rows)) != (peer[0], rows):
-            raise Broken(f"replicas of rank {peer[0]} were given different rows under lease {lease.lease}")
+            raise PromiseBroken(f"replicas of rank {peer[0]} were given different rows under lease {lease.lease}")
         for row, number in zip(rows, inline(lease.content, "number"), strict=True):
             if self._number_of.setdefault(row, number) != number:
-                raise Broken(f"row {row} holds {number}, and held {self._number_of[row]}")
+                raise PromiseBroken(f"row {row} holds {number}, and held {self._number_of[row]}")
             if lease.lease > self._done.get(row, lease.lease):
-                raise Broken(f"row {row} was given out again after all replicas had trained on it")
+                raise PromiseBroken(f"row {row} was given out again after all replicas had trained on it")
             self._latest[row] = max(lease.lease, self._latest.get(row, 0))
 
     def _acked(self, lease: int, replica: int) -> None:
@@ -86,5 +86,5 @@ class Ranks(Job):
             return
         for row in self._share[lease][1]:
             if self._latest[row] > lease:
-                raise Broken(f"row {row}: the acks of lease {lease} were taken after lease {self._latest[row]}")
+                raise PromiseBroken(f"row {row}: the acks of lease {lease} were taken after lease {self._latest[row]}")
             self._done[row] = lease

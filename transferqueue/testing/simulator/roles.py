@@ -29,7 +29,7 @@ from transferqueue.policies import (
 from transferqueue.schema import Field
 from transferqueue.testing.simulator.job import (
     BODY,
-    Job,
+    SimJob,
     Steps,
     blocks_of,
     fact,
@@ -43,7 +43,7 @@ from transferqueue.testing.simulator.job import (
     view,
     write,
 )
-from transferqueue.testing.simulator.machine import Broken
+from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ ALONE: Final = ("stale", "group_incomplete", "attempts")
 SCORE: Final = Field("score", "int64")
 
 
-class Books:
-    """What clients were told. Knows nothing of the ledger; raises `Broken` at the first contradiction.
+class ClientAccount:
+    """What clients were told. Knows nothing of the ledger; raises `PromiseBroken` at the first contradiction.
 
     roomy: the arena holds a page for each part of each group that may be ahead, so groups may come in parts. With less,
     the parts of unfinished groups can fill it, and then what is missing can never come.
@@ -108,9 +108,11 @@ class Books:
     def same(self, row: int, stamp: int) -> None:
         """A row was seen with this stamp: always this one, and no other row has it."""
         if stamp not in self.version_of:
-            raise Broken(f"torn or strange bytes: row {row} holds {stamp}, which nobody wrote")
+            raise PromiseBroken(f"torn or strange bytes: row {row} holds {stamp}, which nobody wrote")
         if self.stamp_of.setdefault(row, stamp) != stamp or self.row_of.setdefault(stamp, row) != row:
-            raise Broken(f"row {row} holds {stamp}; before, row {self.row_of.get(stamp)} did, or it held another")
+            raise PromiseBroken(
+                f"row {row} holds {stamp}; before, row {self.row_of.get(stamp)} did, or it held another"
+            )
 
     def lent(self, task: str, rows: list[int], lease: m.Leased, groups: list[int], clock: int) -> None:
         """A worker was given rows; clock: confirmed before it asked."""
@@ -119,26 +121,26 @@ class Books:
             if self.is_redone(task):
                 continue
             if lease.token > self.acked.get(key, lease.token):  # a lower one was given before, and told late
-                raise Broken(f'row {row} is given to task "{task}" again though its ack was confirmed')
+                raise PromiseBroken(f'row {row} is given to task "{task}" again though its ack was confirmed')
             if lease.token > self.token.get(key, 0):
                 self.token[key] = lease.token
                 self.leases[key] = self.leases.get(key, 0) + 1
                 if self.leases[key] > self.attempts and not isinstance(self.incomplete, Refill):
-                    raise Broken(
+                    raise PromiseBroken(
                         f'row {row} was given to task "{task}" {self.leases[key]} times, above {self.attempts}'
                     )
         if task == "train":
             for group in set(groups):
                 if not self.least <= groups.count(group) <= self.size:
-                    raise Broken(
+                    raise PromiseBroken(
                         f"group {group} was given with {groups.count(group)} of {self.size}, at least {self.least}"
                     )
             for row, version in zip(rows, fact(lease.content, "policy_version"), strict=True):
                 if self.version_of.get(self.stamp_of.get(row, 0), version) != version and not self.is_redone("score"):
-                    raise Broken(f"row {row} is said to be of version {version}, which it was not put with")
+                    raise PromiseBroken(f"row {row} is said to be of version {version}, which it was not put with")
                 lag = clock - version
                 if lag > self.staleness:
-                    raise Broken(f"row {row} was given {lag} versions late; the bound is {self.staleness}")
+                    raise PromiseBroken(f"row {row} was given {lag} versions late; the bound is {self.staleness}")
 
     def is_redone(self, task: str) -> bool:
         """Whether rows may rightly come to this task again: they are scored anew, with newer weights, when they are stale."""
@@ -156,23 +158,23 @@ class Books:
                 self.acked[task, row] = token
                 continue
             if self.token[task, row] != token:
-                raise Broken(
+                raise PromiseBroken(
                     f"row {row}: the ack of lease {token} was taken after {self.token[task, row]} was given out"
                 )
             if self.acked.setdefault((task, row), token) != token:
-                raise Broken(f'row {row} was acked twice in task "{task}"')
+                raise PromiseBroken(f'row {row} was acked twice in task "{task}"')
 
 
-class Rollouts(Job):
+class Rollouts(SimJob):
     """Groups are produced, scored and trained, in bounds of rows, pace and staleness."""
 
     table = "t"
 
     def __init__(self, chance: random.Random, *, roomy: bool) -> None:
-        self.books = Books(chance, roomy=roomy)
+        self.books = ClientAccount(chance, roomy=roomy)
 
     def roles(self) -> dict[str, Callable[[Process], Steps]]:
-        """See `Job`."""
+        """See `SimJob`."""
         books = self.books
         work: list[Callable[[Process], Steps]] = [partial(producer, books=books)] * 2
         work += [partial(consumer, books=books, task="score")] * 2
@@ -185,23 +187,23 @@ class Rollouts(Job):
         yield from role(process)
 
     def judge(self, state: LedgerState) -> None:
-        """See `Job`."""
+        """See `SimJob`."""
         table, books = state.tables[self.table], self.books
         if table.rows_live:
-            raise Broken(f"{table.rows_live} rows are without a fate after the end")
+            raise PromiseBroken(f"{table.rows_live} rows are without a fate after the end")
         if not books.put <= table.rows_put <= books.maybe_put:
-            raise Broken(
+            raise PromiseBroken(
                 f"{table.rows_put} rows were put; producers were told of {books.put}, and sent {books.maybe_put}"
             )
         sure = sum(("score", row) in books.acked for task, row in books.acked if task == "train")
         might = sum(task == "train" for task, _ in books.maybe_acked)
         if not sure <= table.rows_done <= might or not set(table.rows_dropped) <= set(ALONE):
-            raise Broken(
+            raise PromiseBroken(
                 f"{table.rows_done} rows are done; {sure} to {might} were acked; dropped: {table.rows_dropped}"
             )
 
 
-def create(books: Books) -> m.CreateTable:
+def create(books: ClientAccount) -> m.CreateTable:
     """The table of a run."""
     score = Task(
         "score", needs=["body"], gives=["score"], selector=books.selector, lease_s=2.0, attempts_max=books.attempts
@@ -215,14 +217,14 @@ def create(books: Books) -> m.CreateTable:
     return m.CreateTable("t", [BODY, SCORE], [score, train], Limits(rows=books.rows_max), pacing, exist_ok=True)
 
 
-def producer(process: Process, books: Books) -> Steps:
+def producer(process: Process, books: ClientAccount) -> Steps:
     """Puts groups until there are enough."""
     while books.groups_left > 0:
         yield from persistently(process, partial(_produce, process, books))
     books.producing -= 1
 
 
-def _produce(process: Process, books: Books) -> Steps:
+def _produce(process: Process, books: ClientAccount) -> Steps:
     """One group or, where the queue asks for it, what groups of before lack. Now and then in two puts."""
     reserved = yield m.Reserve("t", books.size, wait_s=3.0)
     books.groups_left -= 1
@@ -236,7 +238,7 @@ def _produce(process: Process, books: Books) -> Steps:
         yield m.Unreserve("t", reserved.reservation)
 
 
-def _put(process: Process, books: Books, reserved: m.Reserved, groups: list[int]) -> Steps:
+def _put(process: Process, books: ClientAccount, reserved: m.Reserved, groups: list[int]) -> Steps:
     chance, rows = process.world.random, len(groups)
     stamps = books.new(rows, reserved.version)
     block = yield from write(process, stamps)
@@ -256,12 +258,12 @@ def _put(process: Process, books: Books, reserved: m.Reserved, groups: list[int]
         books.same(row, stamp)
 
 
-def consumer(process: Process, books: Books, task: str) -> Steps:
+def consumer(process: Process, books: ClientAccount, task: str) -> Steps:
     """Leases, reads, reads again, acks with results; the trainer moves the clock too."""
     yield from until_end(process, partial(_consume, process, books, task))
 
 
-def _consume(process: Process, books: Books, task: str) -> Steps:
+def _consume(process: Process, books: ClientAccount, task: str) -> Steps:
     clock, chance = books.clock, process.world.random
     lease = yield _lease_of(process, books, task)
     rows, groups = unpack(lease.content.rows), fact(lease.content, "group_id")
@@ -270,7 +272,7 @@ def _consume(process: Process, books: Books, task: str) -> Steps:
     try:
         _read(process, books, lease)
         if task == "train" and rows and "score" not in {one.field for one in lease.content.inline}:
-            raise Broken(f"rows {rows} were given to task train without the score that it needs")
+            raise PromiseBroken(f"rows {rows} were given to task train without the score that it needs")
         books.lent(task, rows, lease, groups, clock)
         yield chance.uniform(0.01, 0.4)
         if chance.random() < 0.1:
@@ -290,7 +292,7 @@ def _consume(process: Process, books: Books, task: str) -> Steps:
         books.advanced(version)
 
 
-def _lease_of(process: Process, books: Books, task: str) -> m.Lease:
+def _lease_of(process: Process, books: ClientAccount, task: str) -> m.Lease:
     chance = process.world.random
     wait_s = 60.0 if process.world.healed else 2.0
     if task == "train":
@@ -300,7 +302,7 @@ def _lease_of(process: Process, books: Books, task: str) -> m.Lease:
     return m.Lease("t", task, rows=books.size, at_least=chance.randint(1, books.size), wait_s=wait_s)
 
 
-def _give_back(process: Process, books: Books, lease: m.Leased, rows: list[int]) -> Steps:
+def _give_back(process: Process, books: ClientAccount, lease: m.Leased, rows: list[int]) -> Steps:
     failed = process.world.random.random() < 0.5
     if not failed:
         books.released("score", rows)
@@ -313,10 +315,10 @@ def _forget(lease: m.Leased) -> Steps:
         yield m.Ack("t", lease.lease, lease.token)
     except UsageError:
         return
-    raise Broken("an ack of task score was accepted without the score that task train needs")
+    raise PromiseBroken("an ack of task score was accepted without the score that task train needs")
 
 
-def _ack(books: Books, task: str, lease: m.Leased, rows: list[int]) -> Steps:
+def _ack(books: ClientAccount, task: str, lease: m.Leased, rows: list[int]) -> Steps:
     columns = None
     if task == "score":
         scores = pack([books.stamp_of[row] * 7 for row in rows])
@@ -331,15 +333,15 @@ def _ack(books: Books, task: str, lease: m.Leased, rows: list[int]) -> Steps:
             books.done(task, rows, lease.token)
 
 
-def _read(process: Process, books: Books, lease: m.Leased) -> None:
+def _read(process: Process, books: ClientAccount, lease: m.Leased) -> None:
     for row, stamp in stamps_of(process, lease.content).items():
         books.same(row, stamp)
     for row, score in zip(unpack(lease.content.rows), inline(lease.content, "score"), strict=False):
         if score != books.stamp_of[row] * 7:
-            raise Broken(f"row {row} has the result of another: {score}")
+            raise PromiseBroken(f"row {row} has the result of another: {score}")
 
 
-def closer(process: Process, books: Books) -> Steps:
+def closer(process: Process, books: ClientAccount) -> Steps:
     """Seals the table when all is produced; in some runs only when all faults have ended."""
     while books.producing or not (books.seals_early or process.world.healed):
         yield 0.25

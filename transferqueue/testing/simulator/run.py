@@ -14,15 +14,15 @@ from transferqueue.ledger.table import TableState
 from transferqueue.limits import PAGE_BYTES
 from transferqueue.policies import Refill
 from transferqueue.server.node import Coordinator
-from transferqueue.testing.simulator.copied import Copied
-from transferqueue.testing.simulator.job import Job
-from transferqueue.testing.simulator.kept import Kept
-from transferqueue.testing.simulator.machine import Broken, Server, own_extents
+from transferqueue.testing.simulator.copied import ReplicatedShardsJob
+from transferqueue.testing.simulator.job import SimJob
+from transferqueue.testing.simulator.kept import ManualRetentionJob
+from transferqueue.testing.simulator.machine import PromiseBroken, SimServer, own_extents
 from transferqueue.testing.simulator.process import Process
-from transferqueue.testing.simulator.ranks import Ranks
+from transferqueue.testing.simulator.ranks import SharedBatchJob
 from transferqueue.testing.simulator.roles import Rollouts
-from transferqueue.testing.simulator.stepped import Stepped
-from transferqueue.testing.simulator.weights import CHANNEL, Weights
+from transferqueue.testing.simulator.stepped import CheckpointJob
+from transferqueue.testing.simulator.weights import CHANNEL, WeightChannelJob
 from transferqueue.testing.simulator.world import Rates, World
 
 CHAOS_S: Final = 9.0
@@ -49,11 +49,11 @@ def replay_command(seed: int) -> str:
 
 def simulate(seed: int, rates: Rates | None = None) -> Result:
     """Run one seed. A function of `seed` and `rates` alone; takes about 0.1 s."""
-    run = Run(seed, rates)
+    run = SimRun(seed, rates)
     broken = ""
     try:
         run.whole()
-    except Broken as error:
+    except PromiseBroken as error:
         broken = str(error)
     except (TransferQueueError, LookupError, ValueError, TypeError, ArithmeticError, AttributeError) as error:
         broken = f"a state machine failed: {error!r}"
@@ -70,7 +70,7 @@ def rows_ahead_max(table: TableState) -> float:
     return table.pacing.rows_ahead_max * (table.groups.largest if refilled else 1)
 
 
-class Run:
+class SimRun:
     """A deployment of one seed: its server, its clients and what they are used for."""
 
     def __init__(self, seed: int, rates: Rates | None = None) -> None:
@@ -79,7 +79,7 @@ class Run:
         self.durable = chance.random() < 0.85
         self.roomy = chance.random() < 0.5
         pages = chance.choice((24, 32) if self.roomy else (6, 10, 16))
-        self.server = Server(self.world, pages * PAGE_BYTES, self._lives, durable=self.durable)
+        self.server = SimServer(self.world, pages * PAGE_BYTES, self._lives, durable=self.durable)
         self.server.arena.in_sight = self._in_sight
         self.server.deliver, self.server.checked = self._deliver, self._check
         self.server.on_down, self.server.on_up = self._bereave, self._reconnect
@@ -90,7 +90,7 @@ class Run:
         """What the deployment is used for, and who works there: rollouts always, and something else beside."""
         chance = self.world.random
         if chance.random() < SHARDED:
-            self.jobs: list[Job] = [Copied(chance)]
+            self.jobs: list[SimJob] = [ReplicatedShardsJob(chance)]
         else:
             self._employ_all(chance)
         self.workers = [
@@ -101,11 +101,11 @@ class Run:
 
     def _employ_all(self, chance: random.Random) -> None:
         rollouts = Rollouts(chance, roomy=self.roomy)
-        beside: list[Job] = [Ranks(), Stepped(), Kept()]
+        beside: list[SimJob] = [SharedBatchJob(), CheckpointJob(), ManualRetentionJob()]
         self.jobs = [rollouts, chance.choice(beside)]
         if self.roomy and chance.random() < 0.5:
             rollouts.books.channel = CHANNEL
-            self.jobs[1] = Weights(chance.randint(1, 3), rollouts.books.advanced)
+            self.jobs[1] = WeightChannelJob(chance.randint(1, 3), rollouts.books.advanced)
 
     def _bereave(self) -> None:
         """The server is gone and, at level ``memory``, all that it knew: its clients end, and all begins anew."""
@@ -140,7 +140,7 @@ class Run:
     # ------------------------------------------------------------ the course of a run
 
     def whole(self) -> None:
-        """From the first process to the last judgement; `Broken` at the first promise that is."""
+        """From the first process to the last judgement; `PromiseBroken` at the first promise that is."""
         self.server.start()
         for one in self.workers:
             self._start(one)
@@ -183,38 +183,38 @@ class Run:
         while self.world.now < until and not all(one.done for one in self.workers):
             self._run_until(self.world.now + 0.25)
         if waiting := [one.name for one in self.workers if not one.done]:
-            raise Broken(f"stuck: {', '.join(waiting)} did not end within {DRAIN_S:g} s after all faults ended")
+            raise PromiseBroken(f"stuck: {', '.join(waiting)} did not end within {DRAIN_S:g} s after all faults ended")
 
     # ------------------------------------------------------------ what must hold
 
     def _check(self, node: Coordinator) -> None:
         if node.counters.internal_errors:
-            raise Broken("the server had an internal error")
+            raise PromiseBroken("the server had an internal error")
         for table in node.ledger.state.tables.values():
             dropped = sum(table.rows_dropped.values())
             if table.rows_put != table.rows_live + table.rows_done + dropped:
-                raise Broken(
+                raise PromiseBroken(
                     f"{table.rows_put} rows put are not {table.rows_live} live, {table.rows_done} done, {dropped} dropped"
                 )
             if table.outstanding > (most := rows_ahead_max(table)):
-                raise Broken(f"{table.outstanding} rows are ahead of training, above {most}")
+                raise PromiseBroken(f"{table.outstanding} rows are ahead of training, above {most}")
             left = [one.left for one in table.flow.reservations.values()]
             if table.flow.reserved != sum(left) or table.flow.reserved < 0:
-                raise Broken(f"{table.flow.reserved} rows are reserved, by reservations of {sum(left)}")
+                raise PromiseBroken(f"{table.flow.reserved} rows are reserved, by reservations of {sum(left)}")
             if table.rows.pages.resident + table.flow.reserved > table.limits.rows:
-                raise Broken(
+                raise PromiseBroken(
                     f"{table.rows.pages.resident} rows there and {table.flow.reserved} reserved, above {table.limits.rows}"
                 )
             if table.limits.bytes_max is not None and table.usage.bytes > table.limits.bytes_max:
-                raise Broken(f"{table.usage.bytes} bytes are in a table, above {table.limits.bytes_max}")
+                raise PromiseBroken(f"{table.usage.bytes} bytes are in a table, above {table.limits.bytes_max}")
         extents = sum(one.nbytes for one in own_extents(node.ledger))
         if node.memory.used != extents:
-            raise Broken(f"{node.memory.used} bytes are lent, by extents of {extents}")
+            raise PromiseBroken(f"{node.memory.used} bytes are lent, by extents of {extents}")
 
     def _judge(self) -> None:
         ledger = self.server.ledger
         if ledger is None:
-            raise Broken("no server runs")
+            raise PromiseBroken("no server runs")
         self.rows_put = sum(table.rows_put for table in ledger.state.tables.values())
         for job in self.jobs:
             job.judge(ledger.state)

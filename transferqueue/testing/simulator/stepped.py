@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 from transferqueue.errors import EndOfTable, FlowSignal, Unreachable
 from transferqueue.limits import Limits
 from transferqueue.policies import Task
-from transferqueue.testing.simulator.job import Feed, Job, Steps, inline, persistently
-from transferqueue.testing.simulator.machine import Broken
+from transferqueue.testing.simulator.job import Feed, SimJob, Steps, inline, persistently
+from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ ROWS: Final = 6
 SAVE_EVERY: Final = 3
 
 
-class Stepped(Job):
+class CheckpointJob(SimJob):
     """A table whose task acks with steps. saved: what outlives the trainer, the step of the last save and the rows in it."""
 
     table = "stepped"
@@ -37,11 +37,11 @@ class Stepped(Job):
         self._saved: tuple[int, frozenset[int]] = (-1, frozenset())
 
     def roles(self) -> dict[str, Callable[[Process], Steps]]:
-        """See `Job`."""
+        """See `SimJob`."""
         return {"prompts": self._feed.feed, "trainer": self._train}
 
     def judge(self, state: LedgerState) -> None:
-        """See `Job`."""
+        """See `SimJob`."""
         self._feed.judge(state.tables[self.table], len(self._saved[1]))
 
     def _train(self, process: Process) -> Steps:
@@ -83,7 +83,7 @@ class Stepped(Job):
         lease = yield m.Lease(self.table, "train", rows=4, at_least=1, wait_s=wait_s)
         rows = inline(lease.content, "number")
         if again := model & set(rows):
-            raise Broken(f"rows {sorted(again)} were given out again, and the model has learned from them")
+            raise PromiseBroken(f"rows {sorted(again)} were given out again, and the model has learned from them")
         yield process.world.random.uniform(0.01, 0.3)
         yield m.Ack(self.table, lease.lease, lease.token, step=step)
         return rows
@@ -97,5 +97,5 @@ class Stepped(Job):
         first = next(number for number in range(len(model) + 1) if number not in model)
         cursor = yield m.Cursor(self.table)
         if cursor.ordinal != first:
-            raise Broken(f"the cursor is at ordinal {cursor.ordinal}, and {first} is the first without a fate")
+            raise PromiseBroken(f"the cursor is at ordinal {cursor.ordinal}, and {first} is the first without a fate")
         return True

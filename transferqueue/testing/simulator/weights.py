@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from transferqueue.errors import AlreadyExists
-from transferqueue.testing.simulator.job import BODY, Job, Steps, let_go, look, persistently, view, write
-from transferqueue.testing.simulator.machine import Broken
+from transferqueue.testing.simulator.job import BODY, SimJob, Steps, let_go, look, persistently, view, write
+from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ FIRST_STAMP: Final = 1_000_000
 CHANNEL: Final = "policy"
 
 
-class Weights(Job):
+class WeightChannelJob(SimJob):
     """One process publishes, two pull. told: hears each version that was certainly published."""
 
     table = CHANNEL
@@ -31,14 +31,16 @@ class Weights(Job):
         self._newest = -1
 
     def roles(self) -> dict[str, Callable[[Process], Steps]]:
-        """See `Job`."""
+        """See `SimJob`."""
         return {"publisher": self._publish, "replica 0": self._pull, "replica 1": self._pull}
 
     def judge(self, state: LedgerState) -> None:
-        """See `Job`."""
+        """See `SimJob`."""
         channel = state.channels[CHANNEL]
         if channel.latest != VERSIONS - 1 or len(channel.versions) > self._keep:
-            raise Broken(f"channel at version {channel.latest} keeps {len(channel.versions)}, above {self._keep}")
+            raise PromiseBroken(
+                f"channel at version {channel.latest} keeps {len(channel.versions)}, above {self._keep}"
+            )
 
     def _publish(self, process: Process) -> Steps:
         while self._newest < VERSIONS - 1:
@@ -68,7 +70,7 @@ class Weights(Job):
         newest = self._newest
         weights = yield m.Pull(CHANNEL, above=have, wait_s=2.0)
         if not max(have + 1, newest) <= weights.version <= self._newest + 1:
-            raise Broken(f"version {weights.version} was pulled above {have}, when {newest} was published")
+            raise PromiseBroken(f"version {weights.version} was pulled above {have}, when {newest} was published")
         view(process, weights.blocks)
         try:
             for pause in (process.world.random.uniform(0.01, 1.0), 0.0):
@@ -83,4 +85,4 @@ class Weights(Job):
         for block in weights.blocks:
             stamp = look(process, block, 0, f"version {weights.version}")
             if stamp != FIRST_STAMP + weights.version:
-                raise Broken(f"version {weights.version} holds the bytes of {stamp - FIRST_STAMP}")
+                raise PromiseBroken(f"version {weights.version} holds the bytes of {stamp - FIRST_STAMP}")

@@ -76,7 +76,7 @@ class World:
         return True
 
 
-class Way:
+class SimConnection:
     """One connection of a client with the server. `peer`: how the server names it."""
 
     def __init__(self, world: World, peer: bytes) -> None:

@@ -154,7 +154,7 @@ def learning_rate_share(step: int, *, steps: int, final_share: float) -> float:
     return max(final_share, 1 - (1 - final_share) * (step - rise) / max(1, steps - rise))
 
 
-class Learner:
+class GrpoLearner:
     """Owns the trained weights and their optimizer (AdamW without decay).
 
     The learning rate of each step is ``learning_rate`` times ``learning_rate_share``. ``first_step`` is how many steps an

@@ -45,7 +45,7 @@ def check_weight_max(weight_max: float | None) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class LearningSettings:
     """How the job learns. The defaults are those of ``chain_sum``; ``settings_for`` knows all data sets."""
 
     dataset: str = "chain_sum"
@@ -114,13 +114,13 @@ class Settings:
         )
 
 
-SETTINGS: Final[Mapping[str, Settings]] = MappingProxyType(
+SETTINGS: Final[Mapping[str, LearningSettings]] = MappingProxyType(
     {
-        "chain_sum": Settings(),
+        "chain_sum": LearningSettings(),
         # Its scorer pays for each letter in place and hardly minds letters too many, so a policy that is unsure of the
         # length of its answers learns to run on. After 100 warm-up steps it does, and is never exactly right again;
         # after 130 it is sure enough that accuracy rises with the reward.
-        "spell_backward": Settings(
+        "spell_backward": LearningSettings(
             dataset="spell_backward", warmup_steps=130, warmup_learning_rate=3e-3, steps=240, learning_rate=8e-4
         ),
     }
@@ -128,13 +128,13 @@ SETTINGS: Final[Mapping[str, Settings]] = MappingProxyType(
 """Settings that learn, by data set."""
 
 
-def for_engine(settings: Settings) -> Settings:
+def for_engine(settings: LearningSettings) -> LearningSettings:
     """Return ``settings`` for a real engine on a CPU: heads wide enough for its attention, and smaller steps, since it
     takes a request a row where the job's own sampler takes a batch. Fewer rows want a lower rate."""
     return replace(settings, heads=4, prompts_per_step=32, steps=240, learning_rate=settings.learning_rate / 2)
 
 
-def settings_for(dataset: str = "chain_sum", *, seed: int = 0) -> Settings:
+def settings_for(dataset: str = "chain_sum", *, seed: int = 0) -> LearningSettings:
     """Return the settings of ``dataset`` with ``seed``; raises ``ValueError`` naming the data sets there are."""
     if dataset not in SETTINGS:
         raise ValueError(f"no settings for the data set {dataset!r}; there are {', '.join(SETTINGS)}")

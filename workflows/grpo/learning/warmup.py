@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from transferqueue.workflows.grpo.learning.problems import Split, problem_set
-from transferqueue.workflows.grpo.learning.settings import Settings
+from transferqueue.workflows.grpo.learning.settings import LearningSettings
 from transferqueue.workflows.grpo.model.prompt_packing import pack, token_logprobs
 from transferqueue.workflows.grpo.model.tokenizer import encode_answer, encode_prompt
 from transferqueue.workflows.grpo.model.transformer import Transformer
 
 
-def warm_up(settings: Settings) -> dict[str, Tensor]:
+def warm_up(settings: LearningSettings) -> dict[str, Tensor]:
     """Train a new model on right answers for ``warmup_steps`` and return its weights by name (float32).
 
     A function of the settings alone: a caller may keep the result under their fields. Problems come from a split of

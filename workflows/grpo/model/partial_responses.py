@@ -11,23 +11,23 @@ import numpy.typing as npt
 from transferqueue.workflows.grpo.model.sampling import Response
 
 
-class Begun(NamedTuple):
+class PartialResponses(NamedTuple):
     """What a row has of its response: ids int32, log-probs float32 and versions int32, ``[tokens]`` each."""
 
     ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
 
-    def and_then(self, response: Response, version: int) -> Begun:
+    def and_then(self, response: Response, version: int) -> PartialResponses:
         """These tokens, and those of ``response``, drawn by weights of ``version``."""
-        return Begun(
+        return PartialResponses(
             np.concatenate([self.ids, response.ids]),
             np.concatenate([self.logprobs, response.logprobs]),
             np.concatenate([self.versions, np.full(len(response.ids), version, np.int32)]),
         )
 
 
-NOTHING: Final = Begun(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
+NOTHING: Final = PartialResponses(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 
 
 def places(responses: Sequence[Response], rows_PS: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
@@ -35,7 +35,7 @@ def places(responses: Sequence[Response], rows_PS: npt.NDArray[np.intp]) -> npt.
     return np.array([rows_PS[response.prompt, response.sample] for response in responses], dtype=np.intp)
 
 
-def same_length(begun: Sequence[Begun]) -> list[npt.NDArray[np.intp]]:
+def same_length(begun: Sequence[PartialResponses]) -> list[npt.NDArray[np.intp]]:
     """Positions of begun rows, as arrays ``[rows, 1]``: one for each number of tokens that are begun."""
     lengths = np.array([len(one.ids) for one in begun])
     return [np.flatnonzero(lengths == length)[:, None] for length in np.unique(lengths[lengths > 0])]

@@ -19,7 +19,7 @@ Column = Sequence[npt.NDArray[np.integer]]
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedPrompts:
     """Model input ``[packs, tokens]`` for pairs ``[rows]``, and where their responses are in it.
 
     ``sources_BT`` are indices into the flattened ``[packs * tokens]`` of the tokens whose output predicts each response
@@ -41,7 +41,7 @@ class Packed:
         return causal_SS & ((segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None]))
 
 
-def pack(prompt_ids: Column, response_ids: Column) -> Packed:
+def pack(prompt_ids: Column, response_ids: Column) -> PackedPrompts:
     """Pack pairs of int ``[tokens]`` each. Raises ``ValueError`` for columns of different row counts or an empty value."""
     if len(prompt_ids) != len(response_ids) or not len(prompt_ids):
         raise ValueError(f"{len(prompt_ids)} prompts and {len(response_ids)} responses: as many of each, and not 0")
@@ -72,10 +72,12 @@ def pack(prompt_ids: Column, response_ids: Column) -> Packed:
             targets_BT[row, : inner + 1] = response
             mask_BT[row, : inner + 1] = True
             end += inner
-    return Packed(*map(torch.from_numpy, (tokens_PS, positions_PS, segments_PS, sources_BT, targets_BT, mask_BT)))
+    return PackedPrompts(
+        *map(torch.from_numpy, (tokens_PS, positions_PS, segments_PS, sources_BT, targets_BT, mask_BT))
+    )
 
 
-def token_logprobs(model: Transformer, packed: Packed, *, temperature: float) -> Tensor:
+def token_logprobs(model: Transformer, packed: PackedPrompts, *, temperature: float) -> Tensor:
     """Return the log-probability of each response token at ``temperature``, float32 ``[rows, tokens]``; 0 where masked."""
     features_PSW = model.features(packed.tokens_PS, positions_BT=packed.positions_PS, mask_BTT=packed.sight())
     features_NW = features_PSW.flatten(0, 1)[packed.sources_BT[packed.mask_BT]]

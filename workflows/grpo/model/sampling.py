@@ -40,7 +40,7 @@ class Response:
     finish_reason: FinishReason
 
 
-class Generation:
+class SamplingRequest:
     """A request being generated: ``samples`` responses to each of ``prompts`` (int ``[tokens]`` each).
 
     ``step`` adds a token to every unfinished row. The weights are those of ``model`` at each step, so a caller
@@ -160,8 +160,8 @@ def generate(
     temperature: float,
     generator: torch.Generator,
 ) -> list[Response]:
-    """Run a ``Generation`` to its end; return all responses by prompt, then sample."""
-    generation = Generation(
+    """Run a ``SamplingRequest`` to its end; return all responses by prompt, then sample."""
+    generation = SamplingRequest(
         model, prompts, samples=samples, tokens_max=tokens_max, temperature=temperature, generator=generator
     )
     responses: list[Response] = []

@@ -73,7 +73,7 @@ class Attention(nn.Module):
         return self.project_out(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a SwiGLU layer, each behind an RMSNorm and added to its input."""
 
     def __init__(self, shape: ModelShape) -> None:
@@ -97,7 +97,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         self.turns_TC: Tensor

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 import transferqueue as tq
-from transferqueue.adapters.protocols import Part
+from transferqueue.adapters.protocols import PartialResult
 from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.grpo.job import JobSettings
 from transferqueue.workflows.grpo.learning.advantages import group_advantages
@@ -26,15 +26,15 @@ def advantage(context: Context) -> Iterator[Work]:
     """
     filtering = context.settings(JobSettings).filter_zero_advantage
 
-    def compare(batch: tq.Batch) -> Iterator[Part]:
+    def compare(batch: tq.Batch) -> Iterator[PartialResult]:
         advantages_B = group_advantages(batch["rewards"].numpy(), batch.group_id)
         taught_B = (
             np.isin(batch.group_id, batch.group_id[advantages_B != 0]) if filtering else np.ones(len(batch), bool)
         )
         at, flat = np.flatnonzero(taught_B), np.flatnonzero(~taught_B)
         if at.size:
-            yield Part(at=at, columns={"advantages": advantages_B[at]})
+            yield PartialResult(at=at, columns={"advantages": advantages_B[at]})
         if flat.size:
-            yield Part(at=flat, columns={}, drop=ZERO_ADVANTAGE)
+            yield PartialResult(at=flat, columns={}, drop=ZERO_ADVANTAGE)
 
     yield compare

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Final
 
 import transferqueue as tq
-from transferqueue.adapters.protocols import Generator, Part, Sampling, WeightSource
+from transferqueue.adapters.protocols import Generator, PartialResult, Sampling, WeightSource
 from transferqueue.adapters.stages.generation import Generate
-from transferqueue.adapters.weights import Follower
+from transferqueue.adapters.weights import WeightUpdater
 from transferqueue.errors import PeerError
 from transferqueue.workflows.flow.events import WEIGHTS
 from transferqueue.workflows.flow.stage import STALL_S, Context, Work
@@ -77,14 +77,14 @@ def rollout(context: Context) -> Iterator[Work]:
     )
     with closing(engine), _following(context, engine, policy.version) as check:
 
-        def work(batch: tq.Batch) -> Iterator[Part]:
+        def work(batch: tq.Batch) -> Iterator[PartialResult]:
             check()
             yield from generate(batch)
 
         yield work
 
 
-class _Left(Exception):
+class _StageOver(Exception):
     """A version came when the stage was over."""
 
 
@@ -98,7 +98,7 @@ def _following(context: Context, engine: Generator, version: int) -> Iterator[Ca
     def update(source: WeightSource, new: int) -> None:
         with updating:
             if left.is_set():
-                raise _Left
+                raise _StageOver
             with context.span(WEIGHTS, new):
                 engine.update_weights(source, new)
 
@@ -106,7 +106,7 @@ def _following(context: Context, engine: Generator, version: int) -> Iterator[Ca
         try:
             while not left.is_set():
                 follower.follow(_FOLLOW_S)
-        except (PeerError, _Left):
+        except (PeerError, _StageOver):
             return  # the queue is closed, or the stage is over
         except Exception as failure:  # noqa: BLE001  (raised by the check)
             failures.append(failure)
@@ -117,7 +117,7 @@ def _following(context: Context, engine: Generator, version: int) -> Iterator[Ca
 
     failures: list[Exception] = []
     left, updating = threading.Event(), threading.Lock()
-    follower = Follower(context.queue, POLICY, update, version)
+    follower = WeightUpdater(context.queue, POLICY, update, version)
     threading.Thread(target=follow, name="weights", daemon=True).start()
     try:
         yield check

@@ -13,23 +13,29 @@ import torch
 from torch import Tensor
 
 import transferqueue as tq
-from transferqueue.adapters.protocols import Part
+from transferqueue.adapters.protocols import PartialResult
 from transferqueue.adapters.stages.generation import BEGUN
 from transferqueue.errors import DeadlineExceeded, NotFound, Sealed
 from transferqueue.workflows.flow.audit import audit
-from transferqueue.workflows.flow.events import PUBLISH, SWAP, Span
+from transferqueue.workflows.flow.events import PUBLISH, SWAP, TimeSpan
 from transferqueue.workflows.flow.stage import STALL_S, Context, Work
 from transferqueue.workflows.grpo.job import POLICY, REFERENCE, JobSettings
 from transferqueue.workflows.grpo.learning.evaluate import Evaluation, evaluate
-from transferqueue.workflows.grpo.learning.learner import Learner, Objective, TrainBatch
+from transferqueue.workflows.grpo.learning.learner import GrpoLearner, Objective, TrainBatch
 from transferqueue.workflows.grpo.learning.problems import problem_set
-from transferqueue.workflows.grpo.learning.settings import Settings
+from transferqueue.workflows.grpo.learning.settings import LearningSettings
 from transferqueue.workflows.grpo.learning.warmup import warm_up
 from transferqueue.workflows.grpo.model.llama import from_llama, is_llama, to_llama
 from transferqueue.workflows.grpo.model.over_sampling import ABORTED, Due, hearing, nothing_due, tell_full
-from transferqueue.workflows.grpo.model.partial_responses import NOTHING, Begun, places, same_length, same_prompt
+from transferqueue.workflows.grpo.model.partial_responses import (
+    NOTHING,
+    PartialResponses,
+    places,
+    same_length,
+    same_prompt,
+)
 from transferqueue.workflows.grpo.model.prompt_packing import response_logprobs
-from transferqueue.workflows.grpo.model.sampling import Generation, Response
+from transferqueue.workflows.grpo.model.sampling import Response, SamplingRequest
 from transferqueue.workflows.grpo.model.transformer import Transformer
 
 _PART_ROWS: Final = 32
@@ -43,7 +49,7 @@ _EVALUATION_SEED: Final = 1_000_003
 class Policy:
     """A model whose weights come from a channel."""
 
-    def __init__(self, settings: Settings, channel: tq.WeightChannel) -> None:
+    def __init__(self, settings: LearningSettings, channel: tq.WeightChannel) -> None:
         self.model = Transformer(settings.model_shape())
         self.version = -1
         self._channel = channel
@@ -98,7 +104,7 @@ def published(settings: JobSettings, weights: Mapping[str, Tensor]) -> Mapping[s
     return weights if settings.engine == "builtin" else to_llama(weights, settings.learning.model_shape())
 
 
-def tokens_max(settings: Settings) -> int:
+def tokens_max(settings: LearningSettings) -> int:
     """Length limit of a response: the longest right answer and its end."""
     return problem_set(settings.dataset).answer_chars_max + 1
 
@@ -123,7 +129,7 @@ class Rollout:
         self._generator = torch.Generator().manual_seed((settings.seed << 8) + context.instance + 1)
         self._tokens_max = tokens_max(settings)
 
-    def __call__(self, batch: tq.Batch) -> Iterator[Part]:
+    def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
         """Yield the rows as they are finished, some at a time; those that were begun first, lest they grow too old."""
         self._swap(batch)
         prompts = list(batch["prompt_ids"])
@@ -133,19 +139,19 @@ class Rollout:
             read = [np.concatenate([prompts[row], begun[row].ids]) for row in rows_PS[:, 0]]
             yield from self._generate(read, rows_PS, begun)
 
-    def _begun(self, batch: tq.Batch) -> list[Begun]:
+    def _begun(self, batch: tq.Batch) -> list[PartialResponses]:
         """What each row has so far: nothing where it would be too old to be trained."""
         if not self._job.in_parts:
             return [NOTHING] * len(batch)
         oldest = batch.version - self._job.max_staleness
-        found = [Begun(*columns) for columns in zip(*(batch[name] for name in BEGUN), strict=True)]
+        found = [PartialResponses(*columns) for columns in zip(*(batch[name] for name in BEGUN), strict=True)]
         return [one if one.versions.min(initial=oldest) >= oldest else NOTHING for one in found]
 
     def _swap(self, batch: tq.Batch) -> None:
         """Take the weights of the mode, and tell how long generation stood still for them."""
         start = time.monotonic()
         if self._swapped(batch):
-            self._context.emit(Span(name=SWAP, start=start, end=time.monotonic(), version=self._policy.version))
+            self._context.emit(TimeSpan(name=SWAP, start=start, end=time.monotonic(), version=self._policy.version))
 
     def _swapped(self, batch: tq.Batch) -> bool:
         """Replicas change one after another. One that is not let generates on, while its rows stay within bound."""
@@ -167,15 +173,15 @@ class Rollout:
         return self._due() > self._policy.version
 
     def _generate(
-        self, prompts: Sequence[npt.NDArray[np.int32]], rows_PS: npt.NDArray[np.intp], begun: Sequence[Begun]
-    ) -> Iterator[Part]:
+        self, prompts: Sequence[npt.NDArray[np.int32]], rows_PS: npt.NDArray[np.intp], begun: Sequence[PartialResponses]
+    ) -> Iterator[PartialResult]:
         """Generate from what is read; ``rows_PS`` have as many tokens begun as one another."""
         if self._overdue():
             at = rows_PS.ravel()
             yield self._hand_back(at, [begun[row] for row in at.tolist()])
             return
         left = self._tokens_max - len(begun[rows_PS[0, 0]].ids)
-        generation = Generation(
+        generation = SamplingRequest(
             self._policy.model,
             prompts,
             samples=rows_PS.shape[1],
@@ -198,15 +204,17 @@ class Rollout:
             yield self._hand_back(*self._with(unfinished, rows_PS, begun))
 
     def _with(
-        self, responses: Sequence[Response], rows_PS: npt.NDArray[np.intp], begun: Sequence[Begun]
-    ) -> tuple[npt.NDArray[np.intp], list[Begun]]:
+        self, responses: Sequence[Response], rows_PS: npt.NDArray[np.intp], begun: Sequence[PartialResponses]
+    ) -> tuple[npt.NDArray[np.intp], list[PartialResponses]]:
         """Where the responses belong, and each with what was begun before it."""
         at = places(responses, rows_PS)
         return at, [
             begun[row].and_then(response, self._policy.version) for row, response in zip(at, responses, strict=True)
         ]
 
-    def _part(self, finished: Sequence[Response], rows_PS: npt.NDArray[np.intp], begun: Sequence[Begun]) -> Part:
+    def _part(
+        self, finished: Sequence[Response], rows_PS: npt.NDArray[np.intp], begun: Sequence[PartialResponses]
+    ) -> PartialResult:
         at, whole = self._with(finished, rows_PS, begun)
         columns = {
             "response_ids": [one.ids for one in whole],
@@ -215,7 +223,7 @@ class Rollout:
         }
         if self._job.in_parts:
             columns["token_versions"] = [one.versions for one in whole]
-        return Part(
+        return PartialResult(
             at=at,
             columns=columns,
             facts={
@@ -225,11 +233,13 @@ class Rollout:
             },
         )
 
-    def _hand_back(self, at: npt.NDArray[np.intp], whole: Sequence[Begun]) -> Part:
+    def _hand_back(self, at: npt.NDArray[np.intp], whole: Sequence[PartialResponses]) -> PartialResult:
         """Rows that are not finished, with what they have; told, where a full batch is why."""
         if self._overdue():
             self._context.figures(ABORTED, rows=len(whole), tokens=sum(len(one.ids) for one in whole))
-        return Part(at=at, columns=dict(zip(BEGUN, map(list, zip(*whole, strict=True)), strict=True)), unfinished=True)
+        return PartialResult(
+            at=at, columns=dict(zip(BEGUN, map(list, zip(*whole, strict=True)), strict=True)), unfinished=True
+        )
 
 
 def delayed_version(batch: tq.Batch, settings: JobSettings) -> int:
@@ -279,14 +289,14 @@ class Train:
     So the rows that the ack makes room for are generated with the new weights: that is what makes depth 0 synchronous.
     """
 
-    def __init__(self, settings: JobSettings, context: Context, learner: Learner, *, version: int) -> None:
+    def __init__(self, settings: JobSettings, context: Context, learner: GrpoLearner, *, version: int) -> None:
         self._settings = settings
         self._context = context
         self._learner = learner
         self._channel = context.queue.weights(POLICY)
         self.version = version
 
-    def __call__(self, batch: tq.Batch) -> Iterator[Part]:
+    def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
         """Step, publish, report; and once the batch is acknowledged, seal the table if it was the last."""
         if self._settings.surplus_groups:
             tell_full(self._context.queue, self.version + 1, batch.rows)
@@ -295,7 +305,7 @@ class Train:
         with self._context.span(PUBLISH, self.version):
             self._channel.publish(self.version, published(self._settings, self._learner.weights()))
         self._report(batch, metrics)
-        yield Part(columns={})
+        yield PartialResult(columns={})
         self.seal_if_done()
 
     def seal_if_done(self) -> None:
@@ -354,7 +364,7 @@ class Train:
 class Evaluator:
     """Reports how good the model is on the held-out problems."""
 
-    def __init__(self, settings: Settings, context: Context, model: Transformer) -> None:
+    def __init__(self, settings: LearningSettings, context: Context, model: Transformer) -> None:
         self._settings = settings
         self._context = context
         self._model = model
@@ -404,8 +414,8 @@ def _begin(settings: JobSettings, context: Context, policy: Policy, evaluator: E
     context.queue.weights(POLICY).publish(0, published(settings, weights))
 
 
-def _learner(learning: Settings, model: Transformer, first_step: int) -> Learner:
-    return Learner(
+def _learner(learning: LearningSettings, model: Transformer, first_step: int) -> GrpoLearner:
+    return GrpoLearner(
         model,
         objective=Objective(
             clip_low=learning.clip_low,

@@ -19,7 +19,7 @@ from transferqueue.workflows.grpo.model.tokenizer import decode, encode_prompt
 _WHOLE_LIMIT: Final = 2**63
 
 
-class Prompts:
+class ProblemSource:
     """The source: groups of one prompt each, by ordinal of a stream that its seed determines, as many as training takes:
     a number known before, or, where groups are replaced, until the trainer seals the table.
 
@@ -91,7 +91,7 @@ def problem_of(value: Mapping[str, Any]) -> Problem:
 def prompts(context: Context) -> Iterator[Produce]:
     """Factory of the source."""
     settings = context.settings(JobSettings)
-    yield Prompts(settings, problem_set(settings.learning.dataset), rows_put=audit(context.table).put)
+    yield ProblemSource(settings, problem_set(settings.learning.dataset), rows_put=audit(context.table).put)
 
 
 @contextmanager
