@@ -25,18 +25,18 @@ def i32() -> bytes:
     return np.arange(ROWS, dtype="<i4").tobytes()
 
 
-def put() -> m.Call:
-    placed = m.Placed(extent=7, offset=0, nbytes=1 << 25, rows=ROWS, fields=NAMES, counts=[1 << 18] * 32)
+def put() -> m.CallFrame:
+    placed = m.WrittenBlock(extent=7, offset=0, nbytes=1 << 25, rows=ROWS, fields=NAMES, counts=[1 << 18] * 32)
     facts = m.RowFacts(group_id=i64(), group_size=i32(), policy_version=i64())
-    return m.Call(1, 2, 1, m.Put("rollouts", ROWS, m.Columns(fields=FIELDS, blocks=[placed], facts=facts)))
+    return m.CallFrame(1, 2, 1, m.PutRequest("rollouts", ROWS, m.Columns(fields=FIELDS, blocks=[placed], facts=facts)))
 
 
-def leased(*, alike: bool) -> m.Answer:
+def leased(*, alike: bool) -> m.AnswerFrame:
     values = np.full(ROWS, -1) if alike else np.arange(ROWS)
     slots = np.arange(ROWS, dtype=np.int32) if alike else np.arange(ROWS, dtype=np.int32)[::-1].copy()
     fact, short_fact = short.alike(values), short.alike(values.astype(np.int32))
-    block = m.BlockAt(3, 0, 7, 0, 1 << 25, ROWS, NAMES, [1 << 18] * 32)
-    content = m.Content(
+    block = m.BlockLocation(3, 0, 7, 0, 1 << 25, ROWS, NAMES, [1 << 18] * 32)
+    content = m.ReplyRows(
         rows=i64(),
         policy_version=fact,
         policy_version_max=fact,
@@ -48,10 +48,10 @@ def leased(*, alike: bool) -> m.Answer:
         keys=None,
         tags=None,
         inline=[],
-        parts=[m.Part(NAMES, [block], bytes(4), short.ascending(slots))],
+        parts=[m.ReplyColumns(NAMES, [block], bytes(4), short.ascending(slots))],
         definitions=encode_fields(FIELDS),
     )
-    return m.Answer(1, 2, m.Leased(lease=1, token=2, lease_s=60.0, version=3, content=content))
+    return m.AnswerFrame(1, 2, m.Leased(lease=1, token=2, lease_s=60.0, version=3, content=content))
 
 
 def test_put_to_bytes_and_back(benchmark: Any) -> None:

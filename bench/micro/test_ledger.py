@@ -36,13 +36,13 @@ class Bench:
         self.ledger.take_effects()
         return reply
 
-    def put_request(self, rows: int, facts: m.RowFacts | None = None) -> m.Put:
+    def put_request(self, rows: int, facts: m.RowFacts | None = None) -> m.PutRequest:
         """A put of `rows` rows that lie in an extent granted for it."""
         _, nbytes = layout([FIELD], rows, [rows * 16])
         number = next(self.offsets)
         granted = self.ledger.grant(SESSION, 0, number * MIB * 16, nbytes, number * 1e-6)
-        placed = m.Placed(granted.extent, granted.offset, nbytes, rows, [FIELD.name], [rows * 16])
-        return m.Put("rollouts", rows, m.Columns(fields=[FIELD], blocks=[placed], facts=facts or m.RowFacts()))
+        placed = m.WrittenBlock(granted.extent, granted.offset, nbytes, rows, [FIELD.name], [rows * 16])
+        return m.PutRequest("rollouts", rows, m.Columns(fields=[FIELD], blocks=[placed], facts=facts or m.RowFacts()))
 
     def put(self, rows: int, facts: m.RowFacts | None = None) -> None:
         request = self.put_request(rows, facts)
@@ -55,7 +55,7 @@ class Bench:
         return self
 
     def lease(self, rows: int, task: str = "task_0") -> m.Leased:
-        leased = self.ask(m.Lease("rollouts", task, rows=rows))
+        leased = self.ask(m.LeaseRequest("rollouts", task, rows=rows))
         assert len(leased.content.rows) == 8 * rows
         return leased
 
@@ -63,7 +63,7 @@ class Bench:
         self.ask(m.Ack("rollouts", leased.lease, leased.token))
 
     def release(self, leased: m.Leased) -> None:
-        self.ask(m.Release("rollouts", leased.lease, leased.token))
+        self.ask(m.ReleaseRequest("rollouts", leased.lease, leased.token))
 
 
 @pytest.mark.parametrize("resident", [1000, 100_000])
@@ -106,7 +106,7 @@ def test_lease_and_ack_of_whole_groups(benchmark: Any) -> None:
         bench.put(BATCH, m.RowFacts(group_id=group, group_size=np.full(BATCH, 8, "<i4").tobytes()))
 
     def once() -> None:
-        leased = bench.ask(m.Lease("rollouts", "task_0", groups=64))
+        leased = bench.ask(m.LeaseRequest("rollouts", "task_0", groups=64))
         assert len(leased.content.rows) == 8 * BATCH
         bench.ack(leased)
 

@@ -14,7 +14,7 @@ from transferqueue.transport.control.unix_socket import UnixServer
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_call, encode_answer
 
-Script = Callable[[m.Call], m.Reply | None]
+Script = Callable[[m.CallFrame], m.Reply | None]
 WELCOME = m.Welcome(session=5, epoch=1, server="scripted", runtime="", arenas={}, arena_bytes=0)
 
 
@@ -27,7 +27,7 @@ class ScriptedServer(AbstractContextManager["ScriptedServer"]):
     def __init__(self, directory: Path, script: Script = lambda _: None, *, always: bytes | None = None) -> None:
         """always: the frame that answers whatever comes; None: see above."""
         self.address = f"ipc://{directory}/scripted.sock"
-        self.calls: queue.Queue[m.Call] = queue.Queue()
+        self.calls: queue.Queue[m.CallFrame] = queue.Queue()
         self._script = script
         self._always = always
         self._lock = FileLock(directory / "scripted.sock.lock", inherited=False)
@@ -42,14 +42,14 @@ class ScriptedServer(AbstractContextManager["ScriptedServer"]):
 
     def answer(self, call: int, reply: m.Reply) -> None:
         """Send an answer now, asked for or not."""
-        self.say(encode_answer(m.Answer(1, call, reply)))
+        self.say(encode_answer(m.AnswerFrame(1, call, reply)))
 
     def say(self, frame: bytes) -> None:
         """Send a frame as it is."""
         self._unsaid.put(frame)
         self._bell.set()
 
-    def next(self, kind: type[m.Message]) -> m.Call:
+    def next(self, kind: type[m.Message]) -> m.CallFrame:
         """The next call of this kind; others before it are skipped."""
         while True:
             call = self.calls.get(timeout=20)
@@ -80,8 +80,8 @@ class ScriptedServer(AbstractContextManager["ScriptedServer"]):
             while not self._unsaid.empty():
                 self._port.send(self._peer, self._unsaid.get())
 
-    def _take(self, call: m.Call) -> None:
+    def _take(self, call: m.CallFrame) -> None:
         self.calls.put(call)
-        reply = {m.Hello: WELCOME, m.Goodbye: m.Done()}.get(type(call.request)) or self._script(call)
+        reply = {m.Hello: WELCOME, m.Goodbye: m.DoneReply()}.get(type(call.request)) or self._script(call)
         if reply is not None:
-            self._port.send(self._peer, encode_answer(m.Answer(1, call.id, reply)))
+            self._port.send(self._peer, encode_answer(m.AnswerFrame(1, call.id, reply)))

@@ -17,8 +17,8 @@ def asked(wait_s: float = 0.0) -> PendingCall:
     return PendingCall(m.OpenTable("t", wait_s), lambda: None)
 
 
-def answer(call: int) -> m.Answer:
-    return m.Answer(epoch=1, id=call, reply=m.Done())
+def answer(call: int) -> m.AnswerFrame:
+    return m.AnswerFrame(epoch=1, id=call, reply=m.DoneReply())
 
 
 def test_ids_ascend_and_frames_are_calls() -> None:
@@ -26,9 +26,9 @@ def test_ids_ascend_and_frames_are_calls() -> None:
     calls.session = 7
     frames = [decode_call(calls.send(asked(), 0.0)) for _ in range(3)]
     assert frames == [
-        m.Call(7, 1, 0, m.OpenTable("t")),
-        m.Call(7, 2, 0, m.OpenTable("t")),
-        m.Call(7, 3, 0, m.OpenTable("t")),
+        m.CallFrame(7, 1, 0, m.OpenTable("t")),
+        m.CallFrame(7, 2, 0, m.OpenTable("t")),
+        m.CallFrame(7, 3, 0, m.OpenTable("t")),
     ]
 
 
@@ -107,7 +107,7 @@ def test_an_answered_call_is_not_late() -> None:
 
 def test_what_a_message_cannot_hold_is_refused_before_it_has_an_id() -> None:
     with pytest.raises(UsageError, match="64 bits"):
-        PendingCall(m.Read("t", where=[Compare("x", "<", 1 << 70)]))
+        PendingCall(m.ReadRequest("t", where=[Compare("x", "<", 1 << 70)]))
     with pytest.raises(Impossible, match="fewer rows"):
         PendingCall(m.Delete("t", bytes(MESSAGE_BYTES_MAX)))
 
@@ -115,8 +115,8 @@ def test_what_a_message_cannot_hold_is_refused_before_it_has_an_id() -> None:
 def test_settling_tells_once() -> None:
     told: list[int] = []
     pending = PendingCall(m.ListTables(), lambda: told.append(1))
-    pending.settle(m.Done())
-    pending.settle(m.Done())
+    pending.settle(m.DoneReply())
+    pending.settle(m.DoneReply())
     assert told == [1]
 
 
@@ -127,7 +127,7 @@ def test_payloads_are_encoded_once_and_envelopes_each_time() -> None:
     calls.send(second, 0.0)
     calls.answered(answer(1))
     (again,), _ = calls.late(RESEND_S)
-    assert decode_call(again) == m.Call(0, 2, 1, m.OpenTable("t"))
+    assert decode_call(again) == m.CallFrame(0, 2, 1, m.OpenTable("t"))
     assert msgspec.msgpack.decode(second.payload)[0] == "OpenTable"
 
 
@@ -156,15 +156,15 @@ def test_a_greeting_proves_nothing_about_notices_before_it() -> None:
     calls = PendingCalls()
     calls.notice(unpin())
     calls.send(PendingCall(m.Hello(bytes(16)), lambda: None), 0.0)
-    calls.answered(m.Answer(1, 2, m.Welcome(1, 1, "", "", {}, 0)))
+    calls.answered(m.AnswerFrame(1, 2, m.Welcome(1, 1, "", "", {}, 0)))
     assert [decode_call(frame).request for frame in calls.everything(0.0)] == [unpin()]
 
 
 HELLO = m.Hello(bytes(16))
 
 
-def welcome(call: int) -> m.Answer:
-    return m.Answer(1, call, m.Welcome(1, 1, "", "", {}, 0))
+def welcome(call: int) -> m.AnswerFrame:
+    return m.AnswerFrame(1, call, m.Welcome(1, 1, "", "", {}, 0))
 
 
 def test_nothing_but_the_greeting_is_sent_on_a_new_way_until_it_is_answered() -> None:
@@ -222,7 +222,7 @@ def test_a_wait_that_nobody_waits_for_is_asked_for_again_without_one() -> None:
     calls.send(at_once, 100.0)
     frame = calls.hurried(waiting, 101.0)
     assert frame is not None
-    assert decode_call(frame) == m.Call(0, 1, 0, m.OpenTable("t", 0.0))
+    assert decode_call(frame) == m.CallFrame(0, 1, 0, m.OpenTable("t", 0.0))
     assert decode_call(calls.everything(102.0)[0]).request.wait_s == pytest.approx(0.1)  # type: ignore[union-attr]
     assert calls.hurried(at_once, 101.0) is None
     calls.answered(answer(1))
@@ -232,11 +232,11 @@ def test_a_wait_that_nobody_waits_for_is_asked_for_again_without_one() -> None:
 def test_an_answer_of_an_earlier_life_is_late_but_for_the_greeting_of_a_clock_set_back() -> None:
     calls = PendingCalls()
     calls.send(asked(), 0.0)
-    calls.answered(m.Answer(epoch=9, id=1, reply=m.Done()))
+    calls.answered(m.AnswerFrame(epoch=9, id=1, reply=m.DoneReply()))
     calls.send(asked(), 0.0)
-    assert calls.is_late(m.Answer(epoch=8, id=2, reply=m.Done()))
+    assert calls.is_late(m.AnswerFrame(epoch=8, id=2, reply=m.DoneReply()))
     calls.greet(m.Hello(b"c" * 16, pid=1, host="h"), 0.0)
-    assert calls.is_late(m.Answer(epoch=8, id=2, reply=m.Done()))
-    assert not calls.is_late(m.Answer(epoch=8, id=3, reply=m.Done()))
-    calls.answered(m.Answer(epoch=8, id=3, reply=m.Done()))
-    assert calls.is_late(m.Answer(epoch=7, id=3, reply=m.Done())), "the greeting was answered"
+    assert calls.is_late(m.AnswerFrame(epoch=8, id=2, reply=m.DoneReply()))
+    assert not calls.is_late(m.AnswerFrame(epoch=8, id=3, reply=m.DoneReply()))
+    calls.answered(m.AnswerFrame(epoch=8, id=3, reply=m.DoneReply()))
+    assert calls.is_late(m.AnswerFrame(epoch=7, id=3, reply=m.DoneReply())), "the greeting was answered"

@@ -25,14 +25,14 @@ from transferqueue.transport import dial
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import encode_fields
 
-BLOCK = m.BlockAt(block=11, shard=0, extent=1, offset=0, nbytes=64, rows=1, fields=["x"], counts=[0])
+BLOCK = m.BlockLocation(block=11, shard=0, extent=1, offset=0, nbytes=64, rows=1, fields=["x"], counts=[0])
 NUMBERS = struct.pack("<q", 3)
-CONTENT = m.Content(
+CONTENT = m.ReplyRows(
     NUMBERS, NUMBERS, NUMBERS, NUMBERS, bytes(4), NUMBERS, NUMBERS, bytes(8), None, None, [],
-    [m.Part(["x"], [BLOCK], bytes(4), bytes(4))], encode_fields([]),
+    [m.ReplyColumns(["x"], [BLOCK], bytes(4), bytes(4))], encode_fields([]),
 )  # fmt: skip
 LEASED = m.Leased(lease=4, token=9, lease_s=60.0, version=0, content=CONTENT)
-LEASE = m.Lease("t", "train", rows=1, wait_s=60.0)
+LEASE = m.LeaseRequest("t", "train", rows=1, wait_s=60.0)
 AT_ONCE_S = 5.0
 """What a busy machine may add to no wait at all."""
 
@@ -110,8 +110,8 @@ def test_answers_may_come_in_any_order(server: ScriptedServer, connection: Conne
     two = server.next(m.ListTables)
     server.answer(two.id, m.Tables(["a"]))
     assert second.outcome() == m.Tables(["a"])
-    server.answer(one.id, m.Done(rows=1))
-    assert first.outcome() == m.Done(rows=1)
+    server.answer(one.id, m.DoneReply(rows=1))
+    assert first.outcome() == m.DoneReply(rows=1)
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_an_interrupted_lease_is_given_back_when_its_reply_comes(
     leased = threading.Event()
 
     def interrupt() -> None:
-        call = server.next(m.Lease)
+        call = server.next(m.LeaseRequest)
         signal.pthread_kill(main, signal.SIGINT)
         leased.wait(20)
         server.answer(call.id, LEASED)
@@ -142,11 +142,11 @@ def test_an_interrupted_lease_is_given_back_when_its_reply_comes(
         connection.call(LEASE)
     leased.set()
     other.join()
-    released = server.next(m.Release)
+    released = server.next(m.ReleaseRequest)
     assert (released.request.lease, released.request.token, released.request.failed) == (4, 9, False)
     unpinned = server.next(m.Unpin).request
     assert (unpinned.blocks, unpinned.counts) == (struct.pack("<q", 11), struct.pack("<q", 1))
-    server.answer(released.id, m.Done())
+    server.answer(released.id, m.DoneReply())
     caller = Caller(lambda: connection.call(m.ListTables()))  # the connection works on
     server.answer(server.next(m.ListTables).id, m.Tables([]))
     assert caller.outcome() == m.Tables([])
@@ -157,15 +157,15 @@ def test_an_interrupted_lease_is_given_back_when_its_reply_comes(
     [
         (m.Reserve("t", 8, wait_s=9), m.Reserved(reservation=3, rows=8, version=0, refills=[]), m.Unreserve("t", 3)),
         (m.Grant(64, wait_s=9), m.Granted(extent=6, shard=0, offset=0, nbytes=4096), m.ReturnGrant(6)),
-        (m.Read("t"), m.ReadRows(CONTENT), m.Unpin(struct.pack("<q", 11), struct.pack("<q", 1))),
-        (m.Pull("c", wait_s=9), m.Weights(1, [], [BLOCK]), m.Unpin(struct.pack("<q", 11), struct.pack("<q", 1))),
+        (m.ReadRequest("t"), m.ReadRows(CONTENT), m.Unpin(struct.pack("<q", 11), struct.pack("<q", 1))),
+        (m.Pull("c", wait_s=9), m.WeightsReply(1, [], [BLOCK]), m.Unpin(struct.pack("<q", 11), struct.pack("<q", 1))),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_what_a_cancelled_wait_would_have_got_is_given_back(
     server: ScriptedServer, connection: Connection, request_: Any, reply: Any, undone: Any
 ) -> None:
-    async def cancel() -> m.Call:
+    async def cancel() -> m.CallFrame:
         waiting = asyncio.create_task(connection.acall(request_))
         call = await asyncio.to_thread(server.next, type(request_))
         waiting.cancel()
@@ -207,7 +207,7 @@ def test_a_lost_call_is_sent_again_with_its_id_and_its_answer_counts_once(
 def test_closing_ends_all_waits_at_once(server: ScriptedServer, connection: Connection) -> None:
     callers = [Caller(lambda: connection.call(LEASE)) for _ in range(4)]
     for _ in callers:
-        server.next(m.Lease)
+        server.next(m.LeaseRequest)
     started = time.monotonic()
     connection.close()
     assert time.monotonic() - started < AT_ONCE_S
@@ -225,7 +225,7 @@ def test_closing_ends_all_waits_at_once(server: ScriptedServer, connection: Conn
 def test_closing_does_not_wait_for_a_server_that_is_stuck(tmp_path: Path) -> None:
     stuck, go_on = threading.Event(), threading.Event()
 
-    def script(call: m.Call) -> None:
+    def script(call: m.CallFrame) -> None:
         if isinstance(call.request, m.ListTables):
             stuck.set()
             go_on.wait(20)
@@ -243,7 +243,7 @@ def test_closing_does_not_wait_for_a_server_that_is_stuck(tmp_path: Path) -> Non
 
 def test_a_server_that_stops_ends_all_waits(server: ScriptedServer, connection: Connection) -> None:
     caller = Caller(lambda: connection.call(LEASE))
-    server.next(m.Lease)
+    server.next(m.LeaseRequest)
     server.answer(0, m.Failed("Disconnected", "the server was stopped"))
     assert isinstance(caller.outcome(), Disconnected)
     with pytest.raises(Disconnected, match="was stopped"):
@@ -255,7 +255,7 @@ def test_a_server_that_is_gone_is_noticed_by_the_kernel(tmp_path: Path) -> None:
     with ScriptedServer(tmp_path) as server:
         connection = connected(server.address)
         caller = Caller(lambda: connection.call(LEASE))
-        server.next(m.Lease)
+        server.next(m.LeaseRequest)
     started = time.monotonic()
     assert isinstance(caller.outcome(), Disconnected)
     assert "is gone" in str(caller.outcome())
@@ -265,7 +265,7 @@ def test_a_server_that_is_gone_is_noticed_by_the_kernel(tmp_path: Path) -> None:
 
 def test_garbage_from_the_server_ends_the_session(server: ScriptedServer, connection: Connection) -> None:
     caller = Caller(lambda: connection.call(LEASE))
-    server.next(m.Lease)
+    server.next(m.LeaseRequest)
     server.say(b"\xc1 not a message")
     assert isinstance(caller.outcome(), ProtocolError)
     assert "not a message" in str(caller.outcome())
@@ -282,8 +282,8 @@ def test_what_is_handed_back_may_be_gone_already_but_other_refusals_are_told(
 ) -> None:
     with caplog.at_level(logging.ERROR):
         for error in ("LeaseExpired", "NotFound", "InternalError"):
-            connection.post(m.Release("t", 1, 1))
-            server.answer(server.next(m.Release).id, m.Failed(error, f"refused with {error}"))
+            connection.post(m.ReleaseRequest("t", 1, 1))
+            server.answer(server.next(m.ReleaseRequest).id, m.Failed(error, f"refused with {error}"))
         caller = Caller(lambda: connection.call(m.ListTables()))
         server.answer(server.next(m.ListTables).id, m.Tables([]))
         caller.outcome()
@@ -321,13 +321,13 @@ def test_a_forked_child_is_told_and_the_parent_is_not_disturbed(server: Scripted
     os.waitpid(child, 0)
     caller = Caller(lambda: connection.call(m.OpenTable("t")))
     call = server.next(m.OpenTable)
-    server.answer(call.id, m.Done())
-    assert caller.outcome() == m.Done()
+    server.answer(call.id, m.DoneReply())
+    assert caller.outcome() == m.DoneReply()
 
 
 def test_a_request_that_cannot_be_sent_harms_nothing(server: ScriptedServer, connection: Connection) -> None:
     with pytest.raises(UsageError, match="64 bits"):
-        connection.call(m.Advance("t", 1 << 80))
+        connection.call(m.AdvanceClock("t", 1 << 80))
     caller = Caller(lambda: connection.call(m.ListTables()))
     server.answer(server.next(m.ListTables).id, m.Tables([]))
     assert caller.outcome() == m.Tables([])

@@ -25,7 +25,7 @@ def block_of(number, shard, rows):
     draft = BlockWriter([prepare("x", np.arange(rows * 2).reshape(rows, 2) + 1000 * number, None, rows)])
     memory = np.zeros(draft.nbytes, np.uint8)
     draft.write(memory.data)
-    at = m.BlockAt(number, shard, number, 0, draft.nbytes, rows, ["x"], list(draft.counts))
+    at = m.BlockLocation(number, shard, number, 0, draft.nbytes, rows, ["x"], list(draft.counts))
     return at, memory, draft.fields[0]
 
 
@@ -38,7 +38,7 @@ def test_what_is_split_by_place_and_joined_is_what_it_was(data):
     rows = data.draw(st.integers(1, 12))
     block_of_row = np.array(data.draw(st.lists(st.integers(0, len(made) - 1), min_size=rows, max_size=rows)), "<i4")
     slot_of_row = np.array(data.draw(st.lists(st.integers(0, 4), min_size=rows, max_size=rows)), "<i4")
-    whole = m.Part(["x"], [at for at, _, _ in made], block_of_row.tobytes(), slot_of_row.tobytes())
+    whole = m.ReplyColumns(["x"], [at for at, _, _ in made], block_of_row.tobytes(), slot_of_row.tobytes())
     pieces = []
     for place, which, some in _split(whole, rows, lambda shard: shard):
         assert {at.shard for at in some.blocks} == {place}

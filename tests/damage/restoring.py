@@ -58,13 +58,13 @@ class Restorer:
         try:
             self.asked += 1
             work = self.snapshots.answer(1, self.asked, m.Restore(path), NOW)
-            assert isinstance(work, m.Working)
+            assert isinstance(work, m.JobProgress)
             while not work.ended:
                 assert self._stirred.wait(ENDED_S), f"the restore of {path} does not end"
                 self._stirred.clear()
                 self.snapshots.turn(NOW)
-                answer = self.snapshots.answer(1, 0, m.Follow(work.work, wait_s=0.0), NOW)
-                assert isinstance(answer, m.Working)
+                answer = self.snapshots.answer(1, 0, m.WatchJob(work.work, wait_s=0.0), NOW)
+                assert isinstance(answer, m.JobProgress)
                 work = answer
         except TransferQueueError as error:
             return error
@@ -125,7 +125,7 @@ class Restorer:
             found += [[name, Column(known[name], placement).list()] for name in cut.blocks[number].fields]
         return sorted(found, key=lambda one: str(one[0]))
 
-    def _view(self, at: m.BlockAt) -> np.ndarray[Any, Any]:
+    def _view(self, at: m.BlockLocation) -> np.ndarray[Any, Any]:
         return self.bytes[at.offset : at.offset + at.nbytes]
 
     def digest(self) -> str:
@@ -136,10 +136,14 @@ class Restorer:
         """Work with it: lease and ack in every task, seal, drop. Raises what no request may raise; the books balance throughout."""
         call = 10
         for name, table in list(self.ledger.state.tables.items()):
-            requests: list[m.Request] = [m.Observe("stats"), m.Observe("doctor"), m.Cursor(name), m.Read(name)]
+            requests: list[m.Request] = [m.Observe("stats"), m.Observe("doctor"), m.Cursor(name), m.ReadRequest(name)]
             for task, state in table.tasks.items():
                 by = {"groups": 2} if state.task.groups else {"rows": 8}
-                requests += [m.Rollback(name, state.checkpoint), m.Lease(name, task, **by), m.Lease(name, task, **by)]
+                requests += [
+                    m.Rollback(name, state.checkpoint),
+                    m.LeaseRequest(name, task, **by),
+                    m.LeaseRequest(name, task, **by),
+                ]
             requests += [m.Seal(name), m.DropTable(name)]
             for request in requests:
                 call += 1

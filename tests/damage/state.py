@@ -288,14 +288,14 @@ def _told(life: Life) -> list[object]:
     client = life.client()
     rows = np.arange(6).tobytes()
     read = [
-        client.ask(m.Read("t", rows, ["x"])),
-        client.ask(m.Read("big", rows, ["x"])),
-        client.ask(m.Read("big", rows[:16], ["r"])),
+        client.ask(m.ReadRequest("t", rows, ["x"])),
+        client.ask(m.ReadRequest("big", rows, ["x"])),
+        client.ask(m.ReadRequest("big", rows[:16], ["r"])),
     ]
     audit = msgspec.msgpack.decode(client.ask(m.Observe("audit")).value)
     return [
         audit["tables"],
-        *(re.sub(rb"(?s)\xc4\x10.{16}", b"a ticket", codec.encode_answer(m.Answer(0, 0, one))) for one in read),
+        *(re.sub(rb"(?s)\xc4\x10.{16}", b"a ticket", codec.encode_answer(m.AnswerFrame(0, 0, one))) for one in read),
     ]
 
 
@@ -316,10 +316,10 @@ def _story(life: Life) -> Iterator[str]:
     for fill in range(4):
         facts = m.RowFacts(group_id=np.full(2, fill // 2).tobytes(), group_size=np.full(2, 4, np.int32).tobytes())
         assert isinstance(write(life, client, 2, fill, "big", facts), m.PutRows)
-    leased = ask(m.Lease("t", "train", rows=2))
+    leased = ask(m.LeaseRequest("t", "train", rows=2))
     yield "image"
     ask(m.Ack("t", leased.lease, leased.token))
-    ask(m.Lease("t", "train", rows=2))
+    ask(m.LeaseRequest("t", "train", rows=2))
     yield "turn"
     granted = ask(m.Grant(4096))
     weight = Field("w", "float32", (4,))
@@ -328,11 +328,11 @@ def _story(life: Life) -> Iterator[str]:
             "policy",
             3,
             [weight],
-            [m.Placed(granted.extent, granted.offset, 64, 1, ["w"], [0], checksum=checksum(bytes(64)))],
+            [m.WrittenBlock(granted.extent, granted.offset, 64, 1, ["w"], [0], checksum=checksum(bytes(64)))],
         )
     )
     rewards = m.Columns(fields=[Field("r", "float64")], inline=[m.Inline("r", np.array([1237.57, 0.5]).tobytes())])
-    held = ask(m.Lease("big", "reward", rows=2))
+    held = ask(m.LeaseRequest("big", "reward", rows=2))
     ask(m.Ack("big", held.lease, held.token, columns=rewards))
     yield "turn"
     ask(m.Drop("t", np.array([5]).tobytes(), "unwanted"))

@@ -79,7 +79,7 @@ class Attacker:
         self._keys, self._port = keys, port
         connection = queue._client.connection
         self._session = connection._calls.session
-        reply = connection.call(m.Read("t", fields=["x"]))
+        reply = connection.call(m.ReadRequest("t", fields=["x"]))
         assert isinstance(reply, m.ReadRows)
         (part,) = reply.content.parts
         self._blocks = [at for at in part.blocks if at.ticket]
@@ -159,7 +159,7 @@ class Attacker:
             if told.error == "InternalError":
                 raise Broken(told.text)
         else:
-            self._report.answers[type(told).__name__] += 1
+            self._report.answers[m.tag_of(told)] += 1
 
     def _message(self) -> b.Message:
         rng = self._rng

@@ -41,11 +41,11 @@ def decode(frame: bytes) -> str:
             found = decoder(frame)
         except ProtocolError:
             continue
-        part = found.request if isinstance(found, m.Call) else found.reply
-        name = type(part).__name__
+        part = found.request if isinstance(found, m.CallFrame) else found.reply
+        name = m.tag_of(part)
     for decoder in BULK:
         with suppress(ProtocolError):
-            name = type(decoder(frame)).__name__
+            name = m.tag_of(decoder(frame))
     session, call = codec.call_of(frame)
     if not (isinstance(session, int) and isinstance(call, int)):
         raise TypeError(f"call_of gave {session!r}, {call!r}")

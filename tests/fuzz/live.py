@@ -134,7 +134,7 @@ class Stream:
         """Send what is certainly answered, and read until that answer."""
         mark = random.getrandbits(40)
         for _ in range(TRIES):
-            self._channel.send(codec.encode_call(m.Call(1, mark, 0, m.ListTables())))
+            self._channel.send(codec.encode_call(m.CallFrame(1, mark, 0, m.ListTables())))
             asked_at = time.monotonic()
             while time.monotonic() < asked_at + ASK_S:
                 self._channel.wait(self._bell, ASK_S)

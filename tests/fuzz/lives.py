@@ -189,7 +189,7 @@ class Talker:
             arena = Path(f"{self._path}.arena")
             arena.touch(0o600)
             os.truncate(arena, OFFERED_BYTES)
-            offer = m.Offer(str(arena), OFFERED_BYTES, "tcp://127.0.0.1:9", "", bytes(32))
+            offer = m.ShardOffer(str(arena), OFFERED_BYTES, "tcp://127.0.0.1:9", "", bytes(32))
         self._hello = m.Hello(
             self._rng.randbytes(16), pid=os.getpid(), host=this_host(), lock=self.world.lock, shard=offer
         )
@@ -210,13 +210,13 @@ class Talker:
     def ask(self, request: m.Request, session: int | None = None) -> m.Reply:
         """One honest call."""
         self._call += 1
-        frame = codec.encode_call(m.Call(self.session if session is None else session, self._call, 0, request))
+        frame = codec.encode_call(m.CallFrame(self.session if session is None else session, self._call, 0, request))
         self._socket.sendall(len(frame).to_bytes(4, "little") + frame)
         for found in self._frames():
             answer = codec.decode_answer(found)
             if answer.id == self._call:
                 return answer.reply
-        raise Broken(f"{type(request).__name__} was not answered: the server hung up")
+        raise Broken(f"{m.tag_of(request)} was not answered: the server hung up")
 
     def send(self, count: int) -> None:
         """So many frames at once, and the mark."""
@@ -263,9 +263,9 @@ class Talker:
             self.renew()
             self.connect()
 
-    def _heard(self, answer: m.Answer) -> bool:
+    def _heard(self, answer: m.AnswerFrame) -> bool:
         reply = answer.reply
-        name = reply.error if isinstance(reply, m.Failed) else type(reply).__name__
+        name = reply.error if isinstance(reply, m.Failed) else m.tag_of(reply)
         if answer.id == self._mark:
             return True
         asked, table = self._asked.pop(answer.id, ("none", ""))

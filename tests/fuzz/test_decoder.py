@@ -17,7 +17,7 @@ def test_there_is_a_valid_seed_of_every_message():
     found = [tree[-1][0] for tree in seeds(random.Random(1), each=1)]
     found += [tree[0] for tree in bulk_seeds(random.Random(1), each=1)]
     heads = typing.get_args(bulk.ToShard) + typing.get_args(bulk.ToClient)
-    assert found == [kind.__name__ for kind in typing.get_args(m.Request) + typing.get_args(m.Reply) + heads]
+    assert found == [m.tag_of(kind) for kind in typing.get_args(m.Request) + typing.get_args(m.Reply) + heads]
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ class Deaf:
 
     def __init__(self, way):
         self.way = way
-        way.send(codec.encode_call(m.Call(0, 1, 0, m.Hello(os.urandom(16), label="deaf"))))
+        way.send(codec.encode_call(m.CallFrame(0, 1, 0, m.Hello(os.urandom(16), label="deaf"))))
         self.session = codec.decode_answer(way.first()).reply.session
         self.asked = 1
 
@@ -73,7 +73,7 @@ class Deaf:
         question = m.Find("t", [""] * (ANSWER_BYTES // 8))
         for _ in range(count):
             self.asked += 1
-            self.way.send(codec.encode_call(m.Call(self.session, self.asked, 0, question)))
+            self.way.send(codec.encode_call(m.CallFrame(self.session, self.asked, 0, question)))
 
 
 def labels(queue):

@@ -101,12 +101,12 @@ class World:
                 self.reservations.append(reply.reservation)
             case m.ReadRows():
                 self.blocks.extend(block.block for part in reply.content.parts for block in part.blocks[:2])
-            case m.Working():
+            case m.JobProgress():
                 self.works.append(reply.work)
-            case m.Weights():
+            case m.WeightsReply():
                 self.version = max(self.version, reply.version)
                 self.blocks.extend(block.block for block in reply.blocks[:2])
-            case m.BasisAt():
+            case m.LatestVersion():
                 self.blocks.extend(block.block for block in reply.blocks[:2])
             case _:
                 pass
@@ -119,7 +119,7 @@ class Typed:
         self._rng, self._world = rng, world
         self._kinds = {kind: inspect.type_info(kind) for kind in typing.get_args(m.Request)}
         self._names = list(self._kinds)
-        self._weights = [RARE.get(kind.__name__, OFTEN.get(kind.__name__, 1.0)) for kind in self._names]
+        self._weights = [RARE.get(m.tag_of(kind), OFTEN.get(m.tag_of(kind), 1.0)) for kind in self._names]
         self._count = 1
         self._words = self._numbers()
         self._clients = [rng.randbytes(16) for _ in range(12)]
@@ -130,9 +130,9 @@ class Typed:
         kind = kind or rng.choices(self._names, self._weights)[0]
         info = self._kinds[kind]
         self._count = rng.choice([1, 1, 2, 3, 8])
-        plausible = tree = self._sample(info, kind.__name__)
+        plausible = tree = self._sample(info, m.tag_of(kind))
         for _ in range(rng.choice([0, 0, 1, 1, 1, 2, 4])):
-            tree = self._spoil(info, tree, kind.__name__)
+            tree = self._spoil(info, tree, m.tag_of(kind))
         return tree if len(msgspec.msgpack.encode(tree)) <= LARGEST_BYTES else plausible
 
     def call(self, session: int, call: int, seen: int, tree: Any) -> bytes:
@@ -206,9 +206,9 @@ class Typed:
             values["table"], values["lease"], values["token"] = rng.choice(world.leases)
             if rng.random() < 0.5 and "rows" in values:
                 values["rows"] = None
-        if kind in (m.Put, m.Reserve):
+        if kind in (m.PutRequest, m.Reserve):
             values["rows"] = self._count
-        if kind is m.Lease:
+        if kind is m.LeaseRequest:
             amount = rng.choice(["rows", "rows", "tokens", "groups"])
             values |= {"rows": 0, "tokens": 0, "groups": 0, "rank": 0, "replica": 0} | {
                 amount: rng.choice([1, 1, 2, 4])

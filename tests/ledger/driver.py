@@ -183,16 +183,16 @@ class Driver:
 
     def block(
         self, fields: Sequence[Field], rows: int, *, counts: Sequence[int] | None = None, slots: Any = None
-    ) -> m.Placed:
+    ) -> m.WrittenBlock:
         """A block in an extent of its own, of exactly its size."""
         counts = list(counts or [0 if field.dense else rows for field in fields])
         _, nbytes = layout(fields, rows, counts)
         given = self.grant(max(nbytes, 1))
         others = [self.grant(max(nbytes, 1), shard) for shard in self.copies]
-        return m.Placed(
+        return m.WrittenBlock(
             given.extent, given.offset, nbytes, rows, [field.name for field in fields], counts,
             None if slots is None else np.asarray(slots, "<i4").tobytes(),
-            copies=[m.CopyAt(one.extent, one.offset) for one in others],
+            copies=[m.WrittenCopy(one.extent, one.offset) for one in others],
         )  # fmt: skip
 
     def columns(
@@ -227,7 +227,7 @@ class Driver:
     ) -> Any:
         """Row ids, or Wait."""
         columns = self.columns(rows, big, inline, **facts)
-        reply = self.apply(m.Put(table, rows, columns, reservation, wait_s))
+        reply = self.apply(m.PutRequest(table, rows, columns, reservation, wait_s))
         return reply if isinstance(reply, MustWait) else list(range(reply.first, reply.first + reply.rows))
 
     def update(
@@ -253,7 +253,7 @@ class Driver:
         **terms: Any,
     ) -> Any:
         """Given, or Wait."""
-        reply = self.apply(m.Lease(table, task, rows=rows, where=list(where), wait_s=wait_s, **terms))
+        reply = self.apply(m.LeaseRequest(table, task, rows=rows, where=list(where), wait_s=wait_s, **terms))
         return Given(reply) if isinstance(reply, m.Leased) else reply
 
     def ack(
@@ -270,7 +270,7 @@ class Driver:
         return self.apply(m.Ack(table, lease.lease, lease.token, named, columns, drop, step))
 
     def checkpointed(self, step: int, task: str = "", *, table: str = "t") -> Any:
-        return self.apply(m.Checkpointed(table, step, task))
+        return self.apply(m.CommitCheckpoint(table, step, task))
 
     def rollback(self, step: int, task: str = "", *, version: int = -1, table: str = "t") -> Any:
         return self.apply(m.Rollback(table, step, task, version))
@@ -289,7 +289,7 @@ class Driver:
         columns: m.Columns | None = None,
     ) -> Any:
         named = None if rows is None else i64(rows)
-        return self.apply(m.Release(table, lease.lease, lease.token, named, failed, reason, columns))
+        return self.apply(m.ReleaseRequest(table, lease.lease, lease.token, named, failed, reason, columns))
 
     def renew(self, lease: Given, lease_s: float = 0.0, *, table: str = "t") -> Any:
         return self.apply(m.Renew(table, lease.lease, lease.token, lease_s))
@@ -304,13 +304,13 @@ class Driver:
         return self.apply(m.Reserve(table, rows, version, wait_s))
 
     def advance(self, version: int, *, table: str = "t", wait_s: float = 0.0) -> Any:
-        return self.apply(m.Advance(table, version, wait_s))
+        return self.apply(m.AdvanceClock(table, version, wait_s))
 
     def seal(self, table: str = "t") -> Any:
         return self.apply(m.Seal(table))
 
-    def read(self, rows: Sequence[int] | None = None, *, table: str = "t", **terms: Any) -> m.Content:
-        return self.apply(m.Read(table, None if rows is None else i64(rows), **terms)).content
+    def read(self, rows: Sequence[int] | None = None, *, table: str = "t", **terms: Any) -> m.ReplyRows:
+        return self.apply(m.ReadRequest(table, None if rows is None else i64(rows), **terms)).content
 
     def unpin(self, blocks: Sequence[int], counts: Sequence[int] | None = None) -> Any:
         return self.apply(m.Unpin(i64(blocks), i64(counts if counts is not None else [1] * len(blocks))))

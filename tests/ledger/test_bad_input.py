@@ -112,21 +112,21 @@ def test_unknown_field_lists_those_of_the_table(world: World, client: Driver) ->
     act = lambda: client.lease("grade", 1, fields=["x"])  # noqa: E731
     refused(world, NotFound, 'field "x" is not in table "t"; it has ids, pixels', act)
     undeclared = columns(inline=[m.Inline("x", bytes(8))])
-    refused(world, NotFound, 'field "x" is not in table', lambda: client.apply(m.Put("t", 1, undeclared)))
+    refused(world, NotFound, 'field "x" is not in table', lambda: client.apply(m.PutRequest("t", 1, undeclared)))
     refused(world, NotFound, 'field "x"', lambda: client.read([0], fields=["x"]))
 
 
 def test_unknown_channel(world: World, client: Driver) -> None:
-    refused(world, NotFound, 'channel "policy" does not exist', lambda: client.apply(m.Applied("policy", 0)))
+    refused(world, NotFound, 'channel "policy" does not exist', lambda: client.apply(m.ReportApplied("policy", 0)))
 
 
 def test_a_table_that_declares_its_fields_takes_no_others(world: World, client: Driver) -> None:
     client.create("closed", fields=[Field("x", "int64")], tasks=[Task("grade", ["x"], gives=["y"])])
     other = columns(fields=[Field("z", "int64")], inline=[m.Inline("z", bytes(8))])
     message = 'field "z" is not in table "closed", which takes only the fields that it was made with or that a task names: x, y;'
-    refused(world, SchemaError, message, lambda: client.apply(m.Put("closed", 1, other)))
+    refused(world, SchemaError, message, lambda: client.apply(m.PutRequest("closed", 1, other)))
     one = columns(fields=[Field("x", "int64")], inline=[m.Inline("x", bytes(8))])
-    row = client.apply(m.Put("closed", 1, one)).first
+    row = client.apply(m.PutRequest("closed", 1, one)).first
     refused(world, SchemaError, message, lambda: client.apply(m.Update("closed", i64([row]), other)))
     lease = client.lease("grade", 1, table="closed")
     refused(world, SchemaError, message, lambda: client.apply(m.Ack("closed", lease.lease, lease.token, columns=other)))
@@ -141,7 +141,7 @@ def test_a_table_that_declares_its_fields_takes_no_others(world: World, client: 
 def test_dtype_shape_or_raggedness_against_the_schema(world: World, client: Driver, field: Field) -> None:
     message = f'field "ids" of table "t" is int64[None], but {field.describe()} was given'
     inline = m.Columns(fields=[field])
-    refused(world, SchemaError, message, lambda: client.apply(m.Put("t", 1, inline)))
+    refused(world, SchemaError, message, lambda: client.apply(m.PutRequest("t", 1, inline)))
 
 
 def test_columns_of_different_row_counts(world: World, client: Driver) -> None:
@@ -150,14 +150,21 @@ def test_columns_of_different_row_counts(world: World, client: Driver) -> None:
         world,
         SchemaError,
         "has 3 rows; the request has 2",
-        lambda: client.apply(m.Put("t", 2, columns(blocks=[placed]))),
+        lambda: client.apply(m.PutRequest("t", 2, columns(blocks=[placed]))),
     )
     inline = m.Columns(fields=[Field("score", "float64")], inline=[m.Inline("score", bytes(24))])
-    refused(world, UsageError, "has 24 bytes; 2 rows of <f8 take 16", lambda: client.apply(m.Put("t", 2, inline)))
     refused(
-        world, UsageError, "tokens has 8 bytes; 2 rows", lambda: client.apply(m.Put("t", 2, facts(tokens=i64([1]))))
+        world, UsageError, "has 24 bytes; 2 rows of <f8 take 16", lambda: client.apply(m.PutRequest("t", 2, inline))
     )
-    refused(world, UsageError, "keys has 1 values for 2 rows", lambda: client.apply(m.Put("t", 2, facts(keys=["k"]))))
+    refused(
+        world,
+        UsageError,
+        "tokens has 8 bytes; 2 rows",
+        lambda: client.apply(m.PutRequest("t", 2, facts(tokens=i64([1])))),
+    )
+    refused(
+        world, UsageError, "keys has 1 values for 2 rows", lambda: client.apply(m.PutRequest("t", 2, facts(keys=["k"])))
+    )
 
 
 def test_an_inline_field_in_a_block_and_the_reverse(world: World, client: Driver) -> None:
@@ -165,30 +172,38 @@ def test_an_inline_field_in_a_block_and_the_reverse(world: World, client: Driver
     placed = client.block([score], 1)
     wrong = columns(fields=[score], blocks=[placed])
     refused(
-        world, SchemaError, 'field "score" is float64, which travels inline', lambda: client.apply(m.Put("t", 1, wrong))
+        world,
+        SchemaError,
+        'field "score" is float64, which travels inline',
+        lambda: client.apply(m.PutRequest("t", 1, wrong)),
     )
     wrong = columns(inline=[m.Inline("ids", bytes(8))])
-    refused(world, SchemaError, "does not travel inline", lambda: client.apply(m.Put("t", 1, wrong)))
+    refused(world, SchemaError, "does not travel inline", lambda: client.apply(m.PutRequest("t", 1, wrong)))
 
 
 def test_a_bool_that_is_none(world: World, client: Driver) -> None:
     wrong = columns(fields=[Field("ok", "bool")], inline=[m.Inline("ok", b"\x02")])
-    refused(world, SchemaError, "neither 0 nor 1", lambda: client.apply(m.Put("t", 1, wrong)))
+    refused(world, SchemaError, "neither 0 nor 1", lambda: client.apply(m.PutRequest("t", 1, wrong)))
 
 
 def test_a_field_given_twice(world: World, client: Driver) -> None:
     wrong = columns(fields=[Field("s", "int8")], inline=[m.Inline("s", b"1"), m.Inline("s", b"2")])
-    refused(world, UsageError, 'field "s" is given twice', lambda: client.apply(m.Put("t", 1, wrong)))
+    refused(world, UsageError, 'field "s" is given twice', lambda: client.apply(m.PutRequest("t", 1, wrong)))
     twice = columns(fields=[Field("s", "int8"), Field("s", "int16")])
-    refused(world, SchemaError, 'field "s" of table "t" is int8, but int16', lambda: client.apply(m.Put("t", 1, twice)))
+    refused(
+        world,
+        SchemaError,
+        'field "s" of table "t" is int8, but int16',
+        lambda: client.apply(m.PutRequest("t", 1, twice)),
+    )
 
 
 # ---------------------------------------------------------------- blocks and extents
 
 
-def change(placed: m.Placed, **changes: Any) -> m.Columns:
+def change(placed: m.WrittenBlock, **changes: Any) -> m.Columns:
     values = {name: getattr(placed, name) for name in placed.__struct_fields__} | changes
-    return m.Columns(blocks=[m.Placed(**values)])
+    return m.Columns(blocks=[m.WrittenBlock(**values)])
 
 
 @pytest.mark.parametrize(
@@ -216,39 +231,43 @@ def test_a_block_that_is_not_one(
     placed = client.block([RAGGED], 2)
     if "offset" in changes:
         changes = {"offset": placed.offset + changes["offset"]}
-    refused(world, kind, text, lambda: client.apply(m.Put("t", 2, change(placed, **changes))))
+    refused(world, kind, text, lambda: client.apply(m.PutRequest("t", 2, change(placed, **changes))))
 
 
 def test_an_extent_of_another_session(world: World, client: Driver) -> None:
     placed = world.client().block([RAGGED], 2)
-    refused(world, NotFound, "is not granted to this session", lambda: client.apply(m.Put("t", 2, change(placed))))
+    refused(
+        world, NotFound, "is not granted to this session", lambda: client.apply(m.PutRequest("t", 2, change(placed)))
+    )
     act = lambda: client.apply(m.ReturnGrant(placed.extent))  # noqa: E731
     refused(world, UsageError, "is granted to another session", act)
 
 
 def test_bytes_are_written_once(world: World, client: Driver) -> None:
     given = client.grant(1 << 20)
-    one = m.Placed(given.extent, given.offset + 64, 128, 2, ["ids"], [2])
-    client.apply(m.Put("t", 2, columns(blocks=[one])))
+    one = m.WrittenBlock(given.extent, given.offset + 64, 128, 2, ["ids"], [2])
+    client.apply(m.PutRequest("t", 2, columns(blocks=[one])))
     for offset in (0, 64, 128):
         again = change(one, offset=given.offset + offset)
         refused(
             world,
             UsageError,
             "overlaps bytes that were committed",
-            lambda again=again: client.apply(m.Put("t", 2, again)),
+            lambda again=again: client.apply(m.PutRequest("t", 2, again)),
         )
-    fresh = m.Placed(given.extent, given.offset + 1024, 128, 2, ["ids"], [2])
-    other = m.Placed(given.extent, given.offset + 1024, 64, 2, ["pixels"], [0])
+    fresh = m.WrittenBlock(given.extent, given.offset + 1024, 128, 2, ["ids"], [2])
+    other = m.WrittenBlock(given.extent, given.offset + 1024, 64, 2, ["pixels"], [0])
     both = columns(blocks=[fresh, other])
-    refused(world, UsageError, "overlaps", lambda: client.apply(m.Put("t", 2, both)))
-    client.apply(m.Put("t", 2, columns(blocks=[m.Placed(given.extent, given.offset + 192, 128, 2, ["ids"], [2])])))
+    refused(world, UsageError, "overlaps", lambda: client.apply(m.PutRequest("t", 2, both)))
+    client.apply(
+        m.PutRequest("t", 2, columns(blocks=[m.WrittenBlock(given.extent, given.offset + 192, 128, 2, ["ids"], [2])]))
+    )
 
 
 def test_a_returned_grant_takes_no_commit(world: World, client: Driver) -> None:
     placed = client.block([RAGGED], 2)
     client.apply(m.ReturnGrant(placed.extent))
-    refused(world, NotFound, "not granted to this session", lambda: client.apply(m.Put("t", 2, change(placed))))
+    refused(world, NotFound, "not granted to this session", lambda: client.apply(m.PutRequest("t", 2, change(placed))))
     client.apply(m.ReturnGrant(placed.extent))  # closing is idempotent
 
 
@@ -474,7 +493,7 @@ def test_a_put_or_row_larger_than_the_table(world: World, client: Driver) -> Non
     placed = client.block([RAGGED], 1, counts=[600])
     big = columns(blocks=[placed])
     text = 'do not fit table "t", which holds at most 4096 bytes: 4864 > 4096'
-    refused(world, Impossible, text, lambda: client.apply(m.Put("t", 1, big, wait_s=60)))
+    refused(world, Impossible, text, lambda: client.apply(m.PutRequest("t", 1, big, wait_s=60)))
     client.drop([4])
     refused(world, NotFound, "row 4", lambda: client.apply(m.Update("t", i64([4]), big)))
     pixels = client.block([DENSE], 1)

@@ -30,7 +30,7 @@ def client(world: World) -> Driver:
     return client
 
 
-def places(content: m.Content) -> dict[str, list[tuple[int, int]]]:
+def places(content: m.ReplyRows) -> dict[str, list[tuple[int, int]]]:
     """field -> (extent, slot) of each row."""
     found = {}
     for part in content.parts:
@@ -59,8 +59,8 @@ def test_a_shared_grant_stays_open_until_it_is_returned(world: World, client: Dr
     given = client.grant(1 << 18)
     field = Field("a", "int64", (None,))
     for number in range(3):
-        block = m.Placed(given.extent, given.offset + 128 * number, 128, 1, ["a"], [1])
-        client.apply(m.Put("t", 1, m.Columns(fields=[field], blocks=[block])))
+        block = m.WrittenBlock(given.extent, given.offset + 128 * number, 128, 1, ["a"], [1])
+        client.apply(m.PutRequest("t", 1, m.Columns(fields=[field], blocks=[block])))
     client.delete([0, 1, 2])
     assert world.freed == []
     client.apply(m.ReturnGrant(given.extent))
@@ -106,7 +106,7 @@ def test_pins_of_a_dead_session_return_at_once_or_when_its_lock_is_free(world: W
 
 def test_replies_pin_once_each_and_a_retry_does_not_pin_again(world: World, client: Driver) -> None:
     client.put(1, ["a"])
-    request = m.Lease("t", "x", rows=1)
+    request = m.LeaseRequest("t", "x", rows=1)
     client.apply(request)
     client.apply(request, call=client.call)
     (counts,) = world.ledger.state.core.blocks.pins.values()
@@ -144,7 +144,7 @@ def test_overwriting_field_by_field_gives_the_old_block_back(world: World, clien
 def test_shared_rows_are_stored_once(world: World, client: Driver) -> None:
     field = Field("a", "int64", (None,))
     block = client.block([field], 2, slots=[0, 0, 0, 1, 1, 1])
-    client.apply(m.Put("t", 6, m.Columns(fields=[field], blocks=[block])))
+    client.apply(m.PutRequest("t", 6, m.Columns(fields=[field], blocks=[block])))
     given = client.lease("x", 6)
     assert places(given.reply.content)["a"] == [(1, 0)] * 3 + [(1, 1)] * 3
     client.release(given)
@@ -221,7 +221,7 @@ def test_inline_dtypes_come_back_as_they_went_in(client: Driver) -> None:
         fields=[Field(f"f_{name}", name) for name in values],
         inline=[m.Inline(f"f_{name}", one.tobytes()) for name, one in arrays.items()],
     )
-    client.apply(m.Put("t", 2, columns))
+    client.apply(m.PutRequest("t", 2, columns))
     for one in client.read([0, 1]).inline:
         assert one.data == arrays[one.field[2:]].tobytes()
 
@@ -270,7 +270,7 @@ def publish(client: Driver, version: int, *, keep: int = 2, channel: str = "poli
     fields = [Field("w", "bfloat16", (4, 4)), Field("scale", "float32")]
     nbytes = layout(fields, 1, [0, 0])[1]
     given = client.grant(nbytes)
-    block = m.Placed(given.extent, given.offset, nbytes, 1, ["w", "scale"], [0, 0])
+    block = m.WrittenBlock(given.extent, given.offset, nbytes, 1, ["w", "scale"], [0, 0])
     return client.apply(m.Publish(channel, version, fields, [block], keep, **terms))
 
 
@@ -322,9 +322,9 @@ def test_publication_moves_the_clock_and_application_is_another_fact(world: Worl
     assert world.stats("r")["version"] == 1
     publish(client, 2)
     assert world.table("r").rows_dropped == {"stale": 1}
-    client.apply(m.Applied("policy", 1))
+    client.apply(m.ReportApplied("policy", 1))
     with pytest.raises(NotFound, match=r"version 3 of channel .* was never published; its latest is 2"):
-        client.apply(m.Applied("policy", 3))
+        client.apply(m.ReportApplied("policy", 3))
     channel = world.ledger.state.channels["policy"]
     assert {session: one.version for session, one in channel.applied.items()} == {client.session: 1}
     late = client.create("later", tasks=[Task("train")], pacing=Pacing("train", 4, channel="policy"))
@@ -342,7 +342,7 @@ def test_a_held_clock_holds_the_publication(world: World, client: Driver) -> Non
         publish(client, 1)
     given = client.lease("train", 1, table="r")
     client.ack(given, table="r")
-    assert isinstance(publish(client, 1), m.Done)
+    assert isinstance(publish(client, 1), m.DoneReply)
 
 
 def test_extents_of_two_sessions_do_not_mix(world: World, client: Driver) -> None:
@@ -350,6 +350,6 @@ def test_extents_of_two_sessions_do_not_mix(world: World, client: Driver) -> Non
     other = world.client().grant(4096)
     assert mine.offset != other.offset
     rows = client.put(1)
-    block = m.Placed(other.extent, other.offset, 128, 1, ["a"], [1])
+    block = m.WrittenBlock(other.extent, other.offset, 128, 1, ["a"], [1])
     with pytest.raises(NotFound, match="not granted to this session"):
         client.apply(m.Update("t", i64(rows), m.Columns(fields=[Field("a", "int64", (None,))], blocks=[block])))

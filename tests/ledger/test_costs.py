@@ -41,11 +41,11 @@ def filled(rows: int, selector: Selector) -> Driver:
 def lease_and_release(client: Driver, **terms: Any) -> float:
     """Seconds of one lease of 64 rows; they are given back, so that the number of rows stays."""
     client.call += 1
-    ledger, request = client.world.ledger, m.Lease("t", "x", rows=64, **terms)
+    ledger, request = client.world.ledger, m.LeaseRequest("t", "x", rows=64, **terms)
     start = time.perf_counter()
     leased = ledger.apply(request, session=1, call=client.call, now=0.0)
     took = time.perf_counter() - start
-    client.apply(m.Release("t", leased.lease, leased.token))
+    client.apply(m.ReleaseRequest("t", leased.lease, leased.token))
     ledger.seen(1, client.call)
     return took
 
@@ -85,8 +85,8 @@ def test_puts_and_acks_cost_the_same_in_a_full_table(rows: int) -> None:
         ledger = client.world.ledger
         client.call += 3
         start = time.perf_counter()
-        ledger.apply(m.Put("t", 512, columns), session=1, call=client.call - 2, now=0.0)
-        leased = ledger.apply(m.Lease("t", "x", rows=512), session=1, call=client.call - 1, now=0.0)
+        ledger.apply(m.PutRequest("t", 512, columns), session=1, call=client.call - 2, now=0.0)
+        leased = ledger.apply(m.LeaseRequest("t", "x", rows=512), session=1, call=client.call - 1, now=0.0)
         ledger.apply(m.Ack("t", leased.lease, leased.token), session=1, call=client.call, now=0.0)
         took = time.perf_counter() - start
         ledger.seen(1, client.call)

@@ -111,14 +111,14 @@ class Fuzz:
             self.facts(count),
         )
 
-    def placed(self, fields: list[Field], count: int) -> m.Placed:
+    def placed(self, fields: list[Field], count: int) -> m.WrittenBlock:
         given = self.extents[-1 if self.dice.random() < 0.95 else self.dice.randrange(len(self.extents))]
         counts = [0 if field.dense else self.dice.randint(0, 2 * count) for field in fields]
         nbytes = layout(fields, count, counts)[1] if count > 0 and self.dice.random() < 0.97 else self.number(999)
         offset = given.offset + self.room + (self.dice.random() < 0.03) * self.number(99)
         self.room += -(-max(0, min(nbytes, 9999)) // 64) * 64
         slots = self.data(count, "<i4", count) if self.dice.random() < 0.05 else None
-        return m.Placed(
+        return m.WrittenBlock(
             given.extent, max(0, offset), max(0, nbytes), max(0, count), [f.name for f in fields], counts, slots
         )
 
@@ -152,7 +152,7 @@ class Fuzz:
         names = self.dice.choice([["a"], ["a"], ["a", "score"], ["a", "b"], []])
         count = min(max(self.number(5), 1), 4000)
         held = self.reservation if self.dice.random() < 0.3 else 0
-        return m.Put("t", count, self.columns(count, names), held, self.wait())
+        return m.PutRequest("t", count, self.columns(count, names), held, self.wait())
 
     def update(self) -> m.Request:
         rows = self.rows(self.dice.randint(1, 5))
@@ -163,7 +163,7 @@ class Fuzz:
         dice, world = self.dice, self.dice.choice([1, 1, 1, 2])
         task = "nobody" if dice.random() < 0.02 else dice.choice(TASKS).name
         what = {dice.choice(["rows", "rows", "tokens", "groups"]): abs(self.number(6))}
-        return m.Lease(
+        return m.LeaseRequest(
             "t", task, **what, at_least=dice.choice([0, 1, 1]), wait_s=self.wait(), where=self.where(),
             rank=dice.randrange(world), world=world, replica=0, replicas=dice.choice([1, 1, 1, 2]),
         )  # fmt: skip
@@ -176,7 +176,7 @@ class Fuzz:
 
     def release(self) -> m.Request:
         number, token, _, some = self.some_lease()
-        return m.Release("t", number, token, some, self.dice.random() < 0.5, "why")
+        return m.ReleaseRequest("t", number, token, some, self.dice.random() < 0.5, "why")
 
     def renew(self) -> m.Request:
         number, token, _, _ = self.some_lease()
@@ -193,7 +193,9 @@ class Fuzz:
         made: list[m.Request] = [
             m.Drop("t", self.rows(2), "user"),
             m.Delete("t", self.rows(2)),
-            m.Read("t", self.rows(2) if dice.random() < 0.5 else None, where=self.where(), limit=dice.randint(0, 9)),
+            m.ReadRequest(
+                "t", self.rows(2) if dice.random() < 0.5 else None, where=self.where(), limit=dice.randint(0, 9)
+            ),
             m.Unpin(self.data(2, "<i8", 30), self.data(2, "<i8", 2)),
             m.Pull("policy", dice.randint(-1, 5), dice.choice([-1, -1, 3]), self.wait()),
             m.ReturnGrant(dice.choice(self.extents).extent),
@@ -208,7 +210,7 @@ class Fuzz:
     def apply(self, request: m.Request) -> None:
         session = self.session_for(request)
         self.calls[session] += 1
-        kind = type(request).__name__
+        kind = m.tag_of(request)
         try:
             reply = self.ledger.apply(request, session=session, call=self.calls[session], now=self.now)
         except TransferQueueError as error:
@@ -229,11 +231,11 @@ class Fuzz:
         """Whoever holds the lease or the extent; now and then somebody else."""
         if self.dice.random() < 0.1:
             return self.dice.choice([1, 2, 3])
-        if isinstance(request, m.Ack | m.Release | m.Renew):
+        if isinstance(request, m.Ack | m.ReleaseRequest | m.Renew):
             return self.holder.get(request.lease, 1)
         return (
             self.writer
-            if isinstance(request, m.Put | m.Update | m.Publish | m.ReturnGrant)
+            if isinstance(request, m.PutRequest | m.Update | m.Publish | m.ReturnGrant)
             else self.dice.choice([1, 2, 3])
         )
 

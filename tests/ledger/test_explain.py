@@ -16,7 +16,7 @@ def test_leases_beyond_those_looked_at_are_counted() -> None:
     client.put(LEASES_SEEN + 20, inline={"x": [0.0] * (LEASES_SEEN + 20)})
     for _ in range(LEASES_SEEN + 20):
         client.lease("grade", 1)
-    text = world.ledger.explain(m.Lease("t", "grade", rows=1), world.now)
+    text = world.ledger.explain(m.LeaseRequest("t", "grade", rows=1), world.now)
     assert f'{LEASES_SEEN} rows are leased for "grade" by worker' in text
     assert '20 more rows are leased for "grade"' in text
 
@@ -29,7 +29,7 @@ def test_rows_that_were_dropped_are_told_to_who_waits_for_some() -> None:
     for reason, rows in (("stale", [0, 1, 2]), ("bad", [3]), ("worse", [4, 5]), ("odd", [6])):
         client.drop(rows, reason)
     client.ack(client.lease("train", 2))
-    text = world.ledger.explain(m.Lease("t", "train", rows=1), world.now)
+    text = world.ledger.explain(m.LeaseRequest("t", "train", rows=1), world.now)
     dropped = "no row that it has not done is in the table; 7 were dropped: stale 3, worse 2, bad 1"
     assert text.endswith(f"{dropped}; more may be put until the table is sealed")
 
@@ -39,7 +39,7 @@ def test_a_field_that_no_task_gives_is_said_to_come_from_outside() -> None:
     client = world.client()
     client.create(tasks=[Task("train", ["x", "rewards"])], fields=[Field("x", "float64")])
     client.put(1, inline={"x": [0.0]})
-    text = world.ledger.explain(m.Lease("t", "train", rows=2), world.now)
+    text = world.ledger.explain(m.LeaseRequest("t", "train", rows=2), world.now)
     assert text.endswith('0 rows are ready; 1 row lacks "rewards" (given by no task: put or update must bring it)')
 
 
@@ -48,7 +48,7 @@ def test_a_task_whose_table_is_not_sealed_is_said_to_wait_for_puts() -> None:
     client = world.client()
     client.create(tasks=[Task("train", ["x"])], fields=[Field("x", "float64")])
     client.put(1, inline={"x": [0.0]})
-    request = m.Lease("t", "train", rows=2)
+    request = m.LeaseRequest("t", "train", rows=2)
     assert world.ledger.explain(request, world.now).endswith("waits for 2 rows: 1 row is ready")
     client.ack(client.lease("train", 1))
     text = world.ledger.explain(request, world.now)

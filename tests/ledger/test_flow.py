@@ -277,11 +277,11 @@ def test_a_smaller_overwrite_makes_room() -> None:
     big = client.block([field], 1, counts=[900])
     client.apply(m.Update("t", row.to_bytes(8, "little"), m.Columns(fields=[field], blocks=[big])))
     again = m.Columns(fields=[field], blocks=[client.block([field], 1, counts=[900])])
-    waits = client.apply(m.Put("t", 1, again, wait_s=9))
+    waits = client.apply(m.PutRequest("t", 1, again, wait_s=9))
     world.woken.clear()
     client.update([row], ["a"], overwrite=True)
     assert set(waits.keys) & set(world.woken)
-    assert isinstance(client.apply(m.Put("t", 1, again, wait_s=9)), m.PutRows)
+    assert isinstance(client.apply(m.PutRequest("t", 1, again, wait_s=9)), m.PutRows)
 
 
 # ---------------------------------------------------------------- seal and the end

@@ -98,7 +98,7 @@ def test_a_commit_into_it_is_refused_and_the_same_rows_go_elsewhere(world: World
     with pytest.raises(
         ShardLost, match=r"extent 1 was in shard 1, which is gone .*; return it and write .* a new grant"
     ):
-        near.apply(m.Put("t", 1, columns))
+        near.apply(m.PutRequest("t", 1, columns))
     near.apply(m.ReturnGrant(columns.blocks[0].extent))
     near.shard = 2
     assert near.put(1, ["text"]) == [0]
@@ -152,7 +152,7 @@ def test_an_image_goes_on_alike(world: World, near: Driver, far: Driver) -> None
     world.lose_shard(1)
     world.ledger = Ledger.from_image(world.ledger.image())
     with pytest.raises(ShardLost):
-        near.apply(m.Put("t", 1, columns))
+        near.apply(m.PutRequest("t", 1, columns))
     near.release(held)
     near.close()
     assert not world.ledger.state.core.blocks.extents
@@ -207,7 +207,7 @@ def test_the_publisher_is_told_and_publishes_all_again(world: World, near: Drive
     publish(near, 1)
     (kept,) = world.ledger.state.channels["policy"].versions[1].blocks
     world.lose_shard(1)
-    basis = near.apply(m.Basis("policy"))
+    basis = near.apply(m.GetLatestVersion("policy"))
     assert (basis.version, basis.blocks, basis.lost) == (1, [], "lost with shard 1")
     with pytest.raises(
         ShardLost, match=r"version 1 .* is gone .*: version 2 cannot keep blocks of it; publish again, all"
@@ -215,7 +215,7 @@ def test_the_publisher_is_told_and_publishes_all_again(world: World, near: Drive
         near.apply(m.Publish("policy", 2, base=1, kept=[kept], fields=[], blocks=[]))
     near.shard = 2
     publish(near, 2)
-    assert near.apply(m.Basis("policy")).lost == ""
+    assert near.apply(m.GetLatestVersion("policy")).lost == ""
     with pytest.raises(UsageError, match="never goes back to 1"):
         publish(near, 1)
 

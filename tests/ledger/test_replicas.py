@@ -29,7 +29,7 @@ def client(world: World) -> Driver:
     return client
 
 
-def only(world: World) -> m.BlockAt:
+def only(world: World) -> m.BlockLocation:
     (block,) = world.ledger.state.core.blocks.blocks.values()
     return block.at
 
@@ -59,15 +59,15 @@ def test_a_copy_is_checked_as_its_block_is(world: World, client: Driver) -> None
     (block,) = columns.blocks
     (copy,) = block.copies
     spoiled = {
-        "not aligned": m.CopyAt(copy.extent, copy.offset + 1),
-        "lies outside": m.CopyAt(copy.extent, copy.offset + 4096),
-        "is not granted": m.CopyAt(999, copy.offset),
+        "not aligned": m.WrittenCopy(copy.extent, copy.offset + 1),
+        "lies outside": m.WrittenCopy(copy.extent, copy.offset + 4096),
+        "is not granted": m.WrittenCopy(999, copy.offset),
     }
     for why, bad in spoiled.items():
         wrong = msgspec.structs.replace(block, copies=[bad])
         with pytest.raises((UsageError, NotFound), match=why):
-            client.apply(m.Put("t", 1, msgspec.structs.replace(columns, blocks=[wrong])))
-    assert client.apply(m.Put("t", 1, columns)).rows == 1
+            client.apply(m.PutRequest("t", 1, msgspec.structs.replace(columns, blocks=[wrong])))
+    assert client.apply(m.PutRequest("t", 1, columns)).rows == 1
 
 
 def test_replies_name_each_copy_and_all_are_freed_together(world: World, client: Driver) -> None:

@@ -28,9 +28,9 @@ def client(world: World) -> Driver:
 
 
 def test_every_request_sent_again_gets_the_same_reply_and_changes_nothing(world: World, client: Driver) -> None:
-    put = m.Put("t", 4, client.columns(4, ["a"]))
+    put = m.PutRequest("t", 4, client.columns(4, ["a"]))
     reply = client.apply(put)
-    lease = m.Lease("t", "x", rows=2)
+    lease = m.LeaseRequest("t", "x", rows=2)
     leased = client.apply(lease)
     at = client.call
     ack = m.Ack("t", leased.lease, leased.token)
@@ -45,7 +45,7 @@ def test_every_request_sent_again_gets_the_same_reply_and_changes_nothing(world:
 
 
 def test_a_put_is_known_by_its_rows_long_after_its_reply_is_forgotten(world: World, client: Driver) -> None:
-    put = m.Put("t", 3, client.columns(3, ["a"]))
+    put = m.PutRequest("t", 3, client.columns(3, ["a"]))
     reply, call = client.apply(put), client.call
     world.ledger.seen(client.session, call)
     assert client.apply(put, call=call) == reply
@@ -59,7 +59,7 @@ def test_a_put_is_known_by_its_rows_long_after_its_reply_is_forgotten(world: Wor
     assert again.apply(put, call=call) == reply
     assert world.stats()["rows_put"] == 3
     with pytest.raises(ProtocolError, match='this call put 3 rows into table "t" before, and now 4'):
-        again.apply(m.Put("t", 4, m.Columns()), call=call)
+        again.apply(m.PutRequest("t", 4, m.Columns()), call=call)
 
 
 def test_puts_are_forgotten_with_their_pages(world: World, client: Driver) -> None:
@@ -74,7 +74,7 @@ def test_puts_are_forgotten_with_their_pages(world: World, client: Driver) -> No
 
 def test_a_duplicate_that_arrives_after_its_reply_was_seen_is_refused(world: World, client: Driver) -> None:
     client.put(4)
-    lease = m.Lease("t", "x", rows=1)
+    lease = m.LeaseRequest("t", "x", rows=1)
     client.apply(lease)
     world.ledger.seen(client.session, client.call)
     with pytest.raises(ProtocolError, match="was answered before, and its reply is kept no more"):
@@ -84,7 +84,7 @@ def test_a_duplicate_that_arrives_after_its_reply_was_seen_is_refused(world: Wor
 
 
 def test_a_call_parked_long_ago_is_not_taken_for_a_duplicate(world: World, client: Driver) -> None:
-    parked = m.Lease("t", "x", rows=1, wait_s=600)
+    parked = m.LeaseRequest("t", "x", rows=1, wait_s=600)
     assert isinstance(client.apply(parked), MustWait)
     call = client.call
     rows = []
@@ -97,7 +97,7 @@ def test_a_call_parked_long_ago_is_not_taken_for_a_duplicate(world: World, clien
 
 
 def test_a_refused_call_may_succeed_when_it_is_sent_again(client: Driver) -> None:
-    lease = m.Lease("t", "x", rows=1)
+    lease = m.LeaseRequest("t", "x", rows=1)
     with pytest.raises(DeadlineExceeded):
         client.apply(lease)
     call = client.call
@@ -117,7 +117,9 @@ def test_a_grant_is_answered_once(world: World, client: Driver) -> None:
 def test_notices_without_a_number_are_carried_out_each_time(client: Driver) -> None:
     assert client.apply(m.Heartbeat(), call=0) == client.apply(m.Heartbeat(), call=0)
     client.put(2)
-    assert client.apply(m.Lease("t", "x", rows=1), call=0) != client.apply(m.Lease("t", "x", rows=1), call=0)
+    assert client.apply(m.LeaseRequest("t", "x", rows=1), call=0) != client.apply(
+        m.LeaseRequest("t", "x", rows=1), call=0
+    )
 
 
 def test_goodbye_returns_everything(world: World, client: Driver) -> None:
@@ -155,7 +157,7 @@ def test_time_does_not_go_back(world: World, client: Driver) -> None:
 def test_manual_rows_keep_their_put_known(world: World) -> None:
     client = world.client(client=b"d" * 16)
     client.create("m", tasks=[Task("x")], retention=Manual())
-    put = m.Put("m", 1, m.Columns())
+    put = m.PutRequest("m", 1, m.Columns())
     reply, call = client.apply(put), client.call
     client.ack(client.lease("x", 1, table="m"), table="m")
     world.ledger.seen(client.session, client.call)
@@ -179,6 +181,6 @@ def test_spans_are_a_set(numbers: list[int], upto: int) -> None:
 def test_gaps_left_for_ever_do_not_grow_what_is_kept() -> None:
     replies = ReplyCache()
     for call in range(1, 10 * REPLIES_KEPT_MAX, 2):
-        replies.keep(call, m.Done())
+        replies.keep(call, m.DoneReply())
     assert len(replies._given._spans) <= REPLIES_KEPT_MAX
     assert len(replies._kept) == REPLIES_KEPT_MAX

@@ -210,7 +210,7 @@ class LedgerMachine(RuleBasedStateMachine):
         ]
         for row, number in zip(rows, facts["ordinal"], strict=True):
             row.ordinal = number
-        put = m.Put("t", count, columns, one)
+        put = m.PutRequest("t", count, columns, one)
         reply, wanted = self.both(
             lambda: driver.apply(put), lambda: self.model.put(driver.session, rows, fields, one, commit)
         )

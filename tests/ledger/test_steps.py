@@ -325,6 +325,6 @@ def test_sparse_ordinals_are_bounded(client: Driver, world: World, monkeypatch: 
 def test_a_step_out_of_range_is_no_message() -> None:
     from transferqueue.wire import codec
 
-    frame = codec.encode_call(m.Call(1, 1, 0, m.Ack("t", 1, 1, step=-2)))
+    frame = codec.encode_call(m.CallFrame(1, 1, 0, m.Ack("t", 1, 1, step=-2)))
     with pytest.raises(ProtocolError, match=r"-1"):
         codec.decode_call(frame)

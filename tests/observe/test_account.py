@@ -40,7 +40,7 @@ def train(world: World) -> TaskStats:
 
 
 def why(world: World, groups: int) -> str:
-    return world.ledger.explain(m.Lease("t", "train", groups=groups, wait_s=1.0), world.now)
+    return world.ledger.explain(m.LeaseRequest("t", "train", groups=groups, wait_s=1.0), world.now)
 
 
 def test_counters_only_grow(world: World, maker: Driver) -> None:

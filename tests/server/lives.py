@@ -63,8 +63,8 @@ def write(life, client, rows, fill, table="t", facts=m.RowFacts()):  # noqa: B00
         file.seek(granted.offset)
         file.write(data)
     total = checksum(data.ljust(_size(rows), b"\0"))
-    placed = m.Placed(granted.extent, granted.offset, _size(rows), rows, ["x"], [rows], checksum=total)
-    return client.ask(m.Put(table, rows, m.Columns(fields=[BIG], blocks=[placed], facts=facts)))
+    placed = m.WrittenBlock(granted.extent, granted.offset, _size(rows), rows, ["x"], [rows], checksum=total)
+    return client.ask(m.PutRequest(table, rows, m.Columns(fields=[BIG], blocks=[placed], facts=facts)))
 
 
 def struct_q(value):

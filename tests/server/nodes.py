@@ -90,7 +90,7 @@ class Client:
         self.ids = 1
         self.seen = 0
         self.hello = m.Hello(**{"client": struct.pack("<qq", 0, bench.clients), "host": "elsewhere", **hello})
-        bench.receive(self.peer, codec.encode_call(m.Call(0, 1, 0, self.hello)))
+        bench.receive(self.peer, codec.encode_call(m.CallFrame(0, 1, 0, self.hello)))
         self.welcome = self.take(1)
         self.session = getattr(self.welcome, "session", 0)
 
@@ -99,7 +99,7 @@ class Client:
         if call is None:
             self.ids += 1
             call = self.ids
-        self.bench.receive(self.peer, codec.encode_call(m.Call(self.session, call, self.seen, request)))
+        self.bench.receive(self.peer, codec.encode_call(m.CallFrame(self.session, call, self.seen, request)))
         return call
 
     def take(self, call):
@@ -125,7 +125,7 @@ class Client:
         return self.ask(m.CreateTable("t", **terms))
 
     def put(self, count, **terms):
-        return m.Put("t", count, numbers(count), **terms)
+        return m.PutRequest("t", count, numbers(count), **terms)
 
 
 def numbers(count):
@@ -133,7 +133,7 @@ def numbers(count):
 
 
 def lease(rows=1, wait_s=0.0, **terms):
-    return m.Lease("t", "train", rows=rows, wait_s=wait_s, **terms)
+    return m.LeaseRequest("t", "train", rows=rows, wait_s=wait_s, **terms)
 
 
 def local(lock=""):

@@ -40,7 +40,13 @@ columns = st.one_of(
         fields=st.lists(st.sampled_from([Field("x", "int64"), Field("big", "uint8", (None,))]), max_size=2),
         blocks=st.lists(
             st.builds(
-                m.Placed, counts, counts, counts, counts, st.lists(names, max_size=2), st.lists(counts, max_size=2)
+                m.WrittenBlock,
+                counts,
+                counts,
+                counts,
+                counts,
+                st.lists(names, max_size=2),
+                st.lists(counts, max_size=2),
             ),
             max_size=2,
         ),
@@ -52,31 +58,31 @@ requests = st.one_of(
     st.builds(m.CreateTable, names),
     st.builds(m.OpenTable, names, wait_s=waits),
     st.builds(m.Seal, names),
-    st.builds(m.Advance, names, small, wait_s=waits),
+    st.builds(m.AdvanceClock, names, small, wait_s=waits),
     st.builds(m.Grant, st.sampled_from([1, 5000, 1 << 20, 1 << 50]), wait_s=waits),
     st.builds(m.ReturnGrant, small),
     st.builds(m.Unpin, ids, ids),
-    st.builds(m.Put, names, st.integers(1, 3), columns, reservation=small, wait_s=waits),
+    st.builds(m.PutRequest, names, st.integers(1, 3), columns, reservation=small, wait_s=waits),
     st.builds(m.Update, names, ids, columns, overwrite=st.booleans()),
     st.builds(
-        m.Lease, names, names, rows=counts, tokens=counts, groups=counts, at_least=counts, wait_s=waits,
+        m.LeaseRequest, names, names, rows=counts, tokens=counts, groups=counts, at_least=counts, wait_s=waits,
         where=predicates, rank=st.integers(0, 2), world=st.integers(1, 2), replica=st.integers(0, 2),
         replicas=st.integers(1, 2), fields=st.none() | st.lists(names, max_size=2),
     ),
     st.builds(m.Ack, names, small, small, rows, st.none() | columns, drop=names),
-    st.builds(m.Release, names, small, small, rows, failed=st.booleans()),
+    st.builds(m.ReleaseRequest, names, small, small, rows, failed=st.booleans()),
     st.builds(m.Renew, names, small, small),
     st.builds(m.Reserve, names, st.integers(1, 3), policy_version=small, wait_s=waits),
     st.builds(m.Unreserve, names, small, small.map(abs)),
     st.builds(m.Drop, names, ids, names),
     st.builds(m.Delete, names, ids),
     st.builds(m.Find, names, st.lists(names, max_size=2)),
-    st.builds(m.Read, names, rows, where=predicates, limit=counts),
+    st.builds(m.ReadRequest, names, rows, where=predicates, limit=counts),
     st.builds(m.Pull, names, above=small, version=small, wait_s=waits),
-    st.builds(m.Applied, names, counts),
-    st.builds(m.Basis, names),
-    st.builds(m.Turn, names, st.integers(1, 2), st.floats(0.1, 5), waits),
-    st.builds(m.EndTurn, names),
+    st.builds(m.ReportApplied, names, counts),
+    st.builds(m.GetLatestVersion, names),
+    st.builds(m.AcquireUpdateSlot, names, st.integers(1, 2), st.floats(0.1, 5), waits),
+    st.builds(m.ReleaseUpdateSlot, names),
     st.builds(m.Observe, st.sampled_from(["stats", "audit", "row", "doctor", "sessions", "x"]), names, small),
     st.builds(lease, st.integers(1, 3), waits),
     st.just(m.Heartbeat()),
@@ -117,7 +123,7 @@ def test_a_mutated_call_of_an_open_session_never_breaks_the_node(request, data):
     bench = Bench()
     client, witness = bench.client(), bench.client()
     client.create_table()
-    frame = bytearray(codec.encode_call(m.Call(client.session, 9, 0, request)))
+    frame = bytearray(codec.encode_call(m.CallFrame(client.session, 9, 0, request)))
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(frame) - 1))
         frame[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(min_size=1, max_size=3))
@@ -137,5 +143,5 @@ def test_numbers_of_any_size_are_answered():
     ]:
         frame = msgspec.msgpack.encode([PROTOCOL, session, call, seen, ["ListTables"]])
         bench.receive(client.peer, frame)
-    assert [type(reply).__name__ for _, reply in bench.answered[client.peer]] == ["Tables", "Failed", "Failed"]
+    assert [m.tag_of(reply) for _, reply in bench.answered[client.peer]] == ["Tables", "Failed", "Failed"]
     bench.close()

@@ -36,8 +36,8 @@ class Bench:
         draft.write(self.arena[: draft.nbytes])
         self.fields = draft.fields
         names = [field.name for field in draft.fields]
-        at = m.BlockAt(1, SHARD, EXTENT, 0, draft.nbytes, draft.stored_rows, names, draft.counts)
-        return self.tickets.issue(SESSION, m.Weights(1, [], [at])).blocks[0]
+        at = m.BlockLocation(1, SHARD, EXTENT, 0, draft.nbytes, draft.stored_rows, names, draft.counts)
+        return self.tickets.issue(SESSION, m.WeightsReply(1, [], [at])).blocks[0]
 
     def grant(self, nbytes, offset=32 * MIB):
         return self.tickets.issue(SESSION, m.Granted(EXTENT, SHARD, offset, nbytes))
@@ -319,7 +319,7 @@ def test_tickets_of_a_kept_key_go_on_for_what_is_left(bench):
 
 def test_local_replies_carry_no_ticket(bench):
     assert m.Granted(1, 0, 0, 64).ticket == b""
-    assert bench.tickets.issue(SESSION, m.Done(3)) == m.Done(3)
+    assert bench.tickets.issue(SESSION, m.DoneReply(3)) == m.DoneReply(3)
 
 
 def test_a_later_write_to_the_same_place_ends_the_earlier_one_and_late_bytes_find_no_place(bench):

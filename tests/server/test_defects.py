@@ -80,7 +80,7 @@ def test_a_request_that_waits_meets_its_defect_for_its_own_session(bench, monkey
     apply = bench.node.ledger.apply
 
     def fails_for_leases(request, **told):
-        return broken() if isinstance(request, m.Lease) else apply(request, **told)
+        return broken() if isinstance(request, m.LeaseRequest) else apply(request, **told)
 
     with monkeypatch.context() as patch:
         patch.setattr(bench.node.ledger, "apply", fails_for_leases)
@@ -169,8 +169,8 @@ def test_the_next_life_arrives_where_a_defect_left_this_one(tmp_path, monkeypatc
     ledger.apply(
         m.CreateTable("t", [Field("x", "int64")], [Task("train", ["x"], lease_s=5.0)]), session=1, call=1, now=0
     )
-    ledger.apply(m.Put("t", 4, numbers(4)), session=1, call=2, now=0)
-    ledger.apply(m.Lease("t", "train", rows=2), session=1, call=3, now=0)
+    ledger.apply(m.PutRequest("t", 4, numbers(4)), session=1, call=2, now=0)
+    ledger.apply(m.LeaseRequest("t", "train", rows=2), session=1, call=3, now=0)
 
     end_pins = LedgerState.end_pins
 
@@ -187,7 +187,7 @@ def test_the_next_life_arrives_where_a_defect_left_this_one(tmp_path, monkeypatc
     monkeypatch.setattr(LedgerState, "end_pins", half)
     monkeypatch.setattr(Ledger, "_expire", expires_half)
     with pytest.raises(Defect):
-        ledger.apply(m.Lease("t", "train", rows=4), session=1, call=4, now=6.0)
+        ledger.apply(m.LeaseRequest("t", "train", rows=4), session=1, call=4, now=6.0)
     with pytest.raises(Defect):
         ledger.close_session(1, 7.0)
     ledger.commit()

@@ -70,13 +70,13 @@ def test_the_next_server_goes_on(lives, level):
     client = first.client()
     client.create_table()
     client.ask(client.put(3))
-    leased = client.ask(m.Lease("t", "train", rows=2))
+    leased = client.ask(m.LeaseRequest("t", "train", rows=2))
     second = lives(level)
     assert second.node.place.epoch == first.node.place.epoch + 1
     assert second.file == first.file
     client = again(second, client)
-    assert client.ask(m.Ack("t", leased.lease, leased.token)) == m.Done(2)
-    assert client.ask(m.Lease("t", "train", rows=1)).token > leased.token
+    assert client.ask(m.Ack("t", leased.lease, leased.token)) == m.DoneReply(2)
+    assert client.ask(m.LeaseRequest("t", "train", rows=1)).token > leased.token
 
 
 def test_extents_that_are_in_use_are_not_lent_again(lives):
@@ -133,11 +133,11 @@ def test_a_client_that_lives_keeps_its_session(lives, tmp_path):
     client = local(first, lock)
     client.create_table()
     client.ask(client.put(1))
-    leased = client.ask(m.Lease("t", "train", rows=1))
+    leased = client.ask(m.LeaseRequest("t", "train", rows=1))
     second = lives()
     assert second.watched.pidfds.keys() == {client.session}
     second.pass_time(4.0)
-    assert again(second, client).ask(m.Ack("t", leased.lease, leased.token)) == m.Done(1)
+    assert again(second, client).ask(m.Ack("t", leased.lease, leased.token)) == m.DoneReply(1)
     lock.release()
 
 
@@ -147,13 +147,13 @@ def test_a_client_that_died_meanwhile_is_found_dead(lives, tmp_path):
     client = local(first, lock)
     client.create_table()
     client.ask(client.put(1))
-    client.ask(m.Lease("t", "train", rows=1))
+    client.ask(m.LeaseRequest("t", "train", rows=1))
     client.ask(m.Grant(5000))
     lock.release()
     second = lives()
     assert len(second.node.sessions) == 0
     assert second.node.memory.extents == 0
-    assert second.client().ask(m.Lease("t", "train", rows=1)).content.rows == bytes(8)
+    assert second.client().ask(m.LeaseRequest("t", "train", rows=1)).content.rows == bytes(8)
 
 
 def test_memory_of_a_dead_process_stays_while_its_lock_is_held(lives, tmp_path, monkeypatch):
@@ -453,7 +453,7 @@ def test_disk_checks_every_block_after_a_reboot_and_serves_none_that_is_damaged(
     client.ask(m.CreateTable("t", tasks=[Task("train", ["x"])], fields=[BIG]))
     for fill in range(4):
         assert isinstance(write(life, client, 2, fill), m.PutRows)
-    client.ask(m.Lease("t", "train", rows=2))
+    client.ask(m.LeaseRequest("t", "train", rows=2))
     blocks = life.node.ledger.state.core.blocks.blocks
     assert all(one.at.checksum for one in blocks.values())
     torn = blocks[2].at
@@ -465,7 +465,7 @@ def test_disk_checks_every_block_after_a_reboot_and_serves_none_that_is_damaged(
     second = lives(Level.DISK)
     assert second.lost == {"t": [2, 3]}
     client = second.client()
-    rows = client.ask(m.Lease("t", "train", rows=8, at_least=1)).content.rows
+    rows = client.ask(m.LeaseRequest("t", "train", rows=8, at_least=1)).content.rows
     assert list(memoryview(rows).cast("q")) == [0, 1, 4, 5, 6, 7]
     table = second.node.ledger.state.tables["t"]
     assert (table.rows_put, table.rows_live, table.rows_dropped) == (8, 6, {"lost": 2})
@@ -479,11 +479,11 @@ def test_rows_that_were_kept_lack_their_values_and_weights_are_gone(lives, monke
     client = life.client()
     client.ask(m.CreateTable("t", tasks=[Task("train", ["x"])], fields=[BIG], retention=Manual()))
     write(life, client, 2, 1)
-    leased = client.ask(m.Lease("t", "train", rows=2))
+    leased = client.ask(m.LeaseRequest("t", "train", rows=2))
     client.ask(m.Ack("t", leased.lease, leased.token))
     granted = client.ask(m.Grant(4096))
     weight = Field("w", "float32", (4,))
-    placed = m.Placed(granted.extent, granted.offset, 64, 1, ["w"], [0], checksum=checksum(bytes(64)))
+    placed = m.WrittenBlock(granted.extent, granted.offset, 64, 1, ["w"], [0], checksum=checksum(bytes(64)))
     client.ask(m.Publish("policy", 3, [weight], [placed]))
     life.crash()
     with open(life.file, "r+b") as file:
@@ -496,7 +496,7 @@ def test_rows_that_were_kept_lack_their_values_and_weights_are_gone(lives, monke
     client = second.client()
     table = second.node.ledger.state.tables["t"]
     assert (table.rows_done, table.rows_dropped, table.rows.pages.resident) == (2, {}, 2)
-    assert 'does not have "x"' in client.ask(m.Read("t", np.arange(2).tobytes(), ["x"])).text
+    assert 'does not have "x"' in client.ask(m.ReadRequest("t", np.arange(2).tobytes(), ["x"])).text
     assert "version 3" in client.ask(m.Pull("policy", version=3)).text
     assert second.node.memory.extents == 0
 
@@ -525,8 +525,8 @@ def test_a_block_outside_the_arena_is_for_the_ledger_to_refuse(lives):
     client.ask(m.CreateTable("t", tasks=[Task("train", ["x"])], fields=[BIG]))
     granted = client.ask(m.Grant(4096))
     for offset, nbytes in [(1 << 60, 64), (granted.offset, 1 << 50)]:
-        placed = m.Placed(granted.extent, offset, nbytes, 1, ["x"], [1], checksum=1)
-        refused = client.ask(m.Put("t", 1, m.Columns(fields=[BIG], blocks=[placed])))
+        placed = m.WrittenBlock(granted.extent, offset, nbytes, 1, ["x"], [1], checksum=1)
+        refused = client.ask(m.PutRequest("t", 1, m.Columns(fields=[BIG], blocks=[placed])))
         assert isinstance(refused, m.Failed)
         assert "checksum" not in refused.text
 
@@ -537,8 +537,8 @@ def test_a_block_without_a_checksum_is_refused_on_a_disk(lives):
     assert client.welcome.checksums
     client.ask(m.CreateTable("t", tasks=[Task("train", ["x"])], fields=[BIG]))
     granted = client.ask(m.Grant(4096))
-    placed = m.Placed(granted.extent, granted.offset, 256, 1, ["x"], [1])
-    for request in (m.Put("t", 1, m.Columns([BIG], [placed])), m.Publish("c", 0, [BIG], [placed])):
+    placed = m.WrittenBlock(granted.extent, granted.offset, 256, 1, ["x"], [1])
+    for request in (m.PutRequest("t", 1, m.Columns([BIG], [placed])), m.Publish("c", 0, [BIG], [placed])):
         refused = client.ask(request)
         assert refused.error == "UsageError"
         assert refused.text.startswith("block of x has no checksum: this server keeps rows on a disk")
@@ -552,10 +552,10 @@ def test_a_put_that_names_all_memory_again_and_again_is_refused_without_reading_
     client = life.client()
     client.ask(m.CreateTable("t", tasks=[Task("train", ["x"])], fields=[BIG]))
     granted = client.ask(m.Grant(4096))
-    block = m.Placed(granted.extent, 0, 16 * MIB, 1, ["x"], [1], checksum=1)
+    block = m.WrittenBlock(granted.extent, 0, 16 * MIB, 1, ["x"], [1], checksum=1)
     began = time.thread_time()
     for count in (1, 1 << 16):
-        assert isinstance(client.ask(m.Put("t", 1, m.Columns([BIG], [block] * count))), m.Failed)
+        assert isinstance(client.ask(m.PutRequest("t", 1, m.Columns([BIG], [block] * count))), m.Failed)
     assert time.thread_time() - began < 10
 
 

@@ -45,13 +45,13 @@ class World:
         facts = m.RowFacts(group_id=ids(), group_size=struct.pack("<2i", 1, 1), keys=["a", "b"], tags=[{"tag": 1}] * 2)
         columns = m.Columns(FIELDS[:1], inline=numbers(2).inline, facts=facts)
         for _ in range(3):
-            client.ask(m.Put("t", 2, columns))
+            client.ask(m.PutRequest("t", 2, columns))
             columns = m.Columns(FIELDS[:1], inline=numbers(2).inline, facts=m.RowFacts(tags=[{"tag": 1}] * 2))
-        self.lease = client.ask(m.Lease("t", "train", rows=2))
+        self.lease = client.ask(m.LeaseRequest("t", "train", rows=2))
         self.reserved = client.ask(m.Reserve("t", 4))
         self.granted = client.ask(m.Grant(PAGE_BYTES))
         weight = Field("w", "float32", (4,))
-        placed = m.Placed(self.granted.extent, self.granted.offset, 64, 1, ["w"], [0])
+        placed = m.WrittenBlock(self.granted.extent, self.granted.offset, 64, 1, ["w"], [0])
         client.ask(m.Publish("c", 0, [weight], [placed]))
         pulled = client.ask(m.Pull("c"))
         self.block = pulled.blocks[0].block
@@ -65,19 +65,21 @@ class World:
         """How a snapshot or restore ended."""
         while True:
             self.bench.node.tick(self.bench.now)
-            reply = self.client.ask(m.Follow(work))
+            reply = self.client.ask(m.WatchJob(work))
             if isinstance(reply, m.Failed) or reply.ended:
                 return reply
             assert self.stirred.acquire(timeout=60)
 
     def columns(self):
         granted = self.granted
-        placed = m.Placed(granted.extent, granted.offset + 64, SIZE, 2, ["big"], [8], slots=struct.pack("<2i", 0, 1))
+        placed = m.WrittenBlock(
+            granted.extent, granted.offset + 64, SIZE, 2, ["big"], [8], slots=struct.pack("<2i", 0, 1)
+        )
         facts = m.RowFacts(tokens=ids(), priority=struct.pack("<2d", 0, 1), policy_version=ids(), keys=["c", "d"])
         return m.Columns(FIELDS, [placed], numbers(2).inline, facts)
 
     def offer(self):
-        return m.Offer(self.bench.arena.path, self.bench.arena.capacity,
+        return m.ShardOffer(self.bench.arena.path, self.bench.arena.capacity,
                        "tcp://127.0.0.1:9", "", b"s" * 32)  # fmt: skip
 
     def in_order(self, kind):
@@ -91,34 +93,34 @@ class World:
             m.CreateTable: [m.CreateTable("u", FIELDS, [Task("train", ["x"])], pacing=Pacing("train", 2))],
             m.AddTask: [m.AddTask("t", Task("more", ["x"], gives=["big"], groups=Complete()))],
             m.AddFields: [m.AddFields("t", [Field("y", "int64", (2,))])],
-            m.Advance: [m.Advance("t", 1)],
-            m.Put: [m.Put("t", 2, columns), m.Put("t", 2, columns, self.reserved.reservation)],
+            m.AdvanceClock: [m.AdvanceClock("t", 1)],
+            m.PutRequest: [m.PutRequest("t", 2, columns), m.PutRequest("t", 2, columns, self.reserved.reservation)],
             m.Update: [m.Update("t", ids(), columns, overwrite=True)],
-            m.Lease: [m.Lease("t", "train", 2, fields=["x"], where=[Compare("x", "<", 9)]), m.Lease("t", "whole", groups=1),
-                      m.Lease("t", "train", tokens=1, world=1), m.Lease("t", "train", 2, where=[TagIs("tag", 1)]),
-                      m.Lease("t", "train", rows=2, rank=0, world=2, replica=0, replicas=2)],
+            m.LeaseRequest: [m.LeaseRequest("t", "train", 2, fields=["x"], where=[Compare("x", "<", 9)]), m.LeaseRequest("t", "whole", groups=1),
+                      m.LeaseRequest("t", "train", tokens=1, world=1), m.LeaseRequest("t", "train", 2, where=[TagIs("tag", 1)]),
+                      m.LeaseRequest("t", "train", rows=2, rank=0, world=2, replica=0, replicas=2)],
             m.Ack: [m.Ack("t", lease, token, ids(), results), m.Ack("t", lease, token, drop="bad")],
-            m.Checkpointed: [m.Checkpointed("t", 0, "train")],
+            m.CommitCheckpoint: [m.CommitCheckpoint("t", 0, "train")],
             m.Rollback: [m.Rollback("t", 0, "train", 0)],
-            m.Release: [m.Release("t", lease, token, ids(), columns=results)],
+            m.ReleaseRequest: [m.ReleaseRequest("t", lease, token, ids(), columns=results)],
             m.Renew: [m.Renew("t", lease, token, 5.0)],
             m.Reserve: [m.Reserve("t", 2)],
             m.Unreserve: [m.Unreserve("t", self.reserved.reservation, 1)],
             m.Drop: [m.Drop("t", ids(), "bad")],
             m.Delete: [m.Delete("t", np.arange(4, 6, dtype="<i8").tobytes())],
             m.Find: [m.Find("t", ["a"])],
-            m.Read: [m.Read("t", ids(), ["x"]), m.Read("t", None, ["x"], [Compare("x", "<", 9)], 2)],
+            m.ReadRequest: [m.ReadRequest("t", ids(), ["x"]), m.ReadRequest("t", None, ["x"], [Compare("x", "<", 9)], 2)],
             m.Publish: [m.Publish("c", 1, [Field("v", "float32", (4,))],
-                                  [m.Placed(self.granted.extent, self.granted.offset + 64, 64, 1, ["v"], [0])],
+                                  [m.WrittenBlock(self.granted.extent, self.granted.offset + 64, 64, 1, ["v"], [0])],
                                   base=0, kept=[self.block])],
-            m.Basis: [m.Basis("c")],
+            m.GetLatestVersion: [m.GetLatestVersion("c")],
             m.Pull: [m.Pull("c"), m.Pull("c", version=0)],
-            m.Applied: [m.Applied("c", 0)],
-            m.Turn: [m.Turn("c")],
-            m.EndTurn: [m.EndTurn("c")],
+            m.ReportApplied: [m.ReportApplied("c", 0)],
+            m.AcquireUpdateSlot: [m.AcquireUpdateSlot("c")],
+            m.ReleaseUpdateSlot: [m.ReleaseUpdateSlot("c")],
             m.ReturnGrant: [m.ReturnGrant(self.granted.extent)],
             m.Observe: [m.Observe(what, "t", 0) for what in ("stats", "audit", "row", "doctor", "sessions")],
-            m.Snapshot: [m.Snapshot("s")],
+            m.SnapshotRequest: [m.SnapshotRequest("s")],
         }.get(kind, [])  # fmt: skip
 
 
@@ -148,13 +150,15 @@ def test_many_fields_columns_and_names_are_refused_before_any_work_is_done_for_t
     fields = [Field(f"f{number}", "int64") for number in range(MANY)]
     names = [field.name for field in fields]
     granted, columns = world.granted, world.columns()
-    twice = m.Placed(granted.extent, granted.offset + 64, SIZE, 2, [*names[:999], *["big"] * 60_000], [0] * 60_999)
+    twice = m.WrittenBlock(
+        granted.extent, granted.offset + 64, SIZE, 2, [*names[:999], *["big"] * 60_000], [0] * 60_999
+    )
     inline = [m.Inline(name, bytes(16)) for name in names]
     began = time.thread_time()
     for request in (
-        m.AddFields("t", fields), m.CreateTable("u", fields), m.Put("t", 2, m.Columns(fields)), m.Lease("t", "train", 1, fields=names),
-        m.Put("t", 2, m.Columns(fields[:2000])), m.AddFields("t", fields[:2000]), m.Put("t", 2, m.Columns([], [twice])),
-        m.Put("t", 2, m.Columns([], [], inline)), m.Put("t", 2, m.Columns([], columns.blocks * MANY)), m.Read("t", ids(), names),
+        m.AddFields("t", fields), m.CreateTable("u", fields), m.PutRequest("t", 2, m.Columns(fields)), m.LeaseRequest("t", "train", 1, fields=names),
+        m.PutRequest("t", 2, m.Columns(fields[:2000])), m.AddFields("t", fields[:2000]), m.PutRequest("t", 2, m.Columns([], [twice])),
+        m.PutRequest("t", 2, m.Columns([], [], inline)), m.PutRequest("t", 2, m.Columns([], columns.blocks * MANY)), m.ReadRequest("t", ids(), names),
         m.Update("t", ids(), m.Columns([], columns.blocks * MANY)), m.Publish("c", 1, [], columns.blocks * MANY),
         m.Publish("c", 1, [], [], base=0, kept=[world.block] * MANY), m.AddTask("t", Task("many", names)),
     ):  # fmt: skip
@@ -190,7 +194,7 @@ def test_every_request_at_its_extremes_is_answered(kind, tmp_path):
             for reply in [reply for _, reply in world.bench.answered.pop(client.peer, ())]:
                 assert getattr(reply, "error", "") != "InternalError", (tree, reply)
                 changed += not isinstance(reply, m.Failed)
-                if isinstance(reply, m.Working):
+                if isinstance(reply, m.JobProgress):
                     outcome = world.outcome(reply.work)
                     assert getattr(outcome, "error", "") != "InternalError", (tree, outcome)
     judge(world)

@@ -42,9 +42,9 @@ def made() -> list[bytes]:
     ask(1, m.CreateTable("t", [BYTES], [Task("train", ["b"], lease_s=2.0)]), 2.0)
     extent = ledger.grant(5, 0, 0, 4096, 2.5, call=2).extent
     for at in (0, 1):
-        block = m.Placed(extent, 64 * at, 64, 2, ["b"], [0])
-        ask(3 + at, m.Put("t", 2, m.Columns([BYTES], [block])), 3.0)
-    ask(5, m.Lease("t", "train", rows=1, wait_s=5.0), 4.0)
+        block = m.WrittenBlock(extent, 64 * at, 64, 2, ["b"], [0])
+        ask(3 + at, m.PutRequest("t", 2, m.Columns([BYTES], [block])), 3.0)
+    ask(5, m.LeaseRequest("t", "train", rows=1, wait_s=5.0), 4.0)
     ledger.tick(9.0)  # the lease expires
     ledger.lose([1], 9.5)
     ledger.lose_shard(0, 10.0)

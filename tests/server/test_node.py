@@ -142,7 +142,7 @@ def test_goodbye_ends_a_session_and_its_waits(bench):
     client.ask(lease(1))
     waiting = other.post(lease(1, wait_s=60.0))
     client.post(lease(1, wait_s=60.0))
-    assert client.ask(m.Goodbye()) == m.Done()
+    assert client.ask(m.Goodbye()) == m.DoneReply()
     assert rows_of(other.take(waiting)) == [0]
     assert len(bench.node.parking) == 0
     failed(client.ask(m.ListTables()), "Disconnected")
@@ -434,8 +434,8 @@ def test_a_grant_without_room_says_who_has_it(bench):
     client, other = bench.client(label="hoarder"), bench.client()
     client.create_table(fields=[Field("big", "uint8", (None,))], tasks=[])
     extent = client.ask(m.Grant(MIB))
-    block = m.Placed(extent.extent, extent.offset, 4096 + 64, 1, ["big"], [4096])
-    client.ask(m.Put("t", 1, m.Columns(fields=[Field("big", "uint8", (None,))], blocks=[block])))
+    block = m.WrittenBlock(extent.extent, extent.offset, 4096 + 64, 1, ["big"], [4096])
+    client.ask(m.PutRequest("t", 1, m.Columns(fields=[Field("big", "uint8", (None,))], blocks=[block])))
     failed(other.ask(m.Grant(PAGE_BYTES)), "Full", 'table "t" (4,160 bytes)')
     failed(other.ask(m.Grant(PAGE_BYTES)), "Full", "hoarder (1 grants")
     waiting = other.post(m.Grant(PAGE_BYTES, wait_s=1.0))

@@ -9,11 +9,11 @@ from transferqueue.wire import messages as m
 
 
 def lease(rows=1, wait_s=10.0, **terms):
-    return m.Lease("t", "train", rows=rows, wait_s=wait_s, **terms)
+    return m.LeaseRequest("t", "train", rows=rows, wait_s=wait_s, **terms)
 
 
 def put(rows=1, wait_s=10.0, **terms):
-    return m.Put("t", rows, m.Columns(), wait_s=wait_s, **terms)
+    return m.PutRequest("t", rows, m.Columns(), wait_s=wait_s, **terms)
 
 
 KEY = ("task", "t", "train")

@@ -25,13 +25,13 @@ def test_what_was_planted_is_there_in_the_next_life(tmp_path: Path) -> None:
     first.plant(cut, 5.0)
     first.commit()
     first.open_session(1, b"c" * 16, 6.0)
-    assert first.apply(m.Rollback("t", 3), session=1, call=1, now=6.0) == m.Done(1)
+    assert first.apply(m.Rollback("t", 3), session=1, call=1, now=6.0) == m.DoneReply(1)
     first.commit()
     journal.close()
 
     journal = SqliteJournal(tmp_path / "journal.sqlite", Level.PROCESS)
     second, _ = recover(journal)
-    leased = second.apply(m.Lease("t", "train", rows=3), session=1, call=2, now=7.0)
+    leased = second.apply(m.LeaseRequest("t", "train", rows=3), session=1, call=2, now=7.0)
     assert isinstance(leased, m.Leased)
     assert leased.content.rows == client.read().rows
     journal.close()

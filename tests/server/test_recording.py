@@ -153,7 +153,7 @@ def test_a_call_sent_again_to_the_next_life_gets_its_reply(world, paper):
     client = world.client()
     client.create(tasks=[Task("t")])
     client.put(2)
-    request = m.Lease("t", "t", rows=2)
+    request = m.LeaseRequest("t", "t", rows=2)
     reply = client.apply(request, call=50)
     world.ledger.commit()
     world.ledger = reborn(paper)

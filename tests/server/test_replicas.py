@@ -28,15 +28,17 @@ def copied(client):
     second = client.ask(m.Grant(PAGE_BYTES, apart=[first.shard]))
     put = put_into(first)
     (block,) = put.columns.blocks
-    copies = [m.CopyAt(second.extent, second.offset)]
-    placed = m.Placed(block.extent, block.offset, block.nbytes, block.rows, block.fields, block.counts, copies=copies)
-    assert isinstance(client.ask(m.Put("t", 2, m.Columns(blocks=[placed]))), m.PutRows)
+    copies = [m.WrittenCopy(second.extent, second.offset)]
+    placed = m.WrittenBlock(
+        block.extent, block.offset, block.nbytes, block.rows, block.fields, block.counts, copies=copies
+    )
+    assert isinstance(client.ask(m.PutRequest("t", 2, m.Columns(blocks=[placed]))), m.PutRows)
     return [first.shard, second.shard]
 
 
 def told(client, **lease):
     """The one block that a lease names."""
-    (part,) = client.ask(m.Lease("t", "train", rows=2, **lease)).content.parts
+    (part,) = client.ask(m.LeaseRequest("t", "train", rows=2, **lease)).content.parts
     (block,) = part.blocks
     return block
 

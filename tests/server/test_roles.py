@@ -24,12 +24,12 @@ def test_every_request_is_in_the_table():
 
 
 def test_an_observer_only_looks():
-    may = {kind.__name__ for kind in REQUESTS if "observer" in MAY[kind]}
+    may = {m.tag_of(kind) for kind in REQUESTS if "observer" in MAY[kind]}
     assert may == {"Hello", "Heartbeat", "Goodbye", "Unpin", "OpenTable", "ListTables", "Observe", "Cursor"}
 
 
 def test_the_refusal_names_the_role_and_who_may():
-    refused = denied("producer", m.Lease("t", "train", rows=1))
+    refused = denied("producer", m.LeaseRequest("t", "train", rows=1))
     assert str(refused).startswith(
         "Lease is not for a client whose key has role producer; admin and consumer may send it"
     )
@@ -72,9 +72,9 @@ def test_a_refused_request_changes_nothing(ring, role):
         lease(1, 5.0),
         m.CreateTable("u"),
         m.DropTable("t"),
-        m.Advance("t", 3),
+        m.AdvanceClock("t", 3),
         m.Reserve("t", 1, wait_s=5.0),
-        m.Read("t"),
+        m.ReadRequest("t"),
     ]:
         if role not in MAY[type(request)]:
             reply = client.ask(request)
@@ -92,7 +92,7 @@ def test_each_role_does_its_work(ring):
     admin.create_table()
     assert isinstance(producer.ask(producer.put(2)), m.PutRows)
     leased = consumer.ask(lease(2, 1.0))
-    assert isinstance(consumer.ask(m.Ack("t", leased.lease, leased.token)), m.Done)
+    assert isinstance(consumer.ask(m.Ack("t", leased.lease, leased.token)), m.DoneReply)
     assert isinstance(ring.client(bench, "observer").ask(m.Observe("audit")), m.Observed)
     bench.close()
 
@@ -101,11 +101,11 @@ def test_a_session_is_not_open_to_another_key(ring):
     bench = ring.bench()
     admin, producer = ring.client(bench, "admin"), ring.client(bench, "producer")
     for session in (admin.session, producer.session + 99):
-        bench.receive(producer.peer, codec.encode_call(m.Call(session, 9, 0, m.ListTables())))
+        bench.receive(producer.peer, codec.encode_call(m.CallFrame(session, 9, 0, m.ListTables())))
         assert bench.answered[producer.peer][-1][1].error == "Disconnected"
-    bench.receive(b"same user", codec.encode_call(m.Call(producer.session, 9, 0, m.ListTables())))
+    bench.receive(b"same user", codec.encode_call(m.CallFrame(producer.session, 9, 0, m.ListTables())))
     assert bench.answered[b"same user"][-1][1].error == "Disconnected"
-    bench.receive(producer.peer, codec.encode_call(m.Call(0, 1, 0, admin.hello)))
+    bench.receive(producer.peer, codec.encode_call(m.CallFrame(0, 1, 0, admin.hello)))
     assert bench.answered[producer.peer][-1][1].error == "Disconnected"
     assert isinstance(admin.ask(m.ListTables()), m.Tables)
     bench.close()
@@ -143,7 +143,7 @@ def test_a_key_holder_names_no_file_but_a_session_file(ring, tmp_path):
 
 def test_a_key_without_a_key_file_is_nobodys():
     bench = Bench()
-    bench.receive(KeyedPeer(b"x", "k" * 40), codec.encode_call(m.Call(0, 1, 0, m.Hello(b"c" * 16))))
+    bench.receive(KeyedPeer(b"x", "k" * 40), codec.encode_call(m.CallFrame(0, 1, 0, m.Hello(b"c" * 16))))
     assert not bench.answered
     bench.close()
 
@@ -162,12 +162,12 @@ def test_a_frame_from_before_a_restart_does_not_end_the_session_of_a_key(ring):
 
 
 def test_a_shard_takes_orders_and_sees_nothing_else():
-    may = {kind.__name__ for kind in REQUESTS if "shard" in MAY[kind]}
+    may = {m.tag_of(kind) for kind in REQUESTS if "shard" in MAY[kind]}
     assert may == {"Hello", "Heartbeat", "Goodbye", "TakeOrders"}
 
 
 def test_memory_is_offered_with_a_key_for_it_only():
-    hello = m.Hello(b"c" * 16, shard=m.Offer("/arena", 4096, "tcp://127.0.0.1:1", "", b"k" * 32))
+    hello = m.Hello(b"c" * 16, shard=m.ShardOffer("/arena", 4096, "tcp://127.0.0.1:1", "", b"k" * 32))
     for role in ("admin", "shard"):
         check_offer(role, hello)
     with pytest.raises(PermissionDenied, match="may not join with a key of role producer; join with a token of role"):

@@ -44,7 +44,7 @@ class Client:
 
     def post(self, request):
         self.ids += 1
-        self.channel.send(codec.encode_call(m.Call(self.session, self.ids, 0, request)))
+        self.channel.send(codec.encode_call(m.CallFrame(self.session, self.ids, 0, request)))
         return self.ids
 
     def take(self, timeout_s=20):
@@ -119,7 +119,7 @@ def arena_of(client):
 
 
 def lease(wait_s=0.0):
-    return m.Lease("t", "train", rows=1, wait_s=wait_s)
+    return m.LeaseRequest("t", "train", rows=1, wait_s=wait_s)
 
 
 def create(client):
@@ -135,7 +135,7 @@ def test_an_embedded_server_is_reached_from_inside_and_from_outside(server, clie
     assert inside.welcome.runtime == str(tmp_path)
     create(inside)
     waiting = outside.post(lease(wait_s=20))
-    inside.ask(m.Put("t", 1, ONE_ROW))
+    inside.ask(m.PutRequest("t", 1, ONE_ROW))
     answer = outside.take()
     assert answer.id == waiting
     assert answer.reply.content.inline == [ONE_ROW.inline[0]]
@@ -252,7 +252,13 @@ def test_a_peer_that_spews_garbage_changes_nothing(running, clients, kind):
     client = clients(running.address)
     create(client)
     stranger, wakeup = dial(address), Wakeup()
-    frames = [b"", b"x", os.urandom(1000), b"\x91" * 100_000, codec.encode_call(m.Call(1, 1, 0, m.ListTables()))[:-1]]
+    frames = [
+        b"",
+        b"x",
+        os.urandom(1000),
+        b"\x91" * 100_000,
+        codec.encode_call(m.CallFrame(1, 1, 0, m.ListTables()))[:-1],
+    ]
     for frame in frames * 20:
         stranger.send(frame)
     for _ in range(len(frames) * 20):
@@ -270,7 +276,7 @@ def test_a_peer_that_spews_garbage_changes_nothing(running, clients, kind):
 def test_a_client_that_never_reads_is_dropped_and_no_one_else(running, clients):
     deaf, other, pacer = clients(running.address), clients(running.address), clients(running.address)
     create(other)
-    other.ask(m.Put("t", 1, ONE_ROW))
+    other.ask(m.PutRequest("t", 1, ONE_ROW))
     deaf.ask(lease())
     other.post(lease(wait_s=20))
     while not running.node.counters.sessions_dropped:
@@ -289,7 +295,7 @@ def test_a_client_that_never_reads_is_dropped_and_no_one_else(running, clients):
 def test_a_client_in_this_process_that_leaves_without_a_word_is_closed(running, clients):
     rude, other = clients(running.inproc_address), clients(running.address)
     create(other)
-    other.ask(m.Put("t", 1, ONE_ROW))
+    other.ask(m.PutRequest("t", 1, ONE_ROW))
     rude.ask(lease())
     other.post(lease(wait_s=20))
     rude.channel.close()
@@ -314,7 +320,7 @@ sys.stdin.read()
 def test_leases_of_a_killed_process_return_at_once(server, clients, tmp_path):
     client = clients(server.inproc_address)
     create(client)
-    client.ask(m.Put("t", 1, ONE_ROW))
+    client.ask(m.PutRequest("t", 1, ONE_ROW))
     root = Path(__file__).parents[2]
     with subprocess.Popen(
         [sys.executable, "-c", WORKER, server.address, tmp_path / "sessions", root],

@@ -50,7 +50,7 @@ class Joined:
             "secret": b"s" * 32,
         }
         hello = {"host": this_host(), "pid": os.getpid()} if host is None else {"host": host}
-        self.offer = m.Offer(**(facts | offer))
+        self.offer = m.ShardOffer(**(facts | offer))
         self.client = bench.client(**hello, shard=self.offer)
         self.epoch = bench.node.place.epoch
         self.done, self.failed, self.waiting = 0, [], None
@@ -61,11 +61,11 @@ class Joined:
         found = []
         while True:
             if self.waiting is None:
-                self.waiting = self.client.post(m.TakeOrders(self.epoch, self.done, self.failed, wait_s=60.0))
+                self.waiting = self.client.post(m.PollCommands(self.epoch, self.done, self.failed, wait_s=60.0))
             reply = self.client.take(self.waiting)
             if reply is None:
                 return found
-            assert isinstance(reply, m.Orders), reply
+            assert isinstance(reply, m.ShardCommands), reply
             self.waiting, self.failed = None, []
             for number, order in enumerate(reply.orders, reply.first):
                 assert number == self.done + 1
@@ -93,8 +93,8 @@ def write(client, rows=2, nbytes=PAGE_BYTES):
 def put_into(granted, rows=2, at=0):
     """Rows of one value each: their offsets, and the values."""
     nbytes = align(8 * (rows + 1)) + align(8 * rows)
-    return m.Put(
-        "t", rows, m.Columns(blocks=[m.Placed(granted.extent, granted.offset + at, nbytes, rows, ["x"], [rows])])
+    return m.PutRequest(
+        "t", rows, m.Columns(blocks=[m.WrittenBlock(granted.extent, granted.offset + at, nbytes, rows, ["x"], [rows])])
     )
 
 
@@ -105,7 +105,7 @@ def create(client):
 def test_one_that_joins_is_told_to_take_pages_and_is_lent_from_then_on(bench):
     shard, client = Joined(bench), local(bench)
     assert client.ask(m.Grant(PAGE_BYTES)).shard == 0, "no pages yet"
-    assert shard.work() == [m.Grow(0, ARENA_STEP_BYTES)]
+    assert shard.work() == [m.AllocatePages(0, ARENA_STEP_BYTES)]
     assert client.ask(m.Grant(PAGE_BYTES)).shard == 1, "the least full one"
     assert [(one["shard"], one["used_bytes"]) for one in shards(bench)] == [(1, PAGE_BYTES)]
 
@@ -115,15 +115,15 @@ def test_pages_are_asked_for_ahead_and_when_an_extent_needs_more(bench):
     shard.work()
     large = client.post(m.Grant(2 * ARENA_STEP_BYTES, wait_s=5.0))
     assert client.take(large) is None
-    assert shard.work() == [m.Grow(ARENA_STEP_BYTES, 2 * ARENA_STEP_BYTES)]
+    assert shard.work() == [m.AllocatePages(ARENA_STEP_BYTES, 2 * ARENA_STEP_BYTES)]
     assert client.take(large).shard == 1
     client.ask(m.Grant(ARENA_STEP_BYTES - PAGE_BYTES))
-    assert shard.work() == [m.Grow(3 * ARENA_STEP_BYTES, ARENA_STEP_BYTES)]
+    assert shard.work() == [m.AllocatePages(3 * ARENA_STEP_BYTES, ARENA_STEP_BYTES)]
 
 
 def test_a_shard_that_gets_no_pages_is_not_asked_again_and_again(bench):
     shard, client = Joined(bench), local(bench)
-    assert shard.work(fail=m.Grow) == [m.Grow(0, ARENA_STEP_BYTES)]
+    assert shard.work(fail=m.AllocatePages) == [m.AllocatePages(0, ARENA_STEP_BYTES)]
     assert client.ask(m.Grant(PAGE_BYTES)).shard == 0
     assert shard.work() == []
     assert shards(bench)[0]["backed_bytes"] == 0
@@ -191,12 +191,12 @@ def test_one_that_drains_is_lent_no_more_and_leaves_when_it_is_empty(bench):
     assert write(client).shard == 1
     client.ask(m.Drain(1))
     assert client.ask(m.Grant(PAGE_BYTES)).shard == 0
-    assert m.Leave() not in shard.work()
-    leased = client.ask(m.Lease("t", "train", rows=2))
+    assert m.ShutDownShard() not in shard.work()
+    leased = client.ask(m.LeaseRequest("t", "train", rows=2))
     client.ask(m.Ack("t", leased.lease, leased.token))
     (block,) = {at.block for part in leased.content.parts for at in part.blocks}
     client.post(m.Unpin(struct.pack("<q", block), struct.pack("<q", 1)))
-    assert shard.work()[-1:] == [m.Leave()]
+    assert shard.work()[-1:] == [m.ShutDownShard()]
     shard.client.ask(m.Goodbye())
     assert shards(bench) == []
     assert codec.decode_plain(client.ask(m.Observe("audit")).value)["tables"]["t"]["rows_done"] == 2
@@ -214,7 +214,7 @@ def test_with_a_shard_its_rows_are_lost_and_work_goes_on(bench):
     assert audit["rows_put"] == 2
     assert (audit["rows_dropped"], audit["rows_lost"]) == (2, 2)
     assert write(client).shard == 0
-    assert len(client.ask(m.Lease("t", "train", rows=2)).content.rows) == 16
+    assert len(client.ask(m.LeaseRequest("t", "train", rows=2)).content.rows) == 16
 
 
 def test_an_extent_larger_than_every_shard_is_refused_at_once(bench):
@@ -292,7 +292,7 @@ def test_a_shard_without_pages_counts_for_no_more_than_it_has(bench):
     shard.work()
     first = client.ask(m.Grant(ARENA_STEP_BYTES - PAGE_BYTES))
     assert first.shard == 1
-    shard.work(fail=m.Grow)
+    shard.work(fail=m.AllocatePages)
     (there,) = bench.node.shards
     assert there.lendable == ARENA_STEP_BYTES
     refused = client.ask(m.Grant(ARENA_STEP_BYTES, use="rows"))
@@ -301,12 +301,12 @@ def test_a_shard_without_pages_counts_for_no_more_than_it_has(bench):
 
 def test_a_shard_that_confirms_what_it_was_not_told_is_refused(bench):
     shard = Joined(bench)
-    refused = shard.client.ask(m.TakeOrders(shard.epoch, (1 << 62) - 1))
+    refused = shard.client.ask(m.PollCommands(shard.epoch, (1 << 62) - 1))
     assert (refused.error, refused.text) == (
         "ProtocolError", f"shard 1 says that it has carried out order {(1 << 62) - 1}, and was told 0 so far",
     )  # fmt: skip
     assert shards(bench)[0]["backed_bytes"] == 0
-    assert shard.work() == [m.Grow(0, ARENA_STEP_BYTES)]
+    assert shard.work() == [m.AllocatePages(0, ARENA_STEP_BYTES)]
 
 
 def test_nobody_opens_a_file_that_a_holder_of_a_key_names(tmp_path):
@@ -315,9 +315,9 @@ def test_nobody_opens_a_file_that_a_holder_of_a_key_names(tmp_path):
     bench = Bench(door=Authorizer(ring))
     key = load(tmp_path / "keys").clients[0].pair.public
     hello = m.Hello(
-        b"k" * 16, os.getpid(), this_host(), shard=m.Offer("/etc/x", 4096, "tcp://1.2.3.4:5", "", b"s" * 32)
+        b"k" * 16, os.getpid(), this_host(), shard=m.ShardOffer("/etc/x", 4096, "tcp://1.2.3.4:5", "", b"s" * 32)
     )
-    bench.receive(KeyedPeer(b"one", key), codec.encode_call(m.Call(0, 1, 0, hello)))
+    bench.receive(KeyedPeer(b"one", key), codec.encode_call(m.CallFrame(0, 1, 0, hello)))
     (at,) = local(bench).ask(m.ListShards()).shards
     assert (at.path, at.endpoint) == ("", "tcp://1.2.3.4:5")
     bench.close()
@@ -325,7 +325,7 @@ def test_nobody_opens_a_file_that_a_holder_of_a_key_names(tmp_path):
 
 def test_orders_are_for_shards_only_and_only_those_that_joined_drain(bench):
     client = local(bench)
-    refused = client.ask(m.TakeOrders(1, 0))
+    refused = client.ask(m.PollCommands(1, 0))
     assert (refused.error, refused.text) == (
         "UsageError",
         f"session {client.session} is no shard, so there are no orders for it",
@@ -337,9 +337,9 @@ def test_orders_are_for_shards_only_and_only_those_that_joined_drain(bench):
 
 def test_orders_that_were_not_confirmed_come_again(bench):
     shard = Joined(bench)
-    first = shard.client.ask(m.TakeOrders(shard.epoch, 0))
-    assert shard.client.ask(m.TakeOrders(shard.epoch, 0)) == first
-    assert shard.client.ask(m.TakeOrders(shard.epoch - 1, first.first)) == first, "that was of another life"
+    first = shard.client.ask(m.PollCommands(shard.epoch, 0))
+    assert shard.client.ask(m.PollCommands(shard.epoch, 0)) == first
+    assert shard.client.ask(m.PollCommands(shard.epoch - 1, first.first)) == first, "that was of another life"
 
 
 def test_standing():

@@ -100,7 +100,7 @@ def boss(bench):
 
 
 def reward(rows=1, wait_s=0.0):
-    return m.Lease("t", "reward", rows=rows, wait_s=wait_s)
+    return m.LeaseRequest("t", "reward", rows=rows, wait_s=wait_s)
 
 
 def test_a_task_that_nobody_ever_worked_on_says_so(bench, boss):
@@ -118,7 +118,7 @@ def test_who_waits_for_what_a_dead_worker_gives_is_told_of_it(bench, boss):
     worker = bench.client(label="reward-0", **local())
     worker.ask(reward())
     assert told(boss)["unattended_s"] is None, "it has rows"
-    waiting = boss.post(m.Lease("t", "train", rows=2, wait_s=60.0))
+    waiting = boss.post(m.LeaseRequest("t", "train", rows=2, wait_s=60.0))
     bench.node.lost(worker.peer, bench.now)
     bench.pass_time(48)
     text = "nobody works on it; the last worker left 48 s ago (reward-0, its connection ended)"
@@ -157,8 +157,8 @@ def test_a_worker_that_waits_or_has_just_asked_works_and_one_that_is_idle_is_nam
 
 def test_requests_for_tasks_that_do_not_exist_are_not_kept(bench, boss):
     for number in range(100):
-        boss.ask(m.Lease("t", f"task-{number}", rows=1))
-        boss.ask(m.Lease(f"t-{number}", "reward", rows=1))
+        boss.ask(m.LeaseRequest("t", f"task-{number}", rows=1))
+        boss.ask(m.LeaseRequest(f"t-{number}", "reward", rows=1))
     assert bench.node.workers._sessions == {}
 
 
@@ -176,7 +176,7 @@ def test_a_table_of_the_same_name_begins_without_workers(bench, boss):
 def test_a_task_that_can_never_progress_says_so(bench, boss):
     boss.ask(m.CreateTable("u", tasks=[Task("reward", needs=["x"], gives=["r"]), Task("log", needs=["x"])]))
     boss.ask(msgspec.structs.replace(boss.put(1), table="u"))
-    lent = boss.ask(m.Lease("u", "reward", rows=1))
+    lent = boss.ask(m.LeaseRequest("u", "reward", rows=1))
     boss.ask(m.Ack("u", lent.lease, lent.token))
     boss.ask(m.AddTask("u", Task("train", needs=["r"])))
     boss.ask(m.Seal("u"))

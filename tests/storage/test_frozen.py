@@ -19,7 +19,7 @@ from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.from_snapshot import thaw
 from transferqueue.storage.inputs.prepare import Prepared, prepare
 from transferqueue.storage.inputs.sources import Arrays
-from transferqueue.wire.messages import BlockAt
+from transferqueue.wire.messages import BlockLocation
 
 NUMBERS = [name for name in ITEM_BYTES if name not in BLOB_DTYPES]
 ROWS = 5
@@ -29,7 +29,7 @@ def column_of(prepared: Prepared) -> tuple[Column, np.ndarray[Any, Any]]:
     draft = BlockWriter([prepared])
     memory = np.zeros(max(draft.nbytes, 1), np.uint8)[: draft.nbytes]
     draft.write(memory)
-    at = BlockAt(1, 0, 1, 0, draft.nbytes, draft.stored_rows, [prepared.field.name], draft.counts)
+    at = BlockLocation(1, 0, 1, 0, draft.nbytes, draft.stored_rows, [prepared.field.name], draft.counts)
     blocks = MappedBlocks([at], [memory], {prepared.field.name: prepared.field})
     rows = np.arange(draft.stored_rows, dtype=np.int32)
     return Column(prepared.field, RowPlacement(blocks, np.zeros(len(rows), np.int32), rows)), memory

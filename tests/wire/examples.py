@@ -17,15 +17,17 @@ from transferqueue.wire.home_coordinator import Seat
 TWO: Final = bytes.fromhex("01000000000000000200000000000000")
 """Two int64."""
 FIELDS: Final = [Field("x", "int64", (None,)), Field("y", "float32"), Field("z", "int32", (3, 4))]
-PLACED: Final = m.Placed(3, 4096, 128, 2, ["x", "z"], [5, 0], bytes(8), 2**64 - 1, [m.CopyAt(4, 8192)])
+PLACED: Final = m.WrittenBlock(3, 4096, 128, 2, ["x", "z"], [5, 0], bytes(8), 2**64 - 1, [m.WrittenCopy(4, 8192)])
 FACTS: Final = m.RowFacts(
     TWO, bytes(8), TWO, TWO, TWO, TWO, TWO, ["k", "l"], [{"a": "b", "c": 1}, {"d": 0.5, "e": True}]
 )
 COLUMNS: Final = m.Columns(FIELDS, [PLACED], [m.Inline("y", bytes(8))], FACTS)
-BLOCK: Final = m.BlockAt(9, 0, 3, 4096, 128, 2, ["x", "z"], [5, 0], 2**64 - 1, bytes(16), [m.Copy(1, 4, 8192)])
-CONTENT: Final = m.Content(
+BLOCK: Final = m.BlockLocation(
+    9, 0, 3, 4096, 128, 2, ["x", "z"], [5, 0], 2**64 - 1, bytes(16), [m.CopyLocation(1, 4, 8192)]
+)
+CONTENT: Final = m.ReplyRows(
     TWO, TWO, TWO, TWO, bytes(8), TWO, TWO, TWO, ["k", "l"], [{"a": 1}, {}], [m.Inline("y", bytes(8))],
-    [m.Part(["x", "z"], [BLOCK], bytes(8), bytes(8))], codec.encode_fields(FIELDS),
+    [m.ReplyColumns(["x", "z"], [BLOCK], bytes(8), bytes(8))], codec.encode_fields(FIELDS),
 )  # fmt: skip
 TASKS: Final = [
     p.Task("train", ["x"], ["r"], p.TokenBalanced(inner=p.Priority(), equal_counts=False), p.Complete(min_size=2, deadline_s=9.5), 30.0, 3, "now", 45.0),
@@ -36,7 +38,7 @@ TASKS: Final = [
 ]  # fmt: skip
 WHERE: Final = [p.TagIs("a", "b"), p.VersionBetween(1, 2), p.Compare("y", "<=", 0.5)]
 PACING: Final = p.Pacing("train", 64, 0.25, 2, p.Requeue("oldest"), "weights")
-OFFER: Final = m.Offer("/dev/shm/a", 1 << 30, "tcp://h:1", "k" * 40, bytes(range(32)), 2)
+OFFER: Final = m.ShardOffer("/dev/shm/a", 1 << 30, "tcp://h:1", "k" * 40, bytes(range(32)), 2)
 
 REQUESTS: Final[list[m.Request]] = [
     m.Hello(bytes(range(16)), 4711, "host", "/run/sessions/a", "0.1.0", "worker", True, OFFER),
@@ -53,37 +55,37 @@ REQUESTS: Final[list[m.Request]] = [
     m.DropTable("t", True),
     m.ListTables(),
     m.Seal("t"),
-    m.Advance("t", 7, 1.5),
+    m.AdvanceClock("t", 7, 1.5),
     m.Grant(4096, 1.5, [1, 2], "weights"),
     m.ReturnGrant(3),
-    m.Put("t", 2, COLUMNS, 5, 1.5),
+    m.PutRequest("t", 2, COLUMNS, 5, 1.5),
     m.Update("t", TWO, COLUMNS, True),
-    m.Lease("t", "train", 1, 2, 3, 1, 1.5, 30.0, WHERE, ["x"], 1, 2, 1, 2),
+    m.LeaseRequest("t", "train", 1, 2, 3, 1, 1.5, 30.0, WHERE, ["x"], 1, 2, 1, 2),
     m.Ack("t", 4, 9, TWO, COLUMNS, "old", 3),
-    m.Checkpointed("t", 3, "train"),
+    m.CommitCheckpoint("t", 3, "train"),
     m.Rollback("t", 2, "train", 1),
     m.Cursor("t", 5),
-    m.Release("t", 4, 9, TWO, True, "why", COLUMNS),
+    m.ReleaseRequest("t", 4, 9, TWO, True, "why", COLUMNS),
     m.Renew("t", 4, 9, 30.0),
     m.Reserve("t", 4, 2, 1.5),
     m.Unreserve("t", 5, 2),
     m.Drop("t", TWO, "old"),
     m.Delete("t", TWO),
     m.Find("t", ["k", "l"]),
-    m.Read("t", TWO, ["x"], WHERE, 9),
+    m.ReadRequest("t", TWO, ["x"], WHERE, 9),
     m.Publish("weights", 7, FIELDS, [PLACED], 3, 1.5, 6, [9]),
-    m.Basis("weights"),
+    m.GetLatestVersion("weights"),
     m.Pull("weights", 6, 7, 1.5),
-    m.Applied("weights", 7),
-    m.Turn("weights", 2, 9.5, 1.5),
-    m.EndTurn("weights"),
-    m.Snapshot("kept", 3),
+    m.ReportApplied("weights", 7),
+    m.AcquireUpdateSlot("weights", 2, 9.5, 1.5),
+    m.ReleaseUpdateSlot("weights"),
+    m.SnapshotRequest("kept", 3),
     m.Restore("kept"),
-    m.Follow(1, 4096, 1.5),
+    m.WatchJob(1, 4096, 1.5),
     m.Observe("row", "t", 3),
     m.ListShards(),
     m.Drain(1),
-    m.TakeOrders(7, 4, [3], 1.5),
+    m.PollCommands(7, 4, [3], 1.5),
     m.CreateTable("x", FIELDS, extra_fields=True),
 ]
 REPLIES: Final[list[m.Reply]] = [
@@ -97,14 +99,14 @@ REPLIES: Final[list[m.Reply]] = [
     m.Reserved(5, 4, 7, [(1, 2)]),
     m.Found(TWO),
     m.ReadRows(CONTENT),
-    m.Weights(7, FIELDS, [BLOCK]),
-    m.BasisAt(7, FIELDS, [BLOCK], {3: 4096}, "a shard"),
+    m.WeightsReply(7, FIELDS, [BLOCK]),
+    m.LatestVersion(7, FIELDS, [BLOCK], {3: 4096}, "a shard"),
     m.Observed(codec.encode_plain({"a": [1, 2.5, None, {"b": "c"}]})),
-    m.CursorAt(8),
-    m.Working(1, "/s/kept", 4096, 8192, True),
-    m.Shards([m.ShardAt(1, "/dev/shm/b", 1 << 20, "tcp://h:1", "k" * 40)]),
-    m.Orders(7, 4, [m.Grow(0, 4096), m.Punch(4096, 4096), m.Revoke(3), m.CloseTransfers(5), m.Stand(9, TWO, 8, TWO), m.Leave()]),
-    m.Done(3),
+    m.CursorValue(8),
+    m.JobProgress(1, "/s/kept", 4096, 8192, True),
+    m.ShardList([m.ShardEndpoint(1, "/dev/shm/b", 1 << 20, "tcp://h:1", "k" * 40)]),
+    m.ShardCommands(7, 4, [m.AllocatePages(0, 4096), m.FreePages(4096, 4096), m.Revoke(3), m.CloseTransfers(5), m.LiveSet(9, TWO, 8, TWO), m.ShutDownShard()]),
+    m.DoneReply(3),
     m.Failed("Full", "no room"),
     m.Welcome(5, 7, "0.1.0", "/run", {}, 1 << 30, seat=Seat(2, 2, "d"), checksums=True),
     m.TableTerms("x", FIELDS, [], Limits(), None, p.Acked(), False, 0, 1, extra_fields=False),
@@ -129,9 +131,9 @@ def frames() -> dict[str, bytes]:
     """Name of each example, by tag, and its frame."""
     found: dict[str, bytes] = {}
     for number, request in enumerate(REQUESTS, 1):
-        found[f"call {number} {tag(request)}"] = codec.encode_call(m.Call(5, number, number - 1, request))
+        found[f"call {number} {tag(request)}"] = codec.encode_call(m.CallFrame(5, number, number - 1, request))
     for number, reply in enumerate(REPLIES, 1):
-        found[f"answer {number} {tag(reply)}"] = codec.encode_answer(m.Answer(7, number, reply))
+        found[f"answer {number} {tag(reply)}"] = codec.encode_answer(m.AnswerFrame(7, number, reply))
     for number, head in enumerate(HEADS, 1):
         found[f"head {number} {tag(head)}"] = b.message(head, (b"content",))[0]
     return found

@@ -19,7 +19,7 @@ STEPS: Final[list[m.Request]] = [
     m.Hello(bytes(range(16)), host="elsewhere", version="0.1.0", label="recorded"),
     m.CreateTable("t", [REWARD], [Task("train", ["r"])]),
     m.Grant(4096),
-    m.Put(
+    m.PutRequest(
         "t",
         2,
         m.Columns(
@@ -28,15 +28,15 @@ STEPS: Final[list[m.Request]] = [
             facts=m.RowFacts(keys=["a", "b"]),
         ),
     ),
-    m.Put("t", 1, m.Columns([Field("x", "int32", (16,))], blocks=[m.Placed(1, 0, 64, 1, ["x"], [0])])),
+    m.PutRequest("t", 1, m.Columns([Field("x", "int32", (16,))], blocks=[m.WrittenBlock(1, 0, 64, 1, ["x"], [0])])),
     m.Find("t", ["b", "c"]),
-    m.Lease("t", "train", rows=2),
+    m.LeaseRequest("t", "train", rows=2),
     m.Ack("t", 1, 1, step=3),
-    m.Read("t"),
-    m.Checkpointed("t", 3),
+    m.ReadRequest("t"),
+    m.CommitCheckpoint("t", 3),
     m.Reserve("t", 4),
     m.Seal("t"),
-    m.Lease("t", "train", rows=1),
+    m.LeaseRequest("t", "train", rows=1),
     m.Goodbye(),
 ]
 
@@ -46,7 +46,7 @@ def play() -> Iterator[tuple[str, bytes]]:
     bench = Bench(tickets=TicketIssuer(bytes(32)))  # random otherwise
     session = 0
     for number, request in enumerate(STEPS, 1):
-        call = codec.encode_call(m.Call(session, number, number - 1, request))
+        call = codec.encode_call(m.CallFrame(session, number, number - 1, request))
         yield f"{examples.tag(request)} call", call
         for answer in answers(bench, call):
             reply = codec.decode_answer(answer).reply

@@ -61,7 +61,7 @@ def fields_of(kind, path, seen):
 
 def lengths():
     seen = set()
-    roots = (m.Call, m.Answer, bulk.ToShard, bulk.ToClient)
+    roots = (m.CallFrame, m.AnswerFrame, bulk.ToShard, bulk.ToClient)
     return [found for root in roots for found in fields_of(inspect.type_info(root), "", seen)]
 
 
@@ -113,7 +113,7 @@ def one_dict(entries):
 
 def hostile(size):
     """Frames of about `size` bytes that make as many values as they can."""
-    lease, update = m.Lease("t", "x"), m.Update("t", b"", m.Columns())
+    lease, update = m.LeaseRequest("t", "x"), m.Update("t", b"", m.Columns())
     yield "find keys", frame_with(m.Find("t", []), "keys", array(size, CHEAP["key"]))
     yield "lease fields", frame_with(lease, "fields", array(size, CHEAP["name"]))
     yield "lease where", frame_with(lease, "where", array(size // 9, CHEAP["where"]))
@@ -154,7 +154,7 @@ def test_a_count_is_compared_before_anything_is_made_for_it():
     for field in ("where", "fields"):
         tracemalloc.start()
         with pytest.raises(ProtocolError, match="length <="):
-            codec.decode_call(frame_with(m.Lease("t", "x"), field, claim))
+            codec.decode_call(frame_with(m.LeaseRequest("t", "x"), field, claim))
         assert tracemalloc.get_traced_memory()[1] < MIB
         tracemalloc.stop()
 
@@ -173,10 +173,10 @@ def test_nesting_is_bounded(opening):
 def test_the_largest_request_that_is_allowed_passes():
     rows = ROWS_PER_REQUEST_MAX
     update = m.Update("t", bytes(8 * rows), m.Columns(facts=m.RowFacts(group_id=bytes(8 * rows), tags=[{}] * rows)))
-    assert codec.decode_call(codec.encode_call(m.Call(1, 2, 0, update))).request == update
+    assert codec.decode_call(codec.encode_call(m.CallFrame(1, 2, 0, update))).request == update
     names = [f"f{at}" for at in range(FIELDS_MAX)]
-    lease = m.Lease("t", "x", fields=names, where=[])
-    assert codec.decode_call(codec.encode_call(m.Call(1, 2, 0, lease))).request == lease
+    lease = m.LeaseRequest("t", "x", fields=names, where=[])
+    assert codec.decode_call(codec.encode_call(m.CallFrame(1, 2, 0, lease))).request == lease
 
 
 def test_numbers_of_bulk_heads_fit_where_they_are_packed():

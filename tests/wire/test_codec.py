@@ -12,10 +12,10 @@ from transferqueue.wire import messages as m
 from transferqueue.wire.versions import PROTOCOL
 
 CALLS = [
-    m.Call(0, 1, 0, m.Hello(b"x" * 16, pid=7, host="h", lock="/x")),
-    m.Call(9, 2, 1, m.Heartbeat()),
-    m.Call(9, 3, 1, m.Unpin(b"\x01" * 8, b"\x02" * 8)),
-    m.Call(
+    m.CallFrame(0, 1, 0, m.Hello(b"x" * 16, pid=7, host="h", lock="/x")),
+    m.CallFrame(9, 2, 1, m.Heartbeat()),
+    m.CallFrame(9, 3, 1, m.Unpin(b"\x01" * 8, b"\x02" * 8)),
+    m.CallFrame(
         9,
         4,
         1,
@@ -26,18 +26,25 @@ CALLS = [
             pacing=Pacing("train", 4, on_stale=Requeue("reward")),
         ),
     ),
-    m.Call(9, 5, 1, m.Lease("t", "train", rows=4, wait_s=1.5, where=[TagIs("a", 1), Compare("f", "<", 0.5)])),
-    m.Call(
-        9, 6, 1, m.Put("t", 2, m.Columns(blocks=[m.Placed(1, 0, 64, 2, ["a"], [4])], inline=[m.Inline("r", b"12")]))
+    m.CallFrame(
+        9, 5, 1, m.LeaseRequest("t", "train", rows=4, wait_s=1.5, where=[TagIs("a", 1), Compare("f", "<", 0.5)])
     ),
-    m.Call(9, 7, 1, m.Ack("t", 1, 2, b"\0" * 8, m.Columns(facts=m.RowFacts(keys=["k"], tags=[{"a": True}])))),
-    m.Call(9, 8, 1, m.Grant(4096)),
+    m.CallFrame(
+        9,
+        6,
+        1,
+        m.PutRequest(
+            "t", 2, m.Columns(blocks=[m.WrittenBlock(1, 0, 64, 2, ["a"], [4])], inline=[m.Inline("r", b"12")])
+        ),
+    ),
+    m.CallFrame(9, 7, 1, m.Ack("t", 1, 2, b"\0" * 8, m.Columns(facts=m.RowFacts(keys=["k"], tags=[{"a": True}])))),
+    m.CallFrame(9, 8, 1, m.Grant(4096)),
 ]
 ANSWERS = [
-    m.Answer(1, 2, m.Failed("Full", "no room")),
-    m.Answer(1, 3, m.Observed(codec.encode_plain({"a": [1, 2.5, None, {"b": "c"}]}))),
-    m.Answer(1, 4, m.TableTerms("t", [], [], Limits(), None, Acked(), False, 0)),
-    m.Answer(1, 5, m.Welcome(1, 2, "s", "/r", {0: "/dev/shm/x"}, 1 << 40)),
+    m.AnswerFrame(1, 2, m.Failed("Full", "no room")),
+    m.AnswerFrame(1, 3, m.Observed(codec.encode_plain({"a": [1, 2.5, None, {"b": "c"}]}))),
+    m.AnswerFrame(1, 4, m.TableTerms("t", [], [], Limits(), None, Acked(), False, 0)),
+    m.AnswerFrame(1, 5, m.Welcome(1, 2, "s", "/r", {0: "/dev/shm/x"}, 1 << 40)),
 ]
 FRAMES = [codec.encode_call(call) for call in CALLS]
 
@@ -58,7 +65,7 @@ def test_plain_values_come_back():
 
 
 def test_fields_travel():
-    call = m.Call(1, 1, 0, m.AddFields("t", [Field("a", "float32", (2,))]))
+    call = m.CallFrame(1, 1, 0, m.AddFields("t", [Field("a", "float32", (2,))]))
     assert codec.decode_call(codec.encode_call(call)) == call
 
 
@@ -93,7 +100,7 @@ def test_depth_is_bounded_where_the_type_is_open():
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1e10])
 def test_a_wait_that_has_no_end_is_refused(seconds):
-    frame = codec.encode_call(m.Call(1, 1, 0, m.Lease("t", "k", rows=1, wait_s=seconds)))
+    frame = codec.encode_call(m.CallFrame(1, 1, 0, m.LeaseRequest("t", "k", rows=1, wait_s=seconds)))
     with pytest.raises(ProtocolError, match=r"Expected `float`"):
         codec.decode_call(frame)
 
@@ -105,15 +112,15 @@ def test_size_is_judged_before_content():
     with pytest.raises(ProtocolError, match="not read"):
         codec.decode_answer(frame)
     with pytest.raises(UsageError, match=r"request Unpin takes 67,108,\d+ bytes .* use fewer rows"):
-        codec.encode_call(m.Call(1, 1, 0, m.Unpin(bytes(MESSAGE_BYTES_MAX), b"")))
+        codec.encode_call(m.CallFrame(1, 1, 0, m.Unpin(bytes(MESSAGE_BYTES_MAX), b"")))
     with pytest.raises(UsageError, match="reply Found takes"):
-        codec.encode_answer(m.Answer(1, 1, m.Found(bytes(MESSAGE_BYTES_MAX))))
+        codec.encode_answer(m.AnswerFrame(1, 1, m.Found(bytes(MESSAGE_BYTES_MAX))))
 
 
 def test_what_no_message_can_hold_is_refused_at_the_sender():
     for value in (1 << 64, "\ud800"):
         with pytest.raises(UsageError, match=r"request Lease cannot be sent: .* integers have at most 64 bits"):
-            codec.encode_call(m.Call(1, 1, 0, m.Lease("t", "k", where=[TagIs("a", value)])))
+            codec.encode_call(m.CallFrame(1, 1, 0, m.LeaseRequest("t", "k", where=[TagIs("a", value)])))
 
 
 def test_a_bad_request_still_names_its_call():

@@ -24,7 +24,7 @@ OLD_REFUSAL = bytes.fromhex(
     "20457870656374656420606172726179602c20676f742060696e7460202d2061742060245b335d60"
 )
 """What that package's server answered to a `Hello` of protocol 1."""
-HELLO = m.Call(0, 7, 0, m.Hello(bytes(16), version="3.4"))
+HELLO = m.CallFrame(0, 7, 0, m.Hello(bytes(16), version="3.4"))
 
 
 def of_protocol(number: int, frame: bytes) -> bytes:
@@ -33,7 +33,7 @@ def of_protocol(number: int, frame: bytes) -> bytes:
 
 def test_the_first_two_bytes_of_a_frame_tell_its_protocol() -> None:
     assert codec.encode_call(HELLO)[:2] == bytes([0x95, PROTOCOL])
-    assert codec.encode_answer(m.Answer(1, 2, m.Done()))[:2] == bytes([0x94, PROTOCOL])
+    assert codec.encode_answer(m.AnswerFrame(1, 2, m.DoneReply()))[:2] == bytes([0x94, PROTOCOL])
 
 
 def test_a_client_of_protocol_0_is_refused_in_a_frame_that_it_can_read() -> None:
@@ -77,7 +77,7 @@ def test_a_client_names_a_server_of_protocol_0(frame: bytes) -> None:
 
 
 def test_a_client_names_a_server_of_a_later_protocol_and_repeats_what_it_said() -> None:
-    said = codec.encode_answer(m.Answer(1, 2, m.Failed("VersionMismatch", "this server is package 9.9")))
+    said = codec.encode_answer(m.AnswerFrame(1, 2, m.Failed("VersionMismatch", "this server is package 9.9")))
     error = mismatch_of(of_protocol(PROTOCOL + 1, said), address="ipc:///x", package="2.0")
     assert (
         f"protocol {PROTOCOL + 1} and this client speaks protocol {PROTOCOL} (package 2.0): upgrade the client"
@@ -87,7 +87,7 @@ def test_a_client_names_a_server_of_a_later_protocol_and_repeats_what_it_said() 
 
 
 def test_what_a_server_of_another_protocol_said_is_shown_escaped() -> None:
-    said = codec.encode_answer(m.Answer(1, 2, m.Failed("VersionMismatch", "install\n\x1b]0;9.9\x07\u202e")))
+    said = codec.encode_answer(m.AnswerFrame(1, 2, m.Failed("VersionMismatch", "install\n\x1b]0;9.9\x07\u202e")))
     error = mismatch_of(of_protocol(PROTOCOL + 1, said), address="ipc:///x", package="2.0")
     assert str(error).endswith("The server said: install\n\\x1b]0;9.9\\x07\\u202e")
 
@@ -101,6 +101,6 @@ def test_garbage_is_of_no_protocol(frame: bytes) -> None:
 
 
 def test_frames_of_this_protocol_are_never_taken_for_another() -> None:
-    call, answer = codec.encode_call(HELLO), codec.encode_answer(m.Answer(1, 2, m.Done()))
+    call, answer = codec.encode_call(HELLO), codec.encode_answer(m.AnswerFrame(1, 2, m.DoneReply()))
     assert refusal_of(call, epoch=1, package="") is None
     assert mismatch_of(answer, address="", package="") is None

@@ -66,7 +66,7 @@ class ClientSession:
         memory: MappedMemory | RemoteMemory,
         server: OwnedServer | None,
         *,
-        dial: Callable[[m.ShardAt], RemoteMemory] | None = None,
+        dial: Callable[[m.ShardEndpoint], RemoteMemory] | None = None,
         ground: WriteGrants | None = None,
         seat: Seat = Seat(),  # noqa: B008  (frozen)
         checksums: bool = False,
@@ -198,7 +198,7 @@ def _memory(
     )
 
 
-def _further(at: m.ShardAt, welcome: m.Welcome, keys: ClientKeys | None, connection: Connection) -> RemoteMemory:
+def _further(at: m.ShardEndpoint, welcome: m.Welcome, keys: ClientKeys | None, connection: Connection) -> RemoteMemory:
     """The memory of a further shard, which asks for a key of ours only so that nobody else can listen."""
     place = parse_address(at.endpoint)
     if not isinstance(place, TcpAddress):
@@ -225,7 +225,7 @@ def _can_map(path: str) -> bool:
     return os.access(path, os.R_OK | os.W_OK)
 
 
-def _no_way(at: m.ShardAt) -> RemoteMemory:
+def _no_way(at: m.ShardEndpoint) -> RemoteMemory:
     raise Unreachable(f"shard {at.number} is not one that this client can reach")
 
 

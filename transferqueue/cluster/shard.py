@@ -74,7 +74,7 @@ class ShardProcess:
             made.callback(endpoint.stop)
             port = endpoint.listen([f"tcp://{place}:0"])
             endpoint.start()
-            offer = m.Offer(
+            offer = m.ShardOffer(
                 path=self._backing.path,
                 capacity=self._backing.capacity,
                 endpoint=f"tcp://{place}:{port}",
@@ -89,7 +89,7 @@ class ShardProcess:
             """Where its bytes are reached."""
             self._made = made.pop_all()
 
-    def _greet(self, made: ExitStack, address: str, offer: m.Offer, label: str, timeout_s: float) -> None:
+    def _greet(self, made: ExitStack, address: str, offer: m.ShardOffer, label: str, timeout_s: float) -> None:
         client = secrets.token_bytes(16)
         lock = session_lock(address, client.hex())
         if lock is not None:
@@ -121,14 +121,14 @@ class ShardProcess:
         failed: list[int] = []
         while True:
             try:
-                reply = self._connection.call(m.TakeOrders(epoch, done, failed, wait_s=ORDERS_S))
+                reply = self._connection.call(m.PollCommands(epoch, done, failed, wait_s=ORDERS_S))
             except DeadlineExceeded:
                 continue
-            if not isinstance(reply, m.Orders):
+            if not isinstance(reply, m.ShardCommands):
                 raise ProtocolError(f"TakeOrders was answered with {type(reply).__name__}")
             epoch, done, failed = reply.epoch, reply.first + len(reply.orders) - 1, []
             for number, order in enumerate(reply.orders, reply.first):
-                if isinstance(order, m.Leave):
+                if isinstance(order, m.ShutDownShard):
                     return
                 if not carry_out(order, self._backing, self._tickets):
                     failed.append(number)
@@ -147,20 +147,20 @@ class ShardProcess:
 def carry_out(order: m.Order, backing: Backing, tickets: TicketIssuer) -> bool:
     """Do what an order says; False if it could not be done."""
     match order:
-        case m.Grow():
+        case m.AllocatePages():
             try:
                 backing.ensure(order.offset, order.nbytes)
             except OutOfMemory as error:
                 _log.warning("the shard cannot grow: %s", error)
                 return False
-        case m.Punch():
+        case m.FreePages():
             backing.punch(order.offset, order.nbytes)
         case m.Revoke():
             tickets.revoke(order.extent)
             backing.forget(order.extent)
         case m.CloseTransfers():
             tickets.close(order.ended)
-        case m.Stand():
+        case m.LiveSet():
             extents = _numbers(order.extents)
             tickets.stand(order.extents_to, extents, order.sessions_to, _numbers(order.sessions))
             backing.keep(order.extents_to, frozenset(extents))

@@ -81,7 +81,7 @@ def _drop_table(state: LedgerState, request: m.DropTable, session: SessionState,
     counts = {"put": table.rows_put, "done": table.rows_done, "dropped": sum(table.rows_dropped.values())}
     for name, count in counts.items():
         kept[name] = kept.get(name, 0) + count
-    return m.Done(rows)
+    return m.DoneReply(rows)
 
 
 def _list_tables(state: LedgerState, request: m.ListTables, session: SessionState, call: int) -> Answer:
@@ -92,7 +92,7 @@ def _seal(state: LedgerState, request: m.Seal, session: SessionState, call: int)
     return flowing.seal(state.table(request.table), state.now)
 
 
-def _advance(state: LedgerState, request: m.Advance, session: SessionState, call: int) -> Answer:
+def _advance(state: LedgerState, request: m.AdvanceClock, session: SessionState, call: int) -> Answer:
     table = state.table(request.table)
     if table.pacing is not None and table.pacing.channel is not None:
         raise UsageError(
@@ -114,28 +114,28 @@ def _unpin(state: LedgerState, request: m.Unpin, session: SessionState, call: in
             raise ProtocolError(f"block {block} is unpinned {count} times; counts are positive")
         total[block] = total.get(block, 0) + count
     state.core.blocks.unpin(session.id, total)
-    return m.Done(len(total))
+    return m.DoneReply(len(total))
 
 
 def _return_grant(state: LedgerState, request: m.ReturnGrant, session: SessionState, call: int) -> Answer:
     state.core.blocks.return_grant(session.id, request.extent)
-    return m.Done()
+    return m.DoneReply()
 
 
 def _heartbeat(state: LedgerState, request: m.Heartbeat, session: SessionState, call: int) -> Answer:
-    return m.Done()
+    return m.DoneReply()
 
 
 def _goodbye(state: LedgerState, request: m.Goodbye, session: SessionState, call: int) -> Answer:
     state.close_session(session.id)
     state.end_pins(session.id)
-    return m.Done()
+    return m.DoneReply()
 
 
 # ---------------------------------------------------------------- rows
 
 
-def _put(state: LedgerState, request: m.Put, session: SessionState, call: int) -> Answer:
+def _put(state: LedgerState, request: m.PutRequest, session: SessionState, call: int) -> Answer:
     return intake.put(state.table(request.table), request, session.id, (session.client, call), state.now)
 
 
@@ -143,7 +143,7 @@ def _update(state: LedgerState, request: m.Update, session: SessionState, call: 
     return intake.update(state.table(request.table), request, session.id, state.now)
 
 
-def _lease(state: LedgerState, request: m.Lease, session: SessionState, call: int) -> Answer:
+def _lease(state: LedgerState, request: m.LeaseRequest, session: SessionState, call: int) -> Answer:
     table, task = state.task(request.table, request.task)
     return handover.lease(table, task, request, session.id, state.now)
 
@@ -152,7 +152,7 @@ def _ack(state: LedgerState, request: m.Ack, session: SessionState, call: int) -
     return returns.ack(state.table(request.table), request, session.id, state.now)
 
 
-def _checkpointed(state: LedgerState, request: m.Checkpointed, session: SessionState, call: int) -> Answer:
+def _checkpointed(state: LedgerState, request: m.CommitCheckpoint, session: SessionState, call: int) -> Answer:
     return stepped.checkpointed(state.table(request.table), request, state.now)
 
 
@@ -161,10 +161,10 @@ def _rollback(state: LedgerState, request: m.Rollback, session: SessionState, ca
 
 
 def _cursor(state: LedgerState, request: m.Cursor, session: SessionState, call: int) -> Answer:
-    return m.CursorAt(state.table(request.table).ordinals.cursor(request.start))
+    return m.CursorValue(state.table(request.table).ordinals.cursor(request.start))
 
 
-def _release(state: LedgerState, request: m.Release, session: SessionState, call: int) -> Answer:
+def _release(state: LedgerState, request: m.ReleaseRequest, session: SessionState, call: int) -> Answer:
     return returns.release(state.table(request.table), request, session.id, state.now)
 
 
@@ -192,7 +192,7 @@ def _find(state: LedgerState, request: m.Find, session: SessionState, call: int)
     return reading.find(state.table(request.table), request)
 
 
-def _read(state: LedgerState, request: m.Read, session: SessionState, call: int) -> Answer:
+def _read(state: LedgerState, request: m.ReadRequest, session: SessionState, call: int) -> Answer:
     return reading.read(state.table(request.table), request, session.id)
 
 
@@ -213,7 +213,7 @@ def _publish(state: LedgerState, request: m.Publish, session: SessionState, call
     for table in followers:
         flowing.set_clock(table, request.version, state.now)
     state.core.effects.wake("channel", request.channel)
-    return m.Done(len(request.fields))
+    return m.DoneReply(len(request.fields))
 
 
 def _pull(state: LedgerState, request: m.Pull, session: SessionState, call: int) -> Answer:
@@ -221,30 +221,30 @@ def _pull(state: LedgerState, request: m.Pull, session: SessionState, call: int)
     return channels.pull(channel, state.core.blocks, request, session.id)
 
 
-def _applied(state: LedgerState, request: m.Applied, session: SessionState, call: int) -> Answer:
+def _applied(state: LedgerState, request: m.ReportApplied, session: SessionState, call: int) -> Answer:
     channel = state.channels.get(request.channel)
     if channel is None:
         raise NotFound(f'channel "{request.channel}" does not exist; there are {listing(state.channels)}')
     channels.apply_version(channel, request, session.id, state.now)
-    return m.Done()
+    return m.DoneReply()
 
 
-def _basis(state: LedgerState, request: m.Basis, session: SessionState, call: int) -> Answer:
+def _basis(state: LedgerState, request: m.GetLatestVersion, session: SessionState, call: int) -> Answer:
     channel = state.channels.get(request.channel) or WeightChannelState(check_name("channel", request.channel))
     return channels.basis(channel, state.core.blocks)
 
 
-def _turn(state: LedgerState, request: m.Turn, session: SessionState, call: int) -> Answer:
+def _turn(state: LedgerState, request: m.AcquireUpdateSlot, session: SessionState, call: int) -> Answer:
     channel = state.channels.get(request.channel)
     if channel is None:
         raise NotFound(f'channel "{request.channel}" does not exist; there are {listing(state.channels)}')
     return channels.take_turn(channel, request, session.id, state.core.deadlines, state.now)
 
 
-def _end_turn(state: LedgerState, request: m.EndTurn, session: SessionState, call: int) -> Answer:
+def _end_turn(state: LedgerState, request: m.ReleaseUpdateSlot, session: SessionState, call: int) -> Answer:
     channel = state.channels.get(request.channel)
     ended = channel is not None and channels.end_turn(channel, session.id, state.core.effects)
-    return m.Done(int(ended))
+    return m.DoneReply(int(ended))
 
 
 def _observe(state: LedgerState, request: m.Observe, session: SessionState, call: int) -> Answer:
@@ -261,31 +261,31 @@ OPERATIONS: Final[dict[type, Operation]] = {
     m.DropTable: _drop_table,
     m.ListTables: _list_tables,
     m.Seal: _seal,
-    m.Advance: _advance,
+    m.AdvanceClock: _advance,
     m.Unpin: _unpin,
     m.ReturnGrant: _return_grant,
     m.Heartbeat: _heartbeat,
     m.Goodbye: _goodbye,
-    m.Put: _put,
+    m.PutRequest: _put,
     m.Update: _update,
-    m.Lease: _lease,
+    m.LeaseRequest: _lease,
     m.Ack: _ack,
-    m.Checkpointed: _checkpointed,
+    m.CommitCheckpoint: _checkpointed,
     m.Rollback: _rollback,
     m.Cursor: _cursor,
-    m.Release: _release,
+    m.ReleaseRequest: _release,
     m.Renew: _renew,
     m.Reserve: _reserve,
     m.Unreserve: _unreserve,
     m.Drop: _drop,
     m.Delete: _delete,
     m.Find: _find,
-    m.Read: _read,
+    m.ReadRequest: _read,
     m.Publish: _publish,
     m.Pull: _pull,
-    m.Applied: _applied,
-    m.Basis: _basis,
-    m.Turn: _turn,
-    m.EndTurn: _end_turn,
+    m.ReportApplied: _applied,
+    m.GetLatestVersion: _basis,
+    m.AcquireUpdateSlot: _turn,
+    m.ReleaseUpdateSlot: _end_turn,
     m.Observe: _observe,
 }

@@ -223,7 +223,7 @@ class Ledger:
 
     def _rows_know(self, request: m.Request, session: SessionState, call: int) -> bool:
         """Whether this is a put that is known from its rows, whatever became of its reply."""
-        table = self.state.tables.get(request.table) if isinstance(request, m.Put) else None
+        table = self.state.tables.get(request.table) if isinstance(request, m.PutRequest) else None
         return table is not None and (session.client, call) in table.puts
 
     def has_leased(self, table: str, task: str) -> bool:

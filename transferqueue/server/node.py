@@ -205,7 +205,7 @@ class Coordinator:
                 self._answer(peer, codec.call_of(frame)[1], _failed(error))
             return
         self.counters.calls += 1
-        self.handled = type(call.request).__name__
+        self.handled = m.tag_of(call.request)
         if isinstance(call.request, m.Hello):
             self._hello(peer, role, call.id, call.request, now)
         else:
@@ -273,7 +273,7 @@ class Coordinator:
         except JournalFailed:
             raise
         except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the caller)
-            reply = self._defect(type(parked.request).__name__, error)
+            reply = self._defect(m.tag_of(parked.request), error)
         self._finish(parked, reply)
 
     def next_deadline(self) -> float | None:
@@ -444,14 +444,14 @@ class Coordinator:
         session = self.sessions.get(number)
         return session if session is not None and session.peer == peer else None
 
-    def _standing_in(self, shard: int) -> m.Stand:
+    def _standing_in(self, shard: int) -> m.LiveSet:
         blocks = self.ledger.state.core.blocks
         extents = [extent.id for extent in blocks.extents.values() if extent.shard == shard and not extent.lost]
         return standing(extents, blocks.granted + 1, [one.number for one in self.sessions], self.sessions.last + 1)
 
     # ------------------------------------------------------------ calls
 
-    def _call(self, peer: Peer, role: Role, call: m.Call, now: float) -> None:
+    def _call(self, peer: Peer, role: Role, call: m.CallFrame, now: float) -> None:
         try:
             session = self.sessions.of_call(call.session)
             if session.peer == NOWHERE:
@@ -472,7 +472,7 @@ class Coordinator:
         elif (refused := self._refused(role, call.request)) is not None:
             self._answer(peer, call.id, _failed(refused))
         elif isinstance(call.request, m.Goodbye):
-            self._answer(peer, call.id, m.Done())
+            self._answer(peer, call.id, m.DoneReply())
             self._end(session, now, "by Goodbye", how=GOODBYE)
         else:
             self._newcomer(session, call.id, call.request, now)
@@ -484,7 +484,7 @@ class Coordinator:
         return roles.denied(role, request) or elsewhere(self.seat, request)
 
     def _newcomer(self, session: OpenSession, call: int, request: m.Request, now: float) -> None:
-        if isinstance(request, m.Lease):
+        if isinstance(request, m.LeaseRequest):
             table = self.ledger.state.tables.get(request.table)
             if table is not None and request.task in table.tasks:
                 self.workers.asks(session.number, request.table, request.task, now)
@@ -503,7 +503,7 @@ class Coordinator:
         if wait_of(request) > 0:
             return MustWait(keys=())
         why = f"{_earlier(ahead)} for the same, and this one may not wait: {self._explain(request, now)}"
-        return _failed(DeadlineExceeded(why) if isinstance(request, m.Lease) else Full(why))
+        return _failed(DeadlineExceeded(why) if isinstance(request, m.LeaseRequest) else Full(why))
 
     def _try(self, session: OpenSession, call: int, request: m.Request, now: float) -> m.Reply | MustWait:
         """Carry a request out, or learn what it must wait for. A refusal is a reply too."""
@@ -512,9 +512,9 @@ class Coordinator:
         try:
             if isinstance(request, m.Grant):
                 return self._grant(session, call, request, now)
-            if isinstance(request, m.Snapshot | m.Restore | m.Follow):
+            if isinstance(request, m.SnapshotRequest | m.Restore | m.WatchJob):
                 return self._work(session, call, request, now)
-            if isinstance(request, m.TakeOrders | m.ListShards | m.Drain):
+            if isinstance(request, m.PollCommands | m.ListShards | m.Drain):
                 return self._of_shards(session, request, now)
             if isinstance(request, m.Observe):
                 return m.Observed(codec.encode_plain(observing.observe(self, request, now)))
@@ -527,13 +527,13 @@ class Coordinator:
         except JournalFailed:
             raise
         except InternalError as error:
-            if isinstance(request, m.Follow):  # what ended the work that it asks about, and was logged by it
+            if isinstance(request, m.WatchJob):  # what ended the work that it asks about, and was logged by it
                 return _failed(error)
-            return self._defect(type(request).__name__, error, session)
+            return self._defect(m.tag_of(request), error, session)
         except TransferQueueError as error:
             return _failed(error)
         except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the caller)
-            return self._defect(type(request).__name__, error, session)
+            return self._defect(m.tag_of(request), error, session)
 
     def _grant(self, session: OpenSession, call: int, request: m.Grant, now: float) -> m.Reply | MustWait:
         if (before := self.ledger.replied(session.number, call)) is not None:
@@ -551,10 +551,10 @@ class Coordinator:
         raise Full(self._explain(request, now))
 
     def _of_shards(
-        self, session: OpenSession, request: m.TakeOrders | m.ListShards | m.Drain, now: float
+        self, session: OpenSession, request: m.PollCommands | m.ListShards | m.Drain, now: float
     ) -> m.Reply | MustWait:
         match request:
-            case m.TakeOrders():
+            case m.PollCommands():
                 return self.shards.of_session(session).orders(request, now)
             case m.ListShards():
                 return self.shards.seen_by(session)
@@ -562,7 +562,7 @@ class Coordinator:
                 return self.shards.drain(request.shard)
 
     def _work(
-        self, session: OpenSession, call: int, request: m.Snapshot | m.Restore | m.Follow, now: float
+        self, session: OpenSession, call: int, request: m.SnapshotRequest | m.Restore | m.WatchJob, now: float
     ) -> m.Reply | MustWait:
         if self.snapshots is None:
             raise UsageError(
@@ -624,7 +624,7 @@ class Coordinator:
         except JournalFailed:
             raise
         except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the caller)
-            self._answer(session.peer, parked.call, self._defect(type(parked.request).__name__, error, session))
+            self._answer(session.peer, parked.call, self._defect(m.tag_of(parked.request), error, session))
 
     def explain(self, parked: WaitingRequest, now: float) -> str:
         """Why a parked request still waits: what is missing, who holds it, who is before it."""
@@ -633,15 +633,15 @@ class Coordinator:
         return self._explain(parked.request, now) + behind
 
     def _too_late(self, parked: WaitingRequest, now: float) -> m.Failed:
-        waited = f"{type(parked.request).__name__} waited {now - parked.since:.3g} s: "
+        waited = f"{m.tag_of(parked.request)} waited {now - parked.since:.3g} s: "
         return _failed(DeadlineExceeded(waited + self.explain(parked, now)))
 
     def _explain(self, request: m.Request, now: float) -> str:
-        if isinstance(request, m.Follow) and self.snapshots is not None:
+        if isinstance(request, m.WatchJob) and self.snapshots is not None:
             return self.snapshots.explain(request)
         if isinstance(request, m.Grant):
             return self.shards.explain(request.nbytes, observing.holders(self, now), request.use)
-        if isinstance(request, m.TakeOrders):
+        if isinstance(request, m.PollCommands):
             return "there are no orders"
         return self.ledger.explain(request, now)
 
@@ -651,7 +651,7 @@ class Coordinator:
         """Answer a call of a session. A reply too large to travel is undone and refused instead."""
         reply = self.shards.issue(session, reply)
         try:
-            frame = codec.encode_answer(m.Answer(self.place.epoch, call, reply))
+            frame = codec.encode_answer(m.AnswerFrame(self.place.epoch, call, reply))
         except UsageError as error:
             refused = _failed(error)
             for undo in withdraw(request, reply):
@@ -664,9 +664,9 @@ class Coordinator:
 
     def _answer(self, peer: Peer, call: int, reply: m.Reply) -> None:
         try:
-            frame = codec.encode_answer(m.Answer(self.place.epoch, call, reply))
+            frame = codec.encode_answer(m.AnswerFrame(self.place.epoch, call, reply))
         except UsageError as error:  # such as a text of the system's that is no Unicode
-            frame = codec.encode_answer(m.Answer(self.place.epoch, call, _failed(error)))
+            frame = codec.encode_answer(m.AnswerFrame(self.place.epoch, call, _failed(error)))
         self.outbox.append((peer, frame))
 
 

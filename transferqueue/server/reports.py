@@ -133,7 +133,7 @@ def _waiting(node: Coordinator, parked: WaitingRequest, now: float) -> Plain:
     return {
         "session": parked.session,
         "label": session.label if session else "",
-        "request": type(parked.request).__name__,
+        "request": m.tag_of(parked.request),
         "table": _about(parked),
         "task": str(getattr(parked.request, "task", "")),
         "waited_s": now - parked.since,

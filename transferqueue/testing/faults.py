@@ -66,9 +66,9 @@ def _behind(was: Any) -> Any:
 
 
 def _in_order(was: Any) -> Any:
-    def answered(self: Any, answer: m.Answer) -> Any:
+    def answered(self: Any, answer: m.AnswerFrame) -> Any:
         oldest = next(iter(self._pending), answer.id)
-        return was(self, m.Answer(answer.epoch, oldest, answer.reply))
+        return was(self, m.AnswerFrame(answer.epoch, oldest, answer.reply))
 
     return answered
 

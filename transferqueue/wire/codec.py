@@ -36,8 +36,8 @@ class _Envelope(msgspec.Struct, frozen=True, tag=PROTOCOL, array_like=True):
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
-_calls: Final = msgspec.msgpack.Decoder(m.Call)
-_answers: Final = msgspec.msgpack.Decoder(m.Answer)
+_calls: Final = msgspec.msgpack.Decoder(m.CallFrame)
+_answers: Final = msgspec.msgpack.Decoder(m.AnswerFrame)
 _envelopes: Final = msgspec.msgpack.Decoder(_Envelope)
 _plain: Final = msgspec.msgpack.Decoder()
 _fields: Final = msgspec.msgpack.Decoder(m.Fields)
@@ -46,22 +46,22 @@ DEFINITIONS_KEPT: Final = 64
 """Sets of fields of which the last bytes are remembered: one for each task that a process takes rows of, at most."""
 
 
-def encode_call(call: m.Call) -> bytes:
+def encode_call(call: m.CallFrame) -> bytes:
     """The frame of a call. `UsageError` if it is larger than a message may be, or holds what none can."""
-    return _bounded(call, f"request {type(call.request).__name__}")
+    return _bounded(call, f"request {m.tag_of(call.request)}")
 
 
-def encode_answer(answer: m.Answer) -> bytes:
+def encode_answer(answer: m.AnswerFrame) -> bytes:
     """The frame of an answer. `UsageError` as `encode_call`."""
-    return _bounded(answer, f"reply {type(answer.reply).__name__}")
+    return _bounded(answer, f"reply {m.tag_of(answer.reply)}")
 
 
-def decode_call(frame: bytes) -> m.Call:
+def decode_call(frame: bytes) -> m.CallFrame:
     """The call in a frame, or `ProtocolError`."""
     return _decoded(_calls, frame)
 
 
-def decode_answer(frame: bytes) -> m.Answer:
+def decode_answer(frame: bytes) -> m.AnswerFrame:
     """The answer in a frame, or `ProtocolError`."""
     return _decoded(_answers, frame)
 

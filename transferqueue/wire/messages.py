@@ -86,6 +86,11 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unk
 # ---------------------------------------------------------------- parts of messages
 
 
+def tag_of(message: Message | type[Message]) -> str:
+    """The name of a message, or of its class, on the wire, in logs, in errors and in statistics: it stays when a class is renamed."""
+    return str(message.__struct_config__.tag)
+
+
 class Inline(Message):
     """Values of one inline scalar field, in the order of the request's rows. `data`: n x item bytes."""
 
@@ -107,14 +112,14 @@ class RowFacts(Message):
     tags: RowTags | None = None
 
 
-class CopyAt(Message):
+class WrittenCopy(Message, tag="CopyAt"):
     """Where else a block was written, in a grant of the sender's: the same bytes, in another shard."""
 
     extent: Count
     offset: Count
 
 
-class Placed(Message):
+class WrittenBlock(Message, tag="Placed"):
     """A block that the sender has written into an extent granted to it.
 
     offset: Bytes from the start of the arena, inside the extent. rows: rows of the block. fields: the
@@ -131,7 +136,7 @@ class Placed(Message):
     counts: Counts
     slots: I32 | None = None
     checksum: Checksum = 0
-    copies: Annotated[list[CopyAt], Meta(max_length=COPIES_MAX)] = []
+    copies: Annotated[list[WrittenCopy], Meta(max_length=COPIES_MAX)] = []
 
 
 class Columns(Message):
@@ -139,12 +144,12 @@ class Columns(Message):
 
     fields: TableFields = []
     """Definitions of the fields used, for the ledger to add or to compare."""
-    blocks: Annotated[list[Placed], Meta(max_length=ITEMS_MAX)] = []
+    blocks: Annotated[list[WrittenBlock], Meta(max_length=ITEMS_MAX)] = []
     inline: Annotated[list[Inline], Meta(max_length=ITEMS_MAX)] = []
     facts: RowFacts = RowFacts()
 
 
-class Copy(Message):
+class CopyLocation(Message, tag="Copy"):
     """A further place of a block."""
 
     shard: int
@@ -152,7 +157,7 @@ class Copy(Message):
     offset: int
 
 
-class BlockAt(Message):
+class BlockLocation(Message, tag="BlockAt"):
     """Where a committed block lies: shard, extent, bytes [offset, offset + nbytes) of the arena, layout.
 
     ticket: for a session that reads over the bulk endpoint, what it shows there; else empty. copies: where the same bytes lie too; who
@@ -169,20 +174,20 @@ class BlockAt(Message):
     counts: Annotated[list[int], Meta(max_length=ITEMS_MAX)]
     checksum: int = 0
     ticket: Bytes = b""
-    copies: Annotated[list[Copy], Meta(max_length=COPIES_MAX)] = []
+    copies: Annotated[list[CopyLocation], Meta(max_length=COPIES_MAX)] = []
 
 
-class Part(Message):
+class ReplyColumns(Message, tag="Part"):
     """Fields that lie together, and where each row of the reply is: index into `blocks` (`short.alike`), row in block
     (`short.ascending`)."""
 
     fields: Names
-    blocks: Annotated[list[BlockAt], Meta(max_length=ROWS_PER_REQUEST_MAX)]
+    blocks: Annotated[list[BlockLocation], Meta(max_length=ROWS_PER_REQUEST_MAX)]
     block_of_row: I32
     slot_of_row: I32
 
 
-class Content(Message):
+class ReplyRows(Message, tag="Content"):
     """Rows with their facts (as `short.alike`), inline values and the places of their columns.
 
     definitions: of all fields in `inline` and `parts`, as `codec.encode_fields`: step after step the same bytes, so that
@@ -202,14 +207,14 @@ class Content(Message):
     keys: Annotated[list[Text], Meta(max_length=ROWS_PER_REQUEST_MAX)] | None
     tags: RowTags | None
     inline: Annotated[list[Inline], Meta(max_length=ITEMS_MAX)]
-    parts: Annotated[list[Part], Meta(max_length=ITEMS_MAX)]
+    parts: Annotated[list[ReplyColumns], Meta(max_length=ITEMS_MAX)]
     definitions: Bytes
 
 
 # ---------------------------------------------------------------- session
 
 
-class Offer(Message):
+class ShardOffer(Message, tag="Offer"):
     """The memory that a session brings: it is a shard. path: of its arena, for processes of its host. capacity: bytes.
 
     endpoint: tcp address of its bulk endpoint, as others reach it. key: public key of CURVE to expect there; "": none.
@@ -238,7 +243,7 @@ class Hello(Message):
     version: Text = ""
     label: Text = ""
     remote: bool = False
-    shard: Offer | None = None
+    shard: ShardOffer | None = None
 
 
 class Welcome(Message):
@@ -361,7 +366,7 @@ class Seal(Message):
     table: Name
 
 
-class Advance(Message):
+class AdvanceClock(Message, tag="Advance"):
     """The table's clock (the trainer's version) is now `version`; it never goes back."""
 
     table: Name
@@ -372,7 +377,7 @@ class Advance(Message):
 # ---------------------------------------------------------------- bytes
 
 
-Use = Literal["rows", "results", "weights"]
+GrantPurpose = Literal["rows", "results", "weights"]
 """What bytes are for."""
 
 
@@ -387,11 +392,11 @@ class Grant(Message):
     nbytes: Annotated[int, Meta(ge=1)]
     wait_s: Seconds = 0.0
     apart: Annotated[list[Count], Meta(max_length=COPIES_MAX)] = []
-    use: Use = "results"
+    use: GrantPurpose = "results"
 
 
 class Granted(Message):
-    """Bytes [offset, offset + nbytes) of the shard's arena are this session's to write. ticket: as of `BlockAt`."""
+    """Bytes [offset, offset + nbytes) of the shard's arena are this session's to write. ticket: as of `BlockLocation`."""
 
     extent: int
     shard: int
@@ -413,7 +418,7 @@ class ListShards(Message):
     """Which further shards there are. Answer: Shards."""
 
 
-class ShardAt(Message):
+class ShardEndpoint(Message, tag="ShardAt"):
     """A further shard. path: of its arena, where this session maps it; else "": its bytes cross from `endpoint`.
 
     key: public key of CURVE to expect there; "": none.
@@ -426,10 +431,10 @@ class ShardAt(Message):
     key: Text
 
 
-class Shards(Message):
+class ShardList(Message, tag="Shards"):
     """Answer to ListShards, by number. Not among them: the coordinator's own, which `Welcome` names."""
 
-    shards: Annotated[list[ShardAt], Meta(max_length=SESSIONS_MAX)]
+    shards: Annotated[list[ShardEndpoint], Meta(max_length=SESSIONS_MAX)]
 
 
 class Drain(Message):
@@ -438,7 +443,7 @@ class Drain(Message):
     shard: Count
 
 
-class TakeOrders(Message):
+class PollCommands(Message, tag="TakeOrders"):
     """A shard has carried out its orders up to `done` of this `epoch`, but for `failed`; it waits for the next. Answer: Orders."""
 
     epoch: Count
@@ -447,14 +452,14 @@ class TakeOrders(Message):
     wait_s: Seconds = 0.0
 
 
-class Grow(Message):
+class AllocatePages(Message, tag="Grow"):
     """Give these bytes of the arena pages."""
 
     offset: Count
     nbytes: Annotated[int, Meta(ge=1, lt=1 << 62)]
 
 
-class Punch(Message):
+class FreePages(Message, tag="Punch"):
     """Nobody needs these bytes of the arena: give their pages back."""
 
     offset: Count
@@ -473,7 +478,7 @@ class CloseTransfers(Message):
     ended: Count
 
 
-class Stand(Message):
+class LiveSet(Message, tag="Stand"):
     """Of all extents numbered below `extents_to` only `extents` stand, of all sessions below `sessions_to` only `sessions`."""
 
     extents_to: Count
@@ -482,14 +487,14 @@ class Stand(Message):
     sessions: I64
 
 
-class Leave(Message):
+class ShutDownShard(Message, tag="Leave"):
     """Nothing is left in the shard: it ends."""
 
 
-Order = Grow | Punch | Revoke | CloseTransfers | Stand | Leave
+Order = AllocatePages | FreePages | Revoke | CloseTransfers | LiveSet | ShutDownShard
 
 
-class Orders(Message):
+class ShardCommands(Message, tag="Orders"):
     """What a shard is to do next, in order, numbered from `first` in this `epoch`."""
 
     epoch: int
@@ -500,7 +505,7 @@ class Orders(Message):
 # ---------------------------------------------------------------- rows
 
 
-class Put(Message):
+class PutRequest(Message, tag="Put"):
     """New rows, columns and facts, in one commit. reservation: 0, or what `Reserve` gave."""
 
     table: Name
@@ -526,7 +531,7 @@ class Update(Message):
     overwrite: bool = False
 
 
-class Lease(Message):
+class LeaseRequest(Message, tag="Lease"):
     """Ready rows of a task. Exactly one of rows, tokens, groups is set (the others 0).
 
     at_least: fewer may be given once this many (rows, tokens or groups) are ready; 0: the full number.
@@ -559,7 +564,7 @@ class Leased(Message):
     token: int
     lease_s: float
     version: int
-    content: Content
+    content: ReplyRows
 
 
 class Ack(Message):
@@ -567,7 +572,7 @@ class Ack(Message):
 
     columns: results for the acked rows, in the order of `rows` (or of the lease), committed with the ack.
     drop: instead of done, the rows end as dropped with this reason.
-    step: the trainer's; the rows are done for good when `Checkpointed` covers it. -1: they are at once.
+    step: the trainer's; the rows are done for good when `CommitCheckpoint` covers it. -1: they are at once.
     """
 
     table: Name
@@ -579,7 +584,7 @@ class Ack(Message):
     step: StepOrNone = -1
 
 
-class Checkpointed(Message):
+class CommitCheckpoint(Message, tag="Checkpointed"):
     """The model is safe up to `step`: rows acked with it, or one before, are done. Answer: Done, with how many.
 
     task: "" for the one that sets the pace, or the only one.
@@ -593,7 +598,7 @@ class Checkpointed(Message):
 class Rollback(Message):
     """The model is again as it was at `step` (-1: at the start): rows acked with a later one are ready again. Answer: Done.
 
-    Leases of the task end. task: as of `Checkpointed`. version: the clock goes back to it; -1: it stays.
+    Leases of the task end. task: as of `CommitCheckpoint`. version: the clock goes back to it; -1: it stays.
     """
 
     table: Name
@@ -609,13 +614,13 @@ class Cursor(Message):
     start: Count = 0
 
 
-class CursorAt(Message):
+class CursorValue(Message, tag="CursorAt"):
     """Every ordinal from the start of a `Cursor` up to here, exclusive, has its final fate."""
 
     ordinal: int
 
 
-class Release(Message):
+class ReleaseRequest(Message, tag="Release"):
     """Rows of a lease go back to ready. failed: counts as an attempt (an exception), with its text.
 
     columns: what was made of the rows so far, in the order of `rows` (or of the lease); it replaces what they had, and
@@ -656,7 +661,7 @@ class Reserve(Message):
 
 
 class Reserved(Message):
-    """reservation: names it in `Put`. refills: (group_id, missing members) asked for again; part of rows."""
+    """reservation: names it in `PutRequest`. refills: (group_id, missing members) asked for again; part of rows."""
 
     reservation: int
     rows: int
@@ -700,7 +705,7 @@ class Found(Message):
     rows: Rows
 
 
-class Read(Message):
+class ReadRequest(Message, tag="Read"):
     """Rows without a lease: these ids, or all live rows that match `where` (at most `limit`)."""
 
     table: Name
@@ -713,7 +718,7 @@ class Read(Message):
 class ReadRows(Message):
     """Answer to Read. The rows are not leased; their blocks are pinned."""
 
-    content: Content
+    content: ReplyRows
 
 
 # ---------------------------------------------------------------- weights
@@ -729,20 +734,20 @@ class Publish(Message):
     channel: Name
     version: Count
     fields: Fields
-    blocks: Annotated[list[Placed], Meta(max_length=ITEMS_MAX)]
+    blocks: Annotated[list[WrittenBlock], Meta(max_length=ITEMS_MAX)]
     keep: Annotated[int, Meta(ge=1)] = 2
     wait_s: Seconds = 0.0
     base: Annotated[int, Meta(ge=-1)] = -1
     kept: Counts = []
 
 
-class Basis(Message):
+class GetLatestVersion(Message, tag="Basis"):
     """What the next version of a channel may be made of: the blocks of its newest. Answer: BasisAt."""
 
     channel: Name
 
 
-class BasisAt(Message):
+class LatestVersion(Message, tag="BasisAt"):
     """The newest version (-1: none yet) with its blocks, which are not pinned.
 
     extents: size in bytes of each extent they lie in, 0 while more may be written there. lost: how the newest version was
@@ -751,7 +756,7 @@ class BasisAt(Message):
 
     version: int
     fields: Fields
-    blocks: Annotated[list[BlockAt], Meta(max_length=ROWS_PER_REQUEST_MAX)]
+    blocks: Annotated[list[BlockLocation], Meta(max_length=ROWS_PER_REQUEST_MAX)]
     extents: Annotated[dict[int, int], Meta(max_length=ITEMS_MAX)]
     lost: Text = ""
 
@@ -765,22 +770,22 @@ class Pull(Message):
     wait_s: Seconds = 0.0
 
 
-class Weights(Message):
-    """A published version; pins its blocks like `Content`."""
+class WeightsReply(Message, tag="Weights"):
+    """A published version; pins its blocks like `ReplyRows`."""
 
     version: int
     fields: Fields
-    blocks: Annotated[list[BlockAt], Meta(max_length=ROWS_PER_REQUEST_MAX)]
+    blocks: Annotated[list[BlockLocation], Meta(max_length=ROWS_PER_REQUEST_MAX)]
 
 
-class Applied(Message):
+class ReportApplied(Message, tag="Applied"):
     """This session generates with `version` of a channel from now on."""
 
     channel: Name
     version: Count
 
 
-class Turn(Message):
+class AcquireUpdateSlot(Message, tag="Turn"):
     """Let this session change its weights, once fewer than `at_once` others do; the turn expires after `length_s`."""
 
     channel: Name
@@ -789,7 +794,7 @@ class Turn(Message):
     wait_s: Seconds = 0.0
 
 
-class EndTurn(Message):
+class ReleaseUpdateSlot(Message, tag="EndTurn"):
     """The turn of this session is over; none, or one that expired: no error."""
 
     channel: Name
@@ -798,7 +803,7 @@ class EndTurn(Message):
 # ---------------------------------------------------------------- snapshots
 
 
-class Snapshot(Message):
+class SnapshotRequest(Message, tag="Snapshot"):
     """Write all there is now to `path` under the server's root, and keep the newest `keep` there. Answer: Working, at once."""
 
     path: Path
@@ -811,7 +816,7 @@ class Restore(Message):
     path: Path
 
 
-class Follow(Message):
+class WatchJob(Message, tag="Follow"):
     """How far a work is, once it is past `done` bytes or has ended. Answer: Working; `Failed` with what ended it."""
 
     work: Count
@@ -819,7 +824,7 @@ class Follow(Message):
     wait_s: Seconds = 0.0
 
 
-class Working(Message):
+class JobProgress(Message, tag="Working"):
     """A snapshot or restore that was begun. done of total: bytes, about. path: where, under the server's root; ended: all of it is there."""
 
     work: int
@@ -849,7 +854,7 @@ class Observed(Message):
 # ---------------------------------------------------------------- outcome and envelope
 
 
-class Done(Message):
+class DoneReply(Message, tag="Done"):
     """Accepted, nothing to say. rows: how many rows it concerned."""
 
     rows: int = 0
@@ -864,17 +869,17 @@ class Failed(Message):
 
 Request = (
     Hello | Heartbeat | Goodbye | Unpin | CreateTable | OpenTable | AddTask | AddFields | DropTable | ListTables
-    | Seal | Advance | Grant | ReturnGrant | Put | Update | Lease | Ack | Checkpointed | Rollback | Cursor | Release | Renew | Reserve | Unreserve
-    | Drop | Delete | Find | Read | Publish | Basis | Pull | Applied | Turn | EndTurn | Observe
-    | Snapshot | Restore | Follow | ListShards | Drain | TakeOrders
+    | Seal | AdvanceClock | Grant | ReturnGrant | PutRequest | Update | LeaseRequest | Ack | CommitCheckpoint | Rollback | Cursor | ReleaseRequest | Renew | Reserve | Unreserve
+    | Drop | Delete | Find | ReadRequest | Publish | GetLatestVersion | Pull | ReportApplied | AcquireUpdateSlot | ReleaseUpdateSlot | Observe
+    | SnapshotRequest | Restore | WatchJob | ListShards | Drain | PollCommands
 )  # fmt: skip
 Reply = (
-    Welcome | TableTerms | Tables | Granted | PutRows | Leased | Renewed | Reserved | Found | ReadRows | Weights
-    | BasisAt | Observed | CursorAt | Working | Shards | Orders | Done | Failed
+    Welcome | TableTerms | Tables | Granted | PutRows | Leased | Renewed | Reserved | Found | ReadRows | WeightsReply
+    | LatestVersion | Observed | CursorValue | JobProgress | ShardList | ShardCommands | DoneReply | Failed
 )  # fmt: skip
 
 
-class Call(msgspec.Struct, frozen=True, tag=PROTOCOL, array_like=True, forbid_unknown_fields=True):
+class CallFrame(msgspec.Struct, frozen=True, tag=PROTOCOL, array_like=True, forbid_unknown_fields=True):
     """Client to server, behind the number of the protocol. session: 0 in Hello. id: ascending. seen: all replies up to this id arrived."""
 
     session: int
@@ -883,7 +888,7 @@ class Call(msgspec.Struct, frozen=True, tag=PROTOCOL, array_like=True, forbid_un
     request: Request
 
 
-class Answer(msgspec.Struct, frozen=True, tag=PROTOCOL, array_like=True, forbid_unknown_fields=True):
+class AnswerFrame(msgspec.Struct, frozen=True, tag=PROTOCOL, array_like=True, forbid_unknown_fields=True):
     """Server to client, behind the number of the protocol: the reply to call `id`, by coordinator life `epoch`."""
 
     epoch: int

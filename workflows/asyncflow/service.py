@@ -146,11 +146,10 @@ class AsyncFlowService(ServiceBase):
 
     Example:
         >>> import transferqueue as tq
-        >>> from transferqueue.workflows.asyncflow.service import Service
-        >>> from transferqueue.workflows.asyncflow.declaration import Engines, EngineStage
+        >>> from transferqueue.workflows.asyncflow import AsyncFlowService, Engines, EngineStage
         >>> job = Engines(stages=[EngineStage(name="rollout", needs=["prompt"], gives=["response"])])
         >>> with tq.connect() as queue:
-        ...     service = Service.init_engines(queue, job)
+        ...     service = AsyncFlowService.init_engines(queue, job)
         ...     rows = service.put_prompts({"prompt": ["2 + 2", "3 + 5"]}, samples=4)
         ...     batch = service.get_experience("rollout", rows=8)
         ...     service.put_experience(batch, {"response": ["?"] * 8}, policy_version=0)

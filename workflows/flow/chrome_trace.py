@@ -64,7 +64,7 @@ def _counters(figures: Figures, zero: float) -> Iterator[dict[str, Any]]:
 def busy_share(spans: Iterable[TimeSpan], start: float, end: float) -> float:
     """Return the share of [start, end] in which one process had a batch; 0 for an empty stretch.
 
-    >>> busy_share([Span(name="work", start=1.0, end=3.0)], 0.0, 4.0)
+    >>> busy_share([TimeSpan(name="work", start=1.0, end=3.0)], 0.0, 4.0)
     0.5
     """
     if end <= start:

@@ -34,7 +34,7 @@ class Swaps:
 def measure(processes: Iterable[Sequence[TimeSpan]]) -> Swaps:
     """Measure the changes of weights of ``processes``, the spans of each in the order in which they ended.
 
-    >>> spans = [Span(name="work", start=0.0, end=2.0), Span(name="swap", start=2.5, end=2.6), Span(name="work", start=2.5, end=5.0)]
+    >>> spans = [TimeSpan(name="work", start=0.0, end=2.0), TimeSpan(name="swap", start=2.5, end=2.6), TimeSpan(name="work", start=2.5, end=5.0)]
     >>> measure([spans])
     Swaps(count=1, swap_s_max=0.1, gap_s_max=0.6, request_s=2.25)
     """
@@ -61,7 +61,7 @@ def _changes(spans: Sequence[TimeSpan]) -> Iterator[tuple[float, float]]:
 def publish_lag_s(generators: Iterable[Sequence[TimeSpan]], trainers: Iterable[Sequence[TimeSpan]]) -> float:
     """Median publish lag over all changes of weights, in seconds; 0 where none is known. A version has its first publication.
 
-    >>> publish_lag_s([[Span(name="swap", start=2.5, end=3.0, version=1)]], [[Span(name="publish", start=1.0, end=1.5, version=1)]])
+    >>> publish_lag_s([[TimeSpan(name="swap", start=2.5, end=3.0, version=1)]], [[TimeSpan(name="publish", start=1.0, end=1.5, version=1)]])
     1.5
     """
     published: dict[int, float] = {}

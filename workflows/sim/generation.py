@@ -144,7 +144,7 @@ class _Run:
         self._ledger.open_session(SESSION, b"generation-simul", 0.0)
         self._apply(m.CreateTable(TABLE, tasks=[Task("generate", selector=selector, lease_s=1e8)]))
         facts = m.RowFacts(tokens=predicted.astype("<i8").tobytes())
-        put = self._apply(m.Put(TABLE, predicted.size, m.Columns(facts=facts)))
+        put = self._apply(m.PutRequest(TABLE, predicted.size, m.Columns(facts=facts)))
         self._first = put.first if isinstance(put, m.PutRows) else 0
 
     def _apply(self, request: m.Request) -> object:
@@ -180,7 +180,7 @@ class _Run:
 
     def _lease(self, where: list[Predicate]) -> m.Leased | None:
         try:
-            leased = self._apply(m.Lease(TABLE, "generate", rows=1, where=where))
+            leased = self._apply(m.LeaseRequest(TABLE, "generate", rows=1, where=where))
         except DeadlineExceeded:  # none matches: the class is empty
             return None
         return leased if isinstance(leased, m.Leased) else None

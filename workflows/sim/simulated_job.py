@@ -223,12 +223,12 @@ class _Simulation:
             ordinal=(np.arange(batch) + at * batch).astype("<i8").tobytes(),
             policy_version=np.full(batch, reserved.version, "<i8").tobytes(),
         )
-        self._apply(m.Put(TABLE, batch, m.Columns(facts=facts), reservation=reserved.reservation))
+        self._apply(m.PutRequest(TABLE, batch, m.Columns(facts=facts), reservation=reserved.reservation))
         self._admitted += 1
 
     def _lease(self, task: str, rows: int, at_least: int, where: list[Predicate]) -> m.Leased | None:
         try:
-            leased = self._apply(m.Lease(TABLE, task, rows=rows, at_least=at_least, where=where))
+            leased = self._apply(m.LeaseRequest(TABLE, task, rows=rows, at_least=at_least, where=where))
         except DeadlineExceeded:  # not enough is ready
             return None
         return leased if isinstance(leased, m.Leased) else None
@@ -306,7 +306,7 @@ class _Simulation:
 
         def publish() -> None:
             self._steps.append(self.now)
-            self._apply(m.Advance(TABLE, step + 1))
+            self._apply(m.AdvanceClock(TABLE, step + 1))
             self._apply(m.Ack(TABLE, leased.lease, leased.token))
 
         self._at(start + self._job.train.call_s + self._job.train.row_s * rows, end)

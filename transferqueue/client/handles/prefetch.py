@@ -47,7 +47,9 @@ class PrefetchedLease(NamedTuple, Generic[B]):
         lent = self.lent
         if not lent.ended:
             reason = "its loader was closed"
-            lent.client.connection.post(m.Release(table=lent.table, lease=lent.lease, token=lent.token, reason=reason))
+            lent.client.connection.post(
+                m.ReleaseRequest(table=lent.table, lease=lent.lease, token=lent.token, reason=reason)
+            )
             lent.end("was released when its loader was closed")
 
 
@@ -103,7 +105,7 @@ class Prefetcher(Generic[B]):
         self,
         client: ClientSession,
         terms: TableInfo,
-        request: m.Lease,
+        request: m.LeaseRequest,
         make: Callable[[BatchLease, m.Leased], B],
         prefetch: int,
         time_limit_s: float | None = None,

@@ -42,7 +42,7 @@ class SharedTensor:
     __slots__ = ("_users", "block", "blocks", "column")
     _guard: Final = threading.Lock()
 
-    def __init__(self, column: Column, blocks: MappedBlocks, block: m.BlockAt) -> None:
+    def __init__(self, column: Column, blocks: MappedBlocks, block: m.BlockLocation) -> None:
         self.column, self.blocks, self.block = column, blocks, block
         self._users = 1
 
@@ -133,7 +133,7 @@ class Weights(Staying, Mapping[str, Any]):
             for one in found
         ]
 
-    def _shared(self, field: Field, block: m.BlockAt) -> SharedTensor | None:
+    def _shared(self, field: Field, block: m.BlockLocation) -> SharedTensor | None:
         """The tensor in `block`, if it is here, for another version to have as well."""
         mine = self._tensors.get(field.name)
         if mine is None:
@@ -332,7 +332,7 @@ def pull(
 
 
 def _pull(client: ClientSession, request: m.Pull, since: Weights | None) -> Operation[Weights]:
-    found = yield from ask(request, m.Weights)
+    found = yield from ask(request, m.WeightsReply)
     fields = {field.name: field for field in found.fields}
     shared = _shared(found, fields, since)
     try:
@@ -348,7 +348,7 @@ def _pull(client: ClientSession, request: m.Pull, since: Weights | None) -> Oper
     return Weights(request.channel, found.version, ordered, frozenset(fetched))
 
 
-def _shared(found: m.Weights, fields: Mapping[str, Field], since: Weights | None) -> dict[str, SharedTensor]:
+def _shared(found: m.WeightsReply, fields: Mapping[str, Field], since: Weights | None) -> dict[str, SharedTensor]:
     """Tensors of the reply that the caller has."""
     if since is None:
         return {}
@@ -357,11 +357,11 @@ def _shared(found: m.Weights, fields: Mapping[str, Field], since: Weights | None
 
 
 def _fetch(
-    client: ClientSession, blocks: list[m.BlockAt], fields: dict[str, Field], subject: str
+    client: ClientSession, blocks: list[m.BlockLocation], fields: dict[str, Field], subject: str
 ) -> Operation[dict[str, SharedTensor]]:
     """The tensors in `blocks`, whole."""
     zero = bytes(4)
-    parts = [m.Part(block.fields, [block], block_of_row=zero, slot_of_row=zero) for block in blocks]
+    parts = [m.ReplyColumns(block.fields, [block], block_of_row=zero, slot_of_row=zero) for block in blocks]
     columns, held = yield from client.shards.columns(parts, fields, 1)
     found = {
         name: SharedTensor(columns[name], memory, block)
@@ -384,24 +384,24 @@ def _verify(tensors: Mapping[str, SharedTensor], subject: str) -> None:
 
 def applied(channel: str, version: int) -> Operation[None]:
     """This session generates with the version."""
-    yield from ask(m.Applied(channel=channel, version=checks.whole("version", version)), m.Done)
+    yield from ask(m.ReportApplied(channel=channel, version=checks.whole("version", version)), m.DoneReply)
 
 
 def take_turn(channel: str, at_once: int, length_s: float, timeout_s: float) -> Operation[None]:
     """Leave for this session to change weights, waited for."""
     deadline = yield from within(timeout_s)
-    request = m.Turn(
+    request = m.AcquireUpdateSlot(
         channel=channel,
         at_once=checks.positive("at_once", at_once),
         length_s=checks.seconds("length_s", length_s),
         wait_s=deadline.wait_s,
     )
-    yield from ask(request, m.Done)
+    yield from ask(request, m.DoneReply)
 
 
 def end_turn(channel: str) -> Operation[None]:
     """The turn of this session is over."""
-    yield from ask(m.EndTurn(channel=channel), m.Done)
+    yield from ask(m.ReleaseUpdateSlot(channel=channel), m.DoneReply)
 
 
 def _has_torch() -> bool:

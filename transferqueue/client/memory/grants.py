@@ -101,7 +101,7 @@ class WriteGrants:
         self._open_max = OPEN_MAX
 
     def piece(
-        self, nbytes: int, deadline: Deadline, apart: Sequence[int] = (), use: m.Use = "results"
+        self, nbytes: int, deadline: Deadline, apart: Sequence[int] = (), use: m.GrantPurpose = "results"
     ) -> Operation[WriteRegion]:
         """Room for `nbytes` in a shard that is none of `apart`, waiting for memory until the deadline."""
         if nbytes >= self._whole_from or use == "weights":
@@ -152,5 +152,5 @@ class WriteGrants:
             self._give_back(m.ReturnGrant(extent=extent.granted.extent))
 
 
-def _ask(nbytes: int, deadline: Deadline, apart: Sequence[int], use: m.Use) -> Operation[m.Granted]:
+def _ask(nbytes: int, deadline: Deadline, apart: Sequence[int], use: m.GrantPurpose) -> Operation[m.Granted]:
     return ask(m.Grant(nbytes=nbytes, wait_s=deadline.left(), apart=list(apart), use=use), m.Granted)

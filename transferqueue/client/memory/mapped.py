@@ -83,7 +83,7 @@ class MappedMemory:
             self._count(-1)
 
     def columns(
-        self, parts: Sequence[m.Part], fields: Mapping[str, Field], rows: int
+        self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int
     ) -> Operation[tuple[dict[str, Column], list[MappedBlocks]]]:
         """Columns of the parts of one reply, and what holds their memory. No bytes are read. The pins return when the
         last view is collected, or at once if this fails."""
@@ -98,9 +98,9 @@ class MappedMemory:
             columns |= {name: Column(fields[name], placement) for name in part.fields}
         return columns, held
 
-    def pin(self, blocks: Iterable[m.BlockAt]) -> dict[int, NDArray[np.uint8]]:
+    def pin(self, blocks: Iterable[m.BlockLocation]) -> dict[int, NDArray[np.uint8]]:
         """The bytes of each block that one reply named. The pin returns when the last view is collected."""
-        by_shard: dict[int, dict[int, m.BlockAt]] = {}
+        by_shard: dict[int, dict[int, m.BlockLocation]] = {}
         for block in blocks:
             by_shard.setdefault(block.shard, {})[block.block] = block
         found: dict[int, NDArray[np.uint8]] = {}
@@ -156,7 +156,7 @@ class MappedMemory:
             self._lock_file.release()
 
 
-def placement_of(part: m.Part, blocks: MappedBlocks, rows: int) -> RowPlacement:
+def placement_of(part: m.ReplyColumns, blocks: MappedBlocks, rows: int) -> RowPlacement:
     """Where the rows of a reply are, as its part says; one run of one block needs no array."""
     if rows and len(part.block_of_row) == len(part.slot_of_row) == _ONE:
         block, first = (int.from_bytes(item, "little", signed=True) for item in (part.block_of_row, part.slot_of_row))

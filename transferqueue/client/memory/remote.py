@@ -105,7 +105,7 @@ class RemoteMemory:
         self._carry(lambda number: StoreTransfer(number, session, piece.granted, piece.offset, staged.data), caller)
 
     def columns(
-        self, parts: Sequence[m.Part], fields: Mapping[str, Field], rows: int
+        self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int
     ) -> Operation[tuple[dict[str, Column], list[MappedBlocks]]]:
         """Columns of the parts of one reply, received, and what holds them. The pins return in any case."""
         try:
@@ -308,7 +308,7 @@ class Caller:
             )
 
 
-def _shard_of(parts: Sequence[m.Part]) -> int:
+def _shard_of(parts: Sequence[m.ReplyColumns]) -> int:
     shards = {block.shard for part in parts for block in part.blocks}
     if len(shards) != 1:
         raise Unreachable(f"a reply names blocks of shards {sorted(shards)}; this client knows the endpoint of one")
@@ -316,7 +316,10 @@ def _shard_of(parts: Sequence[m.Part]) -> int:
 
 
 def _columns(
-    parts: Sequence[m.Part], asked: Sequence[RequestedRows], fields: Mapping[str, Field], fetch: FetchTransfer | None
+    parts: Sequence[m.ReplyColumns],
+    asked: Sequence[RequestedRows],
+    fields: Mapping[str, Field],
+    fetch: FetchTransfer | None,
 ) -> tuple[dict[str, Column], list[MappedBlocks]]:
     columns: dict[str, Column] = {}
     held: list[MappedBlocks] = []

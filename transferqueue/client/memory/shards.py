@@ -54,14 +54,14 @@ class ShardClients:
     def __init__(
         self,
         own: MappedMemory | RemoteMemory,
-        dial: Callable[[m.ShardAt], RemoteMemory],
+        dial: Callable[[m.ShardEndpoint], RemoteMemory],
         unpin: Callable[[list[int]], object],
     ) -> None:
         self._own = own
         self._dial = dial
         self._unpin = unpin
         self._guard = threading.Lock()
-        self._known: dict[int, m.ShardAt] = {}
+        self._known: dict[int, m.ShardEndpoint] = {}
         self._lines: dict[int, RemoteMemory] = {}
 
     # ------------------------------------------------------------ which there are
@@ -76,10 +76,10 @@ class ShardClients:
 
     def look(self) -> Operation[None]:
         """Hear which shards there are now."""
-        found = yield from ask(m.ListShards(), m.Shards)
+        found = yield from ask(m.ListShards(), m.ShardList)
         self._heard({at.number: at for at in found.shards})
 
-    def _heard(self, found: dict[int, m.ShardAt]) -> None:
+    def _heard(self, found: dict[int, m.ShardEndpoint]) -> None:
         with self._guard:
             gone = [number for number, at in self._known.items() if found.get(number) != at]
             closing = [line for number in gone if (line := self._lines.pop(number, None)) is not None]
@@ -110,7 +110,7 @@ class ShardClients:
         for line in lines:
             line.close()
 
-    def _at(self, number: int) -> m.ShardAt:
+    def _at(self, number: int) -> m.ShardEndpoint:
         found = self._known.get(number)
         if found is None:
             raise _lost(number)
@@ -156,7 +156,7 @@ class ShardClients:
     # ------------------------------------------------------------ reading
 
     def columns(
-        self, parts: Sequence[m.Part], fields: Mapping[str, Field], rows: int
+        self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int
     ) -> Operation[tuple[dict[str, Column], list[MappedBlocks]]]:
         """Columns of the parts of one reply, and what holds the memory of each part. The pins return at once if this fails."""
         named = {block.block: block for part in parts for block in part.blocks}
@@ -181,11 +181,11 @@ class ShardClients:
         return _MAPPED if self._is_mapped(number) else number
 
     def _gathered(
-        self, parts: Sequence[m.Part], fields: Mapping[str, Field], rows: int
+        self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int
     ) -> Operation[list[list[Found]]]:
         """What each part has here and there."""
         found: list[list[Found]] = [[] for _ in parts]
-        wanted: dict[Key, list[tuple[int, Rows, m.Part]]] = {}
+        wanted: dict[Key, list[tuple[int, Rows, m.ReplyColumns]]] = {}
         for at, part in enumerate(parts):
             for place, which, some in _split(part, rows, self._place):
                 count = rows if which is None else len(which)
@@ -202,7 +202,7 @@ class ShardClients:
 
     def _view(
         self,
-        wanted: Mapping[Key, list[tuple[int, Rows, m.Part]]],
+        wanted: Mapping[Key, list[tuple[int, Rows, m.ReplyColumns]]],
         fields: Mapping[str, Field],
         found: list[list[Found]],
     ) -> None:
@@ -240,7 +240,7 @@ class ShardLivenessCheck:
             found = self._connection.call(m.ListShards(), Deadline(self._clock, 0.0, PRESENCE_S))
         except DeadlineExceeded:  # a coordinator that says nothing says nothing of the shard either
             return None
-        if isinstance(found, m.Shards) and all(at.number != self._number for at in found.shards):
+        if isinstance(found, m.ShardList) and all(at.number != self._number for at in found.shards):
             return _lost(self._number)
         return None
 
@@ -249,7 +249,7 @@ def _lost(number: int) -> ShardLost:
     return ShardLost(f"shard {number} is gone, and the bytes there with it; ask for the rows again")
 
 
-def _split(part: m.Part, rows: int, place: Callable[[int], int]) -> list[tuple[int, Rows, m.Part]]:
+def _split(part: m.ReplyColumns, rows: int, place: Callable[[int], int]) -> list[tuple[int, Rows, m.ReplyColumns]]:
     """The part as parts, each of which lies in one place."""
     place_of_block = np.array([place(block.shard) for block in part.blocks], np.int64)
     places = np.unique(place_of_block)
@@ -257,13 +257,13 @@ def _split(part: m.Part, rows: int, place: Callable[[int], int]) -> list[tuple[i
         return [(int(places[0]), None, part)]
     block_of_row = short.each(part.block_of_row, "<i4", rows)
     slot_of_row = short.each_ascending(part.slot_of_row, "<i4", rows)
-    found: list[tuple[int, Rows, m.Part]] = []
+    found: list[tuple[int, Rows, m.ReplyColumns]] = []
     for one in places.tolist():
         there = place_of_block == one
         which = np.flatnonzero(there[block_of_row])
         renumbered = (np.cumsum(there) - 1).astype("<i4")
         blocks = [block for block, is_there in zip(part.blocks, there.tolist(), strict=True) if is_there]
-        some = m.Part(
+        some = m.ReplyColumns(
             part.fields, blocks, renumbered[block_of_row[which]].tobytes(), slot_of_row[which].astype("<i4").tobytes()
         )
         found.append((one, which, some))
@@ -271,7 +271,7 @@ def _split(part: m.Part, rows: int, place: Callable[[int], int]) -> list[tuple[i
 
 
 def _joined(
-    parts: Sequence[m.Part], found: Sequence[Sequence[Found]], fields: Mapping[str, Field], rows: int
+    parts: Sequence[m.ReplyColumns], found: Sequence[Sequence[Found]], fields: Mapping[str, Field], rows: int
 ) -> tuple[dict[str, Column], list[MappedBlocks]]:
     columns: dict[str, Column] = {}
     held: list[MappedBlocks] = []

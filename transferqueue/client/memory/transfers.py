@@ -56,7 +56,7 @@ class RequestedRows(msgspec.Struct, frozen=True):
     slot_of_row: NDArray[np.int32]
 
 
-def rows_of(part: m.Part, rows: int) -> RequestedRows:
+def rows_of(part: m.ReplyColumns, rows: int) -> RequestedRows:
     """A row that several rows of the reply share crosses once."""
     blocks, slots = short.each(part.block_of_row, "<i4", rows), short.each_ascending(part.slot_of_row, "<i4", rows)
     keys = blocks.astype(np.int64) << 32 | slots
@@ -80,7 +80,7 @@ def rows_of(part: m.Part, rows: int) -> RequestedRows:
     return RequestedRows(wanted, len(slots), index)
 
 
-def _located(at: m.BlockAt, layouts: dict[tuple[str, ...], int]) -> b.BulkBlock:
+def _located(at: m.BlockLocation, layouts: dict[tuple[str, ...], int]) -> b.BulkBlock:
     layout_of = layouts.setdefault(tuple(at.fields), len(layouts))
     return b.BulkBlock(at.block, at.extent, at.offset, at.nbytes, at.rows, layout_of, at.counts, at.ticket)
 

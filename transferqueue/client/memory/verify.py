@@ -39,11 +39,11 @@ class Verifier:
         self._seen: set[tuple[int, int]] = set()
 
     def check(
-        self, content: m.Content, columns: Mapping[str, Column], held: Sequence[MappedBlocks], subject: str
+        self, content: m.ReplyRows, columns: Mapping[str, Column], held: Sequence[MappedBlocks], subject: str
     ) -> Operation[None]:
         """`Damaged` unless all blocks of a reply match their checksums. columns, held: what the reply's parts became."""
         wanted = [one for one in _placed(held) if (one[0].block, one[0].checksum) not in self._seen]
-        bad: list[m.BlockAt] = []
+        bad: list[m.BlockLocation] = []
 
         def compare() -> None:
             for at, memory in wanted:
@@ -59,26 +59,26 @@ class Verifier:
         self._seen.update((at.block, at.checksum) for at, _ in wanted)
 
 
-def _placed(held: Iterable[MappedBlocks]) -> Iterator[tuple[m.BlockAt, U8]]:
+def _placed(held: Iterable[MappedBlocks]) -> Iterator[tuple[m.BlockLocation, U8]]:
     """The blocks that lie in mapped memory, whole, and have a checksum."""
     for blocks in held:
         for at, memory in zip(blocks.shapes, blocks.memory, strict=True):
-            if isinstance(at, m.BlockAt) and at.checksum != UNCHECKED:
+            if isinstance(at, m.BlockLocation) and at.checksum != UNCHECKED:
                 yield at, memory
 
 
 def _damaged(
-    content: m.Content,
+    content: m.ReplyRows,
     columns: Mapping[str, Column],
     held: Sequence[MappedBlocks],
-    bad: Mapping[int, m.BlockAt],
+    bad: Mapping[int, m.BlockLocation],
     subject: str,
 ) -> Damaged:
     ids = np.frombuffer(content.rows, "<i8")
     rows: set[int] = set()
     fields: set[str] = set()
     for part, blocks in zip(content.parts, held, strict=True):
-        there = [isinstance(at, m.BlockAt) and at.block in bad for at in blocks.shapes]
+        there = [isinstance(at, m.BlockLocation) and at.block in bad for at in blocks.shapes]
         hit = np.array(there, np.bool_)[columns[part.fields[0]].placement.block_of_row]
         if hit.any():
             rows.update(ids[hit].tolist())

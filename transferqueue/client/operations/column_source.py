@@ -57,7 +57,7 @@ class ColumnSource:
 
 
 def content_source(
-    client: ClientSession, content: m.Content, terms: TableInfo, subject: str
+    client: ClientSession, content: m.ReplyRows, terms: TableInfo, subject: str
 ) -> Operation[ColumnSource]:
     """Columns of a reply. Its pins return when the source has ended and no view is left, or at once if this fails."""
     rows = len(content.rows) // 8

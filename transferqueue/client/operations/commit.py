@@ -124,7 +124,7 @@ def _commit(
     out = outgoing(columns, facts, terms.fields, rows)
     blocks = drafts([column for column in out.columns if not column.field.inline])
     inline = [m.Inline(column.field.name, column.inline()) for column in out.columns if column.field.inline]
-    use: m.Use = "rows" if rows is None else "results"
+    use: m.GrantPurpose = "rows" if rows is None else "results"
     piece = (yield from write(client, blocks, deadline, use, terms.last.replicas)) if blocks else None
     carried = m.Columns(
         fields=out.fields, blocks=placed(piece, blocks) if piece else [], inline=inline, facts=out.facts
@@ -153,7 +153,7 @@ def settled(piece: WriteRegion | None, commit: Operation[R]) -> Operation[R]:
 
 
 def write(
-    client: ClientSession, blocks: Sequence[BlockWriter], deadline: Deadline, use: m.Use, replicas: int = 1
+    client: ClientSession, blocks: Sequence[BlockWriter], deadline: Deadline, use: m.GrantPurpose, replicas: int = 1
 ) -> Operation[WriteRegion]:
     """Memory for the blocks, with them in it, in `replicas` shards."""
     piece = yield from _written(client, blocks, deadline, [], use)
@@ -168,7 +168,7 @@ def write(
 
 
 def _written(
-    client: ClientSession, blocks: Sequence[BlockWriter], deadline: Deadline, apart: list[int], use: m.Use
+    client: ClientSession, blocks: Sequence[BlockWriter], deadline: Deadline, apart: list[int], use: m.GrantPurpose
 ) -> Operation[WriteRegion]:
     """One copy, in a shard that is none of `apart`."""
     nbytes = sum(align(block.nbytes) for block in blocks)
@@ -188,13 +188,13 @@ def fill(memory: memoryview, blocks: Sequence[BlockWriter], *, checksums: bool) 
         at += align(block.nbytes)
 
 
-def placed(piece: WriteRegion, blocks: Sequence[BlockWriter]) -> list[m.Placed]:
+def placed(piece: WriteRegion, blocks: Sequence[BlockWriter]) -> list[m.WrittenBlock]:
     """How a commit names blocks that were written one after the other into a piece."""
-    found: list[m.Placed] = []
+    found: list[m.WrittenBlock] = []
     at = piece.offset
     for block in blocks:
         found.append(
-            m.Placed(
+            m.WrittenBlock(
                 extent=piece.extent,
                 offset=at,
                 nbytes=block.nbytes,
@@ -203,7 +203,7 @@ def placed(piece: WriteRegion, blocks: Sequence[BlockWriter]) -> list[m.Placed]:
                 counts=block.counts,
                 slots=None if block.slots is None else block.slots.astype("<i4").tobytes(),
                 checksum=block.sum,
-                copies=[m.CopyAt(one.extent, one.offset + at - piece.offset) for one in piece.copies],
+                copies=[m.WrittenCopy(one.extent, one.offset + at - piece.offset) for one in piece.copies],
             )
         )
         at += align(block.nbytes)

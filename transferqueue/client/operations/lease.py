@@ -49,7 +49,7 @@ def lease_request(
     rank: int,
     world: int,
     replica: Sequence[int] | None,
-) -> m.Lease:
+) -> m.LeaseRequest:
     """The request for a lease, its arguments checked one by one."""
     given = {"rows": rows, "tokens": tokens, "groups": groups}
     wanted = {name: checks.positive(name, size) for name, size in given.items() if size is not None}
@@ -57,7 +57,7 @@ def lease_request(
         said = " and ".join(f"{name}={size}" for name, size in wanted.items()) or "none of them"
         raise UsageError(f"lease of task {task!r}: give exactly one of rows=, tokens=, groups=; {said} was given")
     peer, peers = checks.peer(replica)
-    return m.Lease(
+    return m.LeaseRequest(
         table=table,
         task=check_name("task", task),
         **wanted,
@@ -92,7 +92,7 @@ def predicates(where: Predicate | Iterable[Predicate]) -> list[Predicate]:
 def lease(
     client: ClientSession,
     terms: TableInfo,
-    request: m.Lease,
+    request: m.LeaseRequest,
     batch: Callable[[BatchLease, m.Leased], B],
     time_limit_s: float | None = None,
 ) -> Operation[B]:
@@ -126,7 +126,7 @@ def _log_forgotten(terms: TableInfo) -> None:
 def _lease(
     client: ClientSession,
     terms: TableInfo,
-    request: m.Lease,
+    request: m.LeaseRequest,
     batch: Callable[[BatchLease, m.Leased], B],
     time_limit_s: float | None,
 ) -> Operation[B]:
@@ -140,7 +140,7 @@ def _lease(
     except BaseException as error:
         if isinstance(error, Damaged):  # these count as failed, or they would come again for ever
             client.connection.post(
-                m.Release(
+                m.ReleaseRequest(
                     table=terms.name,
                     lease=leased.lease,
                     token=leased.token,
@@ -149,11 +149,13 @@ def _lease(
                     reason=str(error)[:4096],
                 )
             )
-        client.connection.post(m.Release(table=terms.name, lease=leased.lease, token=leased.token))
+        client.connection.post(m.ReleaseRequest(table=terms.name, lease=leased.lease, token=leased.token))
         raise
 
 
-def _kept(terms: TableInfo, request: m.Lease, leased: m.Leased, time_limit_s: float | None) -> Operation[Kept | None]:
+def _kept(
+    terms: TableInfo, request: m.LeaseRequest, leased: m.Leased, time_limit_s: float | None
+) -> Operation[Kept | None]:
     """How the lease is renewed. A task that another client declared since the terms were heard is asked for."""
     if time_limit_s is None:
         task = terms.task(request.task)
@@ -192,7 +194,7 @@ def drop(lent: BatchLease, reason: str, rows: object) -> Operation[None]:
     request = m.Ack(
         table=lent.table, lease=lent.lease, token=lent.token, rows=chosen, drop=check_name("drop reason", reason)
     )
-    yield from _ending(lent, ask(request, m.Done))
+    yield from _ending(lent, ask(request, m.DoneReply))
     lent.take(chosen, "was dropped")
 
 
@@ -204,7 +206,7 @@ def release(
     chosen = lent.chosen(rows)
 
     def request(_: int, carried: m.Columns | None) -> m.Request:
-        return m.Release(
+        return m.ReleaseRequest(
             table=lent.table,
             lease=lent.lease,
             token=lent.token,
@@ -225,13 +227,13 @@ def _carrying(
     columns: Mapping[str, Any],
     request: Callable[[int, m.Columns | None], m.Request],
     call: str,
-) -> Operation[m.Done]:
+) -> Operation[m.DoneReply]:
     """A request about rows of a lease, with columns and facts about them where there are any."""
     count = len(lent.left) if chosen is None else len(chosen) // 8
     if not (columns or facts.said()):
-        return ask(request(count, None), m.Done)
+        return ask(request(count, None), m.DoneReply)
     deadline = Deadline(lent.client.clock, TIMEOUT_S_DEFAULT)
-    return commit(lent.client, lent.terms, facts, columns, count, deadline, request, m.Done, call)
+    return commit(lent.client, lent.terms, facts, columns, count, deadline, request, m.DoneReply, call)
 
 
 def renew(lent: BatchLease, lease_s: float | None) -> Operation[float]:

@@ -65,7 +65,7 @@ class ReusedTensor(NewTensor):
 
     __slots__ = ("memory",)
 
-    def __init__(self, fields: list[Field], block: m.BlockAt, memory: NDArray[np.uint8]) -> None:
+    def __init__(self, fields: list[Field], block: m.BlockLocation, memory: NDArray[np.uint8]) -> None:
         self.columns, self.spans, self.slots = [], [], None
         self.rows = self.stored_rows = block.rows
         self.fields, self.counts, self.nbytes = fields, list(block.counts), block.nbytes
@@ -77,7 +77,7 @@ class ReusedTensor(NewTensor):
         self.add_up(out)
 
 
-def same(field: Field, block: m.BlockAt, other: Field, nbytes: int, total: int) -> bool:
+def same(field: Field, block: m.BlockLocation, other: Field, nbytes: int, total: int) -> bool:
     """Whether the tensor in `block` is one of field `other` with this checksum."""
     return block.checksum == total != UNCHECKED and block.nbytes == nbytes and field == other and len(block.fields) == 1
 
@@ -125,8 +125,8 @@ def _commit(
     drafts: Sequence[NewTensor],
     adapter: str | None,
     deadline: Deadline,
-) -> Operation[m.Done]:
-    basis = yield from ask(m.Basis(channel=channel), m.BasisAt)
+) -> Operation[m.DoneReply]:
+    basis = yield from ask(m.GetLatestVersion(channel=channel), m.LatestVersion)
     beside = [] if adapter is None else _beside(channel, adapter, basis)
     unchanged = yield from _unchanged(drafts, basis)
     kept = {name: block.block for name, block in _worth_keeping(unchanged, basis.extents).items()}
@@ -143,7 +143,7 @@ def _commit(
         base=basis.version if blocks else -1,
         kept=blocks,
     )
-    return (yield from settled(piece, ask(request, m.Done)))
+    return (yield from settled(piece, ask(request, m.DoneReply)))
 
 
 def tensor_drafts(tensors: Mapping[str, Any], prefix: str) -> list[NewTensor]:
@@ -167,7 +167,7 @@ def _prefix(adapter: str | None) -> str:
     return f"{adapter}/"
 
 
-def _beside(channel: str, adapter: str, basis: m.BasisAt) -> list[int]:
+def _beside(channel: str, adapter: str, basis: m.LatestVersion) -> list[int]:
     """Blocks of everything but the adapter; `NotFound` without a base for it, `ShardLost` if that is gone."""
     if basis.lost:
         raise ShardLost(
@@ -181,7 +181,7 @@ def _beside(channel: str, adapter: str, basis: m.BasisAt) -> list[int]:
     return [block.block for block in basis.blocks if not block.fields[0].startswith(f"{adapter}/")]
 
 
-def _unchanged(drafts: Iterable[NewTensor], basis: m.BasisAt) -> Operation[dict[str, m.BlockAt]]:
+def _unchanged(drafts: Iterable[NewTensor], basis: m.LatestVersion) -> Operation[dict[str, m.BlockLocation]]:
     """Tensors that are the same in the newest version, with their blocks there. Reads those that may be."""
     fields = {field.name: field for field in basis.fields}
     there = {block.fields[0]: block for block in basis.blocks if len(block.fields) == 1 and block.checksum}
@@ -195,7 +195,7 @@ def _unchanged(drafts: Iterable[NewTensor], basis: m.BasisAt) -> Operation[dict[
     }
 
 
-def _alike(draft: NewTensor, block: m.BlockAt | None, fields: Mapping[str, Field]) -> bool:
+def _alike(draft: NewTensor, block: m.BlockLocation | None, fields: Mapping[str, Field]) -> bool:
     return block is not None and block.nbytes == draft.nbytes and fields[draft.field.name] == draft.field
 
 
@@ -206,7 +206,7 @@ def _sum(drafts: Sequence[NewTensor]) -> None:
         draft.write(room[: draft.nbytes])
 
 
-def _worth_keeping(unchanged: Mapping[str, m.BlockAt], extents: Mapping[int, int]) -> dict[str, m.BlockAt]:
+def _worth_keeping(unchanged: Mapping[str, m.BlockLocation], extents: Mapping[int, int]) -> dict[str, m.BlockLocation]:
     """Those in extents of which at least half is kept."""
     kept_bytes: Counter[int] = Counter()
     for block in unchanged.values():

@@ -48,7 +48,7 @@ class RowsBase(Staying):
         "pass its values (.arrow(), dict of .numpy() or .list()), or lease the rows where they are needed"
     )
 
-    def __init__(self, content: m.Content, source: ColumnSource) -> None:
+    def __init__(self, content: m.ReplyRows, source: ColumnSource) -> None:
         self._content = content
         self._source = source
 
@@ -184,7 +184,7 @@ class Rows(RowsBase):
     changed in place without anyone else seeing it. After the end a column is `BatchEnded`.
     """
 
-    def __init__(self, content: m.Content, source: ColumnSource, left_out: tuple[str, ...] = ()) -> None:
+    def __init__(self, content: m.ReplyRows, source: ColumnSource, left_out: tuple[str, ...] = ()) -> None:
         super().__init__(content, source)
         self._left_out = left_out
 

@@ -22,7 +22,7 @@ def snapshot(
     client: ClientSession, path: str | os.PathLike[str], keep: int, timeout_s: float, progress: Progress | None
 ) -> Operation[str]:
     """Write all there is; where it is."""
-    request = m.Snapshot(path=os.fspath(path), keep=checks.whole("keep", keep, least=1, most=SNAPSHOTS_KEPT_MAX))
+    request = m.SnapshotRequest(path=os.fspath(path), keep=checks.whole("keep", keep, least=1, most=SNAPSHOTS_KEPT_MAX))
     return (yield from _followed(client, request, timeout_s, progress))
 
 
@@ -34,12 +34,12 @@ def restore(
 
 
 def _followed(
-    client: ClientSession, request: m.Snapshot | m.Restore, timeout_s: float, progress: Progress | None
+    client: ClientSession, request: m.SnapshotRequest | m.Restore, timeout_s: float, progress: Progress | None
 ) -> Operation[str]:
     deadline = yield from within(timeout_s)
-    work = yield from ask(request, m.Working)
+    work = yield from ask(request, m.JobProgress)
     while not work.ended and timeout_s:
-        work = yield from ask(m.Follow(work=work.work, done=work.done, wait_s=deadline.left()), m.Working)
+        work = yield from ask(m.WatchJob(work=work.work, done=work.done, wait_s=deadline.left()), m.JobProgress)
         if progress is not None:
             progress(work.done, work.total)
     return work.path

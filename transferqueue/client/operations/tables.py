@@ -70,7 +70,7 @@ def open_table(client: ClientSession, name: str, timeout_s: float | None) -> Ope
 
 def drop_table(client: ClientSession, name: str, empty: bool) -> Operation[None]:
     """The table and its rows end."""
-    yield from ask(m.DropTable(name=check_name("table", name), empty=bool(empty)), m.Done)
+    yield from ask(m.DropTable(name=check_name("table", name), empty=bool(empty)), m.DoneReply)
     client.tables.pop(name, None)
 
 
@@ -110,8 +110,10 @@ def put(
     """New rows; their ids."""
     deadline = Deadline(client.clock, 0.0) if timeout_s is None else (yield from within(timeout_s))
 
-    def request(rows: int, carried: m.Columns) -> m.Put:
-        return m.Put(table=terms.name, rows=rows, columns=carried, reservation=reservation, wait_s=deadline.left())
+    def request(rows: int, carried: m.Columns) -> m.PutRequest:
+        return m.PutRequest(
+            table=terms.name, rows=rows, columns=carried, reservation=reservation, wait_s=deadline.left()
+        )
 
     found = yield from commit(client, terms, facts, columns, None, deadline, request, m.PutRows, "put")
     return np.arange(found.first, found.first + found.rows, dtype=np.int64)
@@ -134,7 +136,7 @@ def update(
     def request(_: int, carried: m.Columns) -> m.Update:
         return m.Update(table=terms.name, rows=ids, columns=carried, overwrite=bool(overwrite))
 
-    yield from commit(client, terms, facts, columns, len(ids) // 8, deadline, request, m.Done, "update")
+    yield from commit(client, terms, facts, columns, len(ids) // 8, deadline, request, m.DoneReply, "update")
 
 
 def read(
@@ -146,7 +148,7 @@ def read(
     limit: int | None,
 ) -> Operation[Rows]:
     """Rows without a lease."""
-    request = m.Read(
+    request = m.ReadRequest(
         table=terms.name,
         rows=None if rows is None else checks.row_ids(rows),
         fields=checks.names("field", fields),
@@ -161,7 +163,7 @@ def read(
     return (yield from _read(client, terms, request))
 
 
-def _read(client: ClientSession, terms: TableInfo, request: m.Read) -> Operation[Rows]:
+def _read(client: ClientSession, terms: TableInfo, request: m.ReadRequest) -> Operation[Rows]:
     content = (yield from ask(request, m.ReadRows)).content
     source = yield from content_source(client, content, terms, f'table "{terms.name}"')
     left_out = [name for name in terms.fields if name not in source.fields] if request.fields is None else []
@@ -181,12 +183,12 @@ def find(terms: TableInfo, keys: str | Sequence[str]) -> Operation[NDArray[np.in
 def drop(terms: TableInfo, rows: object, reason: str) -> Operation[int]:
     """Rows end as dropped."""
     request = m.Drop(table=terms.name, rows=checks.row_ids(rows), reason=check_name("drop reason", reason))
-    return (yield from ask(request, m.Done)).rows
+    return (yield from ask(request, m.DoneReply)).rows
 
 
 def delete(terms: TableInfo, rows: object) -> Operation[int]:
     """Rows of a table with manual retention are freed."""
-    return (yield from ask(m.Delete(table=terms.name, rows=checks.row_ids(rows)), m.Done)).rows
+    return (yield from ask(m.Delete(table=terms.name, rows=checks.row_ids(rows)), m.DoneReply)).rows
 
 
 # ---------------------------------------------------------------- flow and terms
@@ -208,20 +210,20 @@ def unreserve(terms: TableInfo, reservation: int, rows: int | None) -> Operation
     """Rows that will not be produced."""
     count = 0 if rows is None else checks.positive("rows", rows)
     request = m.Unreserve(table=terms.name, reservation=reservation, rows=count)
-    return (yield from ask(request, m.Done)).rows
+    return (yield from ask(request, m.DoneReply)).rows
 
 
 def advance(terms: TableInfo, version: int, timeout_s: float) -> Operation[None]:
     """The trainer's version is now this."""
     deadline = yield from within(timeout_s)
-    request = m.Advance(table=terms.name, version=checks.whole("version", version), wait_s=deadline.wait_s)
-    yield from ask(request, m.Done)
+    request = m.AdvanceClock(table=terms.name, version=checks.whole("version", version), wait_s=deadline.wait_s)
+    yield from ask(request, m.DoneReply)
 
 
 def checkpointed(terms: TableInfo, step: int, task: str | None) -> Operation[int]:
     """The model is safe up to `step`."""
-    request = m.Checkpointed(table=terms.name, step=checks.step(step), task=_task_name(task))
-    return (yield from ask(request, m.Done)).rows
+    request = m.CommitCheckpoint(table=terms.name, step=checks.step(step), task=_task_name(task))
+    return (yield from ask(request, m.DoneReply)).rows
 
 
 def rollback(terms: TableInfo, step: int, task: str | None, version: int | None) -> Operation[int]:
@@ -232,7 +234,7 @@ def rollback(terms: TableInfo, step: int, task: str | None, version: int | None)
         task=_task_name(task),
         version=-1 if version is None else checks.whole("version", version),
     )
-    return (yield from ask(request, m.Done)).rows
+    return (yield from ask(request, m.DoneReply)).rows
 
 
 def _task_name(task: str | None) -> str:
@@ -241,12 +243,12 @@ def _task_name(task: str | None) -> str:
 
 def cursor(terms: TableInfo, start: int) -> Operation[int]:
     """Up to which ordinal all is final."""
-    return (yield from ask(m.Cursor(table=terms.name, start=checks.whole("start", start)), m.CursorAt)).ordinal
+    return (yield from ask(m.Cursor(table=terms.name, start=checks.whole("start", start)), m.CursorValue)).ordinal
 
 
 def seal(terms: TableInfo) -> Operation[None]:
     """No more rows will enter."""
-    yield from ask(m.Seal(table=terms.name), m.Done)
+    yield from ask(m.Seal(table=terms.name), m.DoneReply)
 
 
 def add_task(client: ClientSession, terms: TableInfo, task: Task) -> Operation[None]:
@@ -279,4 +281,4 @@ def _each(name: str, values: Any, kind: Any, most: int) -> list[Any]:
 
 def drain_shard(number: int) -> Operation[None]:
     """Have a further shard end once it is empty."""
-    yield from ask(m.Drain(checks.whole("number", number)), m.Done)
+    yield from ask(m.Drain(checks.whole("number", number)), m.DoneReply)

@@ -147,7 +147,7 @@ class PendingCalls:
             self._notices[self._last] = payload
         return self._framed(self._last, payload)
 
-    def answered(self, answer: m.Answer) -> PendingCall | None:
+    def answered(self, answer: m.AnswerFrame) -> PendingCall | None:
         """The call that this answers, not settled yet; None if it was answered before. Not for an answer that `is_late`."""
         self._epoch = answer.epoch
         pending = self._pending.pop(answer.id, None)
@@ -155,7 +155,7 @@ class PendingCalls:
             self._heard(answer.id)
         return pending
 
-    def is_late(self, answer: m.Answer) -> bool:
+    def is_late(self, answer: m.AnswerFrame) -> bool:
         """Whether a server that is dead gave this answer (rule 8)."""
         greeted = answer.id == self._greeting and answer.id in self._pending
         return answer.epoch < self._epoch and not greeted
@@ -241,10 +241,10 @@ def encode(request: m.Request) -> bytes:
     try:
         payload = _encoder.encode(request)
     except (OverflowError, TypeError, UnicodeEncodeError, msgspec.MsgspecError) as error:
-        raise UsageError(f"{type(request).__name__} cannot be sent: {error}; integers have at most 64 bits") from error
+        raise UsageError(f"{m.tag_of(request)} cannot be sent: {error}; integers have at most 64 bits") from error
     if len(payload) > MESSAGE_BYTES_MAX:
         raise Impossible(
-            f"{type(request).__name__} of {len(payload)} bytes is over the limit of {MESSAGE_BYTES_MAX} for one "
+            f"{m.tag_of(request)} of {len(payload)} bytes is over the limit of {MESSAGE_BYTES_MAX} for one "
             "message; send fewer rows at a time"
         )
     return payload

@@ -99,7 +99,7 @@ class Connection:
             self.close()
             raise
         if not isinstance(reply, m.Welcome):
-            raise InternalError(f"{self.address} answered Hello with {type(reply).__name__}")
+            raise InternalError(f"{self.address} answered Hello with {m.tag_of(reply)}")
         return reply
 
     def greet_again(self, hello: m.Hello, deadline: Deadline) -> m.Welcome:
@@ -107,7 +107,7 @@ class Connection:
         self._hello = hello
         reply = self.call(hello, deadline)
         if not isinstance(reply, m.Welcome):
-            raise InternalError(f"{self.address} answered Hello with {type(reply).__name__}")
+            raise InternalError(f"{self.address} answered Hello with {m.tag_of(reply)}")
         return reply
 
     def call(self, request: m.Request, deadline: Deadline | None = None) -> m.Reply:
@@ -287,7 +287,7 @@ class Connection:
         except PeerError as error:
             self._end(error)
 
-    def _decoded(self, frame: bytes) -> m.Answer:
+    def _decoded(self, frame: bytes) -> m.AnswerFrame:
         try:
             return decode_answer(frame)
         except ProtocolError as error:
@@ -416,7 +416,7 @@ class Connection:
             for notice in unpin(blocks):
                 self._send(self._calls.notice(notice), now)
 
-    def _receive(self, answer: m.Answer) -> None:
+    def _receive(self, answer: m.AnswerFrame) -> None:
         if self._calls.is_late(answer):
             return
         pending = self._calls.answered(answer)
@@ -465,7 +465,7 @@ class Connection:
         elif isinstance(pending.request, m.Hello):
             self._end(Disconnected(f"{self.address} was found again and refused this session: {error}; connect again"))
         elif pending.is_post and not isinstance(error, LeaseExpired | NotFound):  # what is handed back may be gone
-            _log.error("%s, which nobody waits for, was refused: %s", type(pending.request).__name__, error)
+            _log.error("%s, which nobody waits for, was refused: %s", m.tag_of(pending.request), error)
 
     def _leave(self, pending: PendingCall, now: float) -> None:
         """The caller of `pending` went away, perhaps after the reply came."""
@@ -490,7 +490,7 @@ class Connection:
                 self._send(self._calls.send(PendingCall(undo), now), now)
 
     def _unanswered(self, pending: PendingCall) -> Unreachable:
-        name = type(pending.request).__name__
+        name = m.tag_of(pending.request)
         return Unreachable(
             f"{self.address} did not answer {name} within {ANSWER_S:g} s past the wait it asked for, after "
             f"{pending.tries} more tries; the server may be stopped or out of reach{in_doubt(pending.request)}"
@@ -528,7 +528,7 @@ def _result(pending: PendingCall) -> m.Reply:
         finally:
             pending.error = None  # it knows this frame, and what the caller put: it must not be kept by what it knows
     if pending.reply is None:
-        raise InternalError(f"{type(pending.request).__name__} was settled without a reply")
+        raise InternalError(f"{m.tag_of(pending.request)} was settled without a reply")
     return pending.reply
 
 

@@ -62,7 +62,7 @@ def ask(request: m.Request, kind: type[R]) -> Operation[R]:
     """The reply to `request`, which is a `kind`."""
     reply = yield request
     if not isinstance(reply, kind):
-        raise ProtocolError(f"{type(request).__name__} was answered with {type(reply).__name__}, not {kind.__name__}")
+        raise ProtocolError(f"{m.tag_of(request)} was answered with {m.tag_of(reply)}, not {m.tag_of(kind)}")
     return reply
 
 

@@ -15,17 +15,17 @@ from transferqueue.errors import DeadlineExceeded, TransferQueueError, Unreachab
 from transferqueue.wire import messages as m
 
 CHANGES_NOTHING: Final = (
-    m.Lease, m.Reserve, m.Grant, m.Pull, m.Read, m.Find, m.Observe, m.OpenTable, m.ListTables, m.ListShards, m.Basis,
-    m.Cursor, m.Follow,
+    m.LeaseRequest, m.Reserve, m.Grant, m.Pull, m.ReadRequest, m.Find, m.Observe, m.OpenTable, m.ListTables, m.ListShards, m.GetLatestVersion,
+    m.Cursor, m.WatchJob,
 )  # fmt: skip
 """Requests whose late replies leave nothing behind: they gave nothing, or what they gave is handed back."""
 
 AGAIN: Final[Mapping[type[m.Message], str]] = {
-    m.Put: "if they were, the same put again adds them twice: give rows keys (key=), and the second is AlreadyExists, or look first (find, audit)",
+    m.PutRequest: "if they were, the same put again adds them twice: give rows keys (key=), and the second is AlreadyExists, or look first (find, audit)",
     m.Publish: "if it was, the same publish again is refused, and pull(above=) sees it",
-    m.Advance: "advance to the same version again: it changes nothing twice",
-    m.Turn: "if it was granted, it ends after its length_s",
-    m.Snapshot: "if it was begun, it goes on at the server, and another one is Full until it has ended",
+    m.AdvanceClock: "advance to the same version again: it changes nothing twice",
+    m.AcquireUpdateSlot: "if it was granted, it ends after its length_s",
+    m.SnapshotRequest: "if it was begun, it goes on at the server, and another one is Full until it has ended",
     m.Restore: "if it was begun, it goes on at the server",
     m.Hello: "connect again",
 }
@@ -35,8 +35,10 @@ AGAIN: Final[Mapping[type[m.Message], str]] = {
 def give_back(request: m.Request, reply: m.Reply) -> list[m.Request]:
     """Requests that undo `reply` to `request`; none if it gave nothing away."""
     match request, reply:
-        case m.Lease(), m.Leased():
-            release = m.Release(table=request.table, lease=reply.lease, token=reply.token, reason="abandoned wait")
+        case m.LeaseRequest(), m.Leased():
+            release = m.ReleaseRequest(
+                table=request.table, lease=reply.lease, token=reply.token, reason="abandoned wait"
+            )
             return [release, *unpin(blocks_of(reply.content.parts))]
         case m.Reserve(), m.Reserved():
             return [m.Unreserve(table=request.table, reservation=reply.reservation)]
@@ -44,7 +46,7 @@ def give_back(request: m.Request, reply: m.Reply) -> list[m.Request]:
             return [m.ReturnGrant(extent=reply.extent)]
         case _, m.ReadRows():
             return unpin(blocks_of(reply.content.parts))
-        case _, m.Weights():
+        case _, m.WeightsReply():
             return unpin({block.block: 1 for block in reply.blocks})
     return []
 
@@ -54,7 +56,7 @@ def unanswered(request: m.Request, address: str, wait_s: float) -> TransferQueue
 
     `DeadlineExceeded` where a late reply leaves nothing behind; `Unreachable` for what may have been carried out all the same.
     """
-    name = type(request).__name__
+    name = m.tag_of(request)
     silent = f"{address} did not answer {name} within the {wait_s:g} s that it was given; the server may be stopped or out of reach"
     if isinstance(request, CHANGES_NOTHING):
         return DeadlineExceeded(f"{silent}, so what is missing is not known; nothing was changed")
@@ -69,7 +71,7 @@ def in_doubt(request: m.Request) -> str:
     return f"; whether it was carried out is not known: {again}"
 
 
-def blocks_of(parts: Iterable[m.Part]) -> Sequence[int]:
+def blocks_of(parts: Iterable[m.ReplyColumns]) -> Sequence[int]:
     """The blocks that a reply names, each once: that many pins it took."""
     return list(dict.fromkeys(block.block for part in parts for block in part.blocks))
 

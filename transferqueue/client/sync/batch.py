@@ -32,7 +32,9 @@ class BatchBase(RowsBase):
         self._lease_s = leased.lease_s
         self._goes_on = False
         """Whether it comes from a loop over batches, which goes on when this one was lost."""
-        unasked = m.Release(table=lent.table, lease=lent.lease, token=lent.token, reason="the batch was collected")
+        unasked = m.ReleaseRequest(
+            table=lent.table, lease=lent.lease, token=lent.token, reason="the batch was collected"
+        )
         self._forgotten = weakref.finalize(self, _give_up, lent, unasked)
         when_gone(self, lambda: _give_up(lent, unasked))
 
@@ -83,7 +85,7 @@ class BatchBase(RowsBase):
         return True
 
 
-def _give_up(lent: BatchLease, unasked: m.Release) -> None:
+def _give_up(lent: BatchLease, unasked: m.ReleaseRequest) -> None:
     """Runs in a finalizer: the rows of a batch that nobody can ack any more go back now, not at the deadline."""
     if not lent.ended:
         lent.terms.forgotten = lent.task  # the next lease logs it: a finalizer must not

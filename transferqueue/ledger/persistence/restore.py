@@ -29,7 +29,7 @@ from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.task_state import KEPT, LEASED, STEPPED, TaskState
 from transferqueue.limits import PAGE_BYTES
 from transferqueue.schema import align
-from transferqueue.wire.messages import CreateTable, Placed
+from transferqueue.wire.messages import CreateTable, WrittenBlock
 
 PLANTER = -1
 """Owns the extents of the cut's blocks until all are committed."""
@@ -158,7 +158,9 @@ class _SnapshotRestore:
     def _commit(self, number: int, usage: OwnerBytes, refs: int) -> int:
         blocks, at = self._state.core.blocks, self._cut.blocks[number]
         extent = blocks.grant(PLANTER, at.shard, at.offset, align(max(at.nbytes, 1), PAGE_BYTES))
-        placed = Placed(extent.id, at.offset, at.nbytes, at.rows, list(at.fields), list(at.counts), None, at.checksum)
+        placed = WrittenBlock(
+            extent.id, at.offset, at.nbytes, at.rows, list(at.fields), list(at.counts), None, at.checksum
+        )
         return blocks.commit([placed], usage, [refs])[0]
 
     def _task(self, task: TaskState, cut: TableSnapshot, name: str, ids: IntArray, at: IntArray) -> None:

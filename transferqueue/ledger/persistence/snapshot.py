@@ -26,7 +26,7 @@ from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.task_state import STEPPED, TaskState
 from transferqueue.policies import Tags
 from transferqueue.schema import Field
-from transferqueue.wire.messages import BlockAt, TableTerms
+from transferqueue.wire.messages import BlockLocation, TableTerms
 
 Columns = dict[str, AnyArray]
 """Named columns of one length."""
@@ -107,7 +107,7 @@ class LedgerSnapshot:
 
     tables: list[TableSnapshot] = field(default_factory=list)
     channels: list[ChannelSnapshot] = field(default_factory=list)
-    blocks: dict[int, BlockAt] = field(default_factory=dict)
+    blocks: dict[int, BlockLocation] = field(default_factory=dict)
     dropped_tables: dict[str, int] = field(default_factory=dict)
 
     @property

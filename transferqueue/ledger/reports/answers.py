@@ -85,12 +85,12 @@ def explained(state: LedgerState, request: m.Request) -> str:
         return str(gone)
 
 
-def _of_lease(state: LedgerState, request: m.Lease) -> str:
+def _of_lease(state: LedgerState, request: m.LeaseRequest) -> str:
     table, task = state.task(request.table, request.task)
     return explain_lease(table, task, request, state.now)
 
 
-def _of_put(state: LedgerState, request: m.Put) -> str:
+def _of_put(state: LedgerState, request: m.PutRequest) -> str:
     table = state.table(request.table)
     why = intake.no_room(table, request.rows, table.replicas * sum(block.nbytes for block in request.columns.blocks))
     return explain_room(table, why or "there is room by now")
@@ -102,7 +102,7 @@ def _of_reserve(state: LedgerState, request: m.Reserve) -> str:
     return f'{request.rows} rows are not reserved in table "{table.name}": {why}; {who_holds_rows(table)}'
 
 
-def _of_advance(state: LedgerState, request: m.Advance) -> str:
+def _of_advance(state: LedgerState, request: m.AdvanceClock) -> str:
     return flowing.clock_held(state.table(request.table), request.version) or "the clock may move by now"
 
 
@@ -115,7 +115,7 @@ def _of_pull(state: LedgerState, request: m.Pull) -> str:
     return channels.explain_pull(state.channels.get(request.channel) or WeightChannelState(request.channel), request)
 
 
-def _of_turn(state: LedgerState, request: m.Turn) -> str:
+def _of_turn(state: LedgerState, request: m.AcquireUpdateSlot) -> str:
     return channels.explain_turn(
         state.channels.get(request.channel) or WeightChannelState(request.channel), request, state.core.labels
     )
@@ -126,12 +126,12 @@ def _of_open(state: LedgerState, request: m.OpenTable) -> str:
 
 
 _EXPLANATIONS: Final[dict[type, Callable[[LedgerState, Any], str]]] = {
-    m.Lease: _of_lease,
-    m.Put: _of_put,
+    m.LeaseRequest: _of_lease,
+    m.PutRequest: _of_put,
     m.Reserve: _of_reserve,
-    m.Advance: _of_advance,
+    m.AdvanceClock: _of_advance,
     m.Publish: _of_publish,
     m.Pull: _of_pull,
-    m.Turn: _of_turn,
+    m.AcquireUpdateSlot: _of_turn,
     m.OpenTable: _of_open,
 }

@@ -34,7 +34,7 @@ from transferqueue.ledger.table import SharedState, TableState
 from transferqueue.ledger.tasks.group_task import FORMING, GroupTaskState
 from transferqueue.ledger.tasks.ready_queue import UNIT
 from transferqueue.ledger.tasks.task_state import HELD, KEPT, LEASED, PENDING, READY, STATES, STEPPED, TaskState
-from transferqueue.wire.messages import Lease as LeaseRequest
+from transferqueue.wire.messages import LeaseRequest
 
 Plain = dict[str, Any]
 FATES = {LIVE: "live", DONE: "done", DROPPED: "dropped"}

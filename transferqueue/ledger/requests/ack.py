@@ -24,12 +24,12 @@ from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
-from transferqueue.wire.messages import Ack, Done, Release, Renew, Renewed
+from transferqueue.wire.messages import Ack, DoneReply, ReleaseRequest, Renew, Renewed
 
 # ---------------------------------------------------------------- ack
 
 
-def ack(table: TableState, request: Ack, session: int, now: float) -> Done:
+def ack(table: TableState, request: Ack, session: int, now: float) -> DoneReply:
     """Rows of a lease are done, together with their results; or dropped."""
     one = table.core.leases.get(request.lease, request.token, table.name, session)
     task = table.tasks[one.task]
@@ -56,7 +56,7 @@ def ack(table: TableState, request: Ack, session: int, now: float) -> Done:
     _end_if_empty(table, one, "it was acked")
     judge_stale(table, rows, now)
     conclude(table, now)
-    return Done(rows.size)
+    return DoneReply(rows.size)
 
 
 def _check_results(
@@ -73,7 +73,7 @@ def _check_results(
 
 
 def _check_columns(
-    table: TableState, one: LeaseState, request: Ack | Release, session: int, named: IntArray
+    table: TableState, one: LeaseState, request: Ack | ReleaseRequest, session: int, named: IntArray
 ) -> StagedCommit | None:
     """What comes with the end of a lease, for the rows that it names; None when nothing does."""
     if request.columns is None:
@@ -153,7 +153,7 @@ def _end_if_empty(table: TableState, one: LeaseState, why: str) -> None:
 
 def _ack_replica(
     table: TableState, one: LeaseState, request: Ack, session: int, staged: StagedCommit | None, now: float
-) -> Done:
+) -> DoneReply:
     """One of several peers is done; the rows are when all are."""
     peers = [replica for replica, holder in one.holders.items() if holder == session and replica not in one.acked]
     if not peers:
@@ -174,7 +174,7 @@ def _ack_replica(
     if len(one.acked) == one.replicas:
         _ack_last(table, one, request, session, now)
     conclude(table, now)
-    return Done(one.left if one.id in table.core.leases.by_id else int(one.rows.size))
+    return DoneReply(one.left if one.id in table.core.leases.by_id else int(one.rows.size))
 
 
 def _in_lease_order(table: TableState, one: LeaseState, request: Ack, staged: StagedCommit) -> StagedCommit:
@@ -206,7 +206,7 @@ def _ack_last(table: TableState, one: LeaseState, request: Ack, session: int, no
 # ---------------------------------------------------------------- release, renew
 
 
-def release(table: TableState, request: Release, session: int, now: float) -> Done:
+def release(table: TableState, request: ReleaseRequest, session: int, now: float) -> DoneReply:
     """Rows of a lease go back to ready, with what was made of them so far: its columns replace what they had."""
     one = table.core.leases.get(request.lease, request.token, table.name, session)
     task = table.tasks[one.task]
@@ -228,11 +228,11 @@ def release(table: TableState, request: Release, session: int, now: float) -> Do
         judge_stale(table, rows, now)
         table.wake_room()
     conclude(table, now)
-    return Done(rows.size)
+    return DoneReply(rows.size)
 
 
 def _check_progress(
-    table: TableState, one: LeaseState, request: Release, session: int, named: IntArray
+    table: TableState, one: LeaseState, request: ReleaseRequest, session: int, named: IntArray
 ) -> StagedCommit | None:
     staged = _check_columns(table, one, request, session, named)
     if staged is None:

@@ -26,10 +26,10 @@ from transferqueue.ledger.rules.finish import finish_rows
 from transferqueue.ledger.rules.groups_and_staleness import conclude, return_rows
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.task_state import STEPPED, TaskState
-from transferqueue.wire.messages import Checkpointed, Done, Rollback
+from transferqueue.wire.messages import CommitCheckpoint, DoneReply, Rollback
 
 
-def checkpointed(table: TableState, request: Checkpointed, now: float) -> Done:
+def checkpointed(table: TableState, request: CommitCheckpoint, now: float) -> DoneReply:
     """Rows of steps up to `request.step` are done. Steps that were covered before change nothing."""
     task = _task(table, request.task)
     rows = task.stepped.take(lambda step: step <= request.step)
@@ -38,10 +38,10 @@ def checkpointed(table: TableState, request: Checkpointed, now: float) -> Done:
         table.history.add(now, "checkpointed", rows, task.task.name, detail=f"step {request.step}")
         finish_rows(table, task, rows, now, STEPPED)
         conclude(table, now)
-    return Done(rows.size)
+    return DoneReply(rows.size)
 
 
-def rollback(table: TableState, request: Rollback, now: float) -> Done:
+def rollback(table: TableState, request: Rollback, now: float) -> DoneReply:
     """Rows of steps above `request.step` are ready again, and the leases of the task end."""
     task = _task(table, request.task)
     _check_rollback(table, task, request)
@@ -57,7 +57,7 @@ def rollback(table: TableState, request: Rollback, now: float) -> Done:
     return_rows(table, task, rows, failed=False, now=now, before=STEPPED)
     table.wake_room()
     conclude(table, now)
-    return Done(rows.size)
+    return DoneReply(rows.size)
 
 
 def _task(table: TableState, name: str) -> TaskState:

@@ -10,7 +10,7 @@ from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.reservations import check_reserve, why_not
 from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
 from transferqueue.policies import HoldClock
-from transferqueue.wire.messages import Advance, Done, Reserve, Reserved, Unreserve
+from transferqueue.wire.messages import AdvanceClock, DoneReply, Reserve, Reserved, Unreserve
 
 VERSION_MAX = 1 << 53
 """As for the versions of rows: exact as int64 and as float64."""
@@ -43,7 +43,7 @@ def reserve_hindered(table: TableState, request: Reserve) -> str:
     return ""
 
 
-def unreserve(table: TableState, request: Unreserve, session: int) -> Done:
+def unreserve(table: TableState, request: Unreserve, session: int) -> DoneReply:
     """Rows of a reservation will not be produced."""
     one = table.flow.reservations.get(request.reservation)
     if one is None or one.session != session:
@@ -58,10 +58,10 @@ def unreserve(table: TableState, request: Unreserve, session: int) -> Done:
     else:
         table.flow.use(one, count, [])
     table.wake_room()
-    return Done(count)
+    return DoneReply(count)
 
 
-def advance(table: TableState, request: Advance, now: float) -> Done | MustWait:
+def advance(table: TableState, request: AdvanceClock, now: float) -> DoneReply | MustWait:
     """The clock moves to `version`."""
     if request.version > VERSION_MAX:
         raise UsageError(f"version {request.version} is above {VERSION_MAX}; versions count trainer steps")
@@ -72,7 +72,7 @@ def advance(table: TableState, request: Advance, now: float) -> Done | MustWait:
             return MustWait((("clock", table.name), ("table", table.name)))
         raise DeadlineExceeded(why)
     set_clock(table, request.version, now)
-    return Done()
+    return DoneReply()
 
 
 def clock_held(table: TableState, version: int) -> str:
@@ -114,7 +114,7 @@ def set_clock(table: TableState, version: int, now: float) -> None:
     conclude(table, now)
 
 
-def seal(table: TableState, now: float) -> Done:
+def seal(table: TableState, now: float) -> DoneReply:
     """No more rows enter. Incomplete groups are judged; waiting consumers see what is left, or the end."""
     if table.sealed:
         raise Sealed(f'table "{table.name}" is sealed already')
@@ -126,4 +126,4 @@ def seal(table: TableState, now: float) -> Done:
     conclude(table, now)
     table.wake_tasks()
     table.wake_room()
-    return Done(table.rows_live)
+    return DoneReply(table.rows_live)

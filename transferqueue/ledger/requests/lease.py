@@ -21,8 +21,7 @@ from transferqueue.ledger.tasks.predicates import check_where
 from transferqueue.ledger.tasks.shared_batches import SharedBatches, shares
 from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
 from transferqueue.limits import REPLICAS_MAX, ROWS_PER_REQUEST_MAX
-from transferqueue.wire.messages import Lease as LeaseRequest
-from transferqueue.wire.messages import Leased
+from transferqueue.wire.messages import Leased, LeaseRequest
 
 
 def lease(table: TableState, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | MustWait:

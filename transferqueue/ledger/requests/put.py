@@ -25,13 +25,15 @@ from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.reservations import ReservationState
 from transferqueue.ledger.tasks.task_state import LEASED, PENDING
 from transferqueue.limits import REASONS_MAX, ROWS_PER_REQUEST_MAX, check_name
-from transferqueue.wire.messages import Delete, Done, Drop, Put, PutRows, Update
+from transferqueue.wire.messages import Delete, DoneReply, Drop, PutRequest, PutRows, Update
 
 # ---------------------------------------------------------------- put
 
 
-def put(table: TableState, request: Put, session: int, author: tuple[bytes, int], now: float) -> PutRows | MustWait:
-    """Answer a `Put`. author: (client, call), by which a late retry is known for as long as its rows live."""
+def put(
+    table: TableState, request: PutRequest, session: int, author: tuple[bytes, int], now: float
+) -> PutRows | MustWait:
+    """Answer a `PutRequest`. author: (client, call), by which a late retry is known for as long as its rows live."""
     before = table.puts.get(author)
     if before is not None:
         return _again(table, request, before)
@@ -51,7 +53,7 @@ def put(table: TableState, request: Put, session: int, author: tuple[bytes, int]
     return PutRows(first, request.rows)
 
 
-def _again(table: TableState, request: Put, before: tuple[int, int]) -> PutRows:
+def _again(table: TableState, request: PutRequest, before: tuple[int, int]) -> PutRows:
     first, rows = before
     if rows != request.rows:
         raise ProtocolError(
@@ -60,7 +62,7 @@ def _again(table: TableState, request: Put, before: tuple[int, int]) -> PutRows:
     return PutRows(first, rows)
 
 
-def _check_put(table: TableState, request: Put, session: int) -> StagedCommit:
+def _check_put(table: TableState, request: PutRequest, session: int) -> StagedCommit:
     if request.rows > ROWS_PER_REQUEST_MAX:
         raise UsageError(f"a put of {request.rows} rows is above {ROWS_PER_REQUEST_MAX}; put them in several")
     if request.rows > table.limits.rows:
@@ -85,7 +87,7 @@ def _group_rows_max(table: TableState) -> int:
     return table.limits.rows
 
 
-def _check_reservation(table: TableState, request: Put, session: int) -> ReservationState | None:
+def _check_reservation(table: TableState, request: PutRequest, session: int) -> ReservationState | None:
     if not request.reservation:
         return None
     one = table.flow.reservations.get(request.reservation)
@@ -165,7 +167,7 @@ def _remember(table: TableState, author: tuple[bytes, int], first: int, rows: in
 # ---------------------------------------------------------------- update
 
 
-def update(table: TableState, request: Update, session: int, now: float) -> Done:
+def update(table: TableState, request: Update, session: int, now: float) -> DoneReply:
     """More columns or facts for live rows."""
     rows = decode_rows(request.rows)
     staged = check_columns(table.rows, table.core.blocks, session, request.columns, rows.size, table.replicas)
@@ -177,7 +179,7 @@ def update(table: TableState, request: Update, session: int, now: float) -> Done
     if staged.facts.keys is not None:
         table.rows.check_keys(staged.facts.keys, rows)
     if staged.empty:
-        return Done(rows.size)
+        return DoneReply(rows.size)
     reserve_blocks(staged, table.rows, table.parts, table.core.blocks, table.usage)
     retire(table, write_columns(staged, table.rows, table.parts, rows, at))
     if request.overwrite:
@@ -187,7 +189,7 @@ def update(table: TableState, request: Update, session: int, now: float) -> Done
     rows_changed(table, staged, rows, at, now)
     judge_stale(table, rows, now)
     conclude(table, now)
-    return Done(rows.size)
+    return DoneReply(rows.size)
 
 
 def rows_changed(table: TableState, staged: StagedCommit, rows: IntArray, at: IntArray, now: float) -> None:
@@ -240,17 +242,17 @@ def check_reason(table: TableState, reason: str) -> None:
         )
 
 
-def drop(table: TableState, request: Drop, now: float) -> Done:
+def drop(table: TableState, request: Drop, now: float) -> DoneReply:
     """Rows end as dropped, for every task, leased or not."""
     rows = decode_rows(request.rows)
     check_reason(table, request.reason)
     table.rows.live_places(rows)
     drop_rows(table, rows, request.reason, now)
     conclude(table, now)
-    return Done(rows.size)
+    return DoneReply(rows.size)
 
 
-def delete(table: TableState, request: Delete, now: float) -> Done:
+def delete(table: TableState, request: Delete, now: float) -> DoneReply:
     """Rows are freed. Those without a fate end as dropped ("deleted")."""
     rows = decode_rows(request.rows)
     at = table.rows.places(rows)
@@ -267,4 +269,4 @@ def delete(table: TableState, request: Delete, now: float) -> Done:
     if there.any():
         free_rows(table, rows[there], at[there])
         table.wake_room()
-    return Done(rows.size)
+    return DoneReply(rows.size)

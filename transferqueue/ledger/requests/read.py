@@ -14,7 +14,7 @@ from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.predicates import check_where, matches
 from transferqueue.limits import ROWS_PER_REQUEST_MAX
 from transferqueue.policies import Predicate
-from transferqueue.wire.messages import Find, Found, Read, ReadRows
+from transferqueue.wire.messages import Find, Found, ReadRequest, ReadRows
 
 
 def find(table: TableState, request: Find) -> Found:
@@ -23,7 +23,7 @@ def find(table: TableState, request: Find) -> Found:
     return Found(np.array(rows, np.int64).tobytes())
 
 
-def read(table: TableState, request: Read, session: int) -> ReadRows:
+def read(table: TableState, request: ReadRequest, session: int) -> ReadRows:
     """Resident rows by id, in the order asked for, or all that are not dropped and match, ascending."""
     check_where(table.rows, request.where, table.expected_fields())
     for name in request.fields or ():
@@ -41,7 +41,7 @@ def read(table: TableState, request: Read, session: int) -> ReadRows:
     return ReadRows(content)
 
 
-def _named(table: TableState, request: Read) -> IntArray:
+def _named(table: TableState, request: ReadRequest) -> IntArray:
     rows = decode_rows(request.rows or b"")
     at = table.rows.places(rows)
     chosen = rows[matches(table.rows, request.where, rows, at)] if request.where else rows

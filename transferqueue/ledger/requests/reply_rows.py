@@ -16,7 +16,7 @@ from transferqueue.ledger.rows.column_places import BlockSlots
 from transferqueue.ledger.rows.facts import DTYPES
 from transferqueue.ledger.table import TableState
 from transferqueue.wire import run_length as short
-from transferqueue.wire.messages import Content, Inline, Part
+from transferqueue.wire.messages import Inline, ReplyColumns, ReplyRows
 
 Value = TypeVar("Value")
 
@@ -24,12 +24,12 @@ _FIRST: Final = short.alike(np.zeros(1, np.int32))
 """Every row is in the first block."""
 
 
-def describe_rows(table: TableState, rows: IntArray, at: Index, there: Sequence[str]) -> tuple[Content, list[int]]:
+def describe_rows(table: TableState, rows: IntArray, at: Index, there: Sequence[str]) -> tuple[ReplyRows, list[int]]:
     """Content of `rows` with fields that all of them have (`complete_fields`), and the blocks it names."""
     inline, placed, definitions = table.rows.told(there)
     blocks: dict[int, None] = {}
     parts = [_part(table.core.blocks, places, blocks) for places in table.parts.locate(placed, at)]
-    content = Content(
+    content = ReplyRows(
         rows=rows.tobytes(),
         **{name: short.alike(table.rows.facts[name].a[at]) for name in DTYPES},
         keys=_of_rows(table.rows.keys, rows, ""),
@@ -57,10 +57,10 @@ def _of_rows(values: dict[int, Value], rows: IntArray, default: Value) -> list[V
     return [default if one is None else one for one in found] if any(one is not None for one in found) else None
 
 
-def _part(blocks: BlockRegistry, places: BlockSlots, named: dict[int, None]) -> Part:
+def _part(blocks: BlockRegistry, places: BlockSlots, named: dict[int, None]) -> ReplyColumns:
     numbers, index = _distinct(places.blocks)
     named.update(dict.fromkeys(numbers))
-    return Part(
+    return ReplyColumns(
         fields=places.fields,
         blocks=[blocks.blocks[number].at for number in numbers],
         block_of_row=index,

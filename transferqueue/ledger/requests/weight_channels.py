@@ -34,8 +34,8 @@ from transferqueue.ledger.requests.flow_control import VERSION_MAX
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
 from transferqueue.ledger.rows.commit import check_layout
 from transferqueue.schema import Field
-from transferqueue.wire.messages import Applied, BasisAt, Done, Publish, Pull, Weights
-from transferqueue.wire.messages import Turn as TakeTurn
+from transferqueue.wire.messages import AcquireUpdateSlot as TakeTurn
+from transferqueue.wire.messages import DoneReply, LatestVersion, Publish, Pull, ReportApplied, WeightsReply
 
 
 @dataclass(slots=True)
@@ -161,17 +161,17 @@ def lose(channel: WeightChannelState, blocks: BlockRegistry, gone: frozenset[int
     channel.lost = dict(sorted(channel.lost.items())[-channel.keep :])
 
 
-def basis(channel: WeightChannelState, blocks: BlockRegistry) -> BasisAt:
+def basis(channel: WeightChannelState, blocks: BlockRegistry) -> LatestVersion:
     """What the next version may be made of. Nothing is pinned: a basis that ended meanwhile is refused by `check_publish`."""
     newest = channel.versions.get(channel.latest)
     if newest is None:
-        return BasisAt(channel.latest, [], [], {}, channel.lost.get(channel.latest, ""))
+        return LatestVersion(channel.latest, [], [], {}, channel.lost.get(channel.latest, ""))
     found = [blocks.blocks[number] for number in newest.blocks]
     extents = {one.extent.id: 0 if one.extent.open else one.extent.nbytes for one in found}
-    return BasisAt(channel.latest, list(newest.fields), [one.at for one in found], extents)
+    return LatestVersion(channel.latest, list(newest.fields), [one.at for one in found], extents)
 
 
-def pull(channel: WeightChannelState, blocks: BlockRegistry, request: Pull, session: int) -> Weights | MustWait:
+def pull(channel: WeightChannelState, blocks: BlockRegistry, request: Pull, session: int) -> WeightsReply | MustWait:
     """The version asked for, pinned for the session."""
     version = request.version if request.version >= 0 else max(channel.versions, default=-1)
     if version in channel.lost:
@@ -186,7 +186,7 @@ def pull(channel: WeightChannelState, blocks: BlockRegistry, request: Pull, sess
             return MustWait((("channel", channel.name),))
         raise DeadlineExceeded(explain_pull(channel, request))
     blocks.pin(session, kept.blocks)
-    return Weights(version, list(kept.fields), [blocks.blocks[number].at for number in kept.blocks])
+    return WeightsReply(version, list(kept.fields), [blocks.blocks[number].at for number in kept.blocks])
 
 
 def explain_pull(channel: WeightChannelState, request: Pull) -> str:
@@ -198,7 +198,7 @@ def explain_pull(channel: WeightChannelState, request: Pull) -> str:
     return f'channel "{channel.name}" does not have {wanted}: {has}'
 
 
-def apply_version(channel: WeightChannelState, request: Applied, session: int, now: float) -> None:
+def apply_version(channel: WeightChannelState, request: ReportApplied, session: int, now: float) -> None:
     """`session` generates with the version from now on."""
     if request.version > channel.latest:
         raise NotFound(
@@ -211,7 +211,7 @@ def apply_version(channel: WeightChannelState, request: Applied, session: int, n
 
 def take_turn(
     channel: WeightChannelState, request: TakeTurn, session: int, deadlines: Deadlines, now: float
-) -> Done | MustWait:
+) -> DoneReply | MustWait:
     """A turn of the session, from now on; asked for again, it begins anew."""
     others = len(channel.turns.keys() - {session})
     if others >= request.at_once:
@@ -220,7 +220,7 @@ def take_turn(
         raise DeadlineExceeded(explain_turn(channel, request))
     turn = channel.turns.setdefault(session, UpdateSlot(channel.name, session))
     deadlines.add(turn, now + request.length_s)
-    return Done(1)
+    return DoneReply(1)
 
 
 def end_turn(channel: WeightChannelState, session: int, effects: Effects) -> bool:

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from transferqueue.errors import NotFound, ProtocolError, ShardLost, UsageError, listing
 from transferqueue.ledger.effects import Effects, FreeExtent
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES
-from transferqueue.wire.messages import BlockAt, Copy, Placed
+from transferqueue.wire.messages import BlockLocation, CopyLocation, WrittenBlock
 
 
 class OwnerBytes:
@@ -73,7 +73,7 @@ class CommittedBlock:
 
     __slots__ = ("at", "extents", "pins", "refs", "usage")
 
-    def __init__(self, at: BlockAt, extents: list[ExtentState], usage: OwnerBytes) -> None:
+    def __init__(self, at: BlockLocation, extents: list[ExtentState], usage: OwnerBytes) -> None:
         self.at = at
         self.extents = extents
         self.usage = usage
@@ -168,7 +168,7 @@ class BlockRegistry:
     def _lose_copies(self, block: CommittedBlock) -> None:
         """What is left of the block in shards that are not lost is the block."""
         at = block.at
-        places = [Copy(at.shard, at.extent, at.offset), *at.copies]
+        places = [CopyLocation(at.shard, at.extent, at.offset), *at.copies]
         first, *copies = [place for place, one in zip(places, block.extents, strict=True) if not one.lost]
         block.at = replace(at, shard=first.shard, extent=first.extent, offset=first.offset, copies=copies)
         gone = [extent for extent in block.extents if extent.lost]
@@ -181,7 +181,7 @@ class BlockRegistry:
 
     # ------------------------------------------------------------ commits
 
-    def check(self, session: int, placed: Sequence[Placed], replicas: int = 1) -> None:
+    def check(self, session: int, placed: Sequence[WrittenBlock], replicas: int = 1) -> None:
         """Raise unless `session` may commit all of `placed` together, each in `replicas` shards."""
         taken: dict[int, ExtentState] = {}
         for block in placed:
@@ -192,7 +192,9 @@ class BlockRegistry:
                     f"{replicas} different ones here"
                 )
 
-    def _check_place(self, session: int, taken: dict[int, ExtentState], block: Placed, number: int, start: int) -> int:
+    def _check_place(
+        self, session: int, taken: dict[int, ExtentState], block: WrittenBlock, number: int, start: int
+    ) -> int:
         """Raise unless the bytes of the block may be at `start` in this extent. Returns its shard."""
         extent, end = self._granted(session, number), start + block.nbytes
         if start % ALIGNMENT:
@@ -221,7 +223,7 @@ class BlockRegistry:
             )
         return extent
 
-    def commit(self, placed: Sequence[Placed], usage: OwnerBytes, refs: Sequence[int]) -> list[int]:
+    def commit(self, placed: Sequence[WrittenBlock], usage: OwnerBytes, refs: Sequence[int]) -> list[int]:
         """Numbers of the new blocks, in order; `refs` rows will refer to each. Checked before."""
         numbers = [self._commit(block, usage, count) for block, count in zip(placed, refs, strict=True)]
         written: dict[int, list[tuple[int, int]]] = {}
@@ -232,7 +234,7 @@ class BlockRegistry:
             self._close_if_full(self.extents[number], spans)
         return numbers
 
-    def _commit(self, placed: Placed, usage: OwnerBytes, refs: int) -> int:
+    def _commit(self, placed: WrittenBlock, usage: OwnerBytes, refs: int) -> int:
         number = self._next_block
         self._next_block += 1
         extents = [self.extents[extent] for extent, _ in _places(placed)]
@@ -311,17 +313,18 @@ class BlockRegistry:
         self._forget_if_unused(block)
 
 
-def _places(placed: Placed) -> list[tuple[int, int]]:
+def _places(placed: WrittenBlock) -> list[tuple[int, int]]:
     """Extent and offset of each copy of a block, the first first."""
     return [(placed.extent, placed.offset), *((one.extent, one.offset) for one in placed.copies)]
 
 
-def _block_at(number: int, placed: Placed, extents: Sequence[ExtentState]) -> BlockAt:
+def _block_at(number: int, placed: WrittenBlock, extents: Sequence[ExtentState]) -> BlockLocation:
     """How replies name a block."""
     copies = [
-        Copy(extent.shard, one.extent, one.offset) for extent, one in zip(extents[1:], placed.copies, strict=True)
+        CopyLocation(extent.shard, one.extent, one.offset)
+        for extent, one in zip(extents[1:], placed.copies, strict=True)
     ]
-    return BlockAt(
+    return BlockLocation(
         number, extents[0].shard, placed.extent, placed.offset, placed.nbytes, placed.rows, list(placed.fields),
         list(placed.counts), placed.checksum, copies=copies,
     )  # fmt: skip

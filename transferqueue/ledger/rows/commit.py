@@ -20,7 +20,7 @@ from transferqueue.ledger.rows.facts import CheckedFacts, check_facts
 from transferqueue.ledger.rows.row_state import RowStore
 from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX
 from transferqueue.schema import Field, layout
-from transferqueue.wire.messages import Columns, Placed
+from transferqueue.wire.messages import Columns, WrittenBlock
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class StagedCommit:
 
     rows: int
     new_fields: list[Field]
-    placed: list[Placed]
+    placed: list[WrittenBlock]
     slots: list[AnyArray | None]
     inline: list[tuple[str, AnyArray]]
     facts: CheckedFacts
@@ -90,7 +90,7 @@ def _check_inline(rows: RowStore, known: dict[str, Field], name: str, data: byte
     return values
 
 
-def _check_block(rows: RowStore, known: dict[str, Field], placed: Placed, count: int) -> AnyArray | None:
+def _check_block(rows: RowStore, known: dict[str, Field], placed: WrittenBlock, count: int) -> AnyArray | None:
     fields = []
     for name in placed.fields:
         field = known.get(name)
@@ -103,7 +103,7 @@ def _check_block(rows: RowStore, known: dict[str, Field], placed: Placed, count:
     return _check_slots(placed, count)
 
 
-def check_layout(placed: Placed, fields: Sequence[Field]) -> None:
+def check_layout(placed: WrittenBlock, fields: Sequence[Field]) -> None:
     """Raise unless the block's bytes are exactly those of its fields, rows and counts."""
     if not fields:
         raise UsageError("a block without fields holds nothing; name its fields")
@@ -117,7 +117,7 @@ def check_layout(placed: Placed, fields: Sequence[Field]) -> None:
         )
 
 
-def _check_slots(placed: Placed, count: int) -> AnyArray | None:
+def _check_slots(placed: WrittenBlock, count: int) -> AnyArray | None:
     if placed.slots is None:
         if placed.rows != count:
             raise SchemaError(f"block of {', '.join(placed.fields)} has {placed.rows} rows; the request has {count}")

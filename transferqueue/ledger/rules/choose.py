@@ -24,7 +24,7 @@ from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.ready_queue import UNIT, ReadyQueue
 from transferqueue.ledger.tasks.task_state import TaskState
 from transferqueue.limits import ROWS_PER_REQUEST_MAX
-from transferqueue.wire.messages import Lease as LeaseRequest
+from transferqueue.wire.messages import LeaseRequest
 
 BATCH_FIRST = 64
 """Units looked at first under a token budget; doubled until the budget is filled."""

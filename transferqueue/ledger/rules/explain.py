@@ -21,7 +21,7 @@ from transferqueue.ledger.tasks.group_task import FORMING, GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.task_state import HELD, LEASED, OPEN, PENDING, READY, STEPPED, TaskState
 from transferqueue.limits import HEARTBEAT_S
-from transferqueue.wire.messages import Lease as LeaseRequest
+from transferqueue.wire.messages import LeaseRequest
 
 PAGES_SEEN = 16
 """Pages of rows looked at: the oldest ones, where what is stuck lies."""

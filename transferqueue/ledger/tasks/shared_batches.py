@@ -19,7 +19,7 @@ import numpy as np
 
 from transferqueue.errors import UsageError
 from transferqueue.ledger.rows.arrays import IntArray
-from transferqueue.wire.messages import Lease as LeaseRequest
+from transferqueue.wire.messages import LeaseRequest
 
 
 @dataclass(slots=True)

@@ -341,7 +341,7 @@ def _again(ledger: Ledger, record: _Any) -> None:
             if isinstance(
                 ledger.apply(record.request, session=record.session, call=record.call, now=record.now), MustWait
             ):
-                raise InternalError(f"{type(record.request).__name__} waits, but was carried out once")
+                raise InternalError(f"{m.tag_of(record.request)} waits, but was carried out once")
 
 
 @contextmanager

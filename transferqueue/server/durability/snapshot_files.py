@@ -35,14 +35,14 @@ from transferqueue.storage.columns.export import arrow_type
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.snapshot import SnapshotReader, SnapshotWriter
-from transferqueue.wire.messages import BlockAt, TableTerms
+from transferqueue.wire.messages import BlockLocation, TableTerms
 
 CHUNK_ROWS: Final = 1 << 16
 CHUNK_BYTES: Final = 64 * MIB
 """A record batch has no more of either, unless one row has."""
 FATES: Final = ("free", "live", "done", "dropped")
 _INT64_MAX: Final = (1 << 63) - 1
-Memory = Callable[[BlockAt], U8]
+Memory = Callable[[BlockLocation], U8]
 """The bytes of a block, which stay as they are while the files are written."""
 
 
@@ -318,7 +318,7 @@ def read_tables(snapshot: SnapshotReader, about: LedgerManifest) -> list[TableSn
 
 
 def read_cut(
-    snapshot: SnapshotReader, about: LedgerManifest, tables: list[TableSnapshot], blocks: dict[int, BlockAt]
+    snapshot: SnapshotReader, about: LedgerManifest, tables: list[TableSnapshot], blocks: dict[int, BlockLocation]
 ) -> LedgerSnapshot:
     """The cut, its values in `blocks`, which are those of `pieces`, written. tables: of `read_tables`."""
     cut = LedgerSnapshot(tables=tables, blocks=blocks, dropped_tables=about.dropped_tables)
@@ -421,16 +421,16 @@ def _check_index(
     return index
 
 
-def _of_file(blocks: dict[int, BlockAt], numbers: Iterator[int], rows: int) -> list[BlockAt]:
+def _of_file(blocks: dict[int, BlockLocation], numbers: Iterator[int], rows: int) -> list[BlockLocation]:
     """The next blocks, which have the rows of a file together: `SnapshotReader.batches` has counted them."""
-    taken: list[BlockAt] = []
+    taken: list[BlockLocation] = []
     while rows > 0:
         taken.append(blocks[next(numbers)])
         rows -= taken[-1].rows
     return taken
 
 
-def _places(index: IntArray, blocks: list[BlockAt]) -> tuple[IntArray, AnyArray]:
+def _places(index: IntArray, blocks: list[BlockLocation]) -> tuple[IntArray, AnyArray]:
     """Block and slot of the values that rows have (-1: none), which lie in `blocks` one after the other."""
     starts = np.cumsum([0, *(one.rows for one in blocks)])
     found = np.searchsorted(starts, index, "right") - 1

@@ -90,9 +90,9 @@ class SnapshotJob:
         """All files are read to be compared, and once more."""
         self.total = 2 * nbytes
 
-    def reply(self) -> m.Working:
+    def reply(self) -> m.JobProgress:
         """How far it is."""
-        return m.Working(self.number, str(self.path), self.done, self.total, self.ended)
+        return m.JobProgress(self.number, str(self.path), self.done, self.total, self.ended)
 
 
 class SnapshotJobs:
@@ -125,10 +125,10 @@ class SnapshotJobs:
     # ------------------------------------------------------------ requests
 
     def answer(
-        self, session: int, call: int, request: m.Snapshot | m.Restore | m.Follow, now: float
-    ) -> m.Working | MustWait:
+        self, session: int, call: int, request: m.SnapshotRequest | m.Restore | m.WatchJob, now: float
+    ) -> m.JobProgress | MustWait:
         """Begin a work, or say how far one is."""
-        if isinstance(request, m.Follow):
+        if isinstance(request, m.WatchJob):
             return self._follow(request)
         before = self._asked.get((session, call))
         if before is not None:
@@ -136,7 +136,9 @@ class SnapshotJobs:
         path = self.place(request.path)
         if (busy := next((one for one in self._works.values() if not one.ended), None)) is not None:
             raise Full(f"{busy.path} is being written or read; begin another when that has ended")
-        work = self._snapshot(path, request.keep, now) if isinstance(request, m.Snapshot) else self._restore(path)
+        work = (
+            self._snapshot(path, request.keep, now) if isinstance(request, m.SnapshotRequest) else self._restore(path)
+        )
         self._asked[session, call] = work.number
         return work.reply()
 
@@ -150,7 +152,7 @@ class SnapshotJobs:
             )
         return found
 
-    def _follow(self, request: m.Follow) -> m.Working | MustWait:
+    def _follow(self, request: m.WatchJob) -> m.JobProgress | MustWait:
         work = self._works.get(request.work)
         if work is None:
             raise NotFound(
@@ -162,7 +164,7 @@ class SnapshotJobs:
             return work.reply()
         return MustWait((("work", str(work.number)),))
 
-    def explain(self, request: m.Follow) -> str:
+    def explain(self, request: m.WatchJob) -> str:
         """How far a work is, for a wait that ends."""
         work = self._works.get(request.work)
         return f"{work.path}: {work.done:,} of {work.total:,} bytes so far" if work else f"work {request.work} is gone"
@@ -297,7 +299,7 @@ class SnapshotJobs:
         arena = _mapped(self._memory, mmap.PROT_READ | mmap.PROT_WRITE)
         taken: list[tuple[int, int]] = []
         try:
-            blocks: dict[int, m.BlockAt] = {}
+            blocks: dict[int, m.BlockLocation] = {}
             for piece in pieces(snapshot, about):
                 with _named(snapshot.path / piece.file):
                     blocks[piece.number] = self._settle(work, piece, arena, taken)
@@ -324,7 +326,7 @@ class SnapshotJobs:
             self._memory.give_back(*taken.pop(), now)
         self._wake(("memory",))
 
-    def _settle(self, work: SnapshotJob, piece: ValueChunk, arena: U8, taken: list[tuple[int, int]]) -> m.BlockAt:
+    def _settle(self, work: SnapshotJob, piece: ValueChunk, arena: U8, taken: list[tuple[int, int]]) -> m.BlockLocation:
         """Values of a file become a block in memory."""
         draft = BlockWriter([thaw(field, piece.batch.column(field.name)) for field in piece.fields])
         offset = self._ask(work, lambda now: self._take(work, draft.nbytes, taken))
@@ -332,7 +334,7 @@ class SnapshotJobs:
         draft.write(block)
         self._advance(work, draft.nbytes)
         names = [field.name for field in draft.fields]
-        return m.BlockAt(
+        return m.BlockLocation(
             piece.number, SHARD, 0, offset, draft.nbytes, draft.stored_rows, names, draft.counts, checksum(block)
         )
 

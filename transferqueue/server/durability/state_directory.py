@@ -188,7 +188,7 @@ class StateDirectory:
         blocks = self.ledger.state.core.blocks.blocks
         return [number for number, one in blocks.items() if one.at.shard == SHARD and not self._matches(one.at)]
 
-    def _matches(self, at: m.BlockAt) -> bool:
+    def _matches(self, at: m.BlockLocation) -> bool:
         return at.checksum == UNCHECKED or self._checksum(at.offset, at.nbytes) == at.checksum
 
     # ------------------------------------------------------------ how it begins

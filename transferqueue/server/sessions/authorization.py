@@ -46,17 +46,17 @@ MAY: Final[dict[type[m.Request], frozenset[Role]]] = {
     m.Cursor: _CLIENTS,
     m.ListShards: _WORKERS,
     # new rows
-    m.Put: _PRODUCERS,
+    m.PutRequest: _PRODUCERS,
     m.Reserve: _PRODUCERS,
     m.Unreserve: _PRODUCERS,
     # rows that are there
-    m.Lease: _CONSUMERS,
+    m.LeaseRequest: _CONSUMERS,
     m.Ack: _CONSUMERS,
-    m.Checkpointed: _CONSUMERS,
+    m.CommitCheckpoint: _CONSUMERS,
     m.Rollback: _CONSUMERS,
-    m.Release: _CONSUMERS,
+    m.ReleaseRequest: _CONSUMERS,
     m.Renew: _CONSUMERS,
-    m.Read: _CONSUMERS,
+    m.ReadRequest: _CONSUMERS,
     m.Delete: _CONSUMERS,
     # either side: bytes to write, late columns, the end, the weights that both work with
     m.Grant: _WORKERS,
@@ -66,25 +66,25 @@ MAY: Final[dict[type[m.Request], frozenset[Role]]] = {
     m.Find: _WORKERS,
     m.Seal: _WORKERS,
     m.Pull: _WORKERS,
-    m.Applied: _WORKERS,
-    m.Turn: _WORKERS,
-    m.EndTurn: _WORKERS,
+    m.ReportApplied: _WORKERS,
+    m.AcquireUpdateSlot: _WORKERS,
+    m.ReleaseUpdateSlot: _WORKERS,
     # the trainer's
     m.Publish: _CONSUMERS,
-    m.Basis: _CONSUMERS,
-    m.Advance: _CONSUMERS,
+    m.GetLatestVersion: _CONSUMERS,
+    m.AdvanceClock: _CONSUMERS,
     # the terms that all others work under
     m.CreateTable: _ADMINS,
     m.AddTask: _ADMINS,
     m.AddFields: _ADMINS,
     m.DropTable: _ADMINS,
     # memory that joins and leaves
-    m.TakeOrders: _SHARDS,
+    m.PollCommands: _SHARDS,
     m.Drain: _ADMINS,
     # everything there is, and the server's files
-    m.Snapshot: _ADMINS,
+    m.SnapshotRequest: _ADMINS,
     m.Restore: _ADMINS,
-    m.Follow: _ADMINS,
+    m.WatchJob: _ADMINS,
 }
 
 
@@ -131,7 +131,7 @@ def denied(role: Role, request: m.Request) -> PermissionDenied | None:
         return None
     allowed = " and ".join(one for one in ROLES if one in may)
     return PermissionDenied(
-        f"{type(request).__name__} is not for a client whose key has role {role}; {allowed} may send it: join with a token "
+        f"{m.tag_of(request)} is not for a client whose key has role {role}; {allowed} may send it: join with a token "
         "of such a role (transferqueue keys new NAME --role ROLE)"
     )
 

@@ -17,7 +17,14 @@ def elsewhere(seat: Seat, request: m.Request) -> TransferQueueError | None:
                     seat.check_together(request.name, request.pacing.channel)
             case m.OpenTable():
                 seat.check("table", request.name)
-            case m.Publish() | m.Basis() | m.Pull() | m.Applied() | m.Turn() | m.EndTurn():
+            case (
+                m.Publish()
+                | m.GetLatestVersion()
+                | m.Pull()
+                | m.ReportApplied()
+                | m.AcquireUpdateSlot()
+                | m.ReleaseUpdateSlot()
+            ):
                 seat.check("weight channel", request.channel)
     except TransferQueueError as error:
         return error

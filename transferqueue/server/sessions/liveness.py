@@ -70,7 +70,7 @@ def gather(hello: m.Hello) -> ProcessHandle:
     return ProcessHandle(pidfd, lock)
 
 
-def check_arena(offer: m.Offer) -> None:
+def check_arena(offer: m.ShardOffer) -> None:
     """`UsageError` unless the arena that a shard of this host offers is there, of this user, as large as it says, and no larger
     than the file system (for a memfd: the machine's memory) that is to hold it."""
     subject = f"shard refused: its arena {offer.path[:200]!r}"

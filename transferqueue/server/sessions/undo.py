@@ -11,15 +11,17 @@ from transferqueue.wire import messages as m
 def withdraw(request: m.Request, reply: m.Reply) -> list[m.Request]:
     """Requests that undo `reply` to `request`. Only replies that name many rows can be too large to send."""
     match request, reply:
-        case m.Lease(), m.Leased():
-            release = m.Release(request.table, reply.lease, reply.token, reason="the reply was too large to send")
+        case m.LeaseRequest(), m.Leased():
+            release = m.ReleaseRequest(
+                request.table, reply.lease, reply.token, reason="the reply was too large to send"
+            )
             return [release, *_unpin(reply.content.parts)]
         case _, m.ReadRows():
             return _unpin(reply.content.parts)
     return []
 
 
-def _unpin(parts: Iterable[m.Part]) -> list[m.Request]:
+def _unpin(parts: Iterable[m.ReplyColumns]) -> list[m.Request]:
     blocks = list(dict.fromkeys(block.block for part in parts for block in part.blocks))
     if not blocks:
         return []

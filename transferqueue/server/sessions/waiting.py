@@ -58,9 +58,9 @@ def wait_of(request: m.Request) -> float:
 def lane_of(request: m.Request) -> Lane | None:
     """The lane that a request waits in; None if it is tried on its own (rules 2 and 3)."""
     match request:
-        case m.Lease(where=[], world=1, replicas=1):
+        case m.LeaseRequest(where=[], world=1, replicas=1):
             return ("lease", request.table, request.task)
-        case m.Put(reservation=0):
+        case m.PutRequest(reservation=0):
             return ("put", request.table)
         case m.Reserve() if request.policy_version < 0:
             return ("reserve", request.table)

@@ -58,11 +58,11 @@ class RemoteShard:
     def __init__(
         self,
         session: OpenSession,
-        offer: m.Offer,
+        offer: m.ShardOffer,
         epoch: int,
         *,
         wake: Callable[[WakeKey], None],
-        standing: Callable[[], m.Stand],
+        standing: Callable[[], m.LiveSet],
         lent: dict[int, tuple[int, int]] | None = None,
         remote: Iterable[int] = (),
     ) -> None:
@@ -106,7 +106,7 @@ class RemoteShard:
         self.tickets.go_on(remote, lent)
         self._order(self._standing())
         for offset, nbytes in self.allocator.free_ranges():
-            self._order(m.Punch(offset, nbytes))
+            self._order(m.FreePages(offset, nbytes))
         self._orders[-1] = msgspec.structs.replace(self._orders[-1], then=self._begin)
 
     def _begin(self, _done: bool, _now: float) -> None:
@@ -163,7 +163,7 @@ class RemoteShard:
 
     def _leave_if_empty(self) -> None:
         if self.draining and not self.allocator.used:
-            self._order(m.Leave())
+            self._order(m.ShutDownShard())
 
     # ------------------------------------------------------------ pages
 
@@ -186,7 +186,7 @@ class RemoteShard:
 
     def _grow(self, offset: int, nbytes: int) -> None:
         self._growing += nbytes
-        self._order(m.Grow(offset, nbytes), lambda done, now: self._grown(offset, nbytes, done, now))
+        self._order(m.AllocatePages(offset, nbytes), lambda done, now: self._grown(offset, nbytes, done, now))
 
     def _grown(self, offset: int, nbytes: int, done: bool, _now: float) -> None:
         self._growing -= nbytes
@@ -211,14 +211,14 @@ class RemoteShard:
         for offset, nbytes in self.allocator.coldest() if excess else ():
             size = min(nbytes, excess)
             self.allocator.chill(offset, size)
-            self._order(m.Punch(offset, size))
+            self._order(m.FreePages(offset, size))
             excess -= size
             if not excess:
                 return
 
     # ------------------------------------------------------------ orders
 
-    def orders(self, request: m.TakeOrders, now: float) -> m.Orders | MustWait:
+    def orders(self, request: m.PollCommands, now: float) -> m.ShardCommands | MustWait:
         """What the shard is to do next, after what it says it has done. `ProtocolError` if it was never told that."""
         if request.epoch == self._epoch:
             if request.done > self._told:
@@ -230,7 +230,7 @@ class RemoteShard:
             return MustWait((("shard", str(self.number)),))
         told = [self._orders[at] for at in range(min(len(self._orders), ITEMS_MAX))]
         self._told = max(self._told, told[-1].number)
-        return m.Orders(self._epoch, told[0].number, [one.order for one in told])
+        return m.ShardCommands(self._epoch, told[0].number, [one.order for one in told])
 
     def _confirm(self, done: int, failed: frozenset[int], now: float) -> None:
         while self._orders and self._orders[0].number <= done:

@@ -50,7 +50,7 @@ class ShardRegistry:
         *,
         last: int = SHARD,
         wake: Callable[[WakeKey], None],
-        standing: Callable[[int], m.Stand],
+        standing: Callable[[int], m.LiveSet],
     ) -> None:
         self.own: Final = own
         self._tickets = tickets
@@ -126,7 +126,7 @@ class ShardRegistry:
         for shard in self._further.values():
             shard.close(session.number)
 
-    def drain(self, number: int) -> m.Done:
+    def drain(self, number: int) -> m.DoneReply:
         """Have a further shard leave as soon as nothing is in it. Again: nothing more."""
         shard = self._further.get(number)
         if shard is None:
@@ -135,7 +135,7 @@ class ShardRegistry:
                 + (", and 0 is the coordinator's own, which stays" if number == SHARD else "")
             )
         shard.drain()
-        return m.Done()
+        return m.DoneReply()
 
     def of_session(self, session: OpenSession) -> RemoteShard:
         """The shard that the session brought, else `UsageError`."""
@@ -145,9 +145,9 @@ class ShardRegistry:
             raise UsageError(f"session {session.number} is no shard, so there are no orders for it")
         return shard
 
-    def seen_by(self, session: OpenSession) -> m.Shards:
+    def seen_by(self, session: OpenSession) -> m.ShardList:
         """The further shards, as a session reaches them."""
-        return m.Shards([_at(shard, mapped=_maps(session, shard)) for _, shard in sorted(self._further.items())])
+        return m.ShardList([_at(shard, mapped=_maps(session, shard)) for _, shard in sorted(self._further.items())])
 
     # ------------------------------------------------------------ extents
 
@@ -157,7 +157,7 @@ class ShardRegistry:
         return self.own.used + sum(shard.used for shard in self._further.values())
 
     def take(
-        self, session: OpenSession, nbytes: int, apart: Collection[int] = (), use: m.Use = "results"
+        self, session: OpenSession, nbytes: int, apart: Collection[int] = (), use: m.GrantPurpose = "results"
     ) -> tuple[int, int, int] | None:
         """Shard, offset and size of an extent of at least `nbytes`, in none of the shards `apart`; None if no shard has room now.
 
@@ -210,7 +210,7 @@ class ShardRegistry:
                 f"{replicas} > {lending}; start further shards (transferqueue shard), or make it with fewer replicas"
             )
 
-    def _in_order(self, session: OpenSession, use: m.Use) -> list[OwnShardMemory | RemoteShard]:
+    def _in_order(self, session: OpenSession, use: m.GrantPurpose) -> list[OwnShardMemory | RemoteShard]:
         """Those that lend, the best first: for weights the one that lasts as long as the books."""
         if not self._further:
             return [self.own]
@@ -242,7 +242,7 @@ class ShardRegistry:
         for shard in self._further.values():
             shard.trim(now)
 
-    def explain(self, nbytes: int, holders: str, use: m.Use = "results") -> str:
+    def explain(self, nbytes: int, holders: str, use: m.GrantPurpose = "results") -> str:
         """Why `nbytes` cannot be granted now."""
         own = self.own.explain(nbytes, holders)
         if use == "rows":
@@ -290,14 +290,14 @@ def _maps(session: OpenSession, shard: RemoteShard) -> bool:
     return bool(shard.offer.path) and not session.remote and not shard.session.remote and _near(session, shard)
 
 
-def _at(shard: RemoteShard, *, mapped: bool) -> m.ShardAt:
+def _at(shard: RemoteShard, *, mapped: bool) -> m.ShardEndpoint:
     offer = shard.offer
-    return m.ShardAt(offer.number, offer.path if mapped else "", offer.capacity, offer.endpoint, offer.key)
+    return m.ShardEndpoint(offer.number, offer.path if mapped else "", offer.capacity, offer.endpoint, offer.key)
 
 
-def standing(extents: list[int], extents_to: int, sessions: list[int], sessions_to: int) -> m.Stand:
+def standing(extents: list[int], extents_to: int, sessions: list[int], sessions_to: int) -> m.LiveSet:
     """What a shard is told of what stands."""
-    return m.Stand(extents_to, _packed(extents), sessions_to, _packed(sessions))
+    return m.LiveSet(extents_to, _packed(extents), sessions_to, _packed(sessions))
 
 
 def _packed(numbers: list[int]) -> bytes:

@@ -133,7 +133,7 @@ class TicketIssuer:
         )
         return msgspec.structs.replace(granted, ticket=ticket)
 
-    def block(self, session: int, at: m.BlockAt) -> m.BlockAt:
+    def block(self, session: int, at: m.BlockLocation) -> m.BlockLocation:
         """The place of a block with its ticket."""
         self._sessions.add(session)
         self._admitted.add(at.extent)
@@ -214,19 +214,19 @@ def issue(
                 for part in reply.content.parts
             ]
             return msgspec.structs.replace(reply, content=msgspec.structs.replace(reply.content, parts=parts))
-        case m.Weights():
+        case m.WeightsReply():
             return msgspec.structs.replace(reply, blocks=_blocks(of, session, reply.blocks, near))
     return reply
 
 
 def _blocks(
-    of: Callable[[int], TicketIssuer | None], session: int, blocks: Iterable[m.BlockAt], near: Collection[int]
-) -> list[m.BlockAt]:
+    of: Callable[[int], TicketIssuer | None], session: int, blocks: Iterable[m.BlockLocation], near: Collection[int]
+) -> list[m.BlockLocation]:
     told = [_nearest(at, near) if at.copies else at for at in blocks]
     return [at if (tickets := of(at.shard)) is None else tickets.block(session, at) for at in told]
 
 
-def _nearest(at: m.BlockAt, near: Collection[int]) -> m.BlockAt:
+def _nearest(at: m.BlockLocation, near: Collection[int]) -> m.BlockLocation:
     """The block as only one of its copies: a near one, if there is any."""
     for one in at.copies if at.shard not in near else ():
         if one.shard in near:

@@ -16,7 +16,7 @@ from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import Backing, Range
 from transferqueue.transport.bulk import protocol as b
-from transferqueue.wire.messages import BlockAt
+from transferqueue.wire.messages import BlockLocation
 
 Content = tuple[list[b.PartHead], list[memoryview]]
 
@@ -154,7 +154,7 @@ def _placement(shard: int, part: b.RowSelection, fields: dict[str, Field], backi
         names = part.layouts[at.layout]
         if len(names) != len(at.counts):
             raise ProtocolError(f"block {at.block} of a bulk read has {len(at.counts)} counts for {len(names)} fields")
-        shapes.append(BlockAt(at.block, shard, at.extent, at.offset, at.nbytes, at.rows, names, at.counts))
+        shapes.append(BlockLocation(at.block, shard, at.extent, at.offset, at.nbytes, at.rows, names, at.counts))
     memory = backing.read([Range(at.extent, at.offset, at.nbytes) for at in part.blocks])
     slots = _numbers(part.slot_of_row)
     blocks = _numbers(part.block_of_row) if part.block_of_row else np.zeros(len(slots), np.int32)

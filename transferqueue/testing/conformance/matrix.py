@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import TransferQueueError, UsageError
+from transferqueue.lazy import renamed_names
 from transferqueue.testing.conformance.report import CheckOutcome, Verdict
 
 KINDS: Final = ("generator", "learner", "stage")
@@ -128,6 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(page != new)
     given.into.write_text(new, encoding="utf-8")
     return 0
+
+
+__getattr__ = renamed_names(__name__, {"Record": "MatrixRecord"})
 
 
 if __name__ == "__main__":

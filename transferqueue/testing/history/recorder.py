@@ -338,7 +338,7 @@ def _read_back(column: Prepared) -> Column:
     draft = BlockWriter([column])
     memory = np.empty(draft.nbytes, np.uint8)
     draft.write(memory)
-    at = m.BlockAt(1, 0, 0, 0, draft.nbytes, draft.stored_rows, [field.name], draft.counts)
+    at = m.BlockLocation(1, 0, 0, 0, draft.nbytes, draft.stored_rows, [field.name], draft.counts)
     slots = np.arange(draft.rows, dtype=np.int32) if draft.slots is None else draft.slots
     return Column(field, RowPlacement(MappedBlocks([at], [memory], {field.name: field}), np.zeros_like(slots), slots))
 

@@ -70,11 +70,11 @@ class ReplicatedShardsJob(SimJob):
         shards = {f"shard {number}": self._lend for number in range(self._further)}
         return {**shards, "copier": self._write, "user a": self._use, "user b": self._use}
 
-    def offer(self, role: str, number: int) -> m.Offer | None:
+    def offer(self, role: str, number: int) -> m.ShardOffer | None:
         """See `SimJob`."""
         if not role.startswith("shard"):
             return None
-        return m.Offer(str(number), CAPACITY, "tcp://simulated:1", "", bytes(32))
+        return m.ShardOffer(str(number), CAPACITY, "tcp://simulated:1", "", bytes(32))
 
     def judge(self, state: LedgerState) -> None:
         """See `SimJob`. What has a copy in the server's own memory, which is not lost, is not lost."""
@@ -103,7 +103,7 @@ class ReplicatedShardsJob(SimJob):
         epoch = done = 0
         while not self._over:
             try:
-                orders = yield m.TakeOrders(epoch, done, wait_s=1.0)
+                orders = yield m.PollCommands(epoch, done, wait_s=1.0)
             except DeadlineExceeded:
                 continue
             epoch, done = orders.epoch, orders.first + len(orders.orders) - 1
@@ -152,10 +152,10 @@ class ReplicatedShardsJob(SimJob):
             while len(grants) < self.replicas:
                 yield from self._write_to(process, grants, stamps)
             first, *others = grants
-            copies = [m.CopyAt(one.extent, one.offset) for one in others]
-            placed = m.Placed(first.extent, first.offset, ROWS * ROW_BYTES, ROWS, ["body"], [0], copies=copies)
+            copies = [m.WrittenCopy(one.extent, one.offset) for one in others]
+            placed = m.WrittenBlock(first.extent, first.offset, ROWS * ROW_BYTES, ROWS, ["body"], [0], copies=copies)
             self._sent += ROWS
-            yield m.Put(self.table, ROWS, m.Columns([BODY], [placed]), wait_s=3.0)
+            yield m.PutRequest(self.table, ROWS, m.Columns([BODY], [placed]), wait_s=3.0)
             self._told += ROWS
         finally:
             process.sights.clear()
@@ -186,7 +186,7 @@ class ReplicatedShardsJob(SimJob):
 
     def _use_once(self, process: Process) -> Steps:
         wait_s = 60.0 if process.world.healed else 2.0
-        lease = yield m.Lease(self.table, "use", rows=ROWS, at_least=1, wait_s=wait_s)
+        lease = yield m.LeaseRequest(self.table, "use", rows=ROWS, at_least=1, wait_s=wait_s)
         view(process, [at for at in blocks_of(lease.content) if at.shard == SHARD])
         try:
             stamps = yield from self._seen(process, lease.content)
@@ -199,12 +199,12 @@ class ReplicatedShardsJob(SimJob):
                 raise PromiseBroken(f"the acks of rows {sorted(again)} were accepted twice")
             self._used.update(stamps)
         except ShardLost:
-            process.post(m.Release(self.table, lease.lease, lease.token))
+            process.post(m.ReleaseRequest(self.table, lease.lease, lease.token))
             raise
         finally:
             let_go(process, blocks_of(lease.content))
 
-    def _seen(self, process: Process, content: m.Content) -> Steps:
+    def _seen(self, process: Process, content: m.ReplyRows) -> Steps:
         """The stamps of the rows, in their order, which were put."""
         rows, found = len(content.rows) // 8, []
         (part,) = content.parts

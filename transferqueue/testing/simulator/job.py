@@ -40,7 +40,7 @@ class SimJob:
         """Its workers, by name."""
         raise NotImplementedError
 
-    def offer(self, role: str, number: int) -> m.Offer | None:
+    def offer(self, role: str, number: int) -> m.ShardOffer | None:
         """The memory that process `number` of a role joins with, if it is a shard."""
         return None
 
@@ -59,7 +59,7 @@ def unpack(data: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(data) // 8}q", data))
 
 
-def fact(content: m.Content, name: str) -> list[int]:
+def fact(content: m.ReplyRows, name: str) -> list[int]:
     """A fact of each row, such as its group."""
     return [int(value) for value in short.each(getattr(content, name), "<i8", len(content.rows) // 8)]
 
@@ -97,10 +97,10 @@ def write(process: Process, stamps: Sequence[int]) -> Steps:
         if at == len(stamps) // 2:
             yield process.world.random.uniform(0.001, 0.1)
     process.sights.clear()
-    return m.Placed(grant.extent, grant.offset, len(stamps) * ROW_BYTES, len(stamps), ["body"], [0])
+    return m.WrittenBlock(grant.extent, grant.offset, len(stamps) * ROW_BYTES, len(stamps), ["body"], [0])
 
 
-def look(process: Process, at: m.BlockAt, slot: int, what: str) -> int:
+def look(process: Process, at: m.BlockLocation, slot: int, what: str) -> int:
     """The stamp in one row of a block: all of its bytes must agree."""
     return stamp_at(process.server.arena.bytes, at.offset + slot * ROW_BYTES, what)
 
@@ -113,7 +113,7 @@ def stamp_at(memory: bytearray, start: int, what: str) -> int:
     return values.pop()
 
 
-def stamps_of(process: Process, content: m.Content) -> dict[int, int]:
+def stamps_of(process: Process, content: m.ReplyRows) -> dict[int, int]:
     """Row -> the stamp in its bytes."""
     rows, found = unpack(content.rows), {}
     for part in content.parts:
@@ -124,17 +124,17 @@ def stamps_of(process: Process, content: m.Content) -> dict[int, int]:
     return found
 
 
-def blocks_of(content: m.Content) -> list[m.BlockAt]:
+def blocks_of(content: m.ReplyRows) -> list[m.BlockLocation]:
     """Every block that a reply pins."""
     return [at for part in content.parts for at in part.blocks]
 
 
-def view(process: Process, blocks: Iterable[m.BlockAt]) -> None:
+def view(process: Process, blocks: Iterable[m.BlockLocation]) -> None:
     """These are in sight until `let_go`."""
     process.sights.update({at.block: (at.offset, at.nbytes) for at in blocks})
 
 
-def let_go(process: Process, blocks: Sequence[m.BlockAt]) -> None:
+def let_go(process: Process, blocks: Sequence[m.BlockLocation]) -> None:
     """What a reply named is not viewed any more."""
     if not process.alive or not blocks:
         return
@@ -144,7 +144,7 @@ def let_go(process: Process, blocks: Sequence[m.BlockAt]) -> None:
     process.post(m.Unpin(pack(numbers), pack([1] * len(numbers))))
 
 
-def inline(content: m.Content, name: str) -> list[int]:
+def inline(content: m.ReplyRows, name: str) -> list[int]:
     """Values of an inline int64 field, a row each."""
     return next((unpack(one.data) for one in content.inline if one.field == name), [])
 
@@ -179,7 +179,7 @@ class Feed:
         self.sent += self.rows
         facts = m.RowFacts(ordinal=pack(numbers), tokens=pack([chance.randint(1, 50) for _ in numbers]))
         columns = m.Columns([NUMBER], inline=[m.Inline("number", pack(numbers))], facts=facts)
-        yield m.Put(self._terms.name, self.rows, columns, wait_s=3.0)
+        yield m.PutRequest(self._terms.name, self.rows, columns, wait_s=3.0)
         self.told += self.rows
         yield chance.uniform(0.0, 1.0)
 

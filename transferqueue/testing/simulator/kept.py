@@ -88,7 +88,7 @@ class ManualRetentionJob(SimJob):
         facts = m.RowFacts(keys=[str(number) for number in numbers], tags=[{"odd": bool(at % 2)}] * ROWS)
         columns = m.Columns([BODY, NUMBER], [block], [m.Inline("number", pack(numbers))], facts)
         try:
-            yield m.Put(self.table, ROWS, columns, wait_s=3.0)
+            yield m.PutRequest(self.table, ROWS, columns, wait_s=3.0)
         except AlreadyExists:
             pass
         finally:
@@ -106,7 +106,7 @@ class ManualRetentionJob(SimJob):
     def _use_once(self, process: Process, odd: int) -> Steps:
         wait_s = 60.0 if process.world.healed else 2.0
         where: list[Predicate] = [TagIs("odd", bool(odd)), Compare("number", ">=", 0)]
-        lease = yield m.Lease(self.table, "use", rows=ROWS, at_least=1, wait_s=wait_s, where=where)
+        lease = yield m.LeaseRequest(self.table, "use", rows=ROWS, at_least=1, wait_s=wait_s, where=where)
         view(process, blocks_of(lease.content))
         try:
             numbers = self._seen(process, lease.content, unpack(lease.content.rows))
@@ -121,7 +121,7 @@ class ManualRetentionJob(SimJob):
         finally:
             let_go(process, blocks_of(lease.content))
 
-    def _seen(self, process: Process, content: m.Content, rows: list[int]) -> list[int]:
+    def _seen(self, process: Process, content: m.ReplyRows, rows: list[int]) -> list[int]:
         """The numbers that the bytes of rows say, which their keys must say too."""
         stamps = stamps_of(process, content)
         numbers = [stamps[row] - FIRST_STAMP for row in rows]
@@ -161,7 +161,7 @@ class ManualRetentionJob(SimJob):
             raise Full(str(error)) from error
 
     def _read_rows(self, process: Process, rows: list[int], numbers: list[int]) -> Steps:
-        found = yield m.Read(self.table, pack(rows))
+        found = yield m.ReadRequest(self.table, pack(rows))
         view(process, blocks_of(found.content))
         try:
             if self._seen(process, found.content, rows) != numbers or inline(found.content, "number") != numbers:

@@ -33,7 +33,7 @@ class Process:
         server: SimServer,
         name: str,
         role: Callable[[Process], Role],
-        offer: Callable[[int], m.Offer | None] = lambda _: None,
+        offer: Callable[[int], m.ShardOffer | None] = lambda _: None,
     ) -> None:
         self.name: Final = name
         self.world: Final = world
@@ -162,7 +162,7 @@ class Process:
             self._plan()
 
     def _ask(self, request: m.Request, then: Callable[[m.Reply | TransferQueueError], None]) -> None:
-        pending = PendingCall(request, lambda: then(pending.error or pending.reply or m.Done()))
+        pending = PendingCall(request, lambda: then(pending.error or pending.reply or m.DoneReply()))
         self._send(self._calls.send(pending, self._clock()))
         self._plan()
 

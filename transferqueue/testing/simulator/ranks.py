@@ -58,7 +58,7 @@ class SharedBatchJob(SimJob):
     def _train_once(self, process: Process, peer: Peer) -> Steps:
         rank, replica = peer
         wait_s = 60.0 if process.world.healed else 2.0
-        lease = yield m.Lease(
+        lease = yield m.LeaseRequest(
             self.table, "train", rows=ROWS, at_least=1, wait_s=wait_s,
             rank=rank, world=WORLD, replica=replica, replicas=REPLICAS,
         )  # fmt: skip

@@ -249,7 +249,7 @@ def _put(process: Process, books: ClientAccount, reserved: m.Reserved, groups: l
     )  # fmt: skip
     books.maybe_put += rows
     try:
-        reply = yield m.Put("t", rows, m.Columns([BODY], [block], facts=facts), reserved.reservation)
+        reply = yield m.PutRequest("t", rows, m.Columns([BODY], [block], facts=facts), reserved.reservation)
     finally:
         if process.alive:
             process.post(m.ReturnGrant(block.extent))
@@ -288,25 +288,25 @@ def _consume(process: Process, books: ClientAccount, task: str) -> Steps:
         let_go(process, blocks)
     if task == "train" and books.channel is None:
         version = lease.version + 1
-        yield m.Advance("t", version, wait_s=1.0)
+        yield m.AdvanceClock("t", version, wait_s=1.0)
         books.advanced(version)
 
 
-def _lease_of(process: Process, books: ClientAccount, task: str) -> m.Lease:
+def _lease_of(process: Process, books: ClientAccount, task: str) -> m.LeaseRequest:
     chance = process.world.random
     wait_s = 60.0 if process.world.healed else 2.0
     if task == "train":
-        return m.Lease("t", task, groups=1, wait_s=wait_s)
+        return m.LeaseRequest("t", task, groups=1, wait_s=wait_s)
     if chance.random() < 0.2:
-        return m.Lease("t", task, tokens=chance.randint(9, 20), at_least=1, wait_s=wait_s)
-    return m.Lease("t", task, rows=books.size, at_least=chance.randint(1, books.size), wait_s=wait_s)
+        return m.LeaseRequest("t", task, tokens=chance.randint(9, 20), at_least=1, wait_s=wait_s)
+    return m.LeaseRequest("t", task, rows=books.size, at_least=chance.randint(1, books.size), wait_s=wait_s)
 
 
 def _give_back(process: Process, books: ClientAccount, lease: m.Leased, rows: list[int]) -> Steps:
     failed = process.world.random.random() < 0.5
     if not failed:
         books.released("score", rows)
-    yield m.Release("t", lease.lease, lease.token, failed=failed, reason="for a change")
+    yield m.ReleaseRequest("t", lease.lease, lease.token, failed=failed, reason="for a change")
 
 
 def _forget(lease: m.Leased) -> Steps:

@@ -80,7 +80,7 @@ class CheckpointJob(SimJob):
 
     def _learn_once(self, process: Process, step: int, model: set[int]) -> Steps:
         wait_s = 60.0 if process.world.healed else 2.0
-        lease = yield m.Lease(self.table, "train", rows=4, at_least=1, wait_s=wait_s)
+        lease = yield m.LeaseRequest(self.table, "train", rows=4, at_least=1, wait_s=wait_s)
         rows = inline(lease.content, "number")
         if again := model & set(rows):
             raise PromiseBroken(f"rows {sorted(again)} were given out again, and the model has learned from them")
@@ -90,7 +90,7 @@ class CheckpointJob(SimJob):
 
     def _save(self, step: int, rows: frozenset[int]) -> Steps:
         self._saved = step, rows
-        yield m.Checkpointed(self.table, step)
+        yield m.CommitCheckpoint(self.table, step)
 
     def _is_all(self, model: set[int]) -> Steps:
         """Every ordinal that was put has its fate: the cursor is at the first that was not."""

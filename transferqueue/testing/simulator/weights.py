@@ -76,12 +76,12 @@ class WeightChannelJob(SimJob):
             for pause in (process.world.random.uniform(0.01, 1.0), 0.0):
                 self._look(process, weights)
                 yield pause
-            yield m.Applied(CHANNEL, weights.version)
+            yield m.ReportApplied(CHANNEL, weights.version)
         finally:
             let_go(process, weights.blocks)
         return weights.version
 
-    def _look(self, process: Process, weights: m.Weights) -> None:
+    def _look(self, process: Process, weights: m.WeightsReply) -> None:
         for block in weights.blocks:
             stamp = look(process, block, 0, f"version {weights.version}")
             if stamp != FIRST_STAMP + weights.version:
