@@ -3,8 +3,11 @@
     transferqueue serve --http 8788 --tokens tokens
     python examples/http_service.py http://127.0.0.1:8788 tokens/service
 
-Each of the three would be a process of its own, on this machine; here they are threads. They speak JSON. Where rows are large,
-ask for them packed: `Packed` at http://127.0.0.1:8788/ says how.
+Shows: the write service (`put_prompts`, `get_experience`, `put_experience`, `notify_weights`), leases over HTTP, pacing,
+and errors that are told as JSON. The service listens on this machine alone.
+
+Engine, reward function and trainer are threads here, and would be processes of their own. They speak JSON. For large rows
+ask for packed columns: see `Packed` at http://127.0.0.1:8788/.
 """
 
 import json
@@ -34,7 +37,7 @@ class Service:
             with urllib.request.urlopen(request, timeout=90) as answer:  # noqa: S310  (the caller's own service)
                 return json.load(answer)
         except urllib.error.HTTPError as refusal:
-            if "json" not in refusal.headers["Content-Type"]:  # the door said it: no token, another site, another name
+            if "json" not in refusal.headers["Content-Type"]:  # refused before the call: a wrong token or host
                 raise RuntimeError(f"{action}: {refusal.code}: {refusal.read().decode().strip()}") from refusal
             said = json.load(refusal)
             if said["error"] == "EndOfTable":
