@@ -29,13 +29,13 @@ from bench.harness import Result
 from bench.limits import child
 from bench.run_record import ByHand
 from bench.server import Server
-from transferqueue.wire.home_coordinator import seat_of
+from transferqueue.wire.home_coordinator import home_coordinator
 
 SCENARIO = "coordinators"
 CONTENDER = "transferqueue"
 ROWS = 8
 PATIENCE_S = 60.0
-TABLES = [next(f"t{n}" for n in range(99) if seat_of(f"t{n}", 2) == seat) for seat in (1, 2)]
+TABLES = [next(f"t{n}" for n in range(99) if home_coordinator(f"t{n}", 2) == seat) for seat in (1, 2)]
 
 
 def _work(control: Connection, address: str, name: str, seconds: float) -> None:

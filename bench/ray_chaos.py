@@ -188,9 +188,9 @@ class Chaos:
 
     def close(self) -> None:
         """End the shards that were added."""
-        from transferqueue.cluster.on_ray.shard_actors import end_lenders
+        from transferqueue.cluster.on_ray.shard_actors import stop_shards
 
-        end_lenders(self._late)
+        stop_shards(self._late)
 
     # ------------------------------------------------------------ judgement
 

@@ -13,9 +13,9 @@ from transferqueue.client.aio.queue import AsyncQueue, AwaitableContext
 from transferqueue.client.client import ClientSession, Data, open_client
 from transferqueue.client.handles.coordinators import check_seats
 from transferqueue.client.operations import arguments as checks
-from transferqueue.client.session.addresses import EMBEDDED, listed, named_server, ways_in
+from transferqueue.client.session.addresses import EMBEDDED, endpoints, listed, named_server
 from transferqueue.client.sync.queue import Queue
-from transferqueue.cluster.on_ray.messages import is_ray, parse_named
+from transferqueue.cluster.on_ray.messages import is_ray_address, parse_named
 from transferqueue.errors import UsageError
 from transferqueue.transport.security.keys import ClientKeys
 
@@ -112,13 +112,13 @@ def _clients(
         raise UsageError(f"label={label!r} is {type(label).__name__}; give text")
     own = arena_bytes is not None or runtime is not None
     for place in [] if address in (None, EMBEDDED) else listed(address):
-        if is_ray(place) and (own or key):
+        if is_ray_address(place) and (own or key):
             raise UsageError(
                 f"key, arena_bytes and runtime were given with {place}, which has its own; give them to deploy_ray, or leave them out"
             )
     if address is None and not own and key is None:
         address = named_server()
-    ways = [] if address == EMBEDDED or (address is None and (own or not key)) else ways_in(address, key)
+    ways = [] if address == EMBEDDED or (address is None and (own or not key)) else endpoints(address, key)
     if not ways:
         if key:
             raise UsageError(
@@ -150,7 +150,7 @@ def _clients(
 def _opened(address: str, keys: ClientKeys | None, deadline: float, label: str, data: Data) -> Iterator[ClientSession]:
     """The sessions that an address leads to: one, or with a name on Ray those of all its coordinators."""
     ways = {address: (address, keys)}
-    if is_ray(address):
+    if is_ray_address(address):
         from transferqueue.cluster.on_ray.deploy import ways_to
 
         ways = ways_to(parse_named(address), _left(deadline), near=data == "auto")

@@ -34,7 +34,7 @@ def put() -> m.CallFrame:
 def leased(*, alike: bool) -> m.AnswerFrame:
     values = np.full(ROWS, -1) if alike else np.arange(ROWS)
     slots = np.arange(ROWS, dtype=np.int32) if alike else np.arange(ROWS, dtype=np.int32)[::-1].copy()
-    fact, short_fact = short.alike(values), short.alike(values.astype(np.int32))
+    fact, short_fact = short.encode_constant(values), short.encode_constant(values.astype(np.int32))
     block = m.BlockLocation(3, 0, 7, 0, 1 << 25, ROWS, NAMES, [1 << 18] * 32)
     content = m.ReplyRows(
         rows=i64(),
@@ -48,7 +48,7 @@ def leased(*, alike: bool) -> m.AnswerFrame:
         keys=None,
         tags=None,
         inline=[],
-        parts=[m.ReplyColumns(NAMES, [block], bytes(4), short.ascending(slots))],
+        parts=[m.ReplyColumns(NAMES, [block], bytes(4), short.encode_ascending(slots))],
         definitions=encode_fields(FIELDS),
     )
     return m.AnswerFrame(1, 2, m.Leased(lease=1, token=2, lease_s=60.0, version=3, content=content))

@@ -10,7 +10,7 @@ import pytest
 import transferqueue as tq
 from tests.cli.deployment import Served, run, served
 from transferqueue.cli import connection
-from transferqueue.wire.home_coordinator import seat_of
+from transferqueue.wire.home_coordinator import home_coordinator
 
 pytestmark = pytest.mark.slow
 TABLES = ("b", "c")  # at 1/2 and at 2/2, see tests/test_seat.py
@@ -33,7 +33,7 @@ def address(two: list[Served]) -> str:
 def test_top_shows_them_one_beneath_the_other(two: list[Served], address: str) -> None:
     text = run("top", address, "--once", "--interval", "0.05").stdout
     places = [text.index(part) for part in (two[0].address, "b · 2 of", two[1].address, "c · 2 of")]
-    assert [seat_of(name, 2) for name in TABLES] == [1, 2]
+    assert [home_coordinator(name, 2) for name in TABLES] == [1, 2]
     assert places == sorted(places)
     decoder, frames, text = json.JSONDecoder(), [], run("top", address, "--once", "--json", "--interval", "0.05").stdout
     while text.strip():

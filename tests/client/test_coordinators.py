@@ -19,7 +19,7 @@ from tests.client.deployments import LoopThread, Worker
 from transferqueue.client.session.addresses import TOKEN_VARIABLE
 from transferqueue.transport.security import keyring
 from transferqueue.transport.security.keys import write_token
-from transferqueue.wire.home_coordinator import seat_of
+from transferqueue.wire.home_coordinator import home_coordinator
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,7 @@ class Deployed:
         return ",".join(one.ipc for one in self.all)
 
     def of(self, name: str) -> Coordinator:
-        return self.all[seat_of(name, len(self.all)) - 1]
+        return self.all[home_coordinator(name, len(self.all)) - 1]
 
     def __enter__(self) -> Self:
         return self
@@ -107,7 +107,7 @@ def queue(request: pytest.FixtureRequest, three: Deployed) -> Iterator[Any]:
 def one_each(seats: int) -> list[str]:
     """Names of tables, one at each seat, in their order."""
     return [
-        next(f"t{number}" for number in range(1000) if seat_of(f"t{number}", seats) == seat + 1)
+        next(f"t{number}" for number in range(1000) if home_coordinator(f"t{number}", seats) == seat + 1)
         for seat in range(seats)
     ]
 
@@ -284,7 +284,7 @@ def test_one_that_is_durable_comes_back_and_all_goes_on(tmp_path: Path) -> None:
         assert queue.audit()["balanced"]
         two.all[1].stop()
         with pytest.raises(AssertionError):
-            Coordinator(two.all[1].directory, f"{seat_of(names[1], 3) % 3 + 1}/3", durable=True).stop()
+            Coordinator(two.all[1].directory, f"{home_coordinator(names[1], 3) % 3 + 1}/3", durable=True).stop()
 
 
 def test_a_token_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transferqueue.client.memory.mapped import placement_of
-from transferqueue.client.memory.shards import _one, _split, together
+from transferqueue.client.memory.shards import _one, _split, run_concurrently
 from transferqueue.client.session.run import BlockingWork
 from transferqueue.errors import Unreachable
 from transferqueue.storage.columns.column import Column
@@ -77,7 +77,7 @@ def finish(operation):
 def test_works_run_at_once_and_results_keep_their_order():
     meet = threading.Barrier(3, timeout=GENEROUS_S)
     operations = [asking(meet.wait, "a"), nothing(), asking(meet.wait, "b"), asking(meet.wait, "c")]
-    assert finish(together(operations)) == ["a", "nothing", "b", "c"]
+    assert finish(run_concurrently(operations)) == ["a", "nothing", "b", "c"]
 
 
 def test_if_one_fails_the_others_are_told_to_end():
@@ -88,11 +88,11 @@ def test_if_one_fails_the_others_are_told_to_end():
 
     operations = [asking(fail), asking(lambda: told.wait(GENEROUS_S), abandon=told.set)]
     with pytest.raises(Unreachable, match="the shard is gone"):
-        finish(together(operations))
+        finish(run_concurrently(operations))
     assert told.is_set()
 
 
 def test_operations_that_ask_for_nothing_need_no_work():
     with pytest.raises(StopIteration) as ended:
-        next(together([nothing(), nothing()]))
+        next(run_concurrently([nothing(), nothing()]))
     assert ended.value.value == ["nothing", "nothing"]

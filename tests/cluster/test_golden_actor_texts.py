@@ -14,11 +14,11 @@ from transferqueue.cluster.on_ray.messages import (
     read,
     write,
 )
-from transferqueue.wire.home_coordinator import Seat
+from transferqueue.wire.home_coordinator import CoordinatorIndex
 
 EXAMPLES = [
     (
-        DeploySpec(DeploymentName("jobs", "grpo"), "id", "disk", "/s", 4096, 7071, "/t", Seat(2, 3, "d")),
+        DeploySpec(DeploymentName("jobs", "grpo"), "id", "disk", "/s", 4096, 7071, "/t", CoordinatorIndex(2, 3, "d")),
         DEPLOY,
         '{"named":{"namespace":"jobs","name":"grpo"},"id":"id","durability":"disk","state":"/s","arena_bytes":4096,"port":7071,"snapshots":"/t","seat":[2,3,"d"]}',
     ),

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import transferqueue as tq
-from transferqueue.cluster.on_ray.directories import DirectoryOwner, claim, sweep
+from transferqueue.cluster.on_ray.directories import DirectoryOwner, claim_directory, remove_stale
 from transferqueue.cluster.on_ray.messages import (
     DEPLOY,
     SAID,
@@ -16,7 +16,7 @@ from transferqueue.cluster.on_ray.messages import (
     DeploySpec,
     Endpoints,
     checked,
-    is_ray,
+    is_ray_address,
     parse_named,
     read,
     write,
@@ -29,7 +29,7 @@ from transferqueue.transport import FileLock
 def test_a_name_is_read_as_it_is_written():
     assert parse_named("ray") == DeploymentName()
     assert parse_named(str(DeploymentName("jobs", "grpo"))) == DeploymentName("jobs", "grpo")
-    assert [is_ray(text) for text in ("ray", "ray://a/b", "rayon", "tcp://ray:1", None)] == [
+    assert [is_ray_address(text) for text in ("ray", "ray://a/b", "rayon", "tcp://ray:1", None)] == [
         True,
         True,
         False,
@@ -121,30 +121,32 @@ def test_what_nothing_can_come_back_to_is_removed(tmp_path, owner):
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     began = DirectoryOwner.here("cluster", "ray://a/other")
     alive = DirectoryOwner(began.host, began.cluster, began.deployment, process.pid, _began(process.pid))
-    claim(tmp_path / "ray-1", alive)
-    claim(tmp_path / "other", alive)
+    claim_directory(tmp_path / "ray-1", alive)
+    claim_directory(tmp_path / "other", alive)
     (tmp_path / "ray-unowned").mkdir()
-    assert sweep(owner, tmp_path) == []
+    assert remove_stale(owner, tmp_path) == []
     process.communicate()
-    assert sweep(owner, tmp_path) == [tmp_path / "ray-1"]
+    assert remove_stale(owner, tmp_path) == [tmp_path / "ray-1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "ray-unowned"]
 
 
 def test_a_name_that_is_deployed_anew_has_no_earlier_one(tmp_path, owner):
-    claim(tmp_path / "ray-1", owner)
+    claim_directory(tmp_path / "ray-1", owner)
     held = FileLock(tmp_path / "ray-1" / "lock")
     assert held.take()
-    assert sweep(owner, tmp_path) == []
+    assert remove_stale(owner, tmp_path) == []
     held.release()
-    assert sweep(owner, tmp_path) == [tmp_path / "ray-1"]
+    assert remove_stale(owner, tmp_path) == [tmp_path / "ray-1"]
 
 
 def test_what_cannot_be_seen_from_here_stays(tmp_path, owner):
     boot, _, pids = owner.host.partition("/")
-    claim(tmp_path / "ray-1", DirectoryOwner(f"{boot}/another", "cluster", "ray://a/b", 1, "1"))
-    assert sweep(owner, tmp_path) == []
-    claim(tmp_path / "ray-1", DirectoryOwner(f"before/{pids}", "cluster", "ray://a/x", os.getppid(), owner.began))
-    assert sweep(owner, tmp_path) == [tmp_path / "ray-1"]
+    claim_directory(tmp_path / "ray-1", DirectoryOwner(f"{boot}/another", "cluster", "ray://a/b", 1, "1"))
+    assert remove_stale(owner, tmp_path) == []
+    claim_directory(
+        tmp_path / "ray-1", DirectoryOwner(f"before/{pids}", "cluster", "ray://a/x", os.getppid(), owner.began)
+    )
+    assert remove_stale(owner, tmp_path) == [tmp_path / "ray-1"]
 
 
 def _began(pid):

@@ -14,7 +14,7 @@ import transferqueue as tq
 from tests.cluster.shards import await_shards, shards
 from transferqueue.errors import AlreadyExists, Impossible, NotFound, UsageError
 from transferqueue.transport import runtime_directory
-from transferqueue.wire.home_coordinator import seat_of
+from transferqueue.wire.home_coordinator import home_coordinator
 
 ray = pytest.importorskip("ray", reason="make test-ray has Ray")
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -164,7 +164,7 @@ def test_a_state_directory_outlives_its_deployment(cluster, tmp_path):
 
 def test_several_coordinators_are_one_queue_and_one_that_dies_comes_back(cluster):
     with tq.deploy_ray(coordinators=2, resources={"CPU": 1}) as deployment:
-        names = [next(f"t{n}" for n in range(99) if seat_of(f"t{n}", 2) == seat) for seat in (1, 2)]
+        names = [next(f"t{n}" for n in range(99) if home_coordinator(f"t{n}", 2) == seat) for seat in (1, 2)]
         with tq.connect("ray") as near, tq.connect(deployment.token("admin")) as far:
             seats = [f"{deployment.address}.coordinator-{number}" for number in (1, 2)]
             assert near.coordinators == seats

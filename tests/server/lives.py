@@ -8,7 +8,7 @@ from transferqueue.limits import MIB
 from transferqueue.schema import Field, layout
 from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.node import Coordinator, ServerIdentity
-from transferqueue.server.resume import resume
+from transferqueue.server.resume import resume_sessions
 from transferqueue.server.shards.own_memory import OwnShardMemory
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.wire import messages as m
@@ -30,7 +30,7 @@ class Life(Bench):
         )
         self.node = Coordinator(ledger, memory, place, watcher=self.watched, durability=self.state)
         self.now = self.state.clock()
-        self.lost = resume(self.node, self.state)
+        self.lost = resume_sessions(self.node, self.state)
         self.deliver()
 
     def deliver(self):

@@ -62,7 +62,7 @@ class Bench:
         """As a port does, with what came whole."""
         self.exchange.now = self.now
         try:
-            b.hand_over(head, [memoryview(piece) for piece in pieces], self.exchange.desk(peer))
+            b.deliver(head, [memoryview(piece) for piece in pieces], self.exchange.desk(peer))
         except BY_NAME["Corruption"] as error:
             self.exchange.spoiled(peer, error)
         else:

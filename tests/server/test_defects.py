@@ -13,7 +13,7 @@ from transferqueue.limits import DEFECT_PAUSE_S
 from transferqueue.policies import Task
 from transferqueue.schema import Field
 from transferqueue.server.durability.journal import Level, SqliteJournal
-from transferqueue.server.durability.recorded_ledger import RecordedLedger, recover
+from transferqueue.server.durability.recorded_ledger import RecordedLedger, replay_journal
 from transferqueue.transport import this_host
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
@@ -193,7 +193,7 @@ def test_the_next_life_arrives_where_a_defect_left_this_one(tmp_path, monkeypatc
     ledger.commit()
     journal.close()
     again = SqliteJournal(tmp_path / "journal.sqlite", Level.PROCESS)
-    recovered, _ = recover(again)
+    recovered, _ = replay_journal(again)
     again.close()
     for what in ("stats", "audit", "sessions"):
         assert recovered.observe(m.Observe(what), 7.0) == ledger.observe(m.Observe(what), 7.0)

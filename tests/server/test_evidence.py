@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from transferqueue.errors import UsageError
-from transferqueue.server.sessions.liveness import gather
+from transferqueue.server.sessions.liveness import open_process
 from transferqueue.transport import FileLock, this_host
 from transferqueue.wire import messages as m
 
@@ -47,7 +47,7 @@ def start(path, *fork):
 def test_a_killed_process_is_seen_at_once_and_its_lock_is_free_by_then(tmp_path):
     with start(tmp_path / "lock") as holder:
         assert holder.stdout.readline() == "0\n"
-        evidence = gather(hello(pid=holder.pid, lock=str(tmp_path / "lock")))
+        evidence = open_process(hello(pid=holder.pid, lock=str(tmp_path / "lock")))
         assert evidence.is_local
         assert not select.select([evidence.pidfd], [], [], 0)[0]
         assert evidence.may_see_memory()
@@ -61,7 +61,7 @@ def test_a_killed_process_is_seen_at_once_and_its_lock_is_free_by_then(tmp_path)
 def test_a_forked_child_still_sees_the_memory_of_its_dead_parent(tmp_path):
     with start(tmp_path / "lock", "fork") as holder:
         child = int(max(holder.stdout.readline(), holder.stdout.readline(), key=int))
-        evidence = gather(hello(pid=holder.pid, lock=str(tmp_path / "lock")))
+        evidence = open_process(hello(pid=holder.pid, lock=str(tmp_path / "lock")))
         holder.kill()
         assert select.select([evidence.pidfd], [], [], 10)[0]
         assert evidence.may_see_memory()
@@ -74,14 +74,14 @@ def test_a_forked_child_still_sees_the_memory_of_its_dead_parent(tmp_path):
 
 
 def test_a_lock_whose_name_was_removed_still_counts(lock):
-    evidence = gather(hello(lock=str(lock.path)))
+    evidence = open_process(hello(lock=str(lock.path)))
     lock.path.unlink()
     assert evidence.may_see_memory()
     evidence.close(lock.path.parent)
 
 
 def test_closing_removes_only_files_of_the_swept_directory(tmp_path, lock):
-    evidence = gather(hello(lock=str(lock.path)))
+    evidence = open_process(hello(lock=str(lock.path)))
     lock.release(unlink=False)
     evidence.close(tmp_path / "elsewhere")
     assert lock.path.exists()
@@ -98,23 +98,23 @@ def test_closing_removes_only_files_of_the_swept_directory(tmp_path, lock):
 def test_a_lock_that_is_none_is_refused(tmp_path, path, said):
     (tmp_path / "free").touch()
     with pytest.raises(UsageError, match=said):
-        gather(hello(lock=str(tmp_path / path)))
+        open_process(hello(lock=str(tmp_path / path)))
 
 
 def test_a_process_that_does_not_exist_is_refused(lock):
     with pytest.raises(UsageError, match=r"process \d+ does not exist"):
-        gather(hello(pid=2**22 + 1, lock=str(lock.path)))
+        open_process(hello(pid=2**22 + 1, lock=str(lock.path)))
 
 
 def test_a_client_of_another_machine_is_judged_by_silence(tmp_path):
-    evidence = gather(hello(host="far away", lock=str(tmp_path / "not here")))
+    evidence = open_process(hello(host="far away", lock=str(tmp_path / "not here")))
     assert not evidence.is_local
     assert evidence.pidfd == -1
     assert not evidence.may_see_memory()
 
 
 def test_a_client_in_another_container_is_judged_by_the_lock_that_both_see(lock):
-    evidence = gather(hello(host="same kernel, other process numbers", lock=str(lock.path)))
+    evidence = open_process(hello(host="same kernel, other process numbers", lock=str(lock.path)))
     assert evidence.is_local
     assert evidence.pidfd == -1
     assert evidence.may_see_memory()

@@ -17,7 +17,7 @@ from transferqueue.ledger.dispatch import OPERATIONS
 from transferqueue.policies import Task
 from transferqueue.schema import Field
 from transferqueue.server.durability.journal import FORMAT
-from transferqueue.server.durability.recorded_ledger import RecordedLedger, recover
+from transferqueue.server.durability.recorded_ledger import RecordedLedger, replay_journal
 from transferqueue.wire import messages as m
 
 FILE = Path(__file__).parent / "golden" / f"records-{FORMAT}.json"
@@ -81,7 +81,7 @@ def test_records_are_written_as_they_were_recorded():
 def test_a_ledger_is_made_from_recorded_records():
     paper = Paper()
     paper.records = recorded()
-    ledger, tail = recover(paper)
+    ledger, tail = replay_journal(paper)
     assert (ledger.epoch, tail.records) == (7, len(paper.records))
     assert ledger.observe(m.Observe("audit"), 14.0)["tables"]["t"]["dropped"] == {"lost": 4}
 

@@ -8,7 +8,7 @@ from tests.ledger.driver import World
 from transferqueue.ledger import Ledger
 from transferqueue.policies import Task
 from transferqueue.server.durability.journal import Level, SqliteJournal
-from transferqueue.server.durability.recorded_ledger import RecordedLedger, recover
+from transferqueue.server.durability.recorded_ledger import RecordedLedger, replay_journal
 from transferqueue.wire import messages as m
 
 
@@ -30,7 +30,7 @@ def test_what_was_planted_is_there_in_the_next_life(tmp_path: Path) -> None:
     journal.close()
 
     journal = SqliteJournal(tmp_path / "journal.sqlite", Level.PROCESS)
-    second, _ = recover(journal)
+    second, _ = replay_journal(journal)
     leased = second.apply(m.LeaseRequest("t", "train", rows=3), session=1, call=2, now=7.0)
     assert isinstance(leased, m.Leased)
     assert leased.content.rows == client.read().rows

@@ -15,7 +15,7 @@ from transferqueue.ledger import Ledger, MustWait
 from transferqueue.ledger.dispatch import OPERATIONS
 from transferqueue.policies import Task
 from transferqueue.server.durability import recorded_ledger as recording
-from transferqueue.server.durability.recorded_ledger import RecordedLedger, Tail, recover
+from transferqueue.server.durability.recorded_ledger import RecordedLedger, Tail, replay_journal
 from transferqueue.wire import messages as m
 
 
@@ -46,7 +46,7 @@ class Paper:
 
 def reborn(paper):
     paper.close()
-    ledger, tail = recover(paper)
+    ledger, tail = replay_journal(paper)
     return RecordedLedger(ledger, paper, tail, epoch=ledger.epoch + 1)
 
 
@@ -89,7 +89,7 @@ def paper():
 
 @pytest.fixture
 def world(paper):
-    ledger, tail = recover(paper)
+    ledger, tail = replay_journal(paper)
     assert (ledger.epoch, tail) == (0, Tail())
     return World(RecordedLedger(ledger, paper, tail, epoch=1))
 
@@ -204,7 +204,7 @@ def test_a_new_image_is_made_when_the_tail_outgrows_it(world, paper, monkeypatch
 def test_a_record_that_is_none_is_reported(paper):
     paper.records = [b"\x93\x01\x02\x03"]
     with pytest.raises(Corruption, match=r"record 0 of the journal is none: .*; restore a snapshot"):
-        recover(paper)
+        replay_journal(paper)
 
 
 def test_a_record_that_is_refused_now_is_reported(world, paper):
@@ -214,7 +214,7 @@ def test_a_record_that_is_refused_now_is_reported(world, paper):
     world.ledger.commit()
     del paper.records[1]
     with pytest.raises(Corruption, match="record 1 of the journal was accepted once and is refused now: session 1"):
-        recover(paper)
+        replay_journal(paper)
 
 
 def test_a_record_that_would_wait_now_is_reported(world, paper):
@@ -225,7 +225,7 @@ def test_a_record_that_would_wait_now_is_reported(world, paper):
     world.ledger.commit()
     del paper.records[3]
     with pytest.raises(Corruption, match="Lease waits, but was carried out once"):
-        recover(paper)
+        replay_journal(paper)
 
 
 def test_the_ledger_keeps_its_face(paper):

@@ -10,7 +10,7 @@ from tests.scale import sizes
 from transferqueue.limits import Limits
 from transferqueue.policies import Complete, Task
 from transferqueue.server.durability.journal import Level, SqliteJournal
-from transferqueue.server.durability.recorded_ledger import RecordedLedger, recover
+from transferqueue.server.durability.recorded_ledger import RecordedLedger, replay_journal
 
 ROWS = sizes(25_000, 100_000)
 SERVES_WITHIN_S = 2.0
@@ -19,7 +19,7 @@ SERVES_WITHIN_S = 2.0
 def live_rows(path, rows, batch, *, checkpoint):
     """A journal of a table with so many live rows, put `batch` at a time."""
     journal = SqliteJournal(path, Level.PROCESS)
-    ledger, tail = recover(journal)
+    ledger, tail = replay_journal(journal)
     world = World(RecordedLedger(ledger, journal, tail, epoch=1))
     places = itertools.count(0, 4096)
     world.allocate = lambda nbytes, shard: (next(places), 4096)
@@ -43,7 +43,7 @@ def test_many_live_rows_are_there_again(tmp_path, checkpoint, rows):
     live_rows(tmp_path / "journal.sqlite", rows, 64, checkpoint=checkpoint)
     began = time.process_time()
     journal = SqliteJournal(tmp_path / "journal.sqlite", Level.PROCESS)
-    ledger, tail = recover(journal)
+    ledger, tail = replay_journal(journal)
     took = time.process_time() - began
     journal.close()
     print(

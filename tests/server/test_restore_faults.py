@@ -22,7 +22,7 @@ from transferqueue.policies import Complete, Task
 from transferqueue.server.durability import snapshot_files as cutfiles
 from transferqueue.server.durability import snapshots
 from transferqueue.server.durability.journal import Level, SqliteJournal
-from transferqueue.server.durability.recorded_ledger import RecordedLedger, recover
+from transferqueue.server.durability.recorded_ledger import RecordedLedger, replay_journal
 from transferqueue.storage import snapshot
 from transferqueue.storage.inputs import from_snapshot as frozen
 from transferqueue.wire import messages as m
@@ -205,7 +205,7 @@ def test_the_next_life_knows_nothing_of_a_restore_that_failed(
 def next_life(ledger: RecordedLedger, journal: SqliteJournal) -> list[str]:
     """The tables of a server that is started now, whose extents are those of this one."""
     ledger.commit()
-    again, _ = recover(journal)
+    again, _ = replay_journal(journal)
     mine, theirs = ledger.state.core.blocks, again.state.core.blocks
     assert [(one.id, one.offset) for one in mine.extents.values()] == [
         (one.id, one.offset) for one in theirs.extents.values()

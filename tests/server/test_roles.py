@@ -6,7 +6,7 @@ import pytest
 
 from tests.server.nodes import Bench, Client, lease
 from transferqueue.errors import PermissionDenied
-from transferqueue.server.sessions.authorization import MAY, Authorizer, check_offer, denied
+from transferqueue.server.sessions.authorization import MAY, Authorizer, check_offer, why_not_allowed
 from transferqueue.server.sessions.sessions import NOWHERE
 from transferqueue.transport.control.zeromq import KeyedPeer
 from transferqueue.transport.security import keyring
@@ -29,7 +29,7 @@ def test_an_observer_only_looks():
 
 
 def test_the_refusal_names_the_role_and_who_may():
-    refused = denied("producer", m.LeaseRequest("t", "train", rows=1))
+    refused = why_not_allowed("producer", m.LeaseRequest("t", "train", rows=1))
     assert str(refused).startswith(
         "Lease is not for a client whose key has role producer; admin and consumer may send it"
     )

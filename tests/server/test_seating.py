@@ -5,12 +5,12 @@ import pytest
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.limits import Limits
 from transferqueue.policies import Acked, Pacing, Task
-from transferqueue.server.sessions.home_coordinator import elsewhere
+from transferqueue.server.sessions.home_coordinator import wrong_coordinator
 from transferqueue.wire import messages as m
-from transferqueue.wire.home_coordinator import Seat, seat_of
+from transferqueue.wire.home_coordinator import CoordinatorIndex, home_coordinator
 
-HERE, THERE = (next(f"t{n}" for n in range(99) if seat_of(f"t{n}", 2) == seat) for seat in (1, 2))
-SEAT = Seat(1, 2)
+HERE, THERE = (next(f"t{n}" for n in range(99) if home_coordinator(f"t{n}", 2) == seat) for seat in (1, 2))
+SEAT = CoordinatorIndex(1, 2)
 
 
 def create(name, channel=None):
@@ -31,14 +31,14 @@ def requests(name):
 
 @pytest.mark.parametrize("request_", [*requests(THERE)], ids=lambda one: type(one).__name__)
 def test_what_belongs_to_another_is_refused(request_):
-    assert isinstance(elsewhere(SEAT, request_), UsageError)
-    assert elsewhere(Seat(2, 2), request_) is None
-    assert elsewhere(Seat(), request_) is None
+    assert isinstance(wrong_coordinator(SEAT, request_), UsageError)
+    assert wrong_coordinator(CoordinatorIndex(2, 2), request_) is None
+    assert wrong_coordinator(CoordinatorIndex(), request_) is None
 
 
 @pytest.mark.parametrize("request_", [*requests(HERE)], ids=lambda one: type(one).__name__)
 def test_its_own_is_not(request_):
-    assert elsewhere(SEAT, request_) is None
+    assert wrong_coordinator(SEAT, request_) is None
 
 
 def test_every_request_of_a_channel_is_looked_at():
@@ -48,6 +48,6 @@ def test_every_request_of_a_channel_is_looked_at():
 
 
 def test_a_clock_of_another_is_refused():
-    assert isinstance(elsewhere(SEAT, create(HERE, THERE)), Impossible)
-    assert elsewhere(SEAT, create(HERE, f"{HERE}/policy")) is None
-    assert elsewhere(Seat(), create(HERE, THERE)) is None
+    assert isinstance(wrong_coordinator(SEAT, create(HERE, THERE)), Impossible)
+    assert wrong_coordinator(SEAT, create(HERE, f"{HERE}/policy")) is None
+    assert wrong_coordinator(CoordinatorIndex(), create(HERE, THERE)) is None

@@ -16,7 +16,7 @@ from transferqueue.storage.columns.export import arrow_type
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import stored
 from transferqueue.storage.inputs.block_writer import BlockWriter
-from transferqueue.storage.inputs.from_snapshot import thaw
+from transferqueue.storage.inputs.from_snapshot import columns_from_arrow
 from transferqueue.storage.inputs.prepare import Prepared, prepare
 from transferqueue.storage.inputs.sources import Arrays
 from transferqueue.wire.messages import BlockLocation
@@ -57,10 +57,10 @@ def test_numbers_of_every_dtype_and_shape(dtype: str, shape: tuple[int | None, .
         count = 10
     prepared = Prepared(field, ROWS, Arrays([numbers(dtype, count)], dtype), offsets, shapes)
     column, memory = column_of(prepared)
-    _, again = column_of(thaw(field, column.arrow()))
+    _, again = column_of(columns_from_arrow(field, column.arrow()))
     np.testing.assert_array_equal(memory, again)
-    _, part = column_of(thaw(field, column.arrow().slice(1, 3)))
-    _, wanted = column_of(thaw(field, column[1:4].arrow()))
+    _, part = column_of(columns_from_arrow(field, column.arrow().slice(1, 3)))
+    _, wanted = column_of(columns_from_arrow(field, column[1:4].arrow()))
     np.testing.assert_array_equal(part, wanted)
 
 
@@ -70,16 +70,16 @@ def test_numbers_of_every_dtype_and_shape(dtype: str, shape: tuple[int | None, .
 def test_text_bytes_and_values(dtype: str, values: list[Any]) -> None:
     field = Field("x", dtype)
     column, memory = column_of(prepare("x", values, field))
-    again, copy = column_of(thaw(field, column.arrow()))
+    again, copy = column_of(columns_from_arrow(field, column.arrow()))
     np.testing.assert_array_equal(memory, copy)
     assert again.list() == values
-    assert thaw(field, column.arrow().slice(1, 2)).stored_rows == 2
+    assert columns_from_arrow(field, column.arrow().slice(1, 2)).stored_rows == 2
 
 
 @pytest.mark.parametrize("field", [Field("x", "int64", (None,)), Field("x", "str"), Field("x", "int64", (None, None))])
 def test_an_array_of_another_field_is_corruption(field: Field) -> None:
     with pytest.raises(Corruption, match=r'field "x" is .*, but its file has double'):
-        thaw(field, pa.array([1.0, 2.0]))
+        columns_from_arrow(field, pa.array([1.0, 2.0]))
 
 
 def test_a_dimension_beyond_32_bits_is_a_large_list(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,5 +97,5 @@ def test_a_dimension_beyond_32_bits_is_a_large_list(monkeypatch: pytest.MonkeyPa
         found = column.arrow()
         found.validate(full=True)
         assert found.type == arrow_type(field)
-        _, again = column_of(thaw(field, found))
+        _, again = column_of(columns_from_arrow(field, found))
         np.testing.assert_array_equal(memory, again)

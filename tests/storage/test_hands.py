@@ -13,7 +13,7 @@ from transferqueue.schema import Field
 from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.prepare import prepare
 from transferqueue.storage.memory import parallel_copy as hands
-from transferqueue.storage.memory.parallel_copy import PART_BYTES, SHARED_BYTES, share
+from transferqueue.storage.memory.parallel_copy import PART_BYTES, SHARED_BYTES, parallel_copy
 
 
 @pytest.fixture(autouse=True)
@@ -67,14 +67,14 @@ def test_all_jobs_are_done_by_up_to_four_threads_that_end():
         met.wait(20)  # four are at it at once, or none gets on
         who.add(threading.get_ident())
 
-    share([job] * 4, SHARED_BYTES)
+    parallel_copy([job] * 4, SHARED_BYTES)
     assert len(who) == 4
     while threading.active_count() > before:
         time.sleep(0.001)
     who.clear()
-    share([lambda: who.add(threading.get_ident())] * 4, SHARED_BYTES - 1)
+    parallel_copy([lambda: who.add(threading.get_ident())] * 4, SHARED_BYTES - 1)
     assert who == {threading.get_ident()}
-    share([], SHARED_BYTES)
+    parallel_copy([], SHARED_BYTES)
 
 
 def test_one_failure_ends_it_and_is_raised_when_nobody_is_at_work():
@@ -89,7 +89,7 @@ def test_one_failure_ends_it_and_is_raised_when_nobody_is_at_work():
         raise ValueError("damaged")
 
     with pytest.raises(ValueError, match="damaged"):
-        share([slow, fails, *[slow] * 1000], 64 * MIB)
+        parallel_copy([slow, fails, *[slow] * 1000], 64 * MIB)
     assert not busy
 
 
@@ -104,7 +104,7 @@ def test_an_interrupt_waits_for_the_helpers():
         busy.discard(number)
 
     with pytest.raises(KeyboardInterrupt):
-        share([partial(job, number) for number in range(1000)], 64 * MIB)
+        parallel_copy([partial(job, number) for number in range(1000)], 64 * MIB)
     assert len(busy) <= 1  # the interrupted one's own
 
 
@@ -128,7 +128,7 @@ def test_an_interrupt_while_it_waits_for_the_helpers_waits_too():
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            share([job] * 4, SHARED_BYTES)
+            parallel_copy([job] * 4, SHARED_BYTES)
         assert interrupted
         assert not busy
     finally:
@@ -141,5 +141,5 @@ def test_without_a_further_thread_the_caller_does_it_all(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", start)
     done = []
-    share([partial(done.append, number) for number in range(8)], SHARED_BYTES)
+    parallel_copy([partial(done.append, number) for number in range(8)], SHARED_BYTES)
     assert done == list(range(8))

@@ -24,7 +24,7 @@ from transferqueue.errors import BatchEnded, Corruption, Disconnected, Forked, O
 from transferqueue.schema import Field
 from transferqueue.storage import Mapping
 from transferqueue.storage.memory import mapping
-from transferqueue.storage.memory.private_pages import forget, map_private, unmap
+from transferqueue.storage.memory.private_pages import drop_pages, map_private, unmap
 
 NUMBERS = np.arange(4096, dtype=np.int64)
 
@@ -259,7 +259,7 @@ def test_where_pages_cannot_be_dropped_they_are_mapped_anew() -> None:
     assert libc.mlock(address, 8192) == 0
     ctypes.memset(address, 255, 8192)
     os.pwrite(fd, b"new", 0)
-    forget(address, 8192, fd, 0)
+    drop_pages(address, 8192, fd, 0)
     assert ctypes.string_at(address, 3) == b"new"
     unmap(address, 8192)
     os.close(fd)

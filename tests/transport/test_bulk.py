@@ -31,7 +31,7 @@ def test_what_is_sent_is_read():
     head, pieces = b.message(TAKEN, PIECES)
     assert b.to_shard(head) == b.to_client(head) == TAKEN
     kept = Kept()
-    b.hand_over(head, [memoryview(piece) for piece in pieces], kept)
+    b.deliver(head, [memoryview(piece) for piece in pieces], kept)
     assert (kept.head, kept.nbytes) == (TAKEN, 110)
     assert kept.content == b"".join(bytes(piece) for piece in pieces)
 
@@ -54,7 +54,7 @@ def test_a_bit_that_changed_in_the_bytes_is_noticed_and_so_is_a_piece_that_is_mi
     for wrong in ([pieces[0], bytes(changed)], pieces[:1], [*pieces, b"x"], []):
         kept = Kept()
         with pytest.raises(Corruption, match="does not match its checksum"):
-            b.hand_over(head, [memoryview(piece) for piece in wrong], kept)
+            b.deliver(head, [memoryview(piece) for piece in wrong], kept)
         assert kept.head is None, "nothing was handed over"
 
 

@@ -12,7 +12,7 @@ from transferqueue.schema import Field
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
-from transferqueue.wire.home_coordinator import Seat
+from transferqueue.wire.home_coordinator import CoordinatorIndex
 
 TWO: Final = bytes.fromhex("01000000000000000200000000000000")
 """Two int64."""
@@ -89,7 +89,7 @@ REQUESTS: Final[list[m.Request]] = [
     m.CreateTable("x", FIELDS, extra_fields=True),
 ]
 REPLIES: Final[list[m.Reply]] = [
-    m.Welcome(5, 7, "0.1.0", "/run", {0: "/dev/shm/a"}, 1 << 30, 7071, True, True, Seat(1, 2, "d")),
+    m.Welcome(5, 7, "0.1.0", "/run", {0: "/dev/shm/a"}, 1 << 30, 7071, True, True, CoordinatorIndex(1, 2, "d")),
     m.TableTerms("t", FIELDS, TASKS, Limits(rows=64, bytes="8MiB"), PACING, p.Acked(), True, 7, 2),
     m.Tables(["t", "u"]),
     m.Granted(3, 0, 4096, 4096, bytes(16)),
@@ -108,7 +108,7 @@ REPLIES: Final[list[m.Reply]] = [
     m.ShardCommands(7, 4, [m.AllocatePages(0, 4096), m.FreePages(4096, 4096), m.Revoke(3), m.CloseTransfers(5), m.LiveSet(9, TWO, 8, TWO), m.ShutDownShard()]),
     m.DoneReply(3),
     m.Failed("Full", "no room"),
-    m.Welcome(5, 7, "0.1.0", "/run", {}, 1 << 30, seat=Seat(2, 2, "d"), checksums=True),
+    m.Welcome(5, 7, "0.1.0", "/run", {}, 1 << 30, seat=CoordinatorIndex(2, 2, "d"), checksums=True),
     m.TableTerms("x", FIELDS, [], Limits(), None, p.Acked(), False, 0, 1, extra_fields=False),
 ]  # fmt: skip
 LOCATED: Final = b.BulkBlock(9, 3, 4096, 128, 2, 0, [5, 0], bytes(16))

@@ -31,7 +31,7 @@ from transferqueue.transport.bulk.tcp import TcpBulkClient
 from transferqueue.transport.bulk.zeromq import ZmqBulkClient
 from transferqueue.transport.security.keys import ClientKeys, KeyPair
 from transferqueue.wire import messages as m
-from transferqueue.wire.home_coordinator import Seat
+from transferqueue.wire.home_coordinator import CoordinatorIndex
 
 Data = Literal["auto", "remote"]
 """Whether bytes are mapped where they can be, or always cross the network (for tests and measurements)."""
@@ -68,7 +68,7 @@ class ClientSession:
         *,
         dial: Callable[[m.ShardEndpoint], RemoteMemory] | None = None,
         ground: WriteGrants | None = None,
-        seat: Seat = Seat(),  # noqa: B008  (frozen)
+        seat: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
         checksums: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

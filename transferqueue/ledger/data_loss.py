@@ -18,8 +18,8 @@ from transferqueue.ledger.requests import ack as returns
 from transferqueue.ledger.requests import weight_channels as channels
 from transferqueue.ledger.rows.arrays import BoolArray, IntArray
 from transferqueue.ledger.rows.pages import LIVE
-from transferqueue.ledger.rules.groups_and_staleness import conclude
-from transferqueue.ledger.rules.requeue import LOST, make_again
+from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
+from transferqueue.ledger.rules.requeue import LOST, regenerate_field
 from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
@@ -56,7 +56,7 @@ def _give_up_staged(state: LedgerState, blocks: frozenset[int]) -> None:
     for lease in list(state.core.leases.by_id.values()):
         if lease.staged is not None and not blocks.isdisjoint(lease.staged.blocks):
             why = "the bytes of its results were lost"
-            returns.give_up(state.tables[lease.table], lease, why, state.now, failed=False)
+            returns.expire_lease(state.tables[lease.table], lease, why, state.now, failed=False)
 
 
 def _lose_values(table: TableState, blocks: IntArray, why: str, now: float) -> list[int]:
@@ -68,9 +68,9 @@ def _lose_values(table: TableState, blocks: IntArray, why: str, now: float) -> l
     live = rows[table.rows.pages.fate.a[table.rows.pages.index(rows)] == LIVE]
     for name, lacking in _clear(table, rows, blocks, why, now).items():
         lacking = lacking[np.isin(lacking, live)]
-        make_again(table, name, lacking[_waited_for(table, name, lacking)], now)
+        regenerate_field(table, name, lacking[_waited_for(table, name, lacking)], now)
     ended = sorted({row for doomed, reason in table.doomed if reason == LOST for row in doomed.tolist()})
-    conclude(table, now)
+    apply_group_and_stale_rules(table, now)
     if ended:
         table.lost[why] = table.lost.get(why, 0) + len(ended)
     table.wake_room()
@@ -91,10 +91,12 @@ def _clear(table: TableState, rows: IntArray, blocks: IntArray, why: str, now: f
 
 def _fields_there(table: TableState, at: IntArray, blocks: IntArray) -> dict[str, BoolArray]:
     """For each field that is not inline, which rows read it from one of the blocks."""
-    return {name: _lies_there(table, name, at, blocks) for name in table.rows.fields if name not in table.rows.inline}
+    return {
+        name: _has_other_copy(table, name, at, blocks) for name in table.rows.fields if name not in table.rows.inline
+    }
 
 
-def _lies_there(table: TableState, name: str, at: IntArray, blocks: IntArray) -> BoolArray:
+def _has_other_copy(table: TableState, name: str, at: IntArray, blocks: IntArray) -> BoolArray:
     """Which rows read the field from one of the blocks."""
     (places,) = table.parts.locate([name], at)
     return table.rows.has_all(at, table.rows.mask((name,))) & np.isin(places.blocks, blocks)

@@ -203,11 +203,11 @@ def _publish(state: LedgerState, request: m.Publish, session: SessionState, call
     channel = state.channels.get(request.channel) or WeightChannelState(check_name("channel", request.channel))
     channels.check_publish(channel, state.core.blocks, session.id, request)
     followers = state.followers(request.channel)
-    held = [table for table in followers if flowing.clock_held(table, request.version)]
+    held = [table for table in followers if flowing.why_clock_is_held(table, request.version)]
     if held and request.wait_s > 0:
         return MustWait(tuple(("clock", table.name) for table in held))
     if held:
-        raise DeadlineExceeded(flowing.clock_held(held[0], request.version))
+        raise DeadlineExceeded(flowing.why_clock_is_held(held[0], request.version))
     state.channels[request.channel] = channel
     channels.publish(channel, state.core.blocks, request, state.now)
     for table in followers:

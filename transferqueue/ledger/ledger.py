@@ -25,7 +25,7 @@ from transferqueue.ledger.persistence.snapshot import LedgerSnapshot, take
 from transferqueue.ledger.reports.answers import explained, observed
 from transferqueue.ledger.requests import ack as returns
 from transferqueue.ledger.requests import weight_channels as channels
-from transferqueue.ledger.rules.groups_and_staleness import conclude
+from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
 from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table import SharedState
@@ -159,13 +159,13 @@ class Ledger:
             elif isinstance(subject, FormingGroup):
                 subject.late = True
                 subject.owner.unsettled[subject.unit] = None
-                conclude(self.state.tables[subject.owner.rows.table], now)
+                apply_group_and_stale_rules(self.state.tables[subject.owner.rows.table], now)
             elif isinstance(subject, channels.UpdateSlot):
                 channels.end_turn(self.state.channels[subject.channel], subject.session, self.state.core.effects)
 
     def _expire(self, lease: LeaseState) -> None:
         why = f"it expired after {lease.length_s:g} s without renewal" if lease.holders else "nobody claimed the share"
-        returns.give_up(self.state.tables[lease.table], lease, why, self.state.now)
+        returns.expire_lease(self.state.tables[lease.table], lease, why, self.state.now)
 
     def next_deadline(self) -> float | None:
         """The earliest time at which `tick` would change something."""

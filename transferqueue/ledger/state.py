@@ -74,7 +74,7 @@ class LedgerState:
             if all(replica in lease.acked for replica in mine):
                 self.core.leases.leave(lease, session)
             elif lease.id in self.core.leases.by_id:
-                returns.give_up(self.tables[lease.table], lease, "its holder is gone", self.now)
+                returns.expire_lease(self.tables[lease.table], lease, "its holder is gone", self.now)
 
     def end_pins(self, number: int) -> None:
         """Pins and grants of a closed session return."""

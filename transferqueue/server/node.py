@@ -54,23 +54,23 @@ from transferqueue.limits import CALLS_PARKED_MAX, DEFECT_PAUSE_S
 from transferqueue.server import reports as observing
 from transferqueue.server.durability.snapshots import SnapshotJobs
 from transferqueue.server.durability.state_directory import Durability, NoDurability, without_checksum
-from transferqueue.server.resume import origin_of
+from transferqueue.server.resume import encode_hello
 from transferqueue.server.sessions import authorization as roles
 from transferqueue.server.sessions import liveness as evidence
 from transferqueue.server.sessions.exit_status import CUT, DIED, GOODBYE
-from transferqueue.server.sessions.home_coordinator import elsewhere
+from transferqueue.server.sessions.home_coordinator import wrong_coordinator
 from transferqueue.server.sessions.sessions import NOWHERE, OpenSession, Peer, SessionTable
 from transferqueue.server.sessions.undo import withdraw
 from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, WakeKey, wait_of
 from transferqueue.server.sessions.workers import Workers
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
-from transferqueue.server.shards.shards import ShardRegistry, standing
+from transferqueue.server.shards.shards import ShardRegistry, live_set
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.turn_times import Turns
 from transferqueue.transport.security.keys import Role
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
-from transferqueue.wire.home_coordinator import Seat
+from transferqueue.wire.home_coordinator import CoordinatorIndex
 from transferqueue.wire.versions import refusal_of
 
 _log: Final = logging.getLogger("transferqueue.server")
@@ -131,11 +131,11 @@ class Coordinator:
         place: ServerIdentity,
         *,
         watcher: Watcher,
-        gather: Callable[[m.Hello], evidence.ProcessHandle] = evidence.gather,
+        gather: Callable[[m.Hello], evidence.ProcessHandle] = evidence.open_process,
         door: roles.Authorizer | None = None,
         durability: Durability | None = None,
         tickets: TicketIssuer | None = None,
-        seat: Seat = Seat(),  # noqa: B008  (frozen)
+        seat: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
     ) -> None:
         self.ledger: Final = ledger
         self.seat: Final = seat
@@ -152,7 +152,7 @@ class Coordinator:
             place.epoch,
             last=ledger.state.core.blocks.last_shard,
             wake=self.parking.wake,
-            standing=self._standing_in,
+            live_set=self._standing_in,
         )
         self.on_greeted: Callable[[Peer], object] = lambda _: None
         """Called with each peer that has a session, so that its connection is no stranger's."""
@@ -269,12 +269,12 @@ class Coordinator:
     def _refuse(self, parked: WaitingRequest, now: float) -> None:
         """The wait ended by its deadline. It leaves whatever happens, or it would be refused for ever."""
         try:
-            reply = self._too_late(parked, now)
+            reply = self._deadline_reply(parked, now)
         except JournalFailed:
             raise
         except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the caller)
             reply = self._defect(m.tag_of(parked.request), error)
-        self._finish(parked, reply)
+        self._complete_waiting(parked, reply)
 
     def next_deadline(self) -> float | None:
         """When `tick` must be called next; None: nothing will happen by itself."""
@@ -319,16 +319,16 @@ class Coordinator:
     def stop(self) -> None:
         """Watch nobody any more, and tell every session that the server stops, unless sessions outlive it."""
         if not self._durability.sessions_stay:
-            self._tell_all(_failed(Disconnected(f"the server at {self.place.address} was stopped")))
+            self._fail_everyone(_failed(Disconnected(f"the server at {self.place.address} was stopped")))
         self.workers.close()
         for session in self.sessions:
             session.evidence.close(self.place.swept)
         for session in self.sessions.lingering:
             session.evidence.close(self.place.swept)
 
-    def _tell_all(self, stopped: m.Failed) -> None:
+    def _fail_everyone(self, stopped: m.Failed) -> None:
         for parked in list(self.parking):
-            self._finish(parked, stopped)
+            self._complete_waiting(parked, stopped)
         for session in self.sessions:
             self._answer(session.peer, 0, stopped)
 
@@ -368,7 +368,7 @@ class Coordinator:
         hello = self.shards.numbered(hello, keyed=bool(roles.key_of(peer)))
         session = self.sessions.open(hello, self._gather(hello), peer, now)
         try:
-            self.ledger.open_session(session.number, hello.client, now, label=session.label, origin=origin_of(hello))
+            self.ledger.open_session(session.number, hello.client, now, label=session.label, origin=encode_hello(hello))
             self.shards.join(session)
             self.watch(session)
         except OSError as error:
@@ -447,7 +447,7 @@ class Coordinator:
     def _standing_in(self, shard: int) -> m.LiveSet:
         blocks = self.ledger.state.core.blocks
         extents = [extent.id for extent in blocks.extents.values() if extent.shard == shard and not extent.lost]
-        return standing(extents, blocks.granted + 1, [one.number for one in self.sessions], self.sessions.last + 1)
+        return live_set(extents, blocks.granted + 1, [one.number for one in self.sessions], self.sessions.last + 1)
 
     # ------------------------------------------------------------ calls
 
@@ -475,21 +475,23 @@ class Coordinator:
             self._answer(peer, call.id, m.DoneReply())
             self._end(session, now, "by Goodbye", how=GOODBYE)
         else:
-            self._newcomer(session, call.id, call.request, now)
+            self._accept_call(session, call.id, call.request, now)
 
     def _refused(self, role: Role, request: m.Request) -> TransferQueueError | None:
         """Why a request may not even be tried; None: it may."""
         if self._durability.checksums and (unchecked := without_checksum(request)) is not None:
             return unchecked
-        return roles.denied(role, request) or elsewhere(self.seat, request)
+        return roles.why_not_allowed(role, request) or wrong_coordinator(self.seat, request)
 
-    def _newcomer(self, session: OpenSession, call: int, request: m.Request, now: float) -> None:
+    def _accept_call(self, session: OpenSession, call: int, request: m.Request, now: float) -> None:
         if isinstance(request, m.LeaseRequest):
             table = self.ledger.state.tables.get(request.table)
             if table is not None and request.task in table.tasks:
                 self.workers.asks(session.number, request.table, request.task, now)
         ahead = self.parking.queue_before(request)
-        outcome = self._behind(session, request, ahead, now) if ahead else self._try(session, call, request, now)
+        outcome = (
+            self._queue_or_refuse(session, request, ahead, now) if ahead else self._execute(session, call, request, now)
+        )
         if isinstance(outcome, MustWait) and self.parking.count(session.number) >= CALLS_PARKED_MAX:
             outcome = _failed(Full(f"{CALLS_PARKED_MAX} requests of this session wait already, which is the most"))
         if isinstance(outcome, MustWait):
@@ -498,14 +500,14 @@ class Coordinator:
         elif not isinstance(request, _NOTICES) or isinstance(outcome, m.Failed):
             self._reply(session, call, request, outcome)
 
-    def _behind(self, session: OpenSession, request: m.Request, ahead: int, now: float) -> MustWait | m.Failed:
+    def _queue_or_refuse(self, session: OpenSession, request: m.Request, ahead: int, now: float) -> MustWait | m.Failed:
         """What becomes of a newcomer that finds `ahead` others in its lane."""
         if wait_of(request) > 0:
             return MustWait(keys=())
         why = f"{_earlier(ahead)} for the same, and this one may not wait: {self._explain(request, now)}"
         return _failed(DeadlineExceeded(why) if isinstance(request, m.LeaseRequest) else Full(why))
 
-    def _try(self, session: OpenSession, call: int, request: m.Request, now: float) -> m.Reply | MustWait:
+    def _execute(self, session: OpenSession, call: int, request: m.Request, now: float) -> m.Reply | MustWait:
         """Carry a request out, or learn what it must wait for. A refusal is a reply too."""
         if (refused := session.too_large.get(call)) is not None:
             return refused
@@ -586,7 +588,7 @@ class Coordinator:
 
     def _settle_one(self, now: float) -> bool:
         """Carry out what was asked for, and try the next who is due; whether anything may be left."""
-        self._obey(self.ledger.take_effects(), now)
+        self._apply_effects(self.ledger.take_effects(), now)
         while self._doomed:
             number, told = self._doomed.pop()
             if (doomed := self.sessions.get(number)) is not None:
@@ -598,13 +600,13 @@ class Coordinator:
 
     def _try_again(self, parked: WaitingRequest, now: float) -> None:
         session = self.sessions.of_call(parked.session)
-        outcome = self._try(session, parked.call, parked.request, now)
+        outcome = self._execute(session, parked.call, parked.request, now)
         if isinstance(outcome, MustWait):
             self.parking.rest(parked, outcome.keys)
         else:
-            self._finish(parked, outcome)
+            self._complete_waiting(parked, outcome)
 
-    def _obey(self, effects: Iterable[WakeWaiters | FreeExtent | LeaseEnded], now: float) -> None:
+    def _apply_effects(self, effects: Iterable[WakeWaiters | FreeExtent | LeaseEnded], now: float) -> None:
         for effect in effects:
             match effect:
                 case WakeWaiters():
@@ -614,7 +616,7 @@ class Coordinator:
                 case LeaseEnded():
                     self.counters.leases_ended += 1
 
-    def _finish(self, parked: WaitingRequest, reply: m.Reply) -> None:
+    def _complete_waiting(self, parked: WaitingRequest, reply: m.Reply) -> None:
         self.parking.remove(parked)
         session = self.sessions.get(parked.session)
         if session is None:
@@ -632,7 +634,7 @@ class Coordinator:
         behind = f"; {_earlier(ahead)} before it" if ahead else ""
         return self._explain(parked.request, now) + behind
 
-    def _too_late(self, parked: WaitingRequest, now: float) -> m.Failed:
+    def _deadline_reply(self, parked: WaitingRequest, now: float) -> m.Failed:
         waited = f"{m.tag_of(parked.request)} waited {now - parked.since:.3g} s: "
         return _failed(DeadlineExceeded(waited + self.explain(parked, now)))
 

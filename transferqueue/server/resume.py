@@ -28,11 +28,11 @@ _decode: Final = msgspec.msgpack.Decoder(m.Hello).decode
 
 
 FindAgain = Callable[[m.Hello], tuple[evidence.ProcessHandle | None, bool]]
-"""As `evidence.find_again`."""
+"""As `evidence.reopen_process`."""
 
 
 class PreviousRun(Protocol):
-    """What the life before left, as far as `resume` asks: see `durable.Durable`."""
+    """What the life before left, as far as `resume_sessions` asks: see `durable.Durable`."""
 
     @property
     def rebooted(self) -> bool:
@@ -45,12 +45,14 @@ class PreviousRun(Protocol):
         """Blocks whose bytes are not what they were."""
 
 
-def origin_of(hello: m.Hello) -> bytes:
+def encode_hello(hello: m.Hello) -> bytes:
     """What the ledger keeps of a client, to find it by."""
     return _encode(hello)
 
 
-def resume(node: Coordinator, state: PreviousRun, find_again: FindAgain = evidence.find_again) -> dict[str, list[int]]:
+def resume_sessions(
+    node: Coordinator, state: PreviousRun, find_again: FindAgain = evidence.reopen_process
+) -> dict[str, list[int]]:
     """Have a new node go on from `state`: find every client again that the ledger knows, and see to what is damaged.
 
     Returns the rows that ended for it, by table.
@@ -89,7 +91,7 @@ def _find_sessions(node: Coordinator, now: float, find_again: FindAgain, *, rebo
         hello = _hello_of(known)
         found, alive = (None, False) if rebooted else find_again(hello)
         if found is None:
-            _bury(node, known, hello, now)
+            _close_dead_session(node, known, hello, now)
         else:
             session = node.sessions.restore(known.id, hello, found, now)
             if alive and known.open:
@@ -108,7 +110,7 @@ def _find_shards(node: Coordinator, extents: list[ExtentState]) -> None:
             node.shards.join(session, lent, [one.number for one in sessions])
 
 
-def _bury(node: Coordinator, known: Known, hello: m.Hello, now: float) -> None:
+def _close_dead_session(node: Coordinator, known: Known, hello: m.Hello, now: float) -> None:
     node.ledger.close_session(known.id, now)
     if known.id in node.ledger.state.sessions:  # it was closed before, and lingered
         node.ledger.end_pins(known.id)

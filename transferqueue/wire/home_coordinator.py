@@ -25,7 +25,7 @@ from transferqueue.limits import COORDINATORS_MAX, NAME_CHARS_MAX, check_name
 _WRITTEN: Final = re.compile(r"(?:([^:]+):)?([0-9]{1,4})/([0-9]{1,4})")
 
 
-class Seat(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class CoordinatorIndex(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One coordinator's: `number` of `of`, in the deployment of this name ("" is a name like any other)."""
 
     number: int = 1
@@ -51,7 +51,7 @@ class Seat(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     def check(self, kind: str, name: str) -> None:
         """`UsageError` if what has this name belongs to another seat."""
-        if (home := seat_of(name, self.of)) != self.number:
+        if (home := home_coordinator(name, self.of)) != self.number:
             raise UsageError(
                 f'{kind} "{name}" belongs to coordinator {home} of {self.of}, and this one is {self}; connect with the addresses '
                 f"of all {self.of}, joined by commas"
@@ -61,7 +61,7 @@ class Seat(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         """`UsageError` if something that is kept somewhere belongs to another seat."""
         kept = [*(("table", name) for name in tables), *(("weight channel", name) for name in channels)]
         for kind, name in kept:
-            if (home := seat_of(name, self.of)) != self.number:
+            if (home := home_coordinator(name, self.of)) != self.number:
                 raise UsageError(
                     f'{where} has {kind} "{name}", which belongs to coordinator {home} of {self.of}, and this one is {self}; '
                     "go on from it with the seat that it was made at"
@@ -69,7 +69,7 @@ class Seat(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     def check_together(self, table: str, channel: str) -> None:
         """`Impossible` if a table's clock would be a weight channel that is elsewhere: it would never move."""
-        if (home := seat_of(channel, self.of)) != seat_of(table, self.of):
+        if (home := home_coordinator(channel, self.of)) != home_coordinator(table, self.of):
             raise Impossible(
                 f'table "{table}" of coordinator {self} takes its clock from weight channel "{channel}" of coordinator '
                 f'{home}, and these do not speak to each other: give both the same beginning, such as "{table}" and '
@@ -77,7 +77,7 @@ class Seat(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
             )
 
 
-def seat_of(name: str, seats: int) -> int:
+def home_coordinator(name: str, seats: int) -> int:
     """The seat, 1 to `seats`, of a name: the lowest of those with the largest xxh3-64 of ``SEAT BEGINNING``."""
     beginning = name.partition("/")[0]
     return max(range(1, seats + 1), key=lambda seat: xxhash.xxh3_64_intdigest(f"{seat} {beginning}".encode()))

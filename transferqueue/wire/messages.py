@@ -34,7 +34,7 @@ from transferqueue.limits import (
 )
 from transferqueue.policies import Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field
-from transferqueue.wire.home_coordinator import Seat
+from transferqueue.wire.home_coordinator import CoordinatorIndex
 from transferqueue.wire.versions import PROTOCOL
 
 Bytes = Annotated[bytes, Meta(max_length=MESSAGE_BYTES_MAX)]
@@ -265,7 +265,7 @@ class Welcome(Message):
     bulk_port: int = 0
     durable: bool = False
     bulk_plain: bool = False
-    seat: Seat = Seat()
+    seat: CoordinatorIndex = CoordinatorIndex()
     checksums: bool = False
 
 

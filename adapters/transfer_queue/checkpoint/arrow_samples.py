@@ -30,7 +30,7 @@ from transferqueue.storage.columns.export import arrow_type
 from transferqueue.storage.elements.dtypes import stored
 from transferqueue.storage.elements.torch_interop import as_torch
 from transferqueue.storage.elements.values import decode
-from transferqueue.storage.inputs.from_snapshot import thaw
+from transferqueue.storage.inputs.from_snapshot import columns_from_arrow
 
 FOLDER: Final = "storage"
 MANIFEST: Final = "manifest.json"
@@ -204,7 +204,7 @@ def _check_group(file: Path, partition: SampleReader, group: SampleFile, schema:
             if not all(isinstance(json.loads(tags), dict) for tags in batch["tags"].to_pylist()):
                 raise _wrong(file, "tags are no JSON object")
             for name, field in fields.items():
-                thaw(field, batch[name])
+                columns_from_arrow(field, batch[name])
             indexes.append(np.asarray(batch["index"]))
     except Corruption as error:
         raise error if str(file) in str(error) else _wrong(file, str(error)) from error
@@ -292,7 +292,7 @@ def _column(field: Field, array: pa.Array) -> Any:
     if field.blob:
         values = array.to_pylist()
         return [decode(each, f"field {field.name!r}") for each in values] if field.dtype == "value" else values
-    column = thaw(field, array)
+    column = columns_from_arrow(field, array)
     memory = np.empty(column.nbytes, np.uint8)
     column.source.write(memory)
     flat = as_torch(memory.view(stored(field.dtype)), field.dtype)

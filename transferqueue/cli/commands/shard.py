@@ -79,12 +79,12 @@ def shard(
     """
     if context.invoked_subcommand is not None:
         return
-    from transferqueue.client.session.addresses import way_in
+    from transferqueue.client.session.addresses import endpoint
     from transferqueue.cluster.shard import ShardProcess, serve_shard
     from transferqueue.limits import parse_bytes
 
     named = single_address_of(address, "a shard lends its memory to")
-    place, keys = way_in(named)
+    place, keys = endpoint(named)
     before = signal.signal(signal.SIGTERM, _stop)
     ceiling = parse_bytes(arena_bytes) if arena_bytes else None
     try:

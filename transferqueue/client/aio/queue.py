@@ -26,7 +26,7 @@ from transferqueue.client.operations import tables as verbs
 from transferqueue.client.operations.facts import Floats, GivenFacts, Ints, Keys, TagsGiven
 from transferqueue.client.operations.rows import Rows
 from transferqueue.client.operations.snapshot import SNAPSHOT_S, Progress
-from transferqueue.client.session.run import Operation, T, adrive
+from transferqueue.client.session.run import Operation, T, run_async
 from transferqueue.client.sync.batch import GIVEN_BACK, BatchBase
 from transferqueue.client.sync.loader import AsyncLoader
 from transferqueue.client.sync.reservation import ReservationBase, reservation_id
@@ -187,7 +187,7 @@ class AsyncBatch(BatchBase):
             self._lent.end("was released")
 
     async def _drive(self, operation: Operation[T]) -> T:
-        return await adrive(self._lent.client.connection, operation)
+        return await run_async(self._lent.client.connection, operation)
 
 
 class AsyncReservation(ReservationBase):
@@ -195,7 +195,7 @@ class AsyncReservation(ReservationBase):
 
     async def release(self, rows: int | None = None) -> None:
         """As `Reservation.release`."""
-        await adrive(self._client.connection, verbs.unreserve(self._terms, self.id, rows))
+        await run_async(self._client.connection, verbs.unreserve(self._terms, self.id, rows))
         self.used(self.left if rows is None else rows)
 
     async def __aenter__(self) -> Self:
@@ -468,7 +468,7 @@ class AsyncTable(TableBase):
         return await self._drive(verbs.observe_table("audit", self.name))
 
     async def _drive(self, operation: Operation[T]) -> T:
-        return await adrive(self._client.connection, operation)
+        return await run_async(self._client.connection, operation)
 
 
 class AsyncWeightChannel(Staying, weighing.WeightChannelBase):
@@ -520,7 +520,7 @@ class AsyncWeightChannel(Staying, weighing.WeightChannelBase):
             await self._drive(weighing.end_turn(self._name))
 
     async def _drive(self, operation: Operation[T]) -> T:
-        return await adrive(self._client.connection, operation)
+        return await run_async(self._client.connection, operation)
 
 
 class AsyncQueue(QueueBase):
@@ -544,12 +544,12 @@ class AsyncQueue(QueueBase):
         operation = verbs.create_table(
             client, name, fields, tasks, limits, pacing, retention, exist_ok, replicas, extra_fields
         )
-        return AsyncTable(client, await adrive(client.connection, operation))
+        return AsyncTable(client, await run_async(client.connection, operation))
 
     async def table(self, name: str, timeout_s: float | None = None) -> AsyncTable:
         """As `Queue.table`."""
         client = self._of(name)
-        return AsyncTable(client, await adrive(client.connection, verbs.open_table(client, name, timeout_s)))
+        return AsyncTable(client, await run_async(client.connection, verbs.open_table(client, name, timeout_s)))
 
     async def tables(self) -> list[str]:
         """As `Queue.tables`."""
@@ -558,7 +558,7 @@ class AsyncQueue(QueueBase):
     async def drop_table(self, name: str, *, empty: bool = False) -> None:
         """As `Queue.drop_table`."""
         client = self._of(name)
-        await adrive(client.connection, verbs.drop_table(client, name, empty))
+        await run_async(client.connection, verbs.drop_table(client, name, empty))
 
     def weights(self, channel: str, keep: int = 2) -> AsyncWeightChannel:
         """As `Queue.weights`; not awaited."""
@@ -575,12 +575,12 @@ class AsyncQueue(QueueBase):
     async def doctor(self, table: str | None = None) -> dict[str, Any]:
         """As `Queue.doctor`."""
         if table:
-            return await adrive(self._of(table).connection, verbs.observe("doctor", table))
+            return await run_async(self._of(table).connection, verbs.observe("doctor", table))
         return self._together(await self._each(lambda: self._look("doctor")))
 
     async def inspect(self, table: str, row: int) -> dict[str, Any]:
         """As `Queue.inspect`."""
-        return await adrive(self._of(table).connection, verbs.observe("row", table, row))
+        return await run_async(self._of(table).connection, verbs.observe("row", table, row))
 
     async def sessions(self) -> dict[str, Any]:
         """As `Queue.sessions`."""
@@ -588,7 +588,7 @@ class AsyncQueue(QueueBase):
 
     async def drain_shard(self, number: int) -> None:
         """See `Queue.drain_shard`."""
-        await adrive(self._client.connection, verbs.drain_shard(number))
+        await run_async(self._client.connection, verbs.drain_shard(number))
 
     async def snapshot(
         self,
@@ -600,14 +600,14 @@ class AsyncQueue(QueueBase):
     ) -> str:
         """See `Queue.snapshot`."""
         client = self._client
-        return await adrive(client.connection, snapshot.snapshot(client, path, keep, timeout_s, progress))
+        return await run_async(client.connection, snapshot.snapshot(client, path, keep, timeout_s, progress))
 
     async def restore(
         self, path: str | os.PathLike[str], *, timeout_s: float = SNAPSHOT_S, progress: Progress | None = None
     ) -> str:
         """See `Queue.restore`."""
         client = self._client
-        return await adrive(client.connection, snapshot.restore(client, path, timeout_s, progress))
+        return await run_async(client.connection, snapshot.restore(client, path, timeout_s, progress))
 
     async def close(self) -> None:
         """As `Queue.close`."""
@@ -624,4 +624,4 @@ class AsyncQueue(QueueBase):
 
     async def _each(self, asking: Callable[[], Operation[T]]) -> list[T]:
         """What each coordinator answers, one after the other."""
-        return [await adrive(client.connection, asking()) for client in self._clients]
+        return [await run_async(client.connection, asking()) for client in self._clients]

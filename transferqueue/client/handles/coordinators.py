@@ -19,7 +19,7 @@ from transferqueue.client.session.run import Operation
 from transferqueue.errors import PeerError, TransferQueueError, UsageError
 from transferqueue.limits import check_name
 from transferqueue.storage.elements.process_bound import Staying
-from transferqueue.wire.home_coordinator import seat_of
+from transferqueue.wire.home_coordinator import home_coordinator
 
 Plain = dict[str, Any]
 
@@ -76,7 +76,7 @@ class QueueBase(Staying):
         """The client of the coordinator that a table or channel belongs to."""
         if len(self._clients) == 1 or not isinstance(name, str):  # what is no name, the call itself refuses
             return self._clients[0]
-        return self._clients[seat_of(name, len(self._clients)) - 1]
+        return self._clients[home_coordinator(name, len(self._clients)) - 1]
 
     @property
     def _client(self) -> ClientSession:

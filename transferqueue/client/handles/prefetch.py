@@ -27,7 +27,7 @@ from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations import lease as leasing
 from transferqueue.client.operations.lease import BatchLease
-from transferqueue.client.session.run import INLINE_WORK_BYTES, BlockingWork, Operation, adrive
+from transferqueue.client.session.run import INLINE_WORK_BYTES, BlockingWork, Operation, run_async
 from transferqueue.client.sync.batch import BatchBase
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import DeadlineExceeded, EndOfTable, UsageError
@@ -90,7 +90,7 @@ class PrefetchSlot(Generic[B]):
         wait_s = self._wait_s
         while True:
             try:
-                return await adrive(self._client.connection, _loaded(self._lease(wait_s)))
+                return await run_async(self._client.connection, _loaded(self._lease(wait_s)))
             except DeadlineExceeded:
                 if self._asked.is_set() and self._client.clock() >= self._until:
                     raise

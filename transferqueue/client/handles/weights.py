@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations import publish as composing
-from transferqueue.client.session.run import BlockingWork, Operation, ask, drive, within
+from transferqueue.client.session.run import BlockingWork, Operation, request_reply, run_sync, within
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
 from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
 from transferqueue.schema import Field
@@ -138,7 +138,7 @@ class Weights(Staying, Mapping[str, Any]):
         mine = self._tensors.get(field.name)
         if mine is None:
             return None
-        same = composing.same(mine.column.field, mine.block, field, block.nbytes, block.checksum)
+        same = composing.is_unchanged(mine.column.field, mine.block, field, block.nbytes, block.checksum)
         return mine if same and not self._released and mine.share() else None
 
     def __getitem__(self, name: str) -> Any:
@@ -213,14 +213,14 @@ class WeightChannel(Staying, WeightChannelBase):
         one keeps it. Waits up to `timeout_s` for memory.
         """
         operation = composing.publish(self._client, self._name, self._keep, version, tensors, adapter, timeout_s)
-        drive(self._client.connection, operation)
+        run_sync(self._client.connection, operation)
 
     def mirror(self, weights: Weights, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> None:
         """Publish weights that were pulled from another channel, such as another deployment's, as the version they are there:
         base and adapters, in one commit, as they arrived (views that were changed in place since do not match their checksums,
         and are refused by whoever pulls them). Otherwise as `publish`; what is unchanged here is neither read nor written.
         """
-        drive(self._client.connection, mirror(self._client, self._name, self._keep, weights, timeout_s))
+        run_sync(self._client.connection, mirror(self._client, self._name, self._keep, weights, timeout_s))
 
     def pull(
         self,
@@ -235,7 +235,7 @@ class WeightChannel(Staying, WeightChannelBase):
         since: weights that are held, not released, whose unchanged tensors are shared, not fetched; `Weights.changed`
         says which are new. Checksums of what is new are compared: `Corruption` if they do not match twice.
         """
-        return drive(self._client.connection, pull(self._client, self._name, above, version, since, timeout_s))
+        return run_sync(self._client.connection, pull(self._client, self._name, above, version, since, timeout_s))
 
     def subscribe(self) -> Subscription:
         """Version after version, of each what changed."""
@@ -243,7 +243,7 @@ class WeightChannel(Staying, WeightChannelBase):
 
     def applied(self, version: int) -> None:
         """This process generates with `version` from now on; that is a fact of its own, recorded beside publication."""
-        drive(self._client.connection, applied(self._name, version))
+        run_sync(self._client.connection, applied(self._name, version))
 
     @contextmanager
     def turn(
@@ -253,11 +253,11 @@ class WeightChannel(Staying, WeightChannelBase):
 
         The turn ends with the block, with this session, or after `length_s`: who is dead or slow does not block the others.
         """
-        drive(self._client.connection, take_turn(self._name, at_once, length_s, timeout_s))
+        run_sync(self._client.connection, take_turn(self._name, at_once, length_s, timeout_s))
         try:
             yield
         finally:
-            drive(self._client.connection, end_turn(self._name))
+            run_sync(self._client.connection, end_turn(self._name))
 
 
 class Subscription:
@@ -309,7 +309,7 @@ def mirror(client: ClientSession, channel: str, keep: int, weights: Weights, tim
     """A version of another channel, as a version of this."""
     if not isinstance(weights, Weights):
         raise UsageError(f"weights are {type(weights).__name__}; mirror what was pulled, or publish tensors")
-    return composing.mirror(client, channel, keep, weights.version, weights._copies(), timeout_s)
+    return composing.mirror_version(client, channel, keep, weights.version, weights._copies(), timeout_s)
 
 
 def pull(
@@ -332,7 +332,7 @@ def pull(
 
 
 def _pull(client: ClientSession, request: m.Pull, since: Weights | None) -> Operation[Weights]:
-    found = yield from ask(request, m.WeightsReply)
+    found = yield from request_reply(request, m.WeightsReply)
     fields = {field.name: field for field in found.fields}
     shared = _shared(found, fields, since)
     try:
@@ -384,7 +384,7 @@ def _verify(tensors: Mapping[str, SharedTensor], subject: str) -> None:
 
 def applied(channel: str, version: int) -> Operation[None]:
     """This session generates with the version."""
-    yield from ask(m.ReportApplied(channel=channel, version=checks.whole("version", version)), m.DoneReply)
+    yield from request_reply(m.ReportApplied(channel=channel, version=checks.whole("version", version)), m.DoneReply)
 
 
 def take_turn(channel: str, at_once: int, length_s: float, timeout_s: float) -> Operation[None]:
@@ -396,12 +396,12 @@ def take_turn(channel: str, at_once: int, length_s: float, timeout_s: float) -> 
         length_s=checks.seconds("length_s", length_s),
         wait_s=deadline.wait_s,
     )
-    yield from ask(request, m.DoneReply)
+    yield from request_reply(request, m.DoneReply)
 
 
 def end_turn(channel: str) -> Operation[None]:
     """The turn of this session is over."""
-    yield from ask(m.ReleaseUpdateSlot(channel=channel), m.DoneReply)
+    yield from request_reply(m.ReleaseUpdateSlot(channel=channel), m.DoneReply)
 
 
 def _has_torch() -> bool:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from transferqueue.client.session.deadline import Deadline
-from transferqueue.client.session.run import Operation, ask
+from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.limits import SMALL_EXTENT_BYTES, SMALL_EXTENTS_BYTES
 from transferqueue.schema import align
 from transferqueue.wire import messages as m
@@ -153,4 +153,4 @@ class WriteGrants:
 
 
 def _ask(nbytes: int, deadline: Deadline, apart: Sequence[int], use: m.GrantPurpose) -> Operation[m.Granted]:
-    return ask(m.Grant(nbytes=nbytes, wait_s=deadline.left(), apart=list(apart), use=use), m.Granted)
+    return request_reply(m.Grant(nbytes=nbytes, wait_s=deadline.left(), apart=list(apart), use=use), m.Granted)

@@ -162,5 +162,5 @@ def placement_of(part: m.ReplyColumns, blocks: MappedBlocks, rows: int) -> RowPl
         block, first = (int.from_bytes(item, "little", signed=True) for item in (part.block_of_row, part.slot_of_row))
         return RowPlacement.of_run(blocks, block, first, rows)
     return RowPlacement(
-        blocks, short.each(part.block_of_row, "<i4", rows), short.each_ascending(part.slot_of_row, "<i4", rows)
+        blocks, short.encode_rows(part.block_of_row, "<i4", rows), short.each_ascending(part.slot_of_row, "<i4", rows)
     )

@@ -25,7 +25,7 @@ from transferqueue.client.memory.mapped import MappedMemory, placement_of
 from transferqueue.client.memory.remote import ASK_S, RemoteMemory
 from transferqueue.client.session.connection import Connection
 from transferqueue.client.session.deadline import Deadline
-from transferqueue.client.session.run import BlockingWork, Operation, ask
+from transferqueue.client.session.run import BlockingWork, Operation, request_reply
 from transferqueue.errors import Corruption, DeadlineExceeded, PeerError, ShardLost, TransferQueueError
 from transferqueue.schema import Field
 from transferqueue.storage.columns.column import Column
@@ -76,7 +76,7 @@ class ShardClients:
 
     def look(self) -> Operation[None]:
         """Hear which shards there are now."""
-        found = yield from ask(m.ListShards(), m.ShardList)
+        found = yield from request_reply(m.ListShards(), m.ShardList)
         self._heard({at.number: at for at in found.shards})
 
     def _heard(self, found: dict[int, m.ShardEndpoint]) -> None:
@@ -192,7 +192,7 @@ class ShardClients:
                 wanted.setdefault((place, count), []).append((at, which, some))
         self._view(wanted, fields, found)
         keys = [key for key in wanted if key[0] != _MAPPED]
-        received = yield from together(
+        received = yield from run_concurrently(
             [self._memory(key[0]).columns([some for _, _, some in wanted[key]], fields, key[1]) for key in keys]
         )
         for key, (columns, held) in zip(keys, received, strict=True):
@@ -255,7 +255,7 @@ def _split(part: m.ReplyColumns, rows: int, place: Callable[[int], int]) -> list
     places = np.unique(place_of_block)
     if places.size == 1:
         return [(int(places[0]), None, part)]
-    block_of_row = short.each(part.block_of_row, "<i4", rows)
+    block_of_row = short.encode_rows(part.block_of_row, "<i4", rows)
     slot_of_row = short.each_ascending(part.slot_of_row, "<i4", rows)
     found: list[tuple[int, Rows, m.ReplyColumns]] = []
     for one in places.tolist():
@@ -297,7 +297,7 @@ def _one(pieces: Sequence[Found], fields: Mapping[str, Field], rows: int) -> tup
     return blocks, RowPlacement(blocks, block_of_row, slot_of_row)
 
 
-def together(operations: Sequence[Operation[T]]) -> Operation[list[T]]:
+def run_concurrently(operations: Sequence[Operation[T]]) -> Operation[list[T]]:
     """The results of operations that ask for one `BlockingWork` each, or for nothing; all works at once. If one fails, all end."""
     begun: list[tuple[Operation[T], BlockingWork]] = []
     results: dict[int, T] = {}

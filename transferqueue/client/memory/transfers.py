@@ -58,7 +58,10 @@ class RequestedRows(msgspec.Struct, frozen=True):
 
 def rows_of(part: m.ReplyColumns, rows: int) -> RequestedRows:
     """A row that several rows of the reply share crosses once."""
-    blocks, slots = short.each(part.block_of_row, "<i4", rows), short.each_ascending(part.slot_of_row, "<i4", rows)
+    blocks, slots = (
+        short.encode_rows(part.block_of_row, "<i4", rows),
+        short.each_ascending(part.slot_of_row, "<i4", rows),
+    )
     keys = blocks.astype(np.int64) << 32 | slots
     index = np.arange(len(keys), dtype=np.int32)
     distinct, first, back = np.unique(keys, return_index=True, return_inverse=True)

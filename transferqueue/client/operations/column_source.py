@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from transferqueue.client.client import ClientSession
-from transferqueue.client.session.run import Operation, ask
+from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import NotFound, listing
 from transferqueue.schema import Field
@@ -65,7 +65,7 @@ def content_source(
     fields = terms.told(content.definitions)
     if not all(all(map(fields.__contains__, block.fields)) for block in named.values()):
         try:  # a block may hold fields that were not asked for, of which this client never heard
-            terms.hear((yield from ask(m.OpenTable(name=terms.name), m.TableTerms)))
+            terms.hear((yield from request_reply(m.OpenTable(name=terms.name), m.TableTerms)))
         except BaseException:
             client.connection.unpin(list(named))
             raise

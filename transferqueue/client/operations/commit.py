@@ -24,7 +24,7 @@ from transferqueue.client.operations.arguments import few
 from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.client.operations.near_misses import check_columns
 from transferqueue.client.session.deadline import Deadline
-from transferqueue.client.session.run import Operation, ask
+from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import FlowSignal, SchemaError, ShardLost, UsageError, listing
 from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX, check_name
@@ -80,14 +80,14 @@ def commit(
         return _commit(client, terms, facts, columns, rows, deadline, request, kind)
 
     try:
-        return (yield from elsewhere(client, attempt))
+        return (yield from retry_on_other_shard(client, attempt))
     except SchemaError:
         if not (yield from _refresh(terms)):
             raise
-    return (yield from elsewhere(client, attempt))
+    return (yield from retry_on_other_shard(client, attempt))
 
 
-def elsewhere(client: ClientSession, attempt: Callable[[], Operation[R]]) -> Operation[R]:
+def retry_on_other_shard(client: ClientSession, attempt: Callable[[], Operation[R]]) -> Operation[R]:
     """What `attempt` commits; made again, with bytes written elsewhere, where the shard that was to have them is gone."""
     for _ in range(OPEN_MAX + 1):  # each time an extent of that shard is given up, of which no more are kept
         try:
@@ -129,12 +129,12 @@ def _commit(
     carried = m.Columns(
         fields=out.fields, blocks=placed(piece, blocks) if piece else [], inline=inline, facts=out.facts
     )
-    reply = yield from settled(piece, ask(request(out.rows, carried), kind))
+    reply = yield from finish_commit(piece, request_reply(request(out.rows, carried), kind))
     terms.learn(out.fields)
     return reply
 
 
-def settled(piece: WriteRegion | None, commit: Operation[R]) -> Operation[R]:
+def finish_commit(piece: WriteRegion | None, commit: Operation[R]) -> Operation[R]:
     """What a commit of this piece is answered; the piece is done then, with what became of it."""
     fate = CommitOutcome.UNKNOWN
     try:
@@ -212,7 +212,7 @@ def placed(piece: WriteRegion, blocks: Sequence[BlockWriter]) -> list[m.WrittenB
 
 def _refresh(terms: TableInfo) -> Operation[bool]:
     """Ask for the table's terms; whether its fields changed."""
-    return terms.hear((yield from ask(m.OpenTable(name=terms.name), m.TableTerms)))
+    return terms.hear((yield from request_reply(m.OpenTable(name=terms.name), m.TableTerms)))
 
 
 def _rows_of(columns: Mapping[str, Any], facts: GivenFacts) -> int:

@@ -18,7 +18,7 @@ from transferqueue.client.operations.commit import commit
 from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.client.session.deadline import Deadline
 from transferqueue.client.session.lease_renewal import Kept
-from transferqueue.client.session.run import Operation, ask, within
+from transferqueue.client.session.run import Operation, request_reply, within
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import BatchEnded, LeaseExpired, NotFound, ShardLost, UsageError, listing
 from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
@@ -130,7 +130,7 @@ def _lease(
     batch: Callable[[BatchLease, m.Leased], B],
     time_limit_s: float | None,
 ) -> Operation[B]:
-    leased = yield from ask(request, m.Leased)
+    leased = yield from request_reply(request, m.Leased)
     try:
         kept = yield from _kept(terms, request, leased, time_limit_s)
         source = yield from content_source(
@@ -160,7 +160,7 @@ def _kept(
     if time_limit_s is None:
         task = terms.task(request.task)
         if task is None:
-            terms.hear((yield from ask(m.OpenTable(name=terms.name), m.TableTerms)))
+            terms.hear((yield from request_reply(m.OpenTable(name=terms.name), m.TableTerms)))
             task = terms.task(request.task)
         time_limit_s = 0.0 if task is None else task.held_s_max
     if not time_limit_s:
@@ -183,7 +183,7 @@ def ack(lent: BatchLease, rows: object, facts: GivenFacts, columns: Mapping[str,
             step=checks.step(step, -1),
         )
 
-    yield from _ending(lent, _carrying(lent, chosen, facts, columns, request, "ack"))
+    yield from _ending_lease_on_expiry(lent, _request_with_columns(lent, chosen, facts, columns, request, "ack"))
     lent.take(chosen, "was acked")
 
 
@@ -194,7 +194,7 @@ def drop(lent: BatchLease, reason: str, rows: object) -> Operation[None]:
     request = m.Ack(
         table=lent.table, lease=lent.lease, token=lent.token, rows=chosen, drop=check_name("drop reason", reason)
     )
-    yield from _ending(lent, ask(request, m.DoneReply))
+    yield from _ending_lease_on_expiry(lent, request_reply(request, m.DoneReply))
     lent.take(chosen, "was dropped")
 
 
@@ -216,11 +216,11 @@ def release(
             columns=carried,
         )
 
-    yield from _ending(lent, _carrying(lent, chosen, facts, columns, request, "release"))
+    yield from _ending_lease_on_expiry(lent, _request_with_columns(lent, chosen, facts, columns, request, "release"))
     lent.take(chosen, "was released")
 
 
-def _carrying(
+def _request_with_columns(
     lent: BatchLease,
     chosen: bytes | None,
     facts: GivenFacts,
@@ -231,7 +231,7 @@ def _carrying(
     """A request about rows of a lease, with columns and facts about them where there are any."""
     count = len(lent.left) if chosen is None else len(chosen) // 8
     if not (columns or facts.said()):
-        return ask(request(count, None), m.DoneReply)
+        return request_reply(request(count, None), m.DoneReply)
     deadline = Deadline(lent.client.clock, TIMEOUT_S_DEFAULT)
     return commit(lent.client, lent.terms, facts, columns, count, deadline, request, m.DoneReply, call)
 
@@ -242,7 +242,7 @@ def renew(lent: BatchLease, lease_s: float | None) -> Operation[float]:
     request = m.Renew(
         table=lent.table, lease=lent.lease, token=lent.token, lease_s=0.0 if lease_s is None else _duration(lease_s)
     )
-    renewed = yield from _ending(lent, ask(request, m.Renewed))
+    renewed = yield from _ending_lease_on_expiry(lent, request_reply(request, m.Renewed))
     lent.renewed(renewed.lease_s)
     return renewed.lease_s
 
@@ -253,7 +253,7 @@ def failure(error: BaseException) -> tuple[bool, str]:
     return isinstance(error, Exception), f"{type(error).__name__}: {error}"[:REASON_CHARS_MAX]
 
 
-def _ending(lent: BatchLease, verb: Operation[B]) -> Operation[B]:
+def _ending_lease_on_expiry(lent: BatchLease, verb: Operation[B]) -> Operation[B]:
     """Run a verb; a refusal that says the lease is gone ends the batch."""
     try:
         return (yield from verb)

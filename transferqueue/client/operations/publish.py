@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
-from transferqueue.client.operations.commit import elsewhere, placed, settled, write
+from transferqueue.client.operations.commit import finish_commit, placed, retry_on_other_shard, write
 from transferqueue.client.session.deadline import Deadline
-from transferqueue.client.session.run import BlockingWork, Operation, ask, within
+from transferqueue.client.session.run import BlockingWork, Operation, request_reply, within
 from transferqueue.errors import NotFound, SchemaError, ShardLost, UsageError
 from transferqueue.limits import check_name
 from transferqueue.schema import Field
@@ -77,7 +77,7 @@ class ReusedTensor(NewTensor):
         self.add_up(out)
 
 
-def same(field: Field, block: m.BlockLocation, other: Field, nbytes: int, total: int) -> bool:
+def is_unchanged(field: Field, block: m.BlockLocation, other: Field, nbytes: int, total: int) -> bool:
     """Whether the tensor in `block` is one of field `other` with this checksum."""
     return block.checksum == total != UNCHECKED and block.nbytes == nbytes and field == other and len(block.fields) == 1
 
@@ -97,7 +97,7 @@ def publish(
     yield from _publish(client, channel, keep, number, tensor_drafts(tensors, _prefix(adapter)), adapter, deadline)
 
 
-def mirror(
+def mirror_version(
     client: ClientSession, channel: str, keep: int, version: int, copies: Sequence[ReusedTensor], timeout_s: float
 ) -> Operation[None]:
     """One version of base and adapters, from that of another channel."""
@@ -114,7 +114,7 @@ def _publish(
     adapter: str | None,
     deadline: Deadline,
 ) -> Operation[None]:
-    yield from elsewhere(client, lambda: _commit(client, channel, keep, number, drafts, adapter, deadline))
+    yield from retry_on_other_shard(client, lambda: _commit(client, channel, keep, number, drafts, adapter, deadline))
 
 
 def _commit(
@@ -126,7 +126,7 @@ def _commit(
     adapter: str | None,
     deadline: Deadline,
 ) -> Operation[m.DoneReply]:
-    basis = yield from ask(m.GetLatestVersion(channel=channel), m.LatestVersion)
+    basis = yield from request_reply(m.GetLatestVersion(channel=channel), m.LatestVersion)
     beside = [] if adapter is None else _beside(channel, adapter, basis)
     unchanged = yield from _unchanged(drafts, basis)
     kept = {name: block.block for name, block in _worth_keeping(unchanged, basis.extents).items()}
@@ -143,7 +143,7 @@ def _commit(
         base=basis.version if blocks else -1,
         kept=blocks,
     )
-    return (yield from settled(piece, ask(request, m.DoneReply)))
+    return (yield from finish_commit(piece, request_reply(request, m.DoneReply)))
 
 
 def tensor_drafts(tensors: Mapping[str, Any], prefix: str) -> list[NewTensor]:
@@ -191,7 +191,7 @@ def _unchanged(drafts: Iterable[NewTensor], basis: m.LatestVersion) -> Operation
     return {
         one.field.name: there[one.field.name]
         for one in likely
-        if same(fields[one.field.name], there[one.field.name], one.field, one.nbytes, one.sum)
+        if is_unchanged(fields[one.field.name], there[one.field.name], one.field, one.nbytes, one.sum)
     }
 
 

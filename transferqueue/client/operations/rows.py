@@ -15,7 +15,7 @@ from transferqueue.errors import UsageError
 from transferqueue.policies import Tags
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.elements.process_bound import Staying
-from transferqueue.storage.elements.torch_interop import needed
+from transferqueue.storage.elements.torch_interop import require_torch
 from transferqueue.wire import messages as m
 from transferqueue.wire import run_length as short
 
@@ -77,42 +77,42 @@ class RowsBase(Staying):
     @cached_property
     def rows(self) -> NDArray[np.int64]:
         """Row ids ``[rows]``."""
-        return short.each(self._content.rows, "<i8", len(self))
+        return short.encode_rows(self._content.rows, "<i8", len(self))
 
     @cached_property
     def policy_version(self) -> NDArray[np.int64]:
         """Oldest policy version that produced a trainable token of each row ``[rows]``; -1: never stamped."""
-        return short.each(self._content.policy_version, "<i8", len(self))
+        return short.encode_rows(self._content.policy_version, "<i8", len(self))
 
     @cached_property
     def policy_version_max(self) -> NDArray[np.int64]:
         """Newest policy version that produced a token of each row ``[rows]``; -1: never stamped."""
-        return short.each(self._content.policy_version_max, "<i8", len(self))
+        return short.encode_rows(self._content.policy_version_max, "<i8", len(self))
 
     @cached_property
     def group_id(self) -> NDArray[np.int64]:
         """Group of each row ``[rows]``; -1: none."""
-        return short.each(self._content.group_id, "<i8", len(self))
+        return short.encode_rows(self._content.group_id, "<i8", len(self))
 
     @cached_property
     def group_size(self) -> NDArray[np.int32]:
         """Rows that the group of each row has when it is whole ``[rows]``."""
-        return short.each(self._content.group_size, "<i4", len(self))
+        return short.encode_rows(self._content.group_size, "<i4", len(self))
 
     @cached_property
     def ordinal(self) -> NDArray[np.int64]:
         """Place of each row in its group, or in a data set, as its producer numbered it ``[rows]``; -1: not said."""
-        return short.each(self._content.ordinal, "<i8", len(self))
+        return short.encode_rows(self._content.ordinal, "<i8", len(self))
 
     @cached_property
     def tokens(self) -> NDArray[np.int64]:
         """Tokens of each row ``[rows]``, as told or taken at the put."""
-        return short.each(self._content.tokens, "<i8", len(self))
+        return short.encode_rows(self._content.tokens, "<i8", len(self))
 
     @cached_property
     def priority(self) -> NDArray[np.float64]:
         """Priority of each row ``[rows]``."""
-        return short.each(self._content.priority, "<f8", len(self))
+        return short.encode_rows(self._content.priority, "<f8", len(self))
 
     @property
     def keys(self) -> RowKeys:
@@ -163,7 +163,7 @@ class RowsBase(Staying):
     def tensordict(self) -> TensorDict:
         """All columns as a `tensordict.TensorDict` of batch size ``[rows]``: dense columns as tensors, ragged ones as
         jagged nested tensors, text, bytes and plain values as non-tensor data. Needs torch and tensordict."""
-        tensordict = needed("tensordict")
+        tensordict = require_torch("tensordict")
         found: dict[str, Any] = {}
         for name, field in self._source.fields.items():
             column = self[name]

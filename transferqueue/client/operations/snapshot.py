@@ -8,7 +8,7 @@ from typing import Final
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
-from transferqueue.client.session.run import Operation, ask, within
+from transferqueue.client.session.run import Operation, request_reply, within
 from transferqueue.limits import SNAPSHOTS_KEPT_MAX
 from transferqueue.wire import messages as m
 
@@ -37,9 +37,11 @@ def _followed(
     client: ClientSession, request: m.SnapshotRequest | m.Restore, timeout_s: float, progress: Progress | None
 ) -> Operation[str]:
     deadline = yield from within(timeout_s)
-    work = yield from ask(request, m.JobProgress)
+    work = yield from request_reply(request, m.JobProgress)
     while not work.ended and timeout_s:
-        work = yield from ask(m.WatchJob(work=work.work, done=work.done, wait_s=deadline.left()), m.JobProgress)
+        work = yield from request_reply(
+            m.WatchJob(work=work.work, done=work.done, wait_s=deadline.left()), m.JobProgress
+        )
         if progress is not None:
             progress(work.done, work.total)
     return work.path

@@ -17,7 +17,7 @@ from transferqueue.client.operations.facts import GivenFacts, check_key
 from transferqueue.client.operations.lease import LOST_MAX, predicates
 from transferqueue.client.operations.rows import Rows
 from transferqueue.client.session.deadline import Deadline
-from transferqueue.client.session.run import Operation, ask, within
+from transferqueue.client.session.run import Operation, request_reply, within
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import InternalError, ShardLost, UsageError
 from transferqueue.limits import FIELDS_MAX, TASKS_MAX, TIMEOUT_S_DEFAULT, Limits, check_name
@@ -57,7 +57,7 @@ def create_table(
     )
     slips.check_declared(name, request.fields, request.tasks)
     slips.check_needs(request.tasks, {field.name for field in request.fields})
-    return client.terms((yield from ask(request, m.TableTerms)))
+    return client.terms((yield from request_reply(request, m.TableTerms)))
 
 
 def open_table(client: ClientSession, name: str, timeout_s: float | None) -> Operation[TableInfo]:
@@ -65,18 +65,18 @@ def open_table(client: ClientSession, name: str, timeout_s: float | None) -> Ope
     check_name("table", name)
     wait_s = 0.0 if timeout_s is None else (yield from within(timeout_s)).wait_s
     request = m.OpenTable(name=name, wait_s=wait_s)
-    return client.terms((yield from ask(request, m.TableTerms)))
+    return client.terms((yield from request_reply(request, m.TableTerms)))
 
 
 def drop_table(client: ClientSession, name: str, empty: bool) -> Operation[None]:
     """The table and its rows end."""
-    yield from ask(m.DropTable(name=check_name("table", name), empty=bool(empty)), m.DoneReply)
+    yield from request_reply(m.DropTable(name=check_name("table", name), empty=bool(empty)), m.DoneReply)
     client.tables.pop(name, None)
 
 
 def tables() -> Operation[list[str]]:
     """Names of all tables."""
-    return (yield from ask(m.ListTables(), m.Tables)).names
+    return (yield from request_reply(m.ListTables(), m.Tables)).names
 
 
 def observe(what: str, table: str = "", row: int = -1) -> Operation[dict[str, Any]]:
@@ -84,7 +84,7 @@ def observe(what: str, table: str = "", row: int = -1) -> Operation[dict[str, An
     if table != "" or what == "row":
         check_name("table", table)
     request = m.Observe(what=what, table=table, row=checks.whole("row", row, least=-1))
-    value = decode_plain((yield from ask(request, m.Observed)).value)
+    value = decode_plain((yield from request_reply(request, m.Observed)).value)
     if not isinstance(value, dict):
         raise InternalError(f"{what} was observed as {type(value).__name__}, not as a dict")
     return value
@@ -164,7 +164,7 @@ def read(
 
 
 def _read(client: ClientSession, terms: TableInfo, request: m.ReadRequest) -> Operation[Rows]:
-    content = (yield from ask(request, m.ReadRows)).content
+    content = (yield from request_reply(request, m.ReadRows)).content
     source = yield from content_source(client, content, terms, f'table "{terms.name}"')
     left_out = [name for name in terms.fields if name not in source.fields] if request.fields is None else []
     return Rows(content, source.without(left_out), tuple(left_out))
@@ -176,19 +176,19 @@ def find(terms: TableInfo, keys: str | Sequence[str]) -> Operation[NDArray[np.in
         raise UsageError(f"keys={keys!r} is {type(keys).__name__}; give a key, or a list of keys")
     wanted = [keys] if isinstance(keys, str) else list(keys)
     request = m.Find(table=terms.name, keys=[check_key(key) for key in wanted])
-    found = yield from ask(request, m.Found)
+    found = yield from request_reply(request, m.Found)
     return np.frombuffer(found.rows, "<i8").astype(np.int64)
 
 
 def drop(terms: TableInfo, rows: object, reason: str) -> Operation[int]:
     """Rows end as dropped."""
     request = m.Drop(table=terms.name, rows=checks.row_ids(rows), reason=check_name("drop reason", reason))
-    return (yield from ask(request, m.DoneReply)).rows
+    return (yield from request_reply(request, m.DoneReply)).rows
 
 
 def delete(terms: TableInfo, rows: object) -> Operation[int]:
     """Rows of a table with manual retention are freed."""
-    return (yield from ask(m.Delete(table=terms.name, rows=checks.row_ids(rows)), m.DoneReply)).rows
+    return (yield from request_reply(m.Delete(table=terms.name, rows=checks.row_ids(rows)), m.DoneReply)).rows
 
 
 # ---------------------------------------------------------------- flow and terms
@@ -203,27 +203,27 @@ def reserve(terms: TableInfo, rows: int, policy_version: int | None, timeout_s: 
         policy_version=-1 if policy_version is None else checks.whole("policy_version", policy_version),
         wait_s=deadline.wait_s,
     )
-    return (yield from ask(request, m.Reserved))
+    return (yield from request_reply(request, m.Reserved))
 
 
 def unreserve(terms: TableInfo, reservation: int, rows: int | None) -> Operation[int]:
     """Rows that will not be produced."""
     count = 0 if rows is None else checks.positive("rows", rows)
     request = m.Unreserve(table=terms.name, reservation=reservation, rows=count)
-    return (yield from ask(request, m.DoneReply)).rows
+    return (yield from request_reply(request, m.DoneReply)).rows
 
 
 def advance(terms: TableInfo, version: int, timeout_s: float) -> Operation[None]:
     """The trainer's version is now this."""
     deadline = yield from within(timeout_s)
     request = m.AdvanceClock(table=terms.name, version=checks.whole("version", version), wait_s=deadline.wait_s)
-    yield from ask(request, m.DoneReply)
+    yield from request_reply(request, m.DoneReply)
 
 
 def checkpointed(terms: TableInfo, step: int, task: str | None) -> Operation[int]:
     """The model is safe up to `step`."""
     request = m.CommitCheckpoint(table=terms.name, step=checks.step(step), task=_task_name(task))
-    return (yield from ask(request, m.DoneReply)).rows
+    return (yield from request_reply(request, m.DoneReply)).rows
 
 
 def rollback(terms: TableInfo, step: int, task: str | None, version: int | None) -> Operation[int]:
@@ -234,7 +234,7 @@ def rollback(terms: TableInfo, step: int, task: str | None, version: int | None)
         task=_task_name(task),
         version=-1 if version is None else checks.whole("version", version),
     )
-    return (yield from ask(request, m.DoneReply)).rows
+    return (yield from request_reply(request, m.DoneReply)).rows
 
 
 def _task_name(task: str | None) -> str:
@@ -243,12 +243,14 @@ def _task_name(task: str | None) -> str:
 
 def cursor(terms: TableInfo, start: int) -> Operation[int]:
     """Up to which ordinal all is final."""
-    return (yield from ask(m.Cursor(table=terms.name, start=checks.whole("start", start)), m.CursorValue)).ordinal
+    return (
+        yield from request_reply(m.Cursor(table=terms.name, start=checks.whole("start", start)), m.CursorValue)
+    ).ordinal
 
 
 def seal(terms: TableInfo) -> Operation[None]:
     """No more rows will enter."""
-    yield from ask(m.Seal(table=terms.name), m.DoneReply)
+    yield from request_reply(m.Seal(table=terms.name), m.DoneReply)
 
 
 def add_task(client: ClientSession, terms: TableInfo, task: Task) -> Operation[None]:
@@ -256,14 +258,14 @@ def add_task(client: ClientSession, terms: TableInfo, task: Task) -> Operation[N
     request = m.AddTask(table=terms.name, task=_one("task", task, Task))
     slips.check_declared(terms.name, (), [request.task])
     slips.check_new_task(request.task, terms)
-    client.terms((yield from ask(request, m.TableTerms)))
+    client.terms((yield from request_reply(request, m.TableTerms)))
 
 
 def add_fields(client: ClientSession, terms: TableInfo, fields: Sequence[Field]) -> Operation[None]:
     """More fields."""
     request = m.AddFields(table=terms.name, fields=_each("fields", fields, Field, FIELDS_MAX))
     slips.check_declared(terms.name, request.fields, ())
-    client.terms((yield from ask(request, m.TableTerms)))
+    client.terms((yield from request_reply(request, m.TableTerms)))
 
 
 def _one(name: str, value: Any, kind: Any) -> Any:
@@ -281,4 +283,4 @@ def _each(name: str, values: Any, kind: Any, most: int) -> list[Any]:
 
 def drain_shard(number: int) -> Operation[None]:
     """Have a further shard end once it is empty."""
-    yield from ask(m.Drain(checks.whole("number", number)), m.DoneReply)
+    yield from request_reply(m.Drain(checks.whole("number", number)), m.DoneReply)

@@ -25,16 +25,16 @@ def named_server() -> str | None:
     return os.environ.get(ADDRESS_VARIABLE) or os.environ.get(TOKEN_VARIABLE) or None
 
 
-def ways_in(address: str | Sequence[str] | None, key: str | None = None) -> list[tuple[str, ClientKeys | None]]:
-    """`way_in` for each of several coordinators, given joined by commas or in a list; none, if nowhere was said.
+def endpoints(address: str | Sequence[str] | None, key: str | None = None) -> list[tuple[str, ClientKeys | None]]:
+    """`endpoint` for each of several coordinators, given joined by commas or in a list; none, if nowhere was said.
 
     Where several tokens are the key, or in the environment, each is for the address that it names; one is for all.
     """
     tokens = split_addresses(os.environ.get(TOKEN_VARIABLE, "") if key is None else key)
     if address is None:
-        found = [way_in(None, token if len(tokens) > 1 else key) for token in tokens]
+        found = [endpoint(None, token if len(tokens) > 1 else key) for token in tokens]
     else:
-        found = [way_in(one, _key_at(one, tokens) if len(tokens) > 1 else key) for one in listed(address)]
+        found = [endpoint(one, _key_at(one, tokens) if len(tokens) > 1 else key) for one in listed(address)]
     return [(place, keys) for place, keys in found if place is not None]
 
 
@@ -63,7 +63,7 @@ def _key_at(address: str, tokens: list[str]) -> str | None:
     raise UsageError(f"none of the {len(tokens)} join tokens given is for {address}; give one of each coordinator")
 
 
-def way_in(address: str | None, key: str | None = None) -> tuple[str | None, ClientKeys | None]:
+def endpoint(address: str | None, key: str | None = None) -> tuple[str | None, ClientKeys | None]:
     """Where to connect (None: nowhere was said) and the keys for it (None: none).
 
     A token instead of an address says both. Else `key`, a token too, says who the client is, at a tcp address or, with

@@ -58,7 +58,7 @@ def within(timeout_s: object) -> Operation[Deadline]:
     return deadline
 
 
-def ask(request: m.Request, kind: type[R]) -> Operation[R]:
+def request_reply(request: m.Request, kind: type[R]) -> Operation[R]:
     """The reply to `request`, which is a `kind`."""
     reply = yield request
     if not isinstance(reply, kind):
@@ -66,7 +66,7 @@ def ask(request: m.Request, kind: type[R]) -> Operation[R]:
     return reply
 
 
-def drive(connection: Connection, operation: Operation[T]) -> T:
+def run_sync(connection: Connection, operation: Operation[T]) -> T:
     """Run an operation in this thread."""
     step: Callable[[Any], m.Request | BlockingWork | Within] = operation.send
     given: Any = None
@@ -95,7 +95,7 @@ def drive(connection: Connection, operation: Operation[T]) -> T:
         )
 
 
-async def adrive(connection: Connection, operation: Operation[T]) -> T:
+async def run_async(connection: Connection, operation: Operation[T]) -> T:
     """Run an operation in this event loop."""
     step: Callable[[Any], m.Request | BlockingWork | Within] = operation.send
     given: Any = None
@@ -119,7 +119,7 @@ async def adrive(connection: Connection, operation: Operation[T]) -> T:
             except BaseException as error:  # noqa: BLE001  (thrown into the operation, which cleans up and raises it)
                 step, given = operation.throw, error
     finally:
-        given = None  # as in `drive`
+        given = None  # as in `run_sync`
 
 
 def trimmed(error: E) -> E:

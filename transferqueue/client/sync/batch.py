@@ -11,7 +11,7 @@ from transferqueue.client.operations import lease as leasing
 from transferqueue.client.operations.facts import Floats, GivenFacts, Ints, Keys, TagsGiven
 from transferqueue.client.operations.lease import BatchLease
 from transferqueue.client.operations.rows import RowsBase
-from transferqueue.client.session.run import drive
+from transferqueue.client.session.run import run_sync
 from transferqueue.errors import LeaseExpired, TransferQueueError, UsageError
 from transferqueue.storage.memory.private_pages import when_gone
 from transferqueue.wire import messages as m
@@ -142,11 +142,11 @@ class Batch(BatchBase):
             key=key,
             tags=tags,
         )
-        drive(self._lent.client.connection, leasing.ack(self._lent, rows, facts, columns, step))
+        run_sync(self._lent.client.connection, leasing.ack(self._lent, rows, facts, columns, step))
 
     def drop(self, reason: str, rows: Any = None) -> None:
         """The rows (None: all that are left) end as dropped with this reason, for every task of the table."""
-        drive(self._lent.client.connection, leasing.drop(self._lent, reason, rows))
+        run_sync(self._lent.client.connection, leasing.drop(self._lent, reason, rows))
 
     def release(
         self,
@@ -185,14 +185,14 @@ class Batch(BatchBase):
             priority=priority,
             tags=tags,
         )
-        drive(self._lent.client.connection, leasing.release(self._lent, rows, failed, reason, facts, columns))
+        run_sync(self._lent.client.connection, leasing.release(self._lent, rows, failed, reason, facts, columns))
 
     def renew(self, lease_s: float | None = None) -> float:
         """Keep the rows for `lease_s` seconds from now (None: the task's). Returns how long that is.
 
         `LeaseExpired` if it is too late.
         """
-        self._lease_s = drive(self._lent.client.connection, leasing.renew(self._lent, lease_s))
+        self._lease_s = run_sync(self._lent.client.connection, leasing.renew(self._lent, lease_s))
         return self._lease_s
 
     def __enter__(self) -> Self:

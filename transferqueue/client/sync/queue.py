@@ -12,7 +12,7 @@ from transferqueue.client.handles.weights import WeightChannel, channel_name
 from transferqueue.client.operations import snapshot
 from transferqueue.client.operations import tables as verbs
 from transferqueue.client.operations.snapshot import SNAPSHOT_S, Progress
-from transferqueue.client.session.run import Operation, T, drive
+from transferqueue.client.session.run import Operation, T, run_sync
 from transferqueue.client.sync.table import Table
 from transferqueue.limits import Limits
 from transferqueue.policies import Acked, Pacing, Retention, Task
@@ -61,12 +61,12 @@ class Queue(QueueBase):
         operation = verbs.create_table(
             client, name, fields, tasks, limits, pacing, retention, exist_ok, replicas, extra_fields
         )
-        return Table(client, drive(client.connection, operation))
+        return Table(client, run_sync(client.connection, operation))
 
     def table(self, name: str, timeout_s: float | None = None) -> Table:
         """A table that exists, or that someone creates within `timeout_s` (None: that exists now). `NotFound` lists those that exist."""
         client = self._of(name)
-        return Table(client, drive(client.connection, verbs.open_table(client, name, timeout_s)))
+        return Table(client, run_sync(client.connection, verbs.open_table(client, name, timeout_s)))
 
     def tables(self) -> list[str]:
         """Names of all tables, sorted."""
@@ -75,7 +75,7 @@ class Queue(QueueBase):
     def drop_table(self, name: str, *, empty: bool = False) -> None:
         """Remove a table: its rows are dropped, whoever waits for it gets `NotFound`. empty: `UsageError` while it has rows."""
         client = self._of(name)
-        drive(client.connection, verbs.drop_table(client, name, empty))
+        run_sync(client.connection, verbs.drop_table(client, name, empty))
 
     def weights(self, channel: str, keep: int = 2) -> WeightChannel:
         """The weight channel of this name; it exists once something is published. keep: versions kept."""
@@ -97,12 +97,12 @@ class Queue(QueueBase):
     def doctor(self, table: str | None = None) -> dict[str, Any]:
         """Who waits for what, what is missing and who holds it; for one table or all."""
         if table:
-            return drive(self._of(table).connection, verbs.observe("doctor", table))
+            return run_sync(self._of(table).connection, verbs.observe("doctor", table))
         return self._together(self._each(lambda: self._look("doctor")))
 
     def inspect(self, table: str, row: int) -> dict[str, Any]:
         """One row: its facts, fields and what happened to it in each task."""
-        return drive(self._of(table).connection, verbs.observe("row", table, row))
+        return run_sync(self._of(table).connection, verbs.observe("row", table, row))
 
     def sessions(self) -> dict[str, Any]:
         """Connected clients: label, process, last heard of, what they hold."""
@@ -111,7 +111,7 @@ class Queue(QueueBase):
     def drain_shard(self, number: int) -> None:
         """Lend nothing more of a further shard (see ``stats()["server"]["shards"]``). Returns at once; the shard's process ends when
         the last row in it is done and the last view of it is gone. Again: nothing. `NotFound` for one that has not joined."""
-        drive(self._client.connection, verbs.drain_shard(number))
+        run_sync(self._client.connection, verbs.drain_shard(number))
 
     def snapshot(
         self,
@@ -131,7 +131,7 @@ class Queue(QueueBase):
         earlier ones are whole; `Full` if another is being written; `UsageError` for several coordinators: connect to each alone.
         """
         client = self._client
-        return drive(client.connection, snapshot.snapshot(client, path, keep, timeout_s, progress))
+        return run_sync(client.connection, snapshot.snapshot(client, path, keep, timeout_s, progress))
 
     def restore(
         self, path: str | os.PathLike[str], *, timeout_s: float = SNAPSHOT_S, progress: Progress | None = None
@@ -143,7 +143,7 @@ class Queue(QueueBase):
         is. `Corruption` names a file that is not as it was written; `UsageError` if there is a table or weights.
         """
         client = self._client
-        return drive(client.connection, snapshot.restore(client, path, timeout_s, progress))
+        return run_sync(client.connection, snapshot.restore(client, path, timeout_s, progress))
 
     def close(self) -> None:
         """End the session, and an embedded server with it. Waits end with `Disconnected`. Again: nothing."""
@@ -160,4 +160,4 @@ class Queue(QueueBase):
 
     def _each(self, asking: Callable[[], Operation[T]]) -> list[T]:
         """What each coordinator answers, one after the other."""
-        return [drive(client.connection, asking()) for client in self._clients]
+        return [run_sync(client.connection, asking()) for client in self._clients]

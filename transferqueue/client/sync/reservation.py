@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import tables as verbs
-from transferqueue.client.session.run import drive
+from transferqueue.client.session.run import run_sync
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import UsageError
 from transferqueue.storage.elements.process_bound import Staying
@@ -103,7 +103,7 @@ class Reservation(ReservationBase):
 
     def release(self, rows: int | None = None) -> None:
         """These rows (None: all that are left) will not be produced."""
-        drive(self._client.connection, verbs.unreserve(self._terms, self.id, rows))
+        run_sync(self._client.connection, verbs.unreserve(self._terms, self.id, rows))
         self.used(self._left.rows if rows is None else rows)
 
     def __enter__(self) -> Self:

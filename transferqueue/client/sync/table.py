@@ -14,7 +14,7 @@ from transferqueue.client.operations import lease as leasing
 from transferqueue.client.operations import tables as verbs
 from transferqueue.client.operations.facts import Floats, GivenFacts, Ints, Keys, TagsGiven
 from transferqueue.client.operations.rows import Rows
-from transferqueue.client.session.run import Operation, T, drive
+from transferqueue.client.session.run import Operation, T, run_sync
 from transferqueue.client.sync.batch import Batch
 from transferqueue.client.sync.loader import Loader
 from transferqueue.client.sync.reservation import Reservation, reservation_id
@@ -418,4 +418,4 @@ class Table(TableBase):
         return self._drive(verbs.observe_table("audit", self.name))
 
     def _drive(self, operation: Operation[T]) -> T:
-        return drive(self._client.connection, operation)
+        return run_sync(self._client.connection, operation)

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Final
 
-from transferqueue.cluster.on_ray.directories import DirectoryOwner, claim, own_directory, sweep
+from transferqueue.cluster.on_ray.directories import DirectoryOwner, claim_directory, own_directory, remove_stale
 from transferqueue.cluster.on_ray.messages import DEPLOY, DeployRefused, Endpoints, read, write
 from transferqueue.errors import AddressInUse, Corruption, TransferQueueError, Unreachable
 from transferqueue.server.durability.journal import Level
@@ -84,8 +84,8 @@ class CoordinatorActorBase:
         if not self._deploy.state:
             owner = DirectoryOwner.here(cluster, str(self._deploy.named))
             if not again:
-                sweep(owner, runtime)
-            claim(self._directory, owner)
+                remove_stale(owner, runtime)
+            claim_directory(self._directory, owner)
         private_directory(self._directory, "state directory")
         place = TcpAddress(f"[{host}]" if ":" in host else host, self._port(host))
         made: Future[ServerProcess] = Future()

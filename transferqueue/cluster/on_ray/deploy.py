@@ -38,12 +38,12 @@ from transferqueue.cluster.on_ray.messages import (
     write,
 )
 from transferqueue.cluster.on_ray.nodes import choose
-from transferqueue.cluster.on_ray.shard_actors import check_shards, end_lenders, places, start_lenders
+from transferqueue.cluster.on_ray.shard_actors import check_shards, places, start_shards, stop_shards
 from transferqueue.errors import AlreadyExists, NotFound, Unreachable, UsageError, from_wire
 from transferqueue.limits import COORDINATORS_MAX, RESTARTS_MAX, parse_bytes
 from transferqueue.transport import this_host
 from transferqueue.transport.security.keys import ClientKeys, read_token
-from transferqueue.wire.home_coordinator import Seat
+from transferqueue.wire.home_coordinator import CoordinatorIndex
 
 DEPLOY_S: Final = 60.0
 """Ray starts a worker in a second or two; on a busy cluster it may have to wait for one."""
@@ -72,7 +72,7 @@ class Deployment:
         """If this owns the service: end it, and everything of it that no `state` keeps. Again: nothing."""
         actors, self._actors = self._actors, {}
         if actors and self.owned:
-            end_lenders(self._lenders)
+            stop_shards(self._lenders)
             _end_all(actors)
 
     def __enter__(self) -> Self:
@@ -131,7 +131,7 @@ def deploy_ray(
         ...     queue = tq.connect("ray")
     """
     named = checked(DeploymentName(namespace, name))
-    deploys = _seated(
+    deploys = _specs_per_coordinator(
         _checked_deploy(named, durability, state, arena_bytes, snapshots, port, max_restarts), coordinators
     )
     check_shards(shards, durability)
@@ -157,7 +157,7 @@ def deploy_ray(
         for one, actor in actors.items():
             _ways(one, actor, timeout_s)
         for deploy, at in zip(deploys, cycle(there), strict=False):
-            lenders += start_lenders(
+            lenders += start_shards(
                 ray,
                 deploy.named,
                 places(ray.nodes(), at, shards),
@@ -167,7 +167,7 @@ def deploy_ray(
                 timeout_s=timeout_s,
             )
     except BaseException:
-        end_lenders(lenders)
+        stop_shards(lenders)
         _end_all(actors)
         raise
     return Deployment(named, actors, owned=True, lenders=lenders)
@@ -199,7 +199,7 @@ def _found(ray: Any, named: DeploymentName, timeout_s: float, role: str = "admin
     return {named.of_seat(1): first} | {one: _ways(one, _actor(ray, one), timeout_s, role) for one in rest}
 
 
-def _seated(deploy: DeploySpec, coordinators: int) -> list[DeploySpec]:
+def _specs_per_coordinator(deploy: DeploySpec, coordinators: int) -> list[DeploySpec]:
     """What each coordinator is told."""
     whole = isinstance(coordinators, int) and not isinstance(coordinators, bool)
     if not whole or not 1 <= coordinators <= COORDINATORS_MAX:
@@ -214,10 +214,13 @@ def _seated(deploy: DeploySpec, coordinators: int) -> list[DeploySpec]:
         raise UsageError(
             f"port {deploy.port} is given with {coordinators} coordinators; leave it out: each finds its own"
         )
-    return [_at_seat(deploy, Seat(number + 1, coordinators, deploy.named.name)) for number in range(coordinators)]
+    return [
+        _spec_for(deploy, CoordinatorIndex(number + 1, coordinators, deploy.named.name))
+        for number in range(coordinators)
+    ]
 
 
-def _at_seat(deploy: DeploySpec, seat: Seat) -> DeploySpec:
+def _spec_for(deploy: DeploySpec, seat: CoordinatorIndex) -> DeploySpec:
     own = f"coordinator-{seat.number}"
     return msgspec.structs.replace(
         deploy,
@@ -329,7 +332,7 @@ def ways_of(named: DeploymentName, role: str, timeout_s: float = DEPLOY_S) -> En
 
 
 def _ways(named: DeploymentName, actor: Any, timeout_s: float, role: str = "admin") -> Endpoints:
-    with _telling(named, timeout_s) as ray:
+    with _ray_errors_as_ours(named, timeout_s) as ray:
         told = read(ray.get(actor.ways.remote(role), timeout=timeout_s), SAID)
     if isinstance(told, DeployRefused):
         raise from_wire(told.error, told.text)
@@ -337,7 +340,7 @@ def _ways(named: DeploymentName, actor: Any, timeout_s: float, role: str = "admi
 
 
 @contextmanager
-def _telling(named: DeploymentName, timeout_s: float) -> Iterator[Any]:
+def _ray_errors_as_ours(named: DeploymentName, timeout_s: float) -> Iterator[Any]:
     import ray
 
     try:
@@ -363,5 +366,5 @@ def _end(named: DeploymentName, actor: Any) -> None:
     with suppress(ray.exceptions.RayError):  # dead already, or killed below
         ray.get(actor.stop.remote(), timeout=DEPLOY_S)
     ray.kill(actor, no_restart=True)
-    with _telling(named, DEPLOY_S), suppress(ray.exceptions.RayActorError):
+    with _ray_errors_as_ours(named, DEPLOY_S), suppress(ray.exceptions.RayActorError):
         ray.get(actor.ways.options(max_task_retries=0).remote(), timeout=DEPLOY_S)

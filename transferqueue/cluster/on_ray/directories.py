@@ -56,14 +56,14 @@ def own_directory(deploy: DeploySpec) -> Path:
     return runtime_directory() / f"{PREFIX}{deploy.named.digest(deploy.id)}"
 
 
-def claim(directory: Path, owner: DirectoryOwner) -> None:
+def claim_directory(directory: Path, owner: DirectoryOwner) -> None:
     """Make it, and write down whose it is."""
     private_directory(directory.parent)
     private_directory(directory, "state directory")
     write_private(directory / _OWNER, msgspec.json.encode(owner))
 
 
-def sweep(newer: DirectoryOwner, root: Path) -> list[Path]:
+def remove_stale(newer: DirectoryOwner, root: Path) -> list[Path]:
     """Remove what deployments left in `root` (rule 2); returns what that was. Their memory is nobody's then, and removed by
     the next server that makes an arena."""
     left = [path for path in root.glob(f"{PREFIX}*/") if _is_left(path, newer)]

@@ -13,7 +13,7 @@ import msgspec
 
 from transferqueue.errors import ProtocolError, UsageError
 from transferqueue.limits import check_name
-from transferqueue.wire.home_coordinator import Seat
+from transferqueue.wire.home_coordinator import CoordinatorIndex
 
 NAMESPACE: Final = "transferqueue"
 NAME: Final = "default"
@@ -73,7 +73,7 @@ class DeploySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arena_bytes: int
     port: int
     snapshots: str
-    seat: Seat = Seat()
+    seat: CoordinatorIndex = CoordinatorIndex()
 
 
 class Endpoints(msgspec.Struct, frozen=True, tag="Ways", forbid_unknown_fields=True):
@@ -109,7 +109,7 @@ LEND: Final[msgspec.json.Decoder[ShardSpec]] = msgspec.json.Decoder(ShardSpec)
 SAID: Final[msgspec.json.Decoder[Endpoints | DeployRefused]] = msgspec.json.Decoder(Endpoints | DeployRefused)
 
 
-def is_ray(address: object) -> bool:
+def is_ray_address(address: object) -> bool:
     """Whether this is meant as the name of a deployment on Ray."""
     return isinstance(address, str) and (address == "ray" or address.startswith(SCHEME))
 

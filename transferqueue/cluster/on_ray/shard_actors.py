@@ -39,7 +39,7 @@ def places(nodes: Iterable[Mapping[str, Any]], server: str, shards: int | Litera
     return [alive[at % len(alive)] for at in range(shards)]
 
 
-def start_lenders(
+def start_shards(
     ray: Any,
     named: DeploymentName,
     nodes: Sequence[str],
@@ -71,7 +71,7 @@ def start_lenders(
         for said in ray.get([one.joined.remote() for one in made], timeout=timeout_s):
             _check(said)
     except BaseException:
-        end_lenders(made)
+        stop_shards(made)
         raise
     return made
 
@@ -84,7 +84,7 @@ def _check(said: str) -> None:
             raise from_wire(refused.error, refused.text)
 
 
-def end_lenders(actors: Sequence[Any]) -> None:
+def stop_shards(actors: Sequence[Any]) -> None:
     """End these actors, and give their memory back."""
     if not actors:
         return

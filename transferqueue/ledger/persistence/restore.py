@@ -22,7 +22,7 @@ from transferqueue.ledger.rows.arrays import BoolArray, IntArray, tally
 from transferqueue.ledger.rows.blocks import OwnerBytes
 from transferqueue.ledger.rows.facts import CheckedFacts
 from transferqueue.ledger.rows.pages import LIVE
-from transferqueue.ledger.rules.groups_and_staleness import conclude, return_rows
+from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, return_rows
 from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
@@ -31,7 +31,7 @@ from transferqueue.limits import PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.wire.messages import CreateTable, WrittenBlock
 
-PLANTER = -1
+RESTORE_SESSION = -1
 """Owns the extents of the cut's blocks until all are committed."""
 
 
@@ -81,7 +81,7 @@ def _plant(state: LedgerState, cut: LedgerSnapshot, now: float) -> None:
         planting.table(table)
     for channel in cut.channels:
         planting.channel(channel)
-    state.core.blocks.return_grants(PLANTER)
+    state.core.blocks.return_grants(RESTORE_SESSION)
     state.dropped_tables = dict(cut.dropped_tables)
 
 
@@ -157,7 +157,7 @@ class _SnapshotRestore:
 
     def _commit(self, number: int, usage: OwnerBytes, refs: int) -> int:
         blocks, at = self._state.core.blocks, self._cut.blocks[number]
-        extent = blocks.grant(PLANTER, at.shard, at.offset, align(max(at.nbytes, 1), PAGE_BYTES))
+        extent = blocks.grant(RESTORE_SESSION, at.shard, at.offset, align(max(at.nbytes, 1), PAGE_BYTES))
         placed = WrittenBlock(
             extent.id, at.offset, at.nbytes, at.rows, list(at.fields), list(at.counts), None, at.checksum
         )
@@ -179,7 +179,7 @@ class _SnapshotRestore:
         for task in table.tasks.values():
             leased: BoolArray = task.state.a[at] == LEASED
             return_rows(table, task, ids[leased], failed=False, now=self._now)
-        conclude(table, self._now)
+        apply_group_and_stale_rules(table, self._now)
         table.wake_room()
         table.wake_tasks()
         table.core.effects.wake("table", table.name)

@@ -12,7 +12,7 @@ from transferqueue.ledger.requests import flow_control as flowing
 from transferqueue.ledger.requests import put as intake
 from transferqueue.ledger.requests import weight_channels as channels
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
-from transferqueue.ledger.rules.explain import explain_lease, explain_room, who_holds_rows
+from transferqueue.ledger.rules.explain import explain_lease, explain_room, rows_by_holder
 from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table import TableState
 from transferqueue.wire import messages as m
@@ -98,16 +98,16 @@ def _of_put(state: LedgerState, request: m.PutRequest) -> str:
 
 def _of_reserve(state: LedgerState, request: m.Reserve) -> str:
     table = state.table(request.table)
-    why = flowing.reserve_hindered(table, request) or "nothing hinders them by now"
-    return f'{request.rows} rows are not reserved in table "{table.name}": {why}; {who_holds_rows(table)}'
+    why = flowing.why_reserve_waits(table, request) or "nothing hinders them by now"
+    return f'{request.rows} rows are not reserved in table "{table.name}": {why}; {rows_by_holder(table)}'
 
 
 def _of_advance(state: LedgerState, request: m.AdvanceClock) -> str:
-    return flowing.clock_held(state.table(request.table), request.version) or "the clock may move by now"
+    return flowing.why_clock_is_held(state.table(request.table), request.version) or "the clock may move by now"
 
 
 def _of_publish(state: LedgerState, request: m.Publish) -> str:
-    held = [flowing.clock_held(table, request.version) for table in state.followers(request.channel)]
+    held = [flowing.why_clock_is_held(table, request.version) for table in state.followers(request.channel)]
     return "; ".join(why for why in held if why) or "nothing holds the clock by now"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from transferqueue.errors import NotFound
-from transferqueue.ledger.requests.flow_control import clock_held
+from transferqueue.ledger.requests.flow_control import why_clock_is_held
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.rows.arrays import IntArray
 from transferqueue.ledger.rows.blocks import BlockRegistry
@@ -24,8 +24,8 @@ from transferqueue.ledger.rules.explain import (
     explain_lease,
     explain_stranded,
     lost_rows,
+    rows_by_holder,
     session_name,
-    who_holds_rows,
 )
 from transferqueue.ledger.rules.requeue import LOST
 from transferqueue.ledger.rules.required_results import stranded
@@ -320,17 +320,17 @@ def _of_table(table: TableState) -> list[str]:
     told = lost_rows(table)
     if table.rows.pages.resident + table.flow.reserved >= table.limits.rows:
         told.append(
-            f"puts wait: {table.limits.rows} rows are there or reserved, the most there may be; {who_holds_rows(table)}"
+            f"puts wait: {table.limits.rows} rows are there or reserved, the most there may be; {rows_by_holder(table)}"
         )
     most = table.limits.bytes_max
     if most is not None and table.usage.bytes >= most:
-        told.append(f"puts wait: {table.usage.bytes} bytes are there, of at most {most}; {who_holds_rows(table)}")
+        told.append(f"puts wait: {table.usage.bytes} bytes are there, of at most {most}; {rows_by_holder(table)}")
     if table.pacing is not None and table.outstanding >= table.pacing.rows_ahead_max:
         told.append(
             f'reserves wait for task "{table.pacing.task}": {table.outstanding} rows are outstanding, of at most '
             f"{table.pacing.rows_ahead_max}"
         )
-    if held := clock_held(table, table.clock + 1):
+    if held := why_clock_is_held(table, table.clock + 1):
         told.append(held)
     return told + (_end_lines(table) if table.sealed else [])
 

@@ -18,7 +18,7 @@ from transferqueue.ledger.rows.commit import (
     write_columns,
 )
 from transferqueue.ledger.rules.finish import drop_staged, end_lease, finish_rows, retire
-from transferqueue.ledger.rules.groups_and_staleness import conclude, judge_stale, return_rows
+from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, judge_stale, return_rows
 from transferqueue.ledger.rules.required_results import check_given
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
@@ -55,7 +55,7 @@ def ack(table: TableState, request: Ack, session: int, now: float) -> DoneReply:
     _finish(table, task, rows, request, session, now)
     _end_if_empty(table, one, "it was acked")
     judge_stale(table, rows, now)
-    conclude(table, now)
+    apply_group_and_stale_rules(table, now)
     return DoneReply(rows.size)
 
 
@@ -172,8 +172,8 @@ def _ack_replica(
         # Written, accepted, and needed by nobody: the extent closes as after any commit.
         table.core.blocks.commit(staged.placed, table.usage, [0] * len(staged.placed))
     if len(one.acked) == one.replicas:
-        _ack_last(table, one, request, session, now)
-    conclude(table, now)
+        _commit_last_replica_ack(table, one, request, session, now)
+    apply_group_and_stale_rules(table, now)
     return DoneReply(one.left if one.id in table.core.leases.by_id else int(one.rows.size))
 
 
@@ -185,7 +185,7 @@ def _in_lease_order(table: TableState, one: LeaseState, request: Ack, staged: St
     return staged
 
 
-def _ack_last(table: TableState, one: LeaseState, request: Ack, session: int, now: float) -> None:
+def _commit_last_replica_ack(table: TableState, one: LeaseState, request: Ack, session: int, now: float) -> None:
     task, held = table.tasks[one.task], one.rows[one.held]
     if one.staged is not None and not one.dropped_as:
         order = one.staged_order if one.staged_order is not None else np.arange(one.rows.size)
@@ -227,7 +227,7 @@ def release(table: TableState, request: ReleaseRequest, session: int, now: float
     if staged is not None:
         judge_stale(table, rows, now)
         table.wake_room()
-    conclude(table, now)
+    apply_group_and_stale_rules(table, now)
     return DoneReply(rows.size)
 
 
@@ -260,7 +260,7 @@ def renew(table: TableState, request: Renew, session: int, now: float) -> Renewe
 # ---------------------------------------------------------------- ends that nobody asked for
 
 
-def give_up(table: TableState, one: LeaseState, why: str, now: float, *, failed: bool = True) -> None:
+def expire_lease(table: TableState, one: LeaseState, why: str, now: float, *, failed: bool = True) -> None:
     """A lease ends by expiry or the death of its holder: a failed attempt. Unclaimed shares are no attempt."""
     task = table.tasks[one.task]
     claimed = bool(one.holders)
@@ -271,7 +271,7 @@ def give_up(table: TableState, one: LeaseState, why: str, now: float, *, failed:
     end_lease(table, one, why, told=False)
     if one.share is not None:
         for number in table.agreements[one.task, *one.share].break_up(one.id):
-            give_up(
+            expire_lease(
                 table, table.core.leases.by_id[number], "its batch was given up by another rank", now, failed=failed
             )
-    conclude(table, now)
+    apply_group_and_stale_rules(table, now)

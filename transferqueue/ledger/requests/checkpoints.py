@@ -20,10 +20,10 @@ checkpoint stay in the table, per task::
 from __future__ import annotations
 
 from transferqueue.errors import NotFound, UsageError, listing
-from transferqueue.ledger.requests.ack import give_up
+from transferqueue.ledger.requests.ack import expire_lease
 from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.ledger.rules.finish import finish_rows
-from transferqueue.ledger.rules.groups_and_staleness import conclude, return_rows
+from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, return_rows
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.task_state import STEPPED, TaskState
 from transferqueue.wire.messages import CommitCheckpoint, DoneReply, Rollback
@@ -37,7 +37,7 @@ def checkpointed(table: TableState, request: CommitCheckpoint, now: float) -> Do
     if rows.size:
         table.history.add(now, "checkpointed", rows, task.task.name, detail=f"step {request.step}")
         finish_rows(table, task, rows, now, STEPPED)
-        conclude(table, now)
+        apply_group_and_stale_rules(table, now)
     return DoneReply(rows.size)
 
 
@@ -51,12 +51,12 @@ def rollback(table: TableState, request: Rollback, now: float) -> DoneReply:
     for lease in list(table.core.leases.by_id.values()):
         held = lease.table == table.name and lease.task == task.task.name
         if held and lease.id in table.core.leases.by_id:
-            give_up(table, lease, why, now, failed=False)
+            expire_lease(table, lease, why, now, failed=False)
     rows = task.stepped.take(lambda step: step > request.step)
     table.history.add(now, "rolled back", rows, task.task.name, detail=f"to step {request.step}")
     return_rows(table, task, rows, failed=False, now=now, before=STEPPED)
     table.wake_room()
-    conclude(table, now)
+    apply_group_and_stale_rules(table, now)
     return DoneReply(rows.size)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transferqueue.errors import DeadlineExceeded, Full, NotFound, Sealed, UsageError
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.rows.arrays import IntArray, tally
-from transferqueue.ledger.rules.groups_and_staleness import conclude, judge_stale
+from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, judge_stale
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.reservations import check_reserve, why_not
 from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
@@ -22,7 +22,7 @@ def reserve(table: TableState, request: Reserve, session: int) -> Reserved | Mus
         raise Sealed(f'table "{table.name}" is sealed; no row may enter it, so none can be reserved')
     version = table.clock if request.policy_version < 0 else request.policy_version
     check_reserve(table.name, table.pacing, table.limits.rows, request.rows, version, table.clock)
-    if why := reserve_hindered(table, request):
+    if why := why_reserve_waits(table, request):
         if request.wait_s > 0:
             return MustWait((("room", table.name), ("table", table.name)))
         raise Full(f'{request.rows} rows cannot be reserved in table "{table.name}" now: {why}')
@@ -31,7 +31,7 @@ def reserve(table: TableState, request: Reserve, session: int) -> Reserved | Mus
     return Reserved(one.id, one.left, version, list(one.refills.items()))
 
 
-def reserve_hindered(table: TableState, request: Reserve) -> str:
+def why_reserve_waits(table: TableState, request: Reserve) -> str:
     """Why the rows cannot be reserved now, "" if they can."""
     version = table.clock if request.policy_version < 0 else request.policy_version
     new = request.rows - min(request.rows, table.flow.owed_rows)
@@ -67,7 +67,7 @@ def advance(table: TableState, request: AdvanceClock, now: float) -> DoneReply |
         raise UsageError(f"version {request.version} is above {VERSION_MAX}; versions count trainer steps")
     if request.version < table.clock:
         raise UsageError(f'the clock of table "{table.name}" is {table.clock}; it never goes back to {request.version}')
-    if why := clock_held(table, request.version):
+    if why := why_clock_is_held(table, request.version):
         if request.wait_s > 0:
             return MustWait((("clock", table.name), ("table", table.name)))
         raise DeadlineExceeded(why)
@@ -75,7 +75,7 @@ def advance(table: TableState, request: AdvanceClock, now: float) -> DoneReply |
     return DoneReply()
 
 
-def clock_held(table: TableState, version: int) -> str:
+def why_clock_is_held(table: TableState, version: int) -> str:
     """Why the clock may not move to `version` now, "" if it may."""
     pacing, pacer = table.pacing, table.pacer
     if pacing is None or pacer is None or table.versions is None or not isinstance(pacing.on_stale, HoldClock):
@@ -84,7 +84,7 @@ def clock_held(table: TableState, version: int) -> str:
     held = 0
     for rows in table.versions.below(bound):
         at = table.rows.pages.index(rows)
-        held += int((pacer.state.a[at] <= READY).sum()) + _set_aside(table, pacer, at)
+        held += int((pacer.state.a[at] <= READY).sum()) + _reserve_refills(table, pacer, at)
     if not held:
         return ""
     return (
@@ -93,7 +93,7 @@ def clock_held(table: TableState, version: int) -> str:
     )
 
 
-def _set_aside(table: TableState, pacer: TaskState, at: IntArray) -> int:
+def _reserve_refills(table: TableState, pacer: TaskState, at: IntArray) -> int:
     """Rows in shares that no rank has claimed: not handed over yet."""
     if not table.agreements:
         return 0
@@ -111,7 +111,7 @@ def set_clock(table: TableState, version: int, now: float) -> None:
         stale: IntArray = table.versions.take_below(table.stale_below)
         judge_stale(table, stale, now)
     table.wake_room()
-    conclude(table, now)
+    apply_group_and_stale_rules(table, now)
 
 
 def seal(table: TableState, now: float) -> DoneReply:
@@ -123,7 +123,7 @@ def seal(table: TableState, now: float) -> DoneReply:
         task.unsettled.update(dict.fromkeys(task.forming))
     for number in [*table.flow.owed, *table.flow.promised]:
         table.flow.forget(number)
-    conclude(table, now)
+    apply_group_and_stale_rules(table, now)
     table.wake_tasks()
     table.wake_room()
     return DoneReply(table.rows_live)

@@ -12,7 +12,7 @@ from transferqueue.ledger.requests.reply_rows import complete_fields, describe_r
 from transferqueue.ledger.rows.arrays import NO_ROWS, IntArray, run_of, tally
 from transferqueue.ledger.rules.choose import ChosenUnits, check_groups_fit, choose, tokens_of
 from transferqueue.ledger.rules.explain import explain_lease, explain_stranded
-from transferqueue.ledger.rules.groups_and_staleness import conclude, may_return, return_rows
+from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, can_be_requeued, return_rows
 from transferqueue.ledger.rules.required_results import stranded
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
@@ -30,7 +30,7 @@ def lease(table: TableState, task: TaskState, request: LeaseRequest, session: in
     if request.world > 1 or request.replicas > 1:
         given = _claim(table, task, request, session, now)
     else:
-        given = _lend(table, task, request, session, now)
+        given = _lease_units(table, task, request, session, now)
     if given is not None:
         return given
     if table.sealed:
@@ -59,7 +59,7 @@ def _check(table: TableState, task: TaskState, request: LeaseRequest) -> None:
     _check_peers(request)
     _check_possible(table, task, request)
     check_where(table.rows, request.where, table.expected_fields())
-    for name in _asked(task, request) or ():
+    for name in _requested_units(task, request) or ():
         if name not in table.rows.fields and name not in table.expected_fields():
             raise table.rows.unknown_field(name)
 
@@ -100,7 +100,7 @@ def _check_possible(table: TableState, task: TaskState, request: LeaseRequest) -
 
 def _check_end(table: TableState, task: TaskState, request: LeaseRequest, now: float) -> None:
     """Raise if no row of the sealed table can come any more for this request: the end, or `Impossible` where rows are left."""
-    if task.counts[LEASED] or may_return(table, task):
+    if task.counts[LEASED] or can_be_requeued(table, task):
         return
     if task.counts[READY] and not (request.where and not task.queue(request.where).first(1).size):
         return
@@ -113,7 +113,7 @@ def _check_end(table: TableState, task: TaskState, request: LeaseRequest, now: f
 # ---------------------------------------------------------------- one worker
 
 
-def _lend(table: TableState, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | None:
+def _lease_units(table: TableState, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | None:
     choice = choose(table, task, request)
     if choice is None:
         return None
@@ -136,14 +136,14 @@ def _open(
     return one
 
 
-def _asked(task: TaskState, request: LeaseRequest) -> Sequence[str] | None:
+def _requested_units(task: TaskState, request: LeaseRequest) -> Sequence[str] | None:
     """Fields that the request names; None where they are those that each of its rows has because it is ready."""
     return None if request.fields is None or tuple(request.fields) == task.task.needs else request.fields
 
 
 def _reply(table: TableState, one: LeaseState, at: IntArray, request: LeaseRequest, session: int, now: float) -> Leased:
     task = table.tasks[one.task]
-    asked = _asked(task, request)
+    asked = _requested_units(task, request)
     fields = task.task.needs if asked is None else complete_fields(table, at, asked)
     content, blocks = describe_rows(table, one.rows, run_of(at), fields)
     table.core.blocks.pin(session, blocks)
@@ -186,7 +186,7 @@ def _claim(table: TableState, task: TaskState, request: LeaseRequest, session: i
         table.wake_task(task.task.name)
     number, batch = found
     one = table.core.leases.by_id[batch.shares[request.rank]]
-    reply = _join(table, one, request, session, now)
+    reply = _join_shared_batch(table, one, request, session, now)
     agreement.claim(number, request.rank, request.replica)
     return reply
 
@@ -207,7 +207,7 @@ def _make_shares(
     return made
 
 
-def _join(table: TableState, one: LeaseState, request: LeaseRequest, session: int, now: float) -> Leased:
+def _join_shared_batch(table: TableState, one: LeaseState, request: LeaseRequest, session: int, now: float) -> Leased:
     """This peer holds the share too; every peer gets what the first got."""
     if one.reply is not None and one.fields != request.fields:
         raise UsageError(
@@ -217,7 +217,7 @@ def _join(table: TableState, one: LeaseState, request: LeaseRequest, session: in
     first = not one.holders
     table.core.leases.hold(one, session, request.replica)
     if first:
-        _begin(table, one, now)
+        _start_shared_batch(table, one, now)
         reply = _reply(table, one, table.rows.pages.index(one.rows), request, session, now)
         if one.replicas > 1:
             # Pinned for the lease too: the first replica may let go before the last has asked.
@@ -230,7 +230,7 @@ def _join(table: TableState, one: LeaseState, request: LeaseRequest, session: in
     return Leased(reply.lease, reply.token, left, reply.version, reply.content)
 
 
-def _begin(table: TableState, one: LeaseState, now: float) -> None:
+def _start_shared_batch(table: TableState, one: LeaseState, now: float) -> None:
     """The lease time of a share begins when it is claimed. Rows that were dropped, or became stale, are not in it."""
     table.core.deadlines.add(one, now + one.length_s)
     stale = _stale_since(table, one)
@@ -238,7 +238,7 @@ def _begin(table: TableState, one: LeaseState, now: float) -> None:
         one.lose(stale)
         return_rows(table, table.tasks[one.task], stale, failed=False, now=now)
     one.begin(now)
-    conclude(table, now)
+    apply_group_and_stale_rules(table, now)
 
 
 def _stale_since(table: TableState, one: LeaseState) -> IntArray:

@@ -19,7 +19,7 @@ from transferqueue.ledger.rows.commit import (
 from transferqueue.ledger.rows.pages import LIVE, SHIFT
 from transferqueue.ledger.rules.explain import explain_room
 from transferqueue.ledger.rules.finish import drop_rows, forget_puts, free_rows, retire
-from transferqueue.ledger.rules.groups_and_staleness import conclude, judge_stale
+from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, judge_stale
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.reservations import ReservationState
@@ -49,7 +49,7 @@ def put(
     if reservation is not None:
         _use(table, reservation, staged)
     _remember(table, author, first, request.rows)
-    conclude(table, now)
+    apply_group_and_stale_rules(table, now)
     return PutRows(first, request.rows)
 
 
@@ -188,7 +188,7 @@ def update(table: TableState, request: Update, session: int, now: float) -> Done
     table.history.add(now, "updated", rows, session=session, detail=", ".join(staged.names))
     rows_changed(table, staged, rows, at, now)
     judge_stale(table, rows, now)
-    conclude(table, now)
+    apply_group_and_stale_rules(table, now)
     return DoneReply(rows.size)
 
 
@@ -248,7 +248,7 @@ def drop(table: TableState, request: Drop, now: float) -> DoneReply:
     check_reason(table, request.reason)
     table.rows.live_places(rows)
     drop_rows(table, rows, request.reason, now)
-    conclude(table, now)
+    apply_group_and_stale_rules(table, now)
     return DoneReply(rows.size)
 
 
@@ -264,7 +264,7 @@ def delete(table: TableState, request: Delete, now: float) -> DoneReply:
                 "wait for its ack, or drop it"
             )
     drop_rows(table, rows[table.rows.pages.fate.a[at] == LIVE], "deleted", now)
-    conclude(table, now)
+    apply_group_and_stale_rules(table, now)
     at, there = table.rows.pages.find(rows)
     if there.any():
         free_rows(table, rows[there], at[there])

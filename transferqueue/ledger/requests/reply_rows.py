@@ -20,7 +20,7 @@ from transferqueue.wire.messages import Inline, ReplyColumns, ReplyRows
 
 Value = TypeVar("Value")
 
-_FIRST: Final = short.alike(np.zeros(1, np.int32))
+_FIRST: Final = short.encode_constant(np.zeros(1, np.int32))
 """Every row is in the first block."""
 
 
@@ -31,7 +31,7 @@ def describe_rows(table: TableState, rows: IntArray, at: Index, there: Sequence[
     parts = [_part(table.core.blocks, places, blocks) for places in table.parts.locate(placed, at)]
     content = ReplyRows(
         rows=rows.tobytes(),
-        **{name: short.alike(table.rows.facts[name].a[at]) for name in DTYPES},
+        **{name: short.encode_constant(table.rows.facts[name].a[at]) for name in DTYPES},
         keys=_of_rows(table.rows.keys, rows, ""),
         tags=_of_rows(table.rows.tags, rows, {}),
         inline=[Inline(name, table.rows.inline[name].a[at].tobytes()) for name in inline],
@@ -64,7 +64,7 @@ def _part(blocks: BlockRegistry, places: BlockSlots, named: dict[int, None]) -> 
         fields=places.fields,
         blocks=[blocks.blocks[number].at for number in numbers],
         block_of_row=index,
-        slot_of_row=short.ascending(places.slots),
+        slot_of_row=short.encode_ascending(places.slots),
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from transferqueue.errors import AlreadyExists, Impossible, UsageError, listing
 from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.ledger.rules.finish import drop_rows, end_lease, forget_puts, free_rows
-from transferqueue.ledger.rules.groups_and_staleness import conclude
+from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
 from transferqueue.ledger.rules.requeue import downstream
 from transferqueue.ledger.table import SharedState, TableState
 from transferqueue.ledger.tasks.selectors import Ranker
@@ -140,7 +140,7 @@ def add_task(table: TableState, task: Task, now: float) -> TableTerms:
         raise UsageError(f'table "{table.name}" has {TASKS_MAX} tasks, the most there may be')
     _check_task(table.core, task)
     _introduce(table, task, now)
-    conclude(table, now)
+    apply_group_and_stale_rules(table, now)
     return table.terms()
 
 
@@ -166,7 +166,7 @@ def drop_table(table: TableState, now: float) -> None:
     """Every row is dropped, every lease ended, every waiter told."""
     rows = table.rows.pages.resident_rows()
     drop_rows(table, rows, "table_dropped", now)
-    conclude(table, now)
+    apply_group_and_stale_rules(table, now)
     left = table.rows.pages.resident_rows()
     if left.size:
         free_rows(table, left, table.rows.pages.index(left))

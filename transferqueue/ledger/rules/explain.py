@@ -249,10 +249,10 @@ def sample(table: TableState) -> IntArray:
 
 def explain_room(table: TableState, why: str) -> str:
     """What a put that finds no room waits for."""
-    return f'table "{table.name}" has no room: {why}; {who_holds_rows(table)}'
+    return f'table "{table.name}" has no room: {why}; {rows_by_holder(table)}'
 
 
-def who_holds_rows(table: TableState) -> str:
+def rows_by_holder(table: TableState) -> str:
     """Which tasks are not done with the rows that are there."""
     told = []
     for task in table.tasks.values():

@@ -23,7 +23,7 @@ import numpy as np
 from transferqueue.ledger.rows.arrays import BoolArray, IntArray
 from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.ledger.rules.finish import drop_rows, lose_leases
-from transferqueue.ledger.rules.requeue import downstream, missed, send_back
+from transferqueue.ledger.rules.requeue import downstream, redo_or_drop_missing, requeue_rows
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import FORMING, FormingGroup, GroupTaskState
 from transferqueue.ledger.tasks.task_state import KEPT, LEASED, OPEN, PENDING, READY, TaskState
@@ -32,7 +32,7 @@ from transferqueue.policies import KeepStale, Refill, Release, Requeue
 INCOMPLETE = "group_incomplete"
 
 
-def conclude(table: TableState, now: float) -> None:
+def apply_group_and_stale_rules(table: TableState, now: float) -> None:
     """Work off what the request set in motion, until every group is settled and nothing is doomed."""
     gatherers = table.gatherers
     while True:
@@ -45,7 +45,7 @@ def conclude(table: TableState, now: float) -> None:
         unsettled = [task for task in gatherers if task.unsettled]
         if not unsettled:
             return
-        _settle(table, unsettled[0], now)
+        _resolve_groups(table, unsettled[0], now)
 
 
 # ---------------------------------------------------------------- groups
@@ -63,7 +63,7 @@ def _drop_unwanted(table: TableState, task: GroupTaskState) -> None:
     task.unwanted.clear()
 
 
-def _settle(table: TableState, task: GroupTaskState, now: float) -> None:
+def _resolve_groups(table: TableState, task: GroupTaskState, now: float) -> None:
     changed = [one for unit in task.unsettled if (one := task.forming.get(unit)) and one.state == FORMING]
     task.unsettled.clear()
     whole = []
@@ -72,13 +72,13 @@ def _settle(table: TableState, task: GroupTaskState, now: float) -> None:
             one.lost, one.late = 0, False
             whole.append(one.unit)
         elif one.lost or one.late or table.sealed:
-            _judge(table, task, one, now)
+            _apply_stale_policy(table, task, one, now)
     if whole:
         task.enqueue(whole)
         table.wake_task(task.task.name)
 
 
-def _judge(table: TableState, task: GroupTaskState, one: FormingGroup, now: float) -> None:
+def _apply_stale_policy(table: TableState, task: GroupTaskState, one: FormingGroup, now: float) -> None:
     rule = task.rule.incomplete
     pending, ready = task.missing(one.unit)
     if isinstance(rule, Release):
@@ -87,7 +87,7 @@ def _judge(table: TableState, task: GroupTaskState, one: FormingGroup, now: floa
     elif isinstance(rule, Refill) and not table.sealed:
         _refill(table, task, one, now)
     elif (table.sealed and not pending) or (not isinstance(rule, Refill) and (one.lost or one.late)):
-        doom_group(table, one.unit)
+        mark_group_to_drop(table, one.unit)
 
 
 def _release(table: TableState, task: GroupTaskState, one: FormingGroup, pending: int, ready: int) -> None:
@@ -97,12 +97,12 @@ def _release(table: TableState, task: GroupTaskState, one: FormingGroup, pending
     to_come = 0 if group is None or one.late or table.sealed else max(0, size - group.present - one.lost)
     reach = ready if one.late else ready + pending + to_come
     if reach < least:
-        doom_group(table, one.unit)
+        mark_group_to_drop(table, one.unit)
     elif one.late or not (pending or to_come):
-        _hand_over(table, task, one)
+        _queue_group(table, task, one)
 
 
-def _hand_over(table: TableState, task: GroupTaskState, one: FormingGroup) -> None:
+def _queue_group(table: TableState, task: GroupTaskState, one: FormingGroup) -> None:
     """The members that are ready are a batch unit from now on; the others are dropped."""
     rows = np.array(table.groups.members(one.unit), np.int64)
     waiting = task.state.a[table.rows.pages.index(rows)] == PENDING
@@ -125,12 +125,12 @@ def _refill(table: TableState, task: GroupTaskState, one: FormingGroup, now: flo
     if one.late:
         rows = np.array(list(group.rows), np.int64)
         waiting = rows[task.state.a[table.rows.pages.index(rows)] == PENDING]
-        _take_back(table, task, waiting, now)
+        _unqueue_group(table, task, waiting, now)
     one.lost, one.late = 0, False
     task.await_rest(one, now)
 
 
-def _take_back(table: TableState, but: TaskState, rows: IntArray, now: float) -> None:
+def _unqueue_group(table: TableState, but: TaskState, rows: IntArray, now: float) -> None:
     """Other tasks lose their leases of rows; it counts as a failed attempt, as an expiry does."""
     for task in table.tasks.values():
         if task is not but:
@@ -139,7 +139,7 @@ def _take_back(table: TableState, but: TaskState, rows: IntArray, now: float) ->
             return_rows(table, task, lost, failed=True, now=now)
 
 
-def doom_group(table: TableState, unit: int) -> None:
+def mark_group_to_drop(table: TableState, unit: int) -> None:
     """All members of a group will be dropped."""
     table.doomed.append((np.array(table.groups.members(unit), np.int64), INCOMPLETE))
 
@@ -154,7 +154,7 @@ def return_rows(
     at = table.rows.pages.index(rows)
     task.give_back(rows, at, now, before)
     if not task.completed(at).all():
-        missed(table, task, rows, now)
+        redo_or_drop_missing(table, task, rows, now)
     if failed:
         task.tally.failed += rows.size
         task.attempts.a[at] += 1
@@ -231,10 +231,10 @@ def requeue(table: TableState, pacer: TaskState, target: str, rows: IntArray, no
     at = table.rows.pages.index(rows)
     for name in ("policy_version", "policy_version_max"):
         table.rows.facts[name].a[at] = -1
-    send_back(table, target, rows, "requeued as stale", now)
+    requeue_rows(table, target, rows, "requeued as stale", now)
 
 
-def may_return(table: TableState, task: TaskState) -> bool:
+def can_be_requeued(table: TableState, task: TaskState) -> bool:
     """Whether rows that `task` is done with may be requeued to it, or to one before it: the pacing task has not had them all.
 
     Until then the table has not ended for `task`, or nobody would be left to give anew what a stale row needs.

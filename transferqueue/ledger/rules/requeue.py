@@ -41,7 +41,7 @@ def downstream(tasks: Sequence[Task], first: Task) -> tuple[frozenset[str], list
     return frozenset(fields), list(after)
 
 
-def send_back(table: TableState, target: str, rows: IntArray, what: str, now: float) -> None:
+def requeue_rows(table: TableState, target: str, rows: IntArray, what: str, now: float) -> None:
     """Rows go back to `target`: what it and those after it gave is cleared. what: for the history. `conclude` has to follow."""
     first = table.tasks[target]
     fields, names = downstream([one.task for one in table.tasks.values()], first.task)
@@ -49,17 +49,17 @@ def send_back(table: TableState, target: str, rows: IntArray, what: str, now: fl
     known = sorted(name for name in fields if name in table.rows.fields)
     table.rows.clear_fields(at, table.rows.mask(known))
     retire(table, table.parts.prune(at, known))
-    had = {name: _recede(table, table.tasks[name], rows, at) for name in names}
-    had[target] = _again(table, first, rows, at, now)
+    had = {name: _set_pending(table, table.tasks[name], rows, at) for name in names}
+    had[target] = _reset_done_rows(table, first, rows, at, now)
     for task in table.tasks.values():
         task.rerank(rows, at)
     table.history.add(now, what, rows, target)
     table.wake_room()
     for name, mine in had.items():
-        missed(table, table.tasks[name], mine, now, given=fields)
+        redo_or_drop_missing(table, table.tasks[name], mine, now, given=fields)
 
 
-def _recede(table: TableState, task: TaskState, rows: IntArray, at: IntArray) -> IntArray:
+def _set_pending(table: TableState, task: TaskState, rows: IntArray, at: IntArray) -> IntArray:
     """Rows that the task saw are pending to it. Returns those that had all it needs."""
     seen = task.state.a[at] <= DONE
     rows, at = rows[seen], at[seen]
@@ -70,11 +70,11 @@ def _recede(table: TableState, task: TaskState, rows: IntArray, at: IntArray) ->
     return had
 
 
-def _again(table: TableState, task: TaskState, rows: IntArray, at: IntArray, now: float) -> IntArray:
+def _reset_done_rows(table: TableState, task: TaskState, rows: IntArray, at: IntArray, now: float) -> IntArray:
     """Rows that the task did, it does again. Returns those."""
     done = (task.state.a[at] == DONE) | (task.state.a[at] == STEPPED)
     if done.any():
-        _recede(table, task, rows[done], at[done])
+        _set_pending(table, task, rows[done], at[done])
         ready = done & task.completed(at)
         task.complete(rows[ready], at[ready], now)
         table.wake_task(task.task.name)
@@ -85,27 +85,29 @@ def _again(table: TableState, task: TaskState, rows: IntArray, at: IntArray, now
 # ---------------------------------------------------------------- what is gone
 
 
-def missed(table: TableState, task: TaskState, rows: IntArray, now: float, given: frozenset[str] = frozenset()) -> None:
+def redo_or_drop_missing(
+    table: TableState, task: TaskState, rows: IntArray, now: float, given: frozenset[str] = frozenset()
+) -> None:
     """`task` had these live rows with all it needs. What it lacks by now, `given` apart, is made again, or they end."""
     for name in task.task.needs:
         if name not in given and rows.size:
             lacking = ~table.rows.has_all(table.rows.pages.index(rows), table.rows.mask((name,)))
-            make_again(table, name, rows[lacking], now)
+            regenerate_field(table, name, rows[lacking], now)
 
 
-def make_again(table: TableState, name: str, rows: IntArray, now: float) -> None:
+def regenerate_field(table: TableState, name: str, rows: IntArray, now: float) -> None:
     """Live rows whose value of the field is gone go back to a task that gives it; where there is none, they are doomed."""
     for giver, state in table.tasks.items():
         if rows.size and name in state.task.gives:
-            can = _can_again(table, giver, rows)
+            can = _can_regenerate(table, giver, rows)
             if can.any():
-                send_back(table, giver, rows[can], "lost bytes", now)
+                requeue_rows(table, giver, rows[can], "lost bytes", now)
             rows = rows[~can]
     if rows.size:
         table.doomed.append((rows, LOST))
 
 
-def _can_again(table: TableState, name: str, rows: IntArray) -> BoolArray:
+def _can_regenerate(table: TableState, name: str, rows: IntArray) -> BoolArray:
     """Which rows the task, and those after it, can have anew."""
     at = table.rows.pages.index(rows)
     first = table.tasks[name]

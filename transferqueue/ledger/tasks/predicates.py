@@ -64,13 +64,13 @@ def matches(rows: RowStore, where: Sequence[Predicate], ids: IntArray, at: IntAr
 
 def _matches(rows: RowStore, predicate: Predicate, ids: IntArray, at: IntArray) -> BoolArray:
     if isinstance(predicate, TagIs):
-        return _tag_is(rows, predicate, ids)
+        return _match_tag(rows, predicate, ids)
     if isinstance(predicate, VersionBetween):
         return _version_between(rows, predicate, at)
     return _compare(rows, predicate, at)
 
 
-def _tag_is(rows: RowStore, predicate: TagIs, ids: IntArray) -> BoolArray:
+def _match_tag(rows: RowStore, predicate: TagIs, ids: IntArray) -> BoolArray:
     def same(row: int) -> bool:
         value = rows.tags.get(row, {}).get(predicate.name)
         # A tag 1 is not the tag True: they compare equal in Python, and differ to who set them.

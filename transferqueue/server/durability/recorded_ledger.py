@@ -5,7 +5,7 @@ arguments and the time. A call that was refused, that must wait or that only ask
 a call that failed by a defect of ours may have changed something, and is. What was due by the time of any call
 happened before it, and is written before it. Nothing of a turn may be told to anybody before `commit`.
 
-A restart is then: the image, and the tail carried out on it (`recover`). To bound how long that takes, `commit` makes
+A restart is then: the image, and the tail carried out on it (`replay_journal`). To bound how long that takes, `commit` makes
 a new image when the tail has outgrown the last one.
 """
 
@@ -140,7 +140,7 @@ class Tail:
 class RecordedLedger(Ledger):
     """`ledger` from here on, each change appended to `journal`. Nobody else may change either.
 
-    tail: what the journal holds already, as `recover` found it. epoch: of the life that begins here.
+    tail: what the journal holds already, as `replay_journal` found it. epoch: of the life that begins here.
     """
 
     def __init__(self, ledger: Ledger, journal: Journal, tail: Tail | None = None, *, epoch: int) -> None:
@@ -278,7 +278,7 @@ class Loaded(Protocol):
         """The image and the records after it."""
 
 
-def recover(journal: Loaded, selectors: Mapping[str, PluginFactory] | None = None) -> tuple[Ledger, Tail]:
+def replay_journal(journal: Loaded, selectors: Mapping[str, PluginFactory] | None = None) -> tuple[Ledger, Tail]:
     """The ledger as it was at the last commit, and the tail it was made with. Epoch 0: there was nothing.
 
     `Corruption` if image or tail cannot be carried out, or as `Ledger.from_image`.
@@ -301,7 +301,7 @@ def _carry_out(ledger: Ledger, number: int, data: bytes) -> None:
         record = _decode(data)
         unfinished = isinstance(record, _Unfinished) or (isinstance(record, _Applied) and record.failed)
         with suppress(Exception) if unfinished else _nothing_refused(number):
-            _again(ledger, _decode(record.change) if isinstance(record, _Unfinished) else record)
+            _replay_record(ledger, _decode(record.change) if isinstance(record, _Unfinished) else record)
     except msgspec.MsgspecError as error:
         raise Corruption(f"record {number} of the journal is none: {error}; restore a snapshot") from error
 
@@ -317,7 +317,7 @@ def _nothing_refused(number: int) -> Iterator[None]:
         ) from error
 
 
-def _again(ledger: Ledger, record: _Any) -> None:
+def _replay_record(ledger: Ledger, record: _Any) -> None:
     match record:
         case _Begun(epoch=epoch):
             ledger.epoch = epoch

@@ -26,7 +26,7 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.server.durability import journal_head as head
 from transferqueue.server.durability.journal import Kept, Level, read_journal
 from transferqueue.server.durability.journal_head import MARGIN_BYTES, Notes
-from transferqueue.server.durability.recorded_ledger import STATE, Tail, recover
+from transferqueue.server.durability.recorded_ledger import STATE, Tail, replay_journal
 from transferqueue.server.shards.own_memory import SHARD
 from transferqueue.storage.memory.allocator import Allocator
 
@@ -113,7 +113,7 @@ def _whole(path: Path, level: Level, file: Path) -> Past | Gone:
             f"state directory {path} has no journal ({JOURNAL} is missing or empty), though its arena {file} tells of turn {note.turn}"
         )
     head.check(notes, kept, rebooted=rebooted)
-    ledger, tail = recover(kept)
+    ledger, tail = replay_journal(kept)
     extents = ledger.state.core.blocks.extents.values()
     lent = [(one.offset, one.nbytes) for one in extents if one.shard == SHARD]
     return Past(file, Allocator.holding(size - MARGIN_BYTES, lent), kept, ledger, tail, rebooted)
@@ -197,7 +197,7 @@ def _commits_in(file: Path) -> bool:
 def _what_was_lost(path: Path) -> str:
     try:
         kept = _kept(path)
-        rows = {} if kept is None else {name: of.rows_live for name, of in recover(kept)[0].state.tables.items()}
+        rows = {} if kept is None else {name: of.rows_live for name, of in replay_journal(kept)[0].state.tables.items()}
     except TransferQueueError as error:
         return f"What it held cannot be told: {error}"
     return f"Rows that are lost: {json.dumps(rows)}"

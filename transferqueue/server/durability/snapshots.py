@@ -59,11 +59,11 @@ from transferqueue.server.durability.snapshot_files import (
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.inputs.block_writer import BlockWriter
-from transferqueue.storage.inputs.from_snapshot import thaw
+from transferqueue.storage.inputs.from_snapshot import columns_from_arrow
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.storage.snapshot import SnapshotReader, SnapshotWriter
 from transferqueue.wire import messages as m
-from transferqueue.wire.home_coordinator import Seat
+from transferqueue.wire.home_coordinator import CoordinatorIndex
 
 _log: Final = logging.getLogger("transferqueue.server")
 SNAPSHOTS_VARIABLE: Final = "TRANSFERQUEUE_SNAPSHOTS"
@@ -110,7 +110,7 @@ class SnapshotJobs:
         *,
         wake: Callable[[tuple[str, ...]], None],
         stir: Callable[[], None],
-        seat: Seat = Seat(),  # noqa: B008  (frozen)
+        seat: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
     ) -> None:
         self.root: Final = root
         self._ledger, self._memory = ledger, memory
@@ -328,7 +328,7 @@ class SnapshotJobs:
 
     def _settle(self, work: SnapshotJob, piece: ValueChunk, arena: U8, taken: list[tuple[int, int]]) -> m.BlockLocation:
         """Values of a file become a block in memory."""
-        draft = BlockWriter([thaw(field, piece.batch.column(field.name)) for field in piece.fields])
+        draft = BlockWriter([columns_from_arrow(field, piece.batch.column(field.name)) for field in piece.fields])
         offset = self._ask(work, lambda now: self._take(work, draft.nbytes, taken))
         block = arena[offset : offset + draft.nbytes]
         draft.write(block)

@@ -16,7 +16,7 @@ from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.files import ArenaDirectory, RuntimeDirectory
 from transferqueue.server.loop import Descriptor, Loop, ProcessExits
 from transferqueue.server.node import Coordinator, ServerIdentity
-from transferqueue.server.resume import resume
+from transferqueue.server.resume import resume_sessions
 from transferqueue.server.sessions.authorization import Authorizer
 from transferqueue.server.shards.bulk_endpoint import BulkEndpoint
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
@@ -27,7 +27,7 @@ from transferqueue.transport.control.inproc import InprocServer
 from transferqueue.transport.control.unix_socket import UnixServer
 from transferqueue.transport.control.zeromq import ZmqServer
 from transferqueue.transport.security.keyring import Keyring
-from transferqueue.wire.home_coordinator import Seat
+from transferqueue.wire.home_coordinator import CoordinatorIndex
 
 
 class ServerProcess:
@@ -52,7 +52,7 @@ class ServerProcess:
         keyring: Keyring | None = None,
         plain_bytes: bool = False,
         snapshots: Path | None = None,
-        seat: Seat = Seat(),  # noqa: B008  (frozen)
+        seat: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
     ) -> None:
         with ExitStack() as made:
             made.callback(foundation.close)
@@ -119,7 +119,7 @@ def _network(places: list[TcpAddress], keyring: Keyring | None, made: ExitStack)
 
 
 def _new(
-    arena: ArenaDirectory, home: RuntimeDirectory, deaths: ProcessExits, door: Authorizer, seat: Seat
+    arena: ArenaDirectory, home: RuntimeDirectory, deaths: ProcessExits, door: Authorizer, seat: CoordinatorIndex
 ) -> Coordinator:
     epoch = first_epoch()
     return Coordinator(
@@ -128,7 +128,7 @@ def _new(
 
 
 def _resumed(
-    state: StateDirectory, home: RuntimeDirectory, deaths: ProcessExits, door: Authorizer, seat: Seat
+    state: StateDirectory, home: RuntimeDirectory, deaths: ProcessExits, door: Authorizer, seat: CoordinatorIndex
 ) -> Coordinator:
     """A node that goes on from what an earlier server left."""
     kept = state.ledger.state
@@ -140,7 +140,7 @@ def _resumed(
     node = Coordinator(
         state.ledger, memory, place, watcher=deaths, door=door, durability=state, tickets=tickets, seat=seat
     )
-    resume(node, state)
+    resume_sessions(node, state)
     tickets.go_on([one.number for one in node.sessions if one.remote], extents)
     return node
 

@@ -21,7 +21,7 @@ from transferqueue.server.process.assembly import ServerProcess, first_epoch
 from transferqueue.transport import IpcAddress, TcpAddress, default_address, parse_address, runtime_directory
 from transferqueue.transport.control.zeromq import is_loopback
 from transferqueue.transport.security.keyring import Keyring, default_directory, key_file
-from transferqueue.wire.home_coordinator import Seat
+from transferqueue.wire.home_coordinator import CoordinatorIndex
 
 _log: Final = logging.getLogger("transferqueue.server")
 
@@ -50,7 +50,7 @@ def serve(
     coordinator: its seat among several, ``K/N`` or ``NAME:K/N`` (see `transferqueue.wire.home_coordinator`); None: it is the only one. on_ready: called once with all addresses, when it listens.
     """
     place, ports = _places(address, tcp)
-    seat = Seat() if coordinator is None else Seat.parse(coordinator)
+    seat = CoordinatorIndex() if coordinator is None else CoordinatorIndex.parse(coordinator)
     level = _level(durability, state, ports)
     allow_many_files()
     with Signals() as signals:

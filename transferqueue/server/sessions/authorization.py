@@ -124,7 +124,7 @@ def key_of(peer: Peer) -> str:
     return peer.key if isinstance(peer, KeyedPeer) else ""
 
 
-def denied(role: Role, request: m.Request) -> PermissionDenied | None:
+def why_not_allowed(role: Role, request: m.Request) -> PermissionDenied | None:
     """Why `role` may not send this, naming those that may; None: it may."""
     may = MAY.get(type(request), _ADMINS)
     if role in may:

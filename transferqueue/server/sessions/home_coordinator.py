@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from transferqueue.errors import TransferQueueError
 from transferqueue.wire import messages as m
-from transferqueue.wire.home_coordinator import Seat
+from transferqueue.wire.home_coordinator import CoordinatorIndex
 
 
-def elsewhere(seat: Seat, request: m.Request) -> TransferQueueError | None:
+def wrong_coordinator(seat: CoordinatorIndex, request: m.Request) -> TransferQueueError | None:
     """Why this coordinator will not carry out a request that makes, or waits for, a table or channel; None: it will."""
     try:
         match request:

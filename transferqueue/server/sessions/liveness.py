@@ -55,7 +55,7 @@ class ProcessHandle:
                 remove_unlocked(self._lock.path)
 
 
-def gather(hello: m.Hello) -> ProcessHandle:
+def open_process(hello: m.Hello) -> ProcessHandle:
     """The evidence that a client offers. `UsageError` for a lock or process that its own machine cannot show."""
     shares_pids = hello.host == this_host()
     if shares_pids and hello.shard is not None and hello.shard.path:
@@ -94,7 +94,7 @@ def check_arena(offer: m.ShardOffer) -> None:
         )
 
 
-def find_again(hello: m.Hello) -> tuple[ProcessHandle | None, bool]:
+def reopen_process(hello: m.Hello) -> tuple[ProcessHandle | None, bool]:
     """The evidence of a client that an earlier life of this server knew, and whether the client lives, as far as is known.
 
     None: it is dead, and nobody sees memory through it. Evidence of the dead: a forked child has the lock, or views have.

@@ -50,13 +50,13 @@ class ShardRegistry:
         *,
         last: int = SHARD,
         wake: Callable[[WakeKey], None],
-        standing: Callable[[int], m.LiveSet],
+        live_set: Callable[[int], m.LiveSet],
     ) -> None:
         self.own: Final = own
         self._tickets = tickets
         self._epoch = epoch
         self._wake = wake
-        self._standing = standing
+        self._standing = live_set
         self._further: dict[int, RemoteShard] = {}
         self._last = last
 
@@ -295,7 +295,7 @@ def _at(shard: RemoteShard, *, mapped: bool) -> m.ShardEndpoint:
     return m.ShardEndpoint(offer.number, offer.path if mapped else "", offer.capacity, offer.endpoint, offer.key)
 
 
-def standing(extents: list[int], extents_to: int, sessions: list[int], sessions_to: int) -> m.LiveSet:
+def live_set(extents: list[int], extents_to: int, sessions: list[int], sessions_to: int) -> m.LiveSet:
     """What a shard is told of what stands."""
     return m.LiveSet(extents_to, _packed(extents), sessions_to, _packed(sessions))
 

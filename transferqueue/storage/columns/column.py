@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from transferqueue.errors import BatchEnded, InternalError, UsageError
 from transferqueue.schema import TORCH_ONLY_DTYPES, Field, align
-from transferqueue.storage.columns.export import arrow_array, plain_rows, row_value, shown_row
+from transferqueue.storage.columns.export import arrow_array, row_value, shown_row, to_python
 from transferqueue.storage.columns.gather import Loaded, dense_run, load, offsets_of
 from transferqueue.storage.columns.placement import RowPlacement
 from transferqueue.storage.elements.dtypes import I64, ml_dtype, stored, viewed
 from transferqueue.storage.elements.numbers import store_numbers
 from transferqueue.storage.elements.process_bound import Staying
-from transferqueue.storage.elements.torch_interop import as_torch, needed
+from transferqueue.storage.elements.torch_interop import as_torch, require_torch
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -173,7 +173,7 @@ class Column(Staying):
         """A jagged nested tensor ``[rows, None, *shape[1:]]`` over the same memory, on the CPU."""
         if not self.field.ragged:
             raise self._unfit("nested")
-        torch = needed("torch")
+        torch = require_torch("torch")
         loaded = self._load()
         steps = as_torch(self._steps(loaded), self.field.dtype)
         jagged = torch.nested.nested_tensor_from_jagged(steps, torch.from_numpy(offsets_of(loaded)))
@@ -216,7 +216,7 @@ class Column(Staying):
 
         Costs a Python object for each element: for arrays of the rows, iterate over the column instead.
         """
-        return plain_rows(self.field, self._load())
+        return to_python(self.field, self._load())
 
     def _load(self) -> Loaded:
         placement, loaded = self._placement, self._cell.get("rows")

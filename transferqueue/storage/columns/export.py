@@ -52,7 +52,7 @@ def shown_row(field: Field, loaded: Loaded, at: int) -> str:
     return f"[{', '.join(items + ['...'] * (row.size > SHOWN_ITEMS))}]{sizes}"
 
 
-def plain_rows(field: Field, loaded: Loaded) -> list[Any]:
+def to_python(field: Field, loaded: Loaded) -> list[Any]:
     """All rows as plain Python values."""
     if field.blob:
         return _blobs(field, loaded)

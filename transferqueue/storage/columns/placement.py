@@ -19,7 +19,7 @@ from transferqueue.errors import BatchEnded, Corruption
 from transferqueue.limits import ALIGNMENT, ROWS_PER_REQUEST_MAX
 from transferqueue.schema import Field, layout
 from transferqueue.storage.elements.dtypes import I32, I64, U8
-from transferqueue.storage.memory.private_pages import expose
+from transferqueue.storage.memory.private_pages import array_at
 
 VECTORISED_BLOCKS: Final = 4
 """With more blocks than this, layouts are computed for all of them at once."""
@@ -135,7 +135,7 @@ class MappedBlocks:
     def stretch(self) -> tuple[int, U8]:
         """The lowest address, and the memory from there to the end of the last block. Only bytes inside blocks may be touched."""
         low, high = int(self.addresses.min()), int((self.addresses + self.sizes).max())
-        return low, expose(low, high - low)
+        return low, array_at(low, high - low)
 
     def _lay_out(self) -> None:
         if len(self.shapes) == 1 and self._lay_out_dense(self.shapes[0]):

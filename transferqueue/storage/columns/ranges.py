@@ -13,7 +13,7 @@ import numpy as np
 
 from transferqueue.limits import KIB, MIB
 from transferqueue.storage.elements.dtypes import I64, U8
-from transferqueue.storage.memory.private_pages import expose
+from transferqueue.storage.memory.private_pages import array_at
 
 FEW_RANGES: Final = 128
 """Up to this many are copied one by one: a call into Arrow costs 40 µs, and its import 0.2 s."""
@@ -73,7 +73,7 @@ def take_rows(memory: U8, edges: I64, rows: np.ndarray[Any, Any]) -> U8:
     taken = entries.take(pa.array(rows)).buffers()[2]
     if taken is None or taken.size == 0:
         return np.empty(0, np.uint8)
-    return expose(taken.address, taken.size, owner=taken)
+    return array_at(taken.address, taken.size, owner=taken)
 
 
 def _filled(starts: I64, ends: I64) -> tuple[I64, I64]:

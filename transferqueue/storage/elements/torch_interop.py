@@ -14,7 +14,7 @@ from transferqueue.schema import ITEM_BYTES
 from transferqueue.storage.elements.dtypes import NUMPY_DTYPES, torch_dtype
 
 
-def needed(module: str) -> Any:
+def require_torch(module: str) -> Any:
     """The module torch, or tensordict; `UsageError` where it is not installed: the queue itself needs neither."""
     try:
         return import_module(module)
@@ -35,7 +35,7 @@ def as_torch(array: np.ndarray[Any, Any], dtype: str) -> Any:
 @cache
 def _maker(dtype: str) -> Callable[[np.ndarray[Any, Any]], Any]:
     """Kept for each dtype: even an import that finds its module costs a third of a tensor."""
-    torch = needed("torch")
+    torch = require_torch("torch")
     if dtype in NUMPY_DTYPES:
         return cast("Callable[[np.ndarray[Any, Any]], Any]", torch.from_numpy)
     kind, bits = torch_dtype(dtype, torch), np.dtype(f"<i{ITEM_BYTES[dtype]}")

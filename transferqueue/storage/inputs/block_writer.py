@@ -11,7 +11,7 @@ from transferqueue.schema import Span, layout
 from transferqueue.storage.elements.dtypes import I32, U8
 from transferqueue.storage.inputs.prepare import Prepared
 from transferqueue.storage.memory.checksum import UNCHECKED, checksum
-from transferqueue.storage.memory.parallel_copy import Job, share
+from transferqueue.storage.memory.parallel_copy import Job, parallel_copy
 
 
 class BlockWriter:
@@ -47,7 +47,7 @@ class BlockWriter:
             jobs += column.jobs(block, span)
             at = _zero_padding(block, span, column, at)
         block[at:] = 0
-        share(jobs, self.nbytes)
+        parallel_copy(jobs, self.nbytes)
 
     def add_up(self, block: memoryview | U8) -> None:
         """Take the checksum of the bytes that `write` has just written, while they are in the cache. Copies have the same."""

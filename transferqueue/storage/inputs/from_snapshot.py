@@ -2,7 +2,7 @@
 
 Unlike what a caller gives to `prepare`, the field is known, and bits stand for what Arrow has no type for. The arrays come from
 files, which are foreign input: Arrow has validated them fully (offsets, lengths, UTF-8) before they come here, they have the type
-of their field, and `thaw` looks at what Arrow does not know of: nulls, shapes, plain values.
+of their field, and `columns_from_arrow` looks at what Arrow does not know of: nulls, shapes, plain values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transferqueue.storage.inputs.prepare import Prepared
 from transferqueue.storage.inputs.sources import Arrays
 
 
-def thaw(field: Field, array: Any) -> Prepared:
+def columns_from_arrow(field: Field, array: Any) -> Prepared:
     """The rows of an Arrow array that `Column.arrow` gave for `field`, ready to be written. Keeps the array's buffers.
 
     array: validated fully, of `arrow_type(field)`. `Corruption` if it cannot be a column of this field.

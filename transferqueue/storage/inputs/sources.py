@@ -18,7 +18,7 @@ from transferqueue.storage.columns.ranges import copy_ranges
 from transferqueue.storage.elements.dtypes import I64, U8, stored
 from transferqueue.storage.elements.torch_interop import as_torch
 from transferqueue.storage.memory.parallel_copy import PART_BYTES, Job
-from transferqueue.storage.memory.private_pages import expose
+from transferqueue.storage.memory.private_pages import array_at
 
 SLICED_BYTES: Final = 2 * KIB
 """Byte strings of this mean size are copied one by one; joining shorter ones first is faster than a call for each."""
@@ -97,7 +97,7 @@ class TensorMemory(ValueSource):
     def write(self, out: U8) -> None:
         """Fill `out`."""
         low = int(self.starts.min())
-        memory = expose(low, int(self.ends.max()) - low)
+        memory = array_at(low, int(self.ends.max()) - low)
         copy_ranges(memory, self.starts - low, self.ends - low, out)
 
 

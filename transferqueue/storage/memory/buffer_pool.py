@@ -14,7 +14,7 @@ import numpy as np
 
 from transferqueue.limits import ALIGNMENT, GIB, KIB, RECEIVED_KEPT_BYTES
 from transferqueue.storage.elements.dtypes import U8
-from transferqueue.storage.memory.private_pages import expose
+from transferqueue.storage.memory.private_pages import array_at
 
 _SMALLEST: Final = 64 * KIB
 _STEPS: Final = 4
@@ -46,7 +46,7 @@ class Buffers:
         address = raw.__array_interface__["data"][0]
         once = [raw]
         back = (lambda: self._back(size, once)) if size else None
-        return expose(address + -address % ALIGNMENT, nbytes, back, owner=raw)
+        return array_at(address + -address % ALIGNMENT, nbytes, back, owner=raw)
 
     @property
     def kept(self) -> int:

@@ -30,7 +30,7 @@ from transferqueue.errors import Corruption, Disconnected, Forked, OutOfMemory, 
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.storage.elements.dtypes import U8
-from transferqueue.storage.memory.private_pages import expose, forget, map_private, unmap, unmapping
+from transferqueue.storage.memory.private_pages import array_at, drop_pages, map_private, unmap, unmapping
 
 
 class BlockPlace(Protocol):
@@ -207,7 +207,7 @@ class _MappedRange:
     def lend(self, on_release: Release) -> dict[int, U8]:
         """The bytes of each block; when no view of them is left, the hold ends and their ids are told."""
         self._on_release = on_release
-        memory, start = expose(self._address, self._nbytes, self.end), self._start
+        memory, start = array_at(self._address, self._nbytes, self.end), self._start
         return {
             block.block: memory[block.offset - start : block.offset - start + block.nbytes] for block in self._members
         }
@@ -219,7 +219,7 @@ class _MappedRange:
         if self._unmap is not None:
             self._unmap()
         elif self._pages.viewed.get(self._extent) is self:
-            forget(self._address, self._nbytes, self._pages.fd, self._start)
+            drop_pages(self._address, self._nbytes, self._pages.fd, self._start)
             self._pages.viewed.pop(self._extent, None)
         if self._on_release is not None:
             self._on_release(self._pins)

@@ -27,7 +27,7 @@ HANDS_MAX: Final = 4
 """Threads of one copy, the caller's included."""
 
 
-def share(jobs: Sequence[Job], nbytes: int) -> None:
+def parallel_copy(jobs: Sequence[Job], nbytes: int) -> None:
     """Do all jobs, which copy `nbytes` together, in any order, here and in threads of their own.
 
     Nobody is at it any more when this returns, or raises what the first job that failed raised.

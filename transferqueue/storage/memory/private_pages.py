@@ -66,7 +66,7 @@ def unmapping(address: int, nbytes: int) -> Callable[[], object]:
     return partial(deque, starmap(_munmap, iter([(address, nbytes)])), 0)
 
 
-def forget(address: int, nbytes: int, fd: int, offset: int) -> None:
+def drop_pages(address: int, nbytes: int, fd: int, offset: int) -> None:
     """Drop this process's private copies of the pages: the next look shows the file as it is then."""
     if _madvise(address, nbytes, mmap.MADV_DONTNEED) != 0:  # refused for memory locked with mlockall
         map_private(fd, offset, nbytes, at=address)
@@ -132,7 +132,7 @@ def end_interrupted() -> None:
         watch.end()
 
 
-def expose(address: int, nbytes: int, ended: Callable[[], object] | None = None, owner: object = None) -> U8:
+def array_at(address: int, nbytes: int, ended: Callable[[], object] | None = None, owner: object = None) -> U8:
     """A writable array over raw memory; `ended` is called, in any thread, when the last view of it is collected.
 
     owner: kept alive as long as any view. `ended` may run inside a garbage collection at any point of any code of this process:

@@ -208,7 +208,7 @@ class ReplicatedShardsJob(SimJob):
         """The stamps of the rows, in their order, which were put."""
         rows, found = len(content.rows) // 8, []
         (part,) = content.parts
-        blocks = short.each(part.block_of_row, "<i4", rows).tolist()
+        blocks = short.encode_rows(part.block_of_row, "<i4", rows).tolist()
         slots = short.each_ascending(part.slot_of_row, "<i4", rows).tolist()
         for block, slot in zip(blocks, slots, strict=True):
             at = part.blocks[block]

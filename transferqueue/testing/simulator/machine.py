@@ -13,9 +13,9 @@ from typing import Final
 from transferqueue.errors import JournalFailed, UsageError
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.rows.blocks import ExtentState
-from transferqueue.server.durability.recorded_ledger import RecordedLedger, recover
+from transferqueue.server.durability.recorded_ledger import RecordedLedger, replay_journal
 from transferqueue.server.node import Coordinator, ServerIdentity
-from transferqueue.server.resume import resume
+from transferqueue.server.resume import resume_sessions
 from transferqueue.server.sessions.liveness import ProcessHandle
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.storage.memory.allocator import Allocator
@@ -202,7 +202,7 @@ class SimServer:
 
     def _resume(self) -> None:
         journal = SimJournal(self.disk, self._world)
-        ledger, tail = recover(journal)
+        ledger, tail = replay_journal(journal)
         if ledger.epoch:
             self._behind = self._world.now - max(0.0, ledger.state.now)
         self.epoch = ledger.epoch + 1
@@ -211,7 +211,7 @@ class SimServer:
         extents = [(one.offset, one.nbytes) for one in own_extents(ledger)]
         memory = OwnShardMemory(self.arena, Allocator.holding(self.arena.capacity, extents), len(extents))  # type: ignore[arg-type]
         self.node = Coordinator(recorded, memory, self._place(), watcher=self, gather=self._gather, durability=kept)
-        self._guarded(lambda node: resume(node, kept, self._find_again))
+        self._guarded(lambda node: resume_sessions(node, kept, self._find_again))
 
     def _place(self) -> ServerIdentity:
         return ServerIdentity(

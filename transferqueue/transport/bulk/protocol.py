@@ -243,7 +243,7 @@ def digest(content: Sequence[Piece]) -> bytes:
     return found.digest()
 
 
-def hand_over(head: bytes, content: Sequence[memoryview], taker: MessageReceiver) -> None:
+def deliver(head: bytes, content: Sequence[memoryview], taker: MessageReceiver) -> None:
     """Give a message that came whole to its taker. `Corruption` if it does not match; then nothing was given."""
     size, nbytes = lengths(head)
     if (size, nbytes) != (len(head), sum(map(len, content))):

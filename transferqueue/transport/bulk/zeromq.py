@@ -23,7 +23,7 @@ from transferqueue.limits import (
     MESSAGE_BYTES_MAX,
 )
 from transferqueue.transport.bulk.listener import ReceiverFactory
-from transferqueue.transport.bulk.protocol import PIECES_MAX, Message, MessageReceiver, Piece, hand_over
+from transferqueue.transport.bulk.protocol import PIECES_MAX, Message, MessageReceiver, Piece, deliver
 from transferqueue.transport.control.zeromq import HANDSHAKE_MS, PING_MS, RECONNECT_MS, RECONNECT_MS_MAX
 from transferqueue.transport.security.keys import ClientKeys, secure
 from transferqueue.transport.security.zap import KeySet, ZapHandler
@@ -84,7 +84,7 @@ class ZmqBulkClient:
         if found is None:
             return False
         self.moved += 1
-        hand_over(bytes(found[0]), found[1], taker)
+        deliver(bytes(found[0]), found[1], taker)
         return True
 
     def _wait(self, timeout_s: float) -> Received | None:
@@ -164,7 +164,7 @@ class ZmqBulkServer:
                 return
             peer, parts = bytes(found[0]), found[1]
             try:
-                hand_over(bytes(parts[0]) if parts else b"", parts[1:], desks.desk(peer))
+                deliver(bytes(parts[0]) if parts else b"", parts[1:], desks.desk(peer))
             except Corruption as error:
                 desks.spoiled(peer, error)
             else:
