@@ -13,7 +13,10 @@ from tests.markdown import ROOT
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LINES_MAX = 250
 EXAMPLES_MAX = 8
-RUN_ELSEWHERE = {"http_service": "tests/web/test_service.py"}
+RUN_ELSEWHERE = {
+    "http_service": "tests/web/test_service.py",
+    "ray_cluster": "tests/cluster/test_example.py",  # make test-ray
+}
 
 
 def run(name: str, *options: str, folder: Path) -> str:
