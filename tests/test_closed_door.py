@@ -72,8 +72,8 @@ import json, os, sys, tempfile, threading
 from pathlib import Path
 import numpy as np
 import transferqueue as tq
-from transferqueue.server.assembly import Server
-from transferqueue.server.runtime import private_arena
+from transferqueue.server.process.assembly import ServerProcess
+from transferqueue.server.files import private_arena
 from transferqueue.transport import parse_address
 
 if __debug__:
@@ -119,7 +119,7 @@ def assert_equal(found, wanted):
 with tempfile.TemporaryDirectory() as directory:
     os.environ["TRANSFERQUEUE_RUNTIME"] = directory + "/own"
     place = parse_address(f"ipc://{directory}/run/q.sock")
-    server = Server(place, private_arena(1 << 26), [parse_address("tcp://127.0.0.1:0")])
+    server = ServerProcess(place, private_arena(1 << 26), [parse_address("tcp://127.0.0.1:0")])
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     ways = [(server.address, {}), (server.tcp_addresses[0], {}), (server.tcp_addresses[0], {"data": "remote"})]

@@ -15,7 +15,7 @@ from bench.contenders.tensors import flat_bytes, tensor
 from bench.workloads import KIB, MIB, WORKLOADS, Flat, Workload, columns, same
 from transferqueue.schema import Field
 from transferqueue.storage import Allocator, Arena, BlockWriter, Column, MappedBlocks, Mapping, RowPlacement, drafts
-from transferqueue.storage.inputs import prepare
+from transferqueue.storage.inputs.prepare import prepare
 
 ENCODED = ("dense_1", "dense_32", "dense_128", "ragged_1", "ragged_32", "ragged_128", "ragged_bf16", "text", "images")
 

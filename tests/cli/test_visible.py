@@ -119,7 +119,7 @@ def test_commands_write_through_the_terminal_module_alone() -> None:
     """So no other place has to think of it."""
     folder = Path(cli.__file__).parent
     found = []
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if name in {

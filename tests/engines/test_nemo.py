@@ -44,7 +44,7 @@ import sys, types
 import pytest
 
 import transferqueue as tq
-from transferqueue.adapters import nemo_rl
+from transferqueue.adapters.trainers import nemo_rl
 
 nemo_rl.activate()
 made = []
@@ -298,7 +298,7 @@ RAY = """
 import ray, torch
 from tensordict import TensorDict
 from nemo_rl.data_plane import build_data_plane_client
-from transferqueue.adapters import nemo_rl
+from transferqueue.adapters.trainers import nemo_rl
 
 HOOK = "transferqueue.adapters.trainers.nemo_rl.activate"
 CONFIG = {"enabled": True, "impl": "transfer_queue", "backend": "simple", "storage_capacity": 64}

@@ -10,7 +10,7 @@ from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, BULK_WINDOW_F
 from transferqueue.server.shards.bulk_endpoint import ShardTransfers
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage import drafts
-from transferqueue.storage.inputs import prepare
+from transferqueue.storage.inputs.prepare import prepare
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.transport.bulk import protocol as b

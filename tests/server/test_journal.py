@@ -15,7 +15,7 @@ LEVELS = [Level.PROCESS, Level.DISK]
 WRITE_AND_HANG = """
 import sys
 from pathlib import Path
-from transferqueue.server.journal import Level, SqliteJournal
+from transferqueue.server.durability.journal import Level, SqliteJournal
 journal = SqliteJournal(Path(sys.argv[1]), Level(sys.argv[2]))
 for turn in range(50):
     journal.append(b"%d a" % turn)

@@ -16,9 +16,9 @@ LIVE_AND_DIE = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from transferqueue.server.runtime import Home, served_arena
+from transferqueue.server.files import RuntimeDirectory, served_arena
 from transferqueue.transport import IpcAddress
-home = Home(IpcAddress(Path(sys.argv[1]) / "run" / "control.sock"))
+home = RuntimeDirectory(IpcAddress(Path(sys.argv[1]) / "run" / "control.sock"))
 home.place.path.touch()
 arena = served_arena(1 << 20, Path(sys.argv[1]))
 print(arena.arena.path, flush=True)

@@ -16,7 +16,7 @@ PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 from transferqueue.errors import Corruption, JournalFailed, UsageError
-from transferqueue.server.supervising import supervise
+from transferqueue.server.process.supervisor import supervise
 lives = Path(sys.argv[2])
 def run():
     lives.open("a").write("x")

@@ -12,7 +12,7 @@ import numpy as np
 from transferqueue.schema import Field
 from transferqueue.storage import Allocator, Arena, Column, MappedBlocks, RowPlacement, drafts
 from transferqueue.storage import Mapping as Mapped
-from transferqueue.storage.inputs import prepare
+from transferqueue.storage.inputs.prepare import prepare
 
 
 @dataclass

@@ -18,7 +18,7 @@ from transferqueue.limits import ROWS_PER_REQUEST_MAX, VALUE_DEPTH_MAX, VALUE_NO
 from transferqueue.schema import Field
 from transferqueue.storage import Repeat, drafts
 from transferqueue.storage.elements import values as plain
-from transferqueue.storage.inputs import prepare
+from transferqueue.storage.inputs.prepare import prepare
 
 
 class Foreign:

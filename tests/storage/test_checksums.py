@@ -5,7 +5,7 @@ import pytest
 
 from transferqueue.errors import Corruption
 from transferqueue.storage import verify
-from transferqueue.storage.memory import checksum
+from transferqueue.storage.memory.checksum import checksum
 
 BLOCK = np.arange(100, dtype=np.uint8)
 

@@ -12,7 +12,7 @@ from tests.storage.shards import Shard
 from transferqueue.errors import SchemaError
 from transferqueue.schema import Field
 from transferqueue.storage import PlainValues, RowsOf
-from transferqueue.storage.inputs import prepare
+from transferqueue.storage.inputs.prepare import prepare
 
 
 @pytest.mark.parametrize("value", [[[1, 2], [3, 4]], ["a"], np.arange(3), torch.arange(3), {"a": 1}, 7])

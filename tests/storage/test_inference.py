@@ -14,7 +14,7 @@ import torch
 from tests.storage.shards import Shard
 from transferqueue.schema import Field
 from transferqueue.storage import Repeat, drafts
-from transferqueue.storage.inputs import prepare
+from transferqueue.storage.inputs.prepare import prepare
 from transferqueue.storage.inputs.sources import DeviceTensors
 
 JAGGED = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)

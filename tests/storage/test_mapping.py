@@ -328,7 +328,7 @@ def test_an_arena_beyond_the_address_space_is_refused(tmp_path: Path) -> None:
 LIMITED = """
 import resource, sys
 from transferqueue.errors import OutOfMemory
-from transferqueue.storage import Mapping, mapping
+from transferqueue.storage import Mapping
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 try:
     Mapping.open(sys.argv[1], 1 << 42, print)

@@ -11,7 +11,7 @@ from tests.storage.shards import Shard
 from transferqueue.schema import Field, align, layout
 from transferqueue.storage import drafts
 from transferqueue.storage.columns.byte_stream import count_of, pieces
-from transferqueue.storage.inputs import prepare
+from transferqueue.storage.inputs.prepare import prepare
 
 RNG = np.random.default_rng(3)
 COLUMNS: dict[str, tuple[Field, list[Any]]] = {

@@ -239,9 +239,9 @@ def test_writing_to_one_who_left_kills_no_process(tmp_path):
     program = f"""
 import signal, socket
 from transferqueue.transport import dial, parse_address
-from transferqueue.transport.local import LocalPort
+from transferqueue.transport.control.unix_socket import UnixServer
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-port = LocalPort(parse_address("ipc://{tmp_path}/pipe.sock"))
+port = UnixServer(parse_address("ipc://{tmp_path}/pipe.sock"))
 channel = dial("ipc://{tmp_path}/pipe.sock")
 channel.send(b"hello")
 while (arrived := port.recv_nowait()) is None:

@@ -9,7 +9,7 @@ from transferqueue.transport.system.file_lock import FileLock, is_locked
 
 HOLDER = """
 import sys
-from transferqueue.transport.lock import FileLock
+from transferqueue.transport.system.file_lock import FileLock
 assert FileLock(sys.argv[1]).take()
 print("held", flush=True)
 sys.stdin.read()

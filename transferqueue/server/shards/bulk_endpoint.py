@@ -195,7 +195,9 @@ class ShardTransfers:
                     transfer.expect(told.number, nbytes)
             case _:
                 if nbytes:
-                    raise ProtocolError(f"a bulk {type(told).__name__} has no content, and this one {nbytes} bytes")
+                    raise ProtocolError(
+                        f"a bulk {type(told).__struct_config__.tag} has no content, and this one {nbytes} bytes"
+                    )
 
     def _obey(self, peer: bytes, told: b.ToShard) -> None:
         match told:
