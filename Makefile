@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+DEMOED := $(VENV)/.installed-demo
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off --constraint constraints.txt
 ARGS   ?=
 PEERS  := .venv-peers
@@ -26,21 +27,27 @@ NEMOED    := $(NEMO)/.installed-$(NEMO_AT)
 export PYTHONUTF8 := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test test-engines test-shim test-verl test-nemo test-ray test-mooncake test-web engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test test-long test-all test-engines test-shim test-verl test-nemo test-ray test-mooncake test-web engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with everything that checks, tests and the demo need
 
-# torch goes first and alone: its version is pinned to one that has a CPU build, and what follows must not pick another.
-$(STAMP): pyproject.toml constraints.txt
+# What the demo needs; `setup` adds the tools to the same environment. torch goes first and alone: its version is pinned
+# to one that has a CPU build, and what follows must not pick another.
+$(DEMOED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo 'make: $(PYTHON) is missing or older than Python 3.11; name another: make PYTHON=/path/to/python3.11' >&2; exit 1; }
 	@test -x $(BIN)/python || { echo 'setup: creating $(VENV)'; $(PYTHON) -m venv $(VENV); }
-	@echo 'setup: installing torch, then the package with its tools, as constraints.txt pins them'
+	@echo 'setup: installing torch, then the package with what the demo needs, as constraints.txt pins them'
 	@$(PIP) torch
 	@$(PIP) hatchling
+	@$(PIP) --no-build-isolation --editable '.[demo]'
+	@touch $@
+
+$(STAMP): $(DEMOED)
+	@echo 'setup: installing what checks and tests need'
 	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
@@ -50,10 +57,17 @@ check: $(STAMP) ## ruff, mypy --strict, import rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
-test: check ## the checks, then the tests; ARGS goes to pytest
+test: check ## the checks, then the tests (minutes); ARGS goes to pytest
 	$(BIN)/python -m pytest $(ARGS)
 
-demo: $(STAMP) ## asynchronous GRPO of a small transformer, every stage a process; ARGS goes to `transferqueue demo`
+test-long: $(STAMP) ## tests that only repeat, with many seeds, kills, rows and examples (half an hour)
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m 'long or hypothesis' --timeout 1200 $(ARGS)
+
+TARGETS ?= test test-ray test-engines test-shim test-verl test-nemo test-mooncake test-web
+test-all: ## every test target but test-long, one after another, and a table of them; TARGETS="test-ray test-web": these
+	@$(PYTHON) -m tests.targets $(TARGETS)
+
+demo: $(DEMOED) ## asynchronous GRPO of a small transformer, every stage a process; ARGS goes to `transferqueue demo`
 	$(BIN)/transferqueue demo $(ARGS)
 
 # The incumbent's wheel installs top-level packages named tests, scripts and more: an environment of its own. Without
@@ -85,7 +99,7 @@ fuzz: $(STAMP) ## typed extremes and kills, attacks on the bulk port, mutated fr
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
 SEED ?= 0
-soak: $(STAMP) ## simulator, fuzz, damaged files, chaos on real processes, all long (minutes; SEED=N begins elsewhere)
+soak: test-long ## test-long, then simulator, fuzz, damaged files, chaos, all long (over an hour; SEED=N begins elsewhere)
 	$(BIN)/python -m transferqueue.testing.simulate --seeds 10000 --first $(SEED)
 	$(BIN)/python -m tests.fuzz --frames 5000000 --messages 1000000 --attacks 20000 --seed $(SEED)
 	$(BIN)/python -m tests.damage state --count 10000 --seed $(SEED)
@@ -165,7 +179,7 @@ bench-micro: $(STAMP) ## ledger, codec, storage, one operation at a time (pytest
 lock: $(STAMP) ## rewrite constraints.txt from what is installed now
 	@{ echo '# What `make setup` installs, pinned; written by `make lock`.'; \
 	   $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.txt
-	@touch $(STAMP)
+	@touch $(DEMOED) $(STAMP)
 
 clean: ## remove .venv, .venv-peers, caches, builds (runs/ stays)
 	rm -rf $(VENV) $(PEERS) $(ENGINES) $(SHIM) $(VERL) $(WEB) $(NEMO) $(MOONCAKE) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks

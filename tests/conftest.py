@@ -7,12 +7,23 @@ import signal
 from hypothesis import HealthCheck, settings
 
 # "ci" is what runs unless asked otherwise: the same examples every time, and no deadline, since a busy machine proves
-# nothing. HYPOTHESIS_PROFILE=search looks for new failures, at random and for longer.
+# nothing; "long" finds more of them. HYPOTHESIS_PROFILE=search looks for new failures, at random and for longer.
 settings.register_profile(
     "ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("search", deadline=None, print_blob=True, max_examples=2000)
+settings.register_profile(
+    "long",
+    derandomize=True,
+    deadline=None,
+    print_blob=True,
+    max_examples=1000,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# The models of tests are tiny, and threads of OpenMP that wait for each other burn what others on this machine need.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Tests make the servers that they use; one that the developer's shell names is none of them.
 for name in ("TRANSFERQUEUE_ADDRESS", "TRANSFERQUEUE_TOKEN"):

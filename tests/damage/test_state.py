@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.damage import state
+from tests.scale import examples
 from transferqueue.errors import Corruption
 from transferqueue.server.durability import journal_head as head
 from transferqueue.server.durability.state_directory import StateDirectory
@@ -21,7 +22,7 @@ def bases(tmp_path_factory):
     return state.bases(tmp_path_factory.mktemp("states"))
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(data=st.data())
 def test_no_damage_is_silent(bases, data):
     base = data.draw(st.sampled_from(bases), "base")

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 import transferqueue as tq
 from tests.ledger.driver import Driver, World
+from tests.scale import examples
 from transferqueue.errors import DeadlineExceeded, EndOfTable, InternalError
 from transferqueue.ledger import Ledger, UnitFacts
 from transferqueue.ledger.rows.arrays import IntArray
@@ -67,7 +68,7 @@ def drain(client: Driver, number: int, **terms: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("selector", SELECTORS, ids=lambda one: type(one).__name__)
 @given(facts=rows, cuts=st.lists(st.integers(1, 7), min_size=1), number=st.integers(1, 9))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_order_is_that_of_the_policy_and_each_row_comes_once(
     selector: Selector, facts: list[tuple[int, int, float]], cuts: list[int], number: int
 ) -> None:
@@ -89,7 +90,7 @@ def test_order_is_that_of_the_policy_and_each_row_comes_once(
 
 @pytest.mark.parametrize("selector", SELECTORS, ids=lambda one: type(one).__name__)
 @given(data=st.data())
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_whole_groups_only_under_every_selector(selector: Selector, data: st.DataObject) -> None:
     world = World()
     client = world.client()
@@ -255,7 +256,7 @@ def test_floats_sort_as_their_integers(values: list[float]) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_ready_gives_the_alive_in_order_whatever_was_pushed_taken_and_killed(data: st.DataObject) -> None:
     alive: dict[int, tuple[int, int]] = {}
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from tests.ledger.driver import Driver, World
+from tests.scale import examples
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, LeaseExpired, UsageError
 from transferqueue.ledger import MustWait
 from transferqueue.ledger.tasks.shared_batches import shares
@@ -32,7 +33,7 @@ def best(items: list[int], world: int) -> int:
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 3))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_free_counts_are_within_grahams_bound_of_the_best(items: list[int], world: int) -> None:
     parts = shares(np.array(items), world, equal_counts=False)
     heaviest = max(sum(items[at] for at in part) for part in parts)
@@ -89,7 +90,7 @@ def ask(clients: list[Driver], rank: int, rows: int, **terms: Any) -> Any:
 
 @pytest.mark.parametrize("equal", [True, False])
 @given(lengths=st.lists(st.integers(1, 50), min_size=24, max_size=40), order=st.permutations([0, 1, 2]))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_ranks_get_disjoint_balanced_shares_of_the_same_batch(
     equal: bool, lengths: list[int], order: list[int]
 ) -> None:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.scale import examples
 from tests.server.nodes import Bench, lease, numbers
 from transferqueue.policies import Compare, TagIs, VersionBetween
 from transferqueue.schema import Field
@@ -98,7 +99,7 @@ def check(bench, witness):
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.tuples(st.integers(0, 1), requests), max_size=30))
 def test_any_request_is_answered_and_the_books_balance(calls):
     bench = Bench()
@@ -117,7 +118,7 @@ def test_any_request_is_answered_and_the_books_balance(calls):
     bench.close()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(requests, st.data())
 def test_a_mutated_call_of_an_open_session_never_breaks_the_node(request, data):
     bench = Bench()

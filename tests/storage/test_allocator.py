@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.scale import examples
 from transferqueue.errors import InternalError, UsageError
 from transferqueue.limits import PAGE_BYTES
 from transferqueue.storage import Allocator
@@ -96,7 +97,7 @@ class Extents(RuleBasedStateMachine):
 
 
 TestExtents = Extents.TestCase
-TestExtents.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestExtents.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 def test_warm_memory_is_taken_before_fresh() -> None:

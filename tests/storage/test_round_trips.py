@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.scale import examples
 from tests.storage.shards import opened_shard
 from transferqueue.schema import TORCH_ONLY_DTYPES, Field
 from transferqueue.storage import Column
@@ -21,7 +22,7 @@ from transferqueue.storage.elements.dtypes import NUMPY_DTYPES, stored
 from transferqueue.storage.elements.torch_interop import as_torch
 
 pytestmark = pytest.mark.slow
-FEWER = settings(max_examples=max(settings.default.max_examples * 3 // 10, 1))  # type: ignore[union-attr]
+FEWER = settings(max_examples=examples(30))
 Row = np.ndarray[Any, Any]
 NUMERIC = sorted(NUMPY_DTYPES)
 SHAPES: tuple[tuple[int | None, ...], ...] = (

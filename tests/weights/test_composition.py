@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import transferqueue as tq
+from tests.scale import examples
 from transferqueue.wire import messages as m
 
 LARGE = 1 << 18
@@ -168,7 +169,7 @@ Step = st.tuples(Publication, st.booleans(), st.integers(1, 3))
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(steps=st.lists(Step, min_size=1, max_size=12))
 def test_what_is_pulled_is_what_was_published(steps: list[Any]) -> None:
     """Any sequence of publications, pulls and bounds of what is kept, against plain dicts."""

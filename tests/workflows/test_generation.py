@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.scale import examples
 from transferqueue.errors import UsageError
 from transferqueue.workflows.sim.generation import (
     RANDOM_FIFO,
@@ -39,7 +40,7 @@ def test_the_published_lengths_and_an_oracle() -> None:
     assert recall(lengths, ranked(lengths, 0.0, np.random.default_rng(0)), 0.05) == 1.0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=40),
     instances=st.integers(1, 6),
