@@ -96,6 +96,7 @@ def test_seeds_as_text() -> None:
             parse_seeds(text)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_all_modes_train_the_same_number_of_rows(tmp_path: Path) -> None:
     told: list[ComparisonRun] = []

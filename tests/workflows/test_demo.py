@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("torch", exc_type=ImportError)
 
+from tests.scale import only_long
 from tests.workflows.test_flow import ROOT, wait_gone
 from tests.workflows.test_report import KEYS
 from transferqueue.errors import Impossible, UsageError
@@ -44,10 +45,17 @@ def run(settings: JobSettings, directory: Path) -> RunOutcome:
     return outcome
 
 
+@pytest.fixture(scope="module")
+def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """A synchronous run with a reference stage, of the other problem set."""
+    learning = replace(SMALL, kl_weight=0.05, dataset="chain_sum")
+    settings = JobSettings(learning=learning, mode="sync", max_staleness=0, depth=0)
+    return run(settings, tmp_path_factory.mktemp("synchronous"))
+
+
 @pytest.mark.slow
-def test_synchronous_rows_are_never_stale(tmp_path: Path) -> None:
-    outcome = run(JobSettings(learning=SMALL, mode="sync", max_staleness=0, depth=0), tmp_path)
-    assert outcome.summary.staleness_histogram == {"0": 256}
+def test_synchronous_rows_are_never_stale(synchronous: Outcome) -> None:
+    assert synchronous.summary.staleness_histogram == {"0": 256}
 
 
 @pytest.mark.slow
@@ -59,7 +67,7 @@ def test_asynchronous_rows_stay_within_their_bound(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_delayed_rows_are_one_version_behind_but_for_those_of_the_first_step(tmp_path: Path) -> None:
-    outcome = run(JobSettings(learning=SMALL, mode="delayed", rollouts=2), tmp_path)
+    outcome = run(JobSettings(learning=SMALL, mode="delayed"), tmp_path)
     found = outcome.summary
     assert found.staleness_histogram == {"0": 64, "1": 192}
     assert sum(found.staleness_in_flight.values()) == sum(found.staleness_in_queue.values()) == 256
@@ -72,14 +80,14 @@ def test_delayed_rows_are_one_version_behind_but_for_those_of_the_first_step(tmp
 
 
 @pytest.mark.slow
-def test_kl_brings_a_reference_stage(tmp_path: Path) -> None:
-    run(JobSettings(learning=replace(SMALL, kl_weight=0.05, dataset="chain_sum")), tmp_path)
-    trace = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+def test_kl_brings_a_reference_stage(synchronous: Outcome) -> None:
+    (timeline,) = (path for path in synchronous.files if path.name == "timeline.json")
+    trace = json.loads(timeline.read_text())["traceEvents"]
     assert "reference-0" in {event["args"].get("name") for event in trace}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["rollout", "train"])
+@pytest.mark.parametrize("stage", [*only_long("rollout"), "train"])
 def test_the_job_survives_the_death_of_a_process(stage: str, tmp_path: Path) -> None:
     """Killed at the second step: the trainer between publishing weights and acknowledging the rows they come from."""
     flows: list[Flow] = []

@@ -185,6 +185,7 @@ def run(settings: JobSettings, directory: Path, **observed: Any) -> RunOutcome:
     return outcome
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_job_in_parts_trains_on_exactly_its_rows(tmp_path: Path) -> None:
     outcome = run(JobSettings(learning=SMALL, partial=2, rollouts=2), tmp_path)
@@ -196,7 +197,7 @@ def test_a_job_in_parts_trains_on_exactly_its_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        JobSettings(learning=SMALL, filter_zero_advantage=True),
+        pytest.param(JobSettings(learning=SMALL, filter_zero_advantage=True), marks=pytest.mark.long),
         JobSettings(
             learning=SMALL, filter_zero_advantage=True, partial=2, mode="sync", max_staleness=0, depth=0, rollouts=2
         ),

@@ -33,6 +33,7 @@ def test_spread_is_that_of_busy_times() -> None:
     assert spread([(0, 0.0, 1.0), (1, 0.0, 3.0)]) == 1.0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_fast_replay_serves_every_row_once() -> None:
     run = replay("async", speed=1000)

@@ -22,8 +22,6 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
 
-import reasoning_gym
-
 SEED_LIMIT: Final = 2**32
 ORDINAL_LIMIT: Final = 2**48
 _ATTEMPT_LIMIT: Final = 2**16
@@ -146,6 +144,8 @@ def problem_set(name: str) -> ProblemSet:
 
 @cache
 def _dataset(name: str) -> Any:
+    import reasoning_gym  # over a second, with sympy and matplotlib: only for those who make problems or score answers
+
     return reasoning_gym.create_dataset(name, seed=0, **problem_set(name).config)
 
 
