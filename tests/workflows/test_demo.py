@@ -46,7 +46,7 @@ def run(settings: JobSettings, directory: Path) -> RunOutcome:
 
 
 @pytest.fixture(scope="module")
-def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def synchronous(tmp_path_factory: pytest.TempPathFactory) -> RunOutcome:
     """A synchronous run with a reference stage, of the other problem set."""
     learning = replace(SMALL, kl_weight=0.05, dataset="chain_sum")
     settings = JobSettings(learning=learning, mode="sync", max_staleness=0, depth=0)
@@ -54,7 +54,7 @@ def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 @pytest.mark.slow
-def test_synchronous_rows_are_never_stale(synchronous: Outcome) -> None:
+def test_synchronous_rows_are_never_stale(synchronous: RunOutcome) -> None:
     assert synchronous.summary.staleness_histogram == {"0": 256}
 
 
@@ -80,7 +80,7 @@ def test_delayed_rows_are_one_version_behind_but_for_those_of_the_first_step(tmp
 
 
 @pytest.mark.slow
-def test_kl_brings_a_reference_stage(synchronous: Outcome) -> None:
+def test_kl_brings_a_reference_stage(synchronous: RunOutcome) -> None:
     (timeline,) = (path for path in synchronous.files if path.name == "timeline.json")
     trace = json.loads(timeline.read_text())["traceEvents"]
     assert "reference-0" in {event["args"].get("name") for event in trace}
