@@ -89,10 +89,10 @@ $(ENGINED): tests/engines/engines.txt pyproject.toml
 	@touch $@
 
 test-engines: $(ENGINED) ## the adapters against real engines: vLLM (CPU), transformers, TRL (minutes; ARGS goes to pytest)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(ENGINES)/bin/python -m pytest tests/engines $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(ENGINES)/bin/python -m pytest -m '' tests/engines $(ARGS)
 
 engines-matrix: $(ENGINED) ## test-engines, and the tables of docs/ENGINES.md from what the conformance kits found
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(ENGINES)/bin/python -m pytest tests/engines --conformance docs/conformance $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(ENGINES)/bin/python -m pytest -m '' tests/engines --conformance docs/conformance $(ARGS)
 	$(ENGINES)/bin/python -m transferqueue.testing.conformance.matrix --records docs/conformance --into docs/ENGINES.md
 
 fuzz: $(STAMP) ## typed extremes and kills, attacks on the bulk port, mutated frames, garbage (2 minutes; ARGS: --messages N, --seed N, ...)

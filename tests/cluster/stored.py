@@ -13,6 +13,7 @@ import pytest
 import transferqueue as tq
 from tests.client.deployments import served
 from tests.cluster.shards import PATIENCE_S, ShardProcess, await_shards, shards
+from tests.scale import only_long
 from transferqueue.limits import MIB, SMALL_EXTENT_BYTES
 from transferqueue.storage.memory.backing import Backing
 from transferqueue.storage.memory.object_store import ObjectBacking, ObjectStore
@@ -76,7 +77,7 @@ class RowsInAStore:
         while (used := self.used_bytes(store)) > most:
             assert time.monotonic() < deadline, used
 
-    @pytest.mark.parametrize("data", ["auto", "remote"])
+    @pytest.mark.parametrize("data", ["auto", *only_long("remote")])
     def test_rows_come_back_to_the_byte_and_leave_nothing(self, tmp_path: Path, store: str, data: str) -> None:
         with (
             served(tmp_path, "64MiB") as server,
@@ -170,7 +171,7 @@ class RowsInAStore:
                 with table.lease("a", rows=6 * ROWS - audit["rows_lost"], timeout_s=PATIENCE_S) as batch:
                     assert sum(len(row) > 0 for row in batch["x"]) == len(batch)
 
-    @pytest.mark.parametrize("data", ["auto", "remote"])
+    @pytest.mark.parametrize("data", [*only_long("auto"), "remote"])
     def test_rows_that_are_gone_from_the_store_are_lost_and_counted_and_others_come(
         self, tmp_path: Path, store: str, data: str
     ) -> None:

@@ -12,6 +12,7 @@ import transferqueue as tq
 from tests.client.deployments import Served, served
 from tests.cluster.shards import PATIENCE_S, ShardProcess, await_shards
 from tests.cluster.test_shards import ROWS, balanced, check_all, values
+from tests.scale import only_long
 
 pytestmark = pytest.mark.slow
 PUTS = 6
@@ -38,8 +39,7 @@ def await_loss(queue: tq.Queue, shard: ShardProcess, left: int) -> None:
     await_shards(queue, left)
 
 
-@pytest.mark.parametrize("data", ["auto", "remote"])
-@pytest.mark.parametrize("rows", [1, ROWS])
+@pytest.mark.parametrize(("rows", "data"), [(1, "remote"), (ROWS, "auto"), *only_long((1, "auto"), (ROWS, "remote"))])
 def test_a_killed_shard_costs_no_row(server: Served, data: str, rows: int) -> None:
     """rows: puts that share extents, and ones that have extents of their own."""
     with ShardProcess(server.tcp) as one, ShardProcess(server.tcp), tq.connect(server.tcp, data=data) as queue:
@@ -55,7 +55,7 @@ def test_a_killed_shard_costs_no_row(server: Served, data: str, rows: int) -> No
         assert (audit["rows_done"], audit["rows_lost"]) == (2 * PUTS * rows, 0)
 
 
-@pytest.mark.parametrize("data", ["auto", "remote"])
+@pytest.mark.parametrize("data", [*only_long("auto"), "remote"])
 def test_who_reads_as_a_shard_is_killed_reads_the_copies(server: Served, data: str) -> None:
     with ShardProcess(server.tcp) as one, ShardProcess(server.tcp), tq.connect(server.tcp, data=data) as queue:
         await_shards(queue, 2)

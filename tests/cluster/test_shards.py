@@ -15,6 +15,7 @@ import transferqueue as tq
 from tests.client.deployments import Served, served
 from tests.client.test_restart import Supervised
 from tests.cluster.shards import PATIENCE_S, ShardProcess, await_shards, shards
+from tests.scale import only_long
 from transferqueue.limits import MIB, SMALL_EXTENT_BYTES
 from transferqueue.wire import messages as m
 
@@ -58,7 +59,7 @@ def balanced(queue: tq.Queue) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("data", ["auto", "remote"])
+@pytest.mark.parametrize("data", [*only_long("auto"), "remote"])
 def test_a_lease_spans_shards_mapped_or_over_the_network(server: Served, data: str) -> None:
     with (
         ShardProcess(server.tcp),
@@ -231,7 +232,7 @@ def test_a_snapshot_says_which_shards_to_drain_first(server: Served) -> None:
             queue.snapshot("s")
 
 
-@pytest.mark.parametrize("data", ["auto", "remote"])
+@pytest.mark.parametrize("data", ["auto", *only_long("remote")])
 def test_columns_of_one_row_may_lie_in_several_shards_and_rows_of_one_column_too(server: Served, data: str) -> None:
     with (
         ShardProcess(server.tcp),
@@ -254,7 +255,7 @@ def test_columns_of_one_row_may_lie_in_several_shards_and_rows_of_one_column_too
         assert balanced(queue)["rows_done"] == 4 * ROWS
 
 
-@pytest.mark.parametrize("elements", [9, 1 << 18])
+@pytest.mark.parametrize("elements", [*only_long(9), 1 << 18])
 def test_weights_outlive_every_further_shard(server: Served, elements: int) -> None:
     with ShardProcess(server.tcp) as shard, tq.connect(server.ipc) as trainer:
         await_shards(trainer, 1)
@@ -268,7 +269,7 @@ def test_weights_outlive_every_further_shard(server: Served, elements: int) -> N
             np.testing.assert_array_equal(np.asarray(pulled["w"]), np.full(elements, 2))
 
 
-@pytest.mark.parametrize("data", ["auto", "remote"])
+@pytest.mark.parametrize("data", [*only_long("auto"), "remote"])
 def test_weights_that_the_coordinator_has_no_room_for_lie_in_further_shards_and_go_with_them(
     server: Served, data: str
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import transferqueue as tq
+from tests.scale import only_long
 from transferqueue.adapters.stages.prompts import PromptSource
 from transferqueue.adapters.trainers.torch_data import QueueDataset, QueueLoader, tensordict
 from transferqueue.errors import NotFound, UsageError
@@ -66,7 +67,7 @@ def test_batches_come_once_and_a_state_says_where(workers: int, queue: tq.Queue)
     assert table.audit()["rows_done"] == ROWS
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, *only_long(2)])
 def test_a_job_that_died_goes_on_where_its_model_was_saved(workers: int, queue: tq.Queue) -> None:
     table = fill(queue)
     loader = QueueLoader(dataset(queue), num_workers=workers)

@@ -16,6 +16,7 @@ import torch
 
 import transferqueue as tq
 from tests.engines.conform import against, conform
+from tests.scale import only_long
 from transferqueue.adapters.protocols import Learner
 from transferqueue.adapters.trainers.learners import LossSum, TorchLearner
 from transferqueue.adapters.trainers.packing import pack, packed
@@ -72,7 +73,7 @@ def ranks(queue: tq.Queue, kind: str, tmp_path: Path, world: int = 2) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", [*only_long("ddp"), "fsdp2"])
 def test_two_ranks_learn_what_one_process_learns(kind: str, queue: tq.Queue, tmp_path: Path) -> None:
     fill(queue)
     found = ranks(queue, kind, tmp_path)

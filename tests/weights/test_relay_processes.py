@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
+from tests.cli.deployment import run
 from tests.client.deployments import Served, Worker, served
 from tests.client.test_keyed import Keyed
 from tests.client.test_remote import Between
@@ -278,7 +279,6 @@ def test_it_ends_with_what_a_person_must_mend(directory: Path) -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_there(words: tuple[str, ...], why: str) -> None:
-    relay = RelayProcess("--from", "tcp://127.0.0.1:9", *words)
-    _, told = relay.process.communicate(timeout=GENEROUS_S)
-    assert relay.process.returncode == 2
-    assert why in told
+    refused = run("relay", "--channel", "policy", "--from", "tcp://127.0.0.1:9", *words)
+    assert refused.returncode == 2
+    assert why in refused.stderr
