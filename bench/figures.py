@@ -1,4 +1,4 @@
-"""The figures that the design requires (DESIGN, section 9), computed from a record. Each is a ratio within one run."""
+"""The required figures, computed from the records of a run. Each is a ratio within that run."""
 
 from __future__ import annotations
 

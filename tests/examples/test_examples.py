@@ -50,7 +50,7 @@ def test_grpo_learns_within_the_bound_on_staleness(tmp_path):
 @pytest.mark.slow
 def test_reinforce_learns(tmp_path):
     pytest.importorskip("torch", exc_type=ImportError)
-    *_, learned, counts = run("reinforce", "--updates", "40", folder=tmp_path).splitlines()
+    *_, learned, counts = run("reinforce", "--updates", "30", folder=tmp_path).splitlines()
     before, after = numbers(learned.replace("->", " "))
     assert after > max(before + 1, 2)
     put, done, left = numbers(counts)
