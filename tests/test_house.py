@@ -1,6 +1,7 @@
 """What a reader must take in does not grow: folders, circles of imports, class names. The list: ``python -m tests.house``."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,3 +69,19 @@ def test_a_trace_passes_through_client_server_and_ledger():
     for operation, functions in json.loads(traced.stdout).items():
         rooms = {function.split("/")[1] for function in functions}
         assert {"client", "server", "ledger", "wire"} <= rooms, operation
+
+
+THE_INCUMBENTS = "adapters/transfer_queue"
+"""What is below it has the names of the package that it stands for."""
+
+
+def test_the_map_in_architecture_names_every_folder():
+    page = (ROOT / "docs/ARCHITECTURE.md").read_text()
+    named = re.findall(r"^\| `([a-z_/]+/)` \|", page, re.MULTILINE)
+    there = {
+        f"{path.parent.relative_to(ROOT)}/"
+        for room in ("transferqueue", "adapters", "workflows")
+        for path in (ROOT / room).rglob("*.py")
+        if not str(path.parent.relative_to(ROOT)).startswith((f"{THE_INCUMBENTS}/", f"{THE_INCUMBENTS}_path"))
+    }
+    assert sorted(named) == sorted(there)

@@ -12,6 +12,8 @@ PACKAGES = [
     "transferqueue.workflows.streamrl",
 ]
 RENAMED = [
+    ("transferqueue", "Release", "DeliverPartial"),
+    ("transferqueue.policies", "Release", "DeliverPartial"),
     ("transferqueue.adapters.protocols", "Part", "PartialResult"),
     ("transferqueue.adapters.protocols", "Stage", "StageFunction"),
     ("transferqueue.adapters.weights", "Follower", "WeightUpdater"),

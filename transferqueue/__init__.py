@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from transferqueue.lazy import lazy_names
+from transferqueue.lazy import lazy_names, renamed_names
 
 if TYPE_CHECKING:
     from transferqueue.client.aio.queue import AsyncBatch, AsyncQueue, AsyncReservation, AsyncTable, AsyncWeightChannel
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         Acked,
         Compare,
         Complete,
+        DeliverPartial,
         DropGroup,
         DropStale,
         Fifo,
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
         Predicate,
         Priority,
         Refill,
-        Release,
         Requeue,
         Retention,
         Selector,
@@ -96,8 +96,8 @@ _MODULES: Final = {
     "Full Impossible InternalError LeaseExpired NotFound OutOfMemory PeerError PermissionDenied ProtocolError SchemaError Sealed "
     "TransferQueueError Unreachable UsageError",
     "limits": "Limits",
-    "policies": "Acked Compare Complete DropGroup DropStale Fifo Freshest HoldClock KeepStale LongestFirst Manual "
-    "OldestVersionFirst OnStale Pacing Plugin Predicate Priority Refill Release Requeue Retention Selector TagIs Task "
+    "policies": "Acked Compare Complete DeliverPartial DropGroup DropStale Fifo Freshest HoldClock KeepStale LongestFirst Manual "
+    "OldestVersionFirst OnStale Pacing Plugin Predicate Priority Refill Requeue Retention Selector TagIs Task "
     "TokenBalanced VersionBetween",
     "schema": "Field",
     "storage.columns.column": "Column",
@@ -121,6 +121,7 @@ __all__ = [
     "Complete",
     "Corruption",
     "DeadlineExceeded",
+    "DeliverPartial",
     "Deployment",
     "Disconnected",
     "DropGroup",
@@ -154,7 +155,6 @@ __all__ = [
     "ProtocolError",
     "Queue",
     "Refill",
-    "Release",
     "Repeat",
     "Requeue",
     "Reservation",
@@ -179,7 +179,9 @@ __all__ = [
 ]
 
 
-__getattr__ = lazy_names("transferqueue", _MODULES)
+__getattr__ = renamed_names(
+    "transferqueue", {"Release": "DeliverPartial"}, otherwise=lazy_names("transferqueue", _MODULES)
+)
 
 
 def __dir__() -> list[str]:

@@ -12,6 +12,7 @@ from typing import Literal, dataclass_transform
 import msgspec
 
 from transferqueue.errors import Impossible, UsageError
+from transferqueue.lazy import renamed_names
 from transferqueue.limits import ATTEMPTS_MAX_DEFAULT, LEASE_S_DEFAULT, TAG_CHARS_MAX, TIME_LIMIT_S_DEFAULT, check_name
 
 
@@ -80,8 +81,8 @@ class Refill(_Policy):
     members that were never put are offered to the next `reserve` as `refills` (group_id, missing)."""
 
 
-class Release(_Policy):
-    """Hand over the members that are ready, if at least `min_size` are; drop the group otherwise."""
+class DeliverPartial(_Policy, tag="Release"):
+    """Lease the members that are ready, if at least `min_size` are; drop the group otherwise. Its former name is `Release`."""
 
 
 class DropGroup(_Policy):
@@ -94,12 +95,12 @@ class Complete(_Policy, kw_only=True):
     A group is whole when all `group_size` members are ready for the task. A group is *incomplete* when
     it is not whole `deadline_s` seconds after its first member became ready (None: no deadline), or as
     soon as a member was dropped; then `incomplete` says what happens. `min_size` (None: group_size) is
-    the least that `Release` may hand over.
+    the least that `DeliverPartial` may hand over.
     """
 
     min_size: int | None = None
     deadline_s: float | None = None
-    incomplete: Refill | Release | DropGroup = DropGroup()
+    incomplete: Refill | DeliverPartial | DropGroup = DropGroup()
 
     def __post_init__(self) -> None:
         _numbers("complete groups", min_size=self.min_size, deadline_s=self.deadline_s)
@@ -295,3 +296,6 @@ def check_tags(tags: object) -> Tags:
         if isinstance(value, str) and len(value) > TAG_CHARS_MAX:
             raise UsageError(f'tag "{name}" has {len(value)} characters; at most {TAG_CHARS_MAX}: use a column')
     return tags
+
+
+__getattr__ = renamed_names(__name__, {"Release": "DeliverPartial"})

@@ -19,7 +19,7 @@ from transferqueue.observe.diagnosis import Diagnosis, Finding
 from transferqueue.observe.frame import frame
 from transferqueue.observe.machine.check import Section
 from transferqueue.observe.machine.result import fail, ok, warn
-from transferqueue.policies import Acked, Complete, Fifo, Pacing, Release, Task, TokenBalanced
+from transferqueue.policies import Acked, Complete, DeliverPartial, Fifo, Pacing, Task, TokenBalanced
 from transferqueue.schema import Field
 
 ADDRESS = "ipc:///tmp/transferqueue-0/control.sock"
@@ -98,7 +98,7 @@ TERMS = table_terms(
             "train",
             needs=["prompt_ids", "rewards", "advantages"],
             selector=TokenBalanced(equal_counts=False),
-            groups=Complete(deadline_s=30, incomplete=Release()),
+            groups=Complete(deadline_s=30, incomplete=DeliverPartial()),
             attempts_max=0,
         ),
     },
@@ -218,7 +218,7 @@ def test_the_first_frame_has_dashes_for_rates() -> None:
 def test_terms_say_policies_as_they_are_written() -> None:
     text = plain(terms_lines(TERMS, 120))
     assert "TokenBalanced(equal_counts=False)" in text
-    assert "Complete(deadline_s=30, incomplete=Release)" in text
+    assert "Complete(deadline_s=30, incomplete=DeliverPartial)" in text
     assert "train needs advantages: no field of the table yet" in text
     assert "30 put = 20 live + 8 done + 2 dropped (stale 2)" in text
     assert "train takes 512 rows a step" in text

@@ -260,7 +260,7 @@ QUEUES: dict[str, tuple[Callable[[tq.Queue], object], type[Exception], str]] = {
     "a policy in a policy by its name": (
         lambda q: q.create_table("x", tasks=[tq.Task("a", groups=tq.Complete(incomplete="drop"))]),  # type: ignore[arg-type]
         tq.UsageError,
-        r"tasks: groups.incomplete='drop' is not Refill \| Release \| DropGroup; give one",
+        r"tasks: groups.incomplete='drop' is not Refill \| DeliverPartial \| DropGroup; give one",
     ),
     "half an attempt": (
         lambda q: q.create_table("x", tasks=[tq.Task("a", attempts_max=1.5)]),  # type: ignore[arg-type]

@@ -77,7 +77,7 @@ def use(queue: tq.Queue, value: Any) -> None:
             terms["retention"] = value
         case tq.Complete():
             terms["tasks"] = [tq.Task("a", groups=value)]
-        case tq.Refill() | tq.Release() | tq.DropGroup():
+        case tq.Refill() | tq.DeliverPartial() | tq.DropGroup():
             terms["tasks"] = [tq.Task("a", groups=tq.Complete(incomplete=value))]
         case tq.DropStale() | tq.KeepStale() | tq.Requeue() | tq.HoldClock():
             terms["pacing"] = tq.Pacing("a", 1, on_stale=value)

@@ -38,7 +38,7 @@ def make_originals(root: Path) -> None:
     import numpy as np
 
     import transferqueue as tq
-    from transferqueue.policies import KeepStale, Manual, Refill, Release
+    from transferqueue.policies import DeliverPartial, KeepStale, Manual, Refill
 
     with tq.connect() as queue:
         queue.snapshot("empty")
@@ -49,7 +49,7 @@ def make_originals(root: Path) -> None:
             tasks=[
                 tq.Task("reward", needs=["text"], gives=["score", "trace"]),
                 tq.Task("train", needs=["text", "score"], groups=tq.Complete(incomplete=Refill(), deadline_s=900.0)),
-                tq.Task("judge", needs=["score"], groups=tq.Complete(min_size=1, incomplete=Release())),
+                tq.Task("judge", needs=["score"], groups=tq.Complete(min_size=1, incomplete=DeliverPartial())),
             ],
             pacing=tq.Pacing("train", batch_rows=4, depth=3, max_staleness=5, on_stale=KeepStale()),
             fields=[tq.Field("image", "float32", (None, None))],

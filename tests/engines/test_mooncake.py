@@ -117,7 +117,7 @@ class Mooncake:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mooncake]:
-    """One for all tests that leave it as it was."""
+    """One for all tests that leave it was."""
     mooncake = Mooncake(tmp_path_factory.mktemp("mooncake"))
     yield mooncake
     mooncake.end()

@@ -11,6 +11,7 @@ from typing import Any
 
 from transferqueue.policies import (
     Acked,
+    DeliverPartial,
     DropGroup,
     Freshest,
     HoldClock,
@@ -20,7 +21,6 @@ from transferqueue.policies import (
     Pacing,
     Priority,
     Refill,
-    Release,
     Requeue,
     Retention,
     Task,
@@ -660,7 +660,7 @@ class Model:
             case DropGroup():
                 if unit.lost or unit.late or not pending:
                     self.doomed.append((everybody, "group_incomplete"))
-            case Release():
+            case DeliverPartial():
                 to_come = 0 if unit.late or self.sealed else max(0, size - there - unit.lost)
                 reach = len(ready) + (0 if unit.late else len(pending) + to_come)
                 if reach < (rule.min_size or size):

@@ -15,7 +15,7 @@ from transferqueue.ledger import Ledger
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.ledger.persistence.snapshot_checks import check
 from transferqueue.limits import PAGE_BYTES, PAGE_ROWS, Limits
-from transferqueue.policies import Complete, LongestFirst, Manual, Pacing, Refill, Release, Task
+from transferqueue.policies import Complete, DeliverPartial, LongestFirst, Manual, Pacing, Refill, Task
 from transferqueue.schema import Field, align
 from transferqueue.wire import messages as m
 
@@ -106,7 +106,7 @@ def test_order_is_that_of_the_selector_and_of_arrival(world: World, client: Driv
 
 
 def test_groups_go_on_as_they_were(world: World, client: Driver) -> None:
-    client.create(tasks=[Task("train", groups=Complete(incomplete=Release(), min_size=2, deadline_s=9))])
+    client.create(tasks=[Task("train", groups=Complete(incomplete=DeliverPartial(), min_size=2, deadline_s=9))])
     client.put(3, group_id=7, group_size=4)  # forming, with a deadline
     client.put(2, group_id=1, group_size=2)  # queued
     client.put(2, group_id=2, group_size=2)

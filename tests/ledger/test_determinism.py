@@ -20,11 +20,11 @@ from transferqueue.limits import Limits
 from transferqueue.policies import (
     Compare,
     Complete,
+    DeliverPartial,
     Freshest,
     LongestFirst,
     Pacing,
     Refill,
-    Release,
     Requeue,
     TagIs,
     Task,
@@ -36,7 +36,9 @@ from transferqueue.wire import messages as m
 TASKS = [
     Task("roll", [], ["a"], lease_s=9.0),
     Task("grade", ["a"], ["score"], LongestFirst(), attempts_max=2, lease_s=7.0),
-    Task("adv", ["score"], ["adv"], groups=Complete(min_size=2, incomplete=Release(), deadline_s=8.0), lease_s=8.0),
+    Task(
+        "adv", ["score"], ["adv"], groups=Complete(min_size=2, incomplete=DeliverPartial(), deadline_s=8.0), lease_s=8.0
+    ),
     Task("train", ["a", "adv"], [], Freshest(), Complete(incomplete=Refill(), deadline_s=11.0), lease_s=12.0),
 ]
 FIELDS = [Field("a", "int64", (None,)), Field("b", "float32", (3,)), Field("score", "float64"), Field("adv", "float32")]

@@ -7,7 +7,7 @@ import pytest
 from tests.ledger.driver import Driver, World
 from transferqueue.errors import AlreadyExists, DeadlineExceeded, EndOfTable, Impossible, UsageError
 from transferqueue.ledger import MustWait
-from transferqueue.policies import Complete, Release, Task
+from transferqueue.policies import Complete, DeliverPartial, Task
 
 REWARD = Task("reward", ["x"], ["rewards", "trace"], lease_s=10.0, attempts_max=0)
 TRAIN = Task("train", ["x", "rewards"], lease_s=10.0, attempts_max=0)
@@ -195,7 +195,7 @@ def test_a_field_that_no_task_gives_may_come_by_an_update_after_the_seal(client:
 
 def test_members_that_came_too_late_for_the_task_that_gives_are_told_to_who_waits_for_them(world: World) -> None:
     client = world.client()
-    rule = Complete(min_size=1, deadline_s=5, incomplete=Release())
+    rule = Complete(min_size=1, deadline_s=5, incomplete=DeliverPartial())
     client.create(tasks=[Task("reward", ["x"], ["rewards"], groups=rule), TRAIN])
     client.put(1, ["x"], group_id=1, group_size=2)
     world.pass_time(6)

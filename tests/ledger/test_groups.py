@@ -9,7 +9,7 @@ import pytest
 from tests.ledger.driver import Driver, World
 from transferqueue.errors import DeadlineExceeded, EndOfTable
 from transferqueue.limits import Limits
-from transferqueue.policies import Complete, DropGroup, KeepStale, Pacing, Refill, Release, Requeue, Task
+from transferqueue.policies import Complete, DeliverPartial, DropGroup, KeepStale, Pacing, Refill, Requeue, Task
 from transferqueue.wire import messages as m
 
 
@@ -81,7 +81,7 @@ def test_drop_group_drops_at_the_deadline() -> None:
 
 
 def test_release_hands_over_what_is_ready_at_the_deadline() -> None:
-    world, client = table(Complete(min_size=2, deadline_s=30, incomplete=Release()))
+    world, client = table(Complete(min_size=2, deadline_s=30, incomplete=DeliverPartial()))
     rows = group(client, 4, 5)
     give(client, rows[:3])
     world.pass_time(30)
@@ -93,7 +93,7 @@ def test_release_hands_over_what_is_ready_at_the_deadline() -> None:
 
 
 def test_release_drops_what_is_too_small_at_the_deadline() -> None:
-    world, client = table(Complete(min_size=3, deadline_s=30, incomplete=Release()))
+    world, client = table(Complete(min_size=3, deadline_s=30, incomplete=DeliverPartial()))
     give(client, group(client, 4, 4)[:2])
     world.pass_time(30)
     assert world.table().rows_dropped == {"group_incomplete": 4}
@@ -101,7 +101,7 @@ def test_release_drops_what_is_too_small_at_the_deadline() -> None:
 
 def test_release_waits_for_members_that_can_still_become_ready() -> None:
     """A member dropped upstream while the others are in work must not cost the group that min_size tolerates."""
-    world, client = table(Complete(min_size=3, incomplete=Release()))
+    world, client = table(Complete(min_size=3, incomplete=DeliverPartial()))
     rows = group(client, 4, 4)
     give(client, rows[:1])
     client.drop(rows[3:], "bad")
@@ -111,14 +111,14 @@ def test_release_waits_for_members_that_can_still_become_ready() -> None:
 
 
 def test_release_gives_up_as_soon_as_min_size_is_out_of_reach() -> None:
-    world, client = table(Complete(min_size=3, incomplete=Release()))
+    world, client = table(Complete(min_size=3, incomplete=DeliverPartial()))
     rows = group(client, 4, 4)
     client.drop(rows[2:], "bad")
     assert world.table().rows_dropped == {"bad": 2, "group_incomplete": 2}
 
 
 def test_members_that_come_after_the_release_are_not_for_the_task() -> None:
-    world, client = table(Complete(min_size=1, deadline_s=5, incomplete=Release()))
+    world, client = table(Complete(min_size=1, deadline_s=5, incomplete=DeliverPartial()))
     give(client, group(client, 1, 3))
     world.pass_time(5)
     batch = client.lease("train", groups=1)
@@ -138,7 +138,7 @@ def test_members_that_come_after_the_release_are_not_for_the_task() -> None:
 def test_late_members_that_no_task_wants_are_dropped() -> None:
     world = World()
     client = world.client()
-    client.create(tasks=[Task("train", groups=Complete(min_size=1, deadline_s=5, incomplete=Release()))])
+    client.create(tasks=[Task("train", groups=Complete(min_size=1, deadline_s=5, incomplete=DeliverPartial()))])
     group(client, 1, 3)
     world.pass_time(5)
     batch = client.lease("train", groups=1)
@@ -236,7 +236,7 @@ def test_a_member_dropped_while_its_group_is_leased_leaves_the_rest_with_the_hol
 # ---------------------------------------------------------------- sealed tables
 
 
-@pytest.mark.parametrize("rule", [DropGroup(), Refill(), Release()])
+@pytest.mark.parametrize("rule", [DropGroup(), Refill(), DeliverPartial()])
 def test_the_end_arrives_past_groups_that_will_never_be_whole(rule: Any) -> None:
     world, client = table(Complete(incomplete=rule, min_size=2))
     whole, part = group(client, 2, 2, 1), group(client, 3, 5, 2)
@@ -247,7 +247,7 @@ def test_the_end_arrives_past_groups_that_will_never_be_whole(rule: Any) -> None
     assert world.stats()["rows_live"] == 5  # the third member may still become ready
     client.ack(client.lease("train", groups=1))
     give(client, part[2:])
-    if isinstance(rule, Release):
+    if isinstance(rule, DeliverPartial):
         client.ack(client.lease("train", groups=1))
     else:
         assert world.table().rows_dropped == {"group_incomplete": 3}
@@ -257,7 +257,7 @@ def test_the_end_arrives_past_groups_that_will_never_be_whole(rule: Any) -> None
 
 
 def test_a_group_returned_after_the_seal_is_handed_out_again() -> None:
-    _, client = table(Complete(incomplete=Release(), min_size=1))
+    _, client = table(Complete(incomplete=DeliverPartial(), min_size=1))
     give(client, group(client, 2, 3))
     client.seal()
     client.release(client.lease("train", groups=1))
@@ -278,7 +278,7 @@ def test_one_stale_member_resolves_the_group_by_its_policy() -> None:
 
 def test_a_stale_member_within_min_size_costs_only_itself() -> None:
     pacing = Pacing("train", 4, 3, max_staleness=1)
-    world, client = table(Complete(min_size=3, incomplete=Release()), pacing=pacing)
+    world, client = table(Complete(min_size=3, incomplete=DeliverPartial()), pacing=pacing)
     rows = group(client, 4, 4, policy_version=[0, 3, 3, 3])
     give(client, rows)
     client.advance(2)

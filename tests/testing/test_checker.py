@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from transferqueue.errors import UsageError
-from transferqueue.policies import Complete, Pacing, Release, Requeue, Task
+from transferqueue.policies import Complete, DeliverPartial, Pacing, Requeue, Task
 from transferqueue.testing.checker.checker import check
 from transferqueue.testing.history import history as h
 
@@ -264,7 +264,7 @@ def test_split_group(rule: Complete, members: int, allowed: bool):
 
 
 def test_a_group_may_be_as_small_as_its_rule_says():
-    story = Story(Task("score", needs=["a"], groups=Complete(min_size=2, incomplete=Release())))
+    story = Story(Task("score", needs=["a"], groups=Complete(min_size=2, incomplete=DeliverPartial())))
     story.put(0, "x", "y", group_id=[5, 5], group_size=[3, 3])
     story.lease(1, {0: "x", 1: "y"}, group_id=[5, 5], group_size=[3, 3])
     assert story.kinds() == []

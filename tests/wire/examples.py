@@ -32,7 +32,7 @@ CONTENT: Final = m.ReplyRows(
 TASKS: Final = [
     p.Task("train", ["x"], ["r"], p.TokenBalanced(inner=p.Priority(), equal_counts=False), p.Complete(min_size=2, deadline_s=9.5), 30.0, 3, "now", 45.0),
     p.Task("oldest", ["x"], selector=p.OldestVersionFirst(), groups=p.Complete(incomplete=p.Refill())),
-    p.Task("fresh", selector=p.Freshest(), groups=p.Complete(min_size=1, incomplete=p.Release())),
+    p.Task("fresh", selector=p.Freshest(), groups=p.Complete(min_size=1, incomplete=p.DeliverPartial())),
     p.Task("long", selector=p.LongestFirst()),
     p.Task("mine", selector=p.Plugin("mine", {"a": "b", "c": 1, "d": 0.5, "e": True})),
 ]  # fmt: skip

@@ -24,10 +24,10 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 Names = Annotated[list[Name], msgspec.Meta(max_length=FIELDS_MAX)]
 
 _STALE: Final[dict[str, Callable[[], tq.OnStale]]] = {"drop": tq.DropStale, "keep": tq.KeepStale, "wait": tq.HoldClock}
-_INCOMPLETE: Final[dict[str, Callable[[], tq.DropGroup | tq.Refill | tq.Release]]] = {
+_INCOMPLETE: Final[dict[str, Callable[[], tq.DropGroup | tq.Refill | tq.DeliverPartial]]] = {
     "drop": tq.DropGroup,
     "refill": tq.Refill,
-    "release": tq.Release,
+    "release": tq.DeliverPartial,
 }
 _ORDERS: Final[dict[str, Callable[[], tq.Selector]]] = {
     "fifo": tq.Fifo,

@@ -4,11 +4,11 @@ Incomplete groups. A group that is forming for a task is judged when it changed 
 (b) its deadline passed, or (c) the table is sealed:
 
 - `DropGroup`: on (a) and (b) all members are dropped at once.
-- `Release`: the group is dropped as soon as `min_size` can no longer be reached; else it is handed over when
+- `DeliverPartial`: the group is dropped as soon as `min_size` can no longer be reached; else it is handed over when
   every member that was put is ready or dropped, or when its deadline passes. What is not ready then is dropped.
 - `Refill`: (a) asks for the dropped members again; (b) asks for all that are absent, ends the leases that
   other tasks hold on members that are not ready, and starts the deadline anew.
-- On (c), when no member is pending any more and the group still is not whole: `Release` applies, and the
+- On (c), when no member is pending any more and the group still is not whole: `DeliverPartial` applies, and the
   other two drop the group, since nothing will ever be put again. So the end of the table always arrives.
 
 Stale rows. A row is over the bound when ``clock - policy_version > max_staleness``. It is judged when the clock
@@ -27,7 +27,7 @@ from transferqueue.ledger.rules.requeue import downstream, redo_or_drop_missing,
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import FORMING, FormingGroup, GroupTaskState
 from transferqueue.ledger.tasks.task_state import KEPT, LEASED, OPEN, PENDING, READY, TaskState
-from transferqueue.policies import KeepStale, Refill, Release, Requeue
+from transferqueue.policies import DeliverPartial, KeepStale, Refill, Requeue
 
 INCOMPLETE = "group_incomplete"
 
@@ -81,7 +81,7 @@ def _resolve_groups(table: TableState, task: GroupTaskState, now: float) -> None
 def _apply_stale_policy(table: TableState, task: GroupTaskState, one: FormingGroup, now: float) -> None:
     rule = task.rule.incomplete
     pending, ready = task.missing(one.unit)
-    if isinstance(rule, Release):
+    if isinstance(rule, DeliverPartial):
         _release(table, task, one, pending, ready)
         task.await_rest(one, now)
     elif isinstance(rule, Refill) and not table.sealed:

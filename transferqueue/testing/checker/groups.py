@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from transferqueue.policies import Complete, Release
+from transferqueue.policies import Complete, DeliverPartial
 from transferqueue.testing.checker.base import Found, Judge, Operation, Violation
 from transferqueue.testing.history import history as h
 
@@ -40,6 +40,6 @@ class GroupJudge(Judge):
 
 
 def _least(rule: Complete, size: int) -> int:
-    if isinstance(rule.incomplete, Release) and rule.min_size is not None:
+    if isinstance(rule.incomplete, DeliverPartial) and rule.min_size is not None:
         return min(rule.min_size, size)
     return size

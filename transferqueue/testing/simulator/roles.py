@@ -12,6 +12,7 @@ from transferqueue.errors import Sealed, UsageError
 from transferqueue.limits import Limits
 from transferqueue.policies import (
     Complete,
+    DeliverPartial,
     DropGroup,
     DropStale,
     Fifo,
@@ -22,7 +23,6 @@ from transferqueue.policies import (
     Pacing,
     Priority,
     Refill,
-    Release,
     Requeue,
     Task,
 )
@@ -66,9 +66,11 @@ class ClientAccount:
     def __init__(self, chance: random.Random, *, roomy: bool) -> None:
         self.size, self.staleness = chance.choice((2, 3, 4)), chance.choice((1, 2, 3))
         self.attempts = chance.choice((2, 3, 6))
-        self.incomplete = chance.choice((DropGroup(), Release(), Refill()) if roomy else (DropGroup(), Release()))
+        self.incomplete = chance.choice(
+            (DropGroup(), DeliverPartial(), Refill()) if roomy else (DropGroup(), DeliverPartial())
+        )
         self.in_parts = roomy
-        self.least = chance.randint(1, self.size) if isinstance(self.incomplete, Release) else self.size
+        self.least = chance.randint(1, self.size) if isinstance(self.incomplete, DeliverPartial) else self.size
         self.on_stale = chance.choice((DropStale(), DropStale(), HoldClock(), Requeue("score")))
         self.selector = chance.choice((Fifo(), OldestVersionFirst(), Freshest(), LongestFirst(), Priority()))
         self.rows_max = chance.choice((8, 12, 20)) * self.size
