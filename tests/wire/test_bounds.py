@@ -68,7 +68,7 @@ def lengths():
 def test_every_length_has_a_bound():
     unbounded = {path for path, kind in lengths() if getattr(kind, "max_length", None) is None}
     assert unbounded == set(CHECKED_ELSEWHERE), (
-        "give the field a type with a bound (wire/messages.py), or its reason here"
+        "give the field a type with a bound (wire/messages/), or its reason here"
     )
 
 

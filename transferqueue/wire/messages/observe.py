@@ -1,0 +1,21 @@
+"""Messages that report on the queue, for people and for metrics."""
+
+from __future__ import annotations
+
+import msgspec
+
+from transferqueue.wire.messages.base import Message, Name, Text
+
+
+class Observe(Message):
+    """A snapshot for people and metrics. what: "stats", "audit", "row", "doctor", "sessions"."""
+
+    what: Name
+    table: Text = ""
+    row: int = -1
+
+
+class Observed(Message):
+    """Plain values, MessagePack-encoded: the keys are documented in docs/OBSERVING.md."""
+
+    value: msgspec.Raw

@@ -1,0 +1,311 @@
+"""Messages about rows: put, update, lease, ack and release, checkpoints, reservations, reads."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from transferqueue.limits import ITEMS_MAX, ROWS_PER_REQUEST_MAX
+from transferqueue.wire.messages.base import (
+    F64,
+    I32,
+    I64,
+    Bytes,
+    Count,
+    Keys,
+    Message,
+    Name,
+    Names,
+    Rows,
+    RowTags,
+    Seconds,
+    Step,
+    StepOrNone,
+    TableFields,
+    TableNames,
+    Text,
+    Where,
+)
+from transferqueue.wire.messages.memory import BlockLocation, WrittenBlock
+
+
+class Inline(Message):
+    """Values of one inline scalar field, in the order of the request's rows. `data`: n x item bytes."""
+
+    field: Name
+    data: Bytes
+
+
+class RowFacts(Message):
+    """Per-row facts, each None or an array over the request's rows. They are set, never merged."""
+
+    group_id: I64 | None = None
+    group_size: I32 | None = None
+    ordinal: I64 | None = None
+    policy_version: I64 | None = None
+    policy_version_max: I64 | None = None
+    tokens: I64 | None = None
+    priority: F64 | None = None
+    keys: Keys | None = None
+    tags: RowTags | None = None
+
+
+class Columns(Message):
+    """Columns and facts for some rows: what put, update and ack carry."""
+
+    fields: TableFields = []
+    """Definitions of the fields used, for the ledger to add or to compare."""
+    blocks: Annotated[list[WrittenBlock], Meta(max_length=ITEMS_MAX)] = []
+    inline: Annotated[list[Inline], Meta(max_length=ITEMS_MAX)] = []
+    facts: RowFacts = RowFacts()
+
+
+class ReplyColumns(Message, tag="Part"):
+    """Fields that lie together, and where each row of the reply is: index into `blocks` (`short.alike`), row in block
+    (`short.ascending`)."""
+
+    fields: Names
+    blocks: Annotated[list[BlockLocation], Meta(max_length=ROWS_PER_REQUEST_MAX)]
+    block_of_row: I32
+    slot_of_row: I32
+
+
+class ReplyRows(Message, tag="Content"):
+    """Rows with their facts (as `short.alike`), inline values and the places of their columns.
+
+    definitions: of all fields in `inline` and `parts`, as `codec.encode_fields`: step after step the same bytes, so that
+    who has read them once need not again.
+
+    Naming a block in a reply pins it for the session, once per reply, until `Unpin`.
+    """
+
+    rows: Rows
+    policy_version: I64
+    policy_version_max: I64
+    group_id: I64
+    group_size: I32
+    ordinal: I64
+    tokens: I64
+    priority: F64
+    keys: Annotated[list[Text], Meta(max_length=ROWS_PER_REQUEST_MAX)] | None
+    tags: RowTags | None
+    inline: Annotated[list[Inline], Meta(max_length=ITEMS_MAX)]
+    parts: Annotated[list[ReplyColumns], Meta(max_length=ITEMS_MAX)]
+    definitions: Bytes
+
+
+class PutRequest(Message, tag="Put"):
+    """New rows, columns and facts, in one commit. reservation: 0, or what `Reserve` gave."""
+
+    table: Name
+    rows: Annotated[int, Meta(ge=1)]
+    columns: Columns
+    reservation: int = 0
+    wait_s: Seconds = 0.0
+
+
+class PutRows(Message):
+    """The rows of a put: ids ascend from `first`."""
+
+    first: int
+    rows: int
+
+
+class Update(Message):
+    """More columns or facts for existing rows, in one commit."""
+
+    table: Name
+    rows: Rows
+    columns: Columns
+    overwrite: bool = False
+
+
+class LeaseRequest(Message, tag="Lease"):
+    """Ready rows of a task. Exactly one of rows, tokens, groups is set (the others 0).
+
+    at_least: fewer may be given once this many (rows, tokens or groups) are ready; 0: the full number.
+    When the table is sealed, or the request names a `world` and it is sealed, what is left is given.
+    rank, world: this rank's share of one agreed batch of `rows` rows (tokens, groups). replica,
+    replicas: this is peer `replica` of `replicas` that get the identical batch of the rank; the lease is
+    done when all have acked. fields: None for the task's needs, or the fields wanted.
+    """
+
+    table: Name
+    task: Name
+    rows: Count = 0
+    tokens: Count = 0
+    groups: Count = 0
+    at_least: Count = 0
+    wait_s: Seconds = 0.0
+    lease_s: Seconds = 0.0
+    where: Where = []
+    fields: TableNames | None = None
+    rank: Count = 0
+    world: Annotated[int, Meta(ge=1)] = 1
+    replica: Count = 0
+    replicas: Annotated[int, Meta(ge=1)] = 1
+
+
+class Leased(Message):
+    """Rows lent until `lease_s` from now. token: fences acks of an earlier holder. version: the clock."""
+
+    lease: int
+    token: int
+    lease_s: float
+    version: int
+    content: ReplyRows
+
+
+class Ack(Message):
+    """The rows of a lease are done (rows None: all; else these, the rest stay leased).
+
+    columns: results for the acked rows, in the order of `rows` (or of the lease), committed with the ack.
+    drop: instead of done, the rows end as dropped with this reason.
+    step: the trainer's; the rows are done for good when `CommitCheckpoint` covers it. -1: they are at once.
+    """
+
+    table: Name
+    lease: int
+    token: int
+    rows: Rows | None = None
+    columns: Columns | None = None
+    drop: Text = ""
+    step: StepOrNone = -1
+
+
+class CommitCheckpoint(Message, tag="Checkpointed"):
+    """The model is safe up to `step`: rows acked with it, or one before, are done. Answer: Done, with how many.
+
+    task: "" for the one that sets the pace, or the only one.
+    """
+
+    table: Name
+    step: Step
+    task: Name = ""
+
+
+class Rollback(Message):
+    """The model is again as it was at `step` (-1: at the start): rows acked with a later one are ready again. Answer: Done.
+
+    Leases of the task end. task: as of `CommitCheckpoint`. version: the clock goes back to it; -1: it stays.
+    """
+
+    table: Name
+    step: StepOrNone
+    task: Name = ""
+    version: StepOrNone = -1
+
+
+class Cursor(Message):
+    """The lowest ordinal, from `start` on, that was not put yet or of which a row is live. Answer: CursorAt."""
+
+    table: Name
+    start: Count = 0
+
+
+class CursorValue(Message, tag="CursorAt"):
+    """Every ordinal from the start of a `Cursor` up to here, exclusive, has its final fate."""
+
+    ordinal: int
+
+
+class ReleaseRequest(Message, tag="Release"):
+    """Rows of a lease go back to ready. failed: counts as an attempt (an exception), with its text.
+
+    columns: what was made of the rows so far, in the order of `rows` (or of the lease); it replaces what they had, and
+    commits with the release.
+    """
+
+    table: Name
+    lease: int
+    token: int
+    rows: Rows | None = None
+    failed: bool = False
+    reason: Annotated[str, Meta(max_length=4096)] = ""
+    columns: Columns | None = None
+
+
+class Renew(Message):
+    """The lease now ends `lease_s` from now (0: the task's own term). Answer: Renewed."""
+
+    table: Name
+    lease: int
+    token: int
+    lease_s: Seconds = 0.0
+
+
+class Renewed(Message):
+    """Seconds until the renewed lease ends."""
+
+    lease_s: float
+
+
+class Reserve(Message):
+    """Permission to start producing `rows` rows with weights of `policy_version` (-1: the clock)."""
+
+    table: Name
+    rows: Annotated[int, Meta(ge=1)]
+    policy_version: int = -1
+    wait_s: Seconds = 0.0
+
+
+class Reserved(Message):
+    """reservation: names it in `PutRequest`. refills: (group_id, missing members) asked for again; part of rows."""
+
+    reservation: int
+    rows: int
+    version: int
+    refills: Annotated[list[tuple[int, int]], Meta(max_length=ROWS_PER_REQUEST_MAX)]
+
+
+class Unreserve(Message):
+    """Rows of a reservation that will not be produced (rows 0: all that are left)."""
+
+    table: Name
+    reservation: int
+    rows: Count = 0
+
+
+class Drop(Message):
+    """Rows end as dropped(reason) for every task. Leased rows too: their acks will be refused."""
+
+    table: Name
+    rows: Rows
+    reason: Name
+
+
+class Delete(Message):
+    """Frees rows of a `Manual` table that are finished (done or dropped) or never will be needed."""
+
+    table: Name
+    rows: Rows
+
+
+class Find(Message):
+    """Row ids of keys; -1 where there is none."""
+
+    table: Name
+    keys: Keys
+
+
+class Found(Message):
+    """Answer to Find: row ids in the order of its keys."""
+
+    rows: Rows
+
+
+class ReadRequest(Message, tag="Read"):
+    """Rows without a lease: these ids, or all live rows that match `where` (at most `limit`)."""
+
+    table: Name
+    rows: Rows | None = None
+    fields: TableNames | None = None
+    where: Where = []
+    limit: Count = 0
+
+
+class ReadRows(Message):
+    """Answer to Read. The rows are not leased; their blocks are pinned."""
+
+    content: ReplyRows

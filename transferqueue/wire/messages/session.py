@@ -1,0 +1,74 @@
+"""Messages that open, keep and close a session."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from transferqueue.limits import SESSIONS_MAX
+from transferqueue.wire.home_coordinator import CoordinatorIndex
+from transferqueue.wire.messages.base import Bytes, Count, Message, Path, Pid, Secret, Text
+
+
+class ShardOffer(Message, tag="Offer"):
+    """The memory that a session brings: it is a shard. path: of its arena, for processes of its host. capacity: bytes.
+
+    endpoint: tcp address of its bulk endpoint, as others reach it. key: public key of CURVE to expect there; "": none.
+    secret: 32 bytes that tickets for it are made with. number: of the shard; the coordinator gives it.
+    """
+
+    path: Path
+    capacity: Annotated[int, Meta(ge=1, lt=1 << 62)]
+    endpoint: Text
+    key: Text
+    secret: Secret
+    number: Count = 0
+
+
+class Hello(Message):
+    """Opens a session. client: 16 random bytes. lock: path of a file the client holds an flock on, or "".
+
+    remote: the client cannot map the arena, or was told not to: its bytes go over the bulk endpoint.
+    shard: of a process that joins with memory of its own.
+    """
+
+    client: Bytes
+    pid: Pid = 0
+    host: Text = ""
+    lock: Text = ""
+    version: Text = ""
+    label: Text = ""
+    remote: bool = False
+    shard: ShardOffer | None = None
+
+
+class Welcome(Message):
+    """A session is open. epoch: this life of the coordinator. arenas: shard -> path of its memory.
+
+    bulk_port: of the bulk endpoint, on the host that the client dialled; 0: the server has none. bulk_plain: it asks for no
+    keys and encrypts nothing, whatever the control port does.
+    durable: the session outlives the server: when it is gone, wait for the next one at the same address.
+    checksums: each block is committed with the checksum of its bytes, since after a reboot that tells whether the device has them.
+    seat: which of the coordinators of its deployment this is.
+    """
+
+    session: int
+    epoch: int
+    server: Text
+    runtime: Text
+    arenas: Annotated[dict[int, Text], Meta(max_length=SESSIONS_MAX)]
+    arena_bytes: int
+    bulk_port: int = 0
+    durable: bool = False
+    bulk_plain: bool = False
+    seat: CoordinatorIndex = CoordinatorIndex()
+    checksums: bool = False
+
+
+class Heartbeat(Message):
+    """Notice: the client lives. No answer."""
+
+
+class Goodbye(Message):
+    """Closes the session: its leases, reservations, grants and pins return at once."""

@@ -1,0 +1,98 @@
+"""Messages between the coordinator and shards that joined, and about those shards."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from transferqueue.limits import ITEMS_MAX, SESSIONS_MAX
+from transferqueue.wire.messages.base import I64, Count, Counts, Message, Path, Seconds, Text
+
+
+class ListShards(Message):
+    """Which further shards there are. Answer: Shards."""
+
+
+class ShardEndpoint(Message, tag="ShardAt"):
+    """A further shard. path: of its arena, where this session maps it; else "": its bytes cross from `endpoint`.
+
+    key: public key of CURVE to expect there; "": none.
+    """
+
+    number: Count
+    path: Path
+    capacity: Count
+    endpoint: Text
+    key: Text
+
+
+class ShardList(Message, tag="Shards"):
+    """Answer to ListShards, by number. Not among them: the coordinator's own, which `Welcome` names."""
+
+    shards: Annotated[list[ShardEndpoint], Meta(max_length=SESSIONS_MAX)]
+
+
+class Drain(Message):
+    """Nothing more is granted in this shard, and when nothing is left in it, it ends. Answer: Done, at once."""
+
+    shard: Count
+
+
+class PollCommands(Message, tag="TakeOrders"):
+    """A shard has carried out its orders up to `done` of this `epoch`, but for `failed`; it waits for the next. Answer: Orders."""
+
+    epoch: Count
+    done: Count
+    failed: Counts = []
+    wait_s: Seconds = 0.0
+
+
+class AllocatePages(Message, tag="Grow"):
+    """Give these bytes of the arena pages."""
+
+    offset: Count
+    nbytes: Annotated[int, Meta(ge=1, lt=1 << 62)]
+
+
+class FreePages(Message, tag="Punch"):
+    """Nobody needs these bytes of the arena: give their pages back."""
+
+    offset: Count
+    nbytes: Annotated[int, Meta(ge=1, lt=1 << 62)]
+
+
+class Revoke(Message):
+    """Nothing of this extent is read or written from now on."""
+
+    extent: Count
+
+
+class CloseTransfers(Message):
+    """This session is over, and so are its transfers."""
+
+    ended: Count
+
+
+class LiveSet(Message, tag="Stand"):
+    """Of all extents numbered below `extents_to` only `extents` stand, of all sessions below `sessions_to` only `sessions`."""
+
+    extents_to: Count
+    extents: I64
+    sessions_to: Count
+    sessions: I64
+
+
+class ShutDownShard(Message, tag="Leave"):
+    """Nothing is left in the shard: it ends."""
+
+
+Order = AllocatePages | FreePages | Revoke | CloseTransfers | LiveSet | ShutDownShard
+
+
+class ShardCommands(Message, tag="Orders"):
+    """What a shard is to do next, in order, numbered from `first` in this `epoch`."""
+
+    epoch: int
+    first: int
+    orders: Annotated[list[Order], Meta(max_length=ITEMS_MAX)]

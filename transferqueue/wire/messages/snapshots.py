@@ -1,0 +1,41 @@
+"""Messages that start and watch the writing and restoring of snapshots."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from transferqueue.limits import SNAPSHOTS_KEPT_MAX
+from transferqueue.wire.messages.base import Count, FullPath, Message, Path, Seconds
+
+
+class SnapshotRequest(Message, tag="Snapshot"):
+    """Write all there is now to `path` under the server's root, and keep the newest `keep` there. Answer: Working, at once."""
+
+    path: Path
+    keep: Annotated[int, Meta(ge=1, le=SNAPSHOTS_KEPT_MAX)] = 2
+
+
+class Restore(Message):
+    """An empty deployment becomes what the snapshot at `path` (the newest under it) is of. Answer: Working, at once."""
+
+    path: Path
+
+
+class WatchJob(Message, tag="Follow"):
+    """How far a work is, once it is past `done` bytes or has ended. Answer: Working; `Failed` with what ended it."""
+
+    work: Count
+    done: Count = 0
+    wait_s: Seconds = 0.0
+
+
+class JobProgress(Message, tag="Working"):
+    """A snapshot or restore that was begun. done of total: bytes, about. path: where, under the server's root; ended: all of it is there."""
+
+    work: int
+    path: FullPath
+    done: int
+    total: int
+    ended: bool

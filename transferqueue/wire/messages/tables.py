@@ -1,0 +1,98 @@
+"""Messages about tables: their terms, their tasks and fields, their clock and their end."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from transferqueue.limits import ROWS_PER_REQUEST_MAX, Limits
+from transferqueue.policies import Pacing, Retention, Task
+from transferqueue.wire.messages.base import Message, Name, Seconds, TableFields, Tasks, Text
+
+
+class CreateTable(Message):
+    """A table and its terms. exist_ok: an existing table with the same terms is no error. replicas: shards that have each block.
+
+    extra_fields: whether rows may add fields that the terms do not name; None: if the terms declare no fields.
+    """
+
+    name: Name
+    fields: TableFields = []
+    tasks: Tasks = []
+    limits: Limits = Limits()
+    pacing: Pacing | None = None
+    retention: Retention | None = None
+    exist_ok: bool = False
+    replicas: Annotated[int, Meta(ge=1)] = 1
+    extra_fields: bool | None = None
+
+
+class OpenTable(Message):
+    """The terms of a table, waiting up to `wait_s` for it to be created."""
+
+    name: Name
+    wait_s: Seconds = 0.0
+
+
+class TableTerms(Message):
+    """A table as it is: answer to CreateTable, OpenTable, AddTask, AddFields.
+
+    extra_fields: whether rows may add fields that the terms do not name; None: yes, but clients refuse near misses.
+    """
+
+    name: Text
+    fields: TableFields
+    tasks: Tasks
+    limits: Limits
+    pacing: Pacing | None
+    retention: Retention
+    sealed: bool
+    version: int
+    replicas: int = 1
+    extra_fields: bool | None = None
+
+
+class AddTask(Message):
+    """One more consumer of an existing table. Answer: TableTerms."""
+
+    table: Name
+    task: Task
+
+
+class AddFields(Message):
+    """More fields of an existing table, before any row has them. Answer: TableTerms."""
+
+    table: Name
+    fields: TableFields
+
+
+class DropTable(Message):
+    """Removes a table: its rows are dropped (reason ``table_dropped``), its waiters told. empty: refused while it has rows."""
+
+    name: Name
+    empty: bool = False
+
+
+class ListTables(Message):
+    """Which tables there are."""
+
+
+class Tables(Message):
+    """Names of the tables, sorted."""
+
+    names: Annotated[list[Text], Meta(max_length=ROWS_PER_REQUEST_MAX)]
+
+
+class Seal(Message):
+    """No more rows will enter."""
+
+    table: Name
+
+
+class AdvanceClock(Message, tag="Advance"):
+    """The table's clock (the trainer's version) is now `version`; it never goes back."""
+
+    table: Name
+    version: int
+    wait_s: Seconds = 0.0
