@@ -10,6 +10,7 @@ BUSY = 0.1
 """Of the stream, on a machine that does something else too; on a quiet one the figure to reach is 0.7 (`bench/records`)."""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_hosts(tmp_path):
