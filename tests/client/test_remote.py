@@ -244,13 +244,13 @@ def test_a_reader_that_stalls_holds_few_bytes_at_the_server(server: Served, name
         return int(status.split("RssAnon:")[1].split()[0]) << 10
 
     program = """
-        import transferqueue.client.memory.remote
-        class Stalled(remote.Fetch):
+        import transferqueue.client.memory.remote as remote
+        class Stalled(remote.FetchTransfer):
             def receive(self):
                 print("stalled", flush=True)
                 sys.stdin.readline()
                 return super().receive()
-        remote.Fetch = Stalled
+        remote.FetchTransfer = Stalled
         print(len(tq.connect(sys.argv[1], data="remote").table(sys.argv[2]).read(limit=10**6)["x"].list()))
     """
     with tq.connect(server.ipc) as queue:

@@ -55,7 +55,7 @@ class Told(Fuzz):
     lease has built."""
 
     def note(self, data):
-        for untold in (rb"Wake\(key=\([^)]*\)\)(, )?", rb" \(silent [0-9]+ s\)", rb"(?s)silent_s.{9}"):
+        for untold in (rb"WakeWaiters\(key=\([^)]*\)\)(, )?", rb" \(silent [0-9]+ s\)", rb"(?s)silent_s.{9}"):
             data = re.sub(untold, b"", data)
         super().note(data.replace(b", ]", b"]"))
 
