@@ -82,7 +82,9 @@ def _structs(*modules: ModuleType) -> list[type]:
         found
         for module in modules
         for found in vars(module).values()
-        if isinstance(found, type) and issubclass(found, msgspec.Struct) and found.__module__ == module.__name__
+        if isinstance(found, type)
+        and issubclass(found, msgspec.Struct)
+        and f"{found.__module__}.".startswith(f"{module.__name__}.")
     ]
 
 
