@@ -15,7 +15,7 @@ import numpy as np
 
 from transferqueue.errors import FlowSignal, TransferQueueError, UsageError
 from transferqueue.ledger.ledger import Ledger
-from transferqueue.ledger.persistence.snapshot import LedgerSnapshot, TableSnapshot, take
+from transferqueue.ledger.persistence.snapshot import LedgerSnapshot, TableSnapshot, take_snapshot
 from transferqueue.limits import MIB
 from transferqueue.server.durability.snapshot_files import _placement
 from transferqueue.server.durability.snapshots import SnapshotJobs
@@ -78,7 +78,7 @@ class Restorer:
 
     def contents(self) -> dict[str, Any]:
         """Terms, counts, rows and values of every field, as plain values; ages left out. Reads every column."""
-        cut = take(self.ledger.state)
+        cut = take_snapshot(self.ledger.state)
         tables = {table.terms.name: self._table(cut, table) for table in cut.tables}
         channels = {
             one.name: [

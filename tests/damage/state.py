@@ -209,7 +209,7 @@ def _compared(base: Base, life: StateDirectory) -> str:
             f"block {number} has other bytes, and nobody says so"
         )
     if damaged:
-        rows = life.ledger.lose(damaged, life.ledger.state.now)
+        rows = life.ledger.blocks_lost(damaged, life.ledger.state.now)
         assert rows or not _rows_of(life, damaged), "no row is named"
     return "rows lost" if damaged else "as answered"
 

@@ -33,8 +33,8 @@ def moved(cut: LedgerSnapshot, world: World) -> LedgerSnapshot:
 
 def planted(world: World) -> tuple[World, Driver]:
     other = World(now=100.0)
-    cut = moved(world.ledger.cut(world.now), other)
-    other.ledger.plant(cut, other.now)
+    cut = moved(world.ledger.take_snapshot(world.now), other)
+    other.ledger.restore_snapshot(cut, other.now)
     extents = other.ledger.state.core.blocks.extents
     other.taken = {one.id: (one.offset, align(max(one.nbytes, 1), PAGE_BYTES)) for one in extents.values()}
     return other, other.client()
@@ -52,9 +52,9 @@ def client(world: World) -> Driver:
 
 def test_only_an_empty_ledger_takes_a_cut(world: World, client: Driver) -> None:
     client.create("rollouts")
-    cut = world.ledger.cut(world.now)
+    cut = world.ledger.take_snapshot(world.now)
     with pytest.raises(UsageError, match=r"into an empty deployment; this one has rollouts: start another server"):
-        world.ledger.plant(cut, world.now)
+        world.ledger.restore_snapshot(cut, world.now)
 
 
 def test_rows_keep_ids_facts_values_keys_and_tags(world: World, client: Driver) -> None:
@@ -182,17 +182,17 @@ def test_weights_are_kept(world: World, client: Driver) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_histories_balance_and_a_second_cut_is_the_same(seed: int) -> None:
     _, fuzz = run(seed, 300)
-    check(fuzz.ledger.cut(fuzz.now))
-    cut = fuzz.ledger.cut(1e6)
+    check(fuzz.ledger.take_snapshot(fuzz.now))
+    cut = fuzz.ledger.take_snapshot(1e6)
     check(cut)
     other = Ledger()
     arena = World()
-    other.plant(moved(cut, arena), 0.0)
+    other.restore_snapshot(moved(cut, arena), 0.0)
     assert other.observe(m.Observe("audit"), 0.0)["balanced"]
-    second = other.cut(0.0)
+    second = other.take_snapshot(0.0)
     third = Ledger()
-    third.plant(moved(other.cut(0.0), World()), 0.0)
-    assert_alike(second, third.cut(0.0))
+    third.restore_snapshot(moved(other.take_snapshot(0.0), World()), 0.0)
+    assert_alike(second, third.take_snapshot(0.0))
 
 
 def assert_alike(one: LedgerSnapshot, other: LedgerSnapshot) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from transferqueue.errors import TransferQueueError
 from transferqueue.ledger import FreeExtent, Ledger, MustWait
-from transferqueue.ledger.tasks.task_state import HELD, READY
+from transferqueue.ledger.tasks.task_state import READY, WAITING_FOR_GROUP
 from transferqueue.limits import Limits
 from transferqueue.policies import (
     Compare,
@@ -251,7 +251,7 @@ class Fuzz:
             )
             self.room = 0
         if dice.random() < 0.01:
-            self.note(repr(self.ledger.lose_shard(dice.randint(0, 2), self.now)).encode())
+            self.note(repr(self.ledger.shard_lost(dice.randint(0, 2), self.now)).encode())
         if dice.random() < 0.003:
             session = dice.choice(list(self.calls))
             self.ledger.close_session(session, self.now)
@@ -294,7 +294,7 @@ class Fuzz:
             live = at[table.rows.pages.fate.a[at] == 1]
             counted = np.bincount(task.state.a[live], minlength=8)[:4].tolist()
             assert counted == task.counts[:4], name
-            ready = live[(task.state.a[live] == HELD) | (task.state.a[live] == READY)]
+            ready = live[(task.state.a[live] == WAITING_FOR_GROUP) | (task.state.a[live] == READY)]
             assert task.completed(ready).all(), name
             held = [row for one in self.ledger.state.core.leases.by_id.values() if one.task == name
                     for row in one.rows[one.held].tolist()]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.ledger.driver import World
-from transferqueue.ledger.rules.explain import LEASES_SEEN
+from transferqueue.ledger.rules.explain import LEASES_SAMPLED
 from transferqueue.policies import Task
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
@@ -13,11 +13,11 @@ def test_leases_beyond_those_looked_at_are_counted() -> None:
     world = World()
     client = world.client(label="worker")
     client.create(tasks=[Task("grade", ["x"])], fields=[Field("x", "float64")])
-    client.put(LEASES_SEEN + 20, inline={"x": [0.0] * (LEASES_SEEN + 20)})
-    for _ in range(LEASES_SEEN + 20):
+    client.put(LEASES_SAMPLED + 20, inline={"x": [0.0] * (LEASES_SAMPLED + 20)})
+    for _ in range(LEASES_SAMPLED + 20):
         client.lease("grade", 1)
     text = world.ledger.explain(m.LeaseRequest("t", "grade", rows=1), world.now)
-    assert f'{LEASES_SEEN} rows are leased for "grade" by worker' in text
+    assert f'{LEASES_SAMPLED} rows are leased for "grade" by worker' in text
     assert '20 more rows are leased for "grade"' in text
 
 

@@ -38,7 +38,7 @@ def lose(world: World, rows: list[int], field: str) -> dict[str, list[int]]:
     """Lose the blocks that hold a field of rows."""
     table = world.table()
     (places,) = table.parts.locate([field], table.rows.pages.index(np.array(rows)))
-    lost = world.ledger.lose(set(places.blocks.tolist()) - {0}, world.now)
+    lost = world.ledger.blocks_lost(set(places.blocks.tolist()) - {0}, world.now)
     world.collect()
     return lost
 

@@ -43,7 +43,7 @@ from transferqueue.policies import (
     VersionBetween,
 )
 from transferqueue.wire import messages as m
-from transferqueue.wire import run_length as short
+from transferqueue.wire import run_length
 from transferqueue.wire.codec import decode_fields
 
 ROWS_MAX = 24
@@ -256,7 +256,7 @@ class LedgerMachine(RuleBasedStateMachine):
         blocks = self.world.ledger.state.core.blocks.blocks
         gone = [number for number, one in blocks.items() if self.commit_of_extent[one.at.extent] == commit]
         self.model.tick(self.world.now)
-        lost = self.world.ledger.lose(gone, self.world.now)
+        lost = self.world.ledger.blocks_lost(gone, self.world.now)
         self.world.collect()
         assert lost.get("t", []) == sorted(self.model.lose({commit}))
 
@@ -308,7 +308,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """The places of the task's fields are those of the last commit that wrote them."""
         blocks = self.world.ledger.state.core.blocks.blocks
         for part in reply.reply.content.parts:
-            at = short.encode_rows(part.block_of_row, "<i4", len(reply.rows))
+            at = run_length.encode_rows(part.block_of_row, "<i4", len(reply.rows))
             for name in part.fields:
                 found = [self.commit_of_extent[blocks[part.blocks[one].block].at.extent] for one in at]
                 assert found == [self.model.rows[row].fields[name] for row in reply.rows]
@@ -508,7 +508,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert audit["tables"]["t"]["rows_live"] == len(model.live())
         assert (table.clock, table.sealed) == (model.clock, model.sealed)
         assert table.flow.reserved == model.reserved()
-        assert table.flow.owed == model.owed
+        assert table.flow.refills == model.owed
         assert {one.id: one.left for one in table.flow.reservations.values()} == {
             one.id: one.left for one in model.reservations.values()
         }

@@ -10,7 +10,7 @@ import pytest
 from tests.ledger.driver import Driver, World
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Full, LeaseExpired, NotFound, ProtocolError, UsageError
 from transferqueue.ledger import Ledger
-from transferqueue.ledger.rows import indexes as ordinals
+from transferqueue.ledger.rows import indexes
 from transferqueue.ledger.rows.indexes import FinishedOrdinals
 from transferqueue.limits import Limits
 from transferqueue.policies import Complete, Pacing, Task
@@ -296,7 +296,7 @@ def test_rows_without_an_ordinal_do_not_count(client: Driver) -> None:
 
 
 def test_spans_are_those_of_a_plain_set(client: Driver, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ordinals, "PENDING_MAX", 40)
+    monkeypatch.setattr(indexes, "PENDING_MAX", 40)
     table(client)
     dice = np.random.default_rng(5)
     ended: set[int] = set()
@@ -313,7 +313,7 @@ def test_spans_are_those_of_a_plain_set(client: Driver, world: World, monkeypatc
 
 
 def test_sparse_ordinals_are_bounded(client: Driver, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ordinals, "SPANS_MAX", 4)
+    monkeypatch.setattr(indexes, "SPANS_MAX", 4)
     table(client)
     client.put(9, ordinal=range(0, 18, 2))
     client.ack(client.lease("train", 9))

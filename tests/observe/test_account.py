@@ -145,7 +145,7 @@ def test_a_wait_is_explained_by_groups_holders_and_silence(world: World, maker: 
     assert '1 row lacks "r" (given by "reward": 1 ready and not leased)' in text
     world.pass_time(74.0)
     assert "by rollout-5 (silent 74 s), for 74 s" in why(world, 3)
-    world.ledger.heard(worker.session, world.now)
+    world.ledger.message_received(worker.session, world.now)
     assert "by rollout-5, for 74 s" in why(world, 3)
 
 

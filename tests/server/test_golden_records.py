@@ -46,17 +46,17 @@ def made() -> list[bytes]:
         ask(3 + at, m.PutRequest("t", 2, m.Columns([BYTES], [block])), 3.0)
     ask(5, m.LeaseRequest("t", "train", rows=1, wait_s=5.0), 4.0)
     ledger.tick(9.0)  # the lease expires
-    ledger.lose([1], 9.5)
-    ledger.lose_shard(0, 10.0)
+    ledger.blocks_lost([1], 9.5)
+    ledger.shard_lost(0, 10.0)
     ledger.close_session(6, 11.0, pins=False)
     ledger.end_pins(6)
     with pytest.MonkeyPatch.context() as defect:
         defect.setitem(OPERATIONS, m.Seal, _fail)
-        defect.setattr(Ledger, "lose_shard", _fail)
+        defect.setattr(Ledger, "shard_lost", _fail)
         with pytest.raises(ZeroDivisionError):
             ask(6, m.Seal("t"), 12.0)
         with pytest.raises(ZeroDivisionError):
-            ledger.lose_shard(1, 13.0)
+            ledger.shard_lost(1, 13.0)
     ledger.commit()
     return paper.records
 

@@ -14,8 +14,8 @@ from collections.abc import Collection
 
 import numpy as np
 
-from transferqueue.ledger.requests import ack as returns
-from transferqueue.ledger.requests import weight_channels as channels
+from transferqueue.ledger.requests import weight_channels
+from transferqueue.ledger.requests.ack import expire_lease
 from transferqueue.ledger.rows.arrays import BoolArray, IntArray
 from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
@@ -25,14 +25,14 @@ from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
 
 
-def lose(state: LedgerState, blocks: Collection[int], why: str) -> dict[str, list[int]]:
+def lose_blocks(state: LedgerState, blocks: Collection[int], why: str) -> dict[str, list[int]]:
     """The bytes of these blocks are gone. why: for people. Returns the rows that ended as lost, by table."""
     gone = frozenset(blocks)
     if not gone:
         return {}
-    _give_up_staged(state, gone)
+    _expire_leases_with_results_in(state, gone)
     for channel in state.channels.values():
-        channels.lose(channel, state.core.blocks, gone, why)
+        weight_channels.lose_blocks(channel, state.core.blocks, gone, why)
     numbers = np.array(sorted(gone), np.int64)
     lost = {name: _lose_values(table, numbers, why, state.now) for name, table in state.tables.items()}
     return {name: rows for name, rows in lost.items() if rows}
@@ -48,15 +48,15 @@ def values_in(state: LedgerState, blocks: Collection[int]) -> dict[str, dict[str
 def _values_in(table: TableState, blocks: IntArray) -> dict[str, list[int]]:
     rows = table.rows.pages.resident_rows()
     at = table.rows.pages.index(rows)
-    found = {name: rows[there].tolist() for name, there in _fields_there(table, at, blocks).items()}
+    found = {name: rows[there].tolist() for name, there in _fields_in(table, at, blocks).items()}
     return {name: rows for name, rows in found.items() if rows}
 
 
-def _give_up_staged(state: LedgerState, blocks: frozenset[int]) -> None:
+def _expire_leases_with_results_in(state: LedgerState, blocks: frozenset[int]) -> None:
     for lease in list(state.core.leases.by_id.values()):
         if lease.staged is not None and not blocks.isdisjoint(lease.staged.blocks):
             why = "the bytes of its results were lost"
-            returns.expire_lease(state.tables[lease.table], lease, why, state.now, failed=False)
+            expire_lease(state.tables[lease.table], lease, why, state.now, failed=False)
 
 
 def _lose_values(table: TableState, blocks: IntArray, why: str, now: float) -> list[int]:
@@ -66,10 +66,10 @@ def _lose_values(table: TableState, blocks: IntArray, why: str, now: float) -> l
     if not rows.size:
         return []
     live = rows[table.rows.pages.fate.a[table.rows.pages.index(rows)] == LIVE]
-    for name, lacking in _clear(table, rows, blocks, why, now).items():
+    for name, lacking in _clear_fields(table, rows, blocks, why, now).items():
         lacking = lacking[np.isin(lacking, live)]
         regenerate_field(table, name, lacking[_waited_for(table, name, lacking)], now)
-    ended = sorted({row for doomed, reason in table.doomed if reason == LOST for row in doomed.tolist()})
+    ended = sorted({row for to_drop, reason in table.to_drop if reason == LOST for row in to_drop.tolist()})
     apply_group_and_stale_rules(table, now)
     if ended:
         table.lost[why] = table.lost.get(why, 0) + len(ended)
@@ -77,10 +77,10 @@ def _lose_values(table: TableState, blocks: IntArray, why: str, now: float) -> l
     return ended
 
 
-def _clear(table: TableState, rows: IntArray, blocks: IntArray, why: str, now: float) -> dict[str, IntArray]:
+def _clear_fields(table: TableState, rows: IntArray, blocks: IntArray, why: str, now: float) -> dict[str, IntArray]:
     """Rows lack what lay in the blocks. Returns the rows of each field."""
     at = table.rows.pages.index(rows)
-    gone = {name: there for name, there in _fields_there(table, at, blocks).items() if there.any()}
+    gone = {name: there for name, there in _fields_in(table, at, blocks).items() if there.any()}
     for name, there in gone.items():
         table.rows.clear_fields(at[there], table.rows.mask((name,)))
         table.history.add(now, why, rows[there], detail=name)
@@ -89,14 +89,12 @@ def _clear(table: TableState, rows: IntArray, blocks: IntArray, why: str, now: f
     return {name: rows[there] for name, there in gone.items()}
 
 
-def _fields_there(table: TableState, at: IntArray, blocks: IntArray) -> dict[str, BoolArray]:
+def _fields_in(table: TableState, at: IntArray, blocks: IntArray) -> dict[str, BoolArray]:
     """For each field that is not inline, which rows read it from one of the blocks."""
-    return {
-        name: _has_other_copy(table, name, at, blocks) for name in table.rows.fields if name not in table.rows.inline
-    }
+    return {name: _reads_from(table, name, at, blocks) for name in table.rows.fields if name not in table.rows.inline}
 
 
-def _has_other_copy(table: TableState, name: str, at: IntArray, blocks: IntArray) -> BoolArray:
+def _reads_from(table: TableState, name: str, at: IntArray, blocks: IntArray) -> BoolArray:
     """Which rows read the field from one of the blocks."""
     (places,) = table.parts.locate([name], at)
     return table.rows.has_all(at, table.rows.mask((name,))) & np.isin(places.blocks, blocks)
@@ -108,11 +106,11 @@ def _waited_for(table: TableState, name: str, rows: IntArray) -> BoolArray:
     found = np.zeros(rows.size, np.bool_)
     for task in table.tasks.values():
         if name in task.needs:
-            found |= (task.state.a[at] <= READY) | _set_aside(table, task, at)
+            found |= (task.state.a[at] <= READY) | _in_unclaimed_share(table, task, at)
     return found
 
 
-def _set_aside(table: TableState, task: TaskState, at: IntArray) -> BoolArray:
+def _in_unclaimed_share(table: TableState, task: TaskState, at: IntArray) -> BoolArray:
     """Rows in shares that no rank has claimed: nobody has read them."""
     leases = table.core.leases.by_id
     held = task.hold.a[at]

@@ -16,15 +16,15 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from transferqueue.errors import Full, InternalError, ProtocolError, UsageError
-from transferqueue.ledger import data_loss as losses
+from transferqueue.ledger.data_loss import lose_blocks, values_in
 from transferqueue.ledger.dispatch import OPERATIONS
 from transferqueue.ledger.effects import Effect, MustWait
 from transferqueue.ledger.persistence import image
-from transferqueue.ledger.persistence.restore import planted
-from transferqueue.ledger.persistence.snapshot import LedgerSnapshot, take
+from transferqueue.ledger.persistence.restore import restored
+from transferqueue.ledger.persistence.snapshot import LedgerSnapshot, take_snapshot
 from transferqueue.ledger.reports.answers import explained, observed
-from transferqueue.ledger.requests import ack as returns
-from transferqueue.ledger.requests import weight_channels as channels
+from transferqueue.ledger.requests import weight_channels
+from transferqueue.ledger.requests.ack import expire_lease
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
 from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.state import LedgerState
@@ -70,17 +70,17 @@ class Ledger:
 
     # ------------------------------------------------------------ cuts
 
-    def cut(self, now: float) -> LedgerSnapshot:
+    def take_snapshot(self, now: float) -> LedgerSnapshot:
         """All that a snapshot keeps, copied at one moment: see `cut`."""
         self.tick(now)
-        return take(self.state)
+        return take_snapshot(self.state)
 
-    def plant(self, cut: LedgerSnapshot, now: float) -> None:
+    def restore_snapshot(self, snapshot: LedgerSnapshot, now: float) -> None:
         """Become what a cut was taken of, or change nothing: `UsageError` if there is a table or a channel, `Corruption` if the
-        cut is none of a ledger (`cut_checks.check` looks at more). Takes as long as an `image` of what there is, and the cut.
+        cut is none of a ledger (`cut_checks.check` looks at more). Takes as long as an `image` of what there is, and the snapshot.
         """
         self.tick(now)
-        self.state = planted(self.state, cut, self.state.now)
+        self.state = restored(self.state, snapshot, self.state.now)
 
     # ------------------------------------------------------------ sessions
 
@@ -97,12 +97,12 @@ class Ledger:
             raise Full(f"{SESSIONS_MAX} sessions are open, the most there may be; close some")
         sessions[session] = SessionState(session, client, label, self.state.now, origin)
         self.state.core.labels[session] = label or f"session {session}"
-        self.state.core.heard[session] = self.state.now
+        self.state.core.last_message_at[session] = self.state.now
 
-    def heard(self, session: int, now: float) -> None:
+    def message_received(self, session: int, now: float) -> None:
         """A session said something that is no request (a heartbeat): it is not silent. For messages to people only."""
         if session in self.state.sessions:
-            self.state.core.heard[session] = now
+            self.state.core.last_message_at[session] = now
 
     def close_session(self, session: int, now: float, *, pins: bool = True) -> None:
         """A client left or died: its leases end as failed attempts, its reservations return.
@@ -158,14 +158,14 @@ class Ledger:
                 self._expire(subject)
             elif isinstance(subject, FormingGroup):
                 subject.late = True
-                subject.owner.unsettled[subject.unit] = None
+                subject.owner.changed[subject.unit] = None
                 apply_group_and_stale_rules(self.state.tables[subject.owner.rows.table], now)
-            elif isinstance(subject, channels.UpdateSlot):
-                channels.end_turn(self.state.channels[subject.channel], subject.session, self.state.core.effects)
+            elif isinstance(subject, weight_channels.UpdateSlot):
+                weight_channels.end_turn(self.state.channels[subject.channel], subject.session, self.state.core.effects)
 
     def _expire(self, lease: LeaseState) -> None:
         why = f"it expired after {lease.length_s:g} s without renewal" if lease.holders else "nobody claimed the share"
-        returns.expire_lease(self.state.tables[lease.table], lease, why, self.state.now)
+        expire_lease(self.state.tables[lease.table], lease, why, self.state.now)
 
     def next_deadline(self) -> float | None:
         """The earliest time at which `tick` would change something."""
@@ -177,17 +177,17 @@ class Ledger:
 
     # ------------------------------------------------------------ losses
 
-    def lose(self, blocks: Collection[int], now: float) -> dict[str, list[int]]:
+    def blocks_lost(self, blocks: Collection[int], now: float) -> dict[str, list[int]]:
         """The bytes of these blocks are damaged: see `losses`. Returns the rows that ended for it, by table; others are made again."""
         self.tick(now)
         there = [number for number in blocks if number in self.state.core.blocks.blocks]
-        return losses.lose(self.state, there, "damaged bytes")
+        return lose_blocks(self.state, there, "damaged bytes")
 
     def values_in(self, blocks: Collection[int]) -> dict[str, dict[str, list[int]]]:
         """The rows that read a field from one of these blocks, by table and field. Changes nothing."""
-        return losses.values_in(self.state, blocks)
+        return values_in(self.state, blocks)
 
-    def lose_shard(self, shard: int, now: float) -> dict[str, list[int]]:
+    def shard_lost(self, shard: int, now: float) -> dict[str, list[int]]:
         """A shard is gone, with all it had: see `losses`. Returns as `lose`.
 
         No `FreeExtent` comes for it any more: its memory is nobody's. Pins and grants in it may still be returned, which is no
@@ -195,7 +195,7 @@ class Ledger:
         `Blocks.last_shard`).
         """
         self.tick(now)
-        return losses.lose(self.state, self.state.core.blocks.lose_shard(shard), f"lost with shard {shard}")
+        return lose_blocks(self.state, self.state.core.blocks.lose_shard(shard), f"lost with shard {shard}")
 
     # ------------------------------------------------------------ requests
 
@@ -207,13 +207,13 @@ class Ledger:
         """
         self.tick(now)
         one = self.state.session(session)
-        self.state.core.heard[session] = self.state.now
+        self.state.core.last_message_at[session] = self.state.now
         operation = OPERATIONS.get(type(request))
         if operation is None:
             raise ProtocolError(f"{type(request).__name__} is not a request for the ledger")
         if isinstance(request, ANSWERED_ANEW):
             return operation(self.state, request, one, call)
-        before = None if self._rows_know(request, one, call) else one.replies.get(call)
+        before = None if self._is_known_put(request, one, call) else one.replies.get(call)
         if before is not None:
             return before
         reply = operation(self.state, request, one, call)
@@ -221,7 +221,7 @@ class Ledger:
             one.replies.keep(call, reply)
         return reply
 
-    def _rows_know(self, request: m.Request, session: SessionState, call: int) -> bool:
+    def _is_known_put(self, request: m.Request, session: SessionState, call: int) -> bool:
         """Whether this is a put that is known from its rows, whatever became of its reply."""
         table = self.state.tables.get(request.table) if isinstance(request, m.PutRequest) else None
         return table is not None and (session.client, call) in table.puts

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from transferqueue.errors import Disconnected, NotFound, listing
-from transferqueue.ledger.requests import ack as returns
-from transferqueue.ledger.requests import weight_channels as channels
+from transferqueue.ledger.requests import weight_channels
+from transferqueue.ledger.requests.ack import expire_lease
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.table import SharedState, TableState
@@ -66,7 +66,7 @@ class LedgerState:
                 table.wake_room()
         for channel in self.channels.values():
             channel.applied.pop(number, None)
-            channels.end_turn(channel, number, self.core.effects)
+            weight_channels.end_turn(channel, number, self.core.effects)
 
     def _end_leases(self, session: int) -> None:
         for lease in self.core.leases.of(session):
@@ -74,12 +74,12 @@ class LedgerState:
             if all(replica in lease.acked for replica in mine):
                 self.core.leases.leave(lease, session)
             elif lease.id in self.core.leases.by_id:
-                returns.expire_lease(self.tables[lease.table], lease, "its holder is gone", self.now)
+                expire_lease(self.tables[lease.table], lease, "its holder is gone", self.now)
 
     def end_pins(self, number: int) -> None:
         """Pins and grants of a closed session return."""
         if self.sessions.pop(number, None) is not None:
             self.core.labels.pop(number, None)
-            self.core.heard.pop(number, None)
+            self.core.last_message_at.pop(number, None)
             self.core.blocks.unpin_all(number)
             self.core.blocks.return_grants(number)

@@ -54,7 +54,7 @@ class SharedState:
     plugins: Mapping[str, PluginFactory] = field(default_factory=dict)
     labels: dict[int, str] = field(default_factory=dict)
     """What to call each session in messages to people."""
-    heard: dict[int, float] = field(default_factory=dict)
+    last_message_at: dict[int, float] = field(default_factory=dict)
     """When each session last said something."""
     last_reservation: int = 0
     absence: Callable[[str, str, float], Absence | None] = unknown
@@ -65,7 +65,7 @@ class SharedState:
 
     def silent_s(self, session: int, now: float) -> float:
         """How long a session has said nothing."""
-        return now - self.heard.get(session, now)
+        return now - self.last_message_at.get(session, now)
 
 
 class TableState:
@@ -89,14 +89,14 @@ class TableState:
         self.parts = ColumnGroups(self.rows)
         self.groups = GroupIndex(self.rows)
         self.tasks: dict[str, TaskState] = {}
-        self.gatherers: list[GroupTaskState] = []
+        self.group_tasks: list[GroupTaskState] = []
         """Tasks that take whole groups."""
         self.flow = FlowControl()
         self.versions = VersionIndex(self.rows) if pacing and pacing.max_staleness is not None else None
         self.ordinals = FinishedOrdinals(self.rows)
         self.history = TableHistory()
         self.usage = OwnerBytes()
-        self.agreements: dict[tuple[str, int, int], SharedBatches] = {}
+        self.shared_batches: dict[tuple[str, int, int], SharedBatches] = {}
         """(task, world, replicas) -> the batches that ranks agree on."""
         self.rows_put = 0
         self.rows_done = 0
@@ -112,7 +112,7 @@ class TableState:
         self.puts: dict[tuple[bytes, int], tuple[int, int]] = {}
         """(client, call) -> first row and number of rows, while their pages live: for late retries."""
         self.puts_of_page: dict[int, list[tuple[bytes, int]]] = {}
-        self.doomed: list[tuple[IntArray, str]] = []
+        self.to_drop: list[tuple[IntArray, str]] = []
         """Rows that will be dropped before the request ends, and why."""
 
     # ------------------------------------------------------------ terms
@@ -126,10 +126,10 @@ class TableState:
             state = GroupTaskState(task, self.rows, ranker, task.groups, self.groups, self.core.deadlines)
         self.tasks[task.name] = state
         self.restrict_fields(self.extra_fields)
-        self.gatherers = [one for one in self.tasks.values() if isinstance(one, GroupTaskState)]
+        self.group_tasks = [one for one in self.tasks.values() if isinstance(one, GroupTaskState)]
         needed = frozenset(name for one in self.tasks.values() for name in one.task.needs)
         for one in self.tasks.values():
-            one.owed = needed.intersection(one.task.gives)
+            one.required_results = needed.intersection(one.task.gives)
         return state
 
     def terms(self) -> TableTerms:
@@ -149,7 +149,7 @@ class TableState:
         return frozenset(name for one in self.tasks.values() for name in (*one.task.needs, *one.task.gives))
 
     @property
-    def pacer(self) -> TaskState | None:
+    def pacing_task(self) -> TaskState | None:
         """State of the task that sets the pace."""
         return self.tasks[self.pacing.task] if self.pacing else None
 
@@ -163,12 +163,12 @@ class TableState:
     @property
     def outstanding(self) -> int:
         """Rows that the pacing task is not done with: reserved, promised, put."""
-        pacer = self.pacer
-        put = self.rows_live if pacer is None else sum(pacer.counts[state] for state in OPEN)
-        return put + self.flow.reserved + self.flow.owed_rows
+        pacing_task = self.pacing_task
+        put = self.rows_live if pacing_task is None else sum(pacing_task.counts[state] for state in OPEN)
+        return put + self.flow.reserved + self.flow.refill_rows
 
     @property
-    def stale_below(self) -> int:
+    def oldest_fresh_version(self) -> int:
         """Rows of versions below this (and stamped at all) are over the staleness bound."""
         if self.pacing is None or self.pacing.max_staleness is None:
             return 0

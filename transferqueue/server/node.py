@@ -411,7 +411,7 @@ class Coordinator:
         lingers = self.sessions.close(session, now)
         self._guard("end of a session", partial(self.ledger.close_session, number, now, pins=not lingers))
         if shard is not None:
-            self._guard("loss of a shard", partial(self.ledger.lose_shard, shard.number, now))
+            self._guard("loss of a shard", partial(self.ledger.shard_lost, shard.number, now))
         if not lingers:
             self._guard("end of evidence", partial(session.evidence.close, self.place.swept))
 
@@ -465,7 +465,7 @@ class Coordinator:
         if call.seen > session.seen:
             self.ledger.seen(session.number, call.seen)
         session.heard(peer, call.seen, now)
-        self.ledger.heard(session.number, now)
+        self.ledger.message_received(session.number, now)
         if call.id <= session.seen or self.parking.holds(session.number, call.id):
             self.counters.repeated += 1
             self.parking.hurry(session.number, call.id, now + wait_of(call.request))

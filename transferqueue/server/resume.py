@@ -62,7 +62,7 @@ def resume_sessions(
     lost: dict[str, list[int]] = {}
     if damaged := state.damaged():
         gone = _told(node.ledger.values_in(damaged))
-        lost = node.ledger.lose(damaged, now)
+        lost = node.ledger.blocks_lost(damaged, now)
         _log.error(
             "%d blocks are damaged on disk. Values that are gone: %s. Rows that were dropped for it, by table: %s; the others "
             "go on without these values, which are made again where a task waits for them",
@@ -115,7 +115,7 @@ def _close_dead_session(node: Coordinator, known: Known, hello: m.Hello, now: fl
     if known.id in node.ledger.state.sessions:  # it was closed before, and lingered
         node.ledger.end_pins(known.id)
     if hello.shard is not None:
-        node.ledger.lose_shard(hello.shard.number, now)
+        node.ledger.shard_lost(hello.shard.number, now)
 
 
 def _hello_of(known: Known) -> m.Hello:

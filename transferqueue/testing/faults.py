@@ -13,20 +13,14 @@ import msgspec
 import numpy as np
 
 from transferqueue.client.session.calls import PendingCalls
-from transferqueue.ledger.requests import ack as returns
-from transferqueue.ledger.requests import checkpoints as stepped
-from transferqueue.ledger.requests import flow_control as flowing
-from transferqueue.ledger.requests import lease as handover
-from transferqueue.ledger.requests import put as intake
-from transferqueue.ledger.requests import weight_channels as channels
+from transferqueue.ledger.requests import ack, checkpoints, flow_control, lease, put, weight_channels
 from transferqueue.ledger.rows.arrays import NO_ROWS
 from transferqueue.ledger.rows.blocks import BlockRegistry
 from transferqueue.ledger.rows.groups import GroupIndex
-from transferqueue.ledger.rules import finish as fates
-from transferqueue.ledger.rules import groups_and_staleness as settle
+from transferqueue.ledger.rules import finish, groups_and_staleness
 from transferqueue.ledger.rules.finish import finish_rows
 from transferqueue.ledger.table import TableState
-from transferqueue.ledger.tasks import task_state as tasks
+from transferqueue.ledger.tasks import task_state
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseTable
 from transferqueue.ledger.tasks.reservations import FlowControl
@@ -137,34 +131,34 @@ def _all(_was: Any) -> Any:
 
 
 FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
-    "rows count as consumed when they are fetched": ((returns, "return_rows", _consumed),),
+    "rows count as consumed when they are fetched": ((ack, "return_rows", _consumed),),
     "an ack is taken without fencing": ((LeaseTable, "get", _unfenced),),
-    "a row id is used again": ((intake, "PutRows", lambda was: lambda first, rows: was(max(0, first - 1), rows)),),
+    "a row id is used again": ((put, "PutRows", lambda was: lambda first, rows: was(max(0, first - 1), rows)),),
     "a row is visible before its last block": ((TaskState, "arrive", _too_early), (GroupTaskState, "arrive", _too_early)),
     "the journal is written after the answer": ((SimJournal, "commit", _behind),),
     "staleness is checked only at the put": (
-        (flowing, "judge_stale", _nothing),
-        (returns, "judge_stale", _nothing),
-        (settle, "judge_stale", _nothing),
-        (handover, "_stale_since", lambda _was: lambda *_args: NO_ROWS),
+        (flow_control, "apply_stale_policy", _nothing),
+        (ack, "apply_stale_policy", _nothing),
+        (groups_and_staleness, "apply_stale_policy", _nothing),
+        (lease, "_stale_since", lambda _was: lambda *_args: NO_ROWS),
     ),
     "a reply is matched by order": ((PendingCalls, "answered", _in_order),),
     "an extent is freed under a view": ((BlockRegistry, "pin", _nothing), (BlockRegistry, "unpin", _nothing)),
     "a reservation is freed twice": ((FlowControl, "close", _double_free),),
-    "the expiry of a lease is not counted": ((returns, "return_rows", _uncounted),),
+    "the expiry of a lease is not counted": ((ack, "return_rows", _uncounted),),
     "a group is handed over incomplete": ((GroupIndex, "size_of", _one_less),),
     "a seal forgets those who wait": ((TableState, "wake_tasks", _nothing), (TableState, "wake_task", _nothing)),
     "a wake-up is lost": ((WaitQueue, "wake", _nothing),),
     "an extent is given back twice": ((OwnShardMemory, "give_back", _twice),),
     "replay skips a record": ((recording, "_carry_out", _skip),),
     "an extent is never given back": ((OwnShardMemory, "give_back", _nothing),),
-    "producers are not held back": ((intake, "no_room", lambda _was: lambda *_args: ""), (flowing, "reserve_hindered", lambda _was: lambda *_args: "")),
-    "a share is done when its first replica is": ((returns, "_ack_replica", _first_replica),),
-    "a checkpoint covers the step after it": ((stepped, "checkpointed", _one_step_more),),
-    "a pull is given the oldest version": ((channels, "pull", _oldest),),
-    "a predicate is not heeded": ((tasks, "matches", _all),),
-    "a kept row is freed when it is done": ((fates, "Acked", lambda _was: object),),
-    "the bytes of a table are not bounded": ((intake, "no_room", lambda was: lambda table, rows, _nbytes: was(table, rows, 0)),),
+    "producers are not held back": ((put, "no_room", lambda _was: lambda *_args: ""), (flow_control, "why_reserve_waits", lambda _was: lambda *_args: "")),
+    "a share is done when its first replica is": ((ack, "_ack_replica", _first_replica),),
+    "a checkpoint covers the step after it": ((checkpoints, "checkpointed", _one_step_more),),
+    "a pull is given the oldest version": ((weight_channels, "pull", _oldest),),
+    "a predicate is not heeded": ((task_state, "matches", _all),),
+    "a kept row is freed when it is done": ((finish, "Acked", lambda _was: object),),
+    "the bytes of a table are not bounded": ((put, "no_room", lambda was: lambda table, rows, _nbytes: was(table, rows, 0)),),
     "a lost shard is not noticed": ((BlockRegistry, "lose_shard", lambda _was: lambda _self, _shard: []),),
     "a copy does not take the place of what is lost": ((BlockRegistry, "_lose_copies", _nothing),),
     "a lost shard takes the copies elsewhere with it": ((BlockRegistry, "lose_shard", _copies_too),),

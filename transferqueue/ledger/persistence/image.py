@@ -22,7 +22,7 @@ from transferqueue import limits, policies, schema
 from transferqueue.errors import Corruption, UsageError
 from transferqueue.ledger import effects
 from transferqueue.ledger.deadlines import Deadlines
-from transferqueue.ledger.persistence import object_graph as heap
+from transferqueue.ledger.persistence import object_graph
 from transferqueue.ledger.persistence.object_graph import ClassLayout, ClassRegistry
 from transferqueue.ledger.requests.weight_channels import (
     AppliedVersion,
@@ -100,7 +100,7 @@ FINGERPRINT: Final = hashlib.blake2b(_KNOWN.fingerprint().encode(), digest_size=
 
 def write(state: LedgerState, epoch: int) -> bytes:
     """An image of the state."""
-    body = heap.write(state, _KNOWN)
+    body = object_graph.write(state, _KNOWN)
     return msgspec.msgpack.encode(_Header(MAGIC, FINGERPRINT, epoch, _digest(body), body))
 
 
@@ -117,7 +117,7 @@ def read(image: bytes, selectors: Mapping[str, PluginFactory]) -> tuple[LedgerSt
         )
     if _digest(header.state) != header.digest:
         raise Corruption(f"image of {len(image):,} bytes is damaged: its digest differs; restore a snapshot")
-    state = heap.read(header.state, _KNOWN)
+    state = object_graph.read(header.state, _KNOWN)
     if not isinstance(state, LedgerState):
         raise Corruption(f"image of {len(image):,} bytes holds {type(state).__name__}, not the state of a ledger")
     _complete(state, selectors)

@@ -112,7 +112,7 @@ class GraphWriter:
         if kinds.keys() <= _PLAIN:
             return ["plain", values]
         if len(kinds) == 1:
-            return self._alike(next(iter(kinds)), values)
+            return self._column_of_one_class(next(iter(kinds)), values)
         return self._mixed(list(kinds), values)
 
     def _mixed(self, kinds: list[type], values: Values) -> Column:
@@ -125,7 +125,7 @@ class GraphWriter:
         ]
         return ["mixed", groups, columns]
 
-    def _alike(self, kind: type, values: Values) -> Column:
+    def _column_of_one_class(self, kind: type, values: Values) -> Column:
         known = self._known
         if kind in known.form_of:
             return ["object", known.form_of[kind], self._refer(known.form_of[kind], values)]

@@ -2,7 +2,7 @@
 
 The rules:
 
-- `planted` changes a copy of the state and returns it. The caller puts the copy in the place of the state, in one assignment,
+- `restored` changes a copy of the state and returns it. The caller puts the copy in the place of the state, in one assignment,
   so that a step that fails here changes nothing.
 - Whether ids, states, groups and counts of a cut fit each other, `cut_checks` has looked at before. What a table's terms must
   fulfil is checked here as of any new table, and the copy must balance at the end.
@@ -26,7 +26,7 @@ from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stal
 from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
-from transferqueue.ledger.tasks.task_state import KEPT, LEASED, STEPPED, TaskState
+from transferqueue.ledger.tasks.task_state import ACKED_WITH_STEP, KEPT_STALE, LEASED, TaskState
 from transferqueue.limits import PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.wire.messages import CreateTable, WrittenBlock
@@ -35,7 +35,7 @@ RESTORE_SESSION = -1
 """Owns the extents of the cut's blocks until all are committed."""
 
 
-def planted(state: LedgerState, cut: LedgerSnapshot, now: float) -> LedgerState:
+def restored(state: LedgerState, snapshot: LedgerSnapshot, now: float) -> LedgerState:
     """A copy of the state with the tables and channels of `cut`. Each block of the cut lies in an extent of its own, of whole
     pages, which is this ledger's from now on; it has no copies, whatever the terms of its table say of new ones.
 
@@ -43,8 +43,8 @@ def planted(state: LedgerState, cut: LedgerSnapshot, now: float) -> LedgerState:
     """
     check_empty(state)
     copied, _ = image.read(image.write(state, 0), state.core.plugins)
-    _plant(copied, cut, now)
-    _check_sums(copied, cut)
+    _restore(copied, snapshot, now)
+    _check_sums(copied, snapshot)
     return copied
 
 
@@ -55,38 +55,38 @@ def check_empty(state: LedgerState) -> None:
         raise UsageError(f"a snapshot is restored into an empty deployment; this one has {there}: start another server")
 
 
-def _check_sums(state: LedgerState, cut: LedgerSnapshot) -> None:
+def _check_sums(state: LedgerState, snapshot: LedgerSnapshot) -> None:
     """What a ledger works out anew must be what the cut tells."""
-    for table in cut.tables:
+    for table in snapshot.tables:
         made = state.tables[table.terms.name]
         if not table_audit(made)["balanced"]:
             raise Corruption(f'table "{made.name}" does not balance: {table_audit(made)}')
 
 
-def _check_terms(state: LedgerState, cut: TableSnapshot) -> None:
+def _check_terms(state: LedgerState, snapshot: TableSnapshot) -> None:
     """A table can be made of these terms."""
     try:
-        check_create(state.core, _request(cut))
+        check_create(state.core, _request(snapshot))
     except NotFound:
         raise  # a selector that this server has not installed: the files may be as they were written
     except UsageError as error:
-        raise Corruption(f'table "{cut.terms.name}" has terms that no table has: {error}') from error
+        raise Corruption(f'table "{snapshot.terms.name}" has terms that no table has: {error}') from error
 
 
-def _plant(state: LedgerState, cut: LedgerSnapshot, now: float) -> None:
-    for table in cut.tables:
+def _restore(state: LedgerState, snapshot: LedgerSnapshot, now: float) -> None:
+    for table in snapshot.tables:
         _check_terms(state, table)
-    planting = _SnapshotRestore(state, cut, now)
-    for table in cut.tables:
-        planting.table(table)
-    for channel in cut.channels:
-        planting.channel(channel)
+    restore = _SnapshotRestore(state, snapshot, now)
+    for table in snapshot.tables:
+        restore.table(table)
+    for channel in snapshot.channels:
+        restore.channel(channel)
     state.core.blocks.return_grants(RESTORE_SESSION)
-    state.dropped_tables = dict(cut.dropped_tables)
+    state.dropped_tables = dict(snapshot.dropped_tables)
 
 
-def _request(cut: TableSnapshot) -> CreateTable:
-    terms = cut.terms
+def _request(snapshot: TableSnapshot) -> CreateTable:
+    terms = snapshot.terms
     return CreateTable(
         terms.name, terms.fields, terms.tasks, terms.limits, terms.pacing, terms.retention, replicas=terms.replicas
     )
@@ -95,83 +95,83 @@ def _request(cut: TableSnapshot) -> CreateTable:
 class _SnapshotRestore:
     """One cut on its way into a state."""
 
-    def __init__(self, state: LedgerState, cut: LedgerSnapshot, now: float) -> None:
-        self._state, self._cut, self._now = state, cut, now
+    def __init__(self, state: LedgerState, snapshot: LedgerSnapshot, now: float) -> None:
+        self._state, self._snapshot, self._now = state, snapshot, now
 
-    def table(self, cut: TableSnapshot) -> None:
+    def table(self, snapshot: TableSnapshot) -> None:
         """Make a table."""
-        table = create_table(self._state.core, _request(cut))
+        table = create_table(self._state.core, _request(snapshot))
         self._state.tables[table.name] = table
-        table.restrict_fields(cut.terms.extra_fields)
-        table.sealed, table.clock = cut.terms.sealed, cut.terms.version
-        ids = cut.rows["row_id"]
-        table.rows.pages.plant(cut.counts.next_row, ids)
+        table.restrict_fields(snapshot.terms.extra_fields)
+        table.sealed, table.clock = snapshot.terms.sealed, snapshot.terms.version
+        ids = snapshot.rows["row_id"]
+        table.rows.pages.restore(snapshot.counts.next_row, ids)
         at = table.rows.pages.index(ids)
-        self._rows(table, cut, at)
-        self._blocks(table, cut, at)
-        _counts(table, cut)
-        live = cut.rows["fate"] == LIVE
-        table.groups.plant(cut.groups, ids[live], cut.rows["group_id"][live])
+        self._rows(table, snapshot, at)
+        self._blocks(table, snapshot, at)
+        _counts(table, snapshot)
+        live = snapshot.rows["fate"] == LIVE
+        table.groups.restore(snapshot.groups, ids[live], snapshot.rows["group_id"][live])
         for name, task in table.tasks.items():
-            self._task(task, cut, name, ids, at)
+            self._task(task, snapshot, name, ids, at)
         if table.versions is not None:
             table.versions.file(ids[live], table.rows.version.a[at[live]])
         table.history.add(self._now, "restored", ids)
-        if table.ordinals.cursor() != cut.counts.cursor:
+        if table.ordinals.cursor() != snapshot.counts.cursor:
             raise Corruption(
-                f'table "{table.name}" has the cursor {cut.counts.cursor}; its rows say {table.ordinals.cursor()}'
+                f'table "{table.name}" has the cursor {snapshot.counts.cursor}; its rows say {table.ordinals.cursor()}'
             )
         self._end_leases(table, ids, at)
 
-    def _rows(self, table: TableState, cut: TableSnapshot, at: IntArray) -> None:
+    def _rows(self, table: TableState, snapshot: TableSnapshot, at: IntArray) -> None:
         rows = table.rows
-        rows.pages.fate.a[at] = cut.rows["fate"]
-        rows.put_at.a[at] = self._now - cut.rows["age_s"]
-        rows.stamped.a[at] = cut.rows["stamped"]
+        rows.pages.fate.a[at] = snapshot.rows["fate"]
+        rows.put_at.a[at] = self._now - snapshot.rows["age_s"]
+        rows.stamped.a[at] = snapshot.rows["stamped"]
         for name, column in rows.facts.items():
-            column.a[at] = cut.rows[name]
-        for name, there in cut.has.items():
+            column.a[at] = snapshot.rows[name]
+        for name, there in snapshot.has.items():
             rows.set_fields(at[there], rows.mask((name,)))
-        for name, values in cut.inline.items():
+        for name, values in snapshot.inline.items():
             rows.set_inline(name, at, values)
         for kept, facts in (
-            (cut.keys, CheckedFacts(keys=[*cut.keys.values()])),
-            (cut.tags, CheckedFacts(tags=[*cut.tags.values()])),
+            (snapshot.keys, CheckedFacts(keys=[*snapshot.keys.values()])),
+            (snapshot.tags, CheckedFacts(tags=[*snapshot.tags.values()])),
         ):
             ids = np.array([*kept], np.int64)
             rows.set_facts(ids, rows.pages.index(ids), facts)
-        left = [(task["state"] <= STEPPED) | (task["state"] == KEPT) for task in cut.tasks.values()]
+        left = [(task["state"] <= ACKED_WITH_STEP) | (task["state"] == KEPT_STALE) for task in snapshot.tasks.values()]
         rows.tasks_left.a[at] = np.sum(left, axis=0) if left else 0
 
-    def _blocks(self, table: TableState, cut: TableSnapshot, at: IntArray) -> None:
+    def _blocks(self, table: TableState, snapshot: TableSnapshot, at: IntArray) -> None:
         refs: dict[int, int] = {}
-        for blocks, _ in cut.places.values():
+        for blocks, _ in snapshot.places.values():
             for number, count in tally(blocks[blocks > 0]):
                 refs[number] = refs.get(number, 0) + count
         new = {number: self._commit(number, table.usage, count) for number, count in refs.items()}
-        for name, (blocks, slots) in cut.places.items():
+        for name, (blocks, slots) in snapshot.places.items():
             parts = table.parts.parts_of((name,))
             for number, count in tally(blocks[blocks > 0]):
                 chosen = blocks == number
                 table.parts.write(at[chosen], count, parts, new[number], slots[chosen])
 
     def _commit(self, number: int, usage: OwnerBytes, refs: int) -> int:
-        blocks, at = self._state.core.blocks, self._cut.blocks[number]
+        blocks, at = self._state.core.blocks, self._snapshot.blocks[number]
         extent = blocks.grant(RESTORE_SESSION, at.shard, at.offset, align(max(at.nbytes, 1), PAGE_BYTES))
         placed = WrittenBlock(
             extent.id, at.offset, at.nbytes, at.rows, list(at.fields), list(at.counts), None, at.checksum
         )
         return blocks.commit([placed], usage, [refs])[0]
 
-    def _task(self, task: TaskState, cut: TableSnapshot, name: str, ids: IntArray, at: IntArray) -> None:
-        columns = cut.tasks[name]
-        task.plant(ids, at, columns["state"], columns["attempts"], columns["order"], columns["step"])
-        counts = cut.counts.tasks[name]
+    def _task(self, task: TaskState, snapshot: TableSnapshot, name: str, ids: IntArray, at: IntArray) -> None:
+        columns = snapshot.tasks[name]
+        task.restore(ids, at, columns["state"], columns["attempts"], columns["order"], columns["step"])
+        counts = snapshot.counts.tasks[name]
         task.checkpoint = counts.checkpoint
-        tally = task.tally
+        tally = task.counters
         tally.given, tally.done, tally.failed, tally.dropped = counts.given, counts.done, counts.failed, counts.dropped
         if isinstance(task, GroupTaskState):
-            task.plant_groups(cut.forming[name], ids, at, self._now)
+            task.restore_groups(snapshot.forming[name], ids, at, self._now)
         else:
             task.rerank(ids, at)
 
@@ -184,22 +184,24 @@ class _SnapshotRestore:
         table.wake_tasks()
         table.core.effects.wake("table", table.name)
 
-    def channel(self, cut: ChannelSnapshot) -> None:
+    def channel(self, snapshot: ChannelSnapshot) -> None:
         """Make a weight channel."""
-        channel = self._state.channels[cut.name] = WeightChannelState(cut.name, cut.keep, cut.latest)
-        for one in cut.versions:
+        channel = self._state.channels[snapshot.name] = WeightChannelState(
+            snapshot.name, snapshot.keep, snapshot.latest
+        )
+        for one in snapshot.versions:
             numbers = [self._commit(number, channel.usage, 1) for number in one.blocks]
             channel.versions[one.version] = PublishedVersion(one.fields, numbers, self._now - one.age_s)
-        self._state.core.effects.wake("channel", cut.name)
+        self._state.core.effects.wake("channel", snapshot.name)
 
 
-def _counts(table: TableState, cut: TableSnapshot) -> None:
-    counts = cut.counts
+def _counts(table: TableState, snapshot: TableSnapshot) -> None:
+    counts = snapshot.counts
     table.rows_put, table.rows_done, table.rows_dropped = counts.rows_put, counts.rows_done, dict(counts.rows_dropped)
     table.staleness = dict(counts.staleness)
     table.staleness_in_flight, table.staleness_in_queue = (
         dict(counts.staleness_in_flight),
         dict(counts.staleness_in_queue),
     )
-    table.flow.owed = dict(counts.refills)
-    table.ordinals.spans = cut.ordinals
+    table.flow.refills = dict(counts.refills)
+    table.ordinals.spans = snapshot.ordinals

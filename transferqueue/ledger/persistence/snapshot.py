@@ -1,11 +1,11 @@
 """A consistent cut of a ledger: everything that outlives a server and a version of this package, as plain columns.
 
-`take` copies what a snapshot keeps, in one step of the ledger, so that it is one moment; `plant` makes an empty ledger
+`take_snapshot` copies what a snapshot keeps, in one step of the ledger, so that it is one moment; `restored` makes an empty ledger
 of it. The law:
 
 - Kept: terms, rows with ids, facts, fates and fields, their states and attempts in each task, steps, groups, refills that
   were asked for, the clock, the cursor, counts, versions of weights; and where bytes lie.
-- Not kept: sessions, leases, reservations, agreements, events. Planted, every lease has ended as no attempt: its rows are
+- Not kept: sessions, leases, reservations, shared_batches, events. Planted, every lease has ended as no attempt: its rows are
   ready again (and judged as rows that return are). What reservations had promised to groups is asked for again.
 - Times are kept as ages, since another server has another clock.
 """
@@ -23,7 +23,7 @@ from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, IntArray
 from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
-from transferqueue.ledger.tasks.task_state import STEPPED, TaskState
+from transferqueue.ledger.tasks.task_state import ACKED_WITH_STEP, TaskState
 from transferqueue.policies import Tags
 from transferqueue.schema import Field
 from transferqueue.wire.messages import BlockLocation, TableTerms
@@ -119,24 +119,24 @@ class LedgerSnapshot:
 FORMING_COLUMNS: Final = ("unit", "state", "lost", "late", "order", "left_s")
 
 
-def take(state: LedgerState) -> LedgerSnapshot:
+def take_snapshot(state: LedgerState) -> LedgerSnapshot:
     """A copy of all that is kept, which later changes do not touch. O(resident rows), at memory speed."""
-    cut = LedgerSnapshot(dropped_tables=dict(state.dropped_tables))
-    cut.tables = [_table(table, state.now) for table in state.tables.values()]
-    cut.channels = [_channel(channel, state.now) for channel in state.channels.values()]
-    numbers: set[int] = {block for one in cut.channels for version in one.versions for block in version.blocks}
-    for table in cut.tables:
+    snapshot = LedgerSnapshot(dropped_tables=dict(state.dropped_tables))
+    snapshot.tables = [_table(table, state.now) for table in state.tables.values()]
+    snapshot.channels = [_channel(channel, state.now) for channel in state.channels.values()]
+    numbers: set[int] = {block for one in snapshot.channels for version in one.versions for block in version.blocks}
+    for table in snapshot.tables:
         for blocks, _ in table.places.values():
             numbers.update(np.unique(blocks).tolist())
-    cut.blocks = {number: state.core.blocks.blocks[number].at for number in sorted(numbers - {0})}
-    return cut
+    snapshot.blocks = {number: state.core.blocks.blocks[number].at for number in sorted(numbers - {0})}
+    return snapshot
 
 
 def _table(table: TableState, now: float) -> TableSnapshot:
     rows = table.rows.pages.resident_rows()
     at = table.rows.pages.index(rows)
     facts = {name: column.a[at] for name, column in table.rows.facts.items()}
-    table.ordinals.settle()
+    table.ordinals.merge_pending()
     return TableSnapshot(
         terms=table.terms(),
         counts=_counts(table),
@@ -154,17 +154,19 @@ def _table(table: TableState, now: float) -> TableSnapshot:
         places={name: _places(table, name, at) for name in table.rows.fields if name not in table.rows.inline},
         tasks={name: _task(task, at) for name, task in table.tasks.items()},
         groups=_groups(table),
-        forming={task.task.name: _forming(task, now) for task in table.gatherers},
+        forming={task.task.name: _forming(task, now) for task in table.group_tasks},
         ordinals=table.ordinals.spans.copy(),
     )
 
 
 def _counts(table: TableState) -> TableCounts:
-    refills = dict(table.flow.owed)
+    refills = dict(table.flow.refills)
     for group, count in table.flow.promised.items():
         refills[group] = refills.get(group, 0) + count
     tasks = {
-        name: TaskCounts(one.checkpoint, one.tally.given, one.tally.done, one.tally.failed, one.tally.dropped)
+        name: TaskCounts(
+            one.checkpoint, one.counters.given, one.counters.done, one.counters.failed, one.counters.dropped
+        )
         for name, one in table.tasks.items()
     }
     return TableCounts(
@@ -181,7 +183,7 @@ def _places(table: TableState, name: str, at: IntArray) -> tuple[IntArray, AnyAr
 
 def _task(task: TaskState, at: IntArray) -> Columns:
     state = task.state.a[at]
-    step = np.where(state == STEPPED, task.hold.a[at], -1)
+    step = np.where(state == ACKED_WITH_STEP, task.hold.a[at], -1)
     return {"state": state, "attempts": task.attempts.a[at], "order": task.order.a[at], "step": step}
 
 

@@ -23,15 +23,15 @@ from transferqueue.ledger.rows.pages import DROPPED, LIVE, SHIFT
 from transferqueue.ledger.tasks.group_task import FORMING, OUT, OVER, QUEUED
 from transferqueue.ledger.tasks.task_state import (
     ABSENT,
+    ACKED_WITH_STEP,
     DONE,
     GONE,
-    HELD,
-    KEPT,
+    KEPT_STALE,
     LEASED,
     PENDING,
     READY,
     STATES,
-    STEPPED,
+    WAITING_FOR_GROUP,
 )
 from transferqueue.limits import KEY_CHARS_MAX, REASONS_MAX, TABLES_MAX, TEXT_CHARS_MAX, check_name
 from transferqueue.policies import Task
@@ -46,17 +46,17 @@ PAGES_MAX: Final = 1 << 24
 """Pages from the first resident row to the last: a page table of 256 MiB, and 7e10 rows behind the slowest one."""
 
 
-def check(cut: LedgerSnapshot) -> None:
+def check(snapshot: LedgerSnapshot) -> None:
     """`Corruption` unless a ledger could have been cut so. O(rows)."""
-    if len(cut.tables) > TABLES_MAX:
-        raise Corruption(f"{len(cut.tables)} tables are told of; a deployment has at most {TABLES_MAX}")
-    _once("table", [table.terms.name for table in cut.tables])
-    _once("channel", [channel.name for channel in cut.channels])
-    for table in cut.tables:
+    if len(snapshot.tables) > TABLES_MAX:
+        raise Corruption(f"{len(snapshot.tables)} tables are told of; a deployment has at most {TABLES_MAX}")
+    _once("table", [table.terms.name for table in snapshot.tables])
+    _once("channel", [channel.name for channel in snapshot.channels])
+    for table in snapshot.tables:
         _Checks(table).run()
-    for channel in cut.channels:
+    for channel in snapshot.channels:
         _check_channel(channel)
-    for name, rows in cut.dropped_tables.items():
+    for name, rows in snapshot.dropped_tables.items():
         _within(f"dropped_tables: {name[:40]!r}", [rows], 0)
 
 
@@ -95,11 +95,11 @@ def _check_channel(channel: ChannelSnapshot) -> None:
 class _Checks:
     """One table."""
 
-    def __init__(self, cut: TableSnapshot) -> None:
-        self._cut, self._terms, self._counts = cut, cut.terms, cut.counts
-        self._ids: IntArray = cut.rows["row_id"]
-        self._live: BoolArray = cut.rows["fate"] == LIVE
-        self._tasks: Mapping[str, Task] = {task.name: task for task in cut.terms.tasks}
+    def __init__(self, snapshot: TableSnapshot) -> None:
+        self._snapshot, self._terms, self._counts = snapshot, snapshot.terms, snapshot.counts
+        self._ids: IntArray = snapshot.rows["row_id"]
+        self._live: BoolArray = snapshot.rows["fate"] == LIVE
+        self._tasks: Mapping[str, Task] = {task.name: task for task in snapshot.terms.tasks}
 
     def run(self) -> None:
         """All of it, each check relying on those before."""
@@ -157,21 +157,21 @@ class _Checks:
             raise self._wrong(f"its rows do not ascend from 0 to {next_row - 1}, as the manifest says of them")
         if ids.size and (int(ids[-1]) >> SHIFT) - (int(ids[0]) >> SHIFT) >= PAGES_MAX:
             raise self._wrong(f"its rows are {ids[0]} to {ids[-1]}, which takes more than {PAGES_MAX} pages")
-        fate = self._cut.rows["fate"]
+        fate = self._snapshot.rows["fate"]
         self._rows((fate < LIVE) | (fate > DROPPED), "has no fate")
-        self._rows(~(np.abs(self._cut.rows["age_s"]) <= AGE_S_MAX), "has no age")
-        stamped = self._cut.rows["stamped"]
+        self._rows(~(np.abs(self._snapshot.rows["age_s"]) <= AGE_S_MAX), "has no age")
+        stamped = self._snapshot.rows["stamped"]
         self._rows((stamped < -1) | (stamped > VERSION_MAX), "was stamped at no version")
 
     def _check_facts(self) -> None:
         try:
-            check_ranges({name: self._cut.rows[name] for name in DTYPES})
-            check_tags_of_rows(list(self._cut.tags.values()))
+            check_ranges({name: self._snapshot.rows[name] for name in DTYPES})
+            check_tags_of_rows(list(self._snapshot.tags.values()))
         except UsageError as error:
             raise self._wrong(str(error)) from error
 
     def _check_names(self) -> None:
-        keys = list(self._cut.keys.values())
+        keys = list(self._snapshot.keys.values())
         if len(set(keys)) != len(keys):
             raise self._wrong("two rows have one key")
         wrong = next((key for key in keys if not 0 < len(key) <= KEY_CHARS_MAX), None)
@@ -180,13 +180,13 @@ class _Checks:
 
     def _check_fields(self) -> None:
         fields = [field.name for field in self._terms.fields]
-        if sorted(self._cut.has) != sorted(fields):
-            raise self._wrong(f"its rows have the fields {sorted(self._cut.has)}, its terms {sorted(fields)}")
+        if sorted(self._snapshot.has) != sorted(fields):
+            raise self._wrong(f"its rows have the fields {sorted(self._snapshot.has)}, its terms {sorted(fields)}")
 
     # ------------------------------------------------------------ groups
 
     def _check_groups(self) -> None:
-        groups, ids = self._cut.groups, self._cut.rows["group_id"]
+        groups, ids = self._snapshot.groups, self._snapshot.rows["group_id"]
         known, sizes, present = (groups[name] for name in ("group_id", "group_size", "present"))
         if np.unique(known).size != known.size or (known < 0).any():
             raise self._wrong("a group is told of twice, or has a negative id")
@@ -197,7 +197,7 @@ class _Checks:
         missing = np.ones(at.size, np.bool_) if not known.size else known[at] != ids[members]
         if missing.any():
             raise self._wrong(f"row {some(self._ids[members][missing])} is of a group that is not told of")
-        if (sizes[at] != self._cut.rows["group_size"][members]).any():
+        if (sizes[at] != self._snapshot.rows["group_size"][members]).any():
             raise self._wrong("a row and its group differ about the group's size")
         there = np.bincount(at, minlength=known.size)
         if ((there < 1) | (present < there) | (present > sizes)).any():
@@ -212,46 +212,49 @@ class _Checks:
     # ------------------------------------------------------------ tasks
 
     def _check_task(self, name: str, task: Task) -> None:
-        columns = self._cut.tasks[name]
+        columns = self._snapshot.tasks[name]
         state, step = columns["state"], columns["step"]
         if state.size and int(state.max()) >= len(STATES):
             raise self._wrong(f'task "{name}" has a row in no state')
         self._rows(columns["attempts"] < 0, f'has less than no attempt in task "{name}"')
         order = columns["order"]
         self._rows((order < 0) | (order > COUNT_MAX), f'has no order in task "{name}"')
-        stepped = state == STEPPED
+        stepped = state == ACKED_WITH_STEP
         checkpoint = self._counts.tasks[name].checkpoint
         self._rows(stepped & ((step <= checkpoint) | (step > COUNT_MAX)), f'was acked in "{name}" with no step to come')
         self._rows(~stepped & (step != -1), f'has a step in "{name}", and was acked with none')
         self._rows(self._live & (state == GONE), f'is live, and gone for task "{name}"')
         self._rows(~self._live & (state < DONE), f'has ended, and not for task "{name}"')
         complete = self._complete(task)
-        self._rows(~complete & ((state == READY) | (state == HELD)), f'is ready for "{name}" without what that needs')
+        self._rows(
+            ~complete & ((state == READY) | (state == WAITING_FOR_GROUP)),
+            f'is ready for "{name}" without what that needs',
+        )
         self._rows(complete & (state == PENDING), f'has what "{name}" needs, and is pending')
         if task.groups is None:
-            self._rows(state == HELD, f'is held for a group in "{name}", which takes rows')
+            self._rows(state == WAITING_FOR_GROUP, f'is held for a group in "{name}", which takes rows')
         else:
             self._check_forming(name, state)
 
     def _complete(self, task: Task) -> BoolArray:
         """Which rows have all that the task needs."""
-        has = self._cut.has
+        has = self._snapshot.has
         if any(field not in has for field in task.needs):
             return np.zeros(self._ids.size, np.bool_)
         return np.all([has[field] for field in task.needs], axis=0) if task.needs else np.ones(self._ids.size, np.bool_)
 
     def _check_forming(self, name: str, state: AnyArray) -> None:
-        every = {key: column.tolist() for key, column in self._cut.forming[name].items()}
+        every = {key: column.tolist() for key, column in self._snapshot.forming[name].items()}
         known = dict(zip(every["unit"], every["state"], strict=True))
         if len(known) != len(every["unit"]):
             raise self._wrong(f'task "{name}" has a group twice')
         self._numbers(f'task "{name}": a group\'s state', every["state"], FORMING, OVER)
         self._numbers(f'task "{name}": members lost', every["lost"])
         self._numbers(f'task "{name}": the order of a group', every["order"])
-        left = self._cut.forming[name]["left_s"]
+        left = self._snapshot.forming[name]["left_s"]
         if not (np.isnan(left) | (np.abs(left) <= AGE_S_MAX)).all():
             raise self._wrong(f'task "{name}": a group has no deadline and not none')
-        units = np.where(self._cut.rows["group_id"] < 0, -2 - self._ids, self._cut.rows["group_id"])
+        units = np.where(self._snapshot.rows["group_id"] < 0, -2 - self._ids, self._snapshot.rows["group_id"])
         strange = set(known) - set(units[self._live].tolist())
         if strange:
             raise self._wrong(f'task "{name}" knows group {min(strange)}, which has no row')
@@ -264,21 +267,21 @@ class _Checks:
         ready, queued = of(READY), {unit for unit, one in known.items() if one == QUEUED}
         if ready != queued:
             raise self._wrong(f'task "{name}": the groups with ready rows are not those that are queued')
-        wrong = [unit for unit in of(HELD) if known.get(unit) not in (FORMING, OUT)]
-        wrong += [unit for unit in of(LEASED) | of(STEPPED) if unit not in known]
+        wrong = [unit for unit in of(WAITING_FOR_GROUP) if known.get(unit) not in (FORMING, OUT)]
+        wrong += [unit for unit in of(LEASED) | of(ACKED_WITH_STEP) if unit not in known]
         if wrong:
             raise self._wrong(f'task "{name}": group {min(wrong)} is not as its rows are')
 
     def _check_open(self) -> None:
         """A live row that all tasks are done with would stay for ever."""
-        if not self._cut.tasks:
+        if not self._snapshot.tasks:
             return
-        states = np.stack([columns["state"] for columns in self._cut.tasks.values()])
-        left = ((states <= STEPPED) | (states == KEPT) | (states == ABSENT)).any(axis=0)
+        states = np.stack([columns["state"] for columns in self._snapshot.tasks.values()])
+        left = ((states <= ACKED_WITH_STEP) | (states == KEPT_STALE) | (states == ABSENT)).any(axis=0)
         self._rows(self._live & ~left, "is live, and no task has work with it")
 
     def _check_ordinals(self) -> None:
-        spans = self._cut.ordinals
+        spans = self._snapshot.ordinals
         flat = spans.reshape(-1)
         if len(spans) > SPANS_MAX or (spans[:, 0] > spans[:, 1]).any() or (spans[1:, 0] <= spans[:-1, 1] + 1).any():
             raise self._wrong("its spans of ordinals do not ascend with a gap between any two")

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from transferqueue.errors import NotFound, UsageError, listing
-from transferqueue.ledger.reports import statistics as observe
+from transferqueue.ledger.reports import statistics
 from transferqueue.ledger.reports.weight_channels import channel_lines
-from transferqueue.ledger.requests import flow_control as flowing
-from transferqueue.ledger.requests import put as intake
-from transferqueue.ledger.requests import weight_channels as channels
+from transferqueue.ledger.requests import flow_control, weight_channels
+from transferqueue.ledger.requests.put import no_room
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.rules.explain import explain_lease, explain_room, rows_by_holder
 from transferqueue.ledger.state import LedgerState
@@ -32,15 +31,15 @@ def observed(state: LedgerState, request: m.Observe) -> dict[str, Any]:
 def _stats(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
     return {
         "now_s": state.now,
-        "tables": {name: observe.table_stats(one, state.now) for name, one in tables.items()},
-        "channels": {name: observe.channel_stats(one, state.now) for name, one in state.channels.items()},
-        "bytes": observe.bytes_stats(state.core.blocks),
+        "tables": {name: statistics.table_stats(one, state.now) for name, one in tables.items()},
+        "channels": {name: statistics.channel_stats(one, state.now) for name, one in state.channels.items()},
+        "bytes": statistics.bytes_stats(state.core.blocks),
         "sessions": sum(one.open for one in state.sessions.values()),
     }
 
 
 def _audit(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
-    found = {name: observe.table_audit(one) for name, one in tables.items()}
+    found = {name: statistics.table_audit(one) for name, one in tables.items()}
     balanced = all(one["balanced"] for one in found.values())
     return {"balanced": balanced, "tables": found, "dropped_tables": dict(state.dropped_tables)}
 
@@ -48,18 +47,18 @@ def _audit(state: LedgerState, request: m.Observe, tables: Mapping[str, TableSta
 def _row(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
     if not request.table:
         raise UsageError(f"a row is observed in a table; name one of {listing(state.tables)}")
-    return observe.row_life(tables[request.table], request.row, state.now)
+    return statistics.row_life(tables[request.table], request.row, state.now)
 
 
 def _doctor(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
     told = {} if request.table else state.channels
     lines = {name: channel_lines(one, state.core, state.now) for name, one in told.items()}
-    return {"now_s": state.now, **observe.doctor(tables, state.now), "channels": lines}
+    return {"now_s": state.now, **statistics.doctor(tables, state.now), "channels": lines}
 
 
 def _sessions(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
     return {
-        str(number): observe.session_stats(one, state.tables.values(), state.core, state.now)
+        str(number): statistics.session_stats(one, state.tables.values(), state.core, state.now)
         for number, one in state.sessions.items()
     }
 
@@ -92,31 +91,33 @@ def _of_lease(state: LedgerState, request: m.LeaseRequest) -> str:
 
 def _of_put(state: LedgerState, request: m.PutRequest) -> str:
     table = state.table(request.table)
-    why = intake.no_room(table, request.rows, table.replicas * sum(block.nbytes for block in request.columns.blocks))
+    why = no_room(table, request.rows, table.replicas * sum(block.nbytes for block in request.columns.blocks))
     return explain_room(table, why or "there is room by now")
 
 
 def _of_reserve(state: LedgerState, request: m.Reserve) -> str:
     table = state.table(request.table)
-    why = flowing.why_reserve_waits(table, request) or "nothing hinders them by now"
+    why = flow_control.why_reserve_waits(table, request) or "nothing hinders them by now"
     return f'{request.rows} rows are not reserved in table "{table.name}": {why}; {rows_by_holder(table)}'
 
 
 def _of_advance(state: LedgerState, request: m.AdvanceClock) -> str:
-    return flowing.why_clock_is_held(state.table(request.table), request.version) or "the clock may move by now"
+    return flow_control.why_clock_is_held(state.table(request.table), request.version) or "the clock may move by now"
 
 
 def _of_publish(state: LedgerState, request: m.Publish) -> str:
-    held = [flowing.why_clock_is_held(table, request.version) for table in state.followers(request.channel)]
+    held = [flow_control.why_clock_is_held(table, request.version) for table in state.followers(request.channel)]
     return "; ".join(why for why in held if why) or "nothing holds the clock by now"
 
 
 def _of_pull(state: LedgerState, request: m.Pull) -> str:
-    return channels.explain_pull(state.channels.get(request.channel) or WeightChannelState(request.channel), request)
+    return weight_channels.explain_pull(
+        state.channels.get(request.channel) or WeightChannelState(request.channel), request
+    )
 
 
 def _of_turn(state: LedgerState, request: m.AcquireUpdateSlot) -> str:
-    return channels.explain_turn(
+    return weight_channels.explain_turn(
         state.channels.get(request.channel) or WeightChannelState(request.channel), request, state.core.labels
     )
 

@@ -33,7 +33,16 @@ from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.table import SharedState, TableState
 from transferqueue.ledger.tasks.group_task import FORMING, GroupTaskState
 from transferqueue.ledger.tasks.ready_queue import UNIT
-from transferqueue.ledger.tasks.task_state import HELD, KEPT, LEASED, PENDING, READY, STATES, STEPPED, TaskState
+from transferqueue.ledger.tasks.task_state import (
+    ACKED_WITH_STEP,
+    KEPT_STALE,
+    LEASED,
+    PENDING,
+    READY,
+    STATES,
+    WAITING_FOR_GROUP,
+    TaskState,
+)
 from transferqueue.wire.messages import LeaseRequest
 
 Plain = dict[str, Any]
@@ -64,7 +73,7 @@ def table_stats(table: TableState, now: float) -> Plain:
         "staleness_in_queue": _by_lag(table.staleness_in_queue),
         "max_staleness": None if pacing is None else pacing.max_staleness,
         "reserved": table.flow.reserved,
-        "refills": table.flow.owed_rows,
+        "refills": table.flow.refill_rows,
         "outstanding": table.outstanding,
         "outstanding_limit": None if pacing is None else pacing.rows_ahead_max,
         "pacing_task": None if pacing is None else pacing.task,
@@ -80,12 +89,15 @@ def _task_stats(table: TableState, task: TaskState, now: float) -> Plain:
     leases = [one for one in table.core.leases.by_id.values() if one.table == table.name and one.task == task.task.name]
     gone = absence(table, task, now)
     stats: Plain = {
-        **{STATES[state]: task.counts[state] for state in (PENDING, HELD, READY, LEASED, STEPPED, KEPT)},
+        **{
+            STATES[state]: task.counts[state]
+            for state in (PENDING, WAITING_FOR_GROUP, READY, LEASED, ACKED_WITH_STEP, KEPT_STALE)
+        },
         "checkpoint": task.checkpoint,
-        "done": task.tally.done,
-        "dropped": task.tally.dropped,
-        "given": task.tally.given,
-        "failed": task.tally.failed,
+        "done": task.counters.done,
+        "dropped": task.counters.dropped,
+        "given": task.counters.given,
+        "failed": task.counters.failed,
         "leases": len(leases),
         "age_s": _next_in_line(table, task, now),
         "oldest_lease_s": max((now - one.since for one in leases), default=None),
@@ -152,7 +164,7 @@ def channel_stats(channel: WeightChannelState, now: float) -> Plain:
         "applied": {str(session): one.version for session, one in channel.applied.items()},
         "applied_age_s": {str(session): now - one.at for session, one in channel.applied.items()},
         "publish_lag_s": {str(session): one.lag_s for session, one in channel.applied.items()},
-        "turns": {str(session): turn.deadline - now for session, turn in channel.turns.items() if turn.deadline},
+        "turns": {str(session): turn.deadline - now for session, turn in channel.update_slots.items() if turn.deadline},
     }
 
 
@@ -246,7 +258,7 @@ def _resident(table: TableState, row: int, at: IntArray, now: float) -> Plain:
         "tags": dict(table.rows.tags.get(row, {})),
         **{name: column.a[at[0]].item() for name, column in table.rows.facts.items()},
         "fields": {name: _field(table, name, at) for name in table.rows.fields},
-        "tasks": {name: _standing(table, task, at, now) for name, task in table.tasks.items()},
+        "tasks": {name: _task_view(table, task, at, now) for name, task in table.tasks.items()},
     }
 
 
@@ -265,7 +277,7 @@ def _field(table: TableState, name: str, at: IntArray) -> Plain:
     return told
 
 
-def _standing(table: TableState, task: TaskState, at: IntArray, now: float) -> Plain:
+def _task_view(table: TableState, task: TaskState, at: IntArray, now: float) -> Plain:
     """Where a row stands for a task."""
     state = int(task.state.a[at[0]])
     lease = table.core.leases.by_id.get(int(task.hold.a[at[0]])) if state == LEASED else None

@@ -11,7 +11,7 @@ from transferqueue.limits import HEARTBEAT_S
 if TYPE_CHECKING:
     from transferqueue.ledger.table import SharedState
 
-NAMES_TOLD: Final = 4
+NAMES_SHOWN: Final = 4
 _SILENT_S: Final = 3 * HEARTBEAT_S
 """A live client says something every `HEARTBEAT_S`; one late word is no news."""
 
@@ -22,7 +22,7 @@ def channel_lines(channel: WeightChannelState, core: SharedState, now: float) ->
         _latest(channel, now),
         *_applied(channel, core, now),
         *_never_applied(channel, core, now),
-        *_turns(channel, core, now),
+        *_update_slots(channel, core, now),
     ]
 
 
@@ -56,16 +56,16 @@ def _never_applied(channel: WeightChannelState, core: SharedState, now: float) -
         yield f"{_names(found, core, now)} {verb} pulled a version and never applied one"
 
 
-def _turns(channel: WeightChannelState, core: SharedState, now: float) -> Iterator[str]:
-    for session, turn in channel.turns.items():
+def _update_slots(channel: WeightChannelState, core: SharedState, now: float) -> Iterator[str]:
+    for session, turn in channel.update_slots.items():
         left = "" if turn.deadline is None else f", for {max(turn.deadline - now, 0):.0f} s more at most"
         yield f"{_names([session], core, now)} has the turn to change weights{left}"
 
 
 def _names(sessions: Iterable[int], core: SharedState, now: float) -> str:
     known = list(sessions)
-    told = ", ".join(_name(session, core, now) for session in known[:NAMES_TOLD])
-    return told + (f" and {len(known) - NAMES_TOLD} more" if len(known) > NAMES_TOLD else "")
+    told = ", ".join(_name(session, core, now) for session in known[:NAMES_SHOWN])
+    return told + (f" and {len(known) - NAMES_SHOWN} more" if len(known) > NAMES_SHOWN else "")
 
 
 def _name(session: int, core: SharedState, now: float) -> str:

@@ -18,8 +18,8 @@ from transferqueue.ledger.rows.commit import (
     write_columns,
 )
 from transferqueue.ledger.rules.finish import drop_staged, end_lease, finish_rows, retire
-from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, judge_stale, return_rows
-from transferqueue.ledger.rules.required_results import check_given
+from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy, return_rows
+from transferqueue.ledger.rules.required_results import check_required_results
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseState
@@ -46,15 +46,15 @@ def ack(table: TableState, request: Ack, session: int, now: float) -> DoneReply:
     if one.replicas > 1:
         return _ack_replica(table, one, request, session, staged, now)
     rows = one.rows[held]
-    if task.owed and not request.drop:
-        check_given(table, task, () if staged is None else staged.names, rows)
+    if task.required_results and not request.drop:
+        check_required_results(table, task, () if staged is None else staged.names, rows)
     if staged is not None:
-        _stage(table, staged)
+        _reserve(table, staged)
         _commit(table, staged, rows, np.flatnonzero(one.held[named]), now)
     one.held[held] = one.open[named] = False
     _finish(table, task, rows, request, session, now)
     _end_if_empty(table, one, "it was acked")
-    judge_stale(table, rows, now)
+    apply_stale_policy(table, rows, now)
     apply_group_and_stale_rules(table, now)
     return DoneReply(rows.size)
 
@@ -90,7 +90,7 @@ def _check_columns(
     return staged
 
 
-def _stage(table: TableState, staged: StagedCommit) -> None:
+def _reserve(table: TableState, staged: StagedCommit) -> None:
     reserve_blocks(staged, table.rows, table.parts, table.core.blocks, table.usage)
 
 
@@ -108,16 +108,16 @@ def _finish(table: TableState, task: TaskState, rows: IntArray, request: Ack, se
     if request.drop:
         table.history.add(now, "acked as dropped", rows, task.task.name, session, request.drop)
         return_rows(table, task, rows, failed=False, now=now)
-        table.doomed.append((rows, request.drop))
+        table.to_drop.append((rows, request.drop))
         return
     table.history.add(now, "acked", rows, task.task.name, session, detail)
     if request.step > task.checkpoint:
         task.step(rows, table.rows.pages.index(rows), request.step)
     else:
         finish_rows(table, task, rows, now)
-    if task is table.pacer:
+    if task is table.pacing_task:
         table.wake_room()
-    if table.sealed and (task is table.pacer or not (task.counts[READY] or task.counts[LEASED])):
+    if table.sealed and (task is table.pacing_task or not (task.counts[READY] or task.counts[LEASED])):
         table.wake_tasks()  # others may have waited for this to know that nothing comes (back) to them
     elif table.sealed:
         table.wake_task(task.task.name)
@@ -145,7 +145,7 @@ def _units(table: TableState, rows: IntArray) -> IntArray:
 
 def _end_if_empty(table: TableState, one: LeaseState, why: str) -> None:
     if not one.open.any() or not one.held.any():
-        end_lease(table, one, why, told=True)
+        end_lease(table, one, why, by_holder=True)
 
 
 # ---------------------------------------------------------------- replicas
@@ -163,7 +163,7 @@ def _ack_replica(
     if len(one.acked) + 1 == one.replicas and not (one.dropped_as or request.drop):
         results = one.staged or staged
         names = () if results is None else results.names
-        check_given(table, table.tasks[one.task], names, one.rows[one.held])
+        check_required_results(table, table.tasks[one.task], names, one.rows[one.held])
     one.acked[peers[0]] = None
     one.dropped_as = one.dropped_as or request.drop
     if staged is not None and one.staged is None:
@@ -179,7 +179,7 @@ def _ack_replica(
 
 def _in_lease_order(table: TableState, one: LeaseState, request: Ack, staged: StagedCommit) -> StagedCommit:
     """The blocks are real from now on (their extent may close), but no row has them yet."""
-    _stage(table, staged)
+    _reserve(table, staged)
     if request.rows is not None:
         one.staged_order = one.positions(decode_rows(request.rows))
     return staged
@@ -199,8 +199,8 @@ def _commit_last_replica_ack(table: TableState, one: LeaseState, request: Ack, s
     one.held[:] = one.open[:] = False
     final = Ack(request.table, request.lease, request.token, drop=one.dropped_as, step=request.step)
     _finish(table, task, held, final, session, now)
-    end_lease(table, one, "it was acked by all replicas", told=True)
-    judge_stale(table, held, now)
+    end_lease(table, one, "it was acked by all replicas", by_holder=True)
+    apply_stale_policy(table, held, now)
 
 
 # ---------------------------------------------------------------- release, renew
@@ -217,7 +217,7 @@ def release(table: TableState, request: ReleaseRequest, session: int, now: float
     staged = _check_progress(table, one, request, session, named)
     rows = one.rows[named[one.held[named]]]
     if staged is not None:
-        _stage(table, staged)
+        _reserve(table, staged)
         _commit(table, staged, rows, np.flatnonzero(one.held[named]), now)
         retire(table, table.parts.prune(table.rows.pages.index(rows), staged.names))
     one.held[named] = one.open[named] = False
@@ -225,7 +225,7 @@ def release(table: TableState, request: ReleaseRequest, session: int, now: float
     return_rows(table, task, rows, failed=request.failed, now=now)
     _end_if_empty(table, one, "it was released")
     if staged is not None:
-        judge_stale(table, rows, now)
+        apply_stale_policy(table, rows, now)
         table.wake_room()
     apply_group_and_stale_rules(table, now)
     return DoneReply(rows.size)
@@ -268,9 +268,9 @@ def expire_lease(table: TableState, one: LeaseState, why: str, now: float, *, fa
     one.held[:] = one.open[:] = False
     table.history.add(now, why, rows, one.task, next(iter(one.holders.values()), 0))
     return_rows(table, task, rows, failed=failed and claimed, now=now)
-    end_lease(table, one, why, told=False)
+    end_lease(table, one, why, by_holder=False)
     if one.share is not None:
-        for number in table.agreements[one.task, *one.share].break_up(one.id):
+        for number in table.shared_batches[one.task, *one.share].break_up(one.id):
             expire_lease(
                 table, table.core.leases.by_id[number], "its batch was given up by another rank", now, failed=failed
             )

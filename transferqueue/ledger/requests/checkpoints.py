@@ -3,9 +3,9 @@
 What a trainer learned from rows is safe only in a checkpoint of its model. So rows acked with a step after the last
 checkpoint stay in the table, per task::
 
-    LEASED --ack(step=k)--> STEPPED --checkpointed(c >= k)--> DONE
+    LEASED --ack(step=k)--> ACKED_WITH_STEP --checkpointed(c >= k)--> DONE
                                |
-                               +--rollback(c < k)--> READY at its old place (HELD, until its group is whole)
+                               +--rollback(c < k)--> READY at its old place (WAITING_FOR_GROUP, until its group is whole)
 
 - An ack without a step, or of a step that a checkpoint covers already, is final at once.
 - Stepped rows are live and resident: they count against the limits, so that memory stays bounded, but they are not
@@ -25,7 +25,7 @@ from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.ledger.rules.finish import finish_rows
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, return_rows
 from transferqueue.ledger.table import TableState
-from transferqueue.ledger.tasks.task_state import STEPPED, TaskState
+from transferqueue.ledger.tasks.task_state import ACKED_WITH_STEP, TaskState
 from transferqueue.wire.messages import CommitCheckpoint, DoneReply, Rollback
 
 
@@ -36,7 +36,7 @@ def checkpointed(table: TableState, request: CommitCheckpoint, now: float) -> Do
     task.checkpoint = max(task.checkpoint, request.step)
     if rows.size:
         table.history.add(now, "checkpointed", rows, task.task.name, detail=f"step {request.step}")
-        finish_rows(table, task, rows, now, STEPPED)
+        finish_rows(table, task, rows, now, ACKED_WITH_STEP)
         apply_group_and_stale_rules(table, now)
     return DoneReply(rows.size)
 
@@ -46,7 +46,7 @@ def rollback(table: TableState, request: Rollback, now: float) -> DoneReply:
     task = _task(table, request.task)
     _check_rollback(table, task, request)
     if request.version >= 0:
-        _turn_back(table, request.version)
+        _move_clock_back(table, request.version)
     why = f"its task was rolled back to step {request.step}"
     for lease in list(table.core.leases.by_id.values()):
         held = lease.table == table.name and lease.task == task.task.name
@@ -54,7 +54,7 @@ def rollback(table: TableState, request: Rollback, now: float) -> DoneReply:
             expire_lease(table, lease, why, now, failed=False)
     rows = task.stepped.take(lambda step: step > request.step)
     table.history.add(now, "rolled back", rows, task.task.name, detail=f"to step {request.step}")
-    return_rows(table, task, rows, failed=False, now=now, before=STEPPED)
+    return_rows(table, task, rows, failed=False, now=now, before=ACKED_WITH_STEP)
     table.wake_room()
     apply_group_and_stale_rules(table, now)
     return DoneReply(rows.size)
@@ -62,8 +62,8 @@ def rollback(table: TableState, request: Rollback, now: float) -> DoneReply:
 
 def _task(table: TableState, name: str) -> TaskState:
     """The task of that name; without one the task that sets the pace, or the only one."""
-    if not name and (table.pacer is not None or len(table.tasks) == 1):
-        return table.pacer or next(iter(table.tasks.values()))
+    if not name and (table.pacing_task is not None or len(table.tasks) == 1):
+        return table.pacing_task or next(iter(table.tasks.values()))
     found = table.tasks.get(name)
     if found is not None:
         return found
@@ -88,7 +88,7 @@ def _check_rollback(table: TableState, task: TaskState, request: Rollback) -> No
         )
 
 
-def _turn_back(table: TableState, version: int) -> None:
+def _move_clock_back(table: TableState, version: int) -> None:
     """The trainer is at an earlier version again. Rows that were judged by a later clock are judged again as it comes back."""
     table.clock = version
     if table.versions is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transferqueue.errors import DeadlineExceeded, Full, NotFound, Sealed, UsageError
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.rows.arrays import IntArray, tally
-from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, judge_stale
+from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.reservations import check_reserve, why_not
 from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
@@ -34,7 +34,7 @@ def reserve(table: TableState, request: Reserve, session: int) -> Reserved | Mus
 def why_reserve_waits(table: TableState, request: Reserve) -> str:
     """Why the rows cannot be reserved now, "" if they can."""
     version = table.clock if request.policy_version < 0 else request.policy_version
-    new = request.rows - min(request.rows, table.flow.owed_rows)
+    new = request.rows - min(request.rows, table.flow.refill_rows)
     if why := why_not(table.pacing, table.outstanding, new, version, table.clock):
         return why
     held = table.rows.pages.resident + table.flow.reserved
@@ -77,14 +77,14 @@ def advance(table: TableState, request: AdvanceClock, now: float) -> DoneReply |
 
 def why_clock_is_held(table: TableState, version: int) -> str:
     """Why the clock may not move to `version` now, "" if it may."""
-    pacing, pacer = table.pacing, table.pacer
-    if pacing is None or pacer is None or table.versions is None or not isinstance(pacing.on_stale, HoldClock):
+    pacing, pacing_task = table.pacing, table.pacing_task
+    if pacing is None or pacing_task is None or table.versions is None or not isinstance(pacing.on_stale, HoldClock):
         return ""
     bound = version - (pacing.max_staleness or 0)
     held = 0
     for rows in table.versions.below(bound):
         at = table.rows.pages.index(rows)
-        held += int((pacer.state.a[at] <= READY).sum()) + _reserve_refills(table, pacer, at)
+        held += int((pacing_task.state.a[at] <= READY).sum()) + _unclaimed_rows(table, pacing_task, at)
     if not held:
         return ""
     return (
@@ -93,12 +93,12 @@ def why_clock_is_held(table: TableState, version: int) -> str:
     )
 
 
-def _reserve_refills(table: TableState, pacer: TaskState, at: IntArray) -> int:
+def _unclaimed_rows(table: TableState, pacing_task: TaskState, at: IntArray) -> int:
     """Rows in shares that no rank has claimed: not handed over yet."""
-    if not table.agreements:
+    if not table.shared_batches:
         return 0
     leases = table.core.leases.by_id
-    holds = pacer.hold.a[at[pacer.state.a[at] == LEASED]]
+    holds = pacing_task.hold.a[at[pacing_task.state.a[at] == LEASED]]
     return sum(count for number, count in tally(holds) if not leases[number].holders)
 
 
@@ -108,8 +108,8 @@ def set_clock(table: TableState, version: int, now: float) -> None:
         return
     table.clock = version
     if table.versions is not None:
-        stale: IntArray = table.versions.take_below(table.stale_below)
-        judge_stale(table, stale, now)
+        stale: IntArray = table.versions.take_below(table.oldest_fresh_version)
+        apply_stale_policy(table, stale, now)
     table.wake_room()
     apply_group_and_stale_rules(table, now)
 
@@ -119,9 +119,9 @@ def seal(table: TableState, now: float) -> DoneReply:
     if table.sealed:
         raise Sealed(f'table "{table.name}" is sealed already')
     table.sealed = True
-    for task in table.gatherers:
-        task.unsettled.update(dict.fromkeys(task.forming))
-    for number in [*table.flow.owed, *table.flow.promised]:
+    for task in table.group_tasks:
+        task.changed.update(dict.fromkeys(task.forming))
+    for number in [*table.flow.refills, *table.flow.promised]:
         table.flow.forget(number)
     apply_group_and_stale_rules(table, now)
     table.wake_tasks()

@@ -28,7 +28,7 @@ def lease(table: TableState, task: TaskState, request: LeaseRequest, session: in
     """Answer a `LeaseState`: rows, `MustWait`, `EndOfTable`, or `DeadlineExceeded` if it does not want to wait."""
     _check(table, task, request)
     if request.world > 1 or request.replicas > 1:
-        given = _claim(table, task, request, session, now)
+        given = _claim_share(table, task, request, session, now)
     else:
         given = _lease_units(table, task, request, session, now)
     if given is not None:
@@ -59,7 +59,7 @@ def _check(table: TableState, task: TaskState, request: LeaseRequest) -> None:
     _check_peers(request)
     _check_possible(table, task, request)
     check_where(table.rows, request.where, table.expected_fields())
-    for name in _requested_units(task, request) or ():
+    for name in _requested_fields(task, request) or ():
         if name not in table.rows.fields and name not in table.expected_fields():
             raise table.rows.unknown_field(name)
 
@@ -131,19 +131,19 @@ def _open(
     length = request.lease_s or task.task.lease_s
     one = table.core.leases.open(table.name, task.task.name, rows, length, now)
     one.replicas = request.replicas
-    task.lend(rows, at, one.id)
+    task.lease(rows, at, one.id)
     table.core.deadlines.add(one, now + length)
     return one
 
 
-def _requested_units(task: TaskState, request: LeaseRequest) -> Sequence[str] | None:
+def _requested_fields(task: TaskState, request: LeaseRequest) -> Sequence[str] | None:
     """Fields that the request names; None where they are those that each of its rows has because it is ready."""
     return None if request.fields is None or tuple(request.fields) == task.task.needs else request.fields
 
 
 def _reply(table: TableState, one: LeaseState, at: IntArray, request: LeaseRequest, session: int, now: float) -> Leased:
     task = table.tasks[one.task]
-    asked = _requested_units(task, request)
+    asked = _requested_fields(task, request)
     fields = task.task.needs if asked is None else complete_fields(table, at, asked)
     content, blocks = describe_rows(table, one.rows, run_of(at), fields)
     table.core.blocks.pin(session, blocks)
@@ -173,20 +173,20 @@ def _add(counts: dict[int, int], lags: IntArray) -> None:
 # ---------------------------------------------------------------- ranks and replicas
 
 
-def _claim(table: TableState, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | None:
+def _claim_share(table: TableState, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | None:
     key = (task.task.name, request.world, request.replicas)
-    agreement = table.agreements.get(key) or SharedBatches(request.world, request.replicas)
+    agreement = table.shared_batches.get(key) or SharedBatches(request.world, request.replicas)
     found = agreement.waiting(request)
     if found is None:
         choice = choose(table, task, request)
         if choice is None:
             return None
-        table.agreements[key] = agreement
+        table.shared_batches[key] = agreement
         found = agreement.make(request, _make_shares(table, task, choice, request, now))
         table.wake_task(task.task.name)
     number, batch = found
     one = table.core.leases.by_id[batch.shares[request.rank]]
-    reply = _join_shared_batch(table, one, request, session, now)
+    reply = _join_share(table, one, request, session, now)
     agreement.claim(number, request.rank, request.replica)
     return reply
 
@@ -207,7 +207,7 @@ def _make_shares(
     return made
 
 
-def _join_shared_batch(table: TableState, one: LeaseState, request: LeaseRequest, session: int, now: float) -> Leased:
+def _join_share(table: TableState, one: LeaseState, request: LeaseRequest, session: int, now: float) -> Leased:
     """This peer holds the share too; every peer gets what the first got."""
     if one.reply is not None and one.fields != request.fields:
         raise UsageError(
@@ -217,7 +217,7 @@ def _join_shared_batch(table: TableState, one: LeaseState, request: LeaseRequest
     first = not one.holders
     table.core.leases.hold(one, session, request.replica)
     if first:
-        _start_shared_batch(table, one, now)
+        _start_share(table, one, now)
         reply = _reply(table, one, table.rows.pages.index(one.rows), request, session, now)
         if one.replicas > 1:
             # Pinned for the lease too: the first replica may let go before the last has asked.
@@ -230,12 +230,12 @@ def _join_shared_batch(table: TableState, one: LeaseState, request: LeaseRequest
     return Leased(reply.lease, reply.token, left, reply.version, reply.content)
 
 
-def _start_shared_batch(table: TableState, one: LeaseState, now: float) -> None:
+def _start_share(table: TableState, one: LeaseState, now: float) -> None:
     """The lease time of a share begins when it is claimed. Rows that were dropped, or became stale, are not in it."""
     table.core.deadlines.add(one, now + one.length_s)
     stale = _stale_since(table, one)
     if stale.size:
-        one.lose(stale)
+        one.remove(stale)
         return_rows(table, table.tasks[one.task], stale, failed=False, now=now)
     one.begin(now)
     apply_group_and_stale_rules(table, now)
@@ -245,11 +245,11 @@ def _stale_since(table: TableState, one: LeaseState) -> IntArray:
     """Rows of an unclaimed share that are over the staleness bound by now, with the rest of their groups."""
     task = table.tasks[one.task]
     rows = one.rows[one.held]
-    if task is not table.pacer or table.stale_below <= 0:
+    if task is not table.pacing_task or table.oldest_fresh_version <= 0:
         return NO_ROWS
     at = table.rows.pages.index(rows)
     version = table.rows.version.a[at]
-    stale = (version >= 0) & (version < table.stale_below)
+    stale = (version >= 0) & (version < table.oldest_fresh_version)
     if isinstance(task, GroupTaskState):
         units = table.groups.units(rows, at)
         stale = np.isin(units, units[stale])

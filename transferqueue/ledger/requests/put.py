@@ -19,7 +19,7 @@ from transferqueue.ledger.rows.commit import (
 from transferqueue.ledger.rows.pages import LIVE, SHIFT
 from transferqueue.ledger.rules.explain import explain_room
 from transferqueue.ledger.rules.finish import drop_rows, forget_puts, free_rows, retire
-from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, judge_stale
+from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.reservations import ReservationState
@@ -82,7 +82,7 @@ def _check_put(table: TableState, request: PutRequest, session: int) -> StagedCo
 
 def _group_rows_max(table: TableState) -> int:
     """A group above this can never be whole: not in the table, or not among the rows that may be ahead."""
-    if table.pacing and isinstance(table.pacer, GroupTaskState):
+    if table.pacing and isinstance(table.pacing_task, GroupTaskState):
         return min(table.limits.rows, table.pacing.rows_ahead_max)
     return table.limits.rows
 
@@ -144,7 +144,7 @@ def _enter(table: TableState, staged: StagedCommit, ids: IntArray, where: Index,
             table.wake_task(task.task.name)
     if "policy_version" in numbers:
         _stamp(table, ids, where, numbers["policy_version"])
-        judge_stale(table, ids, now)
+        apply_stale_policy(table, ids, now)
 
 
 def _use(table: TableState, reservation: ReservationState, staged: StagedCommit) -> None:
@@ -154,7 +154,7 @@ def _use(table: TableState, reservation: ReservationState, staged: StagedCommit)
 
 
 def _remember(table: TableState, author: tuple[bytes, int], first: int, rows: int) -> None:
-    groups = table.flow.owed
+    groups = table.flow.refills
     for number in list(groups):
         group = table.groups.get(number)
         if group is not None:
@@ -187,7 +187,7 @@ def update(table: TableState, request: Update, session: int, now: float) -> Done
         table.wake_room()
     table.history.add(now, "updated", rows, session=session, detail=", ".join(staged.names))
     rows_changed(table, staged, rows, at, now)
-    judge_stale(table, rows, now)
+    apply_stale_policy(table, rows, now)
     apply_group_and_stale_rules(table, now)
     return DoneReply(rows.size)
 

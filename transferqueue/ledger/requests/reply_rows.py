@@ -15,23 +15,23 @@ from transferqueue.ledger.rows.blocks import BlockRegistry
 from transferqueue.ledger.rows.column_places import BlockSlots
 from transferqueue.ledger.rows.facts import DTYPES
 from transferqueue.ledger.table import TableState
-from transferqueue.wire import run_length as short
+from transferqueue.wire import run_length
 from transferqueue.wire.messages import Inline, ReplyColumns, ReplyRows
 
 Value = TypeVar("Value")
 
-_FIRST: Final = short.encode_constant(np.zeros(1, np.int32))
+_FIRST: Final = run_length.encode_constant(np.zeros(1, np.int32))
 """Every row is in the first block."""
 
 
 def describe_rows(table: TableState, rows: IntArray, at: Index, there: Sequence[str]) -> tuple[ReplyRows, list[int]]:
     """Content of `rows` with fields that all of them have (`complete_fields`), and the blocks it names."""
-    inline, placed, definitions = table.rows.told(there)
+    inline, placed, definitions = table.rows.reply_fields(there)
     blocks: dict[int, None] = {}
     parts = [_part(table.core.blocks, places, blocks) for places in table.parts.locate(placed, at)]
     content = ReplyRows(
         rows=rows.tobytes(),
-        **{name: short.encode_constant(table.rows.facts[name].a[at]) for name in DTYPES},
+        **{name: run_length.encode_constant(table.rows.facts[name].a[at]) for name in DTYPES},
         keys=_of_rows(table.rows.keys, rows, ""),
         tags=_of_rows(table.rows.tags, rows, {}),
         inline=[Inline(name, table.rows.inline[name].a[at].tobytes()) for name in inline],
@@ -64,12 +64,12 @@ def _part(blocks: BlockRegistry, places: BlockSlots, named: dict[int, None]) -> 
         fields=places.fields,
         blocks=[blocks.blocks[number].at for number in numbers],
         block_of_row=index,
-        slot_of_row=short.encode_ascending(places.slots),
+        slot_of_row=run_length.encode_ascending(places.slots),
     )
 
 
 def _distinct(blocks: IntArray) -> tuple[list[int], bytes]:
-    """The distinct blocks, and for each row which of them it is in, as `short.alike`."""
+    """The distinct blocks, and for each row which of them it is in, as `run_length.alike`."""
     if blocks.size and (blocks == blocks[0]).all():
         return [int(blocks[0])], _FIRST
     found, index = np.unique(blocks, return_inverse=True)

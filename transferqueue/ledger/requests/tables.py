@@ -171,9 +171,9 @@ def drop_table(table: TableState, now: float) -> None:
     if left.size:
         free_rows(table, left, table.rows.pages.index(left))
     for lease in [one for one in table.core.leases.by_id.values() if one.table == table.name]:
-        end_lease(table, lease, "its table was dropped", told=False)
+        end_lease(table, lease, "its table was dropped", by_holder=False)
     forget_puts(table, list(table.puts_of_page))
-    for task in table.gatherers:
+    for task in table.group_tasks:
         for unit in list(task.forming):
             task.forget(unit)
     table.wake_tasks()

@@ -34,8 +34,15 @@ from transferqueue.ledger.requests.flow_control import VERSION_MAX
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
 from transferqueue.ledger.rows.commit import check_layout
 from transferqueue.schema import Field
-from transferqueue.wire.messages import AcquireUpdateSlot as TakeTurn
-from transferqueue.wire.messages import DoneReply, LatestVersion, Publish, Pull, ReportApplied, WeightsReply
+from transferqueue.wire.messages import (
+    AcquireUpdateSlot,
+    DoneReply,
+    LatestVersion,
+    Publish,
+    Pull,
+    ReportApplied,
+    WeightsReply,
+)
 
 
 @dataclass(slots=True)
@@ -77,7 +84,7 @@ class WeightChannelState:
     """Versions that are gone before their time, the newest `keep` of them: how."""
     applied: dict[int, AppliedVersion] = field(default_factory=dict)
     """By session: the version it generates with."""
-    turns: dict[int, UpdateSlot] = field(default_factory=dict)
+    update_slots: dict[int, UpdateSlot] = field(default_factory=dict)
     """By session: leave to change weights."""
     usage: OwnerBytes = field(default_factory=OwnerBytes)
 
@@ -153,7 +160,7 @@ def _forget(channel: WeightChannelState, blocks: BlockRegistry, version: int) ->
         blocks.retire(number, 1)
 
 
-def lose(channel: WeightChannelState, blocks: BlockRegistry, gone: frozenset[int], why: str) -> None:
+def lose_blocks(channel: WeightChannelState, blocks: BlockRegistry, gone: frozenset[int], why: str) -> None:
     """The bytes of some blocks are gone, and with them each version that has one. why: as `WeightChannelState.lost`."""
     for version in [number for number, one in channel.versions.items() if not gone.isdisjoint(one.blocks)]:
         _forget(channel, blocks, version)
@@ -210,22 +217,22 @@ def apply_version(channel: WeightChannelState, request: ReportApplied, session: 
 
 
 def take_turn(
-    channel: WeightChannelState, request: TakeTurn, session: int, deadlines: Deadlines, now: float
+    channel: WeightChannelState, request: AcquireUpdateSlot, session: int, deadlines: Deadlines, now: float
 ) -> DoneReply | MustWait:
     """A turn of the session, from now on; asked for again, it begins anew."""
-    others = len(channel.turns.keys() - {session})
+    others = len(channel.update_slots.keys() - {session})
     if others >= request.at_once:
         if request.wait_s > 0:
             return MustWait((("turn", channel.name),))
         raise DeadlineExceeded(explain_turn(channel, request))
-    turn = channel.turns.setdefault(session, UpdateSlot(channel.name, session))
+    turn = channel.update_slots.setdefault(session, UpdateSlot(channel.name, session))
     deadlines.add(turn, now + request.length_s)
     return DoneReply(1)
 
 
 def end_turn(channel: WeightChannelState, session: int, effects: Effects) -> bool:
     """The session's turn is over, if it has one; whether it had."""
-    turn = channel.turns.pop(session, None)
+    turn = channel.update_slots.pop(session, None)
     if turn is None:
         return False
     turn.deadline = None
@@ -234,10 +241,10 @@ def end_turn(channel: WeightChannelState, session: int, effects: Effects) -> boo
 
 
 def explain_turn(
-    channel: WeightChannelState, request: TakeTurn, labels: Mapping[int, str] = MappingProxyType({})
+    channel: WeightChannelState, request: AcquireUpdateSlot, labels: Mapping[int, str] = MappingProxyType({})
 ) -> str:
     """Whom a turn waits for. labels: of sessions."""
-    holders = listing(labels.get(number) or f"session {number}" for number in channel.turns)
+    holders = listing(labels.get(number) or f"session {number}" for number in channel.update_slots)
     return (
         f'channel "{channel.name}" lets {request.at_once} change weights at once, and {holders} do; a turn ends by its '
         "holder, or when it expires"

@@ -77,7 +77,7 @@ class GroupIndex:
         """Id, size and present members of each known group."""
         return [(one.id, one.size, one.present) for one in self._by_id.values()]
 
-    def plant(self, known: dict[str, AnyArray], rows: IntArray, ids: AnyArray) -> None:
+    def restore(self, known: dict[str, AnyArray], rows: IntArray, ids: AnyArray) -> None:
         """The groups that `known` told of, as columns, with their members without a fate: `rows` of groups `ids`, ascending."""
         sizes = dict(zip(known["group_id"].tolist(), known["group_size"].tolist(), strict=True))
         self.add(rows, ids, np.array([sizes.get(number, 1) for number in ids.tolist()], np.int64))

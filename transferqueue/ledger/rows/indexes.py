@@ -47,7 +47,7 @@ class VersionIndex:
         if self._size > 2 * self._rows.pages.resident + SLACK:
             self._compact()
 
-    def _standing(self, version: int) -> IntArray:
+    def _live_rows(self, version: int) -> IntArray:
         rows = np.concatenate(self._filed[version])
         at, there = self._rows.pages.find(rows)
         there &= (self._rows.version.a[at] == version) & (self._rows.pages.fate.a[at] == LIVE)
@@ -55,7 +55,7 @@ class VersionIndex:
 
     def _compact(self) -> None:
         for version in list(self._filed):
-            rows = self._standing(version)
+            rows = self._live_rows(version)
             if rows.size:
                 self._filed[version] = [rows]
             else:
@@ -65,14 +65,14 @@ class VersionIndex:
 
     def below(self, bound: int) -> list[IntArray]:
         """Live rows of versions below `bound`, oldest version first; they stay filed."""
-        return [self._standing(version) for version in sorted(self._filed) if version < bound]
+        return [self._live_rows(version) for version in sorted(self._filed) if version < bound]
 
     def take_below(self, bound: int) -> IntArray:
         """Live rows of versions below `bound`; they are filed no more."""
         taken = []
         while self._versions and self._versions[0] < bound:
             version = heapq.heappop(self._versions)
-            taken.append(self._standing(version))
+            taken.append(self._live_rows(version))
             self._size -= sum(rows.size for rows in self._filed.pop(version))
         return np.concatenate(taken) if taken else np.empty(0, np.int64)
 
@@ -107,9 +107,9 @@ class FinishedOrdinals:
         self._pending.append(ordinals)
         self._count += ordinals.size
         if self._count > PENDING_MAX:
-            self.settle()
+            self.merge_pending()
 
-    def settle(self) -> None:
+    def merge_pending(self) -> None:
         """Make all that ended into spans."""
         if not self._pending:
             return
@@ -122,7 +122,7 @@ class FinishedOrdinals:
 
     def cursor(self, start: int = 0) -> int:
         """The lowest ordinal from `start` on that is not final. Walks the live rows."""
-        self.settle()
+        self.merge_pending()
         found = int(np.searchsorted(self.spans[:, 0], start, "right")) - 1
         end = max(start, int(self.spans[found, 1]) + 1) if found >= 0 else start
         rows = self._rows.pages.resident_rows()
@@ -162,20 +162,20 @@ class StepIndex:
         self._filed.setdefault(step, []).append(rows)
         self._size += rows.size
         if self._size > 2 * self._rows.pages.resident + SLACK:
-            self._sweep()
+            self._compact()
 
-    def standing(self, step: int) -> IntArray:
+    def uncovered_rows(self, step: int) -> IntArray:
         """Rows whose last ack was with `step`, and that still wait, ascending."""
         rows = np.unique(np.concatenate(self._filed[step]))
         at, there = self._rows.pages.find(rows)
-        standing: IntArray = rows[there & (self._state.a[at] == self._stepped) & (self._hold.a[at] == step)]
-        return standing
+        uncovered: IntArray = rows[there & (self._state.a[at] == self._stepped) & (self._hold.a[at] == step)]
+        return uncovered
 
     def take(self, chosen: Callable[[int], bool]) -> IntArray:
         """The standing rows of the chosen steps, in order of step; they are filed no more."""
         taken = []
         for step in sorted(step for step in self._filed if chosen(step)):
-            taken.append(self.standing(step))
+            taken.append(self.uncovered_rows(step))
             self._size -= sum(rows.size for rows in self._filed.pop(step))
         return np.concatenate(taken) if taken else NO_ROWS
 
@@ -184,7 +184,7 @@ class StepIndex:
         """The highest step that rows are filed under; -1 if there is none."""
         return max(self._filed, default=-1)
 
-    def _sweep(self) -> None:
-        standing = {step: self.standing(step) for step in self._filed}
-        self._filed = {step: [rows] for step, rows in standing.items() if rows.size}
-        self._size = sum(rows.size for rows in standing.values())
+    def _compact(self) -> None:
+        uncovered = {step: self.uncovered_rows(step) for step in self._filed}
+        self._filed = {step: [rows] for step, rows in uncovered.items() if rows.size}
+        self._size = sum(rows.size for rows in uncovered.values())

@@ -120,7 +120,7 @@ class RowPages:
         frames[: kept.size] = kept
         self._frames, self._base = frames, oldest
 
-    def plant(self, next_row: int, rows: IntArray) -> None:
+    def restore(self, next_row: int, rows: IntArray) -> None:
         """In pages without a row: `rows`, ascending, are resident, and the next one will be `next_row`. Fates are the caller's to set."""
         for page, count in tally(rows >> SHIFT):
             self._open_page(page)

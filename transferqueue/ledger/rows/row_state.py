@@ -24,7 +24,7 @@ MASKS_KEPT = 4096
 """Masks of field sets kept ready; requests use the same few again and again."""
 
 
-TOLD_KEPT = 64
+REPLY_FIELDS_KEPT = 64
 """As `MASKS_KEPT`, of `told`, which are larger."""
 
 
@@ -60,7 +60,7 @@ class RowStore:
         self.number: dict[str, int] = {}
         self.words: list[StateColumn] = []
         self._masks: dict[tuple[str, ...], FieldMask] = {}
-        self._told: dict[tuple[str, ...], tuple[list[str], list[str], bytes]] = {}
+        self._reply_fields: dict[tuple[str, ...], tuple[list[str], list[str], bytes]] = {}
         self.inline: dict[str, StateColumn] = {}
         self.keys: dict[int, str] = {}
         self.row_of_key: dict[str, int] = {}
@@ -119,16 +119,16 @@ class RowStore:
             mask = self._masks[key] = FieldMask(self.number[name] for name in key)
         return mask
 
-    def told(self, names: Sequence[str]) -> tuple[list[str], list[str], bytes]:
+    def reply_fields(self, names: Sequence[str]) -> tuple[list[str], list[str], bytes]:
         """Of fields that the table has: those that are inline, the others, and the definitions of all as a reply tells them."""
         key = tuple(names)
-        found = self._told.get(key)
+        found = self._reply_fields.get(key)
         if found is None:
-            if len(self._told) > TOLD_KEPT:
-                self._told.clear()
+            if len(self._reply_fields) > REPLY_FIELDS_KEPT:
+                self._reply_fields.clear()
             inline = [name for name in key if name in self.inline]
             placed = [name for name in key if name not in self.inline]
-            found = self._told[key] = inline, placed, encode_fields([self.fields[name] for name in key])
+            found = self._reply_fields[key] = inline, placed, encode_fields([self.fields[name] for name in key])
         return found
 
     def has_all(self, at: Index, mask: FieldMask) -> BoolArray:

@@ -15,21 +15,29 @@ from transferqueue.errors import listing
 from transferqueue.ledger.rows.arrays import BoolArray, IntArray, tally
 from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.ledger.rules.requeue import LOST
-from transferqueue.ledger.rules.required_results import is_given_by_none
+from transferqueue.ledger.rules.required_results import no_task_gives
 from transferqueue.ledger.table import Absence, TableState
 from transferqueue.ledger.tasks.group_task import FORMING, GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseState
-from transferqueue.ledger.tasks.task_state import HELD, LEASED, OPEN, PENDING, READY, STEPPED, TaskState
+from transferqueue.ledger.tasks.task_state import (
+    ACKED_WITH_STEP,
+    LEASED,
+    OPEN,
+    PENDING,
+    READY,
+    WAITING_FOR_GROUP,
+    TaskState,
+)
 from transferqueue.limits import HEARTBEAT_S
 from transferqueue.wire.messages import LeaseRequest
 
-PAGES_SEEN = 16
+PAGES_SAMPLED = 16
 """Pages of rows looked at: the oldest ones, where what is stuck lies."""
-LEASES_SEEN = 256
+LEASES_SAMPLED = 256
 """Leases looked at, the oldest first: a thousand waits that end together must not walk thousands of leases each."""
-GROUPS_TOLD = 3
-REASONS_TOLD = 3
-SILENT_TOLD_S = 3 * HEARTBEAT_S
+GROUPS_SHOWN = 3
+REASONS_SHOWN = 3
+SILENT_AFTER_S = 3 * HEARTBEAT_S
 """A live client says something every `HEARTBEAT_S`; one late word is no news."""
 
 
@@ -50,7 +58,7 @@ def explain_lease(table: TableState, task: TaskState, request: LeaseRequest, now
 def explain_stranded(table: TableState, task: TaskState, now: float) -> str:
     """Why no pending row of a sealed table can become ready for the task any more, and what helps."""
     name = task.task.name
-    missing = [field for field in task.task.needs if is_given_by_none(table, field, ())]
+    missing = [field for field in task.task.needs if no_task_gives(table, field, ())]
     return (
         f'task "{name}" of table "{table.name}" can never progress: the table is sealed, and '
         f"{'; '.join(_pending(table, task, now))}. Give {listing(missing)} with update(), or "
@@ -86,7 +94,7 @@ def _lacking(table: TableState, task: TaskState, now: float) -> list[str]:
 def _dropped(table: TableState) -> list[str]:
     """Why there may be no rows though some were put. Those that ended as bytes were lost are told by `lost_rows`."""
     reasons = sorted((-count, reason) for reason, count in table.rows_dropped.items() if reason != LOST)
-    told = ", ".join(f"{reason} {-count}" for count, reason in reasons[:REASONS_TOLD])
+    told = ", ".join(f"{reason} {-count}" for count, reason in reasons[:REASONS_SHOWN])
     count = -sum(count for count, _ in reasons)
     return [f"{count} {'was' if count == 1 else 'were'} dropped: {told}"] if told else []
 
@@ -97,7 +105,7 @@ def _leased(table: TableState, tasks: Iterable[TaskState], now: float) -> list[s
     for task in tasks:
         held: dict[str, tuple[int, float]] = {}
         unseen = task.counts[LEASED]
-        for lease in islice(_leases_of(table, task), LEASES_SEEN):
+        for lease in islice(_leases_of(table, task), LEASES_SAMPLED):
             unseen -= lease.left
             units = _units_left(table, task, lease)
             for session in dict.fromkeys(lease.holders.values()) or (0,):
@@ -116,7 +124,7 @@ def _leased(table: TableState, tasks: Iterable[TaskState], now: float) -> list[s
 
 def _stepped(task: TaskState) -> list[str]:
     """Rows that wait for a checkpoint, and for which."""
-    count = task.counts[STEPPED]
+    count = task.counts[ACKED_WITH_STEP]
     if not count:
         return []
     name, step = task.task.name, task.stepped.latest
@@ -128,7 +136,7 @@ def _holder(table: TableState, session: int, now: float) -> str:
     if not session:
         return "a rank that has not asked yet"
     silent = table.core.silent_s(session, now)
-    return session_name(table, session) + (f" (silent {silent:.0f} s)" if silent >= SILENT_TOLD_S else "")
+    return session_name(table, session) + (f" (silent {silent:.0f} s)" if silent >= SILENT_AFTER_S else "")
 
 
 def _units_left(table: TableState, task: TaskState, lease: LeaseState) -> int:
@@ -225,7 +233,7 @@ def _forming(table: TableState, task: GroupTaskState) -> list[str]:
     """Groups of which some members are ready."""
     forming = [one for one in task.forming.values() if one.state == FORMING and one.ready]
     told = []
-    for one in forming[:GROUPS_TOLD]:
+    for one in forming[:GROUPS_SHOWN]:
         pending, ready = task.missing(one.unit)
         size = table.groups.size_of(one.unit)
         group = table.groups.get(one.unit)
@@ -234,14 +242,14 @@ def _forming(table: TableState, task: GroupTaskState) -> list[str]:
         parts += [f"{pending} not complete"] if pending else []
         parts += [f"{absent} not put"] if absent else []
         told.append(f"group {one.unit}: {', '.join(parts)}")
-    if len(forming) > GROUPS_TOLD:
-        told.append(f"{len(forming) - GROUPS_TOLD} more groups are not whole")
+    if len(forming) > GROUPS_SHOWN:
+        told.append(f"{len(forming) - GROUPS_SHOWN} more groups are not whole")
     return told
 
 
 def sample(table: TableState) -> IntArray:
     """Live rows of the oldest pages."""
-    pages = [table.rows.pages.rows_of(page) for page in table.rows.pages.pages()[:PAGES_SEEN]]
+    pages = [table.rows.pages.rows_of(page) for page in table.rows.pages.pages()[:PAGES_SAMPLED]]
     rows = np.concatenate(pages) if pages else np.empty(0, np.int64)
     live: IntArray = rows[table.rows.pages.fate.a[table.rows.pages.index(rows)] == LIVE]
     return live
@@ -259,8 +267,8 @@ def rows_by_holder(table: TableState) -> str:
         counts = task.counts
         if task.open_rows:
             told.append(
-                f'task "{task.task.name}" has {task.open_rows - counts[LEASED] - counts[PENDING] - counts[HELD]} ready, '
-                f"{counts[LEASED]} leased, {counts[PENDING] + counts[HELD]} not complete"
+                f'task "{task.task.name}" has {task.open_rows - counts[LEASED] - counts[PENDING] - counts[WAITING_FOR_GROUP]} ready, '
+                f"{counts[LEASED]} leased, {counts[PENDING] + counts[WAITING_FOR_GROUP]} not complete"
             )
         told += [f'task "{task.task.name}": {text}' for text in _stepped(task)]
     if table.flow.reserved:

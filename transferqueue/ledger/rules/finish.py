@@ -5,7 +5,7 @@ row from every task and lease, then counts it, then frees it (`Acked`) or keeps 
 ``rows_put = rows_live + rows_done + rows_dropped`` holds after every step.
 
 One end can bring about others: a dropped member makes its group incomplete, whose policy may drop the rest.
-`TableState.doomed` collects rows to be dropped; `settle.conclude` works until nothing is left to do.
+`TableState.to_drop` collects rows to be dropped; `settle.conclude` works until nothing is left to do.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def finish_rows(table: TableState, task: TaskState, rows: IntArray, now: float, 
 
 def _end(table: TableState, rows: IntArray, at: IntArray, fate: int) -> None:
     table.ordinals.ended(at)
-    if len(table.groups) or table.gatherers:
+    if len(table.groups) or table.group_tasks:
         for unit in table.groups.leave(rows, at, dropped=fate == DROPPED):
             table.flow.forget(unit)
-            for task in table.gatherers:
+            for task in table.group_tasks:
                 task.forget(unit)
     if isinstance(table.retention, Acked):
         free_rows(table, rows, at)
@@ -96,22 +96,22 @@ def lose_leases(table: TableState, task: TaskState, rows: IntArray, at: IntArray
     holds = task.hold.a[at[leased]]
     for number, _ in tally(holds):
         lease = table.core.leases.by_id[number]
-        lease.lose(lost[holds == number])
+        lease.remove(lost[holds == number])
         if lease.holders and not lease.left:
-            end_lease(table, lease, why, told=False)
+            end_lease(table, lease, why, by_holder=False)
     return lost
 
 
-def end_lease(table: TableState, lease: LeaseState, why: str, *, told: bool) -> None:
+def end_lease(table: TableState, lease: LeaseState, why: str, *, by_holder: bool) -> None:
     """A lease is over; its holders are told unless it was their doing."""
-    if not told:
+    if not by_holder:
         for session in lease.holders.values():
             table.core.effects.add(LeaseEnded(session, lease.id, why))
     if lease.staged is not None:
         drop_staged(table, lease)
         table.wake_room()
     if lease.share is not None:
-        table.agreements[lease.task, *lease.share].over(lease.id)
+        table.shared_batches[lease.task, *lease.share].over(lease.id)
     table.core.blocks.unpin_all(-lease.id)
     table.core.leases.end(lease, why)
 

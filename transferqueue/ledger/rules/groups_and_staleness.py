@@ -26,23 +26,23 @@ from transferqueue.ledger.rules.finish import drop_rows, lose_leases
 from transferqueue.ledger.rules.requeue import downstream, redo_or_drop_missing, requeue_rows
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import FORMING, FormingGroup, GroupTaskState
-from transferqueue.ledger.tasks.task_state import KEPT, LEASED, OPEN, PENDING, READY, TaskState
+from transferqueue.ledger.tasks.task_state import KEPT_STALE, LEASED, OPEN, PENDING, READY, TaskState
 from transferqueue.policies import DeliverPartial, KeepStale, Refill, Requeue
 
 INCOMPLETE = "group_incomplete"
 
 
 def apply_group_and_stale_rules(table: TableState, now: float) -> None:
-    """Work off what the request set in motion, until every group is settled and nothing is doomed."""
-    gatherers = table.gatherers
+    """Work off what the request set in motion, until every group is settled and nothing is to_drop."""
+    group_tasks = table.group_tasks
     while True:
-        for task in gatherers:
-            _drop_unwanted(table, task)
-        if table.doomed:
-            rows, reason = table.doomed.pop(0)
+        for task in group_tasks:
+            _drop_late_members(table, task)
+        if table.to_drop:
+            rows, reason = table.to_drop.pop(0)
             drop_rows(table, rows, reason, now)
             continue
-        unsettled = [task for task in gatherers if task.unsettled]
+        unsettled = [task for task in group_tasks if task.changed]
         if not unsettled:
             return
         _resolve_groups(table, unsettled[0], now)
@@ -51,46 +51,46 @@ def apply_group_and_stale_rules(table: TableState, now: float) -> None:
 # ---------------------------------------------------------------- groups
 
 
-def _drop_unwanted(table: TableState, task: GroupTaskState) -> None:
+def _drop_late_members(table: TableState, task: GroupTaskState) -> None:
     """Members that came too late for `task`, and that no other task wants, will be dropped."""
-    for rows in task.unwanted:
+    for rows in task.latecomers:
         at, there = table.rows.pages.find(rows)
         there &= (table.rows.tasks_left.a[at] == 0) & (table.rows.pages.fate.a[at] == LIVE)
         if there.any():
-            table.doomed.append((rows[there], INCOMPLETE))
-    if task.unwanted and table.sealed:
+            table.to_drop.append((rows[there], INCOMPLETE))
+    if task.latecomers and table.sealed:
         table.wake_tasks()  # what this task would have given these members does not come
-    task.unwanted.clear()
+    task.latecomers.clear()
 
 
 def _resolve_groups(table: TableState, task: GroupTaskState, now: float) -> None:
-    changed = [one for unit in task.unsettled if (one := task.forming.get(unit)) and one.state == FORMING]
-    task.unsettled.clear()
+    changed = [one for unit in task.changed if (one := task.forming.get(unit)) and one.state == FORMING]
+    task.changed.clear()
     whole = []
     for one in changed:
         if one.ready == table.groups.size_of(one.unit):
             one.lost, one.late = 0, False
             whole.append(one.unit)
         elif one.lost or one.late or table.sealed:
-            _apply_stale_policy(table, task, one, now)
+            _apply_incomplete_policy(table, task, one, now)
     if whole:
         task.enqueue(whole)
         table.wake_task(task.task.name)
 
 
-def _apply_stale_policy(table: TableState, task: GroupTaskState, one: FormingGroup, now: float) -> None:
+def _apply_incomplete_policy(table: TableState, task: GroupTaskState, one: FormingGroup, now: float) -> None:
     rule = task.rule.incomplete
     pending, ready = task.missing(one.unit)
     if isinstance(rule, DeliverPartial):
-        _release(table, task, one, pending, ready)
-        task.await_rest(one, now)
+        _deliver_or_drop(table, task, one, pending, ready)
+        task.start_deadline(one, now)
     elif isinstance(rule, Refill) and not table.sealed:
         _refill(table, task, one, now)
     elif (table.sealed and not pending) or (not isinstance(rule, Refill) and (one.lost or one.late)):
         mark_group_to_drop(table, one.unit)
 
 
-def _release(table: TableState, task: GroupTaskState, one: FormingGroup, pending: int, ready: int) -> None:
+def _deliver_or_drop(table: TableState, task: GroupTaskState, one: FormingGroup, pending: int, ready: int) -> None:
     size = table.groups.size_of(one.unit)
     least = task.rule.min_size or size
     group = table.groups.get(one.unit)
@@ -112,7 +112,7 @@ def _queue_group(table: TableState, task: GroupTaskState, one: FormingGroup) -> 
         # Withdrawn first: that they are dropped must not make the group, which is settled, incomplete again.
         rows = rows[waiting]
         task.withdraw_late(rows, table.rows.pages.index(rows))
-        table.doomed.append((rows, INCOMPLETE))
+        table.to_drop.append((rows, INCOMPLETE))
 
 
 def _refill(table: TableState, task: GroupTaskState, one: FormingGroup, now: float) -> None:
@@ -125,12 +125,12 @@ def _refill(table: TableState, task: GroupTaskState, one: FormingGroup, now: flo
     if one.late:
         rows = np.array(list(group.rows), np.int64)
         waiting = rows[task.state.a[table.rows.pages.index(rows)] == PENDING]
-        _unqueue_group(table, task, waiting, now)
+        _end_other_leases(table, task, waiting, now)
     one.lost, one.late = 0, False
-    task.await_rest(one, now)
+    task.start_deadline(one, now)
 
 
-def _unqueue_group(table: TableState, but: TaskState, rows: IntArray, now: float) -> None:
+def _end_other_leases(table: TableState, but: TaskState, rows: IntArray, now: float) -> None:
     """Other tasks lose their leases of rows; it counts as a failed attempt, as an expiry does."""
     for task in table.tasks.values():
         if task is not but:
@@ -141,7 +141,7 @@ def _unqueue_group(table: TableState, but: TaskState, rows: IntArray, now: float
 
 def mark_group_to_drop(table: TableState, unit: int) -> None:
     """All members of a group will be dropped."""
-    table.doomed.append((np.array(table.groups.members(unit), np.int64), INCOMPLETE))
+    table.to_drop.append((np.array(table.groups.members(unit), np.int64), INCOMPLETE))
 
 
 def return_rows(
@@ -156,14 +156,14 @@ def return_rows(
     if not task.completed(at).all():
         redo_or_drop_missing(table, task, rows, now)
     if failed:
-        task.tally.failed += rows.size
+        task.counters.failed += rows.size
         task.attempts.a[at] += 1
         if task.task.attempts_max:
             spent = task.attempts.a[at] >= task.task.attempts_max
             if spent.any():
-                table.doomed.append((rows[spent], "attempts"))
-    if task is table.pacer:
-        judge_stale(table, rows, now)
+                table.to_drop.append((rows[spent], "attempts"))
+    if task is table.pacing_task:
+        apply_stale_policy(table, rows, now)
         table.wake_room()
     table.wake_task(task.task.name)
 
@@ -171,63 +171,66 @@ def return_rows(
 # ---------------------------------------------------------------- stale rows
 
 
-def judge_stale(table: TableState, rows: IntArray, now: float) -> None:
+def apply_stale_policy(table: TableState, rows: IntArray, now: float) -> None:
     """Do what `on_stale` says with those of `rows` that are live, over the bound and not handed over."""
-    pacer = table.pacer
-    if table.versions is None or pacer is None or table.pacing is None or table.stale_below <= 0:
+    pacing_task = table.pacing_task
+    if table.versions is None or pacing_task is None or table.pacing is None or table.oldest_fresh_version <= 0:
         return
     at, there = table.rows.pages.find(rows)
     version = table.rows.version.a[at]
-    stale: BoolArray = there & (version >= 0) & (version < table.stale_below) & (pacer.state.a[at] <= READY)
+    stale: BoolArray = (
+        there & (version >= 0) & (version < table.oldest_fresh_version) & (pacing_task.state.a[at] <= READY)
+    )
     if not stale.any():
         return
     rows = rows[stale]
     policy = table.pacing.on_stale
     if isinstance(policy, KeepStale):
-        _keep(table, pacer, _whole_groups(table, pacer, rows), now)
+        _keep(table, pacing_task, _whole_groups(table, pacing_task, rows), now)
     elif isinstance(policy, Requeue):
-        requeue(table, pacer, policy.task, rows, now)
+        requeue(table, pacing_task, policy.task, rows, now)
     else:
-        table.doomed.append((rows, "stale"))
+        table.to_drop.append((rows, "stale"))
 
 
-def _whole_groups(table: TableState, pacer: TaskState, rows: IntArray) -> IntArray:
+def _whole_groups(table: TableState, pacing_task: TaskState, rows: IntArray) -> IntArray:
     """`rows`, with all members of their groups that the pacing task could still get."""
     units = table.groups.units(rows, table.rows.pages.index(rows))
     members = [row for unit, _ in table.groups.counts(units) for row in table.groups.members(unit)]
     found = np.array(members, np.int64)
-    chosen: IntArray = found[pacer.state.a[table.rows.pages.index(found)] <= READY]
+    chosen: IntArray = found[pacing_task.state.a[table.rows.pages.index(found)] <= READY]
     return chosen
 
 
-def _keep(table: TableState, pacer: TaskState, rows: IntArray, now: float) -> None:
+def _keep(table: TableState, pacing_task: TaskState, rows: IntArray, now: float) -> None:
     at = table.rows.pages.index(rows)
-    if not isinstance(pacer, GroupTaskState):
+    if not isinstance(pacing_task, GroupTaskState):
         stale = table.rows.version.a[at]
-        chosen = (stale >= 0) & (stale < table.stale_below)
+        chosen = (stale >= 0) & (stale < table.oldest_fresh_version)
         rows, at = rows[chosen], at[chosen]
-    pacer.withdraw(rows, at, KEPT)
-    if isinstance(pacer, GroupTaskState):
+    pacing_task.withdraw(rows, at, KEPT_STALE)
+    if isinstance(pacing_task, GroupTaskState):
         for unit, _ in table.groups.counts(table.groups.units(rows, at)):
-            pacer.close(unit)
-    table.history.add(now, "kept though stale", rows, pacer.task.name)
+            pacing_task.close(unit)
+    table.history.add(now, "kept though stale", rows, pacing_task.task.name)
     table.wake_room()
     if table.sealed:
         table.wake_tasks()
     else:
-        table.wake_task(pacer.task.name)
+        table.wake_task(pacing_task.task.name)
 
 
-def requeue(table: TableState, pacer: TaskState, target: str, rows: IntArray, now: float) -> None:
+def requeue(table: TableState, pacing_task: TaskState, target: str, rows: IntArray, now: float) -> None:
     """Rows go back to `target` as stale, the version cleared too.
 
     A group whose members some task takes together goes back together.
     """
     _, names = downstream([one.task for one in table.tasks.values()], table.tasks[target].task)
     if any(
-        isinstance(task, GroupTaskState) for task in (table.tasks[target], pacer, *(table.tasks[one] for one in names))
+        isinstance(task, GroupTaskState)
+        for task in (table.tasks[target], pacing_task, *(table.tasks[one] for one in names))
     ):
-        rows = _whole_groups(table, pacer, rows)
+        rows = _whole_groups(table, pacing_task, rows)
     at = table.rows.pages.index(rows)
     for name in ("policy_version", "policy_version_max"):
         table.rows.facts[name].a[at] = -1
@@ -239,10 +242,10 @@ def can_be_requeued(table: TableState, task: TaskState) -> bool:
 
     Until then the table has not ended for `task`, or nobody would be left to give anew what a stale row needs.
     """
-    pacing, pacer = table.pacing, table.pacer
-    if pacing is None or pacer is None or task is pacer or pacing.max_staleness is None:
+    pacing, pacing_task = table.pacing, table.pacing_task
+    if pacing is None or pacing_task is None or task is pacing_task or pacing.max_staleness is None:
         return False
-    if not isinstance(pacing.on_stale, Requeue) or not any(pacer.counts[state] for state in OPEN):
+    if not isinstance(pacing.on_stale, Requeue) or not any(pacing_task.counts[state] for state in OPEN):
         return False
     first = table.tasks[pacing.on_stale.task]
     _, names = downstream([one.task for one in table.tasks.values()], first.task)

@@ -20,7 +20,7 @@ from transferqueue.ledger.rows.arrays import BoolArray, IntArray
 from transferqueue.ledger.rules.finish import lose_leases, retire
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
-from transferqueue.ledger.tasks.task_state import DONE, HELD, READY, STEPPED, TaskState
+from transferqueue.ledger.tasks.task_state import ACKED_WITH_STEP, DONE, READY, WAITING_FOR_GROUP, TaskState
 from transferqueue.policies import Task
 
 LOST: Final = "lost"
@@ -56,23 +56,23 @@ def requeue_rows(table: TableState, target: str, rows: IntArray, what: str, now:
     table.history.add(now, what, rows, target)
     table.wake_room()
     for name, mine in had.items():
-        redo_or_drop_missing(table, table.tasks[name], mine, now, given=fields)
+        redo_or_drop_missing(table, table.tasks[name], mine, now, requeued=fields)
 
 
 def _set_pending(table: TableState, task: TaskState, rows: IntArray, at: IntArray) -> IntArray:
     """Rows that the task saw are pending to it. Returns those that had all it needs."""
     seen = task.state.a[at] <= DONE
     rows, at = rows[seen], at[seen]
-    had: IntArray = rows[task.state.a[at] >= HELD]
+    had: IntArray = rows[task.state.a[at] >= WAITING_FOR_GROUP]
     lose_leases(table, task, rows, at, "its rows went back to an earlier task")
     table.rows.tasks_left.a[at[task.state.a[at] == DONE]] += 1
-    task.recede(rows, at)
+    task.set_pending(rows, at)
     return had
 
 
 def _reset_done_rows(table: TableState, task: TaskState, rows: IntArray, at: IntArray, now: float) -> IntArray:
     """Rows that the task did, it does again. Returns those."""
-    done = (task.state.a[at] == DONE) | (task.state.a[at] == STEPPED)
+    done = (task.state.a[at] == DONE) | (task.state.a[at] == ACKED_WITH_STEP)
     if done.any():
         _set_pending(table, task, rows[done], at[done])
         ready = done & task.completed(at)
@@ -86,17 +86,17 @@ def _reset_done_rows(table: TableState, task: TaskState, rows: IntArray, at: Int
 
 
 def redo_or_drop_missing(
-    table: TableState, task: TaskState, rows: IntArray, now: float, given: frozenset[str] = frozenset()
+    table: TableState, task: TaskState, rows: IntArray, now: float, requeued: frozenset[str] = frozenset()
 ) -> None:
-    """`task` had these live rows with all it needs. What it lacks by now, `given` apart, is made again, or they end."""
+    """`task` had these live rows with all it needs. What it lacks by now, `requeued` apart, is made again, or they end."""
     for name in task.task.needs:
-        if name not in given and rows.size:
+        if name not in requeued and rows.size:
             lacking = ~table.rows.has_all(table.rows.pages.index(rows), table.rows.mask((name,)))
             regenerate_field(table, name, rows[lacking], now)
 
 
 def regenerate_field(table: TableState, name: str, rows: IntArray, now: float) -> None:
-    """Live rows whose value of the field is gone go back to a task that gives it; where there is none, they are doomed."""
+    """Live rows whose value of the field is gone go back to a task that gives it; where there is none, they are to_drop."""
     for giver, state in table.tasks.items():
         if rows.size and name in state.task.gives:
             can = _can_regenerate(table, giver, rows)
@@ -104,7 +104,7 @@ def regenerate_field(table: TableState, name: str, rows: IntArray, now: float) -
                 requeue_rows(table, giver, rows[can], "lost bytes", now)
             rows = rows[~can]
     if rows.size:
-        table.doomed.append((rows, LOST))
+        table.to_drop.append((rows, LOST))
 
 
 def _can_regenerate(table: TableState, name: str, rows: IntArray) -> BoolArray:
@@ -118,5 +118,5 @@ def _can_regenerate(table: TableState, name: str, rows: IntArray) -> BoolArray:
         if isinstance(task, GroupTaskState):
             can &= ~task.handed_over(table.groups.units(rows, at)) & (state <= READY)
         elif not task.task.gives:
-            can &= (state != DONE) & (state != STEPPED)
+            can &= (state != DONE) & (state != ACKED_WITH_STEP)
     return can

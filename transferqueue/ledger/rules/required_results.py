@@ -32,9 +32,9 @@ NEAR = 0.75
 # ---------------------------------------------------------------- rule 1
 
 
-def check_given(table: TableState, task: TaskState, columns: Collection[str], rows: IntArray) -> None:
+def check_required_results(table: TableState, task: TaskState, columns: Collection[str], rows: IntArray) -> None:
     """Raise `UsageError` unless `rows`, acked by `task` with these columns, have all that the task owes for them."""
-    for name in sorted(task.owed.difference(columns)):
+    for name in sorted(task.required_results.difference(columns)):
         lacking = rows[_lacks(table, name, rows)]
         for other in table.tasks.values():
             if other is not task and lacking.size and name in other.task.gives:
@@ -68,18 +68,18 @@ def _refusal(table: TableState, task: TaskState, name: str, columns: Collection[
 
 def stranded(table: TableState, task: TaskState) -> bool:
     """Whether the task has pending rows of a sealed table, and none of them can become ready any more."""
-    if not table.sealed or not task.counts[PENDING] or _sends_back(table):
+    if not table.sealed or not task.counts[PENDING] or _requeues_stale(table):
         return False
-    return not _may_complete(table, task, _moving(table))
+    return not _may_complete(table, task, _active_tasks(table))
 
 
-def _sends_back(table: TableState) -> bool:
+def _requeues_stale(table: TableState) -> bool:
     """Whether a row that turns stale goes back to an earlier task, which then gives again."""
     pacing = table.pacing
     return pacing is not None and pacing.max_staleness is not None and isinstance(pacing.on_stale, Requeue)
 
 
-def _moving(table: TableState) -> set[str]:
+def _active_tasks(table: TableState) -> set[str]:
     """Tasks that may still end rows: the least set that the rule describes."""
     moving = {name for name, one in table.tasks.items() if one.counts[READY] or one.counts[LEASED]}
     grew = True
@@ -96,7 +96,7 @@ def _moving(table: TableState) -> set[str]:
 
 def _may_complete(table: TableState, task: TaskState, moving: Collection[str]) -> bool:
     """Whether some pending row lacks no field that only tasks outside of `moving` give."""
-    gone = [name for name in task.task.needs if is_given_by_none(table, name, moving)]
+    gone = [name for name in task.task.needs if no_task_gives(table, name, moving)]
     if not gone:
         return True
     if any(name not in table.rows.fields for name in gone):
@@ -110,7 +110,7 @@ def _may_complete(table: TableState, task: TaskState, moving: Collection[str]) -
     return False
 
 
-def is_given_by_none(table: TableState, name: str, moving: Collection[str]) -> bool:
+def no_task_gives(table: TableState, name: str, moving: Collection[str]) -> bool:
     """Whether tasks give the field, but none of `moving` does."""
     givers = [one for one, state in table.tasks.items() if name in state.task.gives]
     return bool(givers) and not any(one in moving for one in givers)

@@ -1,4 +1,4 @@
-"""A task that takes whole groups: its units are groups, and a row waits (HELD) until its group is whole.
+"""A task that takes whole groups: its units are groups, and a row waits (WAITING_FOR_GROUP) until its group is whole.
 
 Per group and task::
 
@@ -24,7 +24,16 @@ from transferqueue.ledger.rows.row_state import RowStore
 from transferqueue.ledger.tasks.predicates import matches
 from transferqueue.ledger.tasks.ready_queue import ORDER, STAMP, UNIT, in_order
 from transferqueue.ledger.tasks.selectors import Ranker, UnitFacts
-from transferqueue.ledger.tasks.task_state import ABSENT, DONE, GONE, HELD, LEASED, PENDING, READY, TaskState
+from transferqueue.ledger.tasks.task_state import (
+    ABSENT,
+    DONE,
+    GONE,
+    LEASED,
+    PENDING,
+    READY,
+    WAITING_FOR_GROUP,
+    TaskState,
+)
 from transferqueue.policies import Complete, Predicate, Task
 
 FORMING, QUEUED, OUT, OVER = range(4)
@@ -40,7 +49,7 @@ class FormingGroup:
         self.unit = unit
         self.state = FORMING
         self.ready = 0
-        """Members that are complete (HELD or READY)."""
+        """Members that are complete (WAITING_FOR_GROUP or READY)."""
         self.stamp = 0
         self.order = 0
         self.lost = 0
@@ -59,9 +68,9 @@ class GroupTaskState(TaskState):
         self.rule = rule
         self.groups = groups
         self.forming: dict[int, FormingGroup] = {}
-        self.unsettled: dict[int, None] = {}
+        self.changed: dict[int, None] = {}
         """Groups that changed and have to be looked at before the request ends."""
-        self.unwanted: list[IntArray] = []
+        self.latecomers: list[IntArray] = []
         """Members that came too late; those that no other task wants either are dropped before the request ends."""
         self._deadlines = deadlines
         self._queued = 0
@@ -88,35 +97,35 @@ class GroupTaskState(TaskState):
         """Members came after their group was handed over without them: they are not for this task."""
         self._set_state(at, ABSENT)
         self.rows.tasks_left.a[at] -= 1
-        self.unwanted.append(rows)
+        self.latecomers.append(rows)
 
     def complete(self, rows: IntArray, at: Index, now: float) -> None:
         """Pending members have all the task needs."""
-        self.move(at, rows.size, PENDING, HELD)
+        self.move(at, rows.size, PENDING, WAITING_FOR_GROUP)
         for unit, count in self.groups.counts(self.groups.units(rows, at)):
-            self._gather(unit, count, now)
+            self._add_ready_members(unit, count, now)
 
-    def _gather(self, unit: int, count: int, now: float) -> None:
+    def _add_ready_members(self, unit: int, count: int, now: float) -> None:
         one = self.forming.get(unit)
         if one is None:
             one = self.forming[unit] = FormingGroup(self, unit)
         one.ready += count
-        self.await_rest(one, now)
-        self.unsettled[unit] = None
+        self.start_deadline(one, now)
+        self.changed[unit] = None
 
-    def await_rest(self, one: FormingGroup, now: float) -> None:
+    def start_deadline(self, one: FormingGroup, now: float) -> None:
         """A group of which members are ready has until its deadline to be whole."""
         if one.state == FORMING and one.ready and not one.late and one.deadline is None and self.rule.deadline_s:
             self._deadlines.add(one, now + self.rule.deadline_s)
 
     def give_back(self, rows: IntArray, at: IntArray, now: float, before: int = LEASED) -> None:
         """Leased (or stepped) members are complete again; whether their group is whole shows when it is settled."""
-        self.move(at, rows.size, before, HELD)
+        self.move(at, rows.size, before, WAITING_FOR_GROUP)
         for unit, count in self.groups.counts(self.groups.units(rows, at)):
             one = self.forming[unit]
             one.state = FORMING
             one.ready += count
-            self.unsettled[unit] = None
+            self.changed[unit] = None
 
     def rerank(self, rows: IntArray, at: IntArray) -> None:
         """Facts of members changed: their groups, if queued, take the place that they have now."""
@@ -129,13 +138,13 @@ class GroupTaskState(TaskState):
         super().finish(rows, at, before)
         for unit, _ in self.groups.counts(self.groups.units(rows, at)):
             self.close(unit)
-            self._leave_out(unit)
+            self._withdraw_latecomers(unit)
 
-    def _leave_out(self, unit: int) -> None:
+    def _withdraw_latecomers(self, unit: int) -> None:
         """Members that came while the others were handed over have missed their group."""
         rows = np.array(self.groups.members(unit), np.int64)
         at = self.rows.pages.index(rows)
-        late = self.state.a[at] <= HELD
+        late = self.state.a[at] <= WAITING_FOR_GROUP
         if late.any():
             self.withdraw_late(rows[late], at[late])
 
@@ -153,18 +162,18 @@ class GroupTaskState(TaskState):
         states = self.state.a[at]
         units = self.groups.units(rows, at)
         super().withdraw(rows, at, to)
-        ready = dict(self.groups.counts(units[(states == HELD) | (states == READY)]))
+        ready = dict(self.groups.counts(units[(states == WAITING_FOR_GROUP) | (states == READY)]))
         for unit, lost in self.groups.counts(units[states < DONE]):
-            self._lose(unit, ready.get(unit, 0), lost)
+            self._lose_members(unit, ready.get(unit, 0), lost)
 
-    def _lose(self, unit: int, ready: int, lost: int) -> None:
+    def _lose_members(self, unit: int, ready: int, lost: int) -> None:
         one = self.forming.get(unit)
         if one is None:
             one = self.forming[unit] = FormingGroup(self, unit)
         one.ready -= ready
         one.lost += lost
         self._unqueue(one)
-        self.unsettled[unit] = None
+        self.changed[unit] = None
 
     def _unqueue(self, one: FormingGroup) -> None:
         """A queued group is not whole any more: its other members wait again."""
@@ -174,13 +183,13 @@ class GroupTaskState(TaskState):
         one.state = FORMING
         at = self.rows.pages.index(np.array(self.groups.members(one.unit)))
         at = at[self.state.a[at] == READY]
-        self.move(at, at.size, READY, HELD)
+        self.move(at, at.size, READY, WAITING_FOR_GROUP)
 
-    def recede(self, rows: IntArray, at: IntArray) -> None:
+    def set_pending(self, rows: IntArray, at: IntArray) -> None:
         """Members lost fields that the task needs: they are pending, and their groups form again."""
         states = self.state.a[at]
         units = self.groups.units(rows, at)
-        ready = dict(self.groups.counts(units[(states == HELD) | (states == READY)]))
+        ready = dict(self.groups.counts(units[(states == WAITING_FOR_GROUP) | (states == READY)]))
         for unit, _ in self.groups.counts(units):
             one = self.forming.get(unit)
             if one is None:
@@ -188,7 +197,7 @@ class GroupTaskState(TaskState):
             self._unqueue(one)
             one.ready -= ready.get(unit, 0)
             one.state, one.order = FORMING, 0
-        super().recede(rows, at)
+        super().set_pending(rows, at)
 
     def forget(self, unit: int) -> None:
         """The group is known no more."""
@@ -196,12 +205,12 @@ class GroupTaskState(TaskState):
         if one is not None:
             self._leave_queue(one)
             one.deadline = None
-        self.unsettled.pop(unit, None)
+        self.changed.pop(unit, None)
 
-    def plant_groups(self, forming: dict[str, AnyArray], rows: IntArray, at: IntArray, now: float) -> None:
-        """The groups that `forming` tells of, as columns; after `plant`, and after the groups themselves."""
+    def restore_groups(self, forming: dict[str, AnyArray], rows: IntArray, at: IntArray, now: float) -> None:
+        """The groups that `forming` tells of, as columns; after `restore`, and after the groups themselves."""
         states = self.state.a[at]
-        ready = dict(self.groups.counts(self.groups.units(rows, at)[(states == HELD) | (states == READY)]))
+        ready = dict(self.groups.counts(self.groups.units(rows, at)[(states == WAITING_FOR_GROUP) | (states == READY)]))
         every = zip(
             *(forming[name].tolist() for name in ("unit", "state", "lost", "late", "order", "left_s")), strict=True
         )
@@ -227,8 +236,8 @@ class GroupTaskState(TaskState):
             one.state, one.deadline = QUEUED, None
             self._queued += 1
         at = self.rows.pages.index(np.array([row for unit in units for row in self.groups.members(unit)], np.int64))
-        at = at[self.state.a[at] == HELD]
-        self.move(at, at.size, HELD, READY)
+        at = at[self.state.a[at] == WAITING_FOR_GROUP]
+        self.move(at, at.size, WAITING_FOR_GROUP, READY)
         self._enqueue_units(units)
 
     def _enqueue_units(self, units: list[int]) -> None:
@@ -297,9 +306,9 @@ class GroupTaskState(TaskState):
         """Rows of queued groups, group by group, and how many each has."""
         return self._queued_members(units.tolist())
 
-    def lend(self, rows: IntArray, at: IntArray, lease: int) -> None:
+    def lease(self, rows: IntArray, at: IntArray, lease: int) -> None:
         """Queued groups are leased, whole."""
-        super().lend(rows, at, lease)
+        super().lease(rows, at, lease)
         for unit, count in self.groups.counts(self.groups.units(rows, at)):
             one = self.forming[unit]
             self._leave_queue(one)

@@ -114,7 +114,7 @@ class LeaseState:
         self.open = np.ones(self.rows.size, np.bool_)
         self._sorter = None
 
-    def lose(self, rows: IntArray) -> None:
+    def remove(self, rows: IntArray) -> None:
         """Rows are lent no more, through no doing of the holder."""
         self.held[self._find(rows)] = False
 

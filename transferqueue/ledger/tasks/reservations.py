@@ -40,7 +40,7 @@ class FlowControl:
     def __init__(self) -> None:
         self.reservations: dict[int, ReservationState] = {}
         self.reserved = 0
-        self.owed: dict[int, int] = {}
+        self.refills: dict[int, int] = {}
         """Group -> members that the next `reserve` is asked for."""
         self.promised: dict[int, int] = {}
         """Group -> members that reservations have promised."""
@@ -56,13 +56,13 @@ class FlowControl:
 
     def _take_refills(self, rows: int) -> dict[int, int]:
         taken: dict[int, int] = {}
-        for group in list(self.owed):
+        for group in list(self.refills):
             if not rows:
                 break
-            count = min(rows, self.owed[group])
+            count = min(rows, self.refills[group])
             rows -= count
             taken[group] = count
-            _set(self.owed, group, self.owed[group] - count)
+            _set(self.refills, group, self.refills[group] - count)
             _set(self.promised, group, self.promised.get(group, 0) + count)
         return taken
 
@@ -85,7 +85,7 @@ class FlowControl:
         one.left = 0
         for group, count in one.refills.items():
             _set(self.promised, group, self.promised[group] - count)
-            _set(self.owed, group, self.owed.get(group, 0) + count)
+            _set(self.refills, group, self.refills.get(group, 0) + count)
         one.refills = {}
 
     def of(self, session: int) -> list[ReservationState]:
@@ -95,23 +95,23 @@ class FlowControl:
     # ------------------------------------------------------------ refills
 
     @property
-    def owed_rows(self) -> int:
+    def refill_rows(self) -> int:
         """Members that are asked for and not reserved."""
-        return sum(self.owed.values())
+        return sum(self.refills.values())
 
     def ask(self, group: int, more: int, absent: int) -> None:
         """Ask for `more` members of a group that lacks `absent`, never for more than it lacks."""
         lacking = absent - self.promised.get(group, 0)
-        _set(self.owed, group, max(0, min(self.owed.get(group, 0) + more, lacking)))
+        _set(self.refills, group, max(0, min(self.refills.get(group, 0) + more, lacking)))
 
     def bound(self, group: int, absent: int) -> None:
         """Members of the group came: it lacks only `absent` now."""
-        if group in self.owed:
-            _set(self.owed, group, max(0, min(self.owed[group], absent - self.promised.get(group, 0))))
+        if group in self.refills:
+            _set(self.refills, group, max(0, min(self.refills[group], absent - self.promised.get(group, 0))))
 
     def forget(self, group: int) -> None:
         """The group is gone: nobody is asked for its members."""
-        self.owed.pop(group, None)
+        self.refills.pop(group, None)
         if self.promised.pop(group, 0):
             for one in self.reservations.values():
                 one.refills.pop(group, None)

@@ -84,12 +84,12 @@ def sortable(values: AnyArray) -> IntArray:
     return np.where(bits < 0, bits ^ np.int64(0x7FFF_FFFF_FFFF_FFFF), bits)
 
 
-def _even(units: UnitFacts) -> IntArray:
+def _all_equal(units: UnitFacts) -> IntArray:
     return np.zeros(units.count, np.int64)
 
 
 _RANKINGS: Final[dict[type, Ranking]] = {
-    Fifo: _even,
+    Fifo: _all_equal,
     OldestVersionFirst: lambda units: units.version,
     Freshest: lambda units: -units.version,
     LongestFirst: lambda units: -units.tokens,

@@ -55,8 +55,8 @@ class SharedBatches:
                 continue
             if batch.terms != terms_of(request):
                 raise UsageError(
-                    f"rank {request.rank} asks for {_tell(terms_of(request))}, but batch {number} was agreed with "
-                    f"{_tell(batch.terms)}; all ranks of a world ask alike"
+                    f"rank {request.rank} asks for {_terms_text(terms_of(request))}, but batch {number} was agreed with "
+                    f"{_terms_text(batch.terms)}; all ranks of a world ask alike"
                 )
             return number, batch
         return None
@@ -96,7 +96,7 @@ class SharedBatches:
         return []
 
 
-def _tell(terms: tuple[object, ...]) -> str:
+def _terms_text(terms: tuple[object, ...]) -> str:
     names = ("rows", "tokens", "groups", "at_least", "where")
     return ", ".join(f"{name}={value}" for name, value in zip(names, terms, strict=True) if value) or "nothing"
 

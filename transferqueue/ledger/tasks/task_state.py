@@ -4,16 +4,16 @@ Each row is, to each task, in one of these states::
 
     PENDING --all needs set--> READY --lease--> LEASED --ack--> DONE
        |                        ^  |               |
-       |   (groups) HELD -whole-+  +----release, expire, death of the holder
-       +--> HELD: complete, but its group is not whole
+       |   (groups) WAITING_FOR_GROUP -whole-+  +----release, expire, death of the holder
+       +--> WAITING_FOR_GROUP: complete, but its group is not whole
 
-    STEPPED: acked with a step that no checkpoint covers yet: DONE or READY again later (see `stepped`)
+    ACKED_WITH_STEP: acked with a step that no checkpoint covers yet: DONE or READY again later (see `stepped`)
 
     ABSENT: the task never sees the row (declared later with from_="now", or its group was over)
-    KEPT:   stale under KeepStale: never handed over again, readable until deleted
+    KEPT_STALE:   stale under KeepStale: never handed over again, readable until deleted
     GONE:   the row has a fate
 
-`hold` is the stamp of a READY row's entry in the ready queue, the lease of a LEASED row, the step of a STEPPED one. `order` is when
+`hold` is the stamp of a READY row's entry in the ready queue, the lease of a LEASED row, the step of a ACKED_WITH_STEP one. `order` is when
 it first became ready, and decides among equals; a row that returns keeps it, so it does not lose its place.
 """
 
@@ -34,9 +34,9 @@ from transferqueue.ledger.tasks.selectors import Ranker, UnitFacts
 from transferqueue.limits import VIEWS_MAX
 from transferqueue.policies import Predicate, Task
 
-PENDING, HELD, READY, LEASED, STEPPED, DONE, ABSENT, KEPT, GONE = range(9)
+PENDING, WAITING_FOR_GROUP, READY, LEASED, ACKED_WITH_STEP, DONE, ABSENT, KEPT_STALE, GONE = range(9)
 STATES: Final = ("pending", "held", "ready", "leased", "stepped", "done", "absent", "kept", "gone")
-OPEN: Final = (PENDING, HELD, READY, LEASED)
+OPEN: Final = (PENDING, WAITING_FOR_GROUP, READY, LEASED)
 """States in which the task still has work with the row."""
 
 
@@ -71,14 +71,14 @@ class TaskState:
         self.hold = rows.pages.column(np.int64)
         self.order = rows.pages.column(np.int64)
         self.attempts = rows.pages.column(np.int32)
-        self.stepped = StepIndex(rows, self.state, self.hold, STEPPED)
+        self.stepped = StepIndex(rows, self.state, self.hold, ACKED_WITH_STEP)
         self.checkpoint = -1
         """The latest step that a checkpoint covers."""
         self.needs = frozenset(task.needs)
-        self.owed: frozenset[str] = frozenset()
+        self.required_results: frozenset[str] = frozenset()
         """Fields that it gives and another task needs; `Table.add_task` keeps this true."""
         self.counts = [0] * len(STATES)
-        self.tally = TaskCounters()
+        self.counters = TaskCounters()
         self.ready = ReadyQueue(self.alive)
         self.views: dict[bytes, FilteredReady] = {}
         """The queues of those units that satisfy a `where`, by its encoding (in which 1 and True differ)."""
@@ -135,22 +135,22 @@ class TaskState:
 
     def step(self, rows: IntArray, at: IntArray, step: int) -> None:
         """Leased rows are done, once a checkpoint covers `step`."""
-        self.move(at, rows.size, LEASED, STEPPED)
+        self.move(at, rows.size, LEASED, ACKED_WITH_STEP)
         self.hold.a[at] = step
         self.stepped.file(rows, step)
 
     def finish(self, rows: IntArray, at: IntArray, before: int = LEASED) -> None:
         """Leased (or stepped) rows are done."""
-        self.tally.done += rows.size
+        self.counters.done += rows.size
         self.move(at, rows.size, before, DONE)
 
     def withdraw(self, rows: IntArray, at: IntArray, to: int = GONE) -> None:
         """Rows end, or become what the task has no work with. Leases lose them elsewhere."""
         if to == GONE:
-            self.tally.dropped += int((self.state.a[at] < DONE).sum())
+            self.counters.dropped += int((self.state.a[at] < DONE).sum())
         self._set_state(at, to)
 
-    def recede(self, rows: IntArray, at: IntArray) -> None:
+    def set_pending(self, rows: IntArray, at: IntArray) -> None:
         """Rows lost fields that the task needs: whatever they were, they are pending again."""
         self._set_state(at, PENDING)
 
@@ -165,7 +165,7 @@ class TaskState:
         self._stamp += count
         return np.arange(self._stamp - count + 1, self._stamp + 1)
 
-    def plant(
+    def restore(
         self, rows: IntArray, at: IntArray, state: AnyArray, attempts: AnyArray, order: IntArray, step: IntArray
     ) -> None:
         """In a task without rows: these, as they were. Those that are ready are in no queue yet: `rerank` puts them there."""
@@ -240,9 +240,9 @@ class TaskState:
         """Rows of ready units, and how many each has."""
         return units, np.ones(units.size, np.int64)
 
-    def lend(self, rows: IntArray, at: IntArray, lease: int) -> None:
+    def lease(self, rows: IntArray, at: IntArray, lease: int) -> None:
         """Ready rows, of whole units, are leased."""
-        self.tally.given += rows.size
+        self.counters.given += rows.size
         self.move(at, rows.size, READY, LEASED)
         self.hold.a[at] = lease
 
@@ -256,4 +256,4 @@ class TaskState:
     @property
     def final(self) -> bool:
         """Whether nothing more becomes ready without a new row, or the return of one that is leased."""
-        return not self.counts[PENDING] and not self.counts[HELD]
+        return not self.counts[PENDING] and not self.counts[WAITING_FOR_GROUP]

@@ -187,19 +187,19 @@ class RecordedLedger(Ledger):
         super().seen(session, call)
         self._append(_Seen(session, call))
 
-    def lose(self, blocks: Collection[int], now: float) -> dict[str, list[int]]:
-        """See `Ledger.lose`."""
+    def blocks_lost(self, blocks: Collection[int], now: float) -> dict[str, list[int]]:
+        """See `Ledger.blocks_lost`."""
         self.tick(now)
         with self._unfinished(_Lost(list(blocks), self.state.now)):
-            lost = super().lose(blocks, now)
+            lost = super().blocks_lost(blocks, now)
         self._append(_Lost(list(blocks), self.state.now))
         return lost
 
-    def lose_shard(self, shard: int, now: float) -> dict[str, list[int]]:
-        """See `Ledger.lose_shard`."""
+    def shard_lost(self, shard: int, now: float) -> dict[str, list[int]]:
+        """See `Ledger.shard_lost`."""
         self.tick(now)
         with self._unfinished(_ShardLost(shard, self.state.now)):
-            lost = super().lose_shard(shard, now)
+            lost = super().shard_lost(shard, now)
         self._append(_ShardLost(shard, self.state.now))
         return lost
 
@@ -249,10 +249,10 @@ class RecordedLedger(Ledger):
                 "anybody. Start the server again"
             ) from error
 
-    def plant(self, cut: LedgerSnapshot, now: float) -> None:
-        """See `Ledger.plant`. No record: the next commit leaves an image of what there is then."""
+    def restore_snapshot(self, cut: LedgerSnapshot, now: float) -> None:
+        """See `Ledger.restore_snapshot`. No record: the next commit leaves an image of what there is then."""
         self._tail.records = TAIL_RECORDS_MAX + 1  # first: what was planted is never without an image
-        super().plant(cut, now)
+        super().restore_snapshot(cut, now)
 
     # ------------------------------------------------------------ when it counts
 
@@ -332,9 +332,9 @@ def _replay_record(ledger: Ledger, record: _Any) -> None:
         case _Seen(session=session, call=call):
             ledger.seen(session, call)
         case _Lost(blocks=blocks, now=now):
-            ledger.lose(blocks, now)
+            ledger.blocks_lost(blocks, now)
         case _ShardLost(shard=shard, now=now):
-            ledger.lose_shard(shard, now)
+            ledger.shard_lost(shard, now)
         case _Ticked(now=now):
             ledger.tick(now)
         case _Applied():

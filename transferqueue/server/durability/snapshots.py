@@ -2,7 +2,7 @@
 
 The law:
 
-- The cut is one moment: the ledger copies its columns (see `ledger.cut`) between two requests. Nobody waits for the files.
+- The cut is one moment: the ledger copies its columns (see `Ledger.take_snapshot`) between two requests. Nobody waits for the files.
 - The extents of the cut are held: what is freed meanwhile is lent to nobody until the files are written. The ledger knows
   nothing of it, so a server that dies here leaves nothing pinned.
 - The server writes, not the client: its memory is here, its death is the client's too, and paths stay under `root`, which
@@ -249,7 +249,7 @@ class SnapshotJobs:
     # ------------------------------------------------------------ a snapshot
 
     def _snapshot(self, path: Path, keep: int, now: float) -> SnapshotJob:
-        cut = self._ledger.cut(now)
+        cut = self._ledger.take_snapshot(now)
         if further := {at.shard for at in cut.blocks.values()} - {SHARD}:
             raise UsageError(
                 f"snapshot {path} refused: rows of it lie in further shards ({listing(further)}), and only the server's own "
@@ -315,7 +315,7 @@ class SnapshotJobs:
         mine = taken.copy()
         try:
             taken.clear()
-            self._ledger.plant(cut, now)
+            self._ledger.restore_snapshot(cut, now)
         except BaseException:
             taken[:] = mine
             raise
