@@ -151,9 +151,9 @@ def _opened(address: str, keys: ClientKeys | None, deadline: float, label: str, 
     """The sessions that an address leads to: one, or with a name on Ray those of all its coordinators."""
     ways = {address: (address, keys)}
     if is_ray_address(address):
-        from transferqueue.cluster.on_ray.deploy import ways_to
+        from transferqueue.cluster.on_ray.lookup import server_addresses
 
-        ways = ways_to(parse_named(address), _left(deadline), near=data == "auto")
+        ways = server_addresses(parse_named(address), _left(deadline), near=data == "auto")
     for known_as, (place, shown) in ways.items():
         yield open_client(place, _left(deadline), label, keys=shown, data=data, known_as=known_as)
 

@@ -9,7 +9,7 @@ import pytest
 import transferqueue as tq
 from transferqueue.cluster.on_ray.coordinator_actor import CoordinatorActorBase
 from transferqueue.cluster.on_ray.messages import (
-    SAID,
+    REPLY,
     DeploymentName,
     DeployRefused,
     DeploySpec,
@@ -48,7 +48,7 @@ def live():
 
 
 def ways(actor, role="admin"):
-    said = read(actor.ways(role), SAID)
+    said = read(actor.ways(role), REPLY)
     assert isinstance(said, Endpoints)
     return said
 
@@ -70,7 +70,7 @@ def test_a_port_file_that_is_damaged_is_refused(live, tmp_path, kept):
     state = tmp_path / "state"
     state.mkdir(mode=0o700)
     (state / "port").write_bytes(kept)
-    said = read(live(state=state).ways("admin"), SAID)
+    said = read(live(state=state).ways("admin"), REPLY)
     assert isinstance(said, DeployRefused)
     assert said.error == "Corruption"
     assert "holds no port; put it back, or remove it" in said.text
@@ -80,7 +80,7 @@ def test_a_key_may_what_its_role_may(live):
     actor = live()
     with tq.connect(ways(actor, "observer").token) as queue, pytest.raises(PermissionDenied):
         put_one(queue)
-    said = read(actor.ways("king"), SAID)
+    said = read(actor.ways("king"), REPLY)
     assert isinstance(said, DeployRefused)
     assert said.error == "NotFound"
 
@@ -91,7 +91,7 @@ def test_the_next_life_is_where_the_first_was_and_has_its_rows(live, tmp_path):
     with tq.connect(before.token) as queue:
         put_one(queue)
     first.stop()
-    assert read(first.ways(), SAID) == DeployRefused(
+    assert read(first.ways(), REPLY) == DeployRefused(
         "Unreachable", "deployment ray://tests/one was closed; make another with deploy_ray"
     )
     assert ways(live(state=tmp_path / "state", again=True)) == before
@@ -109,7 +109,7 @@ def test_what_nobody_named_goes_with_the_deployment(live, runtime, durability):
 
 def test_a_first_life_that_cannot_be_says_why(live, tmp_path):
     live(state=tmp_path / "state")
-    said = read(live(state=tmp_path / "state").ways(), SAID)
+    said = read(live(state=tmp_path / "state").ways(), REPLY)
     assert isinstance(said, DeployRefused)
     assert said.error == "AddressInUse"
     assert "is in use" in said.text
@@ -118,7 +118,7 @@ def test_a_first_life_that_cannot_be_says_why(live, tmp_path):
 def test_a_port_that_was_asked_for_is_taken_or_told(live):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = read(live(port=port).ways(), SAID)
+        said = read(live(port=port).ways(), REPLY)
     assert isinstance(said, DeployRefused)
     assert said.error == "AddressInUse"
     assert str(port) in said.text

@@ -3,9 +3,9 @@
 import pytest
 
 from transferqueue.cluster.on_ray.messages import (
-    DEPLOY,
-    LEND,
-    SAID,
+    DEPLOY_SPEC,
+    REPLY,
+    SHARD_SPEC,
     DeploymentName,
     DeployRefused,
     DeploySpec,
@@ -19,18 +19,18 @@ from transferqueue.wire.home_coordinator import CoordinatorIndex
 EXAMPLES = [
     (
         DeploySpec(DeploymentName("jobs", "grpo"), "id", "disk", "/s", 4096, 7071, "/t", CoordinatorIndex(2, 3, "d")),
-        DEPLOY,
+        DEPLOY_SPEC,
         '{"named":{"namespace":"jobs","name":"grpo"},"id":"id","durability":"disk","state":"/s","arena_bytes":4096,"port":7071,"snapshots":"/t","seat":[2,3,"d"]}',
     ),
     (
         Endpoints("host", "ipc:///run/q.sock", "token", 3),
-        SAID,
+        REPLY,
         '{"type":"Ways","host":"host","ipc":"ipc:///run/q.sock","token":"token","seats":3}',
     ),
-    (DeployRefused("Unreachable", "no server"), SAID, '{"type":"Refused","error":"Unreachable","text":"no server"}'),
+    (DeployRefused("Unreachable", "no server"), REPLY, '{"type":"Refused","error":"Unreachable","text":"no server"}'),
     (
         ShardSpec(DeploymentName("jobs", "grpo"), 4096, "shard"),
-        LEND,
+        SHARD_SPEC,
         '{"named":{"namespace":"jobs","name":"grpo"},"arena_bytes":4096,"label":"shard"}',
     ),
 ]

@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 
 import transferqueue as tq  # noqa: E402
-from transferqueue.cluster.on_ray.messages import SAID, DeployRefused, read  # noqa: E402
+from transferqueue.cluster.on_ray.messages import REPLY, DeployRefused, read  # noqa: E402
 from transferqueue.errors import NotFound, TransferQueueError  # noqa: E402
 
 pytestmark = [
@@ -80,7 +80,7 @@ def test_an_actor_that_is_called_with_nonsense_answers_and_goes_on(cluster: None
     with tq.deploy_ray() as deployment:
         (actor,) = deployment._actors.values()
         for role in NO_ROLE:
-            refused = read(ray.get(actor.ways.remote(role), timeout=GENEROUS_S), SAID)
+            refused = read(ray.get(actor.ways.remote(role), timeout=GENEROUS_S), REPLY)
             assert isinstance(refused, DeployRefused)
             assert len(refused.text) < 300
             with pytest.raises(NotFound):

@@ -6,7 +6,7 @@ import transferqueue as tq
 from tests.cluster.shards import await_shards, shards
 from transferqueue.cluster.on_ray.coordinator_actor import CoordinatorActorBase
 from transferqueue.cluster.on_ray.messages import (
-    SAID,
+    REPLY,
     DeploymentName,
     DeployRefused,
     DeploySpec,
@@ -34,7 +34,7 @@ def ways(tmp_path, monkeypatch):
     actor = CoordinatorActorBase(write(DeploySpec(NAMED, "id", "process", "", 1 << 26, 0, "")), "127.0.0.1", "c", False)
 
     def of(role="shard"):
-        said = read(actor.ways(role), SAID)
+        said = read(actor.ways(role), REPLY)
         assert isinstance(said, Endpoints)
         return said
 
@@ -70,7 +70,7 @@ def test_bytes_are_encrypted_on_their_way_from_a_host_that_is_not_loopback(ways)
 
 def test_a_key_of_another_role_is_refused(ways):
     actor = lender(Endpoints("another host", "", ways("producer").token))
-    said = read(actor.joined(), SAID)
+    said = read(actor.joined(), REPLY)
     assert isinstance(said, DeployRefused)
     assert said.error == "PermissionDenied"
     assert said.text.startswith("a shard may not join with a key of role producer; join with a token of role shard")

@@ -9,8 +9,8 @@ import pytest
 import transferqueue as tq
 from transferqueue.cluster.on_ray.directories import DirectoryOwner, claim_directory, remove_stale
 from transferqueue.cluster.on_ray.messages import (
-    DEPLOY,
-    SAID,
+    DEPLOY_SPEC,
+    REPLY,
     DeploymentName,
     DeployRefused,
     DeploySpec,
@@ -46,8 +46,8 @@ def test_what_names_no_deployment_is_refused(address):
 
 def test_each_coordinator_has_a_name_and_the_first_is_the_deployments_own_actor():
     named = DeploymentName("jobs", "grpo")
-    first, second = named.of_seat(1), parse_named(str(named.of_seat(2)))
-    assert [one.is_one_seat for one in (named, first, second)] == [False, True, True]
+    first, second = named.of_coordinator(1), parse_named(str(named.of_coordinator(2)))
+    assert [one.is_one_coordinator for one in (named, first, second)] == [False, True, True]
     assert [one.actor for one in (named, first, second)] == ["grpo", "grpo", "grpo.coordinator-2"]
 
 
@@ -73,13 +73,13 @@ def test_ports_are_the_same_every_time_and_others_for_others():
 
 def test_what_an_actor_says_is_read_against_its_type():
     for told in (Endpoints("host", "ipc:///a", "tqjoin_secret"), DeployRefused("NotFound", "no")):
-        assert read(write(told), SAID) == told
+        assert read(write(told), REPLY) == told
     assert "tqjoin" not in repr(Endpoints("host", "ipc:///a", "tqjoin_secret"))
     deploy = DeploySpec(DeploymentName(), "id", "process", "", 0, 0, "")
-    assert read(write(deploy), DEPLOY) == deploy
+    assert read(write(deploy), DEPLOY_SPEC) == deploy
     for wrong in (b"{}", "", "{}", write(deploy).replace("}", ',"more":1}', 1)):
         with pytest.raises(ProtocolError):
-            read(wrong, SAID)
+            read(wrong, REPLY)
 
 
 NODES = [

@@ -1,13 +1,13 @@
-"""The actor of a deployment: a server in a thread of a process that Ray starts, and starts again.
+"""The actor of a deployment: a server in a thread of a process that Ray starts and restarts.
 
-The law:
+Invariants:
 
-- The server and its process end together: a server that fails takes the process with it, and Ray makes the next life. So
-  there is never an actor without its server, and never a server that nobody looks after.
-- Each life listens where the first one did, the socket and the port, with the same keys: clients come back by themselves.
-- What makes a first life impossible is told to whoever deploys. A later one that cannot begin (its port is taken, its
-  journal cannot be read) ends, and is tried again as often as Ray was told.
-- Whoever may call the actor may do anything in its Ray cluster anyway: so it hands out keys, and these cross nothing but Ray.
+- The server and its process end together. A server that fails ends the process, and Ray restarts it. So no actor is without its
+  server, and no server is without its actor.
+- Each restart listens at the same socket and port, with the same keys, so clients reconnect by themselves.
+- If the first start fails, the actor reports the error to the process that deploys. If a restart fails (its port is taken, its
+  journal cannot be read), the process exits, and Ray tries again as often as `max_restarts` allows.
+- The actor gives keys to any caller: a caller can already do anything in its Ray cluster. The keys travel through Ray only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from transferqueue.cluster.on_ray.directories import DirectoryOwner, claim_directory, own_directory, remove_stale
-from transferqueue.cluster.on_ray.messages import DEPLOY, DeployRefused, Endpoints, read, write
+from transferqueue.cluster.on_ray.messages import DEPLOY_SPEC, DeployRefused, Endpoints, read, write
 from transferqueue.errors import AddressInUse, Corruption, TransferQueueError, Unreachable
 from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.state_directory import StateDirectory
@@ -38,15 +38,16 @@ from transferqueue.transport.system.private_files import private_directory, writ
 
 _log: Final = logging.getLogger("transferqueue.cluster")
 STOP_S: Final = 60.0
-"""A server that is told to stop writes a last image of its state."""
+"""A server that stops writes a last image of its state first."""
 
 
 class CoordinatorActorBase:
-    """A served deployment. Methods take and give text, see `names`."""
+    """A server in a process that Ray starts. Methods take and return text, see `messages`."""
 
-    def __init__(self, told: str, host: str, cluster: str, again: bool) -> None:
-        """told: a `Deploy`. host: this node as others see it. cluster: names the Ray cluster. again: not the first life."""
-        self._deploy = read(told, DEPLOY)
+    def __init__(self, spec_text: str, host: str, cluster: str, again: bool) -> None:
+        """spec_text: a `DeploySpec`. host: this node's address as other machines see it. cluster: the name of the Ray cluster.
+        again: whether this is a restart."""
+        self._deploy = read(spec_text, DEPLOY_SPEC)
         self._directory = Path(self._deploy.state) if self._deploy.state else own_directory(self._deploy)
         self._refused: TransferQueueError | None = None
         try:
@@ -58,7 +59,7 @@ class CoordinatorActorBase:
             self._refused = error
 
     def ways(self, role: str = "admin") -> str:
-        """`Endpoints` for a client of this role, or `DeployRefused`."""
+        """The `Endpoints` for a client of this role, or a `DeployRefused`. Clients of other versions call this name through Ray."""
         try:
             if self._refused is not None:
                 raise self._refused
@@ -68,7 +69,7 @@ class CoordinatorActorBase:
         return write(Endpoints(this_host(), self._ipc, token, self._deploy.seat.of))
 
     def stop(self) -> None:
-        """End the server, and remove the state directory, with its memory, if nobody named it."""
+        """End the server. Remove the state directory and its memory, unless the deployment was given one."""
         if self._refused is None:
             self._refused = Unreachable(f"deployment {self._deploy.named} was closed; make another with deploy_ray")
             self._server.stop()
@@ -87,42 +88,42 @@ class CoordinatorActorBase:
                 remove_stale(owner, runtime)
             claim_directory(self._directory, owner)
         private_directory(self._directory, "state directory")
-        place = TcpAddress(f"[{host}]" if ":" in host else host, self._port(host))
-        made: Future[ServerProcess] = Future()
+        address = TcpAddress(f"[{host}]" if ":" in host else host, self._port(host))
+        started: Future[ServerProcess] = Future()
         self._thread = threading.Thread(
-            target=self._live, args=(runtime, place, made), name=f"transferqueue {self._deploy.named}", daemon=True
+            target=self._run, args=(runtime, address, started), name=f"transferqueue {self._deploy.named}", daemon=True
         )
         self._thread.start()
-        self._server = made.result()
+        self._server = started.result()
         self._ipc, (self._tcp,) = self._server.address, self._server.tcp_addresses
 
-    def _live(self, runtime: Path, place: TcpAddress, made: Future[ServerProcess]) -> None:
-        """A whole life of the server, in one thread: its journal asks for that."""
+    def _run(self, runtime: Path, address: TcpAddress, started: Future[ServerProcess]) -> None:
+        """Make the server and run it in this thread: the journal's SQLite connection belongs to one thread."""
         try:
-            server = self._make(runtime, place)
+            server = self._make(runtime, address)
         except BaseException as error:  # noqa: BLE001  (raised where the server is waited for)
-            made.set_exception(error)
+            started.set_exception(error)
             return
-        made.set_result(server)
+        started.set_result(server)
         try:
             server.run()
-        except BaseException as error:  # noqa: BLE001  (told, and an exit code)
+        except BaseException as error:  # noqa: BLE001  (logged, and an exit code)
             _log.exception("the server of %s failed; its actor ends, and Ray starts it again", self._deploy.named)
             logging.shutdown()
             os._exit(EXIT_AGAIN if isinstance(error, TransferQueueError) else EXIT_DEFECT)
 
-    def _make(self, runtime: Path, place: TcpAddress) -> ServerProcess:
+    def _make(self, runtime: Path, address: TcpAddress) -> ServerProcess:
         return ServerProcess(
             IpcAddress(runtime / f"{self._directory_mark()}.sock"),
             self._foundation(),
-            [place],
+            [address],
             keyring=_keyring(self._directory / "keys"),
             snapshots=Path(self._deploy.snapshots) if self._deploy.snapshots else None,
             seat=self._deploy.seat,
         )
 
     def _directory_mark(self) -> str:
-        """One socket for each state directory: who goes on from it is found where the one before was."""
+        """Names the socket after the state directory, so that a later deployment with this directory listens at the same path."""
         return f"ray-{self._deploy.named.digest(str(self._directory))}"
 
     def _foundation(self) -> ArenaDirectory | StateDirectory:
@@ -132,41 +133,43 @@ class CoordinatorActorBase:
         return StateDirectory(self._directory, level, first_epoch=first_epoch(), arena_bytes=size)
 
     def _port(self, host: str) -> int:
-        """The port asked for, else that of the lives before, else a free one; written down before anyone hears of it."""
+        """The port asked for, else the port of earlier starts, else a free one, which is written to a file before it is used."""
         if self._deploy.port:
             return self._deploy.port
-        kept = self._directory / "port"
-        if kept.exists():
-            return _kept_port(kept)
+        file = self._directory / "port"
+        if file.exists():
+            return _read_port(file)
         port = _free_port(host, self._deploy.named.ports())
-        write_private(kept, str(port).encode())
+        write_private(file, str(port).encode())
         return port
 
 
 class CoordinatorActor(CoordinatorActorBase):
-    """`CoordinatorActorBase`, told what a process of Ray knows by itself."""
+    """`CoordinatorActorBase` with what a Ray process knows about itself."""
 
-    def __init__(self, told: str) -> None:
-        """told: a `Deploy`."""
+    def __init__(self, spec_text: str) -> None:
+        """spec_text: a `DeploySpec`."""
         import ray
 
-        life = ray.get_runtime_context()
+        context = ray.get_runtime_context()
         host = ray.util.get_node_ip_address()
-        with warnings.catch_warnings(action="ignore"):  # Ray's of itself, in every deployment's log
-            again = life.was_current_actor_reconstructed
-        super().__init__(told, host, life.get_session_name(), again)
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # Ray warns about its own property, in the log of each deployment
+            again = context.was_current_actor_reconstructed
+        super().__init__(spec_text, host, context.get_session_name(), again)
 
 
 def _keyring(directory: Path) -> Keyring:
-    """The server's keys and one for each role, made when they are missing."""
-    there = {owner.name for owner in load(directory).clients} if key_file(directory).exists() else set()
+    """The keys in `directory`: the server's, and one for each role. Missing ones are made."""
+    existing = {owner.name for owner in load(directory).clients} if key_file(directory).exists() else set()
     for role in ROLES:
-        if role not in there:
+        if role not in existing:
             add(directory, role, role)
     return Keyring(directory)
 
 
-def _kept_port(file: Path) -> int:
+def _read_port(file: Path) -> int:
     try:
         port = int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -181,9 +184,9 @@ def _kept_port(file: Path) -> int:
 
 def _free_port(host: str, ports: list[int]) -> int:
     for port in ports:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             try:
-                tried.bind((host, port))
+                probe.bind((host, port))
             except OSError:
                 continue
             return port

@@ -1,23 +1,23 @@
-"""A deployment on a Ray cluster: made by its owner, found by everyone else.
+"""Starts and ends a deployment on a Ray cluster.
 
-The law:
+Invariants:
 
-- A deployment is a named actor in a namespace of its own kind, so any driver and any actor of the cluster finds it, whatever
-  namespace it runs in; names keep several apart.
-- Whoever made it owns it: closing its `Deployment` ends the service, and so does, unless it is detached, the end of
-  its driver or of the last handle on it. Everyone else is a guest: queues come and go, also by SIGKILL, and the service stays.
-- It stays on one node (`nodes`), and Ray starts it again there; clients go on with the next life (decision 9).
-- It is one server, or several that are used as one, each an actor of its own on a node of its own while there are some.
-- Its shards are actors beside it, one for each node or as many as were asked for; they end with it (`lenders`).
-- Ray carries names, ways and keys, once for each queue that is opened. No row and no call crosses it.
+- A deployment is a named actor in a Ray namespace of its own, so any driver and any actor of the cluster finds it by its name,
+  whatever namespace that driver or actor runs in.
+- The process that deploys it owns it. Closing its `Deployment` ends the service; so does the end of the driver or of the last
+  handle, unless the deployment is detached. Other processes only connect: the service survives their end, also by SIGKILL.
+- It stays on one node (`nodes`), and Ray restarts it there; clients reconnect to the restarted server (decision 9).
+- It has one coordinator, or several that are used as one. Each coordinator is an actor, spread over the nodes that fit.
+- Its shards are further actors, one for each node or as many as were asked for (`shard_actors`). They end with it.
+- Ray carries names, endpoints and keys, once for each queue that is opened. It carries no row and no request.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
 from types import TracebackType
@@ -25,54 +25,49 @@ from typing import Any, Final, Literal, Self
 
 import msgspec
 
-from transferqueue.cluster.on_ray.messages import (
-    NAME,
-    NAMESPACE,
-    SAID,
-    DeploymentName,
-    DeployRefused,
-    DeploySpec,
-    Endpoints,
-    checked,
-    read,
-    write,
+from transferqueue.cluster.on_ray.lookup import (
+    DEPLOY_S,
+    all_endpoints,
+    ask_endpoints,
+    find_actor,
+    join_ray,
+    ray_errors_as_ours,
 )
+from transferqueue.cluster.on_ray.messages import NAME, NAMESPACE, DeploymentName, DeploySpec, checked, write
 from transferqueue.cluster.on_ray.nodes import choose
 from transferqueue.cluster.on_ray.shard_actors import check_shards, places, start_shards, stop_shards
-from transferqueue.errors import AlreadyExists, NotFound, Unreachable, UsageError, from_wire
+from transferqueue.errors import AlreadyExists, UsageError
 from transferqueue.limits import COORDINATORS_MAX, RESTARTS_MAX, parse_bytes
-from transferqueue.transport import this_host
-from transferqueue.transport.security.keys import ClientKeys, read_token
 from transferqueue.wire.home_coordinator import CoordinatorIndex
 
-DEPLOY_S: Final = 60.0
-"""Ray starts a worker in a second or two; on a busy cluster it may have to wait for one."""
 LEVELS: Final = ("memory", "process", "disk")
 
 
 class Deployment:
-    """A service on Ray. Its owner ends it with `close` or ``with``; for whom else it is, nothing happens then."""
+    """A handle on a deployment on Ray. `close` and ``with`` end the deployment if this handle owns it, and do nothing otherwise."""
 
     def __init__(
-        self, named: DeploymentName, actors: Mapping[DeploymentName, Any], *, owned: bool, lenders: Sequence[Any] = ()
+        self, named: DeploymentName, actors: Mapping[DeploymentName, Any], *, owned: bool, shards: Sequence[Any] = ()
     ) -> None:
         self.address: Final = str(named)
-        """What `connect` takes, in any process of the cluster."""
+        """The address that `connect` takes, in any process of the cluster."""
         self.owned: Final = owned
-        """Whether `close` ends the service."""
+        """Whether `close` ends the deployment."""
         self._actors = dict(actors)
-        self._lenders = list(lenders)
+        self._shards = list(shards)
 
     def token(self, role: str = "producer", timeout_s: float = DEPLOY_S) -> str:
-        """A join token for processes outside Ray; role: admin, producer, consumer or observer (SECURITY.md). A password.
-        Of several coordinators the tokens of all, joined by commas."""
-        return ",".join(_ways(named, actor, timeout_s, role).token for named, actor in self._actors.items())
+        """A join token for processes outside Ray: treat it as a password. Of several coordinators, the tokens of all, joined by commas.
+
+        role: admin, producer, consumer or observer (SECURITY.md). Blocks for `timeout_s` seconds at most, then `Unreachable`.
+        """
+        return ",".join(ask_endpoints(named, actor, timeout_s, role).token for named, actor in self._actors.items())
 
     def close(self) -> None:
-        """If this owns the service: end it, and everything of it that no `state` keeps. Again: nothing."""
+        """End the deployment if this handle owns it, and remove all that it keeps outside `state`. A second call does nothing."""
         actors, self._actors = self._actors, {}
         if actors and self.owned:
-            stop_shards(self._lenders)
+            stop_shards(self._shards)
             _end_all(actors)
 
     def __enter__(self) -> Self:
@@ -107,24 +102,27 @@ def deploy_ray(
     exist_ok: bool = False,
     timeout_s: float = DEPLOY_S,
 ) -> Deployment:
-    """Start a server as a Ray actor; returns when it listens. `connect` finds it as ``ray://NAMESPACE/NAME``, and the one with
-    default names as ``ray``.
+    """Start a server as a Ray actor, and return when it listens. `connect` finds it as ``ray://NAMESPACE/NAME``, and the one with
+    the default names as ``ray``. Joins the Ray cluster of this process, or starts one on this machine.
 
-    Joins the Ray cluster of this process, or starts one on this machine. durability: ``process`` lets everything survive the
-    death of the actor, ``disk`` that of its machine, ``memory`` nothing. state: an absolute path on its node; a later
-    deployment that is given it goes on from there. None: a directory of its own, which ends with it. arena_bytes, snapshots: as of
-    `transferqueue serve`. node: a Ray node id; None: this process's node if it has `resources` and `labels`, else the first that
-    does. The actor reserves these resources (``{"CPU": 1}``; None: nothing) and stays on its node.
-    shards: further shards of memory, each an actor: so many, spread over the nodes, or ``"per-node"``: one on each node but the
-    server's, which lends its own. shard_bytes: most that each of them lends. What lies in one is lost with its node (`replicas`
-    of `create_table` says otherwise), and the others go on.
-    coordinators: servers that are used as one, each with the tables that its name says (docs/CLUSTER.md), on as many of the nodes that will do
-    as there are. Each has its `state` and `snapshots` in a directory of its own there, its arena of `arena_bytes`, and `shards` of its own.
-    port: where it listens for other machines, with keys; 0: a free one, kept. max_restarts: how often Ray starts it again; -1: ever.
-    detached: it outlives the `Deployment` and this driver, until that is closed or by ``ray.kill``. exist_ok: if there is one, that one, as a guest.
+    coordinators: how many servers share the work. Each has the tables whose names hash to it (docs/CLUSTER.md), its own arena of
+    `arena_bytes`, its own `shards`, and its own directory under `state` and `snapshots`. They are spread over the nodes that fit.
+    durability: with ``process`` everything survives the death of the actor, with ``disk`` that of its machine, with ``memory``
+    nothing. state: an absolute path on the node; a later deployment with the same path continues from it. None: a directory that
+    is removed with the deployment. arena_bytes, snapshots: as of `transferqueue serve`.
 
-    `UsageError` where this cannot be, `AlreadyExists` for a name in use, `Unreachable` if it does not listen within `timeout_s`;
-    then nothing was started.
+    shards: further shards of memory, each an actor: a number, spread over the nodes, or ``"per-node"``: one on each node except the
+    server's, which has its own arena. shard_bytes: the most that each may hold. The bytes in a shard are lost with its node, unless
+    the table has `replicas`; the deployment goes on.
+
+    node: a Ray node id; None: this process's node if it has `resources` and `labels`, else the first node that has. The actor
+    reserves the resources (``{"CPU": 1}``; None: nothing) and stays on its node. port: the tcp port for other machines, with keys; 0:
+    a free one, kept across restarts. max_restarts: how often Ray may restart the actor; -1: without limit.
+    detached: the deployment outlives this driver and this `Deployment`; `close` or ``ray.kill`` ends it. exist_ok: if the name is in
+    use, return a handle on that deployment, which does not own it. timeout_s: seconds that each step may take.
+
+    Raises `UsageError` for arguments that do not fit, `Impossible` if no node fits, `AlreadyExists` for a name in use, and
+    `Unreachable` if a server does not listen within `timeout_s`. After an error nothing of the new deployment is left.
 
     Example:
         >>> with tq.deploy_ray(durability="process") as deployment:  # doctest: +SKIP
@@ -135,76 +133,50 @@ def deploy_ray(
         _checked_deploy(named, durability, state, arena_bytes, snapshots, port, max_restarts), coordinators
     )
     check_shards(shards, durability)
-    lent = parse_bytes(shard_bytes) if shard_bytes is not None else 0
-    ray = _joined(start=True)
+    shard_arena_bytes = parse_bytes(shard_bytes) if shard_bytes is not None else 0
+    ray = join_ray(start=True)
     wanted = dict(resources or {})
-    there = choose(
+    candidates = choose(
         ray.nodes(), here=ray.get_runtime_context().get_node_id(), node=node, resources=wanted, labels=labels or {}
     )
     try:
-        actors = {deploys[0].named: _start(ray, deploys[0], there[0], wanted, max_restarts, detached)}
+        actors = {deploys[0].named: _start(ray, deploys[0], candidates[0], wanted, max_restarts, detached)}
     except ray.exceptions.ActorAlreadyExistsError:
         if not exist_ok:
             raise AlreadyExists(
                 f"deployment {named} exists; join it with connect, take another name, or give exist_ok=True"
             ) from None
-        found = _found(ray, named, timeout_s, "observer")
-        return Deployment(named, {one: _actor(ray, one) for one in found}, owned=False)
-    lenders: list[Any] = []
+        endpoints = all_endpoints(ray, named, timeout_s, "observer")
+        return Deployment(named, {name: find_actor(ray, name) for name in endpoints}, owned=False)
+    shard_actors: list[Any] = []
     try:
-        for deploy, at in list(zip(deploys, cycle(there), strict=False))[1:]:
-            actors[deploy.named] = _start(ray, deploy, at, wanted, max_restarts, detached)
-        for one, actor in actors.items():
-            _ways(one, actor, timeout_s)
-        for deploy, at in zip(deploys, cycle(there), strict=False):
-            lenders += start_shards(
+        for deploy, node_id in list(zip(deploys, cycle(candidates), strict=False))[1:]:
+            actors[deploy.named] = _start(ray, deploy, node_id, wanted, max_restarts, detached)
+        for coordinator, actor in actors.items():
+            ask_endpoints(coordinator, actor, timeout_s)
+        for deploy, node_id in zip(deploys, cycle(candidates), strict=False):
+            shard_actors += start_shards(
                 ray,
                 deploy.named,
-                places(ray.nodes(), at, shards),
-                lent,
+                places(ray.nodes(), node_id, shards),
+                shard_arena_bytes,
                 max_restarts,
                 detached=detached,
                 timeout_s=timeout_s,
             )
     except BaseException:
-        stop_shards(lenders)
+        stop_shards(shard_actors)
         _end_all(actors)
         raise
-    return Deployment(named, actors, owned=True, lenders=lenders)
-
-
-def ways_to(named: DeploymentName, timeout_s: float, *, near: bool) -> dict[str, tuple[str, ClientKeys | None]]:
-    """Where each server of this deployment listens, as seen from this process, and the keys for it; by its name.
-
-    near: its socket, if that can be opened from here; else always tcp. `NotFound` lists the deployments there are,
-    `Unreachable` if an actor does not say it in time.
-    """
-    found = _found(_joined(start=False), named, timeout_s)
-    return {str(one): _way(ways, near=near) for one, ways in found.items()}
-
-
-def _way(ways: Endpoints, *, near: bool) -> tuple[str, ClientKeys | None]:
-    if near and ways.host == this_host() and os.access(ways.ipc.removeprefix("ipc://"), os.R_OK | os.W_OK):
-        return ways.ipc, None
-    token = read_token(ways.token)
-    return token.address, token.keys
-
-
-def _found(ray: Any, named: DeploymentName, timeout_s: float, role: str = "admin") -> dict[DeploymentName, Endpoints]:
-    """The ways to all coordinators of a deployment, or to the one that is named alone."""
-    first = _ways(named, _actor(ray, named), timeout_s, role)
-    if first.seats == 1 or named.is_one_seat:
-        return {named: first}
-    rest = [named.of_seat(number) for number in range(2, first.seats + 1)]
-    return {named.of_seat(1): first} | {one: _ways(one, _actor(ray, one), timeout_s, role) for one in rest}
+    return Deployment(named, actors, owned=True, shards=shard_actors)
 
 
 def _specs_per_coordinator(deploy: DeploySpec, coordinators: int) -> list[DeploySpec]:
-    """What each coordinator is told."""
+    """The spec of each coordinator."""
     whole = isinstance(coordinators, int) and not isinstance(coordinators, bool)
     if not whole or not 1 <= coordinators <= COORDINATORS_MAX:
         raise UsageError(f"coordinators {coordinators!r} is no number of them; give 1 to {COORDINATORS_MAX}")
-    if deploy.named.is_one_seat:
+    if deploy.named.is_one_coordinator:
         raise UsageError(
             f"deployment name {deploy.named.name!r} is as that of one coordinator of several; take another"
         )
@@ -224,7 +196,7 @@ def _spec_for(deploy: DeploySpec, seat: CoordinatorIndex) -> DeploySpec:
     own = f"coordinator-{seat.number}"
     return msgspec.structs.replace(
         deploy,
-        named=deploy.named.of_seat(seat.number),
+        named=deploy.named.of_coordinator(seat.number),
         seat=seat,
         state=f"{deploy.state}/{own}" if deploy.state else "",
         snapshots=f"{deploy.snapshots or 'snapshots'}/{own}",
@@ -271,24 +243,6 @@ def _absolute(what: str, path: str | os.PathLike[str] | None) -> str:
     return os.fspath(path)
 
 
-def _joined(*, start: bool) -> Any:
-    """Ray, this process a part of it. start: a cluster on this machine if there is none."""
-    try:
-        import ray
-    except ModuleNotFoundError:
-        raise UsageError(
-            "a deployment on Ray was named, and Ray is not installed here: pip install 'asyncflow-transferqueue[ray]'"
-        ) from None
-    if not ray.is_initialized():
-        try:
-            ray.init(address=None if start else "auto", configure_logging=False)
-        except ConnectionError as error:
-            raise Unreachable(
-                f"this process belongs to no Ray cluster ({error}); call ray.init first, or start one with deploy_ray"
-            ) from error
-    return ray
-
-
 def _start(
     ray: Any, deploy: DeploySpec, node: str, resources: dict[str, float], max_restarts: int, detached: bool
 ) -> Any:
@@ -312,59 +266,17 @@ def _start(
     return ray.remote(CoordinatorActor).options(**options).remote(write(deploy))
 
 
-def _actor(ray: Any, named: DeploymentName) -> Any:
-    try:
-        return ray.get_actor(named.actor, namespace=named.namespace)
-    except ValueError:
-        there = [
-            str(DeploymentName(one["namespace"], one["name"]))
-            for one in ray.util.list_named_actors(all_namespaces=True)
-        ]
-        raise NotFound(
-            f"deployment {named} does not exist in this Ray cluster; its named actors are {', '.join(sorted(there)) or 'none'}: "
-            "make it with deploy_ray"
-        ) from None
-
-
-def ways_of(named: DeploymentName, role: str, timeout_s: float = DEPLOY_S) -> Endpoints:
-    """The ways to the server of this deployment, for a process of its Ray cluster that takes this role. Errors as of `way_to`."""
-    return _ways(named, _actor(_joined(start=False), named), timeout_s, role)
-
-
-def _ways(named: DeploymentName, actor: Any, timeout_s: float, role: str = "admin") -> Endpoints:
-    with _ray_errors_as_ours(named, timeout_s) as ray:
-        told = read(ray.get(actor.ways.remote(role), timeout=timeout_s), SAID)
-    if isinstance(told, DeployRefused):
-        raise from_wire(told.error, told.text)
-    return told
-
-
-@contextmanager
-def _ray_errors_as_ours(named: DeploymentName, timeout_s: float) -> Iterator[Any]:
-    import ray
-
-    try:
-        yield ray
-    except ray.exceptions.GetTimeoutError:
-        raise Unreachable(
-            f"deployment {named} did not answer within {timeout_s:g} s; its actor waits for its node, for resources or for a "
-            "restart: ray list actors says which"
-        ) from None
-    except ray.exceptions.RayActorError as error:
-        raise Unreachable(f"deployment {named} is dead, and Ray starts it no more: {error}") from error
-
-
 def _end_all(actors: Mapping[DeploymentName, Any]) -> None:
     for named, actor in actors.items():
         _end(named, actor)
 
 
 def _end(named: DeploymentName, actor: Any) -> None:
-    """Returns when Ray knows it, so that the name is free."""
+    """Stop the actor, and return when Ray has registered its end, so that the name is free."""
     import ray
 
     with suppress(ray.exceptions.RayError):  # dead already, or killed below
         ray.get(actor.stop.remote(), timeout=DEPLOY_S)
     ray.kill(actor, no_restart=True)
-    with _ray_errors_as_ours(named, DEPLOY_S), suppress(ray.exceptions.RayActorError):
+    with ray_errors_as_ours(named, DEPLOY_S), suppress(ray.exceptions.RayActorError):
         ray.get(actor.ways.options(max_task_retries=0).remote(), timeout=DEPLOY_S)

@@ -1,13 +1,12 @@
-"""The directory of one deployment on its node, and what is left of those that are gone.
+"""The state directory that a deployment makes on its node, and the removal of those that dead deployments left.
 
-The law:
+Rules:
 
-1. A deployment whose state directory nobody named has one of its own in the user's runtime directory. It is removed when
-   the deployment is closed.
-2. One that was not closed (its driver was killed, its node went away) leaves it, with the memory that it names. The next
-   deployment on that machine removes it, once nothing can come back to it: the raylet that would start the actor
-   again is gone, or a new deployment has its name. Both are seen, neither is guessed from time.
-3. What somebody named is never removed.
+1. A deployment that is given no state directory makes one in the user's runtime directory, and removes it when it is closed.
+2. A deployment that was not closed (its driver was killed, its node was lost) leaves its directory and the memory that the directory
+   names. The next deployment on that machine removes both, once no actor can return to them: the raylet that would restart the
+   actor is gone, or a new deployment has its name. Both are observed; neither is guessed from a time.
+3. A directory that a user named is never removed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _OWNER: Final = "owner.json"
 
 
 class DirectoryOwner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who may come back to a directory. raylet, began: number and start of the process that starts the actor."""
+    """The actor that may return to a directory. raylet, began: process number and start time of the raylet that would restart it."""
 
     host: str
     cluster: str
@@ -39,44 +38,46 @@ class DirectoryOwner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def here(cls, cluster: str, deployment: str) -> DirectoryOwner:
-        """Of an actor in this process: Ray's workers are children of the raylet of their node."""
+        """The owner for an actor in this process: Ray's workers are children of their node's raylet."""
         parent = os.getppid()
         return cls(this_host(), cluster, deployment, parent, _began(parent))
 
     def is_gone(self, newer: DirectoryOwner) -> bool:
-        """Whether nothing of this owner can come back, now that `newer` is being made."""
-        if self.host != newer.host:  # another boot of this machine, or processes that cannot be seen from here
+        """Whether this owner's actor can no longer return, now that `newer` is being made."""
+        if (
+            self.host != newer.host
+        ):  # another boot of this machine, or another container, whose processes are invisible here
             return self.host.partition("/")[0] != newer.host.partition("/")[0]
         replaced = (self.cluster, self.deployment) == (newer.cluster, newer.deployment)
         return replaced or _began(self.raylet) != self.began
 
 
 def own_directory(deploy: DeploySpec) -> Path:
-    """The directory that is named by nobody."""
+    """The directory of a deployment that was given none."""
     return runtime_directory() / f"{PREFIX}{deploy.named.digest(deploy.id)}"
 
 
 def claim_directory(directory: Path, owner: DirectoryOwner) -> None:
-    """Make it, and write down whose it is."""
+    """Make the directory, and write its owner into it."""
     private_directory(directory.parent)
     private_directory(directory, "state directory")
     write_private(directory / _OWNER, msgspec.json.encode(owner))
 
 
 def remove_stale(newer: DirectoryOwner, root: Path) -> list[Path]:
-    """Remove what deployments left in `root` (rule 2); returns what that was. Their memory is nobody's then, and removed by
-    the next server that makes an arena."""
-    left = [path for path in root.glob(f"{PREFIX}*/") if _is_left(path, newer)]
-    for path in left:
+    """Remove the directories in `root` that dead deployments left (rule 2), and return their paths. Their memory then has no owner;
+    the next server that makes an arena removes it."""
+    stale = [path for path in root.glob(f"{PREFIX}*/") if _is_stale(path, newer)]
+    for path in stale:
         shutil.rmtree(path)
-    return left
+    return stale
 
 
-def _is_left(path: Path, newer: DirectoryOwner) -> bool:
+def _is_stale(path: Path, newer: DirectoryOwner) -> bool:
     try:
         owner = msgspec.json.decode((path / _OWNER).read_bytes(), type=DirectoryOwner)
     except (OSError, msgspec.MsgspecError):
-        return False  # being made, or nothing of ours
+        return False  # not written yet, or not of this library
     return owner.is_gone(newer) and not _is_held(path / "lock")
 
 
@@ -90,7 +91,7 @@ def _is_held(path: Path) -> bool:
 
 
 def _began(pid: int) -> str:
-    """When a process started, in ticks of its machine: with its number that is this process and no later one. "" if gone."""
+    """When a process started, in clock ticks since boot; "" if it does not exist. Number and start time together identify a process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -1,7 +1,7 @@
-"""How a deployment on Ray is called, and what its actor and those who look for it tell each other. Pure.
+"""The name of a deployment on Ray, and the messages between its actors and those who look for it. No I/O.
 
-A deployment is a named actor: ``ray://NAMESPACE/NAME``, where ``ray`` alone is ``ray://transferqueue/default``. What
-crosses Ray is text: JSON of the types here, read against them.
+A deployment is a named actor. Its address is ``ray://NAMESPACE/NAME``; ``ray`` alone means ``ray://transferqueue/default``. Ray
+carries only text: JSON of the types here, which the receiver decodes against them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ NAMESPACE: Final = "transferqueue"
 NAME: Final = "default"
 SCHEME: Final = "ray://"
 PORTS: Final = range(20_000, 32_768)
-"""Above those that Ray gives its workers, below those that kernels lend to outgoing connections: one that was taken here is
-free again for the next life of its server."""
+"""Above the ports of Ray's workers and below those that kernels give to outgoing connections, so a server finds its port free when
+it restarts."""
 
-_SEAT: Final = ".coordinator-"
+_COORDINATOR: Final = ".coordinator-"
 
 T = TypeVar("T")
 
 
 class DeploymentName(msgspec.Struct, frozen=True):
-    """The name of a deployment."""
+    """The name of a deployment, or of one coordinator of it."""
 
     namespace: str = NAMESPACE
     name: str = NAME
@@ -36,34 +36,35 @@ class DeploymentName(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         return f"{SCHEME}{self.namespace}/{self.name}"
 
-    def of_seat(self, number: int) -> DeploymentName:
-        """One coordinator of several, alone; the actor of the first has the name of the deployment."""
-        return DeploymentName(self.namespace, f"{self.name}{_SEAT}{number}")
+    def of_coordinator(self, number: int) -> DeploymentName:
+        """The name of one coordinator of several, counted from 1. The actor of the first has the name of the deployment."""
+        return DeploymentName(self.namespace, f"{self.name}{_COORDINATOR}{number}")
 
     @property
-    def is_one_seat(self) -> bool:
-        """Whether this is one coordinator of several."""
-        return _SEAT in self.name
+    def is_one_coordinator(self) -> bool:
+        """Whether this names one coordinator of several."""
+        return _COORDINATOR in self.name
 
     @property
     def actor(self) -> str:
-        """The name of the actor."""
-        return self.name.removesuffix(f"{_SEAT}1")
+        """The name of the Ray actor."""
+        return self.name.removesuffix(f"{_COORDINATOR}1")
 
     def digest(self, more: str = "") -> str:
-        """A short text that stands for this name in paths, which have little room."""
+        """A hash of this name (and of `more`) in 16 hex digits, for paths: those of sockets are short."""
         return hashlib.blake2b(f"{self}#{more}".encode(), digest_size=8).hexdigest()
 
     def ports(self) -> list[int]:
-        """Ports to try, the same ones every time, others for other names."""
+        """The 64 ports to try, in order: always the same for one name, and others for other names."""
         first = int(self.digest(), 16) % len(PORTS)
         return [PORTS[(first + step) % len(PORTS)] for step in range(64)]
 
 
 class DeploySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an actor is told when it is made, and again in each of its lives.
+    """What a coordinator actor is started with, and restarted with.
 
-    id: other for each deployment of a name. state: its directory; "": one of its own, that ends with it. port 0: one of its choice.
+    id: differs between deployments of one name. state: its state directory; "": a directory that is removed with it. arena_bytes: 0:
+    the default. port: 0: it chooses one. snapshots: "": the default directory.
     """
 
     named: DeploymentName
@@ -77,8 +78,10 @@ class DeploySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Endpoints(msgspec.Struct, frozen=True, tag="Ways", forbid_unknown_fields=True):
-    """How to reach the server: by its socket from processes of `host` (see `this_host`), else by the join token. seats: coordinators
-    of its deployment."""
+    """How to reach a server: through its socket from processes of `host` (see `this_host`), else with the join token.
+
+    seats: the number of coordinators of its deployment.
+    """
 
     host: str
     ipc: str
@@ -90,7 +93,7 @@ class Endpoints(msgspec.Struct, frozen=True, tag="Ways", forbid_unknown_fields=T
 
 
 class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the actor of a shard is told: the deployment it joins, which tells it the way; most bytes that it lends (0: the default)."""
+    """What a shard actor is started with: the deployment that it joins, and the most bytes that it may hold (0: the default)."""
 
     named: DeploymentName
     arena_bytes: int
@@ -98,24 +101,24 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeployRefused(msgspec.Struct, frozen=True, tag="Refused", forbid_unknown_fields=True):
-    """Why there is no server."""
+    """Why there is no server: the name and text of an error."""
 
     error: str
     text: str
 
 
-DEPLOY: Final[msgspec.json.Decoder[DeploySpec]] = msgspec.json.Decoder(DeploySpec)
-LEND: Final[msgspec.json.Decoder[ShardSpec]] = msgspec.json.Decoder(ShardSpec)
-SAID: Final[msgspec.json.Decoder[Endpoints | DeployRefused]] = msgspec.json.Decoder(Endpoints | DeployRefused)
+DEPLOY_SPEC: Final[msgspec.json.Decoder[DeploySpec]] = msgspec.json.Decoder(DeploySpec)
+SHARD_SPEC: Final[msgspec.json.Decoder[ShardSpec]] = msgspec.json.Decoder(ShardSpec)
+REPLY: Final[msgspec.json.Decoder[Endpoints | DeployRefused]] = msgspec.json.Decoder(Endpoints | DeployRefused)
 
 
 def is_ray_address(address: object) -> bool:
-    """Whether this is meant as the name of a deployment on Ray."""
+    """Whether this address names a deployment on Ray."""
     return isinstance(address, str) and (address == "ray" or address.startswith(SCHEME))
 
 
 def parse_named(address: str) -> DeploymentName:
-    """The deployment that an address names, else `UsageError`."""
+    """The deployment that an address names. `UsageError` if it names none."""
     if address == "ray":
         return DeploymentName()
     namespace, slash, name = address.removeprefix(SCHEME).partition("/")
@@ -127,20 +130,20 @@ def parse_named(address: str) -> DeploymentName:
 
 
 def checked(named: DeploymentName) -> DeploymentName:
-    """The same, if both its parts may be names: those of tables, without a slash."""
+    """`named`, if both its parts are valid names without a slash. Else `UsageError`."""
     for kind, part in (("namespace", named.namespace), ("deployment", named.name)):
         if "/" in check_name(kind, part):
             raise UsageError(f"{kind} name {part!r} has a slash, which separates namespace and name; leave it out")
     return named
 
 
-def write(told: object) -> str:
+def write(message: object) -> str:
     """JSON of one of the types here."""
-    return msgspec.json.encode(told).decode()
+    return msgspec.json.encode(message).decode()
 
 
 def read(text: object, decoder: msgspec.json.Decoder[T]) -> T:
-    """What `write` made, read against the decoder's type. `ProtocolError` for anything else."""
+    """Decode what `write` made. `ProtocolError` for text that is not of the decoder's type."""
     if not isinstance(text, str):
         raise ProtocolError(f"a deployment on Ray said {type(text).__name__}, not text; is it one of this library?")
     try:

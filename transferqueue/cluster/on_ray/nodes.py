@@ -1,7 +1,7 @@
-"""Which node of a Ray cluster a deployment gets. Pure: from Ray's own list of its nodes.
+"""Chooses the node of a deployment from Ray's list of nodes. No I/O.
 
-A deployment stays on the node it was given: what it keeps, in shared memory and on disk, is there. Should the node die, so
-does the deployment, and whoever asks for it is told; it does not come up empty somewhere else.
+A deployment stays on its node, because its shared memory and its files are there. If the node dies, so does the deployment: callers
+get an error, and it does not restart empty on another node.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ def choose(
     resources: Mapping[str, float],
     labels: Mapping[str, str],
 ) -> list[str]:
-    """The ids of living nodes that have these resources (in all) and labels, at least one: of `node` alone if named, else of `here`
-    first, if it will do, and of all others that will.
+    """The ids of the living nodes that have these labels and, in total, these resources: at least one id. `here` comes first if it
+    fits. If `node` is given, only that node is considered.
 
-    nodes: as ``ray.nodes()`` gives them. `NotFound` for a named node that is none or is dead, `Impossible` where none will do.
+    nodes: as ``ray.nodes()`` gives them. `NotFound` if `node` does not exist or is dead, `Impossible` if no node fits.
     """
-    alive = {str(one["NodeID"]): one for one in nodes if one["Alive"]}
+    alive = {str(entry["NodeID"]): entry for entry in nodes if entry["Alive"]}
     if node is not None and node not in alive:
         raise NotFound(f"node {node!r} is not a living node of this Ray cluster; it has {listing(alive)}")
-    wanted = [node] if node is not None else sorted(alive, key=lambda one: one != here)
-    if found := [one for one in wanted if _will_do(alive[one], resources, labels)]:
-        return found
+    candidates = [node] if node is not None else sorted(alive, key=lambda node_id: node_id != here)
+    if fitting := [node_id for node_id in candidates if _fits(alive[node_id], resources, labels)]:
+        return fitting
     raise Impossible(
         f"resources {dict(resources)} and labels {dict(labels)} are not all on {'this node' if node else 'one node'} of this Ray "
-        f"cluster; there are {'; '.join(_told(alive[one]) for one in wanted)}"
+        f"cluster; there are {'; '.join(_describe(alive[node_id]) for node_id in candidates)}"
     )
 
 
-def _will_do(node: Mapping[str, Any], resources: Mapping[str, float], labels: Mapping[str, str]) -> bool:
-    has, called = node["Resources"], node.get("Labels", {})
-    return all(has.get(name, 0) >= amount for name, amount in resources.items()) and all(
-        called.get(name) == value for name, value in labels.items()
+def _fits(node: Mapping[str, Any], resources: Mapping[str, float], labels: Mapping[str, str]) -> bool:
+    node_resources, node_labels = node["Resources"], node.get("Labels", {})
+    return all(node_resources.get(name, 0) >= amount for name, amount in resources.items()) and all(
+        node_labels.get(name) == value for name, value in labels.items()
     )
 
 
-def _told(node: Mapping[str, Any]) -> str:
+def _describe(node: Mapping[str, Any]) -> str:
     resources = {name: amount for name, amount in node["Resources"].items() if not name.startswith("node:")}
     labels = {name: value for name, value in node.get("Labels", {}).items() if not name.startswith("ray.io/")}
     return f"{node['NodeID'][:8]} with {resources} {labels}"

@@ -1,7 +1,7 @@
-"""The shards of a deployment on Ray: which nodes get one, their actors started and ended.
+"""Chooses the nodes of a deployment's shards, and starts and stops their actors.
 
-The law: a shard is an actor with a name beside the deployment's (``NAME.shard-0``, ...), bound to its node, made after the server
-listens and ended before it. Should its node die, so does it; the deployment goes on without (decision 24).
+Invariant: a shard is an actor named after the deployment (``NAME.shard-0``, ...) and bound to its node. It starts after the server
+listens and ends before the server does. If its node dies, the shard is lost, and the deployment goes on (decision 24).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal
 
-from transferqueue.cluster.on_ray.messages import SAID, DeploymentName, DeployRefused, ShardSpec, read, write
+from transferqueue.cluster.on_ray.messages import REPLY, DeploymentName, DeployRefused, ShardSpec, read, write
 from transferqueue.errors import UsageError, from_wire
 from transferqueue.limits import SESSIONS_MAX
 
@@ -19,7 +19,7 @@ END_S: Final = 30.0
 
 
 def check_shards(shards: int | Literal["per-node"], durability: str) -> None:
-    """`UsageError` for what is no number of shards, and for shards of a level that they cannot keep."""
+    """Raise `UsageError` for an invalid number of shards, and for shards with a durability that they cannot keep."""
     if shards != PER_NODE and (
         not isinstance(shards, int) or isinstance(shards, bool) or not 0 <= shards < SESSIONS_MAX
     ):
@@ -32,11 +32,13 @@ def check_shards(shards: int | Literal["per-node"], durability: str) -> None:
 
 
 def places(nodes: Iterable[Mapping[str, Any]], server: str, shards: int | Literal["per-node"]) -> list[str]:
-    """The node of each shard. nodes: as ``ray.nodes()`` gives them. server: id of the node of the server, the last to get any."""
-    alive = sorted((str(one["NodeID"]) for one in nodes if one["Alive"]), key=lambda one: (one == server, one))
+    """The node id of each shard. nodes: as ``ray.nodes()`` gives them. server: the id of the server's node, which comes last."""
+    alive = sorted(
+        (str(node["NodeID"]) for node in nodes if node["Alive"]), key=lambda node_id: (node_id == server, node_id)
+    )
     if isinstance(shards, str):
-        return [one for one in alive if one != server]
-    return [alive[at % len(alive)] for at in range(shards)]
+        return [node_id for node_id in alive if node_id != server]
+    return [alive[number % len(alive)] for number in range(shards)]
 
 
 def start_shards(
@@ -49,15 +51,17 @@ def start_shards(
     detached: bool,
     timeout_s: float,
 ) -> list[Any]:
-    """An actor on each of these nodes; returns when all have joined. Otherwise none is left, and it raises what hindered one."""
+    """Start a shard actor on each of these nodes, and return when all have joined. If one fails, stop all and raise its error."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from transferqueue.cluster.on_ray.shard_actor import ShardActor  # only who deploys loads a server
+    from transferqueue.cluster.on_ray.shard_actor import (
+        ShardActor,
+    )  # loads the server, which only a deploying process needs
 
-    made: list[Any] = []
+    actors: list[Any] = []
     try:
-        for at, node in enumerate(nodes):
-            name = f"{named.name}.shard-{at}"
+        for number, node in enumerate(nodes):
+            name = f"{named.name}.shard-{number}"
             options = {
                 "name": name,
                 "namespace": named.namespace,
@@ -66,32 +70,32 @@ def start_shards(
                 "max_restarts": max_restarts,
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
             }
-            told = write(ShardSpec(named, arena_bytes, name))
-            made.append(ray.remote(ShardActor).options(**options).remote(told))
-        for said in ray.get([one.joined.remote() for one in made], timeout=timeout_s):
-            _check(said)
+            spec_text = write(ShardSpec(named, arena_bytes, name))
+            actors.append(ray.remote(ShardActor).options(**options).remote(spec_text))
+        for reply in ray.get([actor.joined.remote() for actor in actors], timeout=timeout_s):
+            _check(reply)
     except BaseException:
-        stop_shards(made)
+        stop_shards(actors)
         raise
-    return made
+    return actors
 
 
-def _check(said: str) -> None:
-    """Raise what a shard was refused with."""
-    if not said.startswith("tcp://"):
-        refused = read(said, SAID)
+def _check(reply: str) -> None:
+    """Raise the error that a shard was refused with, if it was."""
+    if not reply.startswith("tcp://"):
+        refused = read(reply, REPLY)
         if isinstance(refused, DeployRefused):
             raise from_wire(refused.error, refused.text)
 
 
 def stop_shards(actors: Sequence[Any]) -> None:
-    """End these actors, and give their memory back."""
+    """Stop these actors, which frees their memory. Waits 30 s at most, then kills them."""
     if not actors:
         return
     import ray
 
-    ended = [one.stop.remote() for one in actors]
+    stopping = [actor.stop.remote() for actor in actors]
     with suppress(ray.exceptions.RayError):  # dead already, or killed below
-        ray.wait(ended, num_returns=len(ended), timeout=END_S)
-    for one in actors:
-        ray.kill(one, no_restart=True)
+        ray.wait(stopping, num_returns=len(stopping), timeout=END_S)
+    for actor in actors:
+        ray.kill(actor, no_restart=True)

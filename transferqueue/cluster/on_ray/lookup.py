@@ -1,0 +1,115 @@
+"""Finds a deployment in a Ray cluster by its name, and asks its actors where their servers listen.
+
+Both clients (`connect`) and the actors of shards do this; only `deploy` makes anything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from transferqueue.cluster.on_ray.messages import REPLY, DeploymentName, DeployRefused, Endpoints, read
+from transferqueue.errors import NotFound, Unreachable, UsageError, from_wire
+from transferqueue.transport import this_host
+from transferqueue.transport.security.keys import ClientKeys, read_token
+
+DEPLOY_S: Final = 60.0
+"""Ray starts a worker in a second or two; on a busy cluster it may have to wait for one."""
+
+
+def server_addresses(
+    named: DeploymentName, timeout_s: float, *, near: bool
+) -> dict[str, tuple[str, ClientKeys | None]]:
+    """The address of each server of this deployment, as seen from this process, with the keys for it; by the server's name.
+
+    Blocks for `timeout_s` seconds at most. near: give the socket of a server on this machine, if this process can open it;
+    otherwise always tcp. `NotFound` lists the deployments of the cluster, `Unreachable` if an actor does not answer in time.
+    """
+    endpoints = all_endpoints(join_ray(start=False), named, timeout_s)
+    return {str(name): address_from_here(each, near=near) for name, each in endpoints.items()}
+
+
+def endpoints_of(named: DeploymentName, role: str, timeout_s: float = DEPLOY_S) -> Endpoints:
+    """The endpoints of one server, with the keys of this role. Errors as of `server_addresses`."""
+    return ask_endpoints(named, find_actor(join_ray(start=False), named), timeout_s, role)
+
+
+def all_endpoints(
+    ray: Any, named: DeploymentName, timeout_s: float, role: str = "admin"
+) -> dict[DeploymentName, Endpoints]:
+    """The endpoints of every coordinator of a deployment, or of one coordinator if `named` is the name of one."""
+    first = ask_endpoints(named, find_actor(ray, named), timeout_s, role)
+    if first.seats == 1 or named.is_one_coordinator:
+        return {named: first}
+    rest = [named.of_coordinator(number) for number in range(2, first.seats + 1)]
+    return {named.of_coordinator(1): first} | {
+        name: ask_endpoints(name, find_actor(ray, name), timeout_s, role) for name in rest
+    }
+
+
+def address_from_here(endpoints: Endpoints, *, near: bool = True) -> tuple[str, ClientKeys | None]:
+    """The server's socket if it is on this machine and this process can open it, else its tcp address with the keys of the token."""
+    if near and endpoints.host == this_host() and os.access(endpoints.ipc.removeprefix("ipc://"), os.R_OK | os.W_OK):
+        return endpoints.ipc, None
+    token = read_token(endpoints.token)
+    return token.address, token.keys
+
+
+def join_ray(*, start: bool) -> Any:
+    """The module ``ray``, after this process has joined a Ray cluster. start: start a cluster on this machine if there is none."""
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise UsageError(
+            "a deployment on Ray was named, and Ray is not installed here: pip install 'asyncflow-transferqueue[ray]'"
+        ) from None
+    if not ray.is_initialized():
+        try:
+            ray.init(address=None if start else "auto", configure_logging=False)
+        except ConnectionError as error:
+            raise Unreachable(
+                f"this process belongs to no Ray cluster ({error}); call ray.init first, or start one with deploy_ray"
+            ) from error
+    return ray
+
+
+def find_actor(ray: Any, named: DeploymentName) -> Any:
+    """The handle of a deployment's actor; `NotFound` lists the named actors of the cluster."""
+    try:
+        return ray.get_actor(named.actor, namespace=named.namespace)
+    except ValueError:
+        actors = [
+            str(DeploymentName(actor["namespace"], actor["name"]))
+            for actor in ray.util.list_named_actors(all_namespaces=True)
+        ]
+        raise NotFound(
+            f"deployment {named} does not exist in this Ray cluster; its named actors are {', '.join(sorted(actors)) or 'none'}: "
+            "make it with deploy_ray"
+        ) from None
+
+
+def ask_endpoints(named: DeploymentName, actor: Any, timeout_s: float, role: str = "admin") -> Endpoints:
+    """What the actor answers for this role; raises the error that it refused with."""
+    with ray_errors_as_ours(named, timeout_s) as ray:
+        reply = read(ray.get(actor.ways.remote(role), timeout=timeout_s), REPLY)
+    if isinstance(reply, DeployRefused):
+        raise from_wire(reply.error, reply.text)
+    return reply
+
+
+@contextmanager
+def ray_errors_as_ours(named: DeploymentName, timeout_s: float) -> Iterator[Any]:
+    """Gives the module ``ray``, and raises its errors about this deployment's actor as `Unreachable`."""
+    import ray
+
+    try:
+        yield ray
+    except ray.exceptions.GetTimeoutError:
+        raise Unreachable(
+            f"deployment {named} did not answer within {timeout_s:g} s; its actor waits for its node, for resources or for a "
+            "restart: ray list actors says which"
+        ) from None
+    except ray.exceptions.RayActorError as error:
+        raise Unreachable(f"deployment {named} is dead, and Ray starts it no more: {error}") from error
