@@ -11,14 +11,20 @@ from typing import TYPE_CHECKING, Final
 from transferqueue.lazy import lazy_names, renamed_names
 
 if TYPE_CHECKING:
-    from transferqueue.client.aio.queue import AsyncBatch, AsyncQueue, AsyncReservation, AsyncTable, AsyncWeightChannel
-    from transferqueue.client.handles.weights import WeightChannel, Weights
+    from transferqueue.client.aio.batch import AsyncBatch
+    from transferqueue.client.aio.loader import AsyncLoader
+    from transferqueue.client.aio.queue import AsyncQueue
+    from transferqueue.client.aio.reservation import AsyncReservation
+    from transferqueue.client.aio.table import AsyncTable
+    from transferqueue.client.aio.weight_channel import AsyncWeightChannel
     from transferqueue.client.operations.rows import Rows
+    from transferqueue.client.operations.weights import Weights
     from transferqueue.client.sync.batch import Batch
-    from transferqueue.client.sync.loader import AsyncLoader, Loader
+    from transferqueue.client.sync.loader import Loader
     from transferqueue.client.sync.queue import Queue
     from transferqueue.client.sync.reservation import Reservation
     from transferqueue.client.sync.table import Table
+    from transferqueue.client.sync.weight_channel import WeightChannel
     from transferqueue.cluster.on_ray.deploy import Deployment, deploy_ray
     from transferqueue.embedded import aconnect, connect
     from transferqueue.errors import (
@@ -82,14 +88,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES: Final = {
-    "client.aio.queue": "AsyncBatch AsyncQueue AsyncReservation AsyncTable AsyncWeightChannel",
+    "client.aio.batch": "AsyncBatch",
+    "client.aio.loader": "AsyncLoader",
+    "client.aio.queue": "AsyncQueue",
+    "client.aio.reservation": "AsyncReservation",
+    "client.aio.table": "AsyncTable",
+    "client.aio.weight_channel": "AsyncWeightChannel",
     "client.sync.batch": "Batch",
-    "client.sync.loader": "AsyncLoader Loader",
+    "client.sync.loader": "Loader",
     "client.sync.queue": "Queue",
     "client.sync.reservation": "Reservation",
     "client.operations.rows": "Rows",
     "client.sync.table": "Table",
-    "client.handles.weights": "WeightChannel Weights",
+    "client.sync.weight_channel": "WeightChannel",
+    "client.operations.weights": "Weights",
     "cluster.on_ray.deploy": "Deployment deploy_ray",
     "embedded": "aconnect connect",
     "errors": "AddressInUse AlreadyExists BatchEnded Corruption DeadlineExceeded Disconnected EndOfTable FlowSignal Forked "

@@ -9,7 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from transferqueue.client.aio.queue import AsyncQueue, AwaitableContext
+from transferqueue.client.aio.awaitable import AwaitableContext
+from transferqueue.client.aio.queue import AsyncQueue
 from transferqueue.client.client import ClientSession, Data, open_client
 from transferqueue.client.handles.coordinators import check_seats
 from transferqueue.client.operations import arguments as checks

@@ -4,14 +4,20 @@
 `handles` has what both APIs share; `sync` is the API for threads, `aio` the one for asyncio.
 """
 
-from transferqueue.client.aio.queue import AsyncBatch, AsyncQueue, AsyncReservation, AsyncTable, AsyncWeightChannel
-from transferqueue.client.handles.weights import WeightChannel, Weights
+from transferqueue.client.aio.batch import AsyncBatch
+from transferqueue.client.aio.loader import AsyncLoader
+from transferqueue.client.aio.queue import AsyncQueue
+from transferqueue.client.aio.reservation import AsyncReservation
+from transferqueue.client.aio.table import AsyncTable
+from transferqueue.client.aio.weight_channel import AsyncWeightChannel
 from transferqueue.client.operations.rows import Rows
+from transferqueue.client.operations.weights import Weights
 from transferqueue.client.sync.batch import Batch
-from transferqueue.client.sync.loader import AsyncLoader, Loader
+from transferqueue.client.sync.loader import Loader
 from transferqueue.client.sync.queue import Queue
 from transferqueue.client.sync.reservation import Reservation
 from transferqueue.client.sync.table import Table
+from transferqueue.client.sync.weight_channel import WeightChannel
 
 __all__ = [
     "AsyncBatch",

@@ -5,8 +5,9 @@ each `pull` views. Only tensors that changed are written, and only those are fet
 handles are made by `Queue.weights`. Other hosts have a `WeightRelay` each, into which a version crosses once.
 """
 
-from transferqueue.client.aio.queue import AsyncWeightChannel
-from transferqueue.client.handles.weights import Subscription, WeightChannel, Weights
+from transferqueue.client.aio.weight_channel import AsyncWeightChannel
+from transferqueue.client.operations.weights import Weights
+from transferqueue.client.sync.weight_channel import Subscription, WeightChannel
 from transferqueue.lazy import renamed_names
 from transferqueue.weights.relay import RelayProcess, WeightRelay
 

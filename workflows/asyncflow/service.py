@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import transferqueue as tq
+from transferqueue.client.handles.table import TableBase
 from transferqueue.client.operations.facts import GivenFacts
-from transferqueue.client.sync.table import TableBase
 from transferqueue.errors import SchemaError, UsageError, listing
 from transferqueue.limits import TEXT_CHARS_MAX, TIMEOUT_S_DEFAULT
 from transferqueue.workflows.asyncflow.declaration import NAME, Engines

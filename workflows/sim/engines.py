@@ -20,7 +20,9 @@ import msgspec
 import numpy as np
 
 import transferqueue as tq
-from transferqueue.client.aio.queue import AsyncBatch, AsyncReservation, AsyncTable
+from transferqueue.client.aio.batch import AsyncBatch
+from transferqueue.client.aio.reservation import AsyncReservation
+from transferqueue.client.aio.table import AsyncTable
 from transferqueue.errors import EndOfTable
 from transferqueue.workflows.sim import asyncflow_trace as trace
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import Completion, Prompt
-from transferqueue.client.sync.table import TableBase
+from transferqueue.client.handles.table import TableBase
 from transferqueue.errors import DeadlineExceeded, EndOfTable, FlowSignal, NotFound, PeerError, SchemaError, UsageError
 
 GENERATE: Final = "generate"

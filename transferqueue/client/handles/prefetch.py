@@ -24,11 +24,11 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 
 from transferqueue.client.client import ClientSession
+from transferqueue.client.handles.batch import BatchBase
 from transferqueue.client.operations import arguments as checks
-from transferqueue.client.operations import lease as leasing
+from transferqueue.client.operations import lease
 from transferqueue.client.operations.lease import BatchLease
 from transferqueue.client.session.run import INLINE_WORK_BYTES, BlockingWork, Operation, run_async
-from transferqueue.client.sync.batch import BatchBase
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import DeadlineExceeded, EndOfTable, UsageError
 from transferqueue.wire import messages as m
@@ -196,7 +196,7 @@ class Prefetcher(Generic[B]):
 
     def _lease(self, wait_s: float) -> Operation[PrefetchedLease[B]]:
         request = msgspec.structs.replace(self._request, wait_s=wait_s)
-        return leasing.lease(
+        return lease.lease(
             self._client,
             self._terms,
             request,

@@ -12,7 +12,9 @@ from typing import Any, Final, TypeVar, get_type_hints
 import msgspec
 import numpy as np
 
-from transferqueue.errors import UsageError
+from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.run import Operation, Within
+from transferqueue.errors import InternalError, UsageError
 from transferqueue.limits import (
     COUNT_MAX,
     FIELDS_MAX,
@@ -36,6 +38,14 @@ def seconds(name: str, value: object) -> float:
     if not 0 <= value <= WAIT_S_MAX:  # which is also false of what is not a number
         raise UsageError(f"{name}={shown(value)} is out of range; give 0 (do not wait) to {WAIT_S_MAX:g} seconds")
     return float(value)
+
+
+def within(timeout_s: object) -> Operation[Deadline]:
+    """The deadline of the operation: so many seconds from now, as the caller gave them. `UsageError` if that is no time."""
+    deadline = yield Within(seconds("timeout_s", timeout_s))
+    if not isinstance(deadline, Deadline):
+        raise InternalError(f"a deadline was answered with {type(deadline).__name__}")
+    return deadline
 
 
 def whole(name: str, value: object, least: int = 0, most: int = _WHOLE_MAX) -> int:

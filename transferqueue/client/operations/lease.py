@@ -18,7 +18,7 @@ from transferqueue.client.operations.commit import commit
 from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.client.session.deadline import Deadline
 from transferqueue.client.session.lease_renewal import Kept
-from transferqueue.client.session.run import Operation, request_reply, within
+from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import BatchEnded, LeaseExpired, NotFound, ShardLost, UsageError, listing
 from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
@@ -98,7 +98,7 @@ def lease(
 ) -> Operation[B]:
     """Rows lent, as what `batch` makes of them. If that fails, the rows go back; others are asked for where a shard that had
     some is gone. time_limit_s: how long the lease is renewed (None: as the task says; 0: not at all)."""
-    yield from within(request.wait_s)
+    yield from checks.within(request.wait_s)
     if terms.forgotten:
         _log_forgotten(terms)
     until = client.clock() + request.wait_s

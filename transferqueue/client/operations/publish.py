@@ -27,7 +27,7 @@ from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations.commit import finish_commit, placed, retry_on_other_shard, write
 from transferqueue.client.session.deadline import Deadline
-from transferqueue.client.session.run import BlockingWork, Operation, request_reply, within
+from transferqueue.client.session.run import BlockingWork, Operation, request_reply
 from transferqueue.errors import NotFound, SchemaError, ShardLost, UsageError
 from transferqueue.limits import check_name
 from transferqueue.schema import Field
@@ -82,7 +82,7 @@ def is_unchanged(field: Field, block: m.BlockLocation, other: Field, nbytes: int
     return block.checksum == total != UNCHECKED and block.nbytes == nbytes and field == other and len(block.fields) == 1
 
 
-def publish(
+def publish_weights(
     client: ClientSession,
     channel: str,
     keep: int,
@@ -92,7 +92,7 @@ def publish(
     timeout_s: float,
 ) -> Operation[None]:
     """One version, in one commit."""
-    deadline = yield from within(timeout_s)
+    deadline = yield from checks.within(timeout_s)
     number = checks.whole("version", version)
     yield from _publish(client, channel, keep, number, tensor_drafts(tensors, _prefix(adapter)), adapter, deadline)
 
@@ -101,7 +101,7 @@ def mirror_version(
     client: ClientSession, channel: str, keep: int, version: int, copies: Sequence[ReusedTensor], timeout_s: float
 ) -> Operation[None]:
     """One version of base and adapters, from that of another channel."""
-    deadline = yield from within(timeout_s)
+    deadline = yield from checks.within(timeout_s)
     yield from _publish(client, channel, keep, version, copies, None, deadline)
 
 

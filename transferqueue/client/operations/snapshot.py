@@ -8,7 +8,7 @@ from typing import Final
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
-from transferqueue.client.session.run import Operation, request_reply, within
+from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.limits import SNAPSHOTS_KEPT_MAX
 from transferqueue.wire import messages as m
 
@@ -36,7 +36,7 @@ def restore(
 def _followed(
     client: ClientSession, request: m.SnapshotRequest | m.Restore, timeout_s: float, progress: Progress | None
 ) -> Operation[str]:
-    deadline = yield from within(timeout_s)
+    deadline = yield from checks.within(timeout_s)
     work = yield from request_reply(request, m.JobProgress)
     while not work.ended and timeout_s:
         work = yield from request_reply(

@@ -1,4 +1,4 @@
-"""Operations on queues and tables, one for each verb of the public face (leases: `leasing`, weights: `weighing`)."""
+"""Operations on queues and tables, one for each verb of the public face (leases: `lease`, weights: `weights` and `publish`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transferqueue.client.operations.facts import GivenFacts, check_key
 from transferqueue.client.operations.lease import LOST_MAX, predicates
 from transferqueue.client.operations.rows import Rows
 from transferqueue.client.session.deadline import Deadline
-from transferqueue.client.session.run import Operation, request_reply, within
+from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import InternalError, ShardLost, UsageError
 from transferqueue.limits import FIELDS_MAX, TASKS_MAX, TIMEOUT_S_DEFAULT, Limits, check_name
@@ -63,7 +63,7 @@ def create_table(
 def open_table(client: ClientSession, name: str, timeout_s: float | None) -> Operation[TableInfo]:
     """A table that exists, or will within `timeout_s`; None: that exists."""
     check_name("table", name)
-    wait_s = 0.0 if timeout_s is None else (yield from within(timeout_s)).wait_s
+    wait_s = 0.0 if timeout_s is None else (yield from checks.within(timeout_s)).wait_s
     request = m.OpenTable(name=name, wait_s=wait_s)
     return client.terms((yield from request_reply(request, m.TableTerms)))
 
@@ -108,7 +108,7 @@ def put(
     timeout_s: float | None,
 ) -> Operation[NDArray[np.int64]]:
     """New rows; their ids."""
-    deadline = Deadline(client.clock, 0.0) if timeout_s is None else (yield from within(timeout_s))
+    deadline = Deadline(client.clock, 0.0) if timeout_s is None else (yield from checks.within(timeout_s))
 
     def request(rows: int, carried: m.Columns) -> m.PutRequest:
         return m.PutRequest(
@@ -196,7 +196,7 @@ def delete(terms: TableInfo, rows: object) -> Operation[int]:
 
 def reserve(terms: TableInfo, rows: int, policy_version: int | None, timeout_s: float) -> Operation[m.Reserved]:
     """Permission to start producing rows."""
-    deadline = yield from within(timeout_s)
+    deadline = yield from checks.within(timeout_s)
     request = m.Reserve(
         table=terms.name,
         rows=checks.positive("rows", rows),
@@ -215,7 +215,7 @@ def unreserve(terms: TableInfo, reservation: int, rows: int | None) -> Operation
 
 def advance(terms: TableInfo, version: int, timeout_s: float) -> Operation[None]:
     """The trainer's version is now this."""
-    deadline = yield from within(timeout_s)
+    deadline = yield from checks.within(timeout_s)
     request = m.AdvanceClock(table=terms.name, version=checks.whole("version", version), wait_s=deadline.wait_s)
     yield from request_reply(request, m.DoneReply)
 

@@ -1,7 +1,7 @@
 """Operations and the two ways to drive them.
 
 An operation is a generator: it yields requests and is sent their replies, or thrown the errors they were
-refused with. It begins with the time that its caller gave it, if any (`within`). Bulk copying it yields too, as `BlockingWork`, so that an event loop can do it in a thread. It does
+refused with. It begins with the time that its caller gave it, if any (`Within`). Bulk copying it yields too, as `BlockingWork`, so that an event loop can do it in a thread. It does
 no I/O and knows no thread or loop (decision 7), so the sync and the async front cannot differ.
 """
 
@@ -13,7 +13,6 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from transferqueue.client.operations import arguments as checks
 from transferqueue.client.session.connection import Connection
 from transferqueue.client.session.deadline import Deadline
 from transferqueue.errors import InternalError, ProtocolError, TransferQueueError
@@ -48,14 +47,6 @@ class Within(msgspec.Struct, frozen=True):
 
 
 Operation = Generator[m.Request | BlockingWork | Within, Any, T]
-
-
-def within(timeout_s: object) -> Operation[Deadline]:
-    """The deadline of the operation: so many seconds from now, as the caller gave them. `UsageError` if that is no time."""
-    deadline = yield Within(checks.seconds("timeout_s", timeout_s))
-    if not isinstance(deadline, Deadline):
-        raise InternalError(f"a deadline was answered with {type(deadline).__name__}")
-    return deadline
 
 
 def request_reply(request: m.Request, kind: type[R]) -> Operation[R]:

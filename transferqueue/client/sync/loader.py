@@ -1,4 +1,4 @@
-"""Loaders: a task's batches, fetched while the ones before them are computed with (`ahead` has the rules)."""
+"""The loader for threads: a task's batches, fetched while the ones before them are computed with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transferqueue.errors import EndOfTable, Forked, TransferQueueError, UsageEr
 from transferqueue.storage.elements.process_bound import Staying
 
 if TYPE_CHECKING:
-    from transferqueue.client.aio.queue import AsyncBatch
+    pass
 
 
 class Loader(Staying):
@@ -86,42 +86,6 @@ class Loader(Staying):
             raise StopIteration
         if self._closed:
             raise UsageError(f"the {self._ahead.name} is closed; make another one")
-
-
-class AsyncLoader(Staying):
-    """`Loader` for an event loop: ``async for batch in table.loader(...): async with batch: ...``.
-
-    Fetching begins with the first batch that is asked for. It ends with the last batch, with `aclose` (or the end of its ``async
-    with``), or when the loader is collected.
-    """
-
-    elsewhere: ClassVar[str] = "pass queue.address and names, and make the loader where the batches are used"
-
-    def __init__(self, ahead: Prefetcher[AsyncBatch]) -> None:
-        self._ahead = ahead
-        weakref.finalize(self, ahead.abandon).atexit = False
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> AsyncBatch:
-        """The next batch; waits up to `timeout_s` from now. A cancelled wait takes nothing."""
-        try:
-            return await self._ahead.take()
-        except EndOfTable:
-            raise StopAsyncIteration from None
-
-    async def aclose(self) -> None:
-        """As `Loader.close`."""
-        await self._ahead.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
 
 def _run(loop: asyncio.AbstractEventLoop, ahead: Prefetcher[Batch]) -> None:

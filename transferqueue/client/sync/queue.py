@@ -8,12 +8,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from transferqueue.client.handles.coordinators import QueueBase
-from transferqueue.client.handles.weights import WeightChannel, channel_name
-from transferqueue.client.operations import snapshot
-from transferqueue.client.operations import tables as verbs
+from transferqueue.client.operations import snapshot, tables
 from transferqueue.client.operations.snapshot import SNAPSHOT_S, Progress
+from transferqueue.client.operations.weights import channel_name
 from transferqueue.client.session.run import Operation, T, run_sync
 from transferqueue.client.sync.table import Table
+from transferqueue.client.sync.weight_channel import WeightChannel
 from transferqueue.limits import Limits
 from transferqueue.policies import Acked, Pacing, Retention, Task
 from transferqueue.schema import Field
@@ -58,7 +58,7 @@ class Queue(QueueBase):
         terms under which rows would wait for ever, with the arithmetic, and with fewer shards than `replicas`.
         """
         client = self._of(name)
-        operation = verbs.create_table(
+        operation = tables.create_table(
             client, name, fields, tasks, limits, pacing, retention, exist_ok, replicas, extra_fields
         )
         return Table(client, run_sync(client.connection, operation))
@@ -66,16 +66,16 @@ class Queue(QueueBase):
     def table(self, name: str, timeout_s: float | None = None) -> Table:
         """A table that exists, or that someone creates within `timeout_s` (None: that exists now). `NotFound` lists those that exist."""
         client = self._of(name)
-        return Table(client, run_sync(client.connection, verbs.open_table(client, name, timeout_s)))
+        return Table(client, run_sync(client.connection, tables.open_table(client, name, timeout_s)))
 
     def tables(self) -> list[str]:
         """Names of all tables, sorted."""
-        return sorted(name for found in self._each(verbs.tables) for name in found)
+        return sorted(name for found in self._each(tables.tables) for name in found)
 
     def drop_table(self, name: str, *, empty: bool = False) -> None:
         """Remove a table: its rows are dropped, whoever waits for it gets `NotFound`. empty: `UsageError` while it has rows."""
         client = self._of(name)
-        run_sync(client.connection, verbs.drop_table(client, name, empty))
+        run_sync(client.connection, tables.drop_table(client, name, empty))
 
     def weights(self, channel: str, keep: int = 2) -> WeightChannel:
         """The weight channel of this name; it exists once something is published. keep: versions kept."""
@@ -92,17 +92,17 @@ class Queue(QueueBase):
     def audit(self) -> dict[str, Any]:
         """For each table ``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own. Of all coordinators, or
         the error of the first that is out of reach."""
-        return self._together(self._each(lambda: verbs.observe("audit")))
+        return self._together(self._each(lambda: tables.observe("audit")))
 
     def doctor(self, table: str | None = None) -> dict[str, Any]:
         """Who waits for what, what is missing and who holds it; for one table or all."""
         if table:
-            return run_sync(self._of(table).connection, verbs.observe("doctor", table))
+            return run_sync(self._of(table).connection, tables.observe("doctor", table))
         return self._together(self._each(lambda: self._look("doctor")))
 
     def inspect(self, table: str, row: int) -> dict[str, Any]:
         """One row: its facts, fields and what happened to it in each task."""
-        return run_sync(self._of(table).connection, verbs.observe("row", table, row))
+        return run_sync(self._of(table).connection, tables.observe("row", table, row))
 
     def sessions(self) -> dict[str, Any]:
         """Connected clients: label, process, last heard of, what they hold."""
@@ -111,7 +111,7 @@ class Queue(QueueBase):
     def drain_shard(self, number: int) -> None:
         """Lend nothing more of a further shard (see ``stats()["server"]["shards"]``). Returns at once; the shard's process ends when
         the last row in it is done and the last view of it is gone. Again: nothing. `NotFound` for one that has not joined."""
-        run_sync(self._client.connection, verbs.drain_shard(number))
+        run_sync(self._client.connection, tables.drain_shard(number))
 
     def snapshot(
         self,

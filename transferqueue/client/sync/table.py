@@ -1,80 +1,27 @@
-"""A table as a program sees it, from any thread."""
+"""A table, used from any thread."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client.client import ClientSession
 from transferqueue.client.handles.prefetch import Prefetcher
-from transferqueue.client.operations import lease as leasing
-from transferqueue.client.operations import tables as verbs
+from transferqueue.client.handles.reservation import reservation_id
+from transferqueue.client.handles.table import TableBase
+from transferqueue.client.operations import lease, tables
 from transferqueue.client.operations.facts import Floats, GivenFacts, Ints, Keys, TagsGiven
 from transferqueue.client.operations.rows import Rows
 from transferqueue.client.session.run import Operation, T, run_sync
 from transferqueue.client.sync.batch import Batch
 from transferqueue.client.sync.loader import Loader
-from transferqueue.client.sync.reservation import Reservation, reservation_id
-from transferqueue.client.table_info import TableInfo
+from transferqueue.client.sync.reservation import Reservation
 from transferqueue.errors import EndOfTable
-from transferqueue.limits import TIMEOUT_S_DEFAULT, Limits
-from transferqueue.policies import Pacing, Predicate, Retention, Task
+from transferqueue.limits import TIMEOUT_S_DEFAULT
+from transferqueue.policies import Predicate, Task
 from transferqueue.schema import Field
-from transferqueue.storage.elements.process_bound import Staying
-
-
-class TableBase(Staying):
-    """What the tables of both fronts share: the terms, as last heard of."""
-
-    elsewhere: ClassVar[str] = (
-        "pass queue.address and the name of the table, and open it there: tq.connect(address).table(name)"
-    )
-
-    def __init__(self, client: ClientSession, terms: TableInfo) -> None:
-        self._client, self._terms = client, terms
-
-    @property
-    def name(self) -> str:
-        """The table's name."""
-        return self._terms.name
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        """Fields by name, as this client last heard of them; `Queue.table` asks again."""
-        return dict(self._terms.fields)
-
-    @property
-    def tasks(self) -> dict[str, Task]:
-        """Tasks by name, as this client last heard of them."""
-        return {task.name: task for task in self._terms.last.tasks}
-
-    @property
-    def limits(self) -> Limits:
-        """What the table may hold."""
-        return self._terms.last.limits
-
-    @property
-    def pacing(self) -> Pacing | None:
-        """How far production may run ahead; None: only the limits bound it."""
-        return self._terms.last.pacing
-
-    @property
-    def retention(self) -> Retention:
-        """When rows are freed."""
-        return self._terms.last.retention
-
-    def __repr__(self) -> str:
-        """What this client knows of it already; nothing is asked of the server (`stats` does)."""
-        terms = self._terms.last
-        tasks = f"tasks {', '.join(self.tasks)}" if terms.tasks else "no tasks"
-        state = f"{', sealed' if terms.sealed else ''}{', closed' if self._client.closed else ''}"
-        return (
-            f"<{type(self).__name__} {self.name!r} at {self._client.address}: {len(self._terms.fields)} fields, {tasks}, "
-            f"at most {terms.limits.rows} rows{state}>"
-        )
 
 
 class Table(TableBase):
@@ -143,7 +90,7 @@ class Table(TableBase):
         )
         facts, columns = facts.with_table(table, columns)
         number = reservation_id(self._terms, reservation)
-        rows = self._drive(verbs.put(self._client, self._terms, facts, columns, number, timeout_s))
+        rows = self._drive(tables.put(self._client, self._terms, facts, columns, number, timeout_s))
         if reservation is not None:
             reservation.used(len(rows))
         return rows
@@ -181,7 +128,7 @@ class Table(TableBase):
             key=key,
             tags=tags,
         )
-        self._drive(verbs.update(self._client, self._terms, rows, facts, columns, overwrite))
+        self._drive(tables.update(self._client, self._terms, rows, facts, columns, overwrite))
 
     def lease(
         self,
@@ -218,7 +165,7 @@ class Table(TableBase):
         `EndOfTable` when the table is sealed and drained; `DeadlineExceeded` says what is missing and who holds it;
         `NotFound`, or `UsageError` for a request that makes no sense.
         """
-        request = leasing.lease_request(
+        request = lease.lease_request(
             self.name,
             task,
             rows=rows,
@@ -233,8 +180,8 @@ class Table(TableBase):
             world=world,
             replica=replica,
         )
-        limit_s = leasing.time_limit(time_limit_s)
-        return self._drive(leasing.lease(self._client, self._terms, request, Batch, limit_s))
+        limit_s = lease.time_limit(time_limit_s)
+        return self._drive(lease.lease(self._client, self._terms, request, Batch, limit_s))
 
     def leases(
         self,
@@ -311,7 +258,7 @@ class Table(TableBase):
 
         Example: ``with table.loader("train", rows=64) as batches: for batch in batches: with batch: ...``
         """
-        request = leasing.lease_request(
+        request = lease.lease_request(
             self.name,
             task,
             rows=rows,
@@ -326,7 +273,7 @@ class Table(TableBase):
             world=world,
             replica=replica,
         )
-        limit_s = leasing.time_limit(time_limit_s)
+        limit_s = lease.time_limit(time_limit_s)
         return Loader(Prefetcher(self._client, self._terms, request, Batch, prefetch, limit_s))
 
     def reserve(
@@ -338,7 +285,7 @@ class Table(TableBase):
         now could not be trained in bound. `Impossible` if it never could.
         """
         return Reservation(
-            self._client, self._terms, self._drive(verbs.reserve(self._terms, rows, policy_version, timeout_s))
+            self._client, self._terms, self._drive(tables.reserve(self._terms, rows, policy_version, timeout_s))
         )
 
     def advance(self, version: int, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> None:
@@ -346,14 +293,14 @@ class Table(TableBase):
 
         With ``on_stale=HoldClock()`` it waits, up to `timeout_s`, while a row of the table would become stale.
         """
-        self._drive(verbs.advance(self._terms, version, timeout_s))
+        self._drive(tables.advance(self._terms, version, timeout_s))
 
     def checkpointed(self, step: int, *, task: str | None = None) -> int:
         """The model is saved up to `step`: rows acked with that step, or one before, are done now. Returns how many.
 
         task: whose acks (None: the task that sets the pace, or the only one). A step that was covered before: 0.
         """
-        return self._drive(verbs.checkpointed(self._terms, step, task))
+        return self._drive(tables.checkpointed(self._terms, step, task))
 
     def rollback(self, step: int, *, task: str | None = None, version: int | None = None) -> int:
         """The model is again as saved at `step` (-1: as it began): rows acked with a later step are ready again, at their
@@ -363,15 +310,15 @@ class Table(TableBase):
         trainer's version is this again, and so is the clock; None: the clock stays, and rows over the staleness bound
         are judged as ever. `UsageError` for a step before the last checkpoint: its rows are done for good.
         """
-        return self._drive(verbs.rollback(self._terms, step, task, version))
+        return self._drive(tables.rollback(self._terms, step, task, version))
 
     def cursor(self, start: int = 0) -> int:
         """The lowest ordinal, from `start` on, that was not put yet or of which a row is live: where to resume prompts."""
-        return self._drive(verbs.cursor(self._terms, start))
+        return self._drive(tables.cursor(self._terms, start))
 
     def seal(self) -> None:
         """No more rows will enter: consumers drain what is there, then see `EndOfTable`. Twice is `Sealed`."""
-        self._drive(verbs.seal(self._terms))
+        self._drive(tables.seal(self._terms))
 
     def read(
         self,
@@ -387,35 +334,35 @@ class Table(TableBase):
         lazy, and pin the memory of their rows until the `Rows` are released or collected. `NotFound` for an id that is not in
         the table, for an unknown field, and for a field named here that one of the rows does not have yet.
         """
-        return self._drive(verbs.read(self._client, self._terms, rows, where, fields, limit))
+        return self._drive(tables.read(self._client, self._terms, rows, where, fields, limit))
 
     def find(self, keys: str | Sequence[str]) -> NDArray[np.int64]:
         """Row ids ``[keys]`` of keys; -1 where there is no such row."""
-        return self._drive(verbs.find(self._terms, keys))
+        return self._drive(tables.find(self._terms, keys))
 
     def drop(self, rows: Any, reason: str) -> int:
         """Rows end as dropped with this reason, for every task, leased ones too. Returns how many."""
-        return self._drive(verbs.drop(self._terms, rows, reason))
+        return self._drive(tables.drop(self._terms, rows, reason))
 
     def delete(self, rows: Any) -> int:
         """Free rows that nobody needs any more; live ones end as dropped first. Returns how many."""
-        return self._drive(verbs.delete(self._terms, rows))
+        return self._drive(tables.delete(self._terms, rows))
 
     def add_task(self, task: Task) -> None:
         """Declare one more task; ``from_`` says whether it sees the rows that are there."""
-        self._drive(verbs.add_task(self._client, self._terms, task))
+        self._drive(tables.add_task(self._client, self._terms, task))
 
     def add_fields(self, fields: Sequence[Field]) -> None:
         """Declare more fields."""
-        self._drive(verbs.add_fields(self._client, self._terms, fields))
+        self._drive(tables.add_fields(self._client, self._terms, fields))
 
     def stats(self) -> dict[str, Any]:
         """Counts, bytes, ages and rates of this table now; the keys are in docs/OBSERVING.md."""
-        return self._drive(verbs.observe_table("stats", self.name))
+        return self._drive(tables.observe_table("stats", self.name))
 
     def audit(self) -> dict[str, Any]:
         """``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own, and how rows were dropped."""
-        return self._drive(verbs.observe_table("audit", self.name))
+        return self._drive(tables.observe_table("audit", self.name))
 
     def _drive(self, operation: Operation[T]) -> T:
         return run_sync(self._client.connection, operation)

@@ -1,0 +1,287 @@
+"""Operations on weight channels, and the weights that a pull gives.
+
+A version is a composition of blocks, one a tensor (`publish` has the law of what is written). A pull names them all, and
+reads nothing but to compare checksums; what the caller has already is neither fetched nor read again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
+
+from numpy.typing import NDArray
+
+from transferqueue.client.client import ClientSession
+from transferqueue.client.operations import arguments as checks
+from transferqueue.client.operations import publish
+from transferqueue.client.session.run import BlockingWork, Operation, request_reply
+from transferqueue.errors import Corruption, NotFound, UsageError, listing
+from transferqueue.limits import check_name
+from transferqueue.schema import Field
+from transferqueue.storage.columns.column import Column
+from transferqueue.storage.columns.placement import MappedBlocks
+from transferqueue.storage.elements.process_bound import Staying
+from transferqueue.storage.memory.checksum import verify
+from transferqueue.wire import messages as m
+
+if TYPE_CHECKING:
+    import torch
+
+TRIES: Final = 2
+"""How often a version is pulled whose bytes do not match their checksums."""
+
+
+TURN_S: Final = 30.0
+"""Length of a turn: above the time in which weights are loaded, below that for which the others may wait for a dead one."""
+
+
+class SharedTensor:
+    """One tensor in this process's memory, which several versions may share. It is let go by the last of them."""
+
+    __slots__ = ("_users", "block", "blocks", "column")
+    _guard: Final = threading.Lock()
+
+    def __init__(self, column: Column, blocks: MappedBlocks, block: m.BlockLocation) -> None:
+        self.column, self.blocks, self.block = column, blocks, block
+        self._users = 1
+
+    def share(self) -> bool:
+        """One more version has it; False if it was let go."""
+        with self._guard:
+            self._users += self._users > 0
+            return self._users > 0
+
+    def release(self, message: str) -> None:
+        """One version less has it."""
+        with self._guard:
+            self._users -= 1
+            if self._users:
+                return
+        self.blocks.end(message)
+
+
+class Weights(Staying, Mapping[str, Any]):
+    """One version of the weights: a mapping from names to tensors of the base, in shared memory and nowhere else.
+
+    ``weights[name]`` is a torch tensor where torch is installed, else a numpy array; `torch` and `numpy` give all of
+    them as one or the other, of the base or of an adapter. They are views of this process's own: they may be changed in place
+    without anyone else seeing it, and stay valid for as long as they are held; those that a pull took over from weights before
+    (``since``) are the same memory as there. The version's memory is pinned until `release`, the end of a ``with`` block, or
+    collection.
+    """
+
+    elsewhere: ClassVar[str] = "pass queue.address, the channel and the version, and pull it there"
+
+    def __init__(self, channel: str, version: int, tensors: dict[str, SharedTensor], changed: frozenset[str]) -> None:
+        self._channel, self._version = channel, version
+        self._tensors, self._changed = tensors, changed
+        self._released = False
+
+    def __repr__(self) -> str:
+        return f"<Weights of channel {self.channel!r}: version {self.version}, {len(self._tensors)} tensors>"
+
+    @property
+    def channel(self) -> str:
+        """Name of the channel."""
+        return self._channel
+
+    @property
+    def version(self) -> int:
+        """The version that these are."""
+        return self._version
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the adapters over this base."""
+        return sorted({name.partition("/")[0] for name in self._tensors if not name.startswith(publish.BASE)})
+
+    def changed(self, adapter: str | None = None) -> frozenset[str]:
+        """Names of tensors of the base (or of an adapter) that are not those of ``since``: all, where none was given."""
+        prefix = self._prefix(adapter)
+        return frozenset(name[len(prefix) :] for name in self._changed if name.startswith(prefix))
+
+    def torch(self, adapter: str | None = None) -> dict[str, torch.Tensor]:
+        """All tensors of the base (or of an adapter), as ``model.load_state_dict`` takes them; no bytes are copied."""
+        return {name: column.torch()[0] for name, column in self._columns(adapter)}
+
+    def numpy(self, adapter: str | None = None) -> dict[str, NDArray[Any]]:
+        """All tensors of the base (or of an adapter) as numpy arrays; bf16 and fp8 need ml_dtypes. No bytes are copied."""
+        return {name: column.numpy()[0] for name, column in self._columns(adapter)}
+
+    def _columns(self, adapter: str | None) -> Iterator[tuple[str, Column]]:
+        prefix = self._prefix(adapter)
+        return ((name[len(prefix) :], one.column) for name, one in self._tensors.items() if name.startswith(prefix))
+
+    def _prefix(self, adapter: str | None) -> str:
+        if adapter is None:
+            return publish.BASE
+        if adapter not in self.adapters:
+            raise NotFound(
+                f'adapter "{adapter}" is not in version {self._version} of channel "{self._channel}"; it has '
+                f"{listing(self.adapters)}"
+            )
+        return f"{adapter}/"
+
+    def _copies(self) -> list[publish.ReusedTensor]:
+        """All tensors, of base and adapters, as they lie: what `mirror` publishes."""
+        found = {id(one.blocks): one for one in self._tensors.values()}.values()
+        return [
+            publish.ReusedTensor(
+                [self._tensors[name].column.field for name in one.block.fields], one.block, one.blocks.living()[0]
+            )
+            for one in found
+        ]
+
+    def _shared(self, field: Field, block: m.BlockLocation) -> SharedTensor | None:
+        """The tensor in `block`, if it is here, for another version to have as well."""
+        mine = self._tensors.get(field.name)
+        if mine is None:
+            return None
+        same = publish.is_unchanged(mine.column.field, mine.block, field, block.nbytes, block.checksum)
+        return mine if same and not self._released and mine.share() else None
+
+    def __getitem__(self, name: str) -> Any:
+        found = self._tensors.get(f"{publish.BASE}{name}")
+        if found is None:
+            raise NotFound(
+                f'tensor "{name}" is not in version {self._version} of channel "{self._channel}"; it has {listing(self)}'
+            )
+        return found.column.torch()[0] if _has_torch() else found.column.numpy()[0]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name[1:] for name in self._tensors if name.startswith(publish.BASE))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def release(self) -> None:
+        """Return the memory, as soon as no view of it is left and no later version shares it. Again: nothing."""
+        if self._released:
+            return
+        self._released = True
+        for tensor in self._tensors.values():
+            tensor.release(
+                f'version {self._version} of channel "{self._channel}" was released and its memory was returned; pull it again'
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def channel_name(channel: str, keep: int) -> tuple[str, int]:
+    """The two, checked."""
+    return check_name("channel", channel), checks.positive("keep", keep)
+
+
+def mirror_weights(
+    client: ClientSession, channel: str, keep: int, weights: Weights, timeout_s: float
+) -> Operation[None]:
+    """A version of another channel, as a version of this."""
+    if not isinstance(weights, Weights):
+        raise UsageError(f"weights are {type(weights).__name__}; mirror what was pulled, or publish tensors")
+    return publish.mirror_version(client, channel, keep, weights.version, weights._copies(), timeout_s)
+
+
+def pull_weights(
+    client: ClientSession, channel: str, above: int, version: int | None, since: Weights | None, timeout_s: float
+) -> Operation[Weights]:
+    """A version, waited for; pulled again if its bytes do not match their checksums."""
+    deadline = yield from checks.within(timeout_s)
+    request = m.Pull(
+        channel=channel,
+        above=checks.whole("above", above, least=-1),
+        version=-1 if version is None else checks.whole("version", version),
+        wait_s=deadline.wait_s,
+    )
+    for _ in range(TRIES - 1):
+        try:
+            return (yield from _pull(client, request, since))
+        except Corruption:
+            continue  # bytes changed on the way: they may not, another time
+    return (yield from _pull(client, request, since))
+
+
+def _pull(client: ClientSession, request: m.Pull, since: Weights | None) -> Operation[Weights]:
+    found = yield from request_reply(request, m.WeightsReply)
+    fields = {field.name: field for field in found.fields}
+    shared = _shared(found, fields, since)
+    try:
+        client.connection.unpin([block.block for block in found.blocks if block.fields[0] in shared])
+        new = [block for block in found.blocks if block.fields[0] not in shared]
+        fetched = yield from _fetch(client, new, fields, f'version {found.version} of channel "{request.channel}"')
+    except BaseException:
+        for tensor in shared.values():
+            tensor.release("the pull that shared it failed")
+        raise
+    tensors = shared | fetched
+    ordered = {field.name: tensors[field.name] for field in found.fields}
+    return Weights(request.channel, found.version, ordered, frozenset(fetched))
+
+
+def _shared(found: m.WeightsReply, fields: Mapping[str, Field], since: Weights | None) -> dict[str, SharedTensor]:
+    """Tensors of the reply that the caller has."""
+    if since is None:
+        return {}
+    there = {block.fields[0]: since._shared(fields[block.fields[0]], block) for block in found.blocks}
+    return {name: tensor for name, tensor in there.items() if tensor is not None}
+
+
+def _fetch(
+    client: ClientSession, blocks: list[m.BlockLocation], fields: dict[str, Field], subject: str
+) -> Operation[dict[str, SharedTensor]]:
+    """The tensors in `blocks`, whole."""
+    zero = bytes(4)
+    parts = [m.ReplyColumns(block.fields, [block], block_of_row=zero, slot_of_row=zero) for block in blocks]
+    columns, held = yield from client.shards.columns(parts, fields, 1)
+    found = {
+        name: SharedTensor(columns[name], memory, block)
+        for memory, block in zip(held, blocks, strict=True)
+        for name in block.fields
+    }
+    try:
+        yield BlockingWork(sum(block.nbytes for block in blocks), lambda: _verify(found, subject))
+    except BaseException:
+        for tensor in found.values():
+            tensor.release(f"{subject} did not arrive whole; pull it again")
+        raise
+    return found
+
+
+def _verify(tensors: Mapping[str, SharedTensor], subject: str) -> None:
+    for name, tensor in tensors.items():
+        verify(tensor.blocks.living()[0], tensor.block.checksum, f'tensor "{name}" of {subject}')
+
+
+def report_applied(channel: str, version: int) -> Operation[None]:
+    """This session generates with the version."""
+    yield from request_reply(m.ReportApplied(channel=channel, version=checks.whole("version", version)), m.DoneReply)
+
+
+def acquire_update_slot(channel: str, at_once: int, length_s: float, timeout_s: float) -> Operation[None]:
+    """Leave for this session to change weights, waited for."""
+    deadline = yield from checks.within(timeout_s)
+    request = m.AcquireUpdateSlot(
+        channel=channel,
+        at_once=checks.positive("at_once", at_once),
+        length_s=checks.seconds("length_s", length_s),
+        wait_s=deadline.wait_s,
+    )
+    yield from request_reply(request, m.DoneReply)
+
+
+def release_update_slot(channel: str) -> Operation[None]:
+    """The turn of this session is over."""
+    yield from request_reply(m.ReleaseUpdateSlot(channel=channel), m.DoneReply)
+
+
+def _has_torch() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("torch") is not None
