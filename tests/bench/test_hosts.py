@@ -20,7 +20,8 @@ def test_two_hosts(tmp_path):
     inside("bench.hosts", "--inside", *told, "--out", str(tmp_path / "hosts.json"), timeout_s=280)
     _, results = load_results(tmp_path / "hosts.json")
     found = {(one.scenario, one.workload, one.metric): one for one in results}
-    assert all(one.checked is not False and one.median is not None for one in results)
+    assert results
+    assert all(one.checked is not False and one.raw for one in results)
     for metric in ("get", "put"):
         assert max(found["hosts", "dense_1", f"{metric}_of_stream"].raw) > BUSY
         assert found["hosts", "dense_128", f"{metric}_flat"].raw[0] < 5

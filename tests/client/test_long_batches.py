@@ -31,11 +31,11 @@ def make(queue: tq.Queue, **terms: float) -> tq.Table:
 
 def test_a_batch_that_takes_longer_than_its_lease_is_acked_in_time() -> None:
     with tq.connect() as queue:
-        table = make(queue, lease_s=0.1)
+        table = make(queue, lease_s=0.5)
         table.put(x=[1, 2])
         for batch in table.leases("work", rows=2, timeout_s=10):
             with batch:
-                pass_time(table, 2)
+                pass_time(table, 6)
             table.seal()
             table.drop([0], "over")
         tasks = table.stats()["tasks"]

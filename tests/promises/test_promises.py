@@ -132,9 +132,10 @@ def test_3_a_worker_frozen_past_its_deadline_is_refused_and_never_sees_foreign_b
     assert fates(table)["rows_done"] == 36
 
 
+@pytest.mark.slow
 def test_3_a_worker_that_hangs_past_its_time_limit_gives_its_rows_back_and_is_refused(queue: tq.Queue) -> None:
     """Its process lives and renews the lease, but not for longer than the task declares."""
-    table = queue.create_table("t", tasks=[tq.Task("work", needs=["x"], lease_s=0.1, time_limit_s=0.5)])
+    table = queue.create_table("t", tasks=[tq.Task("work", needs=["x"], lease_s=0.8, time_limit_s=2.5)])
     table.put(x=[1, 2])
     program = """
         batch = table.lease('work', rows=2)
@@ -148,7 +149,7 @@ def test_3_a_worker_that_hangs_past_its_time_limit_gives_its_rows_back_and_is_re
     with Worker(queue.address, program) as worker:
         assert worker.line() == "leased"
         with pytest.raises(tq.DeadlineExceeded, match="2 rows are leased"):
-            table.lease("work", rows=2, timeout_s=0.3)  # three times the lease, and the worker has it
+            table.lease("work", rows=2, timeout_s=1.6)  # twice the lease, and the worker has it
         with table.lease("work", rows=2, timeout_s=10):
             worker.tell("go on")
             assert worker.line() == "refused"
