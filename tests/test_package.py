@@ -1,7 +1,8 @@
-"""What is shipped: the wheel and the sdist hold what they should, once, and the wheel works without torch or ray."""
+"""The wheel and the sdist hold the package once, without the modules that test it, and the wheel works without torch or ray."""
 
 import email
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -18,6 +19,8 @@ from tests.markdown import ROOT, scripts
 
 PACKAGE = ROOT / "transferqueue"
 INFO = f"asyncflow_transferqueue-{tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}.dist-info"
+REPOSITORY_ONLY = ("testing/faults.py", "testing/simulate.py", "testing/simulator/")
+"""Test this package itself: the simulator, its planted faults and its command."""
 CORE = {"msgspec", "numpy", "pyarrow", "pyzmq", "xxhash"}
 
 
@@ -53,13 +56,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def _sources() -> set[str]:
-    """Every file of the package as it is imported: the linked folders under their names in the package."""
-    return {
-        str(Path(folder, file).relative_to(ROOT))
+    """Every file that is shipped, as it is imported: the linked folders under their names in the package."""
+    files = {
+        Path(folder, file).relative_to(PACKAGE)
         for folder, _, files in os.walk(PACKAGE, followlinks=True)
         for file in files
         if not folder.endswith("__pycache__")
     }
+    return {f"transferqueue/{file}" for file in files if not str(file).startswith(REPOSITORY_ONLY)}
 
 
 def _files(wheel: Path) -> list[str]:
@@ -78,7 +82,18 @@ def test_wheel_holds_the_package_once_and_nothing_else(built: Built) -> None:
         "transferqueue/py.typed",
         "transferqueue/adapters/__init__.py",
         "transferqueue/workflows/__init__.py",
+        "transferqueue/testing/checker/checker.py",
+        "transferqueue/testing/conformance/generators.py",
     } <= set(files)
+
+
+def test_every_module_that_is_shipped_imports_without_those_that_are_not() -> None:
+    """No shipped module names a module that stays in the repository."""
+    left_out = r"transferqueue[./]testing[./](faults|simulate|simulator)\b|bench\.published|from bench|import bench"
+    naming = [
+        path for path in sorted(_sources()) if path.endswith(".py") and re.search(left_out, (ROOT / path).read_text())
+    ]
+    assert naming == []
 
 
 def test_wheel_names_exactly_the_core_dependencies(built: Built) -> None:

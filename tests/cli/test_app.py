@@ -19,8 +19,6 @@ COMMANDS = [
     "demo",
     "chaos",
     "compare-modes",
-    "replay",
-    "streamrl",
     "plan",
     "serve",
     "top",

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from bench.published.dispatch import RANDOM_FIFO, choose, generation_s
 from transferqueue.errors import UsageError
-from transferqueue.workflows.sim.generation import RANDOM_FIFO, Site, choose, generation_s, recall
-from transferqueue.workflows.sim.prompts import by_history, draw_prompts
-from transferqueue.workflows.sim.ranker import HistoryRanker, PromptRanker, as_lengths
-from transferqueue.workflows.sim.streamrl import dispatch
+from transferqueue.workflows.sim.simulated_job import Site
+from transferqueue.workflows.streamrl.ranker import HistoryRanker, PromptRanker, as_lengths, recall
 
 Prompts = list[list[int]]
 
@@ -65,23 +64,3 @@ def test_a_history_ranks_by_what_a_prompt_took_and_trusts_more_rows_more() -> No
     short, unknown, once, long = history.score(["short", "unknown", "once", "long"])
     assert short < unknown < once < long
     assert as_lengths(np.array([short, long]), np.array([10, 1000])).tolist() == [10, 1000]
-
-
-def test_made_up_prompts_have_answers_as_long_as_published_and_a_seed_gives_the_same() -> None:
-    prompts = draw_prompts(8192, np.random.default_rng(0))
-    lengths = prompts.answers(np.random.default_rng(1))
-    assert lengths.mean() == pytest.approx(4928, rel=0.03)
-    assert lengths.tolist() == prompts.answers(np.random.default_rng(1)).tolist()
-    known = as_lengths(prompts.difficulty, lengths)
-    for share, published in ((0.2, 0.87), (0.1, 0.82), (0.05, 0.76)):
-        assert recall(lengths, known, share) == pytest.approx(published, abs=0.05)
-    assert recall(lengths, by_history(prompts, lengths, np.random.default_rng(2)), 0.2) > 0.8
-
-
-@pytest.mark.slow
-def test_the_table_has_every_way_to_predict_and_none_is_later_than_random_order() -> None:
-    lines = {line.setting: line.ours for line in dispatch(rows=128, seeds=1, slots=(8,)) if "FIFO" in line.figure}
-    assert list(lines) == ["random-FIFO, 8 slots", "ranker, 8 slots", "history, 8 slots", "oracle, 8 slots"]
-    assert lines["random-FIFO, 8 slots"] == 1.0
-    assert max(lines.values()) == 1.0
-    assert lines["oracle, 8 slots"] <= lines["ranker, 8 slots"] + 0.05

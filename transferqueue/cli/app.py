@@ -24,12 +24,10 @@ from transferqueue.cli.commands import (
     new_adapter,
     plan,
     relay,
-    replay,
     serve,
     shard,
     shim,
     snapshot,
-    streamrl,
     top,
     version,
 )
@@ -92,8 +90,6 @@ def _group() -> typer.Typer:
     if find_spec(DEMO_MODULE) is not None:
         found.command("demo", help=_DEMO_SUMMARY)(_never_run)
     _add(found, "compare-modes", compare_modes.compare_modes, compare_modes.EXAMPLES)
-    _add(found, "replay", replay.replay, replay.EXAMPLES)
-    _add(found, "streamrl", streamrl.streamrl, streamrl.EXAMPLES)
     _add(found, "plan", plan.plan, plan.EXAMPLES)
     _add(found, "serve", serve.serve, serve.EXAMPLES)
     found.add_typer(shard.commands, name="shard", epilog=examples(shard.EXAMPLES), context_settings=_HELP_NAMES)

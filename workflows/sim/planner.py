@@ -20,15 +20,16 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from transferqueue.workflows.sim.generation import Lengths, Site
 from transferqueue.workflows.sim.profile import Profile, StageProfile, check
 from transferqueue.workflows.sim.simulated_job import (
     GENERATE,
     TRAIN,
     BatchFeed,
+    Lengths,
     SimStage,
     Simulated,
     SimulatedJob,
+    Site,
     simulate,
 )
 

@@ -19,19 +19,34 @@ from typing import Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from transferqueue.errors import DeadlineExceeded, Full, UsageError
 from transferqueue.ledger import Ledger
 from transferqueue.policies import Compare, LongestFirst, Pacing, Predicate, Task
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
-from transferqueue.workflows.sim.generation import Lengths, Site, ptl_s
 
+Lengths = NDArray[np.int64]
+"""Lengths of outputs, in tokens."""
 SESSION: Final = 1
 TABLE: Final = "job"
 TRAIN: Final = "train"
 GENERATE: Final = "generate"
 _LEASE_S: Final = 1e9
+
+
+class Site(msgspec.Struct, frozen=True):
+    """Generation instances, and how many samples the memory of one holds at once."""
+
+    instances: int
+    slots: int
+
+    def __post_init__(self) -> None:
+        if self.instances < 1 or self.slots < 1:
+            raise UsageError(
+                f"{self.instances} instances with {self.slots} slots generate nothing; give at least 1 of each"
+            )
 
 
 class SimStage(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,8 +83,8 @@ class SimulatedJob(msgspec.Struct, frozen=True, kw_only=True):
     train: SimStage
     feed: BatchFeed
     depth: int
+    token_s: Callable[[int], float]
     update_s: float = 0.0
-    token_s: Callable[[int], float] = ptl_s
 
     def __post_init__(self) -> None:
         if self.lengths.ndim != 2 or self.lengths.shape != self.predicted.shape or not self.lengths.size:

@@ -1,4 +1,4 @@
-"""What a replay leaves: its figures against the published ones, the results of its record, and the picture."""
+"""Record and picture of a replay: its figures beside the published ones."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from bench.published import asyncflow_trace as trace
+from bench.published.replay import Replayed
 from transferqueue.observe.measurement_record import MeasuredResult, single
-from transferqueue.workflows.sim import asyncflow_trace as trace
-from transferqueue.workflows.sim.replay import Replayed
 
 PUBLISHED_S: Final = {"serial": 1743.0, "streaming": 872.0, "async": 776.0}
-"""Seconds of an iteration computed by the paper's service times."""
+"""Seconds of an iteration, computed from the paper's service times."""
 ASSUMED: Final = (
     "simulated engines wait out the published service time; they compute nothing",
     "a quarter of the published instances and micro-batches; a row is a micro-batch of 8 samples, also in train",
@@ -24,7 +24,7 @@ ASSUMED: Final = (
 
 
 def speedups(runs: Sequence[Replayed]) -> dict[str, dict[str, float]]:
-    """Serial over each other mode that ran, published and ours; empty without a serial run."""
+    """Return the time of serial over that of each other mode, published and ours; empty without a serial run."""
     ours = {run.mode: run.iteration_s for run in runs}
     if "serial" not in ours:
         return {}
@@ -39,23 +39,23 @@ def speedups(runs: Sequence[Replayed]) -> dict[str, dict[str, float]]:
 
 
 def results(runs: Sequence[Replayed]) -> list[MeasuredResult]:
-    """The figures of each mode, and serial over it. Seconds are published seconds."""
-    found = []
+    """Return the figures of each mode, and the speed-up over serial. Seconds are published seconds."""
+    measured = []
     for run in runs:
-        found += [
+        measured += [
             single(f"{run.mode}/iteration", "s", run.iteration_s),
             single(f"{run.mode}/ideal_iteration", "s", run.ideal_iteration_s),
             single(f"{run.mode}/over_ideal", "ratio", run.overhead),
             single(f"{run.mode}/rows", "count", run.rows),
             *(single(f"{run.mode}/busy_spread/{stage}", "ratio", spread) for stage, spread in run.spread.items()),
         ]
-    return found + [
+    return measured + [
         single(f"{mode}/serial_over_this", "ratio", ratio["ours"]) for mode, ratio in speedups(runs).items()
     ]
 
 
 def details(runs: Sequence[Replayed]) -> dict[str, Any]:
-    """What the figures are compared with, and what the replay assumes."""
+    """Return the published figures and the assumptions of the replay."""
     return {
         "speed": runs[0].speed,
         "instances": trace.INSTANCES,

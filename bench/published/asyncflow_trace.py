@@ -1,4 +1,4 @@
-"""The service times of the published AsyncFlow trace, reduced to a quarter; `data/SOURCE.md` says from where and how."""
+"""Service times of the published AsyncFlow trace, reduced to a quarter; `data/SOURCE.md` names the source and the method."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ BATCH_ROWS: Final = INSTANCES["rollout"] * ROWS_PER_ROLLOUT
 RESTART_S: Final = 2.2
 """Median pause of a rollout instance between two iterations in the trace."""
 LAG_S: Final = 80.0
-"""From the end of a sample to where others see it. Not a service time: the first train step of the trace starts at
-95.9 s, and the services before it take 16 s."""
+"""Seconds from the end of a sample until other stages see it. No service takes this time: the first train step of the trace
+starts at 95.9 s, and the services before it take 16 s."""
 
 
 @cache
 def services(stage: str) -> NDArray[np.float64]:
-    """Published seconds of each service of ``stage``: ``[iterations, instances]`` of rollout, else ``[iterations, rows]``."""
+    """Published seconds of each service of `stage`: ``[iterations, instances]`` of rollout, else ``[iterations, rows]``."""
     table = pq.read_table(Path(__file__).parent / "data" / "asyncflow_service.parquet")
-    chosen = np.asarray(table["stage"].to_pylist()) == stage
-    found: NDArray[np.float64] = table["service_s"].to_numpy()[chosen].astype(np.float64)
-    return found.reshape(ITERATIONS, -1)
+    of_stage = np.asarray(table["stage"].to_pylist()) == stage
+    seconds: NDArray[np.float64] = table["service_s"].to_numpy()[of_stage].astype(np.float64)
+    return seconds.reshape(ITERATIONS, -1)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from transferqueue.errors import UsageError
-from transferqueue.workflows.sim.generation import Site
 from transferqueue.workflows.sim.simulated_job import (
     GENERATE,
     TRAIN,
@@ -14,9 +13,9 @@ from transferqueue.workflows.sim.simulated_job import (
     SimStage,
     Simulated,
     SimulatedJob,
+    Site,
     simulate,
 )
-from transferqueue.workflows.sim.streamrl import adds, pipelining
 
 
 def _job(feed: BatchFeed, *, depth: int = 0, stages: tuple[SimStage, ...] = (), iterations: int = 3) -> SimulatedJob:
@@ -66,15 +65,3 @@ def test_a_stage_between_serves_every_row() -> None:
 
 def _rows(found: Simulated, stage: str) -> int:
     return sum(one.rows for one in found.worked if one.stage == stage)
-
-
-def test_an_instance_is_added_only_for_what_it_gains() -> None:
-    assert adds(12.0, 10.0, 2.0)
-    assert not adds(12.0, 10.0, 2.1)
-    assert not adds(12.0, 10.0, 0.0)
-
-
-@pytest.mark.slow
-def test_pipelining_of_streamrl_gains_in_the_published_order() -> None:
-    ours = [line.ours for line in pipelining(rows=64, iterations=2)]
-    assert 1 <= ours[0] < ours[1] < ours[2]

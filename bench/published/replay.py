@@ -1,24 +1,27 @@
-"""Trace replay: the published AsyncFlow trace through the real queue, in three modes.
+"""Trace replay: the published AsyncFlow trace through the real queue, in three modes: ``python -m bench.published.replay``.
 
 Rules:
 
 1. Server, leases, pacing and processes are those of production; only the engines are simulated (`engines`).
-2. *serial*: reference waits for a whole iteration of rollout, and train for a whole iteration of reference. Rule reward
-   and advantage need no accelerator and run beside: with that the published arithmetic (1743 s) comes out exactly.
-   *streaming*: a row goes on as soon as it can; no row is made before the update it is bound to (staleness 0).
+2. *serial*: reference waits for a whole iteration of rollout, and train for a whole iteration of reference. Rule-based reward
+   and advantage need no accelerator and run beside them: with this assumption the published time (1743 s) comes out exactly.
+   *streaming*: each stage takes a row as soon as the row is ready; no row is made before the weights of its version (staleness 0).
    *async*: the same with staleness and depth 1.
-3. An iteration takes the time from the start to the last train service, over the number of iterations.
-4. `ideal_s` computes the same run from the service times alone. What a run takes over that is the overhead of the queue,
-   of timers and of the machine together; it is of real seconds, so it shrinks with the speed.
+3. The time of an iteration is the time from the start to the last train service, over the number of iterations.
+4. `ideal_s` computes the same run from the service times alone. The time of a run above the ideal is the overhead of the queue,
+   of timers and of the machine together. It is real time, so its share falls with a lower speed.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 import msgspec
@@ -26,15 +29,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 import transferqueue as tq
+from bench.published import asyncflow_trace as trace
+from bench.published.engines import TABLE, WAIT_S, EngineSpec, ServiceRecord
 from transferqueue.errors import UsageError
-from transferqueue.workflows.sim import asyncflow_trace as trace
-from transferqueue.workflows.sim.engines import TABLE, WAIT_S, EngineSpec, ServiceRecord
 
 Mode = Literal["serial", "streaming", "async"]
 MODES: Final[tuple[Mode, ...]] = get_args(Mode)
 PULLED: Final = ("reference", "reward", "advantage", "train")
+CHECKOUT: Final = Path(__file__).resolve().parents[2]
+SPEED_DEFAULT: Final = 40.0
+"""A micro-batch then takes 100 to 120 ms and a train step 60: much longer than a lease, also on a busy machine."""
 START_S: Final = 1.0
-"""From "all are ready" to the start that all are told."""
+"""Seconds between the last process being ready and the common start, which each process reads first."""
 
 
 class Replayed(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +57,7 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replay(mode: Mode, *, speed: float) -> Replayed:
-    """Replay the trace ``speed`` times as fast as published. Blocks (three iterations: about 2,400 s / speed, serial twice).
+    """Replay the trace `speed` times as fast as published. Blocks (three iterations: about 2,400 s / speed, serial twice that).
 
     Raises `UsageError` for another mode or a speed that is not positive, before anything starts.
     """
@@ -63,8 +69,8 @@ def replay(mode: Mode, *, speed: float) -> Replayed:
         table = _table(queue, mode)
         start, served = _run(queue.address, table, mode, speed)
     timeline = {
-        stage: [(one.instance, (one.start - start) * speed, (one.end - start) * speed) for one in found]
-        for stage, found in served.items()
+        stage: [(record.instance, (record.start - start) * speed, (record.end - start) * speed) for record in records]
+        for stage, records in served.items()
     }
     took = max(end for _, _, end in timeline["train"]) / trace.ITERATIONS
     ideal = ideal_s(mode) / trace.ITERATIONS
@@ -81,7 +87,7 @@ def replay(mode: Mode, *, speed: float) -> Replayed:
 
 
 def spread(services: list[tuple[int, float, float]]) -> float:
-    """Busy time of the instances of a stage: (max - min) / mean."""
+    """Return (max - min) / mean of the busy times of a stage's instances."""
     busy: dict[int, float] = {}
     for instance, start, end in services:
         busy[instance] = busy.get(instance, 0.0) + end - start
@@ -89,7 +95,7 @@ def spread(services: list[tuple[int, float, float]]) -> float:
 
 
 def tasks(mode: Mode) -> list[tq.Task]:
-    """The stages, and in serial mode the two barriers; `clock` takes a whole iteration that is trained: it sets the pace."""
+    """Return the stages, in serial mode also the two barriers. The task `clock` takes whole trained iterations and paces the table."""
     serial = mode == "serial"
     barriers = [
         tq.Task("after_rollout", needs=["response"], gives=["reference_open"], lease_s=WAIT_S),
@@ -118,9 +124,11 @@ def _run(address: str, table: tq.Table, mode: Mode, speed: float) -> tuple[float
     processes: dict[str, subprocess.Popen[str]] = {}
     try:
         for stage in trace.INSTANCES:
-            orders = msgspec.json.encode(EngineSpec(stage=stage, address=address, speed=speed)).decode()
-            command = [sys.executable, "-m", "transferqueue.workflows.sim.engines", orders]
-            processes[stage] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            spec = msgspec.json.encode(EngineSpec(stage=stage, address=address, speed=speed)).decode()
+            command = [sys.executable, "-m", "bench.published.engines", spec]
+            processes[stage] = subprocess.Popen(
+                command, cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
         for process in processes.values():
             _line(process)
         start = time.monotonic() + START_S
@@ -129,7 +137,9 @@ def _run(address: str, table: tq.Table, mode: Mode, speed: float) -> tuple[float
                 process.stdin.write(f"{start!r}\n")
                 process.stdin.flush()
         _drive(table, mode)
-        served = {stage: msgspec.json.decode(_line(one), type=list[ServiceRecord]) for stage, one in processes.items()}
+        served = {
+            stage: msgspec.json.decode(_line(process), type=list[ServiceRecord]) for stage, process in processes.items()
+        }
     finally:
         for process in processes.values():
             process.kill()
@@ -150,7 +160,7 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 
 def _drive(table: tq.Table, mode: Mode) -> None:
-    """Advance the version when a whole iteration is trained, then let its ack admit the next; open the barriers of serial."""
+    """Advance the version after each trained iteration, then ack it, which admits the next. In serial mode, run the barriers too."""
     barriers = [threading.Thread(target=_open, args=(table, *names)) for names in _BARRIERS] if mode == "serial" else []
     for barrier in barriers:
         barrier.start()
@@ -168,12 +178,12 @@ _BARRIERS: Final = (("after_rollout", "reference_open"), ("after_reference", "tr
 def _open(table: tq.Table, task: str, field: str) -> None:
     for _ in range(trace.ITERATIONS):
         batch = table.lease(task, rows=trace.BATCH_ROWS, timeout_s=WAIT_S)
-        given: dict[str, Any] = {field: [True] * trace.BATCH_ROWS}
-        batch.ack(**given)
+        results: dict[str, Any] = {field: [True] * trace.BATCH_ROWS}
+        batch.ack(**results)
 
 
 def ideal_s(mode: Mode) -> float:
-    """Published seconds of the run from its service times alone: no queue, no timer, pulled in order of readiness."""
+    """Compute the published seconds of the run from its service times alone: no queue, no timers, rows in order of readiness."""
     free = {stage: [0.0] * trace.INSTANCES[stage] for stage in PULLED}
     begin = np.zeros(trace.INSTANCES["rollout"])
     trained = 0.0
@@ -194,7 +204,7 @@ def ideal_s(mode: Mode) -> float:
 
 
 def _pull(free: dict[str, list[float]], stage: str, iteration: int, ready: NDArray[np.float64]) -> NDArray[np.float64]:
-    """When each row of an iteration is through ``stage``, first ready first served."""
+    """Return when each row of an iteration leaves `stage`; the row that is ready first is served first."""
     done = np.empty_like(ready)
     instances = free[stage]
     heapq.heapify(instances)
@@ -203,3 +213,40 @@ def _pull(free: dict[str, list[float]], stage: str, iteration: int, ready: NDArr
         heapq.heappush(instances, end)
         done[row] = end
     return done
+
+
+def main() -> None:
+    """Replay the trace in every mode, write a record and a picture, and print the table. About eight minutes at the default speed."""
+    from bench.published import replay_record
+    from transferqueue.observe.measurement_record import Measurement
+
+    options = argparse.ArgumentParser(prog="python -m bench.published.replay", description=main.__doc__)
+    options.add_argument("--speed", type=float, default=SPEED_DEFAULT, help="published seconds per second")
+    options.add_argument(
+        "--out", type=Path, default=CHECKOUT / "bench" / "records", help="folder of record and picture"
+    )
+    chosen = options.parse_args()
+    measurement = Measurement()
+    runs = [replay(mode, speed=chosen.speed) for mode in MODES]
+    name = f"replay-{measurement.start:%Y%m%d-%H%M%S}"
+    record = measurement.record("replay", replay_record.results(runs), details=replay_record.details(runs))
+    record.save(chosen.out / f"{name}.json")
+    replay_record.draw(chosen.out / f"{name}.png", runs)
+    _show(runs, replay_record.speedups(runs))
+    print(f"wrote {chosen.out / name}.json and .png")
+
+
+def _show(runs: Sequence[Replayed], speedups: dict[str, dict[str, float]]) -> None:
+    print(
+        f"{'mode':10} {'iteration':>10} {'serial / it':>12} {'published':>10} {'over ideal':>11} {'largest spread':>15}"
+    )
+    for run in runs:
+        ratio = speedups.get(run.mode, {"ours": 1.0, "published": 1.0})
+        print(
+            f"{run.mode:10} {run.iteration_s:>8,.0f} s {ratio['ours']:>12.2f} {ratio['published']:>10.2f} "
+            f"{run.overhead:>11.1%} {max(run.spread.values()):>15.1%}"
+        )
+
+
+if __name__ == "__main__":
+    main()

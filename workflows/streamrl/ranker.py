@@ -108,6 +108,12 @@ class HistoryRanker:
         return np.array([(total + self._weight * mean) / (count + self._weight) for total, count in seen])
 
 
+def recall(lengths: NDArray[np.int64], predicted: NDArray[np.int64], share: float) -> float:
+    """Return the share of the truly longest rows that are among the predicted longest. lengths, predicted: ``[rows]`` tokens."""
+    top = max(1, int(lengths.size * share))
+    return len(set(np.argsort(-lengths)[:top].tolist()) & set(np.argsort(-predicted)[:top].tolist())) / top
+
+
 def as_lengths(scores: Scores, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Scores as predicted tokens: the observed ``lengths`` (``[any]``) at the same ranks; what ``tokens`` of a row holds."""
     ranks = np.argsort(np.argsort(scores, kind="stable"), kind="stable")

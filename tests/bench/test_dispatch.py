@@ -7,18 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.published.dispatch import RANDOM_FIFO, choose, generation_s, ptl_s, published_lengths, ranked
 from tests.scale import examples
 from transferqueue.errors import UsageError
-from transferqueue.workflows.sim.generation import (
-    RANDOM_FIFO,
-    Site,
-    choose,
-    generation_s,
-    ptl_s,
-    published_lengths,
-    ranked,
-    recall,
-)
+from transferqueue.workflows.sim.simulated_job import Site
+from transferqueue.workflows.streamrl.ranker import recall
 
 
 def test_bad_settings_are_refused() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from bench.published import asyncflow_trace as trace
+from bench.published import replay_record
+from bench.published.replay import MODES, ideal_s, replay, spread
 from transferqueue.errors import UsageError
-from transferqueue.workflows.sim import asyncflow_trace as trace
-from transferqueue.workflows.sim import replay_record
-from transferqueue.workflows.sim.replay import MODES, ideal_s, replay, spread
 
 
 def test_a_replay_refuses_what_it_cannot_do() -> None:

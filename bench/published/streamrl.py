@@ -1,11 +1,12 @@
-"""StreamRL's figures in simulation; `transferqueue streamrl` prints them and writes a record and a picture.
+"""StreamRL's figures in simulation: ``python -m bench.published.streamrl`` prints them and writes a record and a picture.
 
-Source: StreamRL, arXiv 2504.15930. Published is what its text and plots say; ours is simulated around the production
-ledger; what the paper does not say is in `ASSUMED`.
+Source: StreamRL, arXiv 2504.15930. Published figures are from its text and plots; ours are simulated around the production
+ledger; `ASSUMED` lists what the paper does not say.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -13,18 +14,11 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from transferqueue.observe.measurement_record import MeasuredResult, single
-from transferqueue.workflows.sim.generation import (
-    RANDOM_FIFO,
-    Lengths,
-    Site,
-    choose,
-    generation_s,
-    published_lengths,
-    ranked,
-    recall,
-)
-from transferqueue.workflows.sim.simulated_job import TRAIN, BatchFeed, SimStage, SimulatedJob, simulate
+from bench.published import prompts
+from bench.published.dispatch import RANDOM_FIFO, choose, generation_s, ptl_s, published_lengths, ranked
+from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single
+from transferqueue.workflows.sim.simulated_job import TRAIN, BatchFeed, Lengths, SimStage, SimulatedJob, Site, simulate
+from transferqueue.workflows.streamrl.ranker import recall
 
 NOISE: Final = 0.25
 ROWS: Final = 512
@@ -51,7 +45,7 @@ PUBLISHED_DISPATCH: Final = {"random-FIFO": "1", "ranker": "0.901 (7B)", "oracle
 
 
 class FigureRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the table. Ratios have no unit."""
+    """One row of the table: a figure in a setting, as published and as simulated (a ratio)."""
 
     figure: str
     setting: str
@@ -60,26 +54,26 @@ class FigureRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def table() -> list[FigureRow]:
-    """Every figure, simulated. Takes about two minutes; needs torch for the ranker."""
+    """Simulate every figure. Takes about two minutes; needs torch for the ranker."""
     return [*dispatch(), *pipelining(), *elasticity()]
 
 
 def dispatch(*, rows: int = ROWS, seeds: int = SEEDS, slots: Sequence[int] = SLOTS) -> list[FigureRow]:
-    """Generation time over that of random-FIFO, by memory, for each way to predict lengths; and how well each predicts."""
+    """Return generation time over that of random-FIFO, by memory, for each way to predict lengths; and the recall of each."""
     batches = [predicted_batch(rows, seed) for seed in range(seeds)]
-    found = []
-    for held in slots:
-        ratios = [dispatch_ratios(batch, Site(INSTANCES, held)) for batch in batches]
-        found += [
+    rows_of_table = []
+    for slots_each in slots:
+        ratios = [dispatch_ratios(batch, Site(INSTANCES, slots_each)) for batch in batches]
+        rows_of_table += [
             FigureRow(
                 figure="generation / random-FIFO",
-                setting=f"{name}, {held} slots",
+                setting=f"{name}, {slots_each} slots",
                 published=PUBLISHED_DISPATCH.get(name, "none"),
-                ours=float(np.mean([one[name] for one in ratios])),
+                ours=float(np.mean([by_name[name] for by_name in ratios])),
             )
             for name in ratios[0]
         ]
-    return found + [
+    return rows_of_table + [
         FigureRow(
             figure=f"recall of the {name}",
             setting=f"top {share:.0%}",
@@ -92,32 +86,33 @@ def dispatch(*, rows: int = ROWS, seeds: int = SEEDS, slots: Sequence[int] = SLO
 
 
 def predicted_batch(rows: int, seed: int) -> dict[str, Lengths]:
-    """Lengths of a batch by who predicts them: the ranker, the history, and the oracle, who has the true ones. Needs torch."""
-    from transferqueue.workflows.sim import prompts
-
+    """Draw a batch; return its lengths as predicted by the ranker, the history, and the oracle (the true lengths). Needs torch."""
     rng = np.random.default_rng(seed)
-    drawn = prompts.draw_prompts(rows, rng)
-    lengths = drawn.answers(rng)
+    batch = prompts.draw_prompts(rows, rng)
+    lengths = batch.answers(rng)
     return {
-        "ranker": prompts.by_ranker(prompts.trained_ranker(seed), drawn, lengths),
-        "history": prompts.by_history(drawn, lengths, rng),
+        "ranker": prompts.by_ranker(prompts.trained_ranker(seed), batch, lengths),
+        "history": prompts.by_history(batch, lengths, rng),
         "oracle": lengths,
     }
 
 
 def dispatch_ratios(batch: Mapping[str, Lengths], site: Site) -> dict[str, float]:
-    """Generation time of our dispatch by each prediction over random-FIFO, which is 1 by definition."""
+    """Return generation time of our dispatch with each prediction, over that of random-FIFO (which is 1 by definition)."""
     lengths = batch["oracle"]
     fifo = generation_s(lengths, lengths, site, RANDOM_FIFO)
-    ours = {name: generation_s(lengths, one, site, choose(one, site)) / fifo for name, one in batch.items()}
+    ours = {
+        name: generation_s(lengths, predicted, site, choose(predicted, site)) / fifo
+        for name, predicted in batch.items()
+    }
     return {"random-FIFO": 1.0, **ours}
 
 
 def pipelining(*, rows: int = ROWS, iterations: int = ITERATIONS) -> list[FigureRow]:
-    """Steps a second over serial: mini-batch, dynamic-batch, asynchronous."""
+    """Return the steps a second of mini-batch, dynamic-batch and asynchronous pipelining, over those of serial."""
     rng = np.random.default_rng(1)
     lengths = np.stack([published_lengths(rows, rng) for _ in range(iterations)])
-    predicted = np.stack([ranked(one, NOISE, rng) for one in lengths])
+    predicted = np.stack([ranked(batch, NOISE, rng) for batch in lengths])
     site = Site(INSTANCES, 32)
     generation = float(
         np.mean([generation_s(a, b, site, choose(b, site)) for a, b in zip(lengths, predicted, strict=True)])
@@ -131,7 +126,14 @@ def pipelining(*, rows: int = ROWS, iterations: int = ITERATIONS) -> list[Figure
 
     def total_s(feed: BatchFeed, depth: int) -> float:
         job = SimulatedJob(
-            lengths=lengths, predicted=predicted, site=site, stages=(), train=train, feed=feed, depth=depth
+            lengths=lengths,
+            predicted=predicted,
+            site=site,
+            stages=(),
+            train=train,
+            feed=feed,
+            depth=depth,
+            token_s=ptl_s,
         )
         return simulate(job).total_s
 
@@ -143,16 +145,19 @@ def pipelining(*, rows: int = ROWS, iterations: int = ITERATIONS) -> list[Figure
 
 
 def elasticity() -> list[FigureRow]:
-    """Time of all steps with instances fixed over that with one more whenever δ ≥ δ'; a step takes its longer side."""
+    """Return the time of all steps with a fixed number of instances over the time with one more whenever δ ≥ δ' (section 4.2).
+
+    A step takes as long as the longer of generation and training.
+    """
     rng = np.random.default_rng(2)
     batches = [(published_lengths(ROWS, rng) * GROWTH**step).astype(np.int64) for step in range(ELASTIC_STEPS)]
     train_s = _side_s(batches[0], INSTANCES)
     fixed, elastic, instances = 0.0, 0.0, INSTANCES
     for lengths in batches:
         fixed += max(_side_s(lengths, INSTANCES), train_s)
-        took = _side_s(lengths, instances)
-        elastic += max(took, train_s)
-        instances += adds(took, train_s, took - _side_s(lengths, instances + 1))
+        generate_s = _side_s(lengths, instances)
+        elastic += max(generate_s, train_s)
+        instances += adds(generate_s, train_s, generate_s - _side_s(lengths, instances + 1))
     return [
         FigureRow(
             figure="speed, elastic / fixed",
@@ -174,12 +179,12 @@ def _side_s(lengths: Lengths, instances: int) -> float:
 
 
 def results(lines: Sequence[FigureRow]) -> list[MeasuredResult]:
-    """Our figures."""
+    """Return our figures."""
     return [single(_name(line), "ratio", line.ours) for line in lines]
 
 
 def details(lines: Sequence[FigureRow]) -> dict[str, Any]:
-    """What was published for each figure, and what the simulation assumes."""
+    """Return what was published for each figure, and the assumptions of the simulation."""
     return {"simulated": True, "published": {_name(line): line.published for line in lines}, "assumed": list(ASSUMED)}
 
 
@@ -188,7 +193,7 @@ def _name(line: FigureRow) -> str:
 
 
 def draw(path: Path, lines: list[FigureRow]) -> None:
-    """Bars of every line; needs matplotlib."""
+    """Draw one bar a row; needs matplotlib."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -205,3 +210,26 @@ def draw(path: Path, lines: list[FigureRow]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def main() -> None:
+    """Simulate the figures, write a record and a picture, and print published and simulated figures. About two minutes."""
+    options = argparse.ArgumentParser(prog="python -m bench.published.streamrl", description=main.__doc__)
+    options.add_argument(
+        "--out", type=Path, default=Path(__file__).parents[1] / "records", help="folder of record and picture"
+    )
+    chosen = options.parse_args()
+    measurement = Measurement()
+    lines = table()
+    name = f"streamrl-{measurement.start:%Y%m%d-%H%M%S}"
+    measurement.record("streamrl", results(lines), details=details(lines)).save(chosen.out / f"{name}.json")
+    draw(chosen.out / f"{name}.png", lines)
+    for line in lines:
+        print(f"{line.figure:26} {line.setting:22} published {line.published:38} ours {line.ours:.3f}")
+    for assumption in ASSUMED:
+        print(f"assumed: {assumption}")
+    print(f"wrote {chosen.out / name}.json and .png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,16 +1,16 @@
-"""Generation of one batch in simulated time: skewness-aware dispatch of StreamRL against random order.
+"""Generation of one batch in simulated time: skewness-aware dispatch of StreamRL (arXiv 2504.15930) against random order.
 
 Rules:
 
 1. The production `Ledger` chooses each row: the selector is `LongestFirst` (or `Fifo`), a class is a predicate on
-   ``tokens``, which holds the predicted length. Nothing of that is copied here; only time is simulated.
-2. An instance decodes up to ``slots`` samples at once; a token of all of them takes PTL(how many) (StreamRL section 5).
-3. The longest fifth is *tail*. A split gives it ``k`` instances; k is enumerated, and the larger of the two predicted times
-   is minimised: PTL x P90 for the tail, PTL x P50 for the rest, times the rounds that memory forces. (The printed objective
-   is the sum; it can lose.)
-4. A split is a preference: an instance whose class is empty takes of the other, so none is idle while rows wait.
-5. Split, longest-first without a split, and the given order are each tried on the *predicted* lengths. The best is
-   dispatched if it is `GAIN_MIN` better than the given order there; predictions are not true enough for less.
+   `tokens`, which holds the predicted length. No policy is copied here; only time is simulated.
+2. An instance decodes up to `slots` samples at once. One token of n samples takes PTL(n) seconds (StreamRL section 5).
+3. The longest fifth of the rows is the *tail*. A split gives the tail `k` instances. All k are tried; the best has the smallest
+   maximum of the two predicted times: PTL x P90 for the tail, PTL x P50 for the rest, times the rounds that memory forces.
+   (The published objective is the sum of the two; it can lose.)
+4. A split is a preference: an instance whose class is empty takes rows of the other class, so none is idle while rows wait.
+5. Split, longest-first without a split, and the original order are each simulated on the *predicted* lengths. The fastest is
+   used if it is at least `GAIN_MIN` faster than the original order; predictions err too much for smaller gains.
 """
 
 from __future__ import annotations
@@ -21,39 +21,25 @@ from typing import Final
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from transferqueue.errors import DeadlineExceeded, UsageError
 from transferqueue.ledger import Ledger
 from transferqueue.policies import Compare, Fifo, LongestFirst, Predicate, Task
 from transferqueue.wire import messages as m
+from transferqueue.workflows.sim.simulated_job import Lengths, Site
 
-Lengths = NDArray[np.int64]
 PTL_BATCH: Final = tuple(2**power for power in range(10))
 PTL_MS: Final = (8.3, 8.8, 8.9, 9.0, 9.4, 10.2, 11.7, 15.2, 21.8, 36.9)
-"""Published time of one token of a 7B by batch; in between it is interpolated."""
+"""Published time per token of a 7B model, by batch size; interpolated between these sizes."""
 TAIL_SHARE: Final = 0.2
 GAIN_MIN: Final = 0.02
-"""Without it, a first sweep (seeds 0 to 2) lost up to 0.3 % in the mean where there was nothing to gain."""
+"""Without this bound, a first sweep (seeds 0 to 2) lost up to 0.3 % in the mean where no gain was possible."""
 SESSION: Final = 1
 TABLE: Final = "generation"
 
 
-class Site(msgspec.Struct, frozen=True):
-    """Instances, and how many samples the memory of one holds at once."""
-
-    instances: int
-    slots: int
-
-    def __post_init__(self) -> None:
-        if self.instances < 1 or self.slots < 1:
-            raise UsageError(
-                f"{self.instances} instances with {self.slots} slots generate nothing; give at least 1 of each"
-            )
-
-
 class Dispatch(msgspec.Struct, frozen=True):
-    """How rows are given out: longest first or as they came, and instances of the tail (0: no split)."""
+    """Order of rows (longest first, or as they came), and how many instances prefer the tail (0: no split)."""
 
     longest_first: bool
     tail_instances: int = 0
@@ -63,12 +49,12 @@ RANDOM_FIFO: Final = Dispatch(longest_first=False)
 
 
 def ptl_s(batch: int) -> float:
-    """Seconds of one token of each of ``batch`` samples."""
+    """Seconds that an instance takes to decode one token of each of `batch` samples."""
     return float(np.interp(batch, PTL_BATCH, PTL_MS)) / 1000
 
 
 def published_lengths(rows: int, rng: np.random.Generator) -> Lengths:
-    """Lengths drawn from the published histogram: ``[rows]``, tokens."""
+    """Draw lengths from the published histogram: ``[rows]``, tokens."""
     path = Path(__file__).parent / "data" / "streamrl_output_lengths.csv"
     low, high, share = np.loadtxt(path, delimiter=",", skiprows=1, unpack=True)
     share = np.maximum(share, 0)
@@ -78,21 +64,15 @@ def published_lengths(rows: int, rng: np.random.Generator) -> Lengths:
 
 
 def ranked(lengths: Lengths, noise: float, rng: np.random.Generator) -> Lengths:
-    """Predicted lengths of a ranker: the true ones in the order of log length plus normal noise (0: an oracle)."""
+    """Return what a ranker would predict: the true lengths, in the order of log length plus normal noise (0: an oracle)."""
     score = np.log(lengths) + rng.normal(0, 1, lengths.size) * noise
     predicted = np.empty_like(lengths)
     predicted[np.argsort(score, kind="stable")] = np.sort(lengths)
     return predicted
 
 
-def recall(lengths: Lengths, predicted: Lengths, share: float) -> float:
-    """Share of the truly longest rows that are among the predicted longest."""
-    top = max(1, int(lengths.size * share))
-    return len(set(np.argsort(-lengths)[:top].tolist()) & set(np.argsort(-predicted)[:top].tolist())) / top
-
-
 def split(predicted: Lengths, site: Site) -> int:
-    """Instances for the tail by rule 3; 0 where there is only one instance."""
+    """Return the number of instances for the tail by rule 3; 0 if there is only one instance."""
     tail = max(1, int(predicted.size * TAIL_SHARE))
     p90, p50 = np.quantile(predicted, [0.9, 0.5])
     return min(
@@ -110,10 +90,12 @@ def _class_s(rows: int, instances: int, length: float, site: Site) -> float:
 
 
 def choose(predicted: Lengths, site: Site) -> Dispatch:
-    """The dispatch that generates rows of the predicted lengths soonest (rule 5)."""
-    found = {one: generation_s(predicted, predicted, site, one) for one in _candidates(predicted, site)}
-    best = min(found, key=lambda one: found[one])
-    return best if found[best] <= (1 - GAIN_MIN) * found[RANDOM_FIFO] else RANDOM_FIFO
+    """Return the dispatch that generates rows of the predicted lengths soonest (rule 5)."""
+    seconds = {
+        dispatch: generation_s(predicted, predicted, site, dispatch) for dispatch in _candidates(predicted, site)
+    }
+    best = min(seconds, key=lambda dispatch: seconds[dispatch])
+    return best if seconds[best] <= (1 - GAIN_MIN) * seconds[RANDOM_FIFO] else RANDOM_FIFO
 
 
 def _candidates(predicted: Lengths, site: Site) -> list[Dispatch]:
@@ -121,7 +103,7 @@ def _candidates(predicted: Lengths, site: Site) -> list[Dispatch]:
 
 
 def generation_s(lengths: Lengths, predicted: Lengths, site: Site, dispatch: Dispatch) -> float:
-    """Simulated seconds until all rows are generated. lengths, predicted: ``[rows]`` positive tokens."""
+    """Return the simulated seconds until all rows are generated. lengths, predicted: ``[rows]`` positive tokens."""
     if lengths.shape != predicted.shape or lengths.ndim != 1 or not lengths.size or lengths.min() < 1:
         raise UsageError(
             f"lengths {lengths.shape} and predicted {predicted.shape} are not positive tokens of the same rows"
@@ -181,7 +163,7 @@ class _Run:
     def _lease(self, where: list[Predicate]) -> m.Leased | None:
         try:
             leased = self._apply(m.LeaseRequest(TABLE, "generate", rows=1, where=where))
-        except DeadlineExceeded:  # none matches: the class is empty
+        except DeadlineExceeded:  # no row is left of this class
             return None
         return leased if isinstance(leased, m.Leased) else None
 
