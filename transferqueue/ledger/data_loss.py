@@ -41,15 +41,15 @@ def lose_blocks(state: LedgerState, blocks: Collection[int], why: str) -> dict[s
 def values_in(state: LedgerState, blocks: Collection[int]) -> dict[str, dict[str, list[int]]]:
     """What lies in these blocks, by table and field: the rows that read the field there. Changes nothing."""
     numbers = np.array(sorted(blocks), np.int64)
-    found = {name: _values_in(table, numbers) for name, table in state.tables.items()}
-    return {name: fields for name, fields in found.items() if fields}
+    rows_of_field = {name: _values_in(table, numbers) for name, table in state.tables.items()}
+    return {name: fields for name, fields in rows_of_field.items() if fields}
 
 
 def _values_in(table: TableState, blocks: IntArray) -> dict[str, list[int]]:
     rows = table.rows.pages.resident_rows()
     at = table.rows.pages.index(rows)
-    found = {name: rows[there].tolist() for name, there in _fields_in(table, at, blocks).items()}
-    return {name: rows for name, rows in found.items() if rows}
+    rows_of_field = {name: rows[reads].tolist() for name, reads in _fields_in(table, at, blocks).items()}
+    return {name: rows for name, rows in rows_of_field.items() if rows}
 
 
 def _expire_leases_with_results_in(state: LedgerState, blocks: frozenset[int]) -> None:
@@ -80,13 +80,13 @@ def _lose_values(table: TableState, blocks: IntArray, why: str, now: float) -> l
 def _clear_fields(table: TableState, rows: IntArray, blocks: IntArray, why: str, now: float) -> dict[str, IntArray]:
     """Rows lack what lay in the blocks. Returns the rows of each field."""
     at = table.rows.pages.index(rows)
-    gone = {name: there for name, there in _fields_in(table, at, blocks).items() if there.any()}
-    for name, there in gone.items():
-        table.rows.clear_fields(at[there], table.rows.mask((name,)))
-        table.history.add(now, why, rows[there], detail=name)
+    gone = {name: reads for name, reads in _fields_in(table, at, blocks).items() if reads.any()}
+    for name, reads in gone.items():
+        table.rows.clear_fields(at[reads], table.rows.mask((name,)))
+        table.history.add(now, why, rows[reads], detail=name)
     for number, count in table.parts.prune(at, gone):
         table.core.blocks.retire(number, count)
-    return {name: rows[there] for name, there in gone.items()}
+    return {name: rows[reads] for name, reads in gone.items()}
 
 
 def _fields_in(table: TableState, at: IntArray, blocks: IntArray) -> dict[str, BoolArray]:
@@ -103,17 +103,17 @@ def _reads_from(table: TableState, name: str, at: IntArray, blocks: IntArray) ->
 def _waited_for(table: TableState, name: str, rows: IntArray) -> BoolArray:
     """Of which rows a task waits for the field."""
     at = table.rows.pages.index(rows)
-    found = np.zeros(rows.size, np.bool_)
+    waits = np.zeros(rows.size, np.bool_)
     for task in table.tasks.values():
         if name in task.needs:
-            found |= (task.state.a[at] <= READY) | _in_unclaimed_share(table, task, at)
-    return found
+            waits |= (task.state.a[at] <= READY) | _in_unclaimed_share(table, task, at)
+    return waits
 
 
 def _in_unclaimed_share(table: TableState, task: TaskState, at: IntArray) -> BoolArray:
     """Rows in shares that no rank has claimed: nobody has read them."""
     leases = table.core.leases.by_id
     held = task.hold.a[at]
-    unclaimed = [number for number, one in leases.items() if one.table == table.name and not one.holders]
-    found: BoolArray = (task.state.a[at] == LEASED) & np.isin(held, unclaimed)
-    return found
+    unclaimed = [number for number, lease in leases.items() if lease.table == table.name and not lease.holders]
+    in_unclaimed: BoolArray = (task.state.a[at] == LEASED) & np.isin(held, unclaimed)
+    return in_unclaimed

@@ -122,8 +122,8 @@ class Ledger:
 
     def check_closed(self, session: int) -> None:
         """`InternalError` if the session is open: then its pins do not end."""
-        one = self.state.sessions.get(session)
-        if one is not None and one.open:
+        state = self.state.sessions.get(session)
+        if state is not None and state.open:
             raise InternalError(f"session {session} is open; close it before its pins end")
 
     def grant(self, session: int, shard: int, offset: int, nbytes: int, now: float, *, call: int = 0) -> m.Granted:
@@ -145,8 +145,8 @@ class Ledger:
 
     def seen(self, session: int, call: int) -> None:
         """The client has all replies up to `call`: they may be forgotten."""
-        if (one := self.state.sessions.get(session)) is not None:
-            one.replies.seen(call)
+        if (state := self.state.sessions.get(session)) is not None:
+            state.replies.seen(call)
 
     # ------------------------------------------------------------ time
 
@@ -180,8 +180,8 @@ class Ledger:
     def blocks_lost(self, blocks: Collection[int], now: float) -> dict[str, list[int]]:
         """The bytes of these blocks are damaged: see `losses`. Returns the rows that ended for it, by table; others are made again."""
         self.tick(now)
-        there = [number for number in blocks if number in self.state.core.blocks.blocks]
-        return lose_blocks(self.state, there, "damaged bytes")
+        known = [number for number in blocks if number in self.state.core.blocks.blocks]
+        return lose_blocks(self.state, known, "damaged bytes")
 
     def values_in(self, blocks: Collection[int]) -> dict[str, dict[str, list[int]]]:
         """The rows that read a field from one of these blocks, by table and field. Changes nothing."""
@@ -206,19 +206,19 @@ class Ledger:
         (0: not to be recognised). `MustWait`: apply it again, with the same call, after a `Wake` of one of its keys.
         """
         self.tick(now)
-        one = self.state.session(session)
+        holder = self.state.session(session)
         self.state.core.last_message_at[session] = self.state.now
         operation = OPERATIONS.get(type(request))
         if operation is None:
             raise ProtocolError(f"{type(request).__name__} is not a request for the ledger")
         if isinstance(request, ANSWERED_ANEW):
-            return operation(self.state, request, one, call)
-        before = None if self._is_known_put(request, one, call) else one.replies.get(call)
-        if before is not None:
-            return before
-        reply = operation(self.state, request, one, call)
+            return operation(self.state, request, holder, call)
+        answered = None if self._is_known_put(request, holder, call) else holder.replies.get(call)
+        if answered is not None:
+            return answered
+        reply = operation(self.state, request, holder, call)
         if not isinstance(reply, MustWait):
-            one.replies.keep(call, reply)
+            holder.replies.keep(call, reply)
         return reply
 
     def _is_known_put(self, request: m.Request, session: SessionState, call: int) -> bool:

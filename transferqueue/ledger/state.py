@@ -27,29 +27,29 @@ class LedgerState:
 
     def session(self, number: int) -> SessionState:
         """An open session; `Disconnected` if there is none."""
-        found = self.sessions.get(number)
-        if found is None or not found.open:
+        session = self.sessions.get(number)
+        if session is None or not session.open:
             raise Disconnected(f"session {number} is not open: it was closed, or fell silent; connect again")
-        return found
+        return session
 
     def table(self, name: str) -> TableState:
         """A table; `NotFound` lists those that exist."""
-        found = self.tables.get(name)
-        if found is None:
+        table = self.tables.get(name)
+        if table is None:
             raise NotFound(f'table "{name}" does not exist; there are {listing(self.tables)}')
-        return found
+        return table
 
     def task(self, table: str, name: str) -> tuple[TableState, TaskState]:
         """A task of a table; `NotFound` lists those it has."""
-        found = self.table(table)
-        task = found.tasks.get(name)
+        table_state = self.table(table)
+        task = table_state.tasks.get(name)
         if task is None:
-            raise NotFound(f'task "{name}" is not in table "{table}"; it has {listing(found.tasks)}')
-        return found, task
+            raise NotFound(f'task "{name}" is not in table "{table}"; it has {listing(table_state.tasks)}')
+        return table_state, task
 
     def followers(self, channel: str) -> list[TableState]:
         """Tables whose clock is the channel."""
-        return [one for one in self.tables.values() if one.pacing and one.pacing.channel == channel]
+        return [table for table in self.tables.values() if table.pacing and table.pacing.channel == channel]
 
     # ------------------------------------------------------------ the end of sessions
 
@@ -61,8 +61,8 @@ class LedgerState:
         gone.open = False
         self._end_leases(number)
         for table in self.tables.values():
-            for one in table.flow.of(number):
-                table.flow.close(one)
+            for reservation in table.flow.of(number):
+                table.flow.close(reservation)
                 table.wake_room()
         for channel in self.channels.values():
             channel.applied.pop(number, None)

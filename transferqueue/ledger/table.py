@@ -126,16 +126,16 @@ class TableState:
             state = GroupTaskState(task, self.rows, ranker, task.groups, self.groups, self.core.deadlines)
         self.tasks[task.name] = state
         self.restrict_fields(self.extra_fields)
-        self.group_tasks = [one for one in self.tasks.values() if isinstance(one, GroupTaskState)]
-        needed = frozenset(name for one in self.tasks.values() for name in one.task.needs)
-        for one in self.tasks.values():
-            one.required_results = needed.intersection(one.task.gives)
+        self.group_tasks = [other for other in self.tasks.values() if isinstance(other, GroupTaskState)]
+        needed = frozenset(name for other in self.tasks.values() for name in other.task.needs)
+        for other in self.tasks.values():
+            other.required_results = needed.intersection(other.task.gives)
         return state
 
     def terms(self) -> TableTerms:
         """The terms as a reply."""
         return TableTerms(
-            self.name, list(self.rows.fields.values()), [one.task for one in self.tasks.values()], self.limits,
+            self.name, list(self.rows.fields.values()), [state.task for state in self.tasks.values()], self.limits,
             self.pacing, self.retention, self.sealed, self.clock, self.replicas, self.extra_fields,
         )  # fmt: skip
 
@@ -146,7 +146,7 @@ class TableState:
 
     def expected_fields(self) -> frozenset[str]:
         """Fields that some task needs or gives, declared or not yet."""
-        return frozenset(name for one in self.tasks.values() for name in (*one.task.needs, *one.task.gives))
+        return frozenset(name for state in self.tasks.values() for name in (*state.task.needs, *state.task.gives))
 
     @property
     def pacing_task(self) -> TaskState | None:

@@ -79,12 +79,12 @@ MAGIC: Final = "transferqueue ledger image 1"
 
 def _structs(*modules: ModuleType) -> list[type]:
     return [
-        found
+        value
         for module in modules
-        for found in vars(module).values()
-        if isinstance(found, type)
-        and issubclass(found, msgspec.Struct)
-        and f"{found.__module__}.".startswith(f"{module.__name__}.")
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, msgspec.Struct)
+        and f"{value.__module__}.".startswith(f"{module.__name__}.")
     ]
 
 

@@ -94,13 +94,13 @@ class GraphWriter:
         """Everything that `root` leads to: its column, then (class, names, columns) of each batch of objects."""
         first, batches = self.column([root]), []
         written = [0] * len(self._found)
-        while any(len(found) > done for found, done in zip(self._found, written, strict=True)):
-            for number, found in enumerate(self._found):
-                batch = found[written[number] :]
-                written[number] = len(found)
+        while any(len(objects) > done for objects, done in zip(self._found, written, strict=True)):
+            for number, objects in enumerate(self._found):
+                batch = objects[written[number] :]
+                written[number] = len(objects)
                 if batch:
                     batches.append(self._batch(number, batch))
-        return [[len(found) for found in self._found], first, batches]
+        return [[len(objects) for objects in self._found], first, batches]
 
     def _batch(self, number: int, batch: Values) -> list[Any]:
         names = self._known.forms[number].names(batch[0])
@@ -134,22 +134,22 @@ class GraphWriter:
         if kind in known.tuple_of:
             return ["named", known.tuple_of[kind], self.column(list(chain.from_iterable(values)))]
         if kind is dict:
-            items = self.column([key for one in values for key in one])
+            keys = self.column([key for value in values for key in value])
             return [
                 "dict",
-                [len(one) for one in values],
-                items,
-                self.column([of for one in values for of in one.values()]),
+                [len(value) for value in values],
+                keys,
+                self.column([item for value in values for item in value.values()]),
             ]
         if kind.__name__ in _SEQUENCES:
             parts = map(sorted, values) if kind is frozenset else values
-            return [kind.__name__, [len(one) for one in values], self.column(list(chain.from_iterable(parts)))]
+            return [kind.__name__, [len(value) for value in values], self.column(list(chain.from_iterable(parts)))]
         if issubclass(kind, np.ndarray):
             return [
                 "array",
-                [one.dtype.str for one in values],
-                [one.shape for one in values],
-                [one.tobytes() for one in values],
+                [value.dtype.str for value in values],
+                [value.shape for value in values],
+                [value.tobytes() for value in values],
             ]
         if issubclass(kind, np.generic):
             return ["scalar", np.dtype(kind).str, np.array(values).tobytes()]
@@ -160,24 +160,24 @@ class GraphWriter:
         )
 
     def _refer(self, number: int, values: Values) -> list[int]:
-        numbers, found = self._numbers, self._found[number]
+        numbers, objects = self._numbers, self._found[number]
         referred = []
         for value in values:
             at = numbers.get(id(value))
             if at is None:
-                at = numbers[id(value)] = len(found)
-                found.append(value)  # which also keeps it, so that its id stays its own
+                at = numbers[id(value)] = len(objects)
+                objects.append(value)  # which also keeps it, so that its id stays its own
             referred.append(at)
         return referred
 
     def _methods(self, values: Values) -> Column:
-        names = [one.__func__.__name__ for one in values]
+        names = [method.__func__.__name__ for method in values]
         if not set(names) <= set(self._known.methods):
             raise InternalError(f"methods {sorted(set(names))} have no form in an image of the state")
         return [
             "method",
             [self._known.methods.index(name) for name in names],
-            self.column([one.__self__ for one in values]),
+            self.column([method.__self__ for method in values]),
         ]
 
 
@@ -200,8 +200,8 @@ class GraphReader:
         (root,) = self.column(first)
         for number, names, columns in batches:
             self._fill(self._known.forms[number], fillers[number], names, columns)
-        for one, name, value in self._last:
-            setattr(one, name, value)
+        for owner, name, value in self._last:
+            setattr(owner, name, value)
         return root
 
     def _fill(self, form: ClassLayout, objects: Iterator[Any], names: list[str], columns: list[Column]) -> None:
@@ -209,10 +209,10 @@ class GraphReader:
         batch = list(islice(objects, len(values[0])))
         for name, column in zip(names, values, strict=True):
             if name in form.derived:
-                self._last += [(one, name, value) for one, value in zip(batch, column, strict=True)]
+                self._last += [(owner, name, value) for owner, value in zip(batch, column, strict=True)]
             else:
-                for one, value in zip(batch, column, strict=True):
-                    setattr(one, name, value)
+                for owner, value in zip(batch, column, strict=True):
+                    setattr(owner, name, value)
 
     def column(self, data: Column) -> list[Any]:
         """What `GraphWriter.column` was given."""
@@ -229,17 +229,17 @@ class GraphReader:
 
     def _object(self, number: int, at: list[int]) -> list[Any]:
         made = self._made[number]
-        return [made[one] for one in at]
+        return [made[index] for index in at]
 
     def _struct(self, number: int, values: bytes) -> list[Any]:
         kind: Any = GenericAlias(list, (self._known.structs[number],))
-        found: list[Any] = msgspec.msgpack.decode(values, type=kind)
-        return found
+        structs: list[Any] = msgspec.msgpack.decode(values, type=kind)
+        return structs
 
     def _named(self, number: int, items: Column) -> list[Any]:
         made: Any = self._known.tuples[number]
         flat = iter(self.column(items))
-        return [made(*one) for one in zip(*[flat] * len(made._fields), strict=True)]
+        return [made(*values) for values in zip(*[flat] * len(made._fields), strict=True)]
 
     def _dict(self, lengths: list[int], keys: Column, values: Column) -> list[Any]:
         items = iter(zip(self.column(keys), self.column(values), strict=True))
@@ -248,8 +248,8 @@ class GraphReader:
     def _array(self, dtypes: list[str], shapes: list[list[int]], data: list[bytes]) -> list[Any]:
         # Copied: arrays of the state are written to.
         return [
-            np.frombuffer(one, dtype).reshape(shape).copy()
-            for dtype, shape, one in zip(dtypes, shapes, data, strict=True)
+            np.frombuffer(content, dtype).reshape(shape).copy()
+            for dtype, shape, content in zip(dtypes, shapes, data, strict=True)
         ]
 
     def _scalar(self, dtype: str, data: bytes) -> list[Any]:

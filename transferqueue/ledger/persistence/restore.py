@@ -51,8 +51,10 @@ def restored(state: LedgerState, snapshot: LedgerSnapshot, now: float) -> Ledger
 def check_empty(state: LedgerState) -> None:
     """`UsageError` if there is a table or a channel."""
     if state.tables or state.channels:
-        there = listing([*state.tables, *state.channels])
-        raise UsageError(f"a snapshot is restored into an empty deployment; this one has {there}: start another server")
+        existing = listing([*state.tables, *state.channels])
+        raise UsageError(
+            f"a snapshot is restored into an empty deployment; this one has {existing}: start another server"
+        )
 
 
 def _check_sums(state: LedgerState, snapshot: LedgerSnapshot) -> None:
@@ -130,15 +132,15 @@ class _SnapshotRestore:
         rows.stamped.a[at] = snapshot.rows["stamped"]
         for name, column in rows.facts.items():
             column.a[at] = snapshot.rows[name]
-        for name, there in snapshot.has.items():
-            rows.set_fields(at[there], rows.mask((name,)))
+        for name, has_field in snapshot.has.items():
+            rows.set_fields(at[has_field], rows.mask((name,)))
         for name, values in snapshot.inline.items():
             rows.set_inline(name, at, values)
-        for kept, facts in (
+        for texts, facts in (
             (snapshot.keys, CheckedFacts(keys=[*snapshot.keys.values()])),
             (snapshot.tags, CheckedFacts(tags=[*snapshot.tags.values()])),
         ):
-            ids = np.array([*kept], np.int64)
+            ids = np.array([*texts], np.int64)
             rows.set_facts(ids, rows.pages.index(ids), facts)
         left = [(task["state"] <= ACKED_WITH_STEP) | (task["state"] == KEPT_STALE) for task in snapshot.tasks.values()]
         rows.tasks_left.a[at] = np.sum(left, axis=0) if left else 0
@@ -189,9 +191,9 @@ class _SnapshotRestore:
         channel = self._state.channels[snapshot.name] = WeightChannelState(
             snapshot.name, snapshot.keep, snapshot.latest
         )
-        for one in snapshot.versions:
-            numbers = [self._commit(number, channel.usage, 1) for number in one.blocks]
-            channel.versions[one.version] = PublishedVersion(one.fields, numbers, self._now - one.age_s)
+        for version in snapshot.versions:
+            numbers = [self._commit(number, channel.usage, 1) for number in version.blocks]
+            channel.versions[version.version] = PublishedVersion(version.fields, numbers, self._now - version.age_s)
         self._state.core.effects.wake("channel", snapshot.name)
 
 

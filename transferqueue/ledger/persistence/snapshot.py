@@ -124,7 +124,9 @@ def take_snapshot(state: LedgerState) -> LedgerSnapshot:
     snapshot = LedgerSnapshot(dropped_tables=dict(state.dropped_tables))
     snapshot.tables = [_table(table, state.now) for table in state.tables.values()]
     snapshot.channels = [_channel(channel, state.now) for channel in state.channels.values()]
-    numbers: set[int] = {block for one in snapshot.channels for version in one.versions for block in version.blocks}
+    numbers: set[int] = {
+        block for channel in snapshot.channels for version in channel.versions for block in version.blocks
+    }
     for table in snapshot.tables:
         for blocks, _ in table.places.values():
             numbers.update(np.unique(blocks).tolist())
@@ -165,9 +167,9 @@ def _counts(table: TableState) -> TableCounts:
         refills[group] = refills.get(group, 0) + count
     tasks = {
         name: TaskCounts(
-            one.checkpoint, one.counters.given, one.counters.done, one.counters.failed, one.counters.dropped
+            task.checkpoint, task.counters.given, task.counters.done, task.counters.failed, task.counters.dropped
         )
-        for name, one in table.tasks.items()
+        for name, task in table.tasks.items()
     }
     return TableCounts(
         table.rows.pages.next_row, table.rows_put, table.rows_done, dict(table.rows_dropped), dict(table.staleness),
@@ -176,9 +178,9 @@ def _counts(table: TableState) -> TableCounts:
 
 
 def _places(table: TableState, name: str, at: IntArray) -> tuple[IntArray, AnyArray]:
-    (found,) = table.parts.locate([name], at)
-    there = table.rows.has_all(at, table.rows.mask((name,)))
-    return np.where(there, found.blocks, 0), found.slots
+    (places,) = table.parts.locate([name], at)
+    has_field = table.rows.has_all(at, table.rows.mask((name,)))
+    return np.where(has_field, places.blocks, 0), places.slots
 
 
 def _task(task: TaskState, at: IntArray) -> Columns:
@@ -193,21 +195,21 @@ def _groups(table: TableState) -> Columns:
 
 
 def _forming(task: GroupTaskState, now: float) -> Columns:
-    every = list(task.forming.values())
-    left = [np.nan if one.deadline is None else one.deadline - now for one in every]
+    groups = list(task.forming.values())
+    left = [np.nan if group.deadline is None else group.deadline - now for group in groups]
     return {
-        "unit": np.array([one.unit for one in every], np.int64),
-        "state": np.array([one.state for one in every], np.uint8),
-        "lost": np.array([one.lost for one in every], np.int64),
-        "late": np.array([one.late for one in every], np.bool_),
-        "order": np.array([one.order for one in every], np.int64),
+        "unit": np.array([group.unit for group in groups], np.int64),
+        "state": np.array([group.state for group in groups], np.uint8),
+        "lost": np.array([group.lost for group in groups], np.int64),
+        "late": np.array([group.late for group in groups], np.bool_),
+        "order": np.array([group.order for group in groups], np.int64),
         "left_s": np.array(left, np.float64),
     }
 
 
 def _channel(channel: WeightChannelState, now: float) -> ChannelSnapshot:
     versions = [
-        VersionSnapshot(number, list(one.fields), list(one.blocks), now - one.at)
-        for number, one in channel.versions.items()
+        VersionSnapshot(number, list(version.fields), list(version.blocks), now - version.at)
+        for number, version in channel.versions.items()
     ]
     return ChannelSnapshot(channel.name, channel.keep, channel.latest, versions)

@@ -80,16 +80,16 @@ def _check_channel(channel: ChannelSnapshot) -> None:
     subject = f'channel "{channel.name}"'
     _within(f"{subject}: keep", [channel.keep], 1)
     _within(f"{subject}: latest", [channel.latest], -1, VERSION_MAX)
-    numbers = [one.version for one in channel.versions]
+    numbers = [version.version for version in channel.versions]
     _within(f"{subject}: a version", numbers, 0, channel.latest)
     if sorted(set(numbers)) != numbers or len(numbers) > channel.keep:
         raise Corruption(f"{subject}: its versions are {numbers}; they ascend, and {channel.keep} are kept")
-    for one in channel.versions:
-        names = [field.name for field in one.fields]
+    for version in channel.versions:
+        names = [field.name for field in version.fields]
         if not names or len(set(names)) != len(names):
-            raise Corruption(f"{subject}: version {one.version} has the fields {names}; it has some, each once")
-        if not abs(one.age_s) <= AGE_S_MAX:
-            raise Corruption(f"{subject}: version {one.version} is {one.age_s} s old")
+            raise Corruption(f"{subject}: version {version.version} has the fields {names}; it has some, each once")
+        if not abs(version.age_s) <= AGE_S_MAX:
+            raise Corruption(f"{subject}: version {version.version} is {version.age_s} s old")
 
 
 class _Checks:
@@ -131,14 +131,14 @@ class _Checks:
         self._numbers("the clock", [self._terms.version], 0, VERSION_MAX)
         self._numbers("a count of rows", [counts.next_row, counts.rows_put, counts.rows_done, counts.cursor])
         self._numbers("a count of dropped rows", counts.rows_dropped.values())
-        for each in (counts.staleness, counts.staleness_in_flight, counts.staleness_in_queue):
-            self._numbers("a lag", each, -VERSION_MAX, VERSION_MAX)
-            self._numbers("rows of a lag", each.values())
+        for lags in (counts.staleness, counts.staleness_in_flight, counts.staleness_in_queue):
+            self._numbers("a lag", lags, -VERSION_MAX, VERSION_MAX)
+            self._numbers("rows of a lag", lags.values())
         if set(counts.tasks) != set(self._tasks):
             raise self._wrong(f"it counts for the tasks {sorted(counts.tasks)}, and has {sorted(self._tasks)}")
-        for one in counts.tasks.values():
-            self._numbers("a checkpoint", [one.checkpoint], -1)
-            self._numbers("a count of a task", [one.given, one.done, one.failed, one.dropped])
+        for task in counts.tasks.values():
+            self._numbers("a checkpoint", [task.checkpoint], -1)
+            self._numbers("a count of a task", [task.given, task.done, task.failed, task.dropped])
         if len(counts.rows_dropped) > REASONS_MAX + REASONS_OURS_MAX or any(
             len(reason) > TEXT_CHARS_MAX for reason in counts.rows_dropped
         ):
@@ -199,8 +199,8 @@ class _Checks:
             raise self._wrong(f"row {some(self._ids[members][missing])} is of a group that is not told of")
         if (sizes[at] != self._snapshot.rows["group_size"][members]).any():
             raise self._wrong("a row and its group differ about the group's size")
-        there = np.bincount(at, minlength=known.size)
-        if ((there < 1) | (present < there) | (present > sizes)).any():
+        members_live = np.bincount(at, minlength=known.size)
+        if ((members_live < 1) | (present < members_live) | (present > sizes)).any():
             raise self._wrong("a group has no row, or counts other members than it has")
         self._check_refills(dict(zip(known.tolist(), sizes.tolist(), strict=True)))
 
@@ -264,7 +264,7 @@ class _Checks:
         def of(chosen: int) -> set[int]:
             return set(units[self._live & (state == chosen)].tolist())
 
-        ready, queued = of(READY), {unit for unit, one in known.items() if one == QUEUED}
+        ready, queued = of(READY), {unit for unit, group_state in known.items() if group_state == QUEUED}
         if ready != queued:
             raise self._wrong(f'task "{name}": the groups with ready rows are not those that are queued')
         wrong = [unit for unit in of(WAITING_FOR_GROUP) if known.get(unit) not in (FORMING, OUT)]

@@ -31,17 +31,17 @@ def observed(state: LedgerState, request: m.Observe) -> dict[str, Any]:
 def _stats(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
     return {
         "now_s": state.now,
-        "tables": {name: statistics.table_stats(one, state.now) for name, one in tables.items()},
-        "channels": {name: statistics.channel_stats(one, state.now) for name, one in state.channels.items()},
+        "tables": {name: statistics.table_stats(table, state.now) for name, table in tables.items()},
+        "channels": {name: statistics.channel_stats(channel, state.now) for name, channel in state.channels.items()},
         "bytes": statistics.bytes_stats(state.core.blocks),
-        "sessions": sum(one.open for one in state.sessions.values()),
+        "sessions": sum(session.open for session in state.sessions.values()),
     }
 
 
 def _audit(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
-    found = {name: statistics.table_audit(one) for name, one in tables.items()}
-    balanced = all(one["balanced"] for one in found.values())
-    return {"balanced": balanced, "tables": found, "dropped_tables": dict(state.dropped_tables)}
+    audits = {name: statistics.table_audit(table) for name, table in tables.items()}
+    balanced = all(audit["balanced"] for audit in audits.values())
+    return {"balanced": balanced, "tables": audits, "dropped_tables": dict(state.dropped_tables)}
 
 
 def _row(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
@@ -51,15 +51,15 @@ def _row(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState
 
 
 def _doctor(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
-    told = {} if request.table else state.channels
-    lines = {name: channel_lines(one, state.core, state.now) for name, one in told.items()}
+    channels = {} if request.table else state.channels
+    lines = {name: channel_lines(channel, state.core, state.now) for name, channel in channels.items()}
     return {"now_s": state.now, **statistics.doctor(tables, state.now), "channels": lines}
 
 
 def _sessions(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
     return {
-        str(number): statistics.session_stats(one, state.tables.values(), state.core, state.now)
-        for number, one in state.sessions.items()
+        str(number): statistics.session_stats(session, state.tables.values(), state.core, state.now)
+        for number, session in state.sessions.items()
     }
 
 

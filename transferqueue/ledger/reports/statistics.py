@@ -86,7 +86,11 @@ def _by_lag(counts: Mapping[int, int]) -> dict[str, int]:
 
 
 def _task_stats(table: TableState, task: TaskState, now: float) -> Plain:
-    leases = [one for one in table.core.leases.by_id.values() if one.table == table.name and one.task == task.task.name]
+    leases = [
+        lease
+        for lease in table.core.leases.by_id.values()
+        if lease.table == table.name and lease.task == task.task.name
+    ]
     gone = absence(table, task, now)
     stats: Plain = {
         **{
@@ -100,8 +104,8 @@ def _task_stats(table: TableState, task: TaskState, now: float) -> Plain:
         "failed": task.counters.failed,
         "leases": len(leases),
         "age_s": _next_in_line(table, task, now),
-        "oldest_lease_s": max((now - one.since for one in leases), default=None),
-        "holders": sorted({session_name(table, one) for lease in leases for one in lease.holders.values()}),
+        "oldest_lease_s": max((now - lease.since for lease in leases), default=None),
+        "holders": sorted({session_name(table, session) for lease in leases for session in lease.holders.values()}),
         "groups_ready": None,
         "groups_forming": None,
         "stranded": _never_progresses(table, task),
@@ -110,7 +114,7 @@ def _task_stats(table: TableState, task: TaskState, now: float) -> Plain:
     }
     if isinstance(task, GroupTaskState):
         stats["groups_ready"] = task.ready_units
-        stats["groups_forming"] = sum(one.state == FORMING for one in task.forming.values())
+        stats["groups_forming"] = sum(group.state == FORMING for group in task.forming.values())
     return stats
 
 
@@ -161,9 +165,9 @@ def channel_stats(channel: WeightChannelState, now: float) -> Plain:
         "lost": {str(version): why for version, why in channel.lost.items()},
         "bytes": channel.usage.bytes,
         "age_s": None if newest is None else now - newest.at,
-        "applied": {str(session): one.version for session, one in channel.applied.items()},
-        "applied_age_s": {str(session): now - one.at for session, one in channel.applied.items()},
-        "publish_lag_s": {str(session): one.lag_s for session, one in channel.applied.items()},
+        "applied": {str(session): applied.version for session, applied in channel.applied.items()},
+        "applied_age_s": {str(session): now - applied.at for session, applied in channel.applied.items()},
+        "publish_lag_s": {str(session): applied.lag_s for session, applied in channel.applied.items()},
         "turns": {str(session): turn.deadline - now for session, turn in channel.update_slots.items() if turn.deadline},
     }
 
@@ -190,9 +194,11 @@ def session_stats(session: SessionState, tables: Iterable[TableState], core: Sha
         "state": "open" if session.open else "ended",
         "opened_s": now - session.opened,
         "silent_s": core.silent_s(session.id, now),
-        "leases": [{"lease": one.id, "table": one.table, "task": one.task, "rows": one.left} for one in leases],
-        "rows_leased": sum(one.left for one in leases),
-        "reserved": sum(one.left for table in tables for one in table.flow.of(session.id)),
+        "leases": [
+            {"lease": lease.id, "table": lease.table, "task": lease.task, "rows": lease.left} for lease in leases
+        ],
+        "rows_leased": sum(lease.left for lease in leases),
+        "reserved": sum(reservation.left for table in tables for reservation in table.flow.of(session.id)),
         "pins": len(blocks.pins.get(session.id, {})),
         "grants": sum(extent.session == session.id for extent in blocks.extents.values()),
     }
@@ -207,16 +213,16 @@ def row_life(table: TableState, row: int, now: float) -> Plain:
         raise NotFound(
             f'row {row} was never put into table "{table.name}"; ids so far end at {table.rows.pages.next_row - 1}'
         )
-    found = table.history.of(row)
-    at, there = table.rows.pages.find(np.array([row], np.int64))
-    told = _resident(table, row, at, now) if there[0] else _forgotten(found, now)
+    events = table.history.of(row)
+    at, resident = table.rows.pages.find(np.array([row], np.int64))
+    life = _resident(table, row, at, now) if resident[0] else _forgotten(events, now)
     return {
         "table": table.name,
         "row": row,
-        **told,
-        "put_by": next((event.session for event in found if event.what == "put" and event.session), None),
-        "events": [_event(event, now) for event in found],
-        "events_complete": any(event.what == "put" for event in found),
+        **life,
+        "put_by": next((event.session for event in events if event.what == "put" and event.session), None),
+        "events": [_event(event, now) for event in events],
+        "events_complete": any(event.what == "put" for event in events),
     }
 
 
@@ -265,16 +271,16 @@ def _resident(table: TableState, row: int, at: IntArray, now: float) -> Plain:
 def _field(table: TableState, name: str, at: IntArray) -> Plain:
     """Whether a row has a field, and its value or the place of its bytes."""
     column = table.rows.inline.get(name)
-    told: Plain = {"set": bool(table.rows.has_all(at, table.rows.mask((name,)))[0]), "inline": column is not None}
-    told |= dict.fromkeys(("value", "block", "slot", "shard", "bytes"))
-    if told["set"] and column is not None:
+    view: Plain = {"set": bool(table.rows.has_all(at, table.rows.mask((name,)))[0]), "inline": column is not None}
+    view |= dict.fromkeys(("value", "block", "slot", "shard", "bytes"))
+    if view["set"] and column is not None:
         value = column.a[at[0]].item()
-        told["value"] = str(value) if isinstance(value, complex) else value
-    elif told["set"]:
+        view["value"] = str(value) if isinstance(value, complex) else value
+    elif view["set"]:
         (place,) = table.parts.locate([name], at)
         block = table.core.blocks.blocks[int(place.blocks[0])].at
-        told |= {"block": block.block, "slot": int(place.slots[0]), "shard": block.shard, "bytes": block.nbytes}
-    return told
+        view |= {"block": block.block, "slot": int(place.slots[0]), "shard": block.shard, "bytes": block.nbytes}
+    return view
 
 
 def _task_view(table: TableState, task: TaskState, at: IntArray, now: float) -> Plain:
@@ -307,9 +313,9 @@ def doctor(tables: Mapping[str, TableState], now: float) -> Plain:
 
 
 def _diagnose(table: TableState, now: float) -> list[Plain]:
-    told = [_of_task(table, task, now) for task in table.tasks.values()]
+    lines = [_of_task(table, task, now) for task in table.tasks.values()]
     about: Plain = {"stranded": False, "unattended_s": None, "died": False}
-    return told + [{"task": "", "text": text} | about for text in _of_table(table)]
+    return lines + [{"task": "", "text": text} | about for text in _of_table(table)]
 
 
 def _of_task(table: TableState, task: TaskState, now: float) -> Plain:
@@ -329,22 +335,22 @@ def _never_progresses(table: TableState, task: TaskState) -> bool:
 
 def _of_table(table: TableState) -> list[str]:
     """What holds up producers, the clock, and the end."""
-    told = lost_rows(table)
+    lines = lost_rows(table)
     if table.rows.pages.resident + table.flow.reserved >= table.limits.rows:
-        told.append(
+        lines.append(
             f"puts wait: {table.limits.rows} rows are there or reserved, the most there may be; {rows_by_holder(table)}"
         )
     most = table.limits.bytes_max
     if most is not None and table.usage.bytes >= most:
-        told.append(f"puts wait: {table.usage.bytes} bytes are there, of at most {most}; {rows_by_holder(table)}")
+        lines.append(f"puts wait: {table.usage.bytes} bytes are there, of at most {most}; {rows_by_holder(table)}")
     if table.pacing is not None and table.outstanding >= table.pacing.rows_ahead_max:
-        told.append(
+        lines.append(
             f'reserves wait for task "{table.pacing.task}": {table.outstanding} rows are outstanding, of at most '
             f"{table.pacing.rows_ahead_max}"
         )
     if held := why_clock_is_held(table, table.clock + 1):
-        told.append(held)
-    return told + (_end_lines(table) if table.sealed else [])
+        lines.append(held)
+    return lines + (_end_lines(table) if table.sealed else [])
 
 
 def _task_line(table: TableState, task: TaskState, now: float) -> str:
@@ -356,8 +362,8 @@ def _task_line(table: TableState, task: TaskState, now: float) -> str:
         unit = "groups" if isinstance(task, GroupTaskState) else "rows"
         return f'task "{task.task.name}" has {task.ready_units} {unit} ready, and {task.counts[LEASED]} rows leased'
     grouped = isinstance(task, GroupTaskState)
-    one = LeaseRequest(table.name, task.task.name, rows=int(not grouped), groups=int(grouped))
-    return explain_lease(table, task, one, now)
+    request = LeaseRequest(table.name, task.task.name, rows=int(not grouped), groups=int(grouped))
+    return explain_lease(table, task, request, now)
 
 
 def _end_lines(table: TableState) -> list[str]:

@@ -36,10 +36,10 @@ def _latest(channel: WeightChannelState, now: float) -> str:
 def _applied(channel: WeightChannelState, core: SharedState, now: float) -> Iterator[str]:
     if channel.versions and not channel.applied:
         yield "nobody has applied a version"
-    versions = sorted({one.version for one in channel.applied.values()}, reverse=True)
+    versions = sorted({applied.version for applied in channel.applied.values()}, reverse=True)
     for version in versions:
-        mine = {session: one for session, one in channel.applied.items() if one.version == version}
-        since = min(one.at for one in mine.values())
+        mine = {session: applied for session, applied in channel.applied.items() if applied.version == version}
+        since = min(applied.at for applied in mine.values())
         behind = f", {channel.latest - version} behind" if version < channel.latest else ""
         verb = "generates" if len(mine) == 1 else "generate"
         yield f"{_names(mine, core, now)} {verb} with version {version}{behind}, for {now - since:.0f} s"
@@ -48,12 +48,12 @@ def _applied(channel: WeightChannelState, core: SharedState, now: float) -> Iter
 def _never_applied(channel: WeightChannelState, core: SharedState, now: float) -> Iterator[str]:
     """Sessions that hold bytes of a version, and never said that they generate with one."""
     blocks = {block for version in channel.versions.values() for block in version.blocks}
-    found = [
+    sessions = [
         session for session, pins in core.blocks.pins.items() if session not in channel.applied and blocks & pins.keys()
     ]
-    if found:
-        verb = "has" if len(found) == 1 else "have"
-        yield f"{_names(found, core, now)} {verb} pulled a version and never applied one"
+    if sessions:
+        verb = "has" if len(sessions) == 1 else "have"
+        yield f"{_names(sessions, core, now)} {verb} pulled a version and never applied one"
 
 
 def _update_slots(channel: WeightChannelState, core: SharedState, now: float) -> Iterator[str]:
@@ -64,8 +64,8 @@ def _update_slots(channel: WeightChannelState, core: SharedState, now: float) ->
 
 def _names(sessions: Iterable[int], core: SharedState, now: float) -> str:
     known = list(sessions)
-    told = ", ".join(_name(session, core, now) for session in known[:NAMES_SHOWN])
-    return told + (f" and {len(known) - NAMES_SHOWN} more" if len(known) > NAMES_SHOWN else "")
+    names = ", ".join(_name(session, core, now) for session in known[:NAMES_SHOWN])
+    return names + (f" and {len(known) - NAMES_SHOWN} more" if len(known) > NAMES_SHOWN else "")
 
 
 def _name(session: int, core: SharedState, now: float) -> str:

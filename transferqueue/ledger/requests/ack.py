@@ -31,49 +31,49 @@ from transferqueue.wire.messages import Ack, DoneReply, ReleaseRequest, Renew, R
 
 def ack(table: TableState, request: Ack, session: int, now: float) -> DoneReply:
     """Rows of a lease are done, together with their results; or dropped."""
-    one = table.core.leases.get(request.lease, request.token, table.name, session)
-    task = table.tasks[one.task]
-    named = one.positions(None if request.rows is None else decode_rows(request.rows))
-    _check_whole(table, task, one, named, "ack")
+    lease = table.core.leases.get(request.lease, request.token, table.name, session)
+    task = table.tasks[lease.task]
+    named = lease.positions(None if request.rows is None else decode_rows(request.rows))
+    _check_whole(table, task, lease, named, "ack")
     if request.drop:
         check_reason(table, request.drop)
-    held = named[one.held[named]]
+    held = named[lease.held[named]]
     if named.size and not held.size:
         raise LeaseExpired(
-            f"row {some(one.rows[named])} of lease {one.id} was dropped meanwhile; there is nothing to ack"
+            f"row {some(lease.rows[named])} of lease {lease.id} was dropped meanwhile; there is nothing to ack"
         )
-    staged = _check_results(table, one, request, session, named)
-    if one.replicas > 1:
-        return _ack_replica(table, one, request, session, staged, now)
-    rows = one.rows[held]
+    staged = _check_results(table, lease, request, session, named)
+    if lease.replicas > 1:
+        return _ack_replica(table, lease, request, session, staged, now)
+    rows = lease.rows[held]
     if task.required_results and not request.drop:
         check_required_results(table, task, () if staged is None else staged.names, rows)
     if staged is not None:
         _reserve(table, staged)
-        _commit(table, staged, rows, np.flatnonzero(one.held[named]), now)
-    one.held[held] = one.open[named] = False
+        _commit(table, staged, rows, np.flatnonzero(lease.held[named]), now)
+    lease.held[held] = lease.open[named] = False
     _finish(table, task, rows, request, session, now)
-    _end_if_empty(table, one, "it was acked")
+    _end_if_empty(table, lease, "it was acked")
     apply_stale_policy(table, rows, now)
     apply_group_and_stale_rules(table, now)
     return DoneReply(rows.size)
 
 
 def _check_results(
-    table: TableState, one: LeaseState, request: Ack, session: int, named: IntArray
+    table: TableState, lease: LeaseState, request: Ack, session: int, named: IntArray
 ) -> StagedCommit | None:
-    staged = _check_columns(table, one, request, session, named)
+    staged = _check_columns(table, lease, request, session, named)
     if staged is None:
         return None
     if request.drop:
         raise UsageError(f"an ack that drops its rows ({request.drop!r}) carries no columns; nobody would read them")
-    held = one.rows[named[one.held[named]]]
+    held = lease.rows[named[lease.held[named]]]
     check_unset(table.rows, staged, held, table.rows.pages.index(held))
     return staged
 
 
 def _check_columns(
-    table: TableState, one: LeaseState, request: Ack | ReleaseRequest, session: int, named: IntArray
+    table: TableState, lease: LeaseState, request: Ack | ReleaseRequest, session: int, named: IntArray
 ) -> StagedCommit | None:
     """What comes with the end of a lease, for the rows that it names; None when nothing does."""
     if request.columns is None:
@@ -83,10 +83,10 @@ def _check_columns(
     if staged.empty:
         return None
     if not named.size:
-        raise UsageError(f"lease {one.id} has no rows left; its end carries no columns")
+        raise UsageError(f"lease {lease.id} has no rows left; its end carries no columns")
     check_size(staged, table.name, table.limits.bytes_max, named.size)
     if staged.facts.keys is not None:
-        table.rows.check_keys(staged.facts.keys, one.rows[named])
+        table.rows.check_keys(staged.facts.keys, lease.rows[named])
     return staged
 
 
@@ -123,15 +123,15 @@ def _finish(table: TableState, task: TaskState, rows: IntArray, request: Ack, se
         table.wake_task(task.task.name)
 
 
-def _check_whole(table: TableState, task: TaskState, one: LeaseState, named: IntArray, verb: str) -> None:
+def _check_whole(table: TableState, task: TaskState, lease: LeaseState, named: IntArray, verb: str) -> None:
     """Groups end together: part of one would be handed out again as less than a whole."""
-    if not isinstance(task, GroupTaskState) or named.size == one.rows.size:
+    if not isinstance(task, GroupTaskState) or named.size == lease.rows.size:
         return
-    left = np.ones(one.rows.size, np.bool_)
+    left = np.ones(lease.rows.size, np.bool_)
     left[named] = False
-    left &= one.held
-    rows = one.rows[named[one.held[named]]]
-    cut = np.intersect1d(_units(table, rows), _units(table, one.rows[left]))
+    left &= lease.held
+    rows = lease.rows[named[lease.held[named]]]
+    cut = np.intersect1d(_units(table, rows), _units(table, lease.rows[left]))
     if cut.size:
         raise UsageError(
             f'task "{task.task.name}" takes whole groups: {verb} all rows of group {some(cut)} together, '
@@ -143,63 +143,63 @@ def _units(table: TableState, rows: IntArray) -> IntArray:
     return table.groups.units(rows, table.rows.pages.index(rows))
 
 
-def _end_if_empty(table: TableState, one: LeaseState, why: str) -> None:
-    if not one.open.any() or not one.held.any():
-        end_lease(table, one, why, by_holder=True)
+def _end_if_empty(table: TableState, lease: LeaseState, why: str) -> None:
+    if not lease.open.any() or not lease.held.any():
+        end_lease(table, lease, why, by_holder=True)
 
 
 # ---------------------------------------------------------------- replicas
 
 
 def _ack_replica(
-    table: TableState, one: LeaseState, request: Ack, session: int, staged: StagedCommit | None, now: float
+    table: TableState, lease: LeaseState, request: Ack, session: int, staged: StagedCommit | None, now: float
 ) -> DoneReply:
     """One of several peers is done; the rows are when all are."""
-    peers = [replica for replica, holder in one.holders.items() if holder == session and replica not in one.acked]
+    peers = [replica for replica, holder in lease.holders.items() if holder == session and replica not in lease.acked]
     if not peers:
-        raise LeaseExpired(f"lease {one.id} was acked by this replica before")
-    if request.rows is not None and decode_rows(request.rows).size != int(one.open.sum()):
-        raise UsageError(f"lease {one.id} is shared by {one.replicas} replicas, who ack all of its rows together")
-    if len(one.acked) + 1 == one.replicas and not (one.dropped_as or request.drop):
-        results = one.staged or staged
+        raise LeaseExpired(f"lease {lease.id} was acked by this replica before")
+    if request.rows is not None and decode_rows(request.rows).size != int(lease.open.sum()):
+        raise UsageError(f"lease {lease.id} is shared by {lease.replicas} replicas, who ack all of its rows together")
+    if len(lease.acked) + 1 == lease.replicas and not (lease.dropped_as or request.drop):
+        results = lease.staged or staged
         names = () if results is None else results.names
-        check_required_results(table, table.tasks[one.task], names, one.rows[one.held])
-    one.acked[peers[0]] = None
-    one.dropped_as = one.dropped_as or request.drop
-    if staged is not None and one.staged is None:
-        one.staged = _in_lease_order(table, one, request, staged)
+        check_required_results(table, table.tasks[lease.task], names, lease.rows[lease.held])
+    lease.acked[peers[0]] = None
+    lease.dropped_as = lease.dropped_as or request.drop
+    if staged is not None and lease.staged is None:
+        lease.staged = _in_lease_order(table, lease, request, staged)
     elif staged is not None:
         # Written, accepted, and needed by nobody: the extent closes as after any commit.
         table.core.blocks.commit(staged.placed, table.usage, [0] * len(staged.placed))
-    if len(one.acked) == one.replicas:
-        _commit_last_replica_ack(table, one, request, session, now)
+    if len(lease.acked) == lease.replicas:
+        _commit_last_replica_ack(table, lease, request, session, now)
     apply_group_and_stale_rules(table, now)
-    return DoneReply(one.left if one.id in table.core.leases.by_id else int(one.rows.size))
+    return DoneReply(lease.left if lease.id in table.core.leases.by_id else int(lease.rows.size))
 
 
-def _in_lease_order(table: TableState, one: LeaseState, request: Ack, staged: StagedCommit) -> StagedCommit:
+def _in_lease_order(table: TableState, lease: LeaseState, request: Ack, staged: StagedCommit) -> StagedCommit:
     """The blocks are real from now on (their extent may close), but no row has them yet."""
     _reserve(table, staged)
     if request.rows is not None:
-        one.staged_order = one.positions(decode_rows(request.rows))
+        lease.staged_order = lease.positions(decode_rows(request.rows))
     return staged
 
 
-def _commit_last_replica_ack(table: TableState, one: LeaseState, request: Ack, session: int, now: float) -> None:
-    task, held = table.tasks[one.task], one.rows[one.held]
-    if one.staged is not None and not one.dropped_as:
-        order = one.staged_order if one.staged_order is not None else np.arange(one.rows.size)
-        chosen = np.flatnonzero(one.held[order])
-        rows = one.rows[order[chosen]]
-        _commit(table, one.staged, rows, chosen, now)
+def _commit_last_replica_ack(table: TableState, lease: LeaseState, request: Ack, session: int, now: float) -> None:
+    task, held = table.tasks[lease.task], lease.rows[lease.held]
+    if lease.staged is not None and not lease.dropped_as:
+        order = lease.staged_order if lease.staged_order is not None else np.arange(lease.rows.size)
+        chosen = np.flatnonzero(lease.held[order])
+        rows = lease.rows[order[chosen]]
+        _commit(table, lease.staged, rows, chosen, now)
         # Somebody may have updated the rows since the first replica's ack was checked.
-        retire(table, table.parts.prune(table.rows.pages.index(rows), one.staged.names))
-        one.staged = None
-    drop_staged(table, one)
-    one.held[:] = one.open[:] = False
-    final = Ack(request.table, request.lease, request.token, drop=one.dropped_as, step=request.step)
+        retire(table, table.parts.prune(table.rows.pages.index(rows), lease.staged.names))
+        lease.staged = None
+    drop_staged(table, lease)
+    lease.held[:] = lease.open[:] = False
+    final = Ack(request.table, request.lease, request.token, drop=lease.dropped_as, step=request.step)
     _finish(table, task, held, final, session, now)
-    end_lease(table, one, "it was acked by all replicas", by_holder=True)
+    end_lease(table, lease, "it was acked by all replicas", by_holder=True)
     apply_stale_policy(table, held, now)
 
 
@@ -208,22 +208,22 @@ def _commit_last_replica_ack(table: TableState, one: LeaseState, request: Ack, s
 
 def release(table: TableState, request: ReleaseRequest, session: int, now: float) -> DoneReply:
     """Rows of a lease go back to ready, with what was made of them so far: its columns replace what they had."""
-    one = table.core.leases.get(request.lease, request.token, table.name, session)
-    task = table.tasks[one.task]
-    named = one.positions(None if request.rows is None else decode_rows(request.rows))
-    if one.replicas > 1 and named.size != int(one.open.sum()):
-        raise UsageError(f"lease {one.id} is shared by {one.replicas} replicas; release all of its rows")
-    _check_whole(table, task, one, named, "release")
-    staged = _check_progress(table, one, request, session, named)
-    rows = one.rows[named[one.held[named]]]
+    lease = table.core.leases.get(request.lease, request.token, table.name, session)
+    task = table.tasks[lease.task]
+    named = lease.positions(None if request.rows is None else decode_rows(request.rows))
+    if lease.replicas > 1 and named.size != int(lease.open.sum()):
+        raise UsageError(f"lease {lease.id} is shared by {lease.replicas} replicas; release all of its rows")
+    _check_whole(table, task, lease, named, "release")
+    staged = _check_progress(table, lease, request, session, named)
+    rows = lease.rows[named[lease.held[named]]]
     if staged is not None:
         _reserve(table, staged)
-        _commit(table, staged, rows, np.flatnonzero(one.held[named]), now)
+        _commit(table, staged, rows, np.flatnonzero(lease.held[named]), now)
         retire(table, table.parts.prune(table.rows.pages.index(rows), staged.names))
-    one.held[named] = one.open[named] = False
-    table.history.add(now, "failed" if request.failed else "released", rows, one.task, session, request.reason)
+    lease.held[named] = lease.open[named] = False
+    table.history.add(now, "failed" if request.failed else "released", rows, lease.task, session, request.reason)
     return_rows(table, task, rows, failed=request.failed, now=now)
-    _end_if_empty(table, one, "it was released")
+    _end_if_empty(table, lease, "it was released")
     if staged is not None:
         apply_stale_policy(table, rows, now)
         table.wake_room()
@@ -232,45 +232,45 @@ def release(table: TableState, request: ReleaseRequest, session: int, now: float
 
 
 def _check_progress(
-    table: TableState, one: LeaseState, request: ReleaseRequest, session: int, named: IntArray
+    table: TableState, lease: LeaseState, request: ReleaseRequest, session: int, named: IntArray
 ) -> StagedCommit | None:
-    staged = _check_columns(table, one, request, session, named)
+    staged = _check_columns(table, lease, request, session, named)
     if staged is None:
         return None
-    if one.replicas > 1:
+    if lease.replicas > 1:
         raise UsageError(
-            f"lease {one.id} is shared by {one.replicas} replicas, and one of them cannot say for all how far its rows "
+            f"lease {lease.id} is shared by {lease.replicas} replicas, and one of them cannot say for all how far its rows "
             "are; release them without columns"
         )
-    if not one.held[named].any():
+    if not lease.held[named].any():
         raise LeaseExpired(
-            f"row {some(one.rows[named])} of lease {one.id} was dropped meanwhile; there is nothing to give back"
+            f"row {some(lease.rows[named])} of lease {lease.id} was dropped meanwhile; there is nothing to give back"
         )
     return staged
 
 
 def renew(table: TableState, request: Renew, session: int, now: float) -> Renewed:
     """The lease runs from now on again."""
-    one = table.core.leases.get(request.lease, request.token, table.name, session)
-    one.length_s = request.lease_s or one.length_s
-    table.core.deadlines.add(one, now + one.length_s)
-    return Renewed(one.length_s)
+    lease = table.core.leases.get(request.lease, request.token, table.name, session)
+    lease.length_s = request.lease_s or lease.length_s
+    table.core.deadlines.add(lease, now + lease.length_s)
+    return Renewed(lease.length_s)
 
 
 # ---------------------------------------------------------------- ends that nobody asked for
 
 
-def expire_lease(table: TableState, one: LeaseState, why: str, now: float, *, failed: bool = True) -> None:
+def expire_lease(table: TableState, lease: LeaseState, why: str, now: float, *, failed: bool = True) -> None:
     """A lease ends by expiry or the death of its holder: a failed attempt. Unclaimed shares are no attempt."""
-    task = table.tasks[one.task]
-    claimed = bool(one.holders)
-    rows = one.rows[one.held]
-    one.held[:] = one.open[:] = False
-    table.history.add(now, why, rows, one.task, next(iter(one.holders.values()), 0))
+    task = table.tasks[lease.task]
+    claimed = bool(lease.holders)
+    rows = lease.rows[lease.held]
+    lease.held[:] = lease.open[:] = False
+    table.history.add(now, why, rows, lease.task, next(iter(lease.holders.values()), 0))
     return_rows(table, task, rows, failed=failed and claimed, now=now)
-    end_lease(table, one, why, by_holder=False)
-    if one.share is not None:
-        for number in table.shared_batches[one.task, *one.share].break_up(one.id):
+    end_lease(table, lease, why, by_holder=False)
+    if lease.share is not None:
+        for number in table.shared_batches[lease.task, *lease.share].break_up(lease.id):
             expire_lease(
                 table, table.core.leases.by_id[number], "its batch was given up by another rank", now, failed=failed
             )

@@ -64,9 +64,9 @@ def _task(table: TableState, name: str) -> TaskState:
     """The task of that name; without one the task that sets the pace, or the only one."""
     if not name and (table.pacing_task is not None or len(table.tasks) == 1):
         return table.pacing_task or next(iter(table.tasks.values()))
-    found = table.tasks.get(name)
-    if found is not None:
-        return found
+    task = table.tasks.get(name)
+    if task is not None:
+        return task
     if not name:
         raise UsageError(
             f'table "{table.name}" has no pacing, so steps are not known to be those of one task; name one of '

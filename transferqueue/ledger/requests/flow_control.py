@@ -27,8 +27,8 @@ def reserve(table: TableState, request: Reserve, session: int) -> Reserved | Mus
             return MustWait((("room", table.name), ("table", table.name)))
         raise Full(f'{request.rows} rows cannot be reserved in table "{table.name}" now: {why}')
     table.core.last_reservation += 1
-    one = table.flow.open(table.core.last_reservation, session, request.rows, version)
-    return Reserved(one.id, one.left, version, list(one.refills.items()))
+    reservation = table.flow.open(table.core.last_reservation, session, request.rows, version)
+    return Reserved(reservation.id, reservation.left, version, list(reservation.refills.items()))
 
 
 def why_reserve_waits(table: TableState, request: Reserve) -> str:
@@ -45,18 +45,20 @@ def why_reserve_waits(table: TableState, request: Reserve) -> str:
 
 def unreserve(table: TableState, request: Unreserve, session: int) -> DoneReply:
     """Rows of a reservation will not be produced."""
-    one = table.flow.reservations.get(request.reservation)
-    if one is None or one.session != session:
+    reservation = table.flow.reservations.get(request.reservation)
+    if reservation is None or reservation.session != session:
         raise NotFound(
             f'reservation {request.reservation} of table "{table.name}" is used up, was returned, or is not of this session'
         )
-    if request.rows > one.left:
-        raise UsageError(f"reservation {one.id} has {one.left} rows left; {request.rows} cannot be returned")
-    count = request.rows or one.left
-    if count == one.left:
-        table.flow.close(one)
+    if request.rows > reservation.left:
+        raise UsageError(
+            f"reservation {reservation.id} has {reservation.left} rows left; {request.rows} cannot be returned"
+        )
+    count = request.rows or reservation.left
+    if count == reservation.left:
+        table.flow.close(reservation)
     else:
-        table.flow.use(one, count, [])
+        table.flow.use(reservation, count, [])
     table.wake_room()
     return DoneReply(count)
 

@@ -28,11 +28,11 @@ def lease(table: TableState, task: TaskState, request: LeaseRequest, session: in
     """Answer a `LeaseState`: rows, `MustWait`, `EndOfTable`, or `DeadlineExceeded` if it does not want to wait."""
     _check(table, task, request)
     if request.world > 1 or request.replicas > 1:
-        given = _claim_share(table, task, request, session, now)
+        reply = _claim_share(table, task, request, session, now)
     else:
-        given = _lease_units(table, task, request, session, now)
-    if given is not None:
-        return given
+        reply = _lease_units(table, task, request, session, now)
+    if reply is not None:
+        return reply
     if table.sealed:
         _check_end(table, task, request, now)
     if request.wait_s > 0:
@@ -44,10 +44,10 @@ def lease(table: TableState, task: TaskState, request: LeaseRequest, session: in
 
 
 def _check(table: TableState, task: TaskState, request: LeaseRequest) -> None:
-    given = [name for name in ("rows", "tokens", "groups") if getattr(request, name)]
-    if len(given) != 1:
+    units = [name for name in ("rows", "tokens", "groups") if getattr(request, name)]
+    if len(units) != 1:
         raise UsageError(
-            f"a lease names exactly one of rows, tokens and groups, above 0; this names {' and '.join(given) or 'none'}"
+            f"a lease names exactly one of rows, tokens and groups, above 0; this names {' and '.join(units) or 'none'}"
         )
     if request.groups and task.task.groups is None:
         raise UsageError(
@@ -55,7 +55,7 @@ def _check(table: TableState, task: TaskState, request: LeaseRequest) -> None:
         )
     budget = request.rows or request.tokens or request.groups
     if request.at_least > budget:
-        raise UsageError(f"at_least={request.at_least} is above {given[0]}={budget}; it is the least of that number")
+        raise UsageError(f"at_least={request.at_least} is above {units[0]}={budget}; it is the least of that number")
     _check_peers(request)
     _check_possible(table, task, request)
     check_where(table.rows, request.where, table.expected_fields())
@@ -65,12 +65,12 @@ def _check(table: TableState, task: TaskState, request: LeaseRequest) -> None:
 
 
 def _check_peers(request: LeaseRequest) -> None:
-    for one, of in (("rank", "world"), ("replica", "replicas")):
-        number, count = getattr(request, one), getattr(request, of)
+    for index, size in (("rank", "world"), ("replica", "replicas")):
+        number, count = getattr(request, index), getattr(request, size)
         if number >= count:
-            raise UsageError(f"{one}={number} is not below {of}={count}; {one}s are 0 to {count - 1}")
+            raise UsageError(f"{index}={number} is not below {size}={count}; {index}s are 0 to {count - 1}")
         if count > REPLICAS_MAX:
-            raise Impossible(f"{of}={count} is above {REPLICAS_MAX}, the most sessions there can be")
+            raise Impossible(f"{size}={count} is above {REPLICAS_MAX}, the most sessions there can be")
 
 
 def _check_possible(table: TableState, task: TaskState, request: LeaseRequest) -> None:
@@ -119,9 +119,9 @@ def _lease_units(table: TableState, task: TaskState, request: LeaseRequest, sess
         return None
     choice.queue.taken(choice.sizes.size)
     at = table.rows.pages.index(choice.rows)
-    one = _open(table, task, choice.rows, at, request, now)
-    table.core.leases.hold(one, session, 0)
-    return _reply(table, one, at, request, session, now)
+    lease = _open(table, task, choice.rows, at, request, now)
+    table.core.leases.hold(lease, session, 0)
+    return _reply(table, lease, at, request, session, now)
 
 
 def _open(
@@ -129,11 +129,11 @@ def _open(
 ) -> LeaseState:
     """The rows, at these places, leave the queue; nobody holds the lease yet."""
     length = request.lease_s or task.task.lease_s
-    one = table.core.leases.open(table.name, task.task.name, rows, length, now)
-    one.replicas = request.replicas
-    task.lease(rows, at, one.id)
-    table.core.deadlines.add(one, now + length)
-    return one
+    lease = table.core.leases.open(table.name, task.task.name, rows, length, now)
+    lease.replicas = request.replicas
+    task.lease(rows, at, lease.id)
+    table.core.deadlines.add(lease, now + length)
+    return lease
 
 
 def _requested_fields(task: TaskState, request: LeaseRequest) -> Sequence[str] | None:
@@ -141,17 +141,19 @@ def _requested_fields(task: TaskState, request: LeaseRequest) -> Sequence[str] |
     return None if request.fields is None or tuple(request.fields) == task.task.needs else request.fields
 
 
-def _reply(table: TableState, one: LeaseState, at: IntArray, request: LeaseRequest, session: int, now: float) -> Leased:
-    task = table.tasks[one.task]
-    asked = _requested_fields(task, request)
-    fields = task.task.needs if asked is None else complete_fields(table, at, asked)
-    content, blocks = describe_rows(table, one.rows, run_of(at), fields)
+def _reply(
+    table: TableState, lease: LeaseState, at: IntArray, request: LeaseRequest, session: int, now: float
+) -> Leased:
+    task = table.tasks[lease.task]
+    requested = _requested_fields(task, request)
+    fields = task.task.needs if requested is None else complete_fields(table, at, requested)
+    content, blocks = describe_rows(table, lease.rows, run_of(at), fields)
     table.core.blocks.pin(session, blocks)
-    table.history.add(now, "leased", one.rows, one.task, session, f"lease {one.id}")
-    if table.pacing and table.pacing.task == one.task:
+    table.history.add(now, "leased", lease.rows, lease.task, session, f"lease {lease.id}")
+    if table.pacing and table.pacing.task == lease.task:
         table.core.effects.wake("clock", table.name)
         _count_staleness(table, at)
-    return Leased(one.id, one.token, one.length_s, table.clock, content)
+    return Leased(lease.id, lease.token, lease.length_s, table.clock, content)
 
 
 def _count_staleness(table: TableState, at: IntArray) -> None:
@@ -175,19 +177,19 @@ def _add(counts: dict[int, int], lags: IntArray) -> None:
 
 def _claim_share(table: TableState, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | None:
     key = (task.task.name, request.world, request.replicas)
-    agreement = table.shared_batches.get(key) or SharedBatches(request.world, request.replicas)
-    found = agreement.waiting(request)
-    if found is None:
+    shared = table.shared_batches.get(key) or SharedBatches(request.world, request.replicas)
+    claim = shared.waiting(request)
+    if claim is None:
         choice = choose(table, task, request)
         if choice is None:
             return None
-        table.shared_batches[key] = agreement
-        found = agreement.make(request, _make_shares(table, task, choice, request, now))
+        table.shared_batches[key] = shared
+        claim = shared.make(request, _make_shares(table, task, choice, request, now))
         table.wake_task(task.task.name)
-    number, batch = found
-    one = table.core.leases.by_id[batch.shares[request.rank]]
-    reply = _join_share(table, one, request, session, now)
-    agreement.claim(number, request.rank, request.replica)
+    number, batch = claim
+    lease = table.core.leases.by_id[batch.shares[request.rank]]
+    reply = _join_share(table, lease, request, session, now)
+    shared.claim(number, request.rank, request.replica)
     return reply
 
 
@@ -201,50 +203,50 @@ def _make_shares(
     for units in shares(weights, request.world, equal_counts=task.ranker.equal_counts):
         rows = [choice.rows[starts[unit] : starts[unit] + choice.sizes[unit]] for unit in units]
         share = np.concatenate(rows) if rows else NO_ROWS
-        one = _open(table, task, share, table.rows.pages.index(share), request, now)
-        one.share = (request.world, request.replicas)
-        made.append(one.id)
+        lease = _open(table, task, share, table.rows.pages.index(share), request, now)
+        lease.share = (request.world, request.replicas)
+        made.append(lease.id)
     return made
 
 
-def _join_share(table: TableState, one: LeaseState, request: LeaseRequest, session: int, now: float) -> Leased:
+def _join_share(table: TableState, lease: LeaseState, request: LeaseRequest, session: int, now: float) -> Leased:
     """This peer holds the share too; every peer gets what the first got."""
-    if one.reply is not None and one.fields != request.fields:
+    if lease.reply is not None and lease.fields != request.fields:
         raise UsageError(
-            f"replica {request.replica} asks for fields {request.fields}, the first replica asked for {one.fields}; "
+            f"replica {request.replica} asks for fields {request.fields}, the first replica asked for {lease.fields}; "
             "replicas ask alike"
         )
-    first = not one.holders
-    table.core.leases.hold(one, session, request.replica)
+    first = not lease.holders
+    table.core.leases.hold(lease, session, request.replica)
     if first:
-        _start_share(table, one, now)
-        reply = _reply(table, one, table.rows.pages.index(one.rows), request, session, now)
-        if one.replicas > 1:
+        _start_share(table, lease, now)
+        reply = _reply(table, lease, table.rows.pages.index(lease.rows), request, session, now)
+        if lease.replicas > 1:
             # Pinned for the lease too: the first replica may let go before the last has asked.
-            one.reply, one.fields = reply, request.fields
-            table.core.blocks.pin(-one.id, _blocks(reply))
+            lease.reply, lease.fields = reply, request.fields
+            table.core.blocks.pin(-lease.id, _blocks(reply))
         return reply
-    reply = one.reply or _reply(table, one, table.rows.pages.index(one.rows), request, session, now)
+    reply = lease.reply or _reply(table, lease, table.rows.pages.index(lease.rows), request, session, now)
     table.core.blocks.pin(session, _blocks(reply))
-    left = one.length_s if one.deadline is None else max(0.0, one.deadline - now)
+    left = lease.length_s if lease.deadline is None else max(0.0, lease.deadline - now)
     return Leased(reply.lease, reply.token, left, reply.version, reply.content)
 
 
-def _start_share(table: TableState, one: LeaseState, now: float) -> None:
+def _start_share(table: TableState, lease: LeaseState, now: float) -> None:
     """The lease time of a share begins when it is claimed. Rows that were dropped, or became stale, are not in it."""
-    table.core.deadlines.add(one, now + one.length_s)
-    stale = _stale_since(table, one)
+    table.core.deadlines.add(lease, now + lease.length_s)
+    stale = _stale_since(table, lease)
     if stale.size:
-        one.remove(stale)
-        return_rows(table, table.tasks[one.task], stale, failed=False, now=now)
-    one.begin(now)
+        lease.remove(stale)
+        return_rows(table, table.tasks[lease.task], stale, failed=False, now=now)
+    lease.begin(now)
     apply_group_and_stale_rules(table, now)
 
 
-def _stale_since(table: TableState, one: LeaseState) -> IntArray:
+def _stale_since(table: TableState, lease: LeaseState) -> IntArray:
     """Rows of an unclaimed share that are over the staleness bound by now, with the rest of their groups."""
-    task = table.tasks[one.task]
-    rows = one.rows[one.held]
+    task = table.tasks[lease.task]
+    rows = lease.rows[lease.held]
     if task is not table.pacing_task or table.oldest_fresh_version <= 0:
         return NO_ROWS
     at = table.rows.pages.index(rows)

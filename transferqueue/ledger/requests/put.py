@@ -90,16 +90,16 @@ def _group_rows_max(table: TableState) -> int:
 def _check_reservation(table: TableState, request: PutRequest, session: int) -> ReservationState | None:
     if not request.reservation:
         return None
-    one = table.flow.reservations.get(request.reservation)
-    if one is None or one.session != session:
+    reservation = table.flow.reservations.get(request.reservation)
+    if reservation is None or reservation.session != session:
         raise NotFound(
             f'reservation {request.reservation} of table "{table.name}" is used up, was returned, or is not of this session'
         )
-    if request.rows > one.left:
+    if request.rows > reservation.left:
         raise UsageError(
-            f"reservation {one.id} has {one.left} rows left; the put has {request.rows}: reserve more first"
+            f"reservation {reservation.id} has {reservation.left} rows left; the put has {request.rows}: reserve more first"
         )
-    return one
+    return reservation
 
 
 def no_room(table: TableState, rows: int, nbytes: int) -> str:
@@ -136,9 +136,9 @@ def _enter(table: TableState, staged: StagedCommit, ids: IntArray, where: Index,
     numbers = staged.facts.numbers
     if "group_id" in numbers:
         table.groups.add(ids, numbers["group_id"], numbers["group_size"])
-    there = frozenset(staged.names)
+    names = frozenset(staged.names)
     for task in table.tasks.values():
-        complete = task.needs <= there
+        complete = task.needs <= names
         task.arrive(ids, where, complete=complete, now=now)
         if complete:
             table.wake_task(task.task.name)
@@ -265,8 +265,8 @@ def delete(table: TableState, request: Delete, now: float) -> DoneReply:
             )
     drop_rows(table, rows[table.rows.pages.fate.a[at] == LIVE], "deleted", now)
     apply_group_and_stale_rules(table, now)
-    at, there = table.rows.pages.find(rows)
-    if there.any():
-        free_rows(table, rows[there], at[there])
+    at, resident = table.rows.pages.find(rows)
+    if resident.any():
+        free_rows(table, rows[resident], at[resident])
         table.wake_room()
     return DoneReply(rows.size)

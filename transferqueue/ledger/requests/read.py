@@ -50,17 +50,17 @@ def _named(table: TableState, request: ReadRequest) -> IntArray:
 
 def _scan(table: TableState, where: Sequence[Predicate], limit: int) -> IntArray:
     most = min(limit or ROWS_PER_REQUEST_MAX, ROWS_PER_REQUEST_MAX)
-    found: list[IntArray] = []
-    have = 0
+    chosen: list[IntArray] = []
+    count = 0
     for page in table.rows.pages.pages():
         rows = table.rows.pages.rows_of(page)
         at = table.rows.pages.index(rows)
         good = (table.rows.pages.fate.a[at] != DROPPED) & matches(table.rows, where, rows, at)
-        found.append(rows[good])
-        have += found[-1].size
-        if have >= most:
+        chosen.append(rows[good])
+        count += chosen[-1].size
+        if count >= most:
             break
-    return np.concatenate(found)[:most] if found else np.empty(0, np.int64)
+    return np.concatenate(chosen)[:most] if chosen else np.empty(0, np.int64)
 
 
 def _check_complete(table: TableState, rows: IntArray, at: IntArray, fields: Sequence[str]) -> None:

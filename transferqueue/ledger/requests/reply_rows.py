@@ -24,9 +24,9 @@ _FIRST: Final = run_length.encode_constant(np.zeros(1, np.int32))
 """Every row is in the first block."""
 
 
-def describe_rows(table: TableState, rows: IntArray, at: Index, there: Sequence[str]) -> tuple[ReplyRows, list[int]]:
+def describe_rows(table: TableState, rows: IntArray, at: Index, names: Sequence[str]) -> tuple[ReplyRows, list[int]]:
     """Content of `rows` with fields that all of them have (`complete_fields`), and the blocks it names."""
-    inline, placed, definitions = table.rows.reply_fields(there)
+    inline, placed, definitions = table.rows.reply_fields(names)
     blocks: dict[int, None] = {}
     parts = [_part(table.core.blocks, places, blocks) for places in table.parts.locate(placed, at)]
     content = ReplyRows(
@@ -53,8 +53,10 @@ def _of_rows(values: dict[int, Value], rows: IntArray, default: Value) -> list[V
     """The value of each row; None if none has one."""
     if not values:
         return None
-    found = [values.get(row) for row in rows.tolist()]
-    return [default if one is None else one for one in found] if any(one is not None for one in found) else None
+    of_row = [values.get(row) for row in rows.tolist()]
+    if all(value is None for value in of_row):
+        return None
+    return [default if value is None else value for value in of_row]
 
 
 def _part(blocks: BlockRegistry, places: BlockSlots, named: dict[int, None]) -> ReplyColumns:
@@ -72,5 +74,5 @@ def _distinct(blocks: IntArray) -> tuple[list[int], bytes]:
     """The distinct blocks, and for each row which of them it is in, as `run_length.alike`."""
     if blocks.size and (blocks == blocks[0]).all():
         return [int(blocks[0])], _FIRST
-    found, index = np.unique(blocks, return_inverse=True)
-    return found.tolist(), index.astype(np.int32).tobytes()
+    numbers, index = np.unique(blocks, return_inverse=True)
+    return numbers.tolist(), index.astype(np.int32).tobytes()

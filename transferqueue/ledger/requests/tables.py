@@ -117,8 +117,8 @@ def _extra_fields(request: CreateTable) -> bool | None:
 def other_terms(table: TableState, request: CreateTable) -> list[str]:
     """In what an existing table is not what the request asks for (it may have more fields and tasks by now)."""
     tasks = {name: state.task for name, state in table.tasks.items()}
-    found = [f'field "{one.name}"' for one in request.fields if table.rows.fields.get(one.name) != one]
-    found += [f'task "{one.name}"' for one in request.tasks if tasks.get(one.name) != one]
+    different = [f'field "{field.name}"' for field in request.fields if table.rows.fields.get(field.name) != field]
+    different += [f'task "{task.name}"' for task in request.tasks if tasks.get(task.name) != task]
     terms = {
         "limits": (table.limits, request.limits),
         "pacing": (table.pacing, request.pacing),
@@ -126,16 +126,16 @@ def other_terms(table: TableState, request: CreateTable) -> list[str]:
         "replicas": (table.replicas, request.replicas),
         "extra_fields": (table.extra_fields, _extra_fields(request)),
     }
-    return found + [name for name, (there, wanted) in terms.items() if there != wanted]
+    return different + [name for name, (existing, wanted) in terms.items() if existing != wanted]
 
 
 def add_task(table: TableState, task: Task, now: float) -> TableTerms:
     """Declare a task. The same declaration again is no error."""
-    there = table.tasks.get(task.name)
-    if there is not None:
-        if there.task == task:
+    existing = table.tasks.get(task.name)
+    if existing is not None:
+        if existing.task == task:
             return table.terms()
-        raise AlreadyExists(f'task "{task.name}" of table "{table.name}" exists with other terms: {there.task}')
+        raise AlreadyExists(f'task "{task.name}" of table "{table.name}" exists with other terms: {existing.task}')
     if len(table.tasks) >= TASKS_MAX:
         raise UsageError(f'table "{table.name}" has {TASKS_MAX} tasks, the most there may be')
     _check_task(table.core, task)
@@ -170,7 +170,7 @@ def drop_table(table: TableState, now: float) -> None:
     left = table.rows.pages.resident_rows()
     if left.size:
         free_rows(table, left, table.rows.pages.index(left))
-    for lease in [one for one in table.core.leases.by_id.values() if one.table == table.name]:
+    for lease in [lease for lease in table.core.leases.by_id.values() if lease.table == table.name]:
         end_lease(table, lease, "its table was dropped", by_holder=False)
     forget_puts(table, list(table.puts_of_page))
     for task in table.group_tasks:

@@ -101,9 +101,13 @@ def check_publish(channel: WeightChannelState, blocks: BlockRegistry, session: i
         raise UsageError(
             f'channel "{channel.name}" is at version {channel.latest}; it never goes back to {request.version}'
         )
-    kept = _check_kept(channel, blocks, request)
-    fields = {one.name: one for one in request.fields}
-    if len(fields) + len(kept) != len({*fields, *kept}) or len(fields) != len(request.fields) or not (fields or kept):
+    kept_fields = _check_kept(channel, blocks, request)
+    fields = {new.name: new for new in request.fields}
+    if (
+        len(fields) + len(kept_fields) != len({*fields, *kept_fields})
+        or len(fields) != len(request.fields)
+        or not (fields or kept_fields)
+    ):
         raise SchemaError(f'version {request.version} of channel "{channel.name}" needs fields, each named once')
     placed = [name for block in request.blocks for name in block.fields]
     if sorted(placed) != sorted(fields):
@@ -148,7 +152,7 @@ def publish(channel: WeightChannelState, blocks: BlockRegistry, request: Publish
     fields = list(request.fields)
     if request.kept:
         names = {name for number in request.kept for name in blocks.blocks[number].at.fields}
-        fields += [one for one in channel.versions[request.base].fields if one.name in names]
+        fields += [old for old in channel.versions[request.base].fields if old.name in names]
     channel.versions[request.version] = PublishedVersion(fields, [*numbers, *request.kept], now)
     channel.latest, channel.keep = request.version, request.keep
     for version in list(channel.versions)[: -channel.keep]:
@@ -162,7 +166,7 @@ def _forget(channel: WeightChannelState, blocks: BlockRegistry, version: int) ->
 
 def lose_blocks(channel: WeightChannelState, blocks: BlockRegistry, gone: frozenset[int], why: str) -> None:
     """The bytes of some blocks are gone, and with them each version that has one. why: as `WeightChannelState.lost`."""
-    for version in [number for number, one in channel.versions.items() if not gone.isdisjoint(one.blocks)]:
+    for version in [number for number, published in channel.versions.items() if not gone.isdisjoint(published.blocks)]:
         _forget(channel, blocks, version)
         channel.lost[version] = why
     channel.lost = dict(sorted(channel.lost.items())[-channel.keep :])
@@ -173,9 +177,9 @@ def basis(channel: WeightChannelState, blocks: BlockRegistry) -> LatestVersion:
     newest = channel.versions.get(channel.latest)
     if newest is None:
         return LatestVersion(channel.latest, [], [], {}, channel.lost.get(channel.latest, ""))
-    found = [blocks.blocks[number] for number in newest.blocks]
-    extents = {one.extent.id: 0 if one.extent.open else one.extent.nbytes for one in found}
-    return LatestVersion(channel.latest, list(newest.fields), [one.at for one in found], extents)
+    kept = [blocks.blocks[number] for number in newest.blocks]
+    extents = {block.extent.id: 0 if block.extent.open else block.extent.nbytes for block in kept}
+    return LatestVersion(channel.latest, list(newest.fields), [block.at for block in kept], extents)
 
 
 def pull(channel: WeightChannelState, blocks: BlockRegistry, request: Pull, session: int) -> WeightsReply | MustWait:
@@ -187,13 +191,13 @@ def pull(channel: WeightChannelState, blocks: BlockRegistry, request: Pull, sess
         raise NotFound(
             f'version {version} of channel "{channel.name}" is not kept; it has {listing(channel.versions)}: pull a newer one'
         )
-    kept = channel.versions.get(version)
-    if kept is None or (request.version < 0 and version <= request.above):
+    published = channel.versions.get(version)
+    if published is None or (request.version < 0 and version <= request.above):
         if request.wait_s > 0:
             return MustWait((("channel", channel.name),))
         raise DeadlineExceeded(explain_pull(channel, request))
-    blocks.pin(session, kept.blocks)
-    return WeightsReply(version, list(kept.fields), [blocks.blocks[number].at for number in kept.blocks])
+    blocks.pin(session, published.blocks)
+    return WeightsReply(version, list(published.fields), [blocks.blocks[number].at for number in published.blocks])
 
 
 def explain_pull(channel: WeightChannelState, request: Pull) -> str:

@@ -71,9 +71,9 @@ def tally_in_order(values: IntArray) -> list[tuple[int, int]]:
     first = int(values[0])
     if (values == first).all():
         return [(first, values.size)]
-    found, at, times = np.unique(values, return_index=True, return_counts=True)
+    distinct, at, times = np.unique(values, return_index=True, return_counts=True)
     order = np.argsort(at)
-    return list(zip(found[order].tolist(), times[order].tolist(), strict=True))
+    return list(zip(distinct[order].tolist(), times[order].tolist(), strict=True))
 
 
 def tally(values: IntArray) -> list[tuple[int, int]]:
@@ -83,5 +83,5 @@ def tally(values: IntArray) -> list[tuple[int, int]]:
     first = int(values[0])
     if (values == first).all():
         return [(first, values.size)]
-    found, times = np.unique(values, return_counts=True)
-    return list(zip(found.tolist(), times.tolist(), strict=True))
+    distinct, times = np.unique(values, return_counts=True)
+    return list(zip(distinct.tolist(), times.tolist(), strict=True))

@@ -169,7 +169,7 @@ class BlockRegistry:
         """What is left of the block in shards that are not lost is the block."""
         at = block.at
         places = [CopyLocation(at.shard, at.extent, at.offset), *at.copies]
-        first, *copies = [place for place, one in zip(places, block.extents, strict=True) if not one.lost]
+        first, *copies = [place for place, extent in zip(places, block.extents, strict=True) if not extent.lost]
         block.at = replace(at, shard=first.shard, extent=first.extent, offset=first.offset, copies=copies)
         gone = [extent for extent in block.extents if extent.lost]
         block.extents = [extent for extent in block.extents if not extent.lost]
@@ -315,14 +315,14 @@ class BlockRegistry:
 
 def _places(placed: WrittenBlock) -> list[tuple[int, int]]:
     """Extent and offset of each copy of a block, the first first."""
-    return [(placed.extent, placed.offset), *((one.extent, one.offset) for one in placed.copies)]
+    return [(placed.extent, placed.offset), *((copy.extent, copy.offset) for copy in placed.copies)]
 
 
 def _block_at(number: int, placed: WrittenBlock, extents: Sequence[ExtentState]) -> BlockLocation:
     """How replies name a block."""
     copies = [
-        CopyLocation(extent.shard, one.extent, one.offset)
-        for extent, one in zip(extents[1:], placed.copies, strict=True)
+        CopyLocation(extent.shard, copy.extent, copy.offset)
+        for extent, copy in zip(extents[1:], placed.copies, strict=True)
     ]
     return BlockLocation(
         number, extents[0].shard, placed.extent, placed.offset, placed.nbytes, placed.rows, list(placed.fields),

@@ -137,11 +137,11 @@ class ColumnGroups:
 
     def lies_in(self, at: IntArray, blocks: IntArray) -> BoolArray:
         """Which rows have anything in one of `blocks`."""
-        found = np.zeros(at.size, np.bool_)
+        in_blocks = np.zeros(at.size, np.bool_)
         for part in self._by_fields.values():
             if part.entries:
-                found |= np.isin(part.block.a[at], blocks)
-        return found
+                in_blocks |= np.isin(part.block.a[at], blocks)
+        return in_blocks
 
     def locate(self, fields: Iterable[str], at: Index) -> list[BlockSlots]:
         """Places of fields (that are set) for rows, fields that lie together in one entry."""

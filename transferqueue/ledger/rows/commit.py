@@ -55,7 +55,7 @@ def check_columns(
     """`columns` for `count` rows, each block in `replicas` shards, checked for all that does not depend on which rows."""
     _check_few(columns)
     known = rows.check_fields(columns.fields)
-    inline = [(one.field, _check_inline(rows, known, one.field, one.data, count)) for one in columns.inline]
+    inline = [(column.field, _check_inline(rows, known, column.field, column.data, count)) for column in columns.inline]
     slots = [_check_block(rows, known, placed, count) for placed in columns.blocks]
     names = [name for placed in columns.blocks for name in placed.fields] + [name for name, _ in inline]
     if len(set(names)) != len(names):
@@ -134,10 +134,10 @@ def check_unset(rows: RowStore, staged: StagedCommit, ids: IntArray, at: IntArra
     if not rows.has_any(at, rows.mask(names)).any():
         return
     for name in names:
-        there: BoolArray = rows.has_any(at, rows.mask((name,)))
-        if there.any():
+        has_field: BoolArray = rows.has_any(at, rows.mask((name,)))
+        if has_field.any():
             raise AlreadyExists(
-                f'field "{name}" of row {some(ids[there])} in table "{rows.table}" is already set; '
+                f'field "{name}" of row {some(ids[has_field])} in table "{rows.table}" is already set; '
                 "table.update(rows, overwrite=True, ...) replaces it"
             )
 
@@ -168,7 +168,7 @@ def reserve_blocks(
         rows.add_field(new)
     staged.parts = [parts.parts_of(placed.fields) for placed in staged.placed]
     if staged.placed:
-        refs = [staged.rows * len(one) for one in staged.parts]
+        refs = [staged.rows * len(group) for group in staged.parts]
         staged.blocks = blocks.commit(staged.placed, usage, refs)
 
 

@@ -111,8 +111,8 @@ def _check_groups(numbers: dict[str, AnyArray]) -> None:
     if ids is None and sizes is None:
         return
     if ids is None or sizes is None:
-        given, missing = ("group_size", "group_id") if ids is None else ("group_id", "group_size")
-        raise UsageError(f"{given} is given without {missing}; a group is known by both")
+        present, missing = ("group_size", "group_id") if ids is None else ("group_id", "group_size")
+        raise UsageError(f"{present} is given without {missing}; a group is known by both")
     if sizes.size and int(sizes.max()) > ROWS_PER_REQUEST_MAX:
         raise UsageError(
             f"group_size {int(sizes.max())} is above {ROWS_PER_REQUEST_MAX}, the most rows one lease may have"
@@ -123,15 +123,15 @@ def _check_groups(numbers: dict[str, AnyArray]) -> None:
 
 
 def _check_keys(keys: list[str]) -> None:
-    given = [key for key in keys if key]
-    if len(set(given)) < len(given):
-        twice, _ = Counter(given).most_common(1)[0]
+    named = [key for key in keys if key]
+    if len(set(named)) < len(named):
+        twice, _ = Counter(named).most_common(1)[0]
         raise UsageError(f"key {twice!r} is given twice in one request; a key names one row")
 
 
 def check_tags_of_rows(tags: list[Tags]) -> None:
     """`UsageError` unless each of these may be the tags of a row."""
-    for one in tags:
-        if len(one) > TAGS_MAX:
-            raise UsageError(f"a row has {len(one)} tags; at most {TAGS_MAX}: use a column")
-        check_tags(one)
+    for row_tags in tags:
+        if len(row_tags) > TAGS_MAX:
+            raise UsageError(f"a row has {len(row_tags)} tags; at most {TAGS_MAX}: use a column")
+        check_tags(row_tags)

@@ -75,7 +75,7 @@ class GroupIndex:
 
     def known(self) -> list[tuple[int, int, int]]:
         """Id, size and present members of each known group."""
-        return [(one.id, one.size, one.present) for one in self._by_id.values()]
+        return [(group.id, group.size, group.present) for group in self._by_id.values()]
 
     def restore(self, known: dict[str, AnyArray], rows: IntArray, ids: AnyArray) -> None:
         """The groups that `known` told of, as columns, with their members without a fate: `rows` of groups `ids`, ascending."""

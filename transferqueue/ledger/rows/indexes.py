@@ -49,9 +49,9 @@ class VersionIndex:
 
     def _live_rows(self, version: int) -> IntArray:
         rows = np.concatenate(self._filed[version])
-        at, there = self._rows.pages.find(rows)
-        there &= (self._rows.version.a[at] == version) & (self._rows.pages.fate.a[at] == LIVE)
-        return np.unique(rows[there])
+        at, live = self._rows.pages.find(rows)
+        live &= (self._rows.version.a[at] == version) & (self._rows.pages.fate.a[at] == LIVE)
+        return np.unique(rows[live])
 
     def _compact(self) -> None:
         for version in list(self._filed):
@@ -61,7 +61,7 @@ class VersionIndex:
             else:
                 del self._filed[version]
         self._versions = sorted(self._filed)
-        self._size = sum(one[0].size for one in self._filed.values())
+        self._size = sum(arrays[0].size for arrays in self._filed.values())
 
     def below(self, bound: int) -> list[IntArray]:
         """Live rows of versions below `bound`, oldest version first; they stay filed."""
@@ -123,8 +123,8 @@ class FinishedOrdinals:
     def cursor(self, start: int = 0) -> int:
         """The lowest ordinal from `start` on that is not final. Walks the live rows."""
         self.merge_pending()
-        found = int(np.searchsorted(self.spans[:, 0], start, "right")) - 1
-        end = max(start, int(self.spans[found, 1]) + 1) if found >= 0 else start
+        span = int(np.searchsorted(self.spans[:, 0], start, "right")) - 1
+        end = max(start, int(self.spans[span, 1]) + 1) if span >= 0 else start
         rows = self._rows.pages.resident_rows()
         at = self._rows.pages.index(rows)
         live: IntArray = self._rows.facts["ordinal"].a[at[self._rows.pages.fate.a[at] == LIVE]]
@@ -167,8 +167,8 @@ class StepIndex:
     def uncovered_rows(self, step: int) -> IntArray:
         """Rows whose last ack was with `step`, and that still wait, ascending."""
         rows = np.unique(np.concatenate(self._filed[step]))
-        at, there = self._rows.pages.find(rows)
-        uncovered: IntArray = rows[there & (self._state.a[at] == self._stepped) & (self._hold.a[at] == step)]
+        at, resident = self._rows.pages.find(rows)
+        uncovered: IntArray = rows[resident & (self._state.a[at] == self._stepped) & (self._hold.a[at] == step)]
         return uncovered
 
     def take(self, chosen: Callable[[int], bool]) -> IntArray:

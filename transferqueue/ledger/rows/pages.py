@@ -114,10 +114,10 @@ class RowPages:
         if page - self._base < self._frames.size:
             return
         oldest = next(iter(self._left), page)
-        kept = self._frames[oldest - self._base :]
+        frames_in_use = self._frames[oldest - self._base :]
         size = max(16, 2 * (page - oldest + 1))
         frames: IntArray = np.full(size, -1, np.int64)
-        frames[: kept.size] = kept
+        frames[: frames_in_use.size] = frames_in_use
         self._frames, self._base = frames, oldest
 
     def restore(self, next_row: int, rows: IntArray) -> None:
@@ -169,8 +169,8 @@ class RowPages:
     def rows_of(self, page: int) -> IntArray:
         """Resident rows of a page, ascending."""
         at = int(self._frames[page - self._base]) * PAGE_ROWS
-        found: IntArray = np.flatnonzero(self.fate.a[at : at + PAGE_ROWS])
-        return found + (page << SHIFT)
+        offsets: IntArray = np.flatnonzero(self.fate.a[at : at + PAGE_ROWS])
+        return offsets + (page << SHIFT)
 
     def resident_rows(self) -> IntArray:
         """All resident rows, ascending. Walks every page: for people, and for tasks declared late."""
@@ -192,5 +192,5 @@ class RowPages:
             column.a.reshape(-1, PAGE_ROWS)[frames] = data.reshape(-1, PAGE_ROWS)
 
     def _frames_in_use(self) -> IntArray:
-        found: IntArray = self._frames[np.array(list(self._left), np.int64) - self._base]
-        return found
+        frames: IntArray = self._frames[np.array(list(self._left), np.int64) - self._base]
+        return frames

@@ -85,10 +85,10 @@ class RowStore:
             raise UsageError(f"a request defines {len(fields)} fields; at most {FIELDS_MAX} are allowed")
         new: dict[str, Field] = {}
         for field in fields:
-            there = self.fields.get(field.name) or new.setdefault(field.name, field)
-            if there != field:
+            existing = self.fields.get(field.name) or new.setdefault(field.name, field)
+            if existing != field:
                 raise SchemaError(
-                    f'field "{field.name}" of table "{self.table}" is {there.describe()}, but {field.describe()} was '
+                    f'field "{field.name}" of table "{self.table}" is {existing.describe()}, but {field.describe()} was '
                     "given; give values of the declared dtype and shape"
                 )
         if len(self.fields) + len(new) > FIELDS_MAX:
@@ -122,32 +122,32 @@ class RowStore:
     def reply_fields(self, names: Sequence[str]) -> tuple[list[str], list[str], bytes]:
         """Of fields that the table has: those that are inline, the others, and the definitions of all as a reply tells them."""
         key = tuple(names)
-        found = self._reply_fields.get(key)
-        if found is None:
+        fields = self._reply_fields.get(key)
+        if fields is None:
             if len(self._reply_fields) > REPLY_FIELDS_KEPT:
                 self._reply_fields.clear()
             inline = [name for name in key if name in self.inline]
             placed = [name for name in key if name not in self.inline]
-            found = self._reply_fields[key] = inline, placed, encode_fields([self.fields[name] for name in key])
-        return found
+            fields = self._reply_fields[key] = inline, placed, encode_fields([self.fields[name] for name in key])
+        return fields
 
     def has_all(self, at: Index, mask: FieldMask) -> BoolArray:
         """Which rows have every field of `mask`."""
         if len(mask.words) == 1:
             ((word, bits),) = mask.words
-            one: BoolArray = (self.words[word].a[at] & bits) == bits
-            return one
-        found = np.ones(self.pages.fate.a[at].size, np.bool_)
+            single: BoolArray = (self.words[word].a[at] & bits) == bits
+            return single
+        has = np.ones(self.pages.fate.a[at].size, np.bool_)
         for word, bits in mask.words:
-            found &= (self.words[word].a[at] & bits) == bits
-        return found
+            has &= (self.words[word].a[at] & bits) == bits
+        return has
 
     def has_any(self, at: Index, mask: FieldMask) -> BoolArray:
         """Which rows have a field of `mask`."""
-        found = np.zeros(self.pages.fate.a[at].size, np.bool_)
+        has = np.zeros(self.pages.fate.a[at].size, np.bool_)
         for word, bits in mask.words:
-            found |= (self.words[word].a[at] & bits) != 0
-        return found
+            has |= (self.words[word].a[at] & bits) != 0
+        return has
 
     def set_fields(self, at: Index, mask: FieldMask) -> None:
         """The rows have the fields of `mask` now."""
@@ -163,9 +163,9 @@ class RowStore:
 
     def places(self, rows: IntArray) -> IntArray:
         """Places of rows that must all be resident; `NotFound` names those that are not."""
-        at, there = self.pages.find(rows)
-        if not there.all():
-            gone = rows[~there]
+        at, resident = self.pages.find(rows)
+        if not resident.all():
+            gone = rows[~resident]
             never = gone[(gone < 0) | (gone >= self.pages.next_row)]
             if never.size:
                 raise NotFound(
@@ -192,9 +192,9 @@ class RowStore:
         if self.row_of_key.keys().isdisjoint(keys):
             return
         for position, key in enumerate(keys):
-            there = self.row_of_key.get(key) if key else None
-            if there is not None and (rows is None or int(rows[position]) != there):
-                raise AlreadyExists(f'key {key!r} of table "{self.table}" names row {there}; a key names one row')
+            owner = self.row_of_key.get(key) if key else None
+            if owner is not None and (rows is None or int(rows[position]) != owner):
+                raise AlreadyExists(f'key {key!r} of table "{self.table}" names row {owner}; a key names one row')
 
     def set_facts(self, rows: IntArray, at: Index, facts: CheckedFacts) -> None:
         """Write facts of rows at places `at`."""

@@ -80,28 +80,28 @@ def _wanted(request: LeaseRequest) -> str:
 
 
 def _lacking(table: TableState, task: TaskState, now: float) -> list[str]:
-    found = [*_leased(table, [task], now), *_pending(table, task, now), *_stepped(task)]
+    reasons = [*_leased(table, [task], now), *_pending(table, task, now), *_stepped(task)]
     if isinstance(task, GroupTaskState):
-        found += _forming(table, task)
-    if not found and not task.open_rows:
-        found.append("the table is sealed" if table.sealed else "no row that it has not done is in the table")
-        found += _dropped(table)
+        reasons += _forming(table, task)
+    if not reasons and not task.open_rows:
+        reasons.append("the table is sealed" if table.sealed else "no row that it has not done is in the table")
+        reasons += _dropped(table)
         end = [] if table.sealed else ["more may be put until the table is sealed"]
-        return [*found, *lost_rows(table), *end]
-    return found + lost_rows(table)
+        return [*reasons, *lost_rows(table), *end]
+    return reasons + lost_rows(table)
 
 
 def _dropped(table: TableState) -> list[str]:
     """Why there may be no rows though some were put. Those that ended as bytes were lost are told by `lost_rows`."""
     reasons = sorted((-count, reason) for reason, count in table.rows_dropped.items() if reason != LOST)
-    told = ", ".join(f"{reason} {-count}" for count, reason in reasons[:REASONS_SHOWN])
+    text = ", ".join(f"{reason} {-count}" for count, reason in reasons[:REASONS_SHOWN])
     count = -sum(count for count, _ in reasons)
-    return [f"{count} {'was' if count == 1 else 'were'} dropped: {told}"] if told else []
+    return [f"{count} {'was' if count == 1 else 'were'} dropped: {text}"] if text else []
 
 
 def _leased(table: TableState, tasks: Iterable[TaskState], now: float) -> list[str]:
     """How many rows (or groups) are leased, by whom, since when, and whether they still say something."""
-    told = []
+    lines = []
     for task in tasks:
         held: dict[str, tuple[int, float]] = {}
         unseen = task.counts[LEASED]
@@ -109,17 +109,17 @@ def _leased(table: TableState, tasks: Iterable[TaskState], now: float) -> list[s
             unseen -= lease.left
             units = _units_left(table, task, lease)
             for session in dict.fromkeys(lease.holders.values()) or (0,):
-                who = _holder(table, session, now)
-                count, since = held.get(who, (0, now))
-                held[who] = (count + units, min(since, lease.since))
+                holder = _holder(table, session, now)
+                count, since = held.get(holder, (0, now))
+                held[holder] = (count + units, min(since, lease.since))
         noun = "group" if isinstance(task, GroupTaskState) else "row"
-        told += [
-            f'{_count(count, noun)} leased for "{task.task.name}" by {who}, for {now - since:.0f} s'
-            for who, (count, since) in held.items()
+        lines += [
+            f'{_count(count, noun)} leased for "{task.task.name}" by {holder}, for {now - since:.0f} s'
+            for holder, (count, since) in held.items()
         ]
         if unseen:
-            told.append(f'{_count(unseen, "more row")} leased for "{task.task.name}"')
-    return told
+            lines.append(f'{_count(unseen, "more row")} leased for "{task.task.name}"')
+    return lines
 
 
 def _stepped(task: TaskState) -> list[str]:
@@ -156,9 +156,9 @@ def _noun(count: int, noun: str) -> str:
 
 def _leases_of(table: TableState, task: TaskState) -> Iterator[LeaseState]:
     if task.counts[LEASED]:
-        for one in table.core.leases.by_id.values():
-            if one.table == table.name and one.task == task.task.name and one.left:
-                yield one
+        for lease in table.core.leases.by_id.values():
+            if lease.table == table.name and lease.task == task.task.name and lease.left:
+                yield lease
 
 
 def _pending(table: TableState, task: TaskState, now: float) -> list[str]:
@@ -168,14 +168,14 @@ def _pending(table: TableState, task: TaskState, now: float) -> list[str]:
     rows = sample(table)
     at = table.rows.pages.index(rows)
     pending = task.state.a[at] == PENDING
-    told = []
+    lines = []
     for name in task.task.needs:
         lacking = int(_without(table, name, at[pending]).sum())
         if lacking:
-            told.append(
+            lines.append(
                 f'{lacking} {"row lacks" if lacking == 1 else "rows lack"} "{name}"{_givers(table, name, at[pending], now)}'
             )
-    return told or [f"{task.counts[PENDING]} rows are not complete"]
+    return lines or [f"{task.counts[PENDING]} rows are not complete"]
 
 
 def _without(table: TableState, name: str, at: IntArray) -> np.typing.NDArray[np.bool_]:
@@ -189,13 +189,13 @@ def _givers(table: TableState, name: str, at: IntArray, now: float) -> str:
     if not givers:
         return " (given by no task: put or update must bring it)"
     lacking = at[_without(table, name, at)]
-    told = [
+    details = [
         *_for_givers(table, givers, lacking, now),
         *_leased(table, givers, now),
         *_given_by_nobody(table, name, givers, lacking),
     ]
     names = ", ".join(f'"{task.task.name}"' for task in givers)
-    return f" (given by {names}{': ' if told else ''}{', '.join(told)})"
+    return f" (given by {names}{': ' if details else ''}{', '.join(details)})"
 
 
 def absence(table: TableState, task: TaskState, now: float) -> Absence | None:
@@ -204,20 +204,20 @@ def absence(table: TableState, task: TaskState, now: float) -> Absence | None:
 
 
 def _and_nobody_works(table: TableState, task: TaskState, now: float) -> str:
-    found = absence(table, task, now)
-    return f", and {found.text}" if found else ""
+    gone = absence(table, task, now)
+    return f", and {gone.text}" if gone else ""
 
 
 def _for_givers(table: TableState, givers: Iterable[TaskState], at: IntArray, now: float) -> list[str]:
     """Where the rows at `at` are for those who could give what they lack."""
-    told = []
+    lines = []
     for task in givers:
         states = task.state.a[at]
         if ready := int((states == READY).sum()):
-            told.append(f"{ready} ready and not leased{_and_nobody_works(table, task, now)}")
+            lines.append(f"{ready} ready and not leased{_and_nobody_works(table, task, now)}")
         if pending := int((states == PENDING).sum()):
-            told.append(f'{pending} without what "{task.task.name}" needs')
-    return told
+            lines.append(f'{pending} without what "{task.task.name}" needs')
+    return lines
 
 
 def _given_by_nobody(table: TableState, name: str, givers: Sequence[TaskState], at: IntArray) -> list[str]:
@@ -231,20 +231,20 @@ def _given_by_nobody(table: TableState, name: str, givers: Sequence[TaskState], 
 
 def _forming(table: TableState, task: GroupTaskState) -> list[str]:
     """Groups of which some members are ready."""
-    forming = [one for one in task.forming.values() if one.state == FORMING and one.ready]
-    told = []
-    for one in forming[:GROUPS_SHOWN]:
-        pending, ready = task.missing(one.unit)
-        size = table.groups.size_of(one.unit)
-        group = table.groups.get(one.unit)
-        absent = size - (group.present if group else 1)
+    forming = [group for group in task.forming.values() if group.state == FORMING and group.ready]
+    lines = []
+    for group in forming[:GROUPS_SHOWN]:
+        pending, ready = task.missing(group.unit)
+        size = table.groups.size_of(group.unit)
+        known = table.groups.get(group.unit)
+        absent = size - (known.present if known else 1)
         parts = [f"{ready} of {size} ready"]
         parts += [f"{pending} not complete"] if pending else []
         parts += [f"{absent} not put"] if absent else []
-        told.append(f"group {one.unit}: {', '.join(parts)}")
+        lines.append(f"group {group.unit}: {', '.join(parts)}")
     if len(forming) > GROUPS_SHOWN:
-        told.append(f"{len(forming) - GROUPS_SHOWN} more groups are not whole")
-    return told
+        lines.append(f"{len(forming) - GROUPS_SHOWN} more groups are not whole")
+    return lines
 
 
 def sample(table: TableState) -> IntArray:
@@ -262,18 +262,18 @@ def explain_room(table: TableState, why: str) -> str:
 
 def rows_by_holder(table: TableState) -> str:
     """Which tasks are not done with the rows that are there."""
-    told = []
+    lines = []
     for task in table.tasks.values():
         counts = task.counts
         if task.open_rows:
-            told.append(
+            lines.append(
                 f'task "{task.task.name}" has {task.open_rows - counts[LEASED] - counts[PENDING] - counts[WAITING_FOR_GROUP]} ready, '
                 f"{counts[LEASED]} leased, {counts[PENDING] + counts[WAITING_FOR_GROUP]} not complete"
             )
-        told += [f'task "{task.task.name}": {text}' for text in _stepped(task)]
+        lines += [f'task "{task.task.name}": {text}' for text in _stepped(task)]
     if table.flow.reserved:
-        holders = tally(np.array([one.session for one in table.flow.reservations.values()], np.int64))
-        told.append(
-            f"{table.flow.reserved} rows are reserved by {listing(session_name(table, one) for one, _ in holders)}"
+        holders = tally(np.array([reservation.session for reservation in table.flow.reservations.values()], np.int64))
+        lines.append(
+            f"{table.flow.reserved} rows are reserved by {listing(session_name(table, reservation) for reservation, _ in holders)}"
         )
-    return "; ".join(told) or "no task takes its rows" if table.rows_live else "; ".join(told) or "it is empty"
+    return "; ".join(lines) or "no task takes its rows" if table.rows_live else "; ".join(lines) or "it is empty"

@@ -23,11 +23,11 @@ from transferqueue.policies import Acked
 
 def drop_rows(table: TableState, rows: IntArray, reason: str, now: float) -> None:
     """Rows that are still live end as dropped(reason), for every task."""
-    at, there = table.rows.pages.find(rows)
-    there &= table.rows.pages.fate.a[at] == LIVE
-    if not there.any():
+    at, live = table.rows.pages.find(rows)
+    live &= table.rows.pages.fate.a[at] == LIVE
+    if not live.any():
         return
-    rows, at = rows[there], at[there]
+    rows, at = rows[live], at[live]
     for task in table.tasks.values():
         lose_leases(table, task, rows, at, f"its rows were dropped ({reason})")
         task.withdraw(rows, at)

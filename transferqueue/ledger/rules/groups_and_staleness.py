@@ -54,59 +54,59 @@ def apply_group_and_stale_rules(table: TableState, now: float) -> None:
 def _drop_late_members(table: TableState, task: GroupTaskState) -> None:
     """Members that came too late for `task`, and that no other task wants, will be dropped."""
     for rows in task.latecomers:
-        at, there = table.rows.pages.find(rows)
-        there &= (table.rows.tasks_left.a[at] == 0) & (table.rows.pages.fate.a[at] == LIVE)
-        if there.any():
-            table.to_drop.append((rows[there], INCOMPLETE))
+        at, unwanted = table.rows.pages.find(rows)
+        unwanted &= (table.rows.tasks_left.a[at] == 0) & (table.rows.pages.fate.a[at] == LIVE)
+        if unwanted.any():
+            table.to_drop.append((rows[unwanted], INCOMPLETE))
     if task.latecomers and table.sealed:
         table.wake_tasks()  # what this task would have given these members does not come
     task.latecomers.clear()
 
 
 def _resolve_groups(table: TableState, task: GroupTaskState, now: float) -> None:
-    changed = [one for unit in task.changed if (one := task.forming.get(unit)) and one.state == FORMING]
+    changed = [group for unit in task.changed if (group := task.forming.get(unit)) and group.state == FORMING]
     task.changed.clear()
     whole = []
-    for one in changed:
-        if one.ready == table.groups.size_of(one.unit):
-            one.lost, one.late = 0, False
-            whole.append(one.unit)
-        elif one.lost or one.late or table.sealed:
-            _apply_incomplete_policy(table, task, one, now)
+    for group in changed:
+        if group.ready == table.groups.size_of(group.unit):
+            group.lost, group.late = 0, False
+            whole.append(group.unit)
+        elif group.lost or group.late or table.sealed:
+            _apply_incomplete_policy(table, task, group, now)
     if whole:
         task.enqueue(whole)
         table.wake_task(task.task.name)
 
 
-def _apply_incomplete_policy(table: TableState, task: GroupTaskState, one: FormingGroup, now: float) -> None:
+def _apply_incomplete_policy(table: TableState, task: GroupTaskState, group: FormingGroup, now: float) -> None:
     rule = task.rule.incomplete
-    pending, ready = task.missing(one.unit)
+    pending, ready = task.missing(group.unit)
     if isinstance(rule, DeliverPartial):
-        _deliver_or_drop(table, task, one, pending, ready)
-        task.start_deadline(one, now)
+        _deliver_or_drop(table, task, group, pending, ready)
+        task.start_deadline(group, now)
     elif isinstance(rule, Refill) and not table.sealed:
-        _refill(table, task, one, now)
-    elif (table.sealed and not pending) or (not isinstance(rule, Refill) and (one.lost or one.late)):
-        mark_group_to_drop(table, one.unit)
+        _refill(table, task, group, now)
+    elif (table.sealed and not pending) or (not isinstance(rule, Refill) and (group.lost or group.late)):
+        mark_group_to_drop(table, group.unit)
 
 
-def _deliver_or_drop(table: TableState, task: GroupTaskState, one: FormingGroup, pending: int, ready: int) -> None:
-    size = table.groups.size_of(one.unit)
+def _deliver_or_drop(table: TableState, task: GroupTaskState, forming: FormingGroup, pending: int, ready: int) -> None:
+    size = table.groups.size_of(forming.unit)
     least = task.rule.min_size or size
-    group = table.groups.get(one.unit)
-    to_come = 0 if group is None or one.late or table.sealed else max(0, size - group.present - one.lost)
-    reach = ready if one.late else ready + pending + to_come
+    group = table.groups.get(forming.unit)
+    to_come = 0 if group is None or forming.late or table.sealed else max(0, size - group.present - forming.lost)
+    reach = ready if forming.late else ready + pending + to_come
     if reach < least:
-        mark_group_to_drop(table, one.unit)
-    elif one.late or not (pending or to_come):
-        _queue_group(table, task, one)
+        mark_group_to_drop(table, forming.unit)
+    elif forming.late or not (pending or to_come):
+        _queue_group(table, task, forming)
 
 
-def _queue_group(table: TableState, task: GroupTaskState, one: FormingGroup) -> None:
+def _queue_group(table: TableState, task: GroupTaskState, group: FormingGroup) -> None:
     """The members that are ready are a batch unit from now on; the others are dropped."""
-    rows = np.array(table.groups.members(one.unit), np.int64)
+    rows = np.array(table.groups.members(group.unit), np.int64)
     waiting = task.state.a[table.rows.pages.index(rows)] == PENDING
-    task.enqueue([one.unit])
+    task.enqueue([group.unit])
     table.wake_task(task.task.name)
     if waiting.any():
         # Withdrawn first: that they are dropped must not make the group, which is settled, incomplete again.
@@ -115,19 +115,19 @@ def _queue_group(table: TableState, task: GroupTaskState, one: FormingGroup) -> 
         table.to_drop.append((rows, INCOMPLETE))
 
 
-def _refill(table: TableState, task: GroupTaskState, one: FormingGroup, now: float) -> None:
-    group = table.groups.get(one.unit)
+def _refill(table: TableState, task: GroupTaskState, forming: FormingGroup, now: float) -> None:
+    group = table.groups.get(forming.unit)
     if group is None:
         return
     absent = group.size - group.present
-    table.flow.ask(one.unit, absent if one.late else one.lost, absent)
+    table.flow.ask(forming.unit, absent if forming.late else forming.lost, absent)
     table.wake_room()
-    if one.late:
+    if forming.late:
         rows = np.array(list(group.rows), np.int64)
         waiting = rows[task.state.a[table.rows.pages.index(rows)] == PENDING]
         _end_other_leases(table, task, waiting, now)
-    one.lost, one.late = 0, False
-    task.start_deadline(one, now)
+    forming.lost, forming.late = 0, False
+    task.start_deadline(forming, now)
 
 
 def _end_other_leases(table: TableState, but: TaskState, rows: IntArray, now: float) -> None:
@@ -176,10 +176,10 @@ def apply_stale_policy(table: TableState, rows: IntArray, now: float) -> None:
     pacing_task = table.pacing_task
     if table.versions is None or pacing_task is None or table.pacing is None or table.oldest_fresh_version <= 0:
         return
-    at, there = table.rows.pages.find(rows)
+    at, resident = table.rows.pages.find(rows)
     version = table.rows.version.a[at]
     stale: BoolArray = (
-        there & (version >= 0) & (version < table.oldest_fresh_version) & (pacing_task.state.a[at] <= READY)
+        resident & (version >= 0) & (version < table.oldest_fresh_version) & (pacing_task.state.a[at] <= READY)
     )
     if not stale.any():
         return
@@ -197,8 +197,8 @@ def _whole_groups(table: TableState, pacing_task: TaskState, rows: IntArray) -> 
     """`rows`, with all members of their groups that the pacing task could still get."""
     units = table.groups.units(rows, table.rows.pages.index(rows))
     members = [row for unit, _ in table.groups.counts(units) for row in table.groups.members(unit)]
-    found = np.array(members, np.int64)
-    chosen: IntArray = found[pacing_task.state.a[table.rows.pages.index(found)] <= READY]
+    candidates = np.array(members, np.int64)
+    chosen: IntArray = candidates[pacing_task.state.a[table.rows.pages.index(candidates)] <= READY]
     return chosen
 
 
@@ -225,10 +225,10 @@ def requeue(table: TableState, pacing_task: TaskState, target: str, rows: IntArr
 
     A group whose members some task takes together goes back together.
     """
-    _, names = downstream([one.task for one in table.tasks.values()], table.tasks[target].task)
+    _, names = downstream([state.task for state in table.tasks.values()], table.tasks[target].task)
     if any(
         isinstance(task, GroupTaskState)
-        for task in (table.tasks[target], pacing_task, *(table.tasks[one] for one in names))
+        for task in (table.tasks[target], pacing_task, *(table.tasks[name] for name in names))
     ):
         rows = _whole_groups(table, pacing_task, rows)
     at = table.rows.pages.index(rows)
@@ -248,5 +248,5 @@ def can_be_requeued(table: TableState, task: TaskState) -> bool:
     if not isinstance(pacing.on_stale, Requeue) or not any(pacing_task.counts[state] for state in OPEN):
         return False
     first = table.tasks[pacing.on_stale.task]
-    _, names = downstream([one.task for one in table.tasks.values()], first.task)
+    _, names = downstream([state.task for state in table.tasks.values()], first.task)
     return task is first or task.task.name in names

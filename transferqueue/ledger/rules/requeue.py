@@ -44,7 +44,7 @@ def downstream(tasks: Sequence[Task], first: Task) -> tuple[frozenset[str], list
 def requeue_rows(table: TableState, target: str, rows: IntArray, what: str, now: float) -> None:
     """Rows go back to `target`: what it and those after it gave is cleared. what: for the history. `conclude` has to follow."""
     first = table.tasks[target]
-    fields, names = downstream([one.task for one in table.tasks.values()], first.task)
+    fields, names = downstream([state.task for state in table.tasks.values()], first.task)
     at = table.rows.pages.index(rows)
     known = sorted(name for name in fields if name in table.rows.fields)
     table.rows.clear_fields(at, table.rows.mask(known))
@@ -111,9 +111,9 @@ def _can_regenerate(table: TableState, name: str, rows: IntArray) -> BoolArray:
     """Which rows the task, and those after it, can have anew."""
     at = table.rows.pages.index(rows)
     first = table.tasks[name]
-    _, after = downstream([one.task for one in table.tasks.values()], first.task)
+    _, after = downstream([state.task for state in table.tasks.values()], first.task)
     can: BoolArray = first.state.a[at] <= DONE
-    for task in [first, *(table.tasks[one] for one in after)]:
+    for task in [first, *(table.tasks[other] for other in after)]:
         state = task.state.a[at]
         if isinstance(task, GroupTaskState):
             can &= ~task.handed_over(table.groups.units(rows, at)) & (state <= READY)

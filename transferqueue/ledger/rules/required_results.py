@@ -53,7 +53,7 @@ def _lacks(table: TableState, name: str, rows: IntArray) -> BoolArray:
 def _refusal(table: TableState, task: TaskState, name: str, columns: Collection[str], lacking: IntArray) -> str:
     mine = task.task.name
     needing = listing(f'"{other}"' for other, state in table.tasks.items() if name in state.needs)
-    near = get_close_matches(name, [one for one in columns if one not in table.expected_fields()], 1, NEAR)
+    near = get_close_matches(name, [column for column in columns if column not in table.expected_fields()], 1, NEAR)
     came = f'; it has "{near[0]}", and "{name}" is meant' if near else f"; it has {listing(columns)}" if columns else ""
     drop = "table.drop(rows, reason)" if isinstance(task, GroupTaskState) else "batch.drop(reason, rows)"
     return (
@@ -81,13 +81,13 @@ def _requeues_stale(table: TableState) -> bool:
 
 def _active_tasks(table: TableState) -> set[str]:
     """Tasks that may still end rows: the least set that the rule describes."""
-    moving = {name for name, one in table.tasks.items() if one.counts[READY] or one.counts[LEASED]}
+    moving = {name for name, task in table.tasks.items() if task.counts[READY] or task.counts[LEASED]}
     grew = True
     while grew:
         more = {
             name
-            for name, one in table.tasks.items()
-            if name not in moving and one.counts[PENDING] and _may_complete(table, one, moving)
+            for name, task in table.tasks.items()
+            if name not in moving and task.counts[PENDING] and _may_complete(table, task, moving)
         }
         grew = bool(more)
         moving |= more
@@ -112,5 +112,5 @@ def _may_complete(table: TableState, task: TaskState, moving: Collection[str]) -
 
 def no_task_gives(table: TableState, name: str, moving: Collection[str]) -> bool:
     """Whether tasks give the field, but none of `moving` does."""
-    givers = [one for one, state in table.tasks.items() if name in state.task.gives]
-    return bool(givers) and not any(one in moving for one in givers)
+    givers = [giver for giver, state in table.tasks.items() if name in state.task.gives]
+    return bool(givers) and not any(giver in moving for giver in givers)

@@ -106,25 +106,31 @@ class GroupTaskState(TaskState):
             self._add_ready_members(unit, count, now)
 
     def _add_ready_members(self, unit: int, count: int, now: float) -> None:
-        one = self.forming.get(unit)
-        if one is None:
-            one = self.forming[unit] = FormingGroup(self, unit)
-        one.ready += count
-        self.start_deadline(one, now)
+        group = self.forming.get(unit)
+        if group is None:
+            group = self.forming[unit] = FormingGroup(self, unit)
+        group.ready += count
+        self.start_deadline(group, now)
         self.changed[unit] = None
 
-    def start_deadline(self, one: FormingGroup, now: float) -> None:
+    def start_deadline(self, group: FormingGroup, now: float) -> None:
         """A group of which members are ready has until its deadline to be whole."""
-        if one.state == FORMING and one.ready and not one.late and one.deadline is None and self.rule.deadline_s:
-            self._deadlines.add(one, now + self.rule.deadline_s)
+        if (
+            group.state == FORMING
+            and group.ready
+            and not group.late
+            and group.deadline is None
+            and self.rule.deadline_s
+        ):
+            self._deadlines.add(group, now + self.rule.deadline_s)
 
     def give_back(self, rows: IntArray, at: IntArray, now: float, before: int = LEASED) -> None:
         """Leased (or stepped) members are complete again; whether their group is whole shows when it is settled."""
         self.move(at, rows.size, before, WAITING_FOR_GROUP)
         for unit, count in self.groups.counts(self.groups.units(rows, at)):
-            one = self.forming[unit]
-            one.state = FORMING
-            one.ready += count
+            group = self.forming[unit]
+            group.state = FORMING
+            group.ready += count
             self.changed[unit] = None
 
     def rerank(self, rows: IntArray, at: IntArray) -> None:
@@ -150,12 +156,12 @@ class GroupTaskState(TaskState):
 
     def close(self, unit: int) -> None:
         """The task is done with the group."""
-        one = self.forming.get(unit)
-        if one is None:
-            one = self.forming[unit] = FormingGroup(self, unit)
-        self._leave_queue(one)
-        one.state, one.ready, one.deadline = OVER, 0, None
-        one.lost, one.late = 0, False
+        group = self.forming.get(unit)
+        if group is None:
+            group = self.forming[unit] = FormingGroup(self, unit)
+        self._leave_queue(group)
+        group.state, group.ready, group.deadline = OVER, 0, None
+        group.lost, group.late = 0, False
 
     def withdraw(self, rows: IntArray, at: IntArray, to: int = GONE) -> None:
         """Members end; what that does to their groups shows when those are settled."""
@@ -167,21 +173,21 @@ class GroupTaskState(TaskState):
             self._lose_members(unit, ready.get(unit, 0), lost)
 
     def _lose_members(self, unit: int, ready: int, lost: int) -> None:
-        one = self.forming.get(unit)
-        if one is None:
-            one = self.forming[unit] = FormingGroup(self, unit)
-        one.ready -= ready
-        one.lost += lost
-        self._unqueue(one)
+        group = self.forming.get(unit)
+        if group is None:
+            group = self.forming[unit] = FormingGroup(self, unit)
+        group.ready -= ready
+        group.lost += lost
+        self._unqueue(group)
         self.changed[unit] = None
 
-    def _unqueue(self, one: FormingGroup) -> None:
+    def _unqueue(self, group: FormingGroup) -> None:
         """A queued group is not whole any more: its other members wait again."""
-        if one.state != QUEUED:
+        if group.state != QUEUED:
             return
-        self._leave_queue(one)
-        one.state = FORMING
-        at = self.rows.pages.index(np.array(self.groups.members(one.unit)))
+        self._leave_queue(group)
+        group.state = FORMING
+        at = self.rows.pages.index(np.array(self.groups.members(group.unit)))
         at = at[self.state.a[at] == READY]
         self.move(at, at.size, READY, WAITING_FOR_GROUP)
 
@@ -191,20 +197,20 @@ class GroupTaskState(TaskState):
         units = self.groups.units(rows, at)
         ready = dict(self.groups.counts(units[(states == WAITING_FOR_GROUP) | (states == READY)]))
         for unit, _ in self.groups.counts(units):
-            one = self.forming.get(unit)
-            if one is None:
+            group = self.forming.get(unit)
+            if group is None:
                 continue
-            self._unqueue(one)
-            one.ready -= ready.get(unit, 0)
-            one.state, one.order = FORMING, 0
+            self._unqueue(group)
+            group.ready -= ready.get(unit, 0)
+            group.state, group.order = FORMING, 0
         super().set_pending(rows, at)
 
     def forget(self, unit: int) -> None:
         """The group is known no more."""
-        one = self.forming.pop(unit, None)
-        if one is not None:
-            self._leave_queue(one)
-            one.deadline = None
+        group = self.forming.pop(unit, None)
+        if group is not None:
+            self._leave_queue(group)
+            group.deadline = None
         self.changed.pop(unit, None)
 
     def restore_groups(self, forming: dict[str, AnyArray], rows: IntArray, at: IntArray, now: float) -> None:
@@ -216,11 +222,11 @@ class GroupTaskState(TaskState):
         )
         queued = []
         for unit, state, lost, late, order, left_s in every:
-            one = self.forming[unit] = FormingGroup(self, unit)
-            one.state, one.lost, one.late, one.order = state, lost, late, order
-            one.ready = ready.get(unit, 0) if state in (FORMING, QUEUED) else 0
+            group = self.forming[unit] = FormingGroup(self, unit)
+            group.state, group.lost, group.late, group.order = state, lost, late, order
+            group.ready = ready.get(unit, 0) if state in (FORMING, QUEUED) else 0
             if left_s == left_s:
-                self._deadlines.add(one, now + left_s)
+                self._deadlines.add(group, now + left_s)
             queued += [unit] if state == QUEUED else []
         self._queued = len(queued)
         self._stamp = max(self._stamp, int(forming["order"].max(initial=0)))
@@ -232,8 +238,8 @@ class GroupTaskState(TaskState):
     def enqueue(self, units: list[int]) -> None:
         """Groups may be handed over: whole, or as many as their policy accepts."""
         for unit in units:
-            one = self.forming[unit]
-            one.state, one.deadline = QUEUED, None
+            group = self.forming[unit]
+            group.state, group.deadline = QUEUED, None
             self._queued += 1
         at = self.rows.pages.index(np.array([row for unit in units for row in self.groups.members(unit)], np.int64))
         at = at[self.state.a[at] == WAITING_FOR_GROUP]
@@ -250,24 +256,24 @@ class GroupTaskState(TaskState):
         entries[STAMP] = self.stamps(len(units))
         entries[UNIT] = units
         for unit, stamp in zip(units, entries[STAMP].tolist(), strict=True):
-            one = self.forming[unit]
-            one.stamp, one.order = stamp, one.order or stamp
+            group = self.forming[unit]
+            group.stamp, group.order = stamp, group.order or stamp
         entries[ORDER] = -seen.last_row if self.ranker.newest_first else [self.forming[unit].order for unit in units]
         self.push(in_order(entries))
 
     def _queued_members(self, units: list[int]) -> tuple[IntArray, IntArray]:
         members = [self.groups.members(unit) for unit in units]
-        rows = np.array([row for one in members for row in one], np.int64)
-        sizes = np.array([len(one) for one in members], np.int64)
+        rows = np.array([row for group in members for row in group], np.int64)
+        sizes = np.array([len(group) for group in members], np.int64)
         good: BoolArray = self.state.a[self.rows.pages.index(rows)] == READY
         if good.all():
             return rows, sizes
         return rows[good], np.add.reduceat(good.astype(np.int64), np.cumsum(sizes) - sizes)
 
-    def _leave_queue(self, one: FormingGroup) -> None:
-        if one.state == QUEUED:
+    def _leave_queue(self, group: FormingGroup) -> None:
+        if group.state == QUEUED:
             self._queued -= 1
-            one.stamp = 0
+            group.stamp = 0
 
     @property
     def ready_units(self) -> int:
@@ -279,15 +285,15 @@ class GroupTaskState(TaskState):
         return np.array([self._state(unit) >= OUT for unit in units.tolist()], np.bool_)
 
     def _state(self, unit: int) -> int:
-        one = self.forming.get(unit)
-        return FORMING if one is None else one.state
+        group = self.forming.get(unit)
+        return FORMING if group is None else group.state
 
     def alive(self, units: IntArray, stamps: IntArray) -> BoolArray:
         """Which entries of the queue still stand."""
         forming = self.forming
         return np.fromiter(
             (
-                (one := forming.get(unit)) is not None and one.stamp == stamp
+                (group := forming.get(unit)) is not None and group.stamp == stamp
                 for unit, stamp in zip(units.tolist(), stamps.tolist(), strict=True)
             ),
             np.bool_,
@@ -310,10 +316,10 @@ class GroupTaskState(TaskState):
         """Queued groups are leased, whole."""
         super().lease(rows, at, lease)
         for unit, count in self.groups.counts(self.groups.units(rows, at)):
-            one = self.forming[unit]
-            self._leave_queue(one)
-            one.state = OUT
-            one.ready -= count
+            group = self.forming[unit]
+            self._leave_queue(group)
+            group.state = OUT
+            group.ready -= count
 
     # ------------------------------------------------------------ incomplete groups
 

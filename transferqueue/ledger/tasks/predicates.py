@@ -56,10 +56,10 @@ def _check_compare(rows: RowStore, predicate: Compare, expected_fields: frozense
 
 def matches(rows: RowStore, where: Sequence[Predicate], ids: IntArray, at: IntArray) -> BoolArray:
     """Which rows satisfy every predicate."""
-    found = np.ones(ids.size, np.bool_)
+    matching = np.ones(ids.size, np.bool_)
     for predicate in where:
-        found &= _matches(rows, predicate, ids, at)
-    return found
+        matching &= _matches(rows, predicate, ids, at)
+    return matching
 
 
 def _matches(rows: RowStore, predicate: Predicate, ids: IntArray, at: IntArray) -> BoolArray:
@@ -81,12 +81,12 @@ def _match_tag(rows: RowStore, predicate: TagIs, ids: IntArray) -> BoolArray:
 
 def _version_between(rows: RowStore, predicate: VersionBetween, at: IntArray) -> BoolArray:
     version = rows.version.a[at]
-    found = np.ones(at.size, np.bool_)
+    between = np.ones(at.size, np.bool_)
     if predicate.low is not None:
-        found &= version >= predicate.low
+        between &= version >= predicate.low
     if predicate.high is not None:
-        found &= version <= predicate.high
-    return found
+        between &= version <= predicate.high
+    return between
 
 
 def _compare(rows: RowStore, predicate: Compare, at: IntArray) -> BoolArray:
@@ -97,9 +97,9 @@ def _compare(rows: RowStore, predicate: Compare, at: IntArray) -> BoolArray:
         if values.dtype == np.bool_:  # numpy compares truth values with no number of 64 bits
             values = values.view(np.uint8)
         with np.errstate(over="ignore"):  # a value beyond the column's dtype is its infinity
-            there: BoolArray = compare(values, predicate.value)
-        return there & rows.has_all(at, rows.mask((predicate.field,)))
+            satisfied: BoolArray = compare(values, predicate.value)
+        return satisfied & rows.has_all(at, rows.mask((predicate.field,)))
     if predicate.field in _FACTS:
-        found: BoolArray = compare(rows.facts[predicate.field].a[at], predicate.value)
-        return found
+        matching: BoolArray = compare(rows.facts[predicate.field].a[at], predicate.value)
+        return matching
     return np.zeros(at.size, np.bool_)

@@ -104,13 +104,13 @@ class SortedRun:
         first = self.chunks[0][:, self.head : self.head + count]
         if first.shape[1] == count or len(self.chunks) == 1:
             return first
-        found, have = [first], first.shape[1]
+        heads, read = [first], first.shape[1]
         for chunk in islice(self.chunks, 1, None):
-            found.append(chunk[:, : count - have])
-            have += found[-1].shape[1]
-            if have == count:
+            heads.append(chunk[:, : count - read])
+            read += heads[-1].shape[1]
+            if read == count:
                 break
-        return np.concatenate(found, axis=1)
+        return np.concatenate(heads, axis=1)
 
     def skip(self, count: int) -> None:
         """Forget the first `count` entries."""

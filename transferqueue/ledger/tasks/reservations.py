@@ -49,10 +49,10 @@ class FlowControl:
 
     def open(self, number: int, session: int, rows: int, version: int) -> ReservationState:
         """A new reservation; takes as many refills as it has rows."""
-        one = ReservationState(number, session, rows, version, self._take_refills(rows))
-        self.reservations[number] = one
+        reservation = ReservationState(number, session, rows, version, self._take_refills(rows))
+        self.reservations[number] = reservation
         self.reserved += rows
-        return one
+        return reservation
 
     def _take_refills(self, rows: int) -> dict[int, int]:
         taken: dict[int, int] = {}
@@ -66,31 +66,31 @@ class FlowControl:
             _set(self.promised, group, self.promised.get(group, 0) + count)
         return taken
 
-    def use(self, one: ReservationState, rows: int, groups: list[tuple[int, int]]) -> None:
+    def use(self, reservation: ReservationState, rows: int, groups: list[tuple[int, int]]) -> None:
         """`rows` of a reservation were put, or will not be; `groups`: members put, by group."""
-        one.left -= rows
+        reservation.left -= rows
         self.reserved -= rows
         for group, count in groups:
-            kept = min(count, one.refills.get(group, 0))
-            if kept:
-                _set(one.refills, group, one.refills[group] - kept)
-                _set(self.promised, group, self.promised[group] - kept)
-        if not one.left:
-            self.close(one)
+            filled = min(count, reservation.refills.get(group, 0))
+            if filled:
+                _set(reservation.refills, group, reservation.refills[group] - filled)
+                _set(self.promised, group, self.promised[group] - filled)
+        if not reservation.left:
+            self.close(reservation)
 
-    def close(self, one: ReservationState) -> None:
+    def close(self, reservation: ReservationState) -> None:
         """Return what is left; promised members are asked of the next."""
-        del self.reservations[one.id]
-        self.reserved -= one.left
-        one.left = 0
-        for group, count in one.refills.items():
+        del self.reservations[reservation.id]
+        self.reserved -= reservation.left
+        reservation.left = 0
+        for group, count in reservation.refills.items():
             _set(self.promised, group, self.promised[group] - count)
             _set(self.refills, group, self.refills.get(group, 0) + count)
-        one.refills = {}
+        reservation.refills = {}
 
     def of(self, session: int) -> list[ReservationState]:
         """Reservations of a session."""
-        return [one for one in self.reservations.values() if one.session == session]
+        return [reservation for reservation in self.reservations.values() if reservation.session == session]
 
     # ------------------------------------------------------------ refills
 
@@ -113,8 +113,8 @@ class FlowControl:
         """The group is gone: nobody is asked for its members."""
         self.refills.pop(group, None)
         if self.promised.pop(group, 0):
-            for one in self.reservations.values():
-                one.refills.pop(group, None)
+            for reservation in self.reservations.values():
+                reservation.refills.pop(group, None)
 
 
 def _set(counts: dict[int, int], key: int, count: int) -> None:
