@@ -12,28 +12,8 @@ from types import MappingProxyType
 from typing import Final
 
 from transferqueue.errors import UsageError
+from transferqueue.workflows.grpo.model.shape import ModelShape
 from transferqueue.workflows.grpo.model.tokenizer import VOCABULARY_SIZE
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """The sizes of a ``Transformer``; ``context`` bounds prompt and response together, in tokens.
-
-    Raises ``ValueError`` when ``width`` is not a multiple of ``2 * heads`` (rotary turns pairs of channels).
-    """
-
-    vocabulary: int
-    width: int
-    layers: int
-    heads: int
-    hidden: int
-    context: int
-
-    def __post_init__(self) -> None:
-        if self.width % (2 * self.heads):
-            raise ValueError(
-                f"width {self.width} is not a multiple of 2 x {self.heads} heads; rotary turns channel pairs"
-            )
 
 
 def check_weight_max(weight_max: float | None) -> None:

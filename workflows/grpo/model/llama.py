@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from transferqueue.workflows.grpo.learning.settings import ModelShape
+from transferqueue.workflows.grpo.model.shape import ModelShape
 from transferqueue.workflows.grpo.model.tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from transferqueue.workflows.grpo.learning.settings import ModelShape
+from transferqueue.workflows.grpo.model.shape import ModelShape
 
 
 class Cache:
