@@ -9,7 +9,8 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import MIB
 from transferqueue.policies import Task
 from transferqueue.schema import Field
-from transferqueue.server.node import Coordinator, ServerIdentity
+from transferqueue.server.identity import ServerIdentity
+from transferqueue.server.node import Coordinator
 from transferqueue.server.shards.own_memory import OwnShardMemory
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.transport import this_host
@@ -40,10 +41,21 @@ class Bench:
         self.descriptors = []
         self.watched = Watched()
         place = ServerIdentity(
-            epoch=EPOCH, address="ipc:///x", runtime="/r", version="0", pid=os.getpid(), started_at=0.0, swept=swept
+            epoch=EPOCH,
+            address="ipc:///x",
+            runtime="/r",
+            version="0",
+            pid=os.getpid(),
+            started_at=0.0,
+            lock_directory=swept,
         )
         self.node = Coordinator(
-            Ledger(epoch=EPOCH), OwnShardMemory(self.arena), place, watcher=self.watched, door=door, tickets=tickets
+            Ledger(epoch=EPOCH),
+            OwnShardMemory(self.arena),
+            place,
+            watcher=self.watched,
+            authorizer=door,
+            tickets=tickets,
         )
         self.now = 0.0
         self.clients = 0
@@ -62,7 +74,7 @@ class Bench:
     def deliver(self):
         for peer, frame in self.node.outbox:
             answer = codec.decode_answer(frame)
-            assert answer.epoch == self.node.place.epoch
+            assert answer.epoch == self.node.identity.epoch
             self.answered.setdefault(peer, []).append((answer.id, answer.reply))
         self.node.outbox = []
 

@@ -93,7 +93,7 @@ requests = st.one_of(
 def check(bench, witness):
     bench.pass_time(3)
     assert bench.node.counters.internal_errors == 0
-    assert len(bench.node.parking) == 0
+    assert len(bench.node.waiting) == 0
     audit = codec.decode_plain(witness.ask(m.Observe("audit")).value)
     assert audit["balanced"], audit
 

@@ -44,7 +44,7 @@ def stats(client):
         ("ledger", "apply", m.ListTables()),
         ("ledger", "seen", m.ListTables()),
         ("ledger", "heard", m.Heartbeat()),
-        ("parking", "queue_before", m.ListTables()),
+        ("waiting", "count_ahead", m.ListTables()),
         ("shards", "take", m.Grant(5)),
         ("shards", "issue", m.ListTables()),
     ],

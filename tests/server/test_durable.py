@@ -72,7 +72,7 @@ def test_the_next_server_goes_on(lives, level):
     client.ask(client.put(3))
     leased = client.ask(m.LeaseRequest("t", "train", rows=2))
     second = lives(level)
-    assert second.node.place.epoch == first.node.place.epoch + 1
+    assert second.node.identity.epoch == first.node.identity.epoch + 1
     assert second.file == first.file
     client = again(second, client)
     assert client.ask(m.Ack("t", leased.lease, leased.token)) == m.DoneReply(2)

@@ -37,7 +37,7 @@ class World:
         self.lock.take()
         self.stirred = threading.Semaphore(0)
         bench.node.snapshots = SnapshotJobs(
-            root, bench.node.ledger, bench.node.memory, wake=bench.node.parking.wake, stir=self.stirred.release
+            root, bench.node.ledger, bench.node.memory, wake=bench.node.waiting.wake, stir=self.stirred.release
         )
         self.client = client = bench.client(**local())
         tasks = [Task("train", ["x"], gives=["big"]), Task("whole", ["x"], groups=Complete())]

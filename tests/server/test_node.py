@@ -144,7 +144,7 @@ def test_goodbye_ends_a_session_and_its_waits(bench):
     client.post(lease(1, wait_s=60.0))
     assert client.ask(m.Goodbye()) == m.DoneReply()
     assert rows_of(other.take(waiting)) == [0]
-    assert len(bench.node.parking) == 0
+    assert len(bench.node.waiting) == 0
     failed(client.ask(m.ListTables()), "Disconnected")
 
 
@@ -155,8 +155,8 @@ def test_a_dead_process_gives_its_leases_back_at_once(bench):
     client.ask(lease(1))
     assert list(bench.watched.pidfds) == [client.session]
     waiting = other.post(lease(1, wait_s=60.0))
-    bench.node.died(client.session, bench.now)
-    bench.node.died(client.session, bench.now)
+    bench.node.process_exited(client.session, bench.now)
+    bench.node.process_exited(client.session, bench.now)
     bench.deliver()
     assert rows_of(other.take(waiting)) == [0]
     assert bench.watched.pidfds == {}
@@ -165,13 +165,13 @@ def test_a_dead_process_gives_its_leases_back_at_once(bench):
 def test_memory_of_a_dead_session_stays_while_its_lock_is_held(bench, tmp_path):
     sessions = tmp_path / "sessions"
     sessions.mkdir()
-    bench.node.place = msgspec.structs.replace(bench.node.place, swept=sessions)
+    bench.node.identity = msgspec.structs.replace(bench.node.identity, lock_directory=sessions)
     lock = FileLock(sessions / "client")
     assert lock.take()
     client, other = bench.client(**local(lock.path)), bench.client()
     client.ask(m.Grant(MIB))
     waiting = other.post(m.Grant(MIB, wait_s=60.0))
-    bench.node.died(client.session, bench.now)
+    bench.node.process_exited(client.session, bench.now)
     bench.pass_time(3 * LOCK_CHECK_S)
     assert other.take(waiting) is None
     assert [one["state"] for one in codec.decode_plain(other.ask(m.Observe("sessions")).value).values()] == [
@@ -191,7 +191,7 @@ def test_a_peer_that_does_not_read_is_dropped(bench):
     client.ask(client.put(1))
     client.ask(lease(1))
     waiting = other.post(lease(1, wait_s=60.0))
-    bench.node.lost(client.peer, bench.now)
+    bench.node.peer_lost(client.peer, bench.now)
     bench.deliver()
     assert rows_of(other.take(waiting)) == [0]
     assert stats(other)["server"]["sessions_dropped"] == 1
@@ -225,7 +225,7 @@ def test_a_call_sent_again_while_it_waits_is_answered_once(bench):
     client.create_table()
     waiting = client.post(lease(1, wait_s=60.0))
     assert client.take(client.post(lease(1, wait_s=60.0), call=waiting)) is None
-    assert len(bench.node.parking) == 1
+    assert len(bench.node.waiting) == 1
     other.ask(client.put(2))
     assert rows_of(client.take(waiting)) == [0]
     assert client.take(waiting) is None

@@ -21,9 +21,9 @@ KEY = ("task", "t", "train")
 
 def park(parking, call, request, now=0.0, session=1, keys=(KEY,)):
     """What the node does with a newcomer that cannot proceed."""
-    ahead = parking.queue_before(request)
+    ahead = parking.count_ahead(request)
     parked = parking.join(session, call, request, now)
-    parking.rest(parked, () if ahead else keys)
+    parking.wait_on(parked, () if ahead else keys)
     return parked
 
 
@@ -32,7 +32,7 @@ def due(parking):
     found = []
     while (parked := parking.next_due()) is not None:
         found.append(parked.call)
-        parking.rest(parked, (KEY,))
+        parking.wait_on(parked, (KEY,))
     return found
 
 
@@ -63,11 +63,11 @@ def test_only_the_first_of_a_lane_is_tried():
 
 def test_a_newcomer_sees_that_others_wait_before_it():
     parking = WaitQueue()
-    assert parking.queue_before(lease()) == 0
+    assert parking.count_ahead(lease()) == 0
     first = park(parking, 1, lease(rows=64))
     second = park(parking, 2, lease(rows=1))
-    assert parking.queue_before(lease()) == 2
-    assert parking.queue_before(lease(where=[TagIs("a", 1)])) == 0
+    assert parking.count_ahead(lease()) == 2
+    assert parking.count_ahead(lease(where=[TagIs("a", 1)])) == 0
     assert (parking.ahead_of(first), parking.ahead_of(second)) == (0, 1)
 
 
@@ -127,10 +127,10 @@ def test_a_wait_may_be_cut_short_but_not_drawn_out():
     parking = WaitQueue()
     first = park(parking, 1, lease(wait_s=9.0))
     park(parking, 2, lease(wait_s=5.0))
-    parking.hurry(1, 1, deadline=20.0)
-    parking.hurry(1, 7, deadline=0.0)
+    parking.shorten_wait(1, 1, deadline=20.0)
+    parking.shorten_wait(1, 7, deadline=0.0)
     assert parking.next_deadline() == 5.0
-    parking.hurry(1, 1, deadline=1.0)
+    parking.shorten_wait(1, 1, deadline=1.0)
     assert parking.next_expired(1.0) is first
     parking.remove(first)
     assert parking.next_deadline() == 5.0
@@ -192,11 +192,11 @@ class ParkingMachine(RuleBasedStateMachine):
 
         request = msgspec.structs.replace(request, wait_s=float(wait_s))
         self.calls += 1
-        ahead = self.parking.queue_before(request)
+        ahead = self.parking.count_ahead(request)
         assert ahead == sum(w["parked"].lane == lane_of(request) for w in self.waits if w["parked"].lane is not None)
         keys = [] if ahead else keys
         parked = self.parking.join(session, self.calls, request, self.now)
-        self.parking.rest(parked, keys)
+        self.parking.wait_on(parked, keys)
         self.waits.append({"parked": parked, "keys": set(keys), "due": False})
 
     @rule(key=st.sampled_from(KEYS))
@@ -217,7 +217,7 @@ class ParkingMachine(RuleBasedStateMachine):
             self.parking.remove(parked)
             self.take_out(wait)
         else:
-            self.parking.rest(parked, keys)
+            self.parking.wait_on(parked, keys)
             wait["due"], wait["keys"] = False, set(keys)
 
     @precondition(lambda self: self.waits)
@@ -225,7 +225,7 @@ class ParkingMachine(RuleBasedStateMachine):
     def hurry(self, place, seconds):
         parked = self.waits[place % len(self.waits)]["parked"]
         expected = min(parked.deadline, self.now + seconds)
-        self.parking.hurry(parked.session, parked.call, self.now + seconds)
+        self.parking.shorten_wait(parked.session, parked.call, self.now + seconds)
         assert parked.deadline == expected
 
     @rule(seconds=st.integers(0, 5))

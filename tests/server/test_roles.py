@@ -82,7 +82,7 @@ def test_a_refused_request_changes_nothing(ring, role):
             refused += 1
     assert refused >= 4
     assert books(bench, admin) == before
-    assert len(bench.node.parking) == 0
+    assert len(bench.node.waiting) == 0
     bench.close()
 
 
@@ -116,11 +116,11 @@ def test_a_revoked_key_has_no_session_and_no_answer(ring):
     admin, consumer = ring.client(bench, "admin"), ring.client(bench, "consumer")
     admin.create_table()
     call = consumer.post(lease(1, 60.0))
-    assert len(bench.node.parking) == 1
+    assert len(bench.node.waiting) == 1
     keyring.revoke(ring.directory, "consumer")
     assert ring.ring.refresh()
     bench.node.keys_changed(bench.now)
-    assert len(bench.node.parking) == 0
+    assert len(bench.node.waiting) == 0
     assert len(bench.node.sessions) == 1
     answers = len(bench.answered[consumer.peer])
     admin.ask(admin.put(1))

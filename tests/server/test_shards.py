@@ -52,7 +52,7 @@ class Joined:
         hello = {"host": this_host(), "pid": os.getpid()} if host is None else {"host": host}
         self.offer = m.ShardOffer(**(facts | offer))
         self.client = bench.client(**hello, shard=self.offer)
-        self.epoch = bench.node.place.epoch
+        self.epoch = bench.node.identity.epoch
         self.done, self.failed, self.waiting = 0, [], None
         self.told = []
 
@@ -208,7 +208,7 @@ def test_with_a_shard_its_rows_are_lost_and_work_goes_on(bench):
     create(client)
     granted = write(client, nbytes=2 * PAGE_BYTES)
     assert granted.shard == 1
-    bench.node.died(shard.client.session, bench.now)
+    bench.node.process_exited(shard.client.session, bench.now)
     assert client.ask(put_into(granted, at=1024)).error == "ShardLost"
     audit = codec.decode_plain(client.ask(m.Observe("audit")).value)["tables"]["t"]
     assert audit["rows_put"] == 2

@@ -119,7 +119,7 @@ def test_who_waits_for_what_a_dead_worker_gives_is_told_of_it(bench, boss):
     worker.ask(reward())
     assert told(boss)["unattended_s"] is None, "it has rows"
     waiting = boss.post(m.LeaseRequest("t", "train", rows=2, wait_s=60.0))
-    bench.node.lost(worker.peer, bench.now)
+    bench.node.peer_lost(worker.peer, bench.now)
     bench.pass_time(48)
     text = "nobody works on it; the last worker left 48 s ago (reward-0, its connection ended)"
     assert text in told(boss)["text"]

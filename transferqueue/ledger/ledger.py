@@ -12,7 +12,7 @@ It opens no socket, reads no clock, draws no random number and starts no thread.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 from transferqueue.errors import Full, InternalError, ProtocolError, UsageError
@@ -20,15 +20,16 @@ from transferqueue.ledger.data_loss import lose_blocks, values_in
 from transferqueue.ledger.dispatch import OPERATIONS
 from transferqueue.ledger.effects import Effect, MustWait
 from transferqueue.ledger.persistence import image
-from transferqueue.ledger.persistence.restore import restored
+from transferqueue.ledger.persistence.restore import check_empty, restored
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot, take_snapshot
 from transferqueue.ledger.reports.answers import explained, observed
 from transferqueue.ledger.requests import weight_channels
 from transferqueue.ledger.requests.ack import expire_lease
+from transferqueue.ledger.rows.blocks import ExtentState
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
 from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.state import LedgerState
-from transferqueue.ledger.table import SharedState
+from transferqueue.ledger.table import Absence, SharedState
 from transferqueue.ledger.tasks.group_task import FormingGroup
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.selectors import PluginFactory
@@ -50,6 +51,10 @@ class Ledger:
     def __init__(self, *, epoch: int = 1, selectors: Mapping[str, PluginFactory] | None = None) -> None:
         self.epoch = epoch
         self.state = LedgerState(SharedState(plugins=dict(selectors or {})))
+
+    def continue_from(self, ledger: Ledger) -> None:
+        """Take over the state of another ledger, which must not be used any more."""
+        self.state = ledger.state
 
     # ------------------------------------------------------------ images
 
@@ -197,6 +202,80 @@ class Ledger:
         self.tick(now)
         return lose_blocks(self.state, self.state.core.blocks.lose_shard(shard), f"lost with shard {shard}")
 
+    # ------------------------------------------------------------ what a server asks
+
+    @property
+    def now(self) -> float:
+        """The latest time that any call told the ledger; minus infinity before the first one."""
+        return self.state.now
+
+    @property
+    def table_names(self) -> list[str]:
+        """The tables that exist."""
+        return list(self.state.tables)
+
+    @property
+    def channel_names(self) -> list[str]:
+        """The weight channels that exist."""
+        return list(self.state.channels)
+
+    def has_table(self, name: str) -> bool:
+        """Whether a table of this name exists."""
+        return name in self.state.tables
+
+    def has_task(self, table: str, task: str) -> bool:
+        """Whether the table exists and has this task."""
+        return table in self.state.tables and task in self.state.tables[table].tasks
+
+    def has_leased(self, table: str, task: str) -> bool:
+        """Whether rows of the task are leased."""
+        return bool(self.state.task(table, task)[1].counts[LEASED])
+
+    def live_rows(self) -> dict[str, int]:
+        """The number of live rows of each table."""
+        return {name: table.rows_live for name, table in self.state.tables.items()}
+
+    def known_sessions(self) -> list[SessionState]:
+        """All sessions: the open ones, and closed ones that still hold pins or grants."""
+        return list(self.state.sessions.values())
+
+    def knows_session(self, session: int) -> bool:
+        """Whether a session is open, or closed and still holds pins or grants."""
+        return session in self.state.sessions
+
+    def extents_of(self, shard: int) -> list[ExtentState]:
+        """The extents of a shard that are not freed, in the order in which they were granted. A lost shard has none."""
+        extents = self.state.core.blocks.extents.values()
+        return [extent for extent in extents if extent.shard == shard and not extent.lost]
+
+    def blocks_of(self, shard: int) -> list[m.BlockLocation]:
+        """The blocks whose first copy is in this shard."""
+        blocks = self.state.core.blocks.blocks.values()
+        return [block.at for block in blocks if block.at.shard == shard]
+
+    @property
+    def last_shard(self) -> int:
+        """The highest number of a shard in which an extent was ever granted."""
+        return self.state.core.blocks.last_shard
+
+    @property
+    def last_extent(self) -> int:
+        """The number of the extent that was granted last; 0 if there was none."""
+        return self.state.core.blocks.granted
+
+    @property
+    def blocks_committed(self) -> int:
+        """How many blocks were ever committed."""
+        return self.state.core.blocks.committed
+
+    def check_empty(self) -> None:
+        """`UsageError` if a table or a weight channel exists: a restore needs an empty ledger."""
+        check_empty(self.state)
+
+    def explain_absence_with(self, absence: Callable[[str, str, float], Absence | None]) -> None:
+        """Have texts say since when nobody works on a task: `absence(table, task, now)` tells. Not part of the state."""
+        self.state.core.absence = absence
+
     # ------------------------------------------------------------ requests
 
     def apply(self, request: m.Request, *, session: int, call: int, now: float) -> m.Reply | MustWait:
@@ -225,10 +304,6 @@ class Ledger:
         """Whether this is a put that is known from its rows, whatever became of its reply."""
         table = self.state.tables.get(request.table) if isinstance(request, m.PutRequest) else None
         return table is not None and (session.client, call) in table.puts
-
-    def has_leased(self, table: str, task: str) -> bool:
-        """Whether rows of a task are on lease."""
-        return bool(self.state.task(table, task)[1].counts[LEASED])
 
     def explain(self, request: m.Request, now: float) -> str:
         """Why a request that waits cannot proceed: what is missing and who holds it."""

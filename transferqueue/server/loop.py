@@ -95,7 +95,7 @@ class Loop:
         self._clock = clock
         self._meter = Meter(clock, processor)
         self._together = together
-        node.on_greeted = self._greeted
+        node.on_hello = self._admit
         self._stopping = False
         self._more = False
 
@@ -146,7 +146,7 @@ class Loop:
         self._node.tick(now)
         self._local.tick()
         for session in self._deaths.take() if self._deaths.fileno() in ready else ():
-            self._node.died(session, now)
+            self._node.process_exited(session, now)
         self._meter.took(self._node.turns.ticks, now, "tick")
         self._send()
         drained = self._drain(self._local.recv_nowait) + self._drain(self._hub.recv_nowait)
@@ -163,7 +163,7 @@ class Loop:
             peer, frame = arrived
             now = self._clock()  # each frame has its own: a wait must not be cut short by those before it
             if frame is None:
-                self._node.lost(peer, now)
+                self._node.peer_lost(peer, now)
             else:
                 self._node.receive(peer, frame, now)
             self._meter.took(self._node.turns.requests, now, self._node.handled)
@@ -171,7 +171,7 @@ class Loop:
                 self._send()  # at once: what this frame set free should not wait for the next ones
         return FRAMES_DRAINED_MAX
 
-    def _greeted(self, peer: Peer) -> None:
+    def _admit(self, peer: Peer) -> None:
         if isinstance(peer, UnixPeer):
             self._local.admit(peer)
         elif self._port is not None and not isinstance(peer, int):
@@ -186,7 +186,7 @@ class Loop:
             answers, self._node.outbox = self._node.outbox, []
             for peer, frame in answers:
                 if not self._sent(peer, frame):
-                    self._node.lost(peer, self._clock())
+                    self._node.peer_lost(peer, self._clock())
 
     def _sent(self, peer: Peer, frame: bytes) -> bool:
         """False: the peer does not read. One that is gone may come back and ask again."""

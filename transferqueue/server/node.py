@@ -1,28 +1,26 @@
-"""The core of a server: frames in, answers out, around the ledger, the arena and those who wait.
+"""A coordinator: takes frames, gives answers, and joins the ledger, the memory, the sessions and the requests that wait.
 
-No socket, clock or thread: the loop brings frames and the time (`receive`, `tick`, `died`), and takes the
-answers from `outbox`. The rules:
+It opens no socket, reads no clock and starts no thread. The loop brings events and the time (`receive`, `tick`,
+`process_exited`, `peer_lost`), and sends the answers in `outbox`. The rules:
 
-- A peer whose key is not, or no longer, known gets no answer; a request that is not for its role is refused before
-  anything else looks at it (see `roles`).
-- So is one that is about a table or channel of another coordinator (see `seating`).
-- Whatever is not a message is answered with `ProtocolError`, counted, and changes nothing.
-- A call of a session that is not open is answered with `Disconnected`.
-- A call counts only on the way by which the session's last Hello came. A client whose connection broke, or whose
-  server was restarted, says Hello again and then sends all that was not answered, in order; what overtakes the
-  Hello (ZeroMQ keeps frames for a connection that is lost) is not heard.
-- A call that comes again is never carried out twice: while it waits it stays where it is, for no longer than it now asks
-  for; once answered it gets the same answer, until the client says that it has `seen` it; after that it is ignored.
-- After every change, those whom it may concern are tried (see `parking`), before the next frame is read.
-- No defect of the code ends the server. An exception that is no typed error, met while a request is carried out, is answered with
-  `InternalError` to whoever sent the request, ends its session, and is logged once, with its traceback and the number that the
-  answer has. Met in what is due by itself (`tick`) it is logged and counted likewise, no session ends, and only that part of the
-  tick is tried again, after `DEFECT_PAUSE_S`. The ledger may be left in the middle of a change: the journal says so, so that the
-  next life arrives at the same state, and the audit tells whether the books still balance. What still ends the server is
-  `JournalFailed` and whatever else `commit` raises, since nobody may be told what is not durable, and what is no `Exception`.
-- A session ends by Goodbye, by death, by silence where only silence can be judged, or because its peer
-  does not read. Its waits end with it, its leases return, and its memory returns once nobody can see it. If it brought
-  memory, that is lost then (see `shards`).
+- A peer whose key is unknown or withdrawn gets no answer. A request that its role may not send (`sessions.authorization`), or
+  that is for another coordinator (`sessions.home_coordinator`), is refused before anything else happens.
+- A frame that is no message is counted and answered with `ProtocolError`. It changes nothing.
+- A call in a session that is not open is answered with `Disconnected`.
+- A call counts only on the connection that brought the session's latest Hello. A client that lost its connection, or whose
+  server was restarted, sends Hello again, then all calls that were not answered, in order. ZeroMQ keeps frames of a lost
+  connection and may deliver them before that Hello: such frames are ignored.
+- A call that arrives twice is carried out once. While it waits it keeps its place, and its deadline can only become earlier.
+  Once answered it gets the same answer, until the client says that it has `seen` it. After that it is ignored.
+- After every change the waiting requests that it may concern are tried (`sessions.waiting`), before the next frame is read.
+- No defect of this code ends the server. An unexpected exception while a request is carried out is logged once with a number and
+  its traceback, the sender gets `InternalError` with that number, and its session ends. In a part of `tick` it is logged and counted;
+  only that part is tried again, after `DEFECT_PAUSE_S`. The change may be incomplete: the journal records that, so a restart
+  reaches the same state, and the audit tells whether the books still balance. `JournalFailed` and any other error of `commit`
+  end the server, since no client may be told what is not durable.
+- A session ends by Goodbye, by the death of its process, by silence where only silence can be judged, or because its peer does
+  not read. Then its waiting requests are removed, its leases return, and its memory returns as soon as no process can see it. If it
+  brought a shard, that shard is lost (`shards.shards`).
 """
 
 from __future__ import annotations
@@ -31,10 +29,7 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Final, Protocol
-
-import msgspec
 
 from transferqueue.errors import (
     DeadlineExceeded,
@@ -51,15 +46,15 @@ from transferqueue.errors import (
 from transferqueue.ledger.effects import FreeExtent, LeaseEnded, MustWait, WakeWaiters
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import CALLS_PARKED_MAX, DEFECT_PAUSE_S
-from transferqueue.server import reports as observing
+from transferqueue.server import reports
 from transferqueue.server.durability.snapshots import SnapshotJobs
 from transferqueue.server.durability.state_directory import Durability, NoDurability, without_checksum
-from transferqueue.server.resume import encode_hello
-from transferqueue.server.sessions import authorization as roles
-from transferqueue.server.sessions import liveness as evidence
+from transferqueue.server.identity import ServerIdentity
+from transferqueue.server.reports import Counters
+from transferqueue.server.sessions import authorization, liveness
 from transferqueue.server.sessions.exit_status import CUT, DIED, GOODBYE
 from transferqueue.server.sessions.home_coordinator import wrong_coordinator
-from transferqueue.server.sessions.sessions import NOWHERE, OpenSession, Peer, SessionTable
+from transferqueue.server.sessions.sessions import NOWHERE, OpenSession, Peer, SessionTable, encode_hello
 from transferqueue.server.sessions.undo import withdraw
 from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, WakeKey, wait_of
 from transferqueue.server.sessions.workers import Workers
@@ -81,81 +76,56 @@ _CAUSE_CHARS: Final = 300
 """So much of the text of an error that nobody expected is told to a client; the log has all of it."""
 
 
-class ServerIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who and where this server is. swept: the directory whose abandoned session locks it removes."""
-
-    epoch: int
-    address: str
-    runtime: str
-    version: str
-    pid: int
-    started_at: float
-    swept: Path | None = None
-
-
 class Watcher(Protocol):
-    """Watches the processes of sessions for the loop."""
+    """Watches the processes of sessions. `Coordinator.process_exited` is called for each that ends."""
 
     def watch(self, session: int, pidfd: int) -> None:
-        """The process of `session` is gone when `pidfd` is readable."""
+        """Watch the process of `session`: it is gone when `pidfd` becomes readable."""
 
     def unwatch(self, pidfd: int) -> None:
-        """`pidfd` is about to be closed."""
-
-
-class Counters:
-    """What happened since the start, for `stats`. Each only grows."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.garbage = 0
-        self.strangers = 0
-        self.repeated = 0
-        self.leases_ended = 0
-        self.sessions_dropped = 0
-        self.internal_errors = 0
+        """Stop watching: `pidfd` is about to be closed."""
 
 
 class Coordinator:
-    """One coordinator, with its own shard and those that join. Used by one thread; never blocks, but for the pages of a grown arena.
+    """One coordinator, with its own shard and the remote shards that joined. Used by one thread. Never blocks, except while the
+    system provides pages for a growing arena.
 
-    seat: which of the coordinators of its deployment it is.
-    watcher: told which pidfd belongs to which session, so that `died` is called when it is readable. bulk_port: where the
-    shard listens that honours `tickets`; 0: nowhere.
+    index: which of the coordinators of its deployment it is. open_process: finds the process of a client that says Hello.
+    `bulk_port`: where the own shard listens; 0: nowhere. `bulk_plain`: whether that connection is unencrypted.
     """
 
     def __init__(
         self,
         ledger: Ledger,
         memory: OwnShardMemory,
-        place: ServerIdentity,
+        identity: ServerIdentity,
         *,
         watcher: Watcher,
-        gather: Callable[[m.Hello], evidence.ProcessHandle] = evidence.open_process,
-        door: roles.Authorizer | None = None,
+        open_process: Callable[[m.Hello], liveness.ProcessHandle] = liveness.open_process,
+        authorizer: authorization.Authorizer | None = None,
         durability: Durability | None = None,
         tickets: TicketIssuer | None = None,
-        seat: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
+        index: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
     ) -> None:
         self.ledger: Final = ledger
-        self.seat: Final = seat
+        self.index: Final = index
         self.memory: Final = memory
-        self.place: Final = place
-        self.sessions: Final = SessionTable(place.epoch)
-        self.parking: Final = WaitQueue()
+        self.identity: Final = identity
+        self.sessions: Final = SessionTable(identity.epoch)
+        self.waiting: Final = WaitQueue()
         self.counters: Final = Counters()
         self.workers: Final = Workers()
         self.tickets: Final = tickets or TicketIssuer()
         self.shards: Final = ShardRegistry(
             memory,
             self.tickets,
-            place.epoch,
-            last=ledger.state.core.blocks.last_shard,
-            wake=self.parking.wake,
-            live_set=self._standing_in,
+            identity.epoch,
+            last=ledger.last_shard,
+            wake=self.waiting.wake,
+            live_set=self._live_set,
         )
-        self.on_greeted: Callable[[Peer], object] = lambda _: None
-        """Called with each peer that has a session, so that its connection is no stranger's."""
+        self.on_hello: Callable[[Peer], object] = lambda _: None
+        """Called with each peer that has a session, so that its connection does not count as a stranger's."""
         self.bulk_port = 0
         self.bulk_plain = False
         self.snapshots: SnapshotJobs | None = None
@@ -163,16 +133,29 @@ class Coordinator:
         self.turns: Final = Turns()
         """Filled by the loop, which has the clock."""
         self.handled = ""
-        """What the last frame asked for."""
-        self._doomed: list[tuple[int, str]] = []
-        """Sessions that end for a defect, and what those who wait in them are told."""
+        """The tag of the request that the last frame carried."""
+        self._failed_sessions: list[tuple[int, str]] = []
+        """Sessions that a defect ends, and the reason that their waiting requests are told."""
         self._paused: dict[str, float] = {}
-        """Parts of the tick that failed by a defect, and when they are tried again."""
+        """Parts of the tick in which a defect occurred, and when they are tried again."""
         self._watcher = watcher
-        self._gather = gather
-        self._door = door or roles.Authorizer()
+        self._open_process = open_process
+        self._authorizer = authorizer or authorization.Authorizer()
         self._durability = durability or NoDurability()
-        ledger.state.core.absence = partial(observing.absence, self)
+        self._report_sources: Final = reports.ReportSources(
+            identity=identity,
+            index=index,
+            ledger=ledger,
+            sessions=self.sessions,
+            waiting=self.waiting,
+            workers=self.workers,
+            shards=self.shards,
+            counters=self.counters,
+            turns=self.turns,
+            explain=self.explain,
+            bulk_port=lambda: self.bulk_port,
+        )
+        ledger.explain_absence_with(partial(reports.absence, self._report_sources))
 
     # ------------------------------------------------------------ what the loop calls
 
@@ -186,11 +169,11 @@ class Coordinator:
             session, call = codec.call_of(frame)
             failed = self._defect(self.handled, error, self._session_of(peer, session))
             self._answer(peer, call, failed)
-        self._settle(now)
+        self._run_until_idle(now)
 
     def _receive(self, peer: Peer, frame: bytes, now: float) -> None:
         self.handled = "none"
-        role = self._door.role(peer)
+        role = self._authorizer.role(peer)
         if role is None:
             self.counters.strangers += 1
             return
@@ -198,7 +181,7 @@ class Coordinator:
             call = codec.decode_call(frame)
         except ProtocolError as error:
             self.counters.garbage += 1
-            refusal = refusal_of(frame, epoch=self.place.epoch, package=self.place.version)
+            refusal = refusal_of(frame, epoch=self.identity.epoch, package=self.identity.version)
             if refusal is not None:
                 self.outbox.append((peer, refusal))
             else:
@@ -256,25 +239,25 @@ class Coordinator:
             self._end(session, now, f"silent for {now - session.heard_at:.0f} s")
 
     def _free_lingering(self, now: float) -> None:
-        for session in self.sessions.free_at_last(now):
+        for session in self.sessions.released_by_dead_process(now):
             self._guard("end of pins", partial(self.ledger.end_pins, session.number))
-            self._guard("end of evidence", partial(session.evidence.close, self.place.swept))
+            self._guard("end of evidence", partial(session.process.close, self.identity.lock_directory))
 
     def _expire(self, now: float) -> None:
-        self._settle(now)
-        while (parked := self.parking.next_expired(now)) is not None:
-            self._refuse(parked, now)
-            self._settle(now)
+        self._run_until_idle(now)
+        while (waiting := self.waiting.next_expired(now)) is not None:
+            self._refuse(waiting, now)
+            self._run_until_idle(now)
 
-    def _refuse(self, parked: WaitingRequest, now: float) -> None:
+    def _refuse(self, waiting: WaitingRequest, now: float) -> None:
         """The wait ended by its deadline. It leaves whatever happens, or it would be refused for ever."""
         try:
-            reply = self._deadline_reply(parked, now)
+            reply = self._deadline_reply(waiting, now)
         except JournalFailed:
             raise
         except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the caller)
-            reply = self._defect(m.tag_of(parked.request), error)
-        self._complete_waiting(parked, reply)
+            reply = self._defect(m.tag_of(waiting.request), error)
+        self._complete_waiting(waiting, reply)
 
     def next_deadline(self) -> float | None:
         """When `tick` must be called next; None: nothing will happen by itself."""
@@ -284,33 +267,33 @@ class Coordinator:
     def _next_deadline(self) -> float | None:
         deadlines = (
             self.ledger.next_deadline(),
-            self.parking.next_deadline(),
+            self.waiting.next_deadline(),
             self.sessions.next_deadline(),
             self.memory.next_deadline(),
             self.shards.next_deadline(),
         )
         return min((at for at in deadlines if at is not None), default=None)
 
-    def died(self, number: int, now: float) -> None:
+    def process_exited(self, number: int, now: float) -> None:
         """The process of a session is gone."""
         session = self.sessions.get(number)
         if session is not None:
             self.end(session, now)
 
-    def lost(self, peer: Peer, now: float) -> None:
+    def peer_lost(self, peer: Peer, now: float) -> None:
         """`peer` does not read its answers, or closed its channel without a word: its sessions are dropped."""
         self.handled = "lost"
         for session in self.sessions.of_peer(peer):
             self.counters.sessions_dropped += 1
             self._end(session, now, "")
-        self._settle(now)
+        self._run_until_idle(now)
 
     def keys_changed(self, now: float) -> None:
         """The sessions of keys that are not known any more end; nobody is told."""
-        for session in [one for one in self.sessions if self._door.role(one.peer) is None]:
+        for session in [one for one in self.sessions if self._authorizer.role(one.peer) is None]:
             self.counters.sessions_dropped += 1
             self._end(session, now, "", how="its key was withdrawn")
-        self._settle(now)
+        self._run_until_idle(now)
 
     def commit(self) -> None:
         """Blocks until what happened so far outlives the server as its level says. Call it before the outbox is sent."""
@@ -319,16 +302,16 @@ class Coordinator:
     def stop(self) -> None:
         """Watch nobody any more, and tell every session that the server stops, unless sessions outlive it."""
         if not self._durability.sessions_stay:
-            self._fail_everyone(_failed(Disconnected(f"the server at {self.place.address} was stopped")))
+            self._fail_everyone(_failed(Disconnected(f"the server at {self.identity.address} was stopped")))
         self.workers.close()
         for session in self.sessions:
-            session.evidence.close(self.place.swept)
+            session.process.close(self.identity.lock_directory)
         for session in self.sessions.lingering:
-            session.evidence.close(self.place.swept)
+            session.process.close(self.identity.lock_directory)
 
     def _fail_everyone(self, stopped: m.Failed) -> None:
-        for parked in list(self.parking):
-            self._complete_waiting(parked, stopped)
+        for waiting in list(self.waiting):
+            self._complete_waiting(waiting, stopped)
         for session in self.sessions:
             self._answer(session.peer, 0, stopped)
 
@@ -336,37 +319,37 @@ class Coordinator:
 
     def watch(self, session: OpenSession) -> None:
         """The end of the session's process ends the session."""
-        if session.evidence.pidfd >= 0:
-            self._watcher.watch(session.number, session.evidence.pidfd)
+        if session.process.pidfd >= 0:
+            self._watcher.watch(session.number, session.process.pidfd)
 
     def end(self, session: OpenSession, now: float) -> None:
         """Close a session whose process is gone."""
         self._end(session, now, "", how=DIED)
-        self._settle(now)
+        self._run_until_idle(now)
 
     def _hello(self, peer: Peer, role: Role, call: int, hello: m.Hello, now: float) -> None:
         try:
             session = self.sessions.of_client(hello.client) or self._open(peer, role, hello, now)
-            roles.check_owner(session, peer, by_client=True)
+            authorization.check_owner(session, peer, by_client=True)
         except JournalFailed:
             raise
         except TransferQueueError as error:
             self._answer(peer, call, _failed(error))
             return
-        self.on_greeted(peer)
-        if session.greeted(peer, call, now):
+        self.on_hello(peer)
+        if session.confirm_hello(peer, call, now):
             session.remote |= hello.remote
             self._answer(peer, call, self._welcome(session))
 
     def _open(self, peer: Peer, role: Role, hello: m.Hello, now: float) -> OpenSession:
         if len(hello.client) != 16:
             raise UsageError(f"session refused: client id has {len(hello.client)} bytes; send 16 random ones")
-        roles.check_lock(peer, hello)
-        roles.check_offer(role, hello)
+        authorization.check_lock(peer, hello)
+        authorization.check_offer(role, hello)
         self._durability.check_offer(hello)
         self.sessions.check_room()
-        hello = self.shards.numbered(hello, keyed=bool(roles.key_of(peer)))
-        session = self.sessions.open(hello, self._gather(hello), peer, now)
+        hello = self.shards.numbered(hello, keyed=bool(authorization.key_of(peer)))
+        session = self.sessions.open(hello, self._open_process(hello), peer, now)
         try:
             self.ledger.open_session(session.number, hello.client, now, label=session.label, origin=encode_hello(hello))
             self.shards.join(session)
@@ -384,15 +367,15 @@ class Coordinator:
     def _welcome(self, session: OpenSession) -> m.Welcome:
         return m.Welcome(
             session=session.number,
-            epoch=self.place.epoch,
-            server=self.place.version,
-            runtime=self.place.runtime,
+            epoch=self.identity.epoch,
+            server=self.identity.version,
+            runtime=self.identity.runtime,
             arenas={} if session.remote else {SHARD: self.memory.arena.path},
             arena_bytes=self.memory.arena.capacity,
             bulk_port=self.bulk_port,
             durable=self._durability.sessions_stay,
             bulk_plain=self.bulk_plain,
-            seat=self.seat,
+            seat=self.index,
             checksums=self._durability.checksums,
         )
 
@@ -400,20 +383,20 @@ class Coordinator:
         """Close a session. told: why, for those who wait in it; "" if nobody is left to hear. how: the same, for those who ask
         later who worked here."""
         number, shard = session.number, session.hello.shard
-        said, pidfd = how or told or CUT, session.evidence.pidfd
+        said, pidfd = how or told or CUT, session.process.pidfd
         self._guard("note of a worker", partial(self.workers.left, number, session.label, said, pidfd, now))
-        for parked in self.parking.remove_session(number):
+        for waiting in self.waiting.remove_session(number):
             if told:
-                self._answer(session.peer, parked.call, _failed(Disconnected(f"session closed: {told}")))
-        if session.evidence.pidfd >= 0:
-            self._guard("end of a watch", partial(self._watcher.unwatch, session.evidence.pidfd))
+                self._answer(session.peer, waiting.call, _failed(Disconnected(f"session closed: {told}")))
+        if session.process.pidfd >= 0:
+            self._guard("end of a watch", partial(self._watcher.unwatch, session.process.pidfd))
         self._guard("end of a shard", partial(self.shards.close, session))
         lingers = self.sessions.close(session, now)
         self._guard("end of a session", partial(self.ledger.close_session, number, now, pins=not lingers))
         if shard is not None:
             self._guard("loss of a shard", partial(self.ledger.shard_lost, shard.number, now))
         if not lingers:
-            self._guard("end of evidence", partial(session.evidence.close, self.place.swept))
+            self._guard("end of evidence", partial(session.process.close, self.identity.lock_directory))
 
     # ------------------------------------------------------------ defects
 
@@ -429,10 +412,10 @@ class Coordinator:
     def _defect(self, what: str, error: Exception, session: OpenSession | None = None) -> m.Failed:
         """Count and log what nobody expected, end the session that met it, and return what its client is told."""
         self.counters.internal_errors += 1
-        number = f"{self.place.epoch}-{self.counters.internal_errors}"
+        number = f"{self.identity.epoch}-{self.counters.internal_errors}"
         _log.error("defect %s: %s failed%s", number, what, f" for {session.label}" if session else "", exc_info=error)
         if session is not None:
-            self._doomed.append((session.number, f"the server met defect {number}"))
+            self._failed_sessions.append((session.number, f"the server met defect {number}"))
         text = f"{type(error).__name__}: {str(error)[:_CAUSE_CHARS]}"
         over = "; this session is over, connect again" if session else ""
         return _failed(
@@ -444,10 +427,10 @@ class Coordinator:
         session = self.sessions.get(number)
         return session if session is not None and session.peer == peer else None
 
-    def _standing_in(self, shard: int) -> m.LiveSet:
-        blocks = self.ledger.state.core.blocks
-        extents = [extent.id for extent in blocks.extents.values() if extent.shard == shard and not extent.lost]
-        return live_set(extents, blocks.granted + 1, [one.number for one in self.sessions], self.sessions.last + 1)
+    def _live_set(self, shard: int) -> m.LiveSet:
+        extents = [extent.id for extent in self.ledger.extents_of(shard)]
+        sessions = [session.number for session in self.sessions]
+        return live_set(extents, self.ledger.last_extent + 1, sessions, self.sessions.last + 1)
 
     # ------------------------------------------------------------ calls
 
@@ -456,7 +439,7 @@ class Coordinator:
             session = self.sessions.of_call(call.session)
             if session.peer == NOWHERE:
                 return  # it has not greeted this life of the server: what ZeroMQ kept from before comes ahead of that
-            roles.check_owner(session, peer)
+            authorization.check_owner(session, peer)
         except Disconnected as error:
             self._answer(peer, call.id, _failed(error))
             return
@@ -466,9 +449,9 @@ class Coordinator:
             self.ledger.seen(session.number, call.seen)
         session.heard(peer, call.seen, now)
         self.ledger.message_received(session.number, now)
-        if call.id <= session.seen or self.parking.holds(session.number, call.id):
+        if call.id <= session.seen or self.waiting.holds(session.number, call.id):
             self.counters.repeated += 1
-            self.parking.hurry(session.number, call.id, now + wait_of(call.request))
+            self.waiting.shorten_wait(session.number, call.id, now + wait_of(call.request))
         elif (refused := self._refused(role, call.request)) is not None:
             self._answer(peer, call.id, _failed(refused))
         elif isinstance(call.request, m.Goodbye):
@@ -481,22 +464,20 @@ class Coordinator:
         """Why a request may not even be tried; None: it may."""
         if self._durability.checksums and (unchecked := without_checksum(request)) is not None:
             return unchecked
-        return roles.why_not_allowed(role, request) or wrong_coordinator(self.seat, request)
+        return authorization.why_not_allowed(role, request) or wrong_coordinator(self.index, request)
 
     def _accept_call(self, session: OpenSession, call: int, request: m.Request, now: float) -> None:
-        if isinstance(request, m.LeaseRequest):
-            table = self.ledger.state.tables.get(request.table)
-            if table is not None and request.task in table.tasks:
-                self.workers.asks(session.number, request.table, request.task, now)
-        ahead = self.parking.queue_before(request)
+        if isinstance(request, m.LeaseRequest) and self.ledger.has_task(request.table, request.task):
+            self.workers.asks(session.number, request.table, request.task, now)
+        ahead = self.waiting.count_ahead(request)
         outcome = (
             self._queue_or_refuse(session, request, ahead, now) if ahead else self._execute(session, call, request, now)
         )
-        if isinstance(outcome, MustWait) and self.parking.count(session.number) >= CALLS_PARKED_MAX:
+        if isinstance(outcome, MustWait) and self.waiting.count(session.number) >= CALLS_PARKED_MAX:
             outcome = _failed(Full(f"{CALLS_PARKED_MAX} requests of this session wait already, which is the most"))
         if isinstance(outcome, MustWait):
-            parked = self.parking.join(session.number, call, request, now)
-            self.parking.rest(parked, outcome.keys)
+            waiting = self.waiting.join(session.number, call, request, now)
+            self.waiting.wait_on(waiting, outcome.keys)
         elif not isinstance(request, _NOTICES) or isinstance(outcome, m.Failed):
             self._reply(session, call, request, outcome)
 
@@ -519,8 +500,8 @@ class Coordinator:
             if isinstance(request, m.PollCommands | m.ListShards | m.Drain):
                 return self._of_shards(session, request, now)
             if isinstance(request, m.Observe):
-                return m.Observed(codec.encode_plain(observing.observe(self, request, now)))
-            if isinstance(request, m.CreateTable) and request.name not in self.ledger.state.tables:
+                return m.Observed(codec.encode_plain(reports.observe(self._report_sources, request, now)))
+            if isinstance(request, m.CreateTable) and not self.ledger.has_table(request.name):
                 self.shards.check_replicas(request.name, request.replicas)
             reply = self.ledger.apply(request, session=session.number, call=call, now=now)
             if isinstance(request, m.DropTable):
@@ -574,75 +555,75 @@ class Coordinator:
 
     # ------------------------------------------------------------ those who wait
 
-    def _settle(self, now: float) -> None:
+    def _run_until_idle(self, now: float) -> None:
         """Carry out what the ledger asked for and try whoever is due, until nothing is left to do."""
         more = True
         while more:
             try:
-                more = self._settle_one(now)
+                more = self._run_next(now)
             except JournalFailed:
                 raise
             except Exception as error:  # noqa: BLE001  (logged with its cause; what is left is settled next time)
                 self._defect(f"what follows {self.handled}", error)
                 return
 
-    def _settle_one(self, now: float) -> bool:
+    def _run_next(self, now: float) -> bool:
         """Carry out what was asked for, and try the next who is due; whether anything may be left."""
         self._apply_effects(self.ledger.take_effects(), now)
-        while self._doomed:
-            number, told = self._doomed.pop()
+        while self._failed_sessions:
+            number, told = self._failed_sessions.pop()
             if (doomed := self.sessions.get(number)) is not None:
                 self._end(doomed, now, told)
-        parked = self.parking.next_due()
-        if parked is not None:
-            self._try_again(parked, now)
-        return parked is not None
+        waiting = self.waiting.next_due()
+        if waiting is not None:
+            self._try_again(waiting, now)
+        return waiting is not None
 
-    def _try_again(self, parked: WaitingRequest, now: float) -> None:
-        session = self.sessions.of_call(parked.session)
-        outcome = self._execute(session, parked.call, parked.request, now)
+    def _try_again(self, waiting: WaitingRequest, now: float) -> None:
+        session = self.sessions.of_call(waiting.session)
+        outcome = self._execute(session, waiting.call, waiting.request, now)
         if isinstance(outcome, MustWait):
-            self.parking.rest(parked, outcome.keys)
+            self.waiting.wait_on(waiting, outcome.keys)
         else:
-            self._complete_waiting(parked, outcome)
+            self._complete_waiting(waiting, outcome)
 
     def _apply_effects(self, effects: Iterable[WakeWaiters | FreeExtent | LeaseEnded], now: float) -> None:
         for effect in effects:
             match effect:
                 case WakeWaiters():
-                    self.parking.wake(effect.key)
+                    self.waiting.wake(effect.key)
                 case FreeExtent():
                     self._guard("return of memory", partial(self.shards.give_back, effect, now))
                 case LeaseEnded():
                     self.counters.leases_ended += 1
 
-    def _complete_waiting(self, parked: WaitingRequest, reply: m.Reply) -> None:
-        self.parking.remove(parked)
-        session = self.sessions.get(parked.session)
+    def _complete_waiting(self, waiting: WaitingRequest, reply: m.Reply) -> None:
+        self.waiting.remove(waiting)
+        session = self.sessions.get(waiting.session)
         if session is None:
             return
         try:
-            self._reply(session, parked.call, parked.request, reply)
+            self._reply(session, waiting.call, waiting.request, reply)
         except JournalFailed:
             raise
         except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the caller)
-            self._answer(session.peer, parked.call, self._defect(m.tag_of(parked.request), error, session))
+            self._answer(session.peer, waiting.call, self._defect(m.tag_of(waiting.request), error, session))
 
-    def explain(self, parked: WaitingRequest, now: float) -> str:
-        """Why a parked request still waits: what is missing, who holds it, who is before it."""
-        ahead = self.parking.ahead_of(parked)
+    def explain(self, waiting: WaitingRequest, now: float) -> str:
+        """Why a waiting request still waits: what is missing, who holds it, who is before it."""
+        ahead = self.waiting.ahead_of(waiting)
         behind = f"; {_earlier(ahead)} before it" if ahead else ""
-        return self._explain(parked.request, now) + behind
+        return self._explain(waiting.request, now) + behind
 
-    def _deadline_reply(self, parked: WaitingRequest, now: float) -> m.Failed:
-        waited = f"{m.tag_of(parked.request)} waited {now - parked.since:.3g} s: "
-        return _failed(DeadlineExceeded(waited + self.explain(parked, now)))
+    def _deadline_reply(self, waiting: WaitingRequest, now: float) -> m.Failed:
+        waited = f"{m.tag_of(waiting.request)} waited {now - waiting.since:.3g} s: "
+        return _failed(DeadlineExceeded(waited + self.explain(waiting, now)))
 
     def _explain(self, request: m.Request, now: float) -> str:
         if isinstance(request, m.WatchJob) and self.snapshots is not None:
             return self.snapshots.explain(request)
         if isinstance(request, m.Grant):
-            return self.shards.explain(request.nbytes, observing.holders(self, now), request.use)
+            return self.shards.explain(request.nbytes, reports.holders(self._report_sources, now), request.use)
         if isinstance(request, m.PollCommands):
             return "there are no orders"
         return self.ledger.explain(request, now)
@@ -653,7 +634,7 @@ class Coordinator:
         """Answer a call of a session. A reply too large to travel is undone and refused instead."""
         reply = self.shards.issue(session, reply)
         try:
-            frame = codec.encode_answer(m.AnswerFrame(self.place.epoch, call, reply))
+            frame = codec.encode_answer(m.AnswerFrame(self.identity.epoch, call, reply))
         except UsageError as error:
             refused = _failed(error)
             for undo in withdraw(request, reply):
@@ -666,9 +647,9 @@ class Coordinator:
 
     def _answer(self, peer: Peer, call: int, reply: m.Reply) -> None:
         try:
-            frame = codec.encode_answer(m.AnswerFrame(self.place.epoch, call, reply))
+            frame = codec.encode_answer(m.AnswerFrame(self.identity.epoch, call, reply))
         except UsageError as error:  # such as a text of the system's that is no Unicode
-            frame = codec.encode_answer(m.AnswerFrame(self.place.epoch, call, _failed(error)))
+            frame = codec.encode_answer(m.AnswerFrame(self.identity.epoch, call, _failed(error)))
         self.outbox.append((peer, frame))
 
 

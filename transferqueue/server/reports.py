@@ -1,47 +1,85 @@
-"""What a node says about itself: the ledger's account, and what only the node knows (docs/OBSERVING.md)."""
+"""What a coordinator reports about itself: the ledger's report, and what only the server knows. docs/OBSERVING.md lists the fields."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.table import Absence
-from transferqueue.server.sessions.sessions import OpenSession
-from transferqueue.server.sessions.waiting import WaitingRequest, wait_of
+from transferqueue.server.identity import ServerIdentity
+from transferqueue.server.sessions.sessions import OpenSession, SessionTable
+from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, wait_of
+from transferqueue.server.sessions.workers import Workers
 from transferqueue.server.shards.remote_shard import RemoteShard
+from transferqueue.server.shards.shards import ShardRegistry
+from transferqueue.server.turn_times import Turns
 from transferqueue.wire import messages as m
-
-if TYPE_CHECKING:
-    from transferqueue.server.node import Coordinator
+from transferqueue.wire.home_coordinator import CoordinatorIndex
 
 Plain = dict[str, Any]
 
 IDLE_S: Final = 3.0
-"""A worker that asked for rows this short ago works on them still, or asks again."""
+"""A worker that asked for rows this recently is assumed to work on them still, or to be about to ask again."""
 WAITING_SHOWN_MAX: Final = 100
-"""Requests that wait are explained one by one, the longest first; more than a screen shows helps nobody."""
+"""How many waiting requests a report explains, the oldest first: about what fits on a screen."""
 
 
-def observe(node: Coordinator, request: m.Observe, now: float) -> object:
-    """The dictionary that `request` asks for. `UsageError` for one that is not known."""
-    account = node.ledger.observe(request, now)
+class Counters:
+    """Events since the server started, for `stats`. Each counter only grows."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.garbage = 0
+        self.strangers = 0
+        self.repeated = 0
+        self.leases_ended = 0
+        self.sessions_dropped = 0
+        self.internal_errors = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSources:
+    """The parts of a coordinator that its reports read.
+
+    explain: why a request still waits, at the given time. bulk_port: where its own shard listens; 0: nowhere.
+    """
+
+    identity: ServerIdentity
+    index: CoordinatorIndex
+    ledger: Ledger
+    sessions: SessionTable
+    waiting: WaitQueue
+    workers: Workers
+    shards: ShardRegistry
+    counters: Counters
+    turns: Turns
+    explain: Callable[[WaitingRequest, float], str]
+    bulk_port: Callable[[], int]
+
+
+def observe(sources: ReportSources, request: m.Observe, now: float) -> object:
+    """The report that `request` asks for. `UsageError` if there is no such report."""
+    report = sources.ledger.observe(request, now)
     if request.what == "stats":
-        return account | _stats(node, request.table, now)
+        return report | _stats(sources, request.table, now)
     if request.what == "doctor":
-        sessions = _sessions(node, node.ledger.observe(m.Observe("sessions"), now), now)
-        return account | {"waiting": _all_waiting(node, request.table, now), "sessions": sessions}
-    return _sessions(node, account, now) if request.what == "sessions" else account
+        sessions = _sessions(sources, sources.ledger.observe(m.Observe("sessions"), now), now)
+        return report | {"waiting": _all_waiting(sources, request.table, now), "sessions": sessions}
+    return _sessions(sources, report, now) if request.what == "sessions" else report
 
 
-def absence(node: Coordinator, table: str, task: str, now: float) -> Absence | None:
-    """Since when nobody has worked on a task, and what is known of who did; None if somebody holds or waits for rows of it, or
-    asked for some just now."""
-    if node.parking.is_waited_for(("task", table, task)) or node.ledger.has_leased(table, task):
+def absence(sources: ReportSources, table: str, task: str, now: float) -> Absence | None:
+    """Since when nobody has worked on a task, and who did last. None if a session holds or waits for rows of it, or asked for
+    rows less than `IDLE_S` ago."""
+    if sources.waiting.is_waited_for(("task", table, task)) or sources.ledger.has_leased(table, task):
         return None
-    asked, gone = node.workers.last_to_ask(table, task), node.workers.last_gone(table, task)
+    asked, gone = sources.workers.last_to_ask(table, task), sources.workers.last_gone(table, task)
     if asked is not None:
         number, at = asked
-        session = node.sessions.get(number)
+        session = sources.sessions.get(number)
         label = session.label if session else f"session {number}"
         text = f"nobody works on it: {label} is connected, and last asked for rows {now - at:.0f} s ago"
         return Absence(text, now - at) if now - at >= IDLE_S else None
@@ -49,15 +87,15 @@ def absence(node: Coordinator, table: str, task: str, now: float) -> Absence | N
         left_s = now - gone.at
         text = f"nobody works on it; the last worker left {left_s:.0f} s ago ({gone.label}, {gone.ending.text})"
         return Absence(text, left_s, died=not gone.ending.was_announced)
-    up_s = now - node.place.started_at
+    up_s = now - sources.identity.started_at
     return Absence(f"nobody works on it, nor has since this server started {up_s:.0f} s ago", up_s)
 
 
-def holders(node: Coordinator, now: float) -> str:
-    """Who has the bytes of the arena, the largest first: for an error message."""
-    stats = node.ledger.observe(m.Observe("stats"), now)
+def holders(sources: ReportSources, now: float) -> str:
+    """The tables and sessions that hold bytes of the arena, the largest first: for error texts."""
+    stats = sources.ledger.observe(m.Observe("stats"), now)
     tables = _largest({f'table "{name}"': table["bytes"] for name, table in stats["tables"].items()})
-    sessions = _largest_holders(node, now)
+    sessions = _largest_holders(sources, now)
     return "; ".join(part for part in (tables, sessions) if part) or "extents that are granted and not yet written"
 
 
@@ -66,52 +104,52 @@ def _largest(sizes: dict[str, int]) -> str:
     return ", ".join(f"{name} ({size:,} bytes)" for size, name in ranked[:6])
 
 
-def _largest_holders(node: Coordinator, now: float) -> str:
-    accounts = node.ledger.observe(m.Observe("sessions"), now).values()
-    ranked = sorted(accounts, key=lambda account: -account["grants"] - account["pins"])
+def _largest_holders(sources: ReportSources, now: float) -> str:
+    sessions = sources.ledger.observe(m.Observe("sessions"), now).values()
+    ranked = sorted(sessions, key=lambda session: -session["grants"] - session["pins"])
     return ", ".join(
-        f"{account['label']} ({account['grants']} grants, {account['pins']} blocks in view)"
-        for account in ranked[:6]
-        if account["grants"] or account["pins"]
+        f"{session['label']} ({session['grants']} grants, {session['pins']} blocks in view)"
+        for session in ranked[:6]
+        if session["grants"] or session["pins"]
     )
 
 
-def _stats(node: Coordinator, table: str, now: float) -> Plain:
+def _stats(sources: ReportSources, table: str, now: float) -> Plain:
     return {
         "now_s": now,
-        "epoch": node.place.epoch,
-        "sessions": len(node.sessions),
-        "waiting": _all_waiting(node, table, now),
-        "server": _server(node, now),
+        "epoch": sources.identity.epoch,
+        "sessions": len(sources.sessions),
+        "waiting": _all_waiting(sources, table, now),
+        "server": _server(sources, now),
     }
 
 
-def _all_waiting(node: Coordinator, table: str, now: float) -> list[Plain]:
-    waits = (parked for parked in node.parking if not table or _about(parked) == table)
-    return [_waiting(node, parked, now) for parked in islice(waits, WAITING_SHOWN_MAX)]
+def _all_waiting(sources: ReportSources, table: str, now: float) -> list[Plain]:
+    requests = (waiting for waiting in sources.waiting if not table or _table_of(waiting) == table)
+    return [_waiting(sources, waiting, now) for waiting in islice(requests, WAITING_SHOWN_MAX)]
 
 
-def _server(node: Coordinator, now: float) -> Plain:
-    counters = node.counters
+def _server(sources: ReportSources, now: float) -> Plain:
+    counters, identity, memory = sources.counters, sources.identity, sources.shards.own
     return {
-        "address": node.place.address,
-        "coordinator": str(node.seat),
-        "version": node.place.version,
-        "pid": node.place.pid,
-        "bulk_port": node.bulk_port,
-        "uptime_s": now - node.place.started_at,
-        "capacity_bytes": node.memory.allocator.capacity,
-        "used_bytes": node.memory.used,
-        "backed_bytes": node.memory.arena.backed,
-        "extents": node.memory.extents,
-        "shards": [_shard(shard) for shard in node.shards],
+        "address": identity.address,
+        "coordinator": str(sources.index),
+        "version": identity.version,
+        "pid": identity.pid,
+        "bulk_port": sources.bulk_port(),
+        "uptime_s": now - identity.started_at,
+        "capacity_bytes": memory.allocator.capacity,
+        "used_bytes": memory.used,
+        "backed_bytes": memory.arena.backed,
+        "extents": memory.extents,
+        "shards": [_shard(shard) for shard in sources.shards],
         "calls": counters.calls,
         "garbage": counters.garbage,
         "repeated": counters.repeated,
         "leases_ended": counters.leases_ended,
         "sessions_dropped": counters.sessions_dropped,
         "internal_errors": counters.internal_errors,
-        "turns": node.turns.plain(),
+        "turns": sources.turns.plain(),
     }
 
 
@@ -128,32 +166,33 @@ def _shard(shard: RemoteShard) -> Plain:
     }
 
 
-def _waiting(node: Coordinator, parked: WaitingRequest, now: float) -> Plain:
-    session = node.sessions.get(parked.session)
+def _waiting(sources: ReportSources, waiting: WaitingRequest, now: float) -> Plain:
+    session = sources.sessions.get(waiting.session)
     return {
-        "session": parked.session,
+        "session": waiting.session,
         "label": session.label if session else "",
-        "request": m.tag_of(parked.request),
-        "table": _about(parked),
-        "task": str(getattr(parked.request, "task", "")),
-        "waited_s": now - parked.since,
-        "left_s": max(parked.since + wait_of(parked.request) - now, 0.0),
-        "why": node.explain(parked, now),
+        "request": m.tag_of(waiting.request),
+        "table": _table_of(waiting),
+        "task": str(getattr(waiting.request, "task", "")),
+        "waited_s": now - waiting.since,
+        "left_s": max(waiting.since + wait_of(waiting.request) - now, 0.0),
+        "why": sources.explain(waiting, now),
     }
 
 
-def _about(parked: WaitingRequest) -> str:
-    request = parked.request
+def _table_of(waiting: WaitingRequest) -> str:
+    request = waiting.request
     return str(getattr(request, "table", getattr(request, "name", "")))
 
 
-def _sessions(node: Coordinator, accounts: Plain, now: float) -> Plain:
-    """What the ledger says each session holds, with who it is."""
-    states = [("open", session) for session in node.sessions] + [("ended", one) for one in node.sessions.lingering]
+def _sessions(sources: ReportSources, reports: Plain, now: float) -> Plain:
+    """What the ledger reports of each session, and what the server knows about its client."""
+    states = [("open", session) for session in sources.sessions]
+    states += [("ended", session) for session in sources.sessions.lingering]
     return {
-        str(session.number): accounts[str(session.number)]
+        str(session.number): reports[str(session.number)]
         | _session(session, state, now)
-        | {"waits": node.parking.count(session.number)}
+        | {"waits": sources.waiting.count(session.number)}
         for state, session in states
     }
 

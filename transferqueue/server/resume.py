@@ -1,125 +1,110 @@
-"""How a server finds the clients of the life before it.
+"""Finds the clients of the previous run after a server was restarted.
 
-A client that lives goes on under the session it had, with its leases, grants and pins: nobody else gets them meanwhile.
-Who died while no server ran is told by the kernel, as ever: its leases return now, its memory once its lock is free.
-A shard is a session: it goes on with all that was lent of it, or is lost.
+- A client that is still alive continues its session with its leases, grants and pins. No other client got them meanwhile.
+- The kernel tells which clients died while no server ran. Their leases end at once, their memory returns when their lock is free.
+- A remote shard is a session too: it continues with all its extents, or it is lost.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
-import msgspec
-
-from transferqueue.errors import Corruption, listing
+from transferqueue.errors import listing
 from transferqueue.ledger.rows.blocks import ExtentState
-from transferqueue.ledger.sessions import SessionState as Known
-from transferqueue.server.sessions import liveness as evidence
+from transferqueue.server.node import Coordinator
+from transferqueue.server.sessions import liveness
+from transferqueue.server.sessions.sessions import decode_hello
 from transferqueue.wire import messages as m
 
-if TYPE_CHECKING:
-    from transferqueue.server.node import Coordinator
-
 _log: Final = logging.getLogger("transferqueue.server")
-_encode: Final = msgspec.msgpack.Encoder().encode
-_decode: Final = msgspec.msgpack.Decoder(m.Hello).decode
 
-
-FindAgain = Callable[[m.Hello], tuple[evidence.ProcessHandle | None, bool]]
-"""As `evidence.reopen_process`."""
+ReopenProcess = Callable[[m.Hello], tuple[liveness.ProcessHandle | None, bool]]
+"""As `liveness.reopen_process`."""
 
 
 class PreviousRun(Protocol):
-    """What the life before left, as far as `resume_sessions` asks: see `durable.Durable`."""
+    """What the previous run left, as far as `resume_sessions` needs it. See `StateDirectory`."""
 
     @property
     def rebooted(self) -> bool:
-        """Whether the machine was started anew since: no process of then lives."""
+        """Whether the machine was rebooted since: then no process of the previous run is alive."""
 
     def clock(self) -> float:
-        """Seconds that only servers have lived."""
+        """Seconds for which servers of this state have run."""
 
     def damaged(self) -> list[int]:
-        """Blocks whose bytes are not what they were."""
-
-
-def encode_hello(hello: m.Hello) -> bytes:
-    """What the ledger keeps of a client, to find it by."""
-    return _encode(hello)
+        """The numbers of blocks whose bytes do not match their checksum."""
 
 
 def resume_sessions(
-    node: Coordinator, state: PreviousRun, find_again: FindAgain = evidence.reopen_process
+    coordinator: Coordinator, state: PreviousRun, reopen: ReopenProcess = liveness.reopen_process
 ) -> dict[str, list[int]]:
-    """Have a new node go on from `state`: find every client again that the ledger knows, and see to what is damaged.
+    """Find every client that the ledger knows, and end those that died. Then report damaged blocks as lost.
 
-    Returns the rows that ended for it, by table.
+    Returns the rows that were dropped because of damage, by table.
     """
     now = state.clock()
-    _find_sessions(node, now, find_again, rebooted=state.rebooted)
-    lost: dict[str, list[int]] = {}
+    _find_sessions(coordinator, now, reopen, rebooted=state.rebooted)
+    dropped: dict[str, list[int]] = {}
     if damaged := state.damaged():
-        gone = _told(node.ledger.values_in(damaged))
-        lost = node.ledger.blocks_lost(damaged, now)
+        values = _listed(coordinator.ledger.values_in(damaged))
+        dropped = coordinator.ledger.blocks_lost(damaged, now)
         _log.error(
             "%d blocks are damaged on disk. Values that are gone: %s. Rows that were dropped for it, by table: %s; the others "
             "go on without these values, which are made again where a task waits for them",
             len(damaged),
-            gone,
-            lost,
+            values,
+            dropped,
         )
-    node.tick(now)
-    return lost
+    coordinator.tick(now)
+    return dropped
 
 
-def _told(values: dict[str, dict[str, list[int]]]) -> str:
+def _listed(values: dict[str, dict[str, list[int]]]) -> str:
     """Fields and rows for people, such as ``table "t", field "x": rows 3, 4``."""
-    told = [
+    texts = [
         f'table "{table}", field "{field}": rows {listing(rows)}'
         for table, fields in values.items()
         for field, rows in fields.items()
     ]
-    return "; ".join(told) or "none of a row"
+    return "; ".join(texts) or "none of a row"
 
 
-def _find_sessions(node: Coordinator, now: float, find_again: FindAgain, *, rebooted: bool) -> None:
-    """rebooted: no process of then can live."""
-    lent = list(node.ledger.state.core.blocks.extents.values())  # before those of sessions that ended are given back
-    for known in list(node.ledger.state.sessions.values()):
-        hello = _hello_of(known)
-        found, alive = (None, False) if rebooted else find_again(hello)
-        if found is None:
-            _close_dead_session(node, known, hello, now)
+def _find_sessions(coordinator: Coordinator, now: float, reopen: ReopenProcess, *, rebooted: bool) -> None:
+    ledger = coordinator.ledger
+    hellos = {known.id: decode_hello(known.id, known.origin) for known in ledger.known_sessions()}
+    shards = [hello.shard.number for hello in hellos.values() if hello.shard is not None]
+    extents = {
+        shard: ledger.extents_of(shard) for shard in shards
+    }  # a shard has them until it is told that they are freed
+    for known in ledger.known_sessions():
+        hello = hellos[known.id]
+        process, alive = (None, False) if rebooted else reopen(hello)
+        if process is None:
+            _close_dead_session(coordinator, known.id, hello, now)
         else:
-            session = node.sessions.restore(known.id, hello, found, now)
+            session = coordinator.sessions.restore(known.id, hello, process, now)
             if alive and known.open:
-                node.watch(session)
+                coordinator.watch(session)
             else:
-                node.end(session, now)
-    _find_shards(node, lent)
+                coordinator.end(session, now)
+    _join_shards(coordinator, extents)
 
 
-def _find_shards(node: Coordinator, extents: list[ExtentState]) -> None:
-    """Those whose sessions go on; what the others held is lost already. extents: lent when the last life ended."""
-    sessions = list(node.sessions)
+def _join_shards(coordinator: Coordinator, extents: dict[int, list[ExtentState]]) -> None:
+    """Join the shards whose sessions continue. extents: by shard, as the previous run had granted them."""
+    sessions = list(coordinator.sessions)
     for session in sessions:
         if (offer := session.hello.shard) is not None:
-            lent = {one.id: (one.offset, one.nbytes) for one in extents if one.shard == offer.number and not one.lost}
-            node.shards.join(session, lent, [one.number for one in sessions])
+            granted = {extent.id: (extent.offset, extent.nbytes) for extent in extents[offer.number]}
+            coordinator.shards.join(session, granted, [other.number for other in sessions])
 
 
-def _close_dead_session(node: Coordinator, known: Known, hello: m.Hello, now: float) -> None:
-    node.ledger.close_session(known.id, now)
-    if known.id in node.ledger.state.sessions:  # it was closed before, and lingered
-        node.ledger.end_pins(known.id)
+def _close_dead_session(coordinator: Coordinator, session: int, hello: m.Hello, now: float) -> None:
+    coordinator.ledger.close_session(session, now)
+    if coordinator.ledger.knows_session(session):  # it was closed before, and its memory was still in view
+        coordinator.ledger.end_pins(session)
     if hello.shard is not None:
-        node.ledger.shard_lost(hello.shard.number, now)
-
-
-def _hello_of(known: Known) -> m.Hello:
-    try:
-        return _decode(known.origin)
-    except msgspec.MsgspecError as error:
-        raise Corruption(f"session {known.id} of the journal says nothing of its process: {error}") from error
+        coordinator.ledger.shard_lost(hello.shard.number, now)

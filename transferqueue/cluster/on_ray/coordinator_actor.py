@@ -119,7 +119,7 @@ class CoordinatorActorBase:
             [address],
             keyring=_keyring(self._directory / "keys"),
             snapshots=Path(self._deploy.snapshots) if self._deploy.snapshots else None,
-            seat=self._deploy.seat,
+            index=self._deploy.seat,
         )
 
     def _directory_mark(self) -> str:

@@ -145,7 +145,7 @@ class RecordedLedger(Ledger):
 
     def __init__(self, ledger: Ledger, journal: Journal, tail: Tail | None = None, *, epoch: int) -> None:
         self.epoch = epoch
-        self.state = ledger.state
+        self.continue_from(ledger)
         self._journal = journal
         self._tail = tail or Tail()
         self._append(_Begun(epoch))

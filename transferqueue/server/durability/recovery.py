@@ -114,8 +114,7 @@ def _whole(path: Path, level: Level, file: Path) -> Past | Gone:
         )
     head.check(notes, kept, rebooted=rebooted)
     ledger, tail = replay_journal(kept)
-    extents = ledger.state.core.blocks.extents.values()
-    lent = [(one.offset, one.nbytes) for one in extents if one.shard == SHARD]
+    lent = [(extent.offset, extent.nbytes) for extent in ledger.extents_of(SHARD)]
     return Past(file, Allocator.holding(size - MARGIN_BYTES, lent), kept, ledger, tail, rebooted)
 
 
@@ -197,7 +196,7 @@ def _commits_in(file: Path) -> bool:
 def _what_was_lost(path: Path) -> str:
     try:
         kept = _kept(path)
-        rows = {} if kept is None else {name: of.rows_live for name, of in replay_journal(kept)[0].state.tables.items()}
+        rows = {} if kept is None else replay_journal(kept)[0].live_rows()
     except TransferQueueError as error:
         return f"What it held cannot be told: {error}"
     return f"Rows that are lost: {json.dumps(rows)}"

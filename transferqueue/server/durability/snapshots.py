@@ -44,7 +44,6 @@ from transferqueue.errors import (
 )
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.ledger import Ledger
-from transferqueue.ledger.persistence.restore import check_empty
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.limits import MIB
 from transferqueue.server.durability.snapshot_files import (
@@ -110,12 +109,12 @@ class SnapshotJobs:
         *,
         wake: Callable[[tuple[str, ...]], None],
         stir: Callable[[], None],
-        seat: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
+        index: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
     ) -> None:
         self.root: Final = root
         self._ledger, self._memory = ledger, memory
         self._wake, self._stir = wake, stir
-        self._seat = seat
+        self._index = index
         self._works: dict[int, SnapshotJob] = {}
         self._asked: dict[tuple[int, int], int] = {}
         """(session, call) -> the work it began: for a request that is sent again."""
@@ -255,8 +254,8 @@ class SnapshotJobs:
                 f"snapshot {path} refused: rows of it lie in further shards ({listing(further)}), and only the server's own "
                 "memory is written to snapshots; drain those first (transferqueue shard drain NUMBER)"
             )
-        extents = self._ledger.state.core.blocks.extents
-        self._memory.hold({extents[at.extent].offset for at in cut.blocks.values()})
+        extents = {at.extent for at in cut.blocks.values()}
+        self._memory.hold({extent.offset for extent in self._ledger.extents_of(SHARD) if extent.id in extents})
         try:
             return self._begin(path, cut.nbytes, lambda work: self._write(work, cut, keep), self._let_go)
         except BaseException:
@@ -285,14 +284,14 @@ class SnapshotJobs:
     # ------------------------------------------------------------ a restore
 
     def _restore(self, path: Path) -> SnapshotJob:
-        check_empty(self._ledger.state)
+        self._ledger.check_empty()
         return self._begin(path, 0, self._read, lambda now: None)
 
     def _read(self, work: SnapshotJob) -> None:
         snapshot = SnapshotReader.open(work.path, lambda nbytes: self._advance(work, nbytes), work.expect_twice)
         work.path, about = snapshot.path, read_about(snapshot)
         tables, channels = ([one.name for one in kept] for kept in (about.tables, about.channels))
-        self._seat.check_kept(tables, channels, f"snapshot {work.path}")
+        self._index.check_kept(tables, channels, f"snapshot {work.path}")
         cuts = read_tables(snapshot, about)
         with _named(work.path):
             check_cut(about, cuts)

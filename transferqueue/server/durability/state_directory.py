@@ -138,7 +138,7 @@ class StateDirectory:
                 ledger, journal, tail, epoch=ledger.epoch + 1 if ledger.epoch else first_epoch
             )
             self._head: Final = journal.head
-            self._behind_s: Final = max(ledger.state.now, 0.0) - time.monotonic() if ledger.epoch else 0.0
+            self._behind_s: Final = max(ledger.now, 0.0) - time.monotonic() if ledger.epoch else 0.0
             self._made = made.pop_all()
 
     def clock(self) -> float:
@@ -163,7 +163,7 @@ class StateDirectory:
 
     def commit(self) -> None:
         """What happened so far may be told when this returns (rule 3)."""
-        committed = self.ledger.state.core.blocks.committed
+        committed = self.ledger.blocks_committed
         if self.level is Level.DISK and committed != self._blocks:
             self.arena.arena.sync()
         self._blocks = committed
@@ -185,8 +185,7 @@ class StateDirectory:
         """The blocks whose bytes are not what they were, in an arena that is a file of the state directory. Reads them all."""
         if Path(self.arena.arena.path).parent != self.path:
             return []
-        blocks = self.ledger.state.core.blocks.blocks
-        return [number for number, one in blocks.items() if one.at.shard == SHARD and not self._matches(one.at)]
+        return [block.block for block in self.ledger.blocks_of(SHARD) if not self._matches(block)]
 
     def _matches(self, at: m.BlockLocation) -> bool:
         return at.checksum == UNCHECKED or self._checksum(at.offset, at.nbytes) == at.checksum

@@ -14,8 +14,9 @@ from transferqueue.limits import FAREWELL_S
 from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE, SnapshotJobs
 from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.files import ArenaDirectory, RuntimeDirectory
+from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop import Descriptor, Loop, ProcessExits
-from transferqueue.server.node import Coordinator, ServerIdentity
+from transferqueue.server.node import Coordinator
 from transferqueue.server.resume import resume_sessions
 from transferqueue.server.sessions.authorization import Authorizer
 from transferqueue.server.shards.bulk_endpoint import BulkEndpoint
@@ -39,7 +40,7 @@ class ServerProcess:
     plain_bytes: with keys too, columns cross to other machines as they are; only who was given a ticket over the control
     connection gets any, but whoever can listen to the network can read them.
     snapshots: the directory under which clients name snapshots; None: `SNAPSHOTS_VARIABLE`, else "snapshots" where it runs.
-    seat: which of the coordinators of its deployment it is.
+    index: which of the coordinators of its deployment it is.
     `AddressInUse` and `UsageError` as they say; then nothing is left behind.
     """
 
@@ -52,7 +53,7 @@ class ServerProcess:
         keyring: Keyring | None = None,
         plain_bytes: bool = False,
         snapshots: Path | None = None,
-        seat: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
+        index: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
     ) -> None:
         with ExitStack() as made:
             made.callback(foundation.close)
@@ -71,10 +72,10 @@ class ServerProcess:
             made.callback(deaths.close)
             self.inproc_address = hub.address
             if isinstance(foundation, StateDirectory):
-                self.node = _resumed(foundation, home, deaths, Authorizer(keyring), seat)
+                self.node = _resumed(foundation, home, deaths, Authorizer(keyring), index)
                 self.loop = Loop(self.node, local, port, hub, wakeup, deaths, foundation.clock, together=True)
             else:
-                self.node = _new(foundation, home, deaths, Authorizer(keyring), seat)
+                self.node = _new(foundation, home, deaths, Authorizer(keyring), index)
                 self.loop = Loop(self.node, local, port, hub, wakeup, deaths)
             if self.tcp_addresses:
                 self._serve_bytes(made, None if plain_bytes else keyring)
@@ -93,7 +94,7 @@ class ServerProcess:
     def _keep_snapshots(self, made: ExitStack, root: Path, wakeup: Wakeup) -> None:
         node = self.node
         node.snapshots = SnapshotJobs(
-            root.absolute(), node.ledger, node.memory, wake=node.parking.wake, stir=wakeup.set, seat=node.seat
+            root.absolute(), node.ledger, node.memory, wake=node.waiting.wake, stir=wakeup.set, index=node.index
         )
         made.callback(node.snapshots.stop)
 
@@ -119,26 +120,37 @@ def _network(places: list[TcpAddress], keyring: Keyring | None, made: ExitStack)
 
 
 def _new(
-    arena: ArenaDirectory, home: RuntimeDirectory, deaths: ProcessExits, door: Authorizer, seat: CoordinatorIndex
+    arena: ArenaDirectory, home: RuntimeDirectory, deaths: ProcessExits, authorizer: Authorizer, index: CoordinatorIndex
 ) -> Coordinator:
     epoch = first_epoch()
     return Coordinator(
-        Ledger(epoch=epoch), OwnShardMemory(arena.arena), _place(epoch, home), watcher=deaths, door=door, seat=seat
+        Ledger(epoch=epoch),
+        OwnShardMemory(arena.arena),
+        _place(epoch, home),
+        watcher=deaths,
+        authorizer=authorizer,
+        index=index,
     )
 
 
 def _resumed(
-    state: StateDirectory, home: RuntimeDirectory, deaths: ProcessExits, door: Authorizer, seat: CoordinatorIndex
+    state: StateDirectory, home: RuntimeDirectory, deaths: ProcessExits, authorizer: Authorizer, index: CoordinatorIndex
 ) -> Coordinator:
     """A node that goes on from what an earlier server left."""
-    kept = state.ledger.state
-    seat.check_kept(kept.tables, kept.channels, f"state {state.path}")
-    extents = [one.id for one in state.ledger.state.core.blocks.extents.values() if one.shard == SHARD]
+    index.check_kept(state.ledger.table_names, state.ledger.channel_names, f"state {state.path}")
+    extents = [extent.id for extent in state.ledger.extents_of(SHARD)]
     memory = OwnShardMemory(state.arena.arena, state.allocator, len(extents))
     place = _place(state.ledger.epoch, home, state.clock())
     tickets = TicketIssuer(state.secret)
     node = Coordinator(
-        state.ledger, memory, place, watcher=deaths, door=door, durability=state, tickets=tickets, seat=seat
+        state.ledger,
+        memory,
+        place,
+        watcher=deaths,
+        authorizer=authorizer,
+        durability=state,
+        tickets=tickets,
+        index=index,
     )
     resume_sessions(node, state)
     tickets.go_on([one.number for one in node.sessions if one.remote], extents)
@@ -158,5 +170,5 @@ def _place(epoch: int, home: RuntimeDirectory, started_at: float | None = None) 
         version=metadata.version("asyncflow-transferqueue"),
         pid=os.getpid(),
         started_at=time.monotonic() if started_at is None else started_at,
-        swept=home.sessions,
+        lock_directory=home.sessions,
     )

@@ -50,14 +50,14 @@ def serve(
     coordinator: its seat among several, ``K/N`` or ``NAME:K/N`` (see `transferqueue.wire.home_coordinator`); None: it is the only one. on_ready: called once with all addresses, when it listens.
     """
     place, ports = _places(address, tcp)
-    seat = CoordinatorIndex() if coordinator is None else CoordinatorIndex.parse(coordinator)
+    index = CoordinatorIndex() if coordinator is None else CoordinatorIndex.parse(coordinator)
     level = _level(durability, state, ports)
     allow_many_files()
     with Signals() as signals:
         keyring = _keyring(keys, ports)
         foundation = _foundation(level, state, arena_bytes, accept_loss)
         server = ServerProcess(
-            place, foundation, ports, keyring=keyring, plain_bytes=plain_bytes, snapshots=snapshots, seat=seat
+            place, foundation, ports, keyring=keyring, plain_bytes=plain_bytes, snapshots=snapshots, index=index
         )
         signals.server = server
         addresses = [server.address, *server.tcp_addresses]

@@ -1,4 +1,4 @@
-"""What a coordinator opens: only what belongs to its seat (see `transferqueue.wire.home_coordinator`). Whatever else names a table finds none."""
+"""What a coordinator opens: only what belongs to its index (see `transferqueue.wire.home_coordinator`). Whatever else names a table finds none."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import CoordinatorIndex
 
 
-def wrong_coordinator(seat: CoordinatorIndex, request: m.Request) -> TransferQueueError | None:
+def wrong_coordinator(index: CoordinatorIndex, request: m.Request) -> TransferQueueError | None:
     """Why this coordinator will not carry out a request that makes, or waits for, a table or channel; None: it will."""
     try:
         match request:
             case m.CreateTable():
-                seat.check("table", request.name)
+                index.check("table", request.name)
                 if request.pacing is not None and request.pacing.channel is not None:
-                    seat.check_together(request.name, request.pacing.channel)
+                    index.check_together(request.name, request.pacing.channel)
             case m.OpenTable():
-                seat.check("table", request.name)
+                index.check("table", request.name)
             case (
                 m.Publish()
                 | m.GetLatestVersion()
@@ -25,7 +25,7 @@ def wrong_coordinator(seat: CoordinatorIndex, request: m.Request) -> TransferQue
                 | m.AcquireUpdateSlot()
                 | m.ReleaseUpdateSlot()
             ):
-                seat.check("weight channel", request.channel)
+                index.check("weight channel", request.channel)
     except TransferQueueError as error:
         return error
     return None

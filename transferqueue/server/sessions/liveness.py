@@ -46,12 +46,12 @@ class ProcessHandle:
             os.close(self._pidfd)
             self._pidfd = -1
 
-    def close(self, swept: Path | None = None) -> None:
-        """Watch nothing more. If the lock's file is in the directory `swept` and nobody holds it, remove it."""
+    def close(self, lock_directory: Path | None = None) -> None:
+        """Watch nothing more. If the lock's file is in the directory `lock_directory` and nobody holds it, remove it."""
         self.forget_process()
         if self._lock is not None:
             self._lock.close()
-            if self._lock.path.parent == swept:
+            if self._lock.path.parent == lock_directory:
                 remove_unlocked(self._lock.path)
 
 

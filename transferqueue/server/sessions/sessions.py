@@ -17,7 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from transferqueue.errors import Disconnected, Full
+import msgspec
+
+from transferqueue.errors import Corruption, Disconnected, Full
 from transferqueue.limits import CALLS_PARKED_MAX, LOCK_CHECK_FIRST_S, LOCK_CHECK_S, SESSION_SILENCE_S, SESSIONS_MAX
 from transferqueue.server.sessions.liveness import ProcessHandle
 from transferqueue.text import visible
@@ -33,34 +35,49 @@ NOWHERE: Final = b""
 """The peer of a session that has not called yet since the server was restarted."""
 
 _NUMBERS_PER_EPOCH: Final = 1 << 20
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(m.Hello).decode
+
+
+def encode_hello(hello: m.Hello) -> bytes:
+    """The Hello of a client as the ledger stores it, so that the next run of the server finds the client again."""
+    return _encode(hello)
+
+
+def decode_hello(session: int, stored: bytes) -> m.Hello:
+    """The Hello that `encode_hello` encoded for a session; `Corruption` if the bytes are none."""
+    try:
+        return _decode(stored)
+    except msgspec.MsgspecError as error:
+        raise Corruption(f"session {session} of the journal says nothing of its process: {error}") from error
 
 
 class OpenSession:
     """One open session. `too_large`: calls refused because their replies were, until the client has seen that. `remote`:
-    its bytes go over the bulk endpoint. `greeting`: the id of its last Hello."""
+    its bytes go over the bulk endpoint. `hello_call`: the id of its last Hello."""
 
     __slots__ = (
-        "evidence",
-        "greeting",
         "heard_at",
         "hello",
+        "hello_call",
         "number",
         "opened_at",
         "peer",
+        "process",
         "remote",
         "seen",
         "too_large",
     )
 
-    def __init__(self, number: int, hello: m.Hello, evidence: ProcessHandle, peer: Peer, now: float) -> None:
+    def __init__(self, number: int, hello: m.Hello, process: ProcessHandle, peer: Peer, now: float) -> None:
         self.number: Final = number
         self.hello: Final = hello
-        self.evidence: Final = evidence
+        self.process: Final = process
         self.opened_at: Final = now
         self.peer = peer
         self.heard_at = now
-        self.seen = self.greeting = 0
-        self.remote = hello.remote or not evidence.is_local
+        self.seen = self.hello_call = 0
+        self.remote = hello.remote or not process.is_local
         self.too_large: dict[int, m.Failed] = {}
 
     @property
@@ -75,10 +92,10 @@ class OpenSession:
         if self.too_large:
             self.too_large = {call: refused for call, refused in self.too_large.items() if call > self.seen}
 
-    def greeted(self, peer: Peer, call: int, now: float) -> bool:
+    def confirm_hello(self, peer: Peer, call: int, now: float) -> bool:
         """Hello came from `peer`; False if it was said on a way that the client has given up since, and is read late."""
-        if call >= self.greeting:
-            self.greeting = call
+        if call >= self.hello_call:
+            self.hello_call = call
             self.heard(peer, self.seen, now)
         return peer == self.peer
 
@@ -140,28 +157,28 @@ class SessionTable:
         if len(self._open) + len(self._lingering) >= SESSIONS_MAX:
             raise Full(f"session refused: {SESSIONS_MAX} sessions are open, which is the most; close some")
 
-    def open(self, hello: m.Hello, evidence: ProcessHandle, peer: Peer, now: float) -> OpenSession:
+    def open(self, hello: m.Hello, process: ProcessHandle, peer: Peer, now: float) -> OpenSession:
         """A new session. Check for room first."""
         self._last += 1
-        return self.restore(self._last, hello, evidence, now, peer)
+        return self.restore(self._last, hello, process, now, peer)
 
     def restore(
-        self, number: int, hello: m.Hello, evidence: ProcessHandle, now: float, peer: Peer = NOWHERE
+        self, number: int, hello: m.Hello, process: ProcessHandle, now: float, peer: Peer = NOWHERE
     ) -> OpenSession:
         """A session that has this number, as if it had just been heard. Of an earlier life of the server: where its
         answers go shows when it calls."""
-        session = OpenSession(number, hello, evidence, peer, now)
+        session = OpenSession(number, hello, process, peer, now)
         self._open[number] = session
         self._by_client[hello.client] = session
-        if evidence.pidfd < 0 and self._ask_silence_at is None:
+        if process.pidfd < 0 and self._ask_silence_at is None:
             self._ask_silence_at = now + SESSION_SILENCE_S
         return session
 
     def close(self, session: OpenSession, now: float) -> bool:
         """The session is open no more. Returns whether it lingers: its memory must stay."""
         del self._open[session.number], self._by_client[session.hello.client]
-        session.evidence.forget_process()
-        if not session.evidence.may_see_memory():
+        session.process.forget_process()
+        if not session.process.may_see_memory():
             return False
         self._lingering[session.number] = session
         self._lock_pause_s = LOCK_CHECK_FIRST_S
@@ -176,12 +193,12 @@ class SessionTable:
         """Open sessions that must be taken for dead: silent, and no kernel evidence says otherwise."""
         if self._ask_silence_at is None or now < self._ask_silence_at:
             return []
-        judged = [session for session in self._open.values() if session.evidence.pidfd < 0]
+        judged = [session for session in self._open.values() if session.process.pidfd < 0]
         dead = []
         for session in judged:
             if now - session.heard_at < SESSION_SILENCE_S:
                 continue
-            if session.evidence.may_see_memory():
+            if session.process.may_see_memory():
                 session.heard_at = now  # its lock says that it lives: ask again later
             else:
                 dead.append(session)
@@ -189,11 +206,11 @@ class SessionTable:
         self._ask_silence_at = min(alive) + SESSION_SILENCE_S if alive else None
         return dead
 
-    def free_at_last(self, now: float) -> list[OpenSession]:
+    def released_by_dead_process(self, now: float) -> list[OpenSession]:
         """Lingering sessions whose lock is free now; they are forgotten here."""
         if self._ask_locks_at is None or now < self._ask_locks_at:
             return []
-        free = [session for session in self._lingering.values() if not session.evidence.may_see_memory()]
+        free = [session for session in self._lingering.values() if not session.process.may_see_memory()]
         for session in free:
             del self._lingering[session.number]
         self._lock_pause_s = min(2 * self._lock_pause_s, LOCK_CHECK_S)
@@ -201,5 +218,5 @@ class SessionTable:
         return free
 
     def next_deadline(self) -> float | None:
-        """When `silent` or `free_at_last` may find something; None: not before something else happens."""
+        """When `silent` or `released_by_dead_process` may find something; None: not before something else happens."""
         return min((at for at in (self._ask_silence_at, self._ask_locks_at) if at is not None), default=None)

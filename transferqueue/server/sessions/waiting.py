@@ -2,7 +2,7 @@
 
 The law:
 
-1. A parked request waits under the *wake keys* that the ledger named, such as ("task", "rollouts",
+1. A waiting request waits under the *wake keys* that the ledger named, such as ("task", "rollouts",
    "train"). `wake` makes everyone under a key due; whoever is due is tried in order of arrival.
 2. *Lanes are strictly first in, first out.* Unconditional leases of one task share a lane; so do puts
    without a reservation into one table, and reservations at the table's clock. Only the first of a lane is
@@ -72,7 +72,7 @@ class WaitQueue:
 
     def __init__(self) -> None:
         self._orders = 0
-        self._parked: OrderedDict[int, WaitingRequest] = OrderedDict()
+        self._requests: OrderedDict[int, WaitingRequest] = OrderedDict()
         self._by_call: dict[tuple[int, int], WaitingRequest] = {}
         self._by_session: dict[int, dict[int, WaitingRequest]] = {}
         self._by_key: dict[WakeKey, dict[int, WaitingRequest]] = {}
@@ -82,11 +82,11 @@ class WaitQueue:
         self._agenda: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
-        return len(self._parked)
+        return len(self._requests)
 
     def __iter__(self) -> Iterator[WaitingRequest]:
         """All that wait, in order of arrival."""
-        return iter(self._parked.values())
+        return iter(self._requests.values())
 
     def holds(self, session: int, call: int) -> bool:
         """Whether this very call waits here already (it was sent again)."""
@@ -96,41 +96,41 @@ class WaitQueue:
         """How many requests of a session wait."""
         return len(self._by_session.get(session, ()))
 
-    def queue_before(self, request: m.Request) -> int:
+    def count_ahead(self, request: m.Request) -> int:
         """How many wait in the lane of `request`; a newcomer that finds any must `join` and not be tried."""
         lane = lane_of(request)
         return len(self._lanes.get(lane, ())) if lane is not None else 0
 
-    def ahead_of(self, parked: WaitingRequest) -> int:
-        """How many wait before `parked` in its lane."""
-        lane = self._lanes.get(parked.lane, ()) if parked.lane is not None else ()
-        return sum(order < parked.order for order in lane)
+    def ahead_of(self, waiting: WaitingRequest) -> int:
+        """How many wait before `waiting` in its lane."""
+        lane = self._lanes.get(waiting.lane, ()) if waiting.lane is not None else ()
+        return sum(order < waiting.order for order in lane)
 
     def join(self, session: int, call: int, request: m.Request, now: float) -> WaitingRequest:
         """Park a request at the end of its lane, not tried. If the lane was empty, `rest` it on its keys."""
         self._orders += 1
-        parked = WaitingRequest(self._orders, session, call, request, now)
-        self._parked[parked.order] = parked
-        self._by_call[session, call] = parked
-        self._by_session.setdefault(session, {})[parked.order] = parked
-        if parked.lane is not None:
-            self._lanes.setdefault(parked.lane, OrderedDict())[parked.order] = parked
-        heapq.heappush(self._agenda, (parked.deadline, parked.order))
-        return parked
+        waiting = WaitingRequest(self._orders, session, call, request, now)
+        self._requests[waiting.order] = waiting
+        self._by_call[session, call] = waiting
+        self._by_session.setdefault(session, {})[waiting.order] = waiting
+        if waiting.lane is not None:
+            self._lanes.setdefault(waiting.lane, OrderedDict())[waiting.order] = waiting
+        heapq.heappush(self._agenda, (waiting.deadline, waiting.order))
+        return waiting
 
-    def rest(self, parked: WaitingRequest, keys: Iterable[WakeKey]) -> None:
-        """`parked` was tried and must wait until one of `keys` is woken."""
-        self._leave_keys(parked)
-        parked.keys = tuple(dict.fromkeys(keys))
-        for key in parked.keys:
-            self._by_key.setdefault(key, {})[parked.order] = parked
+    def wait_on(self, waiting: WaitingRequest, keys: Iterable[WakeKey]) -> None:
+        """`waiting` was tried and must wait until one of `keys` is woken."""
+        self._leave_keys(waiting)
+        waiting.keys = tuple(dict.fromkeys(keys))
+        for key in waiting.keys:
+            self._by_key.setdefault(key, {})[waiting.order] = waiting
 
-    def hurry(self, session: int, call: int, deadline: float) -> None:
+    def shorten_wait(self, session: int, call: int, deadline: float) -> None:
         """A call that waits here, if it does, waits no longer than until `deadline`."""
-        parked = self._by_call.get((session, call))
-        if parked is not None and deadline < parked.deadline:
-            parked.deadline = deadline
-            heapq.heappush(self._agenda, (deadline, parked.order))
+        waiting = self._by_call.get((session, call))
+        if waiting is not None and deadline < waiting.deadline:
+            waiting.deadline = deadline
+            heapq.heappush(self._agenda, (deadline, waiting.order))
 
     def is_waited_for(self, key: WakeKey) -> bool:
         """Whether anybody rests on `key`."""
@@ -146,56 +146,56 @@ class WaitQueue:
         while self._due:
             order = heapq.heappop(self._due)
             self._is_due.discard(order)
-            if order in self._parked:
-                return self._parked[order]
+            if order in self._requests:
+                return self._requests[order]
         return None
 
-    def remove(self, parked: WaitingRequest) -> None:
-        """`parked` waits no more. Who stood behind it in its lane is due."""
-        del self._parked[parked.order], self._by_call[parked.session, parked.call]
-        _discard(self._by_session, parked.session, parked.order)
-        self._leave_keys(parked)
-        self._leave_lane(parked)
-        if len(self._agenda) > 2 * len(self._parked) + _HEAP_SLACK:
-            self._agenda = [(waiting.deadline, waiting.order) for waiting in self._parked.values()]
+    def remove(self, waiting: WaitingRequest) -> None:
+        """`waiting` waits no more. Who stood behind it in its lane is due."""
+        del self._requests[waiting.order], self._by_call[waiting.session, waiting.call]
+        _discard(self._by_session, waiting.session, waiting.order)
+        self._leave_keys(waiting)
+        self._leave_lane(waiting)
+        if len(self._agenda) > 2 * len(self._requests) + _HEAP_SLACK:
+            self._agenda = [(waiting.deadline, waiting.order) for waiting in self._requests.values()]
             heapq.heapify(self._agenda)
 
     def remove_session(self, session: int) -> list[WaitingRequest]:
         """Remove all that a session waits for; returns them."""
         gone = list(self._by_session.get(session, {}).values())
-        for parked in gone:
-            self.remove(parked)
+        for waiting in gone:
+            self.remove(waiting)
         return gone
 
     def next_deadline(self) -> float | None:
         """When the next wait ends by its deadline; None if nobody waits."""
-        while self._agenda and self._agenda[0][1] not in self._parked:
+        while self._agenda and self._agenda[0][1] not in self._requests:
             heapq.heappop(self._agenda)
         return self._agenda[0][0] if self._agenda else None
 
     def next_expired(self, now: float) -> WaitingRequest | None:
-        """One whose deadline has come, the earliest first; still parked. None if there is none."""
+        """One whose deadline has come, the earliest first; still waiting. None if there is none."""
         deadline = self.next_deadline()
-        return self._parked[self._agenda[0][1]] if deadline is not None and deadline <= now else None
+        return self._requests[self._agenda[0][1]] if deadline is not None and deadline <= now else None
 
     def _make_due(self, order: int) -> None:
         if order not in self._is_due:
             self._is_due.add(order)
             heapq.heappush(self._due, order)
 
-    def _leave_keys(self, parked: WaitingRequest) -> None:
-        for key in parked.keys:
-            _discard(self._by_key, key, parked.order)
-        parked.keys = ()
+    def _leave_keys(self, waiting: WaitingRequest) -> None:
+        for key in waiting.keys:
+            _discard(self._by_key, key, waiting.order)
+        waiting.keys = ()
 
-    def _leave_lane(self, parked: WaitingRequest) -> None:
-        if parked.lane is None:
+    def _leave_lane(self, waiting: WaitingRequest) -> None:
+        if waiting.lane is None:
             return
-        lane = self._lanes[parked.lane]
-        was_first = next(iter(lane)) == parked.order
-        del lane[parked.order]
+        lane = self._lanes[waiting.lane]
+        was_first = next(iter(lane)) == waiting.order
+        del lane[waiting.order]
         if not lane:
-            del self._lanes[parked.lane]
+            del self._lanes[waiting.lane]
         elif was_first:
             self._make_due(next(iter(lane)))
 

@@ -14,7 +14,8 @@ from transferqueue.errors import JournalFailed, UsageError
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.rows.blocks import ExtentState
 from transferqueue.server.durability.recorded_ledger import RecordedLedger, replay_journal
-from transferqueue.server.node import Coordinator, ServerIdentity
+from transferqueue.server.identity import ServerIdentity
+from transferqueue.server.node import Coordinator
 from transferqueue.server.resume import resume_sessions
 from transferqueue.server.sessions.liveness import ProcessHandle
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
@@ -134,7 +135,7 @@ class SimEvidence(ProcessHandle):
         """See `ProcessHandle`."""
         self._watched = False
 
-    def close(self, swept: object = None) -> None:
+    def close(self, lock_directory: object = None) -> None:
         """See `ProcessHandle`."""
         self.forget_process()
 
@@ -164,7 +165,7 @@ class SimDurability:
 
 def own_extents(ledger: Ledger) -> list[ExtentState]:
     """Those in the server's own arena."""
-    return [one for one in ledger.state.core.blocks.extents.values() if one.shard == SHARD]
+    return ledger.extents_of(SHARD)
 
 
 class SimServer:
@@ -196,7 +197,9 @@ class SimServer:
         else:
             self.epoch += 1
             memory = OwnShardMemory(self.arena)  # type: ignore[arg-type]
-            self.node = Coordinator(Ledger(epoch=self.epoch), memory, self._place(), watcher=self, gather=self._gather)
+            self.node = Coordinator(
+                Ledger(epoch=self.epoch), memory, self._place(), watcher=self, open_process=self._open_process
+            )
         if self.node is not None:
             self.on_up()
 
@@ -204,13 +207,15 @@ class SimServer:
         journal = SimJournal(self.disk, self._world)
         ledger, tail = replay_journal(journal)
         if ledger.epoch:
-            self._behind = self._world.now - max(0.0, ledger.state.now)
+            self._behind = self._world.now - max(0.0, ledger.now)
         self.epoch = ledger.epoch + 1
         recorded = RecordedLedger(ledger, journal, tail, epoch=self.epoch)
         kept = SimDurability(recorded, self._clock)
         extents = [(one.offset, one.nbytes) for one in own_extents(ledger)]
         memory = OwnShardMemory(self.arena, Allocator.holding(self.arena.capacity, extents), len(extents))  # type: ignore[arg-type]
-        self.node = Coordinator(recorded, memory, self._place(), watcher=self, gather=self._gather, durability=kept)
+        self.node = Coordinator(
+            recorded, memory, self._place(), watcher=self, open_process=self._open_process, durability=kept
+        )
         self._guarded(lambda node: resume_sessions(node, kept, self._find_again))
 
     def _place(self) -> ServerIdentity:
@@ -233,7 +238,7 @@ class SimServer:
             self._world.faults["server restarted"] += 1
             self.start()
 
-    def _gather(self, hello: m.Hello) -> ProcessHandle:
+    def _open_process(self, hello: m.Hello) -> ProcessHandle:
         if not self._lives(hello.pid):
             raise UsageError(f"session refused: process {hello.pid} does not exist; send the number of the client")
         return SimEvidence(hello.pid, self._lives)
@@ -253,7 +258,9 @@ class SimServer:
 
     def process_ended(self, number: int) -> None:
         """The kernel tells of the end of a process."""
-        self._guarded(lambda node: node.died(self._watched[number], self._clock()) if number in self._watched else None)
+        self._guarded(
+            lambda node: node.process_exited(self._watched[number], self._clock()) if number in self._watched else None
+        )
 
     # ------------------------------------------------------------ what the loop does
 
