@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BOUNDS = {
     "entries in the largest folder": 23,
     "public class names used more than once": 8,
-    "circles of modules": 2,
-    "circles among the entries of a folder": 4,
+    "circles of modules": 0,
+    "circles among the entries of a folder": 1,
     "places in server that reach through a ledger's state": 0,
 }
 """What is there today. Lower a number when it falls; raise none."""

@@ -43,7 +43,7 @@ def stats(client):
     [
         ("ledger", "apply", m.ListTables()),
         ("ledger", "seen", m.ListTables()),
-        ("ledger", "heard", m.Heartbeat()),
+        ("ledger", "message_received", m.Heartbeat()),
         ("waiting", "count_ahead", m.ListTables()),
         ("shards", "take", m.Grant(5)),
         ("shards", "issue", m.ListTables()),

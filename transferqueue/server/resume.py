@@ -76,9 +76,8 @@ def _find_sessions(coordinator: Coordinator, now: float, reopen: ReopenProcess, 
     ledger = coordinator.ledger
     hellos = {known.id: decode_hello(known.id, known.origin) for known in ledger.known_sessions()}
     shards = [hello.shard.number for hello in hellos.values() if hello.shard is not None]
-    extents = {
-        shard: ledger.extents_of(shard) for shard in shards
-    }  # a shard has them until it is told that they are freed
+    # before any session is closed: a shard keeps what that frees until the coordinator tells it
+    extents = {shard: ledger.extents_of(shard) for shard in shards}
     for known in ledger.known_sessions():
         hello = hellos[known.id]
         process, alive = (None, False) if rebooted else reopen(hello)
