@@ -1,10 +1,15 @@
 """The documentation runs: Python blocks of the pages, examples in public docstrings; and its links lead somewhere."""
 
+import ast
+import asyncio
 import doctest
 import importlib
+import inspect
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,17 +40,26 @@ def test_page_runs(script: Block, tmp_path: Path) -> None:
     assert "Exception ignored" not in done.stderr
 
 
-def test_docstring_examples_run() -> None:
+def test_docstring_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """One test for all modules: a module without examples is no case of its own."""
+    monkeypatch.setattr(doctest, "exec", run_example, raising=False)
+    runner = doctest.DocTestRunner(
+        optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
+    )
     failed = {}
     for name in dict.fromkeys(MODULES):
-        result = doctest.testmod(
-            importlib.import_module(name),
-            optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL,
-        )
-        if result.failed:
-            failed[name] = result
+        for example in doctest.DocTestFinder(exclude_empty=True).find(importlib.import_module(name)):
+            result = runner.run(example, compileflags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            if result.failed:
+                failed[example.name] = result
     assert not failed
+
+
+def run_example(code: types.CodeType, names: dict[str, Any]) -> None:
+    """Run a line of an example, in an event loop if it awaits anything, as ``python -m asyncio`` does."""
+    running = eval(code, names)
+    if inspect.iscoroutine(running):
+        asyncio.run(running)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

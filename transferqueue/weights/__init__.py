@@ -6,8 +6,9 @@ handles are made by `Queue.weights`. Other hosts have a `WeightRelay` each, into
 """
 
 from transferqueue.client.aio.weight_channel import AsyncWeightChannel
+from transferqueue.client.handles.weights import Subscription
 from transferqueue.client.operations.weights import Weights
-from transferqueue.client.sync.weight_channel import Subscription, WeightChannel
+from transferqueue.client.sync.weight_channel import WeightChannel
 from transferqueue.lazy import renamed_names
 from transferqueue.weights.relay import RelayProcess, WeightRelay
 

@@ -1,4 +1,4 @@
-"""The batch for event loops."""
+"""A batch, used from event loops: rows lent to this worker until it acks or releases them, or the lease expires."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from transferqueue.errors import LeaseExpired, TransferQueueError, UsageError
 
 
 class AsyncBatch(BatchBase):
-    """`Batch` for an event loop: ``async with``, and its verbs are awaited. Columns and facts are the same."""
+    """Rows lent to this worker, their facts and lazy columns (see `Rows`), and the verbs that end the lease.
+
+    As a context manager: a clean exit acks the rows that are left; an exception releases them as failed, with
+    its text (a cancellation releases them without counting an attempt), and goes on. If that ack is refused, because results
+    are missing, the rows are released as failed too. A batch that is collected without either is released. After the end
+    its columns are `BatchEnded`; views taken before stay valid.
+
+    Safe from any event loop, one verb at a time.
+    """
 
     async def ack(
         self,
@@ -32,7 +40,17 @@ class AsyncBatch(BatchBase):
         step: int = -1,
         **columns: Any,
     ) -> None:
-        """As `Batch.ack`."""
+        """The rows are done. Result columns and facts commit together with the ack, or neither does.
+
+        rows: ids of those that are done; None: all that are left. Columns and facts have one value for each, in this
+        order, or one for all; they are given as to `AsyncTable.put`. step: the trainer's; the rows are then kept until
+        `AsyncTable.checkpointed` covers it, and given out again by an `AsyncTable.rollback` to an earlier one; -1: they are
+        done at once. `LeaseExpired` if the lease is over: nothing was changed, and the rows are somebody else's.
+        `SchemaError` if a column does not fit: still leased. Rows that were dropped meanwhile, or taken back for a refill of
+        their group, are left out; if all were: `LeaseExpired`.
+        `UsageError` if a row would end without a field that the task gives and another task needs: still leased; `drop` ends
+        rows that have no result.
+        """
         facts = GivenFacts(
             group_id=group_id,
             group_size=group_size,
@@ -44,11 +62,11 @@ class AsyncBatch(BatchBase):
             key=key,
             tags=tags,
         )
-        await self._drive(lease.ack(self._lent, rows, facts, columns, step))
+        await self._run(lease.ack(self._lent, rows, facts, columns, step))
 
     async def drop(self, reason: str, rows: Any = None) -> None:
-        """As `Batch.drop`."""
-        await self._drive(lease.drop(self._lent, reason, rows))
+        """The rows (None: all that are left) end as dropped with this reason, for every task of the table."""
+        await self._run(lease.drop(self._lent, reason, rows))
 
     async def release(
         self,
@@ -64,7 +82,23 @@ class AsyncBatch(BatchBase):
         tags: TagsGiven = None,
         **columns: Any,
     ) -> None:
-        """As `Batch.release`."""
+        """The rows (None: all that are left) go back to ready. failed: counts as an attempt, with `reason`.
+
+        Columns and facts say how far an unfinished row is: they replace what it had, and commit together with the release, or
+        neither does. So any worker of the task may go on where this one stopped. One row of each for every row, in this
+        order. `LeaseExpired` and `SchemaError` as of `ack`.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect() as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("write", needs=["so_far"])])
+            ...     rows = await table.put(so_far=["once"])
+            ...     batch = await table.lease("write", rows=1)
+            ...     await batch.release(so_far=["once upon"])
+            ...     async with table.lease("write", rows=1) as batch:
+            ...         batch["so_far"].list()
+            ['once upon']
+        """
         facts = GivenFacts(
             policy_version=policy_version,
             policy_version_max=policy_version_max,
@@ -72,11 +106,14 @@ class AsyncBatch(BatchBase):
             priority=priority,
             tags=tags,
         )
-        await self._drive(lease.release(self._lent, rows, failed, reason, facts, columns))
+        await self._run(lease.release(self._lent, rows, failed, reason, facts, columns))
 
     async def renew(self, lease_s: float | None = None) -> float:
-        """As `Batch.renew`."""
-        self._lease_s = await self._drive(lease.renew(self._lent, lease_s))
+        """Keep the rows for `lease_s` seconds from now (None: the task's). Returns how long that is.
+
+        `LeaseExpired` if it is too late.
+        """
+        self._lease_s = await self._run(lease.renew(self._lent, lease_s))
         return self._lease_s
 
     async def __aenter__(self) -> Self:
@@ -91,7 +128,7 @@ class AsyncBatch(BatchBase):
                 await self.ack()
             except UsageError as refused:
                 refused.add_note(GIVEN_BACK)
-                await self._give_back(refused)
+                await self._release_after(refused)
                 raise
             except LeaseExpired as late:
                 if not self._is_passed_over(late):
@@ -100,11 +137,11 @@ class AsyncBatch(BatchBase):
         if error is None or self._is_passed_over(error):
             return error is not None
         if not self._lent.ended:
-            await self._give_back(error)
+            await self._release_after(error)
         return False
 
-    async def _give_back(self, error: BaseException) -> None:
-        """As `Batch._give_back`."""
+    async def _release_after(self, error: BaseException) -> None:
+        """The rows are for others, since the block of this batch ends with `error`."""
         failed, reason = lease.failure(error)
         try:
             await self.release(failed=failed, reason=reason)
@@ -113,5 +150,5 @@ class AsyncBatch(BatchBase):
         finally:
             self._lent.end("was released")
 
-    async def _drive(self, operation: Operation[T]) -> T:
+    async def _run(self, operation: Operation[T]) -> T:
         return await run_async(self._lent.client.connection, operation)

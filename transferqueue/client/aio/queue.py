@@ -1,4 +1,4 @@
-"""The queue for event loops."""
+"""A queue, used from event loops: a handle on all tables of one deployment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ from transferqueue.schema import Field
 
 
 class AsyncQueue(QueueBase):
-    """`Queue` for event loops, any of them and several at once; what `transferqueue.aconnect` gives."""
+    """All tables of one deployment; what `transferqueue.aconnect` gives.
+
+    Of a deployment of several coordinators it is all of them: each table and weight channel is at one, which its name says
+    (docs/CLUSTER.md).
+
+    Every method may be called from any event loop. After `os.fork` the child gets `Forked`: connect again there.
+    Closing ends all waits of this client with `Disconnected`, gives its leases and reservations back, and, if the
+    server is embedded, ends that too. Use it as a context manager.
+    """
 
     async def create_table(
         self,
@@ -36,7 +44,20 @@ class AsyncQueue(QueueBase):
         replicas: int = 1,
         extra_fields: bool | None = None,
     ) -> AsyncTable:
-        """As `Queue.create_table`."""
+        """Make a table. Returns at once.
+
+        tasks: who takes its rows; `add_task` declares more. limits: the most rows and bytes it holds; puts wait when it is full.
+        pacing: how far production may run ahead of one of the tasks (None: as far as the limits allow). retention: when
+        rows are freed.
+        fields: those that rows may have, beside those that a task needs or gives. Without any, the first put that brings a new
+        field adds it, unless its name is near that of a parameter or of another field: that is `UsageError`, with the name that
+        was probably meant.
+        extra_fields: True: rows may add any further field, and names are taken as they come. False: none. None: any if no
+        fields are declared.
+        replicas: shards that each block of columns is written to, all in one commit, so that rows outlive the loss of one
+        less; their bytes count as often. `AlreadyExists` unless `exist_ok` and the terms are the same; `Impossible` for
+        terms under which rows would wait for ever, with the arithmetic, and with fewer shards than `replicas`.
+        """
         client = self._of(name)
         operation = tables.create_table(
             client, name, fields, tasks, limits, pacing, retention, exist_ok, replicas, extra_fields
@@ -44,47 +65,53 @@ class AsyncQueue(QueueBase):
         return AsyncTable(client, await run_async(client.connection, operation))
 
     async def table(self, name: str, timeout_s: float | None = None) -> AsyncTable:
-        """As `Queue.table`."""
+        """A table that exists, or that someone creates within `timeout_s` (None: that exists now). `NotFound` lists those that exist."""
         client = self._of(name)
         return AsyncTable(client, await run_async(client.connection, tables.open_table(client, name, timeout_s)))
 
     async def tables(self) -> list[str]:
-        """As `Queue.tables`."""
-        return sorted([name for found in await self._each(tables.tables) for name in found])
+        """Names of all tables, sorted."""
+        return sorted([name for names in await self._each(tables.tables) for name in names])
 
     async def drop_table(self, name: str, *, empty: bool = False) -> None:
-        """As `Queue.drop_table`."""
+        """Remove a table: its rows are dropped, whoever waits for it gets `NotFound`. empty: `UsageError` while it has rows."""
         client = self._of(name)
         await run_async(client.connection, tables.drop_table(client, name, empty))
 
     def weights(self, channel: str, keep: int = 2) -> AsyncWeightChannel:
-        """As `Queue.weights`; not awaited."""
+        """The weight channel of this name; it exists once something is published. keep: versions kept."""
         return AsyncWeightChannel(self._of(channel), *channel_name(channel, keep))
 
     async def stats(self) -> dict[str, Any]:
-        """As `Queue.stats`."""
+        """Counts, bytes and rates of the whole deployment now; the keys are in docs/OBSERVING.md.
+
+        Of several coordinators: their ``tables`` and ``channels`` together, and ``coordinators``, what each said by its address; of one
+        that is out of reach ``{"unreachable": why}``. So are `doctor` and `sessions`.
+        """
         return self._together(await self._each(lambda: self._look("stats")))
 
     async def audit(self) -> dict[str, Any]:
-        """As `Queue.audit`."""
+        """For each table ``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own. Of all coordinators, or
+        the error of the first that is out of reach."""
         return self._together(await self._each(lambda: tables.observe("audit")))
 
     async def doctor(self, table: str | None = None) -> dict[str, Any]:
-        """As `Queue.doctor`."""
+        """Who waits for what, what is missing and who holds it; for one table or all."""
         if table:
             return await run_async(self._of(table).connection, tables.observe("doctor", table))
         return self._together(await self._each(lambda: self._look("doctor")))
 
     async def inspect(self, table: str, row: int) -> dict[str, Any]:
-        """As `Queue.inspect`."""
+        """One row: its facts, fields and what happened to it in each task."""
         return await run_async(self._of(table).connection, tables.observe("row", table, row))
 
     async def sessions(self) -> dict[str, Any]:
-        """As `Queue.sessions`."""
+        """Connected clients: label, process, last heard of, what they hold."""
         return self._together(await self._each(lambda: self._look("sessions")))
 
     async def drain_shard(self, number: int) -> None:
-        """See `Queue.drain_shard`."""
+        """Lend nothing more of a further shard (see ``stats()["server"]["shards"]``). Returns at once; the shard's process ends when
+        the last row in it is done and the last view of it is gone. Again: nothing. `NotFound` for one that has not joined."""
         await run_async(self._client.connection, tables.drain_shard(number))
 
     async def snapshot(
@@ -95,19 +122,32 @@ class AsyncQueue(QueueBase):
         timeout_s: float = SNAPSHOT_S,
         progress: Progress | None = None,
     ) -> str:
-        """See `Queue.snapshot`."""
+        """Write everything there is at one moment, while all go on, as Arrow files that anything reads (docs/SNAPSHOTS.md).
+
+        path: a directory under the server's root for snapshots (`serve --snapshots`; else ``$TRANSFERQUEUE_SNAPSHOTS``, else
+        ``snapshots`` where the server runs); the snapshot is a numbered directory in it, there whole or not at all, and the
+        newest `keep` stay. Blocks until it is written, up to `timeout_s` (0: not at all): `DeadlineExceeded` then; the
+        work goes on.
+        progress: called with bytes done and about how many in all. Returns where it is. `OutOfMemory` if the disk is full:
+        earlier ones are whole; `Full` if another is being written; `UsageError` for several coordinators: connect to each alone.
+        """
         client = self._client
         return await run_async(client.connection, snapshot.snapshot(client, path, keep, timeout_s, progress))
 
     async def restore(
         self, path: str | os.PathLike[str], *, timeout_s: float = SNAPSHOT_S, progress: Progress | None = None
     ) -> str:
-        """See `Queue.restore`."""
+        """Make this empty deployment what a snapshot is of: rows with ids, facts and states, steps, groups, clock, weights.
+
+        path: a snapshot, or the directory that holds several: the newest. Leases have ended as no attempt, reservations
+        returned; the number of shards and the arena may be others. Blocks, up to `timeout_s`; nothing is there before all
+        is. `Corruption` names a file that is not as it was written; `UsageError` if there is a table or weights.
+        """
         client = self._client
         return await run_async(client.connection, snapshot.restore(client, path, timeout_s, progress))
 
     async def close(self) -> None:
-        """As `Queue.close`."""
+        """End the session, and an embedded server with it. Waits end with `Disconnected`. Again: nothing."""
         for client in self._clients:
             await asyncio.to_thread(client.close)
 
@@ -119,6 +159,6 @@ class AsyncQueue(QueueBase):
     ) -> None:
         await self.close()
 
-    async def _each(self, asking: Callable[[], Operation[T]]) -> list[T]:
+    async def _each(self, operation: Callable[[], Operation[T]]) -> list[T]:
         """What each coordinator answers, one after the other."""
-        return [await run_async(client.connection, asking()) for client in self._clients]
+        return [await run_async(client.connection, operation()) for client in self._clients]

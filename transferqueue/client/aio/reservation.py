@@ -1,4 +1,4 @@
-"""The reservation for event loops."""
+"""Reservations, used from event loops: permission to start producing rows, before any work is spent on them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from transferqueue.client.session.run import run_async
 
 
 class AsyncReservation(ReservationBase):
-    """`Reservation` for an event loop."""
+    """Permission to start producing `rows` rows, given by `AsyncTable.reserve` and used by ``put(reservation=...)``.
+
+    As a context manager it returns at the end what was not put. So does its collection, and the death of the
+    process. Rows that were put return when the pacing task is done with them, or when they are dropped.
+    """
 
     async def release(self, rows: int | None = None) -> None:
-        """As `Reservation.release`."""
+        """These rows (None: all that are left) will not be produced."""
         await run_async(self._client.connection, tables.unreserve(self._terms, self.id, rows))
         self.used(self.left if rows is None else rows)
 

@@ -1,4 +1,4 @@
-"""The table for event loops."""
+"""A table, used from event loops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ from transferqueue.schema import Field
 
 
 class AsyncTable(TableBase):
-    """`Table` for an event loop."""
+    """A named set of rows with fields, tasks and limits. Made by `AsyncQueue.create_table` or `AsyncQueue.table`.
+
+    Every method may be called from any event loop. A method that waits says until when; a cancellation ends the wait
+    and leaves everything usable.
+    """
 
     async def put(
         self,
@@ -46,7 +50,35 @@ class AsyncTable(TableBase):
         timeout_s: float | None = TIMEOUT_S_DEFAULT,
         **columns: Any,
     ) -> NDArray[np.int64]:
-        """As `Table.put`."""
+        """Add rows, in one commit: all of them with all their columns and facts, or nothing.
+
+        columns: by field name, each with one value per row: torch (dense ``[rows, ...]`` or jagged), numpy, lists of
+        arrays or numbers, Arrow arrays, strings, bytes, plain nested values, or `Repeat` where rows share values. A
+        single value (number, text, dict) is given to all rows. A field that the table lacks is added.
+        table: the same as a `pyarrow.Table`, a `RecordBatch` or a dict; its columns that have the name of a fact are that fact.
+        facts: one for all rows, or one per row. group_id, group_size: given together, and fixed from then on. ordinal: place of the
+        row in its group or data set (see `cursor`). key: a name of the row, text, unique in the table (else `AlreadyExists`).
+        tags: a dict of name to text, number or bool (see `TagIs`). priority: a float (see `Priority`).
+        tokens: if not given, the lengths of `input_ids`, else of
+        `prompt_ids` and `response_ids` together, as far as this put has them; later columns add nothing. policy_version: of the
+        weights that made the row; without one (-1) it is never stale. policy_version_max: the newest weights that made a part of it.
+        reservation: rows come out of it; such a put is never refused for capacity.
+
+        Blocks while the table or the arena is full, up to `timeout_s` (0: not at all, then `Full`; None: the same, but with no
+        deadline for the server's answer). Returns row ids
+        ``[rows]``, ascending. Values are copied once, before it returns. `SchemaError` if a column does not fit,
+        `Sealed`, `Impossible` for rows that could never fit, `DeadlineExceeded` if there was no room. It returns in time whatever
+        the server does; if that does not answer the commit itself, the error is `Unreachable`, and the rows may be there or not: with
+        keys the same put again is safe.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect() as queue:
+            ...     table = await queue.create_table("rollouts", tasks=[tq.Task("reward", needs=["text"])])
+            ...     rows = await table.put(text=["2+2=4", "2+2=5"], group_id=0, group_size=2)
+            >>> rows.tolist()
+            [0, 1]
+        """
         facts = GivenFacts(
             group_id=group_id,
             group_size=group_size,
@@ -60,7 +92,7 @@ class AsyncTable(TableBase):
         )
         facts, columns = facts.with_table(table, columns)
         number = reservation_id(self._terms, reservation)
-        rows = await self._drive(tables.put(self._client, self._terms, facts, columns, number, timeout_s))
+        rows = await self._run(tables.put(self._client, self._terms, facts, columns, number, timeout_s))
         if reservation is not None:
             reservation.used(len(rows))
         return rows
@@ -82,7 +114,11 @@ class AsyncTable(TableBase):
         tags: TagsGiven = None,
         **columns: Any,
     ) -> None:
-        """As `Table.update`."""
+        """Give existing rows more columns or facts, in one commit; arguments as of `put`.
+
+        rows: ids, in the order of the columns' rows. overwrite: fields that are set already are replaced; otherwise that
+        is `AlreadyExists`. `NotFound` if a row is gone: then nothing was changed.
+        """
         facts = GivenFacts(
             group_id=group_id,
             group_size=group_size,
@@ -94,7 +130,7 @@ class AsyncTable(TableBase):
             key=key,
             tags=tags,
         )
-        await self._drive(tables.update(self._client, self._terms, rows, facts, columns, overwrite))
+        await self._run(tables.update(self._client, self._terms, rows, facts, columns, overwrite))
 
     def lease(
         self,
@@ -113,8 +149,25 @@ class AsyncTable(TableBase):
         world: int = 1,
         replica: tuple[int, int] | None = None,
     ) -> AwaitableContext[AsyncBatch]:
-        """As `Table.lease`: ``batch = await table.lease(...)``, or ``async with table.lease(...) as batch``."""
-        request = lease.lease_request(
+        """Borrow ready rows of a task: exactly one of `rows`, `tokens` (a budget) or `groups` says how many. A row that alone is
+        over the budget comes alone.
+
+        Waits at the server until there are that many (or `at_least`, or the table is sealed and only fewer are left),
+        up to `timeout_s` seconds; requests without `where` are served in the order in which they came, so that small ones never
+        starve a large one. Await it, or use it as a context manager: a clean exit acks, an exception gives the rows back, and so does a clean
+        exit without the results that the task owes (see `AsyncBatch`).
+
+        where: predicates that every row must satisfy. lease_s: after how long a process that is dead, stopped or cut off loses
+        the rows (None: the task's); while it lives, the lease is renewed for it. time_limit_s: how long it may hold the batch at
+        all, or since its last `renew` (None: the task's; 0: the lease is not renewed for it). Whoever holds it longer is taken to
+        hang, and the rows are given to others.
+        fields: columns to bring (None: the task's needs). rank, world: this rank's share of one batch agreed for `world`
+        ranks. replica: ``(i, n)``, this is peer i of n that get the identical batch; it is done when all have acked.
+
+        `EndOfTable` when the table is sealed and drained; `DeadlineExceeded` says what is missing and who holds it;
+        `NotFound`, or `UsageError` for a request that makes no sense.
+        """
+        spec = lease.lease_spec(
             self.name,
             task,
             rows=rows,
@@ -124,15 +177,13 @@ class AsyncTable(TableBase):
             timeout_s=timeout_s,
             where=where,
             lease_s=lease_s,
+            time_limit_s=time_limit_s,
             fields=fields,
             rank=rank,
             world=world,
             replica=replica,
         )
-        limit_s = lease.time_limit(time_limit_s)
-        return AwaitableContext(
-            lambda: self._drive(lease.lease(self._client, self._terms, request, AsyncBatch, limit_s))
-        )
+        return AwaitableContext(lambda: self._run(lease.lease(self._client, self._terms, spec, AsyncBatch)))
 
     async def leases(
         self,
@@ -151,29 +202,38 @@ class AsyncTable(TableBase):
         world: int = 1,
         replica: tuple[int, int] | None = None,
     ) -> AsyncIterator[AsyncBatch]:
-        """As `Table.leases`: ``async for batch in table.leases(...): async with batch: ...``."""
+        """Batches, one `lease` after the other, until the table is sealed and drained.
+
+        Each is the caller's to ack or release: ``async for batch in table.leases("train", rows=64): async with batch: ...``.
+        Arguments, waits and errors as of `lease`; `timeout_s` is for each of them. A batch that is collected without an ack or a
+        release goes back, comes again, and is logged as a warning.
+        A batch that was held past its time limit belongs to others: its ack is refused, and changes nothing. In this loop
+        that ends only the ``async with`` block of the batch, with a warning in the log; the loop goes on.
+        """
+        spec = lease.lease_spec(
+            self.name,
+            task,
+            rows=rows,
+            tokens=tokens,
+            groups=groups,
+            at_least=at_least,
+            timeout_s=timeout_s,
+            where=where,
+            lease_s=lease_s,
+            time_limit_s=time_limit_s,
+            fields=fields,
+            rank=rank,
+            world=world,
+            replica=replica,
+        )
         while True:
             try:
-                batch = await self.lease(
-                    task,
-                    rows=rows,
-                    tokens=tokens,
-                    groups=groups,
-                    at_least=at_least,
-                    timeout_s=timeout_s,
-                    where=where,
-                    lease_s=lease_s,
-                    time_limit_s=time_limit_s,
-                    fields=fields,
-                    rank=rank,
-                    world=world,
-                    replica=replica,
-                )
+                batch = await self._run(lease.lease(self._client, self._terms, spec, AsyncBatch))
             except EndOfTable:
                 return
             batch._goes_on = True
             yield batch
-            del batch  # the caller's alone
+            del batch  # the caller's alone: held here, it could not be collected while the next is waited for
 
     def loader(
         self,
@@ -193,8 +253,16 @@ class AsyncTable(TableBase):
         replica: tuple[int, int] | None = None,
         prefetch: int = 2,
     ) -> AsyncLoader:
-        """As `Table.loader`: ``async for batch in table.loader(...): async with batch: ...``; `aclose` ends it early."""
-        request = lease.lease_request(
+        """`leases`, fetched ahead: while one batch is computed with, up to `prefetch` more are leased and their columns brought
+        together. In order; the leases of those that wait are renewed, as long as the loader is asked for batches.
+
+        Arguments and waits as of `lease`; `timeout_s` counts from when a batch is asked for. Ends when the table is sealed and
+        drained. An error of the fetching is raised where its batch would have come. Leaving it early (``async with``, `close`)
+        gives back the batches that were not taken, not as failed.
+
+        Example: ``async with table.loader("train", rows=64) as batches: async for batch in batches: async with batch: ...``
+        """
+        spec = lease.lease_spec(
             self.name,
             task,
             rows=rows,
@@ -204,44 +272,59 @@ class AsyncTable(TableBase):
             timeout_s=timeout_s,
             where=where,
             lease_s=lease_s,
+            time_limit_s=time_limit_s,
             fields=fields,
             rank=rank,
             world=world,
             replica=replica,
         )
-        limit_s = lease.time_limit(time_limit_s)
-        return AsyncLoader(Prefetcher(self._client, self._terms, request, AsyncBatch, prefetch, limit_s))
+        return AsyncLoader(Prefetcher(self._client, self._terms, spec, AsyncBatch, prefetch))
 
     def reserve(
         self, rows: int, *, policy_version: int | None = None, timeout_s: float = TIMEOUT_S_DEFAULT
     ) -> AwaitableContext[AsyncReservation]:
-        """As `Table.reserve`; awaited, or entered at once."""
+        """Permission to start producing `rows` rows with weights of `policy_version` (None: the table's clock).
 
-        async def make() -> AsyncReservation:
-            reserved = await self._drive(tables.reserve(self._terms, rows, policy_version, timeout_s))
-            return AsyncReservation(self._client, self._terms, reserved)
-
-        return AwaitableContext(make)
+        Waits, up to `timeout_s`, while production is as far ahead of the pacing task as it may be, or while a row started
+        now could not be trained in bound. `Impossible` if it never could.
+        """
+        return AwaitableContext(
+            lambda: self._run(
+                tables.reserve(self._client, self._terms, rows, policy_version, timeout_s, AsyncReservation)
+            )
+        )
 
     async def advance(self, version: int, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> None:
-        """As `Table.advance`."""
-        await self._drive(tables.advance(self._terms, version, timeout_s))
+        """The trainer's version is now `version`; the clock never goes back.
+
+        With ``on_stale=HoldClock()`` it waits, up to `timeout_s`, while a row of the table would become stale.
+        """
+        await self._run(tables.advance(self._terms, version, timeout_s))
 
     async def checkpointed(self, step: int, *, task: str | None = None) -> int:
-        """See `Table.checkpointed`."""
-        return await self._drive(tables.checkpointed(self._terms, step, task))
+        """The model is saved up to `step`: rows acked with that step, or one before, are done now. Returns how many.
+
+        task: whose acks (None: the task that sets the pace, or the only one). A step that was covered before: 0.
+        """
+        return await self._run(tables.checkpointed(self._terms, step, task))
 
     async def rollback(self, step: int, *, task: str | None = None, version: int | None = None) -> int:
-        """See `Table.rollback`."""
-        return await self._drive(tables.rollback(self._terms, step, task, version))
+        """The model is again as saved at `step` (-1: as it began): rows acked with a later step are ready again, at their
+        old place. Returns how many.
+
+        Leases of the task end, as no attempt; a late ack is `LeaseExpired`. task: as of `checkpointed`. version: the
+        trainer's version is this again, and so is the clock; None: the clock stays, and rows over the staleness bound
+        are judged as ever. `UsageError` for a step before the last checkpoint: its rows are done for good.
+        """
+        return await self._run(tables.rollback(self._terms, step, task, version))
 
     async def cursor(self, start: int = 0) -> int:
-        """See `Table.cursor`."""
-        return await self._drive(tables.cursor(self._terms, start))
+        """The lowest ordinal, from `start` on, that was not put yet or of which a row is live: where to resume prompts."""
+        return await self._run(tables.cursor(self._terms, start))
 
     async def seal(self) -> None:
-        """As `Table.seal`."""
-        await self._drive(tables.seal(self._terms))
+        """No more rows will enter: consumers drain what is there, then see `EndOfTable`. Twice is `Sealed`."""
+        await self._run(tables.seal(self._terms))
 
     async def read(
         self,
@@ -251,36 +334,41 @@ class AsyncTable(TableBase):
         fields: Sequence[str] | None = None,
         limit: int | None = None,
     ) -> Rows:
-        """As `Table.read`."""
-        return await self._drive(tables.read(self._client, self._terms, rows, where, fields, limit))
+        """Rows without a lease: these ids, in this order, or all live rows that satisfy `where`, at most `limit`. Does not wait for rows.
+
+        fields: columns to bring (None: each field that all these rows have; `Rows.left_out` names the others). The columns are
+        lazy, and pin the memory of their rows until the `Rows` are released or collected. `NotFound` for an id that is not in
+        the table, for an unknown field, and for a field named here that one of the rows does not have yet.
+        """
+        return await self._run(tables.read(self._client, self._terms, rows, where, fields, limit))
 
     async def find(self, keys: str | Sequence[str]) -> NDArray[np.int64]:
-        """As `Table.find`."""
-        return await self._drive(tables.find(self._terms, keys))
+        """Row ids ``[keys]`` of keys; -1 where there is no such row."""
+        return await self._run(tables.find(self._terms, keys))
 
     async def drop(self, rows: Any, reason: str) -> int:
-        """As `Table.drop`."""
-        return await self._drive(tables.drop(self._terms, rows, reason))
+        """Rows end as dropped with this reason, for every task, leased ones too. Returns how many."""
+        return await self._run(tables.drop(self._terms, rows, reason))
 
     async def delete(self, rows: Any) -> int:
-        """As `Table.delete`."""
-        return await self._drive(tables.delete(self._terms, rows))
+        """Free rows that nobody needs any more; live ones end as dropped first. Returns how many."""
+        return await self._run(tables.delete(self._terms, rows))
 
     async def add_task(self, task: Task) -> None:
-        """As `Table.add_task`."""
-        await self._drive(tables.add_task(self._client, self._terms, task))
+        """Declare one more task; ``from_`` says whether it sees the rows that are there."""
+        await self._run(tables.add_task(self._client, self._terms, task))
 
     async def add_fields(self, fields: Sequence[Field]) -> None:
-        """As `Table.add_fields`."""
-        await self._drive(tables.add_fields(self._client, self._terms, fields))
+        """Declare more fields."""
+        await self._run(tables.add_fields(self._client, self._terms, fields))
 
     async def stats(self) -> dict[str, Any]:
-        """As `Table.stats`."""
-        return await self._drive(tables.observe_table("stats", self.name))
+        """Counts, bytes, ages and rates of this table now; the keys are in docs/OBSERVING.md."""
+        return await self._run(tables.observe_table("stats", self.name))
 
     async def audit(self) -> dict[str, Any]:
-        """As `Table.audit`."""
-        return await self._drive(tables.observe_table("audit", self.name))
+        """``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own, and how rows were dropped."""
+        return await self._run(tables.observe_table("audit", self.name))
 
-    async def _drive(self, operation: Operation[T]) -> T:
+    async def _run(self, operation: Operation[T]) -> T:
         return await run_async(self._client.connection, operation)

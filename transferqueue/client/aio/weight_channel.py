@@ -1,12 +1,12 @@
-"""The weight channel for event loops."""
+"""A weight channel, used from event loops: versioned publication of model weights to whoever generates with them."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar
+from typing import Any
 
-from transferqueue.client.handles.weights import WeightChannelBase
+from transferqueue.client.handles.weights import AsyncWeightChannelBase
 from transferqueue.client.operations.publish import publish_weights
 from transferqueue.client.operations.weights import (
     TURN_S,
@@ -19,15 +19,10 @@ from transferqueue.client.operations.weights import (
 )
 from transferqueue.client.session.run import Operation, T, run_async
 from transferqueue.limits import TIMEOUT_S_DEFAULT
-from transferqueue.storage.elements.process_bound import Staying
 
 
-class AsyncWeightChannel(Staying, WeightChannelBase):
-    """`WeightChannel` for an event loop."""
-
-    elsewhere: ClassVar[str] = (
-        "pass queue.address and the name of the channel, and open it there: tq.connect(address).weights(name)"
-    )
+class AsyncWeightChannel(AsyncWeightChannelBase):
+    """Versioned publication of weights. Made by `AsyncQueue.weights`; any process may publish or pull."""
 
     async def publish(
         self,
@@ -37,12 +32,22 @@ class AsyncWeightChannel(Staying, WeightChannelBase):
         adapter: str | None = None,
         timeout_s: float = TIMEOUT_S_DEFAULT,
     ) -> None:
-        """As `WeightChannel.publish`."""
-        await self._drive(publish_weights(self._client, self._name, self._keep, version, tensors, adapter, timeout_s))
+        """Publish all `tensors` (torch or numpy, by name) as `version`, in one commit; versions ascend.
+
+        Written once, into shared memory, from whatever device they are on; tensors that are as in the newest version are
+        not written: their bytes are part of both. adapter: `tensors` are those of this adapter (such as a LoRA's), and the
+        version is the newest with that adapter replaced or added; `NotFound` without a base.
+        Tables whose pacing names this channel advance their clock. The oldest versions beyond `keep` end; who still views
+        one keeps it. Waits up to `timeout_s` for memory.
+        """
+        await self._run(publish_weights(self._client, self._name, self._keep, version, tensors, adapter, timeout_s))
 
     async def mirror(self, weights: Weights, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> None:
-        """As `WeightChannel.mirror`."""
-        await self._drive(mirror_weights(self._client, self._name, self._keep, weights, timeout_s))
+        """Publish weights that were pulled from another channel, such as another deployment's, as the version they are there:
+        base and adapters, in one commit, as they arrived (views that were changed in place since do not match their checksums,
+        and are refused by whoever pulls them). Otherwise as `publish`; what is unchanged here is neither read nor written.
+        """
+        await self._run(mirror_weights(self._client, self._name, self._keep, weights, timeout_s))
 
     async def pull(
         self,
@@ -52,23 +57,30 @@ class AsyncWeightChannel(Staying, WeightChannelBase):
         since: Weights | None = None,
         timeout_s: float = TIMEOUT_S_DEFAULT,
     ) -> Weights:
-        """As `WeightChannel.pull`."""
-        return await self._drive(pull_weights(self._client, self._name, above, version, since, timeout_s))
+        """The newest version above `above` (or exactly `version`), waiting up to `timeout_s` for it.
+
+        since: weights that are held, not released, whose unchanged tensors are shared, not fetched; `Weights.changed`
+        says which are new. Checksums of what is new are compared: `Corruption` if they do not match twice.
+        """
+        return await self._run(pull_weights(self._client, self._name, above, version, since, timeout_s))
 
     async def applied(self, version: int) -> None:
-        """As `WeightChannel.applied`."""
-        await self._drive(report_applied(self._name, version))
+        """This process generates with `version` from now on; that is a fact of its own, recorded beside publication."""
+        await self._run(report_applied(self._name, version))
 
     @asynccontextmanager
     async def turn(
         self, *, at_once: int = 1, length_s: float = TURN_S, timeout_s: float = TIMEOUT_S_DEFAULT
     ) -> AsyncGenerator[None]:
-        """As `WeightChannel.turn`."""
-        await self._drive(acquire_update_slot(self._name, at_once, length_s, timeout_s))
+        """Change weights while at most `at_once` sessions do: generation as a whole never stops. Waits up to `timeout_s`.
+
+        The turn ends with the block, with this session, or after `length_s`: who is dead or slow does not block the others.
+        """
+        await self._run(acquire_update_slot(self._name, at_once, length_s, timeout_s))
         try:
             yield
         finally:
-            await self._drive(release_update_slot(self._name))
+            await self._run(release_update_slot(self._name))
 
-    async def _drive(self, operation: Operation[T]) -> T:
+    async def _run(self, operation: Operation[T]) -> T:
         return await run_async(self._client.connection, operation)

@@ -27,7 +27,7 @@ from transferqueue.client.client import ClientSession
 from transferqueue.client.handles.batch import BatchBase
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations import lease
-from transferqueue.client.operations.lease import BatchLease
+from transferqueue.client.operations.lease import BatchLease, LeaseSpec
 from transferqueue.client.session.run import INLINE_WORK_BYTES, BlockingWork, Operation, run_async
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import DeadlineExceeded, EndOfTable, UsageError
@@ -105,14 +105,12 @@ class Prefetcher(Generic[B]):
         self,
         client: ClientSession,
         terms: TableInfo,
-        request: m.LeaseRequest,
+        spec: LeaseSpec,
         make: Callable[[BatchLease, m.Leased], B],
         prefetch: int,
-        time_limit_s: float | None = None,
     ) -> None:
-        self._client, self._terms, self._request, self._make = client, terms, request, make
+        self._client, self._terms, self._spec, self._make = client, terms, spec, make
         self._prefetch = checks.positive("prefetch", prefetch)
-        self._time_limit_s = time_limit_s
         self._fetches: deque[PrefetchSlot[B]] = deque()
         self._turn, self._taking = asyncio.Lock(), asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -122,7 +120,7 @@ class Prefetcher(Generic[B]):
     @property
     def name(self) -> str:
         """What it loads, for people."""
-        return f'loader of task "{self._request.task}" (table "{self._terms.name}")'
+        return f'loader of task "{self._spec.request.task}" (table "{self._terms.name}")'
 
     async def take(self) -> B:
         """The next batch. Waits up to the request's time; raises what its fetching raised, `EndOfTable` at the end."""
@@ -186,7 +184,7 @@ class Prefetcher(Generic[B]):
         self._check()
         self._loop = asyncio.get_running_loop()
         while len(self._fetches) < self._prefetch:
-            self._fetches.append(PrefetchSlot(self._client, self._turn, self._lease, self._request.wait_s))
+            self._fetches.append(PrefetchSlot(self._client, self._turn, self._lease, self._spec.request.wait_s))
 
     def _check(self) -> None:
         if self._closed:
@@ -195,13 +193,9 @@ class Prefetcher(Generic[B]):
             raise self._end.with_traceback(None)
 
     def _lease(self, wait_s: float) -> Operation[PrefetchedLease[B]]:
-        request = msgspec.structs.replace(self._request, wait_s=wait_s)
+        spec = self._spec._replace(request=msgspec.structs.replace(self._spec.request, wait_s=wait_s))
         return lease.lease(
-            self._client,
-            self._terms,
-            request,
-            lambda lent, leased: PrefetchedLease(lent, self._make(lent, leased)),
-            self._time_limit_s,
+            self._client, self._terms, spec, lambda lent, leased: PrefetchedLease(lent, self._make(lent, leased))
         )
 
     def _close(self) -> None:

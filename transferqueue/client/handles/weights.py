@@ -1,17 +1,23 @@
-"""What the weight channels of both APIs share."""
+"""What the weight channels of both APIs share, and the subscription, which is for threads."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import ClassVar, Self
 
 from transferqueue.client.client import ClientSession
+from transferqueue.client.operations.weights import Weights, pull_weights
+from transferqueue.client.session.run import run_sync
+from transferqueue.limits import TIMEOUT_S_DEFAULT
+from transferqueue.storage.elements.process_bound import Staying
 
-if TYPE_CHECKING:
-    pass
 
+class AsyncWeightChannelBase(Staying):
+    """A channel's name and session. All that a weight channel for event loops has beside its verbs."""
 
-class WeightChannelBase:
-    """What the channels of both fronts share."""
+    elsewhere: ClassVar[str] = (
+        "pass queue.address and the name of the channel, and open it there: tq.connect(address).weights(name)"
+    )
 
     def __init__(self, client: ClientSession, name: str, keep: int) -> None:
         self._client, self._name, self._keep = client, name, keep
@@ -23,3 +29,49 @@ class WeightChannelBase:
     def name(self) -> str:
         """The channel's name."""
         return self._name
+
+
+class WeightChannelBase(AsyncWeightChannelBase):
+    """A channel for threads, which can also be subscribed to."""
+
+    def subscribe(self) -> Subscription:
+        """Version after version, of each what changed."""
+        return Subscription(self._client, self._name)
+
+
+class Subscription:
+    """The versions of a channel as one reader takes them: each pull gives what is newer, and fetches only what changed.
+
+    The weights of the pull before are released by the next, as soon as that has succeeded. One thread at a time.
+    """
+
+    def __init__(self, client: ClientSession, channel: str) -> None:
+        self._client, self._channel = client, channel
+        self._held: Weights | None = None
+
+    @property
+    def version(self) -> int:
+        """Version of the last pull; -1: none yet."""
+        return -1 if self._held is None else self._held.version
+
+    def pull(self, *, version: int | None = None, timeout_s: float = TIMEOUT_S_DEFAULT) -> Weights:
+        """The newest version above the last (or exactly `version`), waiting up to `timeout_s` for it."""
+        before = self._held
+        operation = pull_weights(self._client, self._channel, self.version, version, before, timeout_s)
+        self._held = run_sync(self._client.connection, operation)
+        if before is not None:
+            before.release()
+        return self._held
+
+    def close(self) -> None:
+        """Release what is held. Again: nothing."""
+        if self._held is not None:
+            self._held.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -34,7 +34,15 @@ LOST_MAX = 8
 """Rows of lost shards that are given back, or asked for again, before the loss is told; each time they are, or lie, elsewhere."""
 
 
-def lease_request(
+class LeaseSpec(NamedTuple):
+    """What a caller of `lease`, `leases` or `loader` asks for, its arguments checked."""
+
+    request: m.LeaseRequest
+    time_limit_s: float | None
+    """How long the client renews the lease. None: as long as the task allows; 0: not at all."""
+
+
+def lease_spec(
     table: str,
     task: str,
     *,
@@ -45,19 +53,20 @@ def lease_request(
     timeout_s: float,
     where: Predicate | Iterable[Predicate],
     lease_s: float | None,
+    time_limit_s: float | None,
     fields: Sequence[str] | None,
     rank: int,
     world: int,
     replica: Sequence[int] | None,
-) -> m.LeaseRequest:
-    """The request for a lease, its arguments checked one by one."""
+) -> LeaseSpec:
+    """Check the arguments of a lease one by one."""
     given = {"rows": rows, "tokens": tokens, "groups": groups}
     wanted = {name: checks.positive(name, size) for name, size in given.items() if size is not None}
     if len(wanted) != 1:
         said = " and ".join(f"{name}={size}" for name, size in wanted.items()) or "none of them"
         raise UsageError(f"lease of task {task!r}: give exactly one of rows=, tokens=, groups=; {said} was given")
     peer, peers = checks.peer(replica)
-    return m.LeaseRequest(
+    request = m.LeaseRequest(
         table=table,
         task=check_name("task", task),
         **wanted,
@@ -71,6 +80,8 @@ def lease_request(
         replica=peer,
         replicas=peers,
     )
+    limit_s = None if time_limit_s is None else checks.seconds("time_limit_s", time_limit_s)
+    return LeaseSpec(request, limit_s)
 
 
 def predicates(where: Predicate | Iterable[Predicate]) -> list[Predicate]:
@@ -92,12 +103,11 @@ def predicates(where: Predicate | Iterable[Predicate]) -> list[Predicate]:
 def lease(
     client: ClientSession,
     terms: TableInfo,
-    request: m.LeaseRequest,
+    spec: LeaseSpec,
     batch: Callable[[BatchLease, m.Leased], B],
-    time_limit_s: float | None = None,
 ) -> Operation[B]:
-    """Rows lent, as what `batch` makes of them. If that fails, the rows go back; others are asked for where a shard that had
-    some is gone. time_limit_s: how long the lease is renewed (None: as the task says; 0: not at all)."""
+    """Lease rows and make a batch of them. If that fails, release them. If a shard that had some of them is gone, lease others."""
+    request, time_limit_s = spec
     yield from checks.within(request.wait_s)
     if terms.forgotten:
         _log_forgotten(terms)
@@ -260,11 +270,6 @@ def _ending_lease_on_expiry(lent: BatchLease, verb: Operation[B]) -> Operation[B
     except LeaseExpired:
         lent.expire()
         raise
-
-
-def time_limit(time_limit_s: float | None) -> float | None:
-    """The time limit of a batch, checked; None: that of its task."""
-    return None if time_limit_s is None else checks.seconds("time_limit_s", time_limit_s)
 
 
 def _duration(lease_s: float) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,8 @@ from transferqueue.policies import Acked, Manual, Pacing, Predicate, Retention, 
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_plain
+
+R = TypeVar("R")
 
 # ---------------------------------------------------------------- queue
 
@@ -194,8 +196,15 @@ def delete(terms: TableInfo, rows: object) -> Operation[int]:
 # ---------------------------------------------------------------- flow and terms
 
 
-def reserve(terms: TableInfo, rows: int, policy_version: int | None, timeout_s: float) -> Operation[m.Reserved]:
-    """Permission to start producing rows."""
+def reserve(
+    client: ClientSession,
+    terms: TableInfo,
+    rows: int,
+    policy_version: int | None,
+    timeout_s: float,
+    make: Callable[[ClientSession, TableInfo, m.Reserved], R],
+) -> Operation[R]:
+    """Reserve rows and make a reservation of the reply: permission to start producing them."""
     deadline = yield from checks.within(timeout_s)
     request = m.Reserve(
         table=terms.name,
@@ -203,7 +212,7 @@ def reserve(terms: TableInfo, rows: int, policy_version: int | None, timeout_s: 
         policy_version=-1 if policy_version is None else checks.whole("policy_version", policy_version),
         wait_s=deadline.wait_s,
     )
-    return (yield from request_reply(request, m.Reserved))
+    return make(client, terms, (yield from request_reply(request, m.Reserved)))
 
 
 def unreserve(terms: TableInfo, reservation: int, rows: int | None) -> Operation[int]:

@@ -1,4 +1,5 @@
-"""A batch: rows lent to this worker until it acks or releases them, or the lease expires."""
+# Written by `python -m tests.sync_api` from client/aio/batch.py: change it there.
+"""A batch, used from threads: rows lent to this worker until it acks or releases them, or the lease expires."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any, Self
 from transferqueue.client.handles.batch import GIVEN_BACK, BatchBase
 from transferqueue.client.operations import lease
 from transferqueue.client.operations.facts import Floats, GivenFacts, Ints, Keys, TagsGiven
-from transferqueue.client.session.run import run_sync
+from transferqueue.client.session.run import Operation, T, run_sync
 from transferqueue.errors import LeaseExpired, TransferQueueError, UsageError
 
 
@@ -43,10 +44,11 @@ class Batch(BatchBase):
         """The rows are done. Result columns and facts commit together with the ack, or neither does.
 
         rows: ids of those that are done; None: all that are left. Columns and facts have one value for each, in this
-        order, or one for all; they are given as to `Table.put`. step: the trainer's; the rows are then
-        kept until `Table.checkpointed` covers it, and given out again by a `Table.rollback` to an earlier one; -1: they are done at once. `LeaseExpired` if the lease is over: nothing
-        was changed, and the rows are somebody else's. `SchemaError` if a column does not fit: still leased. Rows that
-        were dropped meanwhile, or taken back for a refill of their group, are left out; if all were: `LeaseExpired`.
+        order, or one for all; they are given as to `Table.put`. step: the trainer's; the rows are then kept until
+        `Table.checkpointed` covers it, and given out again by a `Table.rollback` to an earlier one; -1: they are
+        done at once. `LeaseExpired` if the lease is over: nothing was changed, and the rows are somebody else's.
+        `SchemaError` if a column does not fit: still leased. Rows that were dropped meanwhile, or taken back for a refill of
+        their group, are left out; if all were: `LeaseExpired`.
         `UsageError` if a row would end without a field that the task gives and another task needs: still leased; `drop` ends
         rows that have no result.
         """
@@ -61,11 +63,11 @@ class Batch(BatchBase):
             key=key,
             tags=tags,
         )
-        run_sync(self._lent.client.connection, lease.ack(self._lent, rows, facts, columns, step))
+        self._run(lease.ack(self._lent, rows, facts, columns, step))
 
     def drop(self, reason: str, rows: Any = None) -> None:
         """The rows (None: all that are left) end as dropped with this reason, for every task of the table."""
-        run_sync(self._lent.client.connection, lease.drop(self._lent, reason, rows))
+        self._run(lease.drop(self._lent, reason, rows))
 
     def release(
         self,
@@ -92,7 +94,8 @@ class Batch(BatchBase):
             >>> with tq.connect() as queue:
             ...     table = queue.create_table("t", tasks=[tq.Task("write", needs=["so_far"])])
             ...     rows = table.put(so_far=["once"])
-            ...     table.lease("write", rows=1).release(so_far=["once upon"])
+            ...     batch = table.lease("write", rows=1)
+            ...     batch.release(so_far=["once upon"])
             ...     with table.lease("write", rows=1) as batch:
             ...         batch["so_far"].list()
             ['once upon']
@@ -104,14 +107,14 @@ class Batch(BatchBase):
             priority=priority,
             tags=tags,
         )
-        run_sync(self._lent.client.connection, lease.release(self._lent, rows, failed, reason, facts, columns))
+        self._run(lease.release(self._lent, rows, failed, reason, facts, columns))
 
     def renew(self, lease_s: float | None = None) -> float:
         """Keep the rows for `lease_s` seconds from now (None: the task's). Returns how long that is.
 
         `LeaseExpired` if it is too late.
         """
-        self._lease_s = run_sync(self._lent.client.connection, lease.renew(self._lent, lease_s))
+        self._lease_s = self._run(lease.renew(self._lent, lease_s))
         return self._lease_s
 
     def __enter__(self) -> Self:
@@ -126,7 +129,7 @@ class Batch(BatchBase):
                 self.ack()
             except UsageError as refused:
                 refused.add_note(GIVEN_BACK)
-                self._give_back(refused)
+                self._release_after(refused)
                 raise
             except LeaseExpired as late:
                 if not self._is_passed_over(late):
@@ -135,10 +138,10 @@ class Batch(BatchBase):
         if error is None or self._is_passed_over(error):
             return error is not None
         if not self._lent.ended:
-            self._give_back(error)
+            self._release_after(error)
         return False
 
-    def _give_back(self, error: BaseException) -> None:
+    def _release_after(self, error: BaseException) -> None:
         """The rows are for others, since the block of this batch ends with `error`."""
         failed, reason = lease.failure(error)
         try:
@@ -147,3 +150,6 @@ class Batch(BatchBase):
             error.add_note(f"and its batch could not be released: {late}")
         finally:
             self._lent.end("was released")
+
+    def _run(self, operation: Operation[T]) -> T:
+        return run_sync(self._lent.client.connection, operation)

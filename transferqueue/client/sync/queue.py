@@ -1,4 +1,5 @@
-"""A queue as a program sees it: a handle on all tables of one deployment, from any thread."""
+# Written by `python -m tests.sync_api` from client/aio/queue.py: change it there.
+"""A queue, used from threads: a handle on all tables of one deployment."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from transferqueue.schema import Field
 
 
 class Queue(QueueBase):
-    """All tables of one deployment; what `transferqueue.connect` returns.
+    """All tables of one deployment; what `transferqueue.connect` gives.
 
     Of a deployment of several coordinators it is all of them: each table and weight channel is at one, which its name says
     (docs/CLUSTER.md).
@@ -70,7 +71,7 @@ class Queue(QueueBase):
 
     def tables(self) -> list[str]:
         """Names of all tables, sorted."""
-        return sorted(name for found in self._each(tables.tables) for name in found)
+        return sorted([name for names in self._each(tables.tables) for name in names])
 
     def drop_table(self, name: str, *, empty: bool = False) -> None:
         """Remove a table: its rows are dropped, whoever waits for it gets `NotFound`. empty: `UsageError` while it has rows."""
@@ -158,6 +159,6 @@ class Queue(QueueBase):
     ) -> None:
         self.close()
 
-    def _each(self, asking: Callable[[], Operation[T]]) -> list[T]:
+    def _each(self, operation: Callable[[], Operation[T]]) -> list[T]:
         """What each coordinator answers, one after the other."""
-        return [run_sync(client.connection, asking()) for client in self._clients]
+        return [run_sync(client.connection, operation()) for client in self._clients]

@@ -1,4 +1,5 @@
-"""Reservations: permission to start producing rows, before any work is spent on them."""
+# Written by `python -m tests.sync_api` from client/aio/reservation.py: change it there.
+"""Reservations, used from threads: permission to start producing rows, before any work is spent on them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class Reservation(ReservationBase):
     def release(self, rows: int | None = None) -> None:
         """These rows (None: all that are left) will not be produced."""
         run_sync(self._client.connection, tables.unreserve(self._terms, self.id, rows))
-        self.used(self._left.rows if rows is None else rows)
+        self.used(self.left if rows is None else rows)
 
     def __enter__(self) -> Self:
         return self
@@ -30,5 +31,5 @@ class Reservation(ReservationBase):
     ) -> None:
         if error is not None:
             self.give_up()
-        elif self._left.rows:
+        elif self.left:
             self.release()

@@ -1,4 +1,5 @@
-"""A table, used from any thread."""
+# Written by `python -m tests.sync_api` from client/aio/table.py: change it there.
+"""A table, used from threads."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ class Table(TableBase):
             >>> import transferqueue as tq
             >>> with tq.connect() as queue:
             ...     table = queue.create_table("rollouts", tasks=[tq.Task("reward", needs=["text"])])
-            ...     table.put(text=["2+2=4", "2+2=5"], group_id=0, group_size=2).tolist()
+            ...     rows = table.put(text=["2+2=4", "2+2=5"], group_id=0, group_size=2)
+            >>> rows.tolist()
             [0, 1]
         """
         facts = GivenFacts(
@@ -90,7 +92,7 @@ class Table(TableBase):
         )
         facts, columns = facts.with_table(table, columns)
         number = reservation_id(self._terms, reservation)
-        rows = self._drive(tables.put(self._client, self._terms, facts, columns, number, timeout_s))
+        rows = self._run(tables.put(self._client, self._terms, facts, columns, number, timeout_s))
         if reservation is not None:
             reservation.used(len(rows))
         return rows
@@ -128,7 +130,7 @@ class Table(TableBase):
             key=key,
             tags=tags,
         )
-        self._drive(tables.update(self._client, self._terms, rows, facts, columns, overwrite))
+        self._run(tables.update(self._client, self._terms, rows, facts, columns, overwrite))
 
     def lease(
         self,
@@ -165,7 +167,7 @@ class Table(TableBase):
         `EndOfTable` when the table is sealed and drained; `DeadlineExceeded` says what is missing and who holds it;
         `NotFound`, or `UsageError` for a request that makes no sense.
         """
-        request = lease.lease_request(
+        spec = lease.lease_spec(
             self.name,
             task,
             rows=rows,
@@ -175,13 +177,13 @@ class Table(TableBase):
             timeout_s=timeout_s,
             where=where,
             lease_s=lease_s,
+            time_limit_s=time_limit_s,
             fields=fields,
             rank=rank,
             world=world,
             replica=replica,
         )
-        limit_s = lease.time_limit(time_limit_s)
-        return self._drive(lease.lease(self._client, self._terms, request, Batch, limit_s))
+        return self._run(lease.lease(self._client, self._terms, spec, Batch))
 
     def leases(
         self,
@@ -208,23 +210,25 @@ class Table(TableBase):
         A batch that was held past its time limit belongs to others: its ack is refused, and changes nothing. In this loop
         that ends only the ``with`` block of the batch, with a warning in the log; the loop goes on.
         """
+        spec = lease.lease_spec(
+            self.name,
+            task,
+            rows=rows,
+            tokens=tokens,
+            groups=groups,
+            at_least=at_least,
+            timeout_s=timeout_s,
+            where=where,
+            lease_s=lease_s,
+            time_limit_s=time_limit_s,
+            fields=fields,
+            rank=rank,
+            world=world,
+            replica=replica,
+        )
         while True:
             try:
-                batch = self.lease(
-                    task,
-                    rows=rows,
-                    tokens=tokens,
-                    groups=groups,
-                    at_least=at_least,
-                    timeout_s=timeout_s,
-                    where=where,
-                    lease_s=lease_s,
-                    time_limit_s=time_limit_s,
-                    fields=fields,
-                    rank=rank,
-                    world=world,
-                    replica=replica,
-                )
+                batch = self._run(lease.lease(self._client, self._terms, spec, Batch))
             except EndOfTable:
                 return
             batch._goes_on = True
@@ -258,7 +262,7 @@ class Table(TableBase):
 
         Example: ``with table.loader("train", rows=64) as batches: for batch in batches: with batch: ...``
         """
-        request = lease.lease_request(
+        spec = lease.lease_spec(
             self.name,
             task,
             rows=rows,
@@ -268,13 +272,13 @@ class Table(TableBase):
             timeout_s=timeout_s,
             where=where,
             lease_s=lease_s,
+            time_limit_s=time_limit_s,
             fields=fields,
             rank=rank,
             world=world,
             replica=replica,
         )
-        limit_s = lease.time_limit(time_limit_s)
-        return Loader(Prefetcher(self._client, self._terms, request, Batch, prefetch, limit_s))
+        return Loader(Prefetcher(self._client, self._terms, spec, Batch, prefetch))
 
     def reserve(
         self, rows: int, *, policy_version: int | None = None, timeout_s: float = TIMEOUT_S_DEFAULT
@@ -284,23 +288,21 @@ class Table(TableBase):
         Waits, up to `timeout_s`, while production is as far ahead of the pacing task as it may be, or while a row started
         now could not be trained in bound. `Impossible` if it never could.
         """
-        return Reservation(
-            self._client, self._terms, self._drive(tables.reserve(self._terms, rows, policy_version, timeout_s))
-        )
+        return self._run(tables.reserve(self._client, self._terms, rows, policy_version, timeout_s, Reservation))
 
     def advance(self, version: int, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> None:
         """The trainer's version is now `version`; the clock never goes back.
 
         With ``on_stale=HoldClock()`` it waits, up to `timeout_s`, while a row of the table would become stale.
         """
-        self._drive(tables.advance(self._terms, version, timeout_s))
+        self._run(tables.advance(self._terms, version, timeout_s))
 
     def checkpointed(self, step: int, *, task: str | None = None) -> int:
         """The model is saved up to `step`: rows acked with that step, or one before, are done now. Returns how many.
 
         task: whose acks (None: the task that sets the pace, or the only one). A step that was covered before: 0.
         """
-        return self._drive(tables.checkpointed(self._terms, step, task))
+        return self._run(tables.checkpointed(self._terms, step, task))
 
     def rollback(self, step: int, *, task: str | None = None, version: int | None = None) -> int:
         """The model is again as saved at `step` (-1: as it began): rows acked with a later step are ready again, at their
@@ -310,15 +312,15 @@ class Table(TableBase):
         trainer's version is this again, and so is the clock; None: the clock stays, and rows over the staleness bound
         are judged as ever. `UsageError` for a step before the last checkpoint: its rows are done for good.
         """
-        return self._drive(tables.rollback(self._terms, step, task, version))
+        return self._run(tables.rollback(self._terms, step, task, version))
 
     def cursor(self, start: int = 0) -> int:
         """The lowest ordinal, from `start` on, that was not put yet or of which a row is live: where to resume prompts."""
-        return self._drive(tables.cursor(self._terms, start))
+        return self._run(tables.cursor(self._terms, start))
 
     def seal(self) -> None:
         """No more rows will enter: consumers drain what is there, then see `EndOfTable`. Twice is `Sealed`."""
-        self._drive(tables.seal(self._terms))
+        self._run(tables.seal(self._terms))
 
     def read(
         self,
@@ -334,35 +336,35 @@ class Table(TableBase):
         lazy, and pin the memory of their rows until the `Rows` are released or collected. `NotFound` for an id that is not in
         the table, for an unknown field, and for a field named here that one of the rows does not have yet.
         """
-        return self._drive(tables.read(self._client, self._terms, rows, where, fields, limit))
+        return self._run(tables.read(self._client, self._terms, rows, where, fields, limit))
 
     def find(self, keys: str | Sequence[str]) -> NDArray[np.int64]:
         """Row ids ``[keys]`` of keys; -1 where there is no such row."""
-        return self._drive(tables.find(self._terms, keys))
+        return self._run(tables.find(self._terms, keys))
 
     def drop(self, rows: Any, reason: str) -> int:
         """Rows end as dropped with this reason, for every task, leased ones too. Returns how many."""
-        return self._drive(tables.drop(self._terms, rows, reason))
+        return self._run(tables.drop(self._terms, rows, reason))
 
     def delete(self, rows: Any) -> int:
         """Free rows that nobody needs any more; live ones end as dropped first. Returns how many."""
-        return self._drive(tables.delete(self._terms, rows))
+        return self._run(tables.delete(self._terms, rows))
 
     def add_task(self, task: Task) -> None:
         """Declare one more task; ``from_`` says whether it sees the rows that are there."""
-        self._drive(tables.add_task(self._client, self._terms, task))
+        self._run(tables.add_task(self._client, self._terms, task))
 
     def add_fields(self, fields: Sequence[Field]) -> None:
         """Declare more fields."""
-        self._drive(tables.add_fields(self._client, self._terms, fields))
+        self._run(tables.add_fields(self._client, self._terms, fields))
 
     def stats(self) -> dict[str, Any]:
         """Counts, bytes, ages and rates of this table now; the keys are in docs/OBSERVING.md."""
-        return self._drive(tables.observe_table("stats", self.name))
+        return self._run(tables.observe_table("stats", self.name))
 
     def audit(self) -> dict[str, Any]:
         """``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own, and how rows were dropped."""
-        return self._drive(tables.observe_table("audit", self.name))
+        return self._run(tables.observe_table("audit", self.name))
 
-    def _drive(self, operation: Operation[T]) -> T:
+    def _run(self, operation: Operation[T]) -> T:
         return run_sync(self._client.connection, operation)
