@@ -165,7 +165,7 @@ def free_port() -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kills", sizes(5, 20))
+@pytest.mark.parametrize("kills", sizes(3, 20))
 @pytest.mark.parametrize(
     ("level", "way"), [("process", "ipc"), ("disk", "ipc"), *only_long(("process", "tcp")), ("process", "remote")]
 )

@@ -49,7 +49,7 @@ def xs(batch: Any) -> list[int]:
     return [int(x) for x in batch["x"][:, 0]]
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, *only_long(2)])
 def test_batches_come_once_and_a_state_says_where(workers: int, queue: tq.Queue) -> None:
     table = fill(queue)
     loader = QueueLoader(dataset(queue), num_workers=workers)

@@ -73,7 +73,7 @@ def ranks(queue: tq.Queue, kind: str, tmp_path: Path, world: int = 2) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*only_long("ddp"), "fsdp2"])
+@pytest.mark.parametrize("kind", only_long("ddp", "fsdp2"))
 def test_two_ranks_learn_what_one_process_learns(kind: str, queue: tq.Queue, tmp_path: Path) -> None:
     fill(queue)
     found = ranks(queue, kind, tmp_path)

@@ -218,7 +218,10 @@ def test_a_death_that_nobody_unhurt_could_take_over_is_no_sample(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("seconds", sizes(6, 20))
-@pytest.mark.parametrize("options", [("--seed", "5"), ("--seed", "6", "--tcp", "--durability", "disk")])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(("--seed", "5"), marks=pytest.mark.long), ("--seed", "6", "--tcp", "--durability", "disk")],
+)
 def test_a_short_run_keeps_every_promise(options: tuple[str, ...], seconds: int, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     run = command("--seconds", str(seconds), "--out", str(out), *options)

@@ -58,6 +58,7 @@ def test_synchronous_rows_are_never_stale(synchronous: RunOutcome) -> None:
     assert synchronous.summary.staleness_histogram == {"0": 256}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_asynchronous_rows_stay_within_their_bound(tmp_path: Path) -> None:
     outcome = run(JobSettings(learning=SMALL, rollouts=2), tmp_path)
