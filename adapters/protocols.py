@@ -1,18 +1,18 @@
-"""What the queue asks of an engine: protocols that nobody has to import, and the values that they speak in.
+"""The interface between the queue and an engine: protocols, and the values that their methods take and return.
 
-The law:
+Rules:
 
-- A *generator* turns prompts into completions and hands each out when it is finished. Its verbs block, and may be
-  called from any thread: weights arrive, and a pause begins, while another thread iterates over completions. An engine
-  with an event loop of its own keeps it to itself.
+- A *generator* turns prompts into completions and yields each when it is finished. Its methods block and may be called from any
+  thread: another thread may update weights or pause while one iterates over completions. An engine with an event loop runs it
+  in a thread of its own.
 - Every token is stamped with the version of the weights that drew it. A completion that was cut short (`ABORT`) is
-  handed out with what it has; any generator may go on with it, under other weights (`Prompt.begun`).
-- Log-probabilities are those of the very distribution that a token was drawn from: temperature and cuts included.
-- A *learner* takes steps and gives its weights; a *weight source* is weights on the way from one to the other, a tensor
-  at a time, so that nobody needs to hold two copies.
-- What an engine cannot do raises `Unsupported`, at the call: nothing is silently done differently.
+  yielded with its tokens so far; any generator may continue it, under other weights (`Prompt.begun`).
+- Log-probabilities are those of the distribution that the token was drawn from, after temperature and top-p.
+- A *learner* takes steps and returns its weights. A *weight source* iterates over the tensors of one version, one at a time, so
+  that no process has to hold two copies.
+- A method raises `Unsupported` at the call for what its engine cannot do. It never does something else silently.
 
-All of them are structural: a class fits if it has the methods.
+All protocols are structural: a class conforms if it has the methods. It need not import this module.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Ids = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
 
 GENERATE_S = 600.0
-"""How long a request may take unless its caller says otherwise."""
+"""Default time limit of a request."""
 PAUSE_S = 60.0
-"""How long a pause or a change of weights may take to come into force."""
+"""Default time limit for a pause or a change of weights to take effect."""
 
 STOP = "stop"
-"""Finish reason: the model ended it."""
+"""Finish reason: the model drew a stop token."""
 LENGTH = "length"
-"""Finish reason: `Sampling.tokens_max` ended it."""
+"""Finish reason: the completion reached `Sampling.tokens_max`."""
 ABORT = "abort"
 """Finish reason: somebody cut it short; it may be gone on with."""
 
@@ -53,23 +53,23 @@ class Unsupported(UsageError):
 
 
 class Pause(enum.Enum):
-    """What becomes of completions that are being generated when a generator is paused."""
+    """What a pause does with completions that are being generated."""
 
     KEEP = "keep"
-    """They stand still, and go on after `resume`."""
+    """Hold them; they continue after `resume`."""
     ABORT = "abort"
-    """They are handed out as they are, with finish reason `ABORT`."""
+    """Yield them with their tokens so far, with finish reason `ABORT`."""
     WAIT = "wait"
-    """They are finished first; new ones are not begun."""
+    """Finish them first. New requests wait for `resume`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How tokens are drawn.
 
-    tokens_max: length limit of a completion, what was begun before included. temperature 0: greedy. top_p: 1 for all.
-    stop_ids: tokens that end a completion and belong to it. seed: None for any draw; else an engine that can gives the
-    same completions again.
+    tokens_max: length limit of a completion, including the tokens of `Prompt.begun`. temperature: 0 is greedy. top_p: 1 keeps all
+    tokens. stop_ids: tokens that end a completion; the stop token is part of it. seed: with the same seed, an engine that supports
+    seeds draws the same completions again; None: unseeded.
     """
 
     tokens_max: int
@@ -90,8 +90,8 @@ class Sampling:
 class Completion:
     """One completion, finished or cut short.
 
-    prompt, sample: which prompt of the request, and which of its samples. ids: int32 ``[tokens]``, the stop token
-    included. logprobs: float32 ``[tokens]``. spans: ``(version, tokens)`` in order, for all tokens.
+    prompt, sample: index of the prompt in the request, and of the sample of that prompt. ids: int32 ``[tokens]``, including the stop
+    token. logprobs: float32 ``[tokens]``. spans: ``(version, tokens)`` pairs in order, which cover all tokens.
     """
 
     prompt: int
@@ -119,7 +119,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Token ids to complete: int ``[tokens]``. samples: how many times. begun: a completion to go on with (samples 1)."""
+    """Token ids to complete: int ``[tokens]``. samples: number of completions. begun: a completion to continue (then samples is 1)."""
 
     ids: Ids
     samples: int = 1
@@ -135,17 +135,17 @@ class Prompt:
 
     @classmethod
     def of(cls, ids: Iterable[int] | Ids, samples: int = 1) -> Self:
-        """Make a prompt of any integers."""
+        """Make a prompt from any sequence of integers."""
         return cls(ids=np.fromiter(ids, np.int32), samples=samples)
 
 
 Completions = PythonGenerator[Completion, None, None]
-"""An iterator over completions that can be closed before its end."""
+"""An iterator over completions. Closing it early aborts those that are left."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor on its way. dtype: torch's name of it, such as ``bfloat16``."""
+    """Shape and dtype of a tensor. dtype: torch's name, such as ``bfloat16``."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -153,13 +153,13 @@ class TensorSpec:
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Weights of one version, to be read once or more. Iterating may move one tensor at a time."""
+    """Weights of one version. It can be iterated more than once; each iteration may move one tensor at a time."""
 
     def metadata(self) -> Mapping[str, TensorSpec]:
-        """Names, shapes and dtypes of all tensors, before any of them moves."""
+        """Names, shapes and dtypes of all tensors. Moves no tensor."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors. A tensor is valid until the next one; who keeps it copies it."""
+        """Yield names and tensors. A tensor is valid until the next one is yielded; copy it to keep it."""
 
 
 @runtime_checkable
@@ -168,33 +168,33 @@ class Generator(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the weights that the next token will be drawn with; -1: those it was made with."""
+        """Version of the weights that the next token will be drawn with; -1: the weights that the generator was created with."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, timeout_s: float = GENERATE_S) -> Completions:
-        """Yield each completion when it is finished, in any order. Blocks between them.
+        """Yield each completion when it is finished, in any order. Blocks until the next one is finished.
 
-        Closing the iterator early aborts what is left. Several threads may iterate at once. `DeadlineExceeded` when
-        the last is not finished after `timeout_s` (a pause counts); what is left is aborted.
+        Closing the iterator early aborts the completions that are left. Several threads may iterate at once. Raises `DeadlineExceeded`
+        when not all completions are finished after `timeout_s` (pauses count); the rest is aborted.
         """
 
     def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
-        """Return when no token is being drawn any more. Requests that come meanwhile wait. Again: nothing.
+        """Return when no more tokens are drawn. Requests that arrive during the pause wait. A second call does nothing.
 
-        `DeadlineExceeded` when that takes longer than `timeout_s`: then it is not paused.
+        Raises `DeadlineExceeded` when that takes longer than `timeout_s`: the generator is then not paused.
         """
 
     def resume(self) -> None:
-        """Go on. Not paused: nothing."""
+        """End the pause. Does nothing if the generator is not paused."""
 
     def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
-        """Replace the weights between two tokens; those drawn after the return are stamped `version`.
+        """Replace the weights between two tokens; tokens drawn after the return are stamped `version`.
 
-        Completions that are being generated go on under the new weights, their context computed anew. `UsageError` if
-        names, shapes or dtypes do not fit: then the old weights are kept. `DeadlineExceeded` likewise.
+        Completions that are being generated continue under the new weights, with their context computed again. Raises `UsageError` if
+        names, shapes or dtypes do not fit, and `DeadlineExceeded` after `timeout_s`; in both cases the old weights stay.
         """
 
     def close(self) -> None:
-        """Stop the engine and free what it holds. Again: nothing."""
+        """Stop the engine and free its memory. A second call does nothing."""
 
 
 @runtime_checkable
@@ -203,52 +203,52 @@ class Learner(Protocol):
 
     @property
     def version(self) -> int:
-        """Steps taken since the weights it was made with, plus their version."""
+        """Version of the initial weights plus the number of steps taken."""
 
     def step(self, batch: Mapping[str, Any]) -> Mapping[str, float]:
-        """Take one step on `batch` (columns by name) and return figures. Blocks."""
+        """Take one step on `batch` (columns by name) and return its metrics. Blocks."""
 
     def weights(self) -> WeightSource:
-        """The weights as they are now, until the next step."""
+        """The current weights; valid until the next step."""
 
 
 @runtime_checkable
 class StageFunction(Protocol):
-    """A function over rows that says what it needs and gives."""
+    """A function over the rows of a batch, with the fields that it reads and writes."""
 
     @property
     def needs(self) -> Sequence[str]:
-        """Fields that it reads."""
+        """Names of the fields that it reads."""
 
     @property
     def gives(self) -> Sequence[str]:
-        """Fields that it writes."""
+        """Names of the fields that it writes."""
 
     def __call__(self, batch: Any) -> Mapping[str, Any] | Iterable[PartialResult]:
-        """Return columns for all rows of the batch, or parts of it as they are finished."""
+        """Return columns for all rows of the batch, or yield parts of it as they are finished."""
 
 
 @runtime_checkable
 class Producer(Protocol):
-    """Where rows come from. Both methods are called in turn, by one thread."""
+    """A source of rows. One thread calls `wants`, then the object itself, in turn."""
 
     def wants(self) -> int:
-        """Return how many rows to reserve for the next put; 0: there are no more."""
+        """Return how many rows to reserve for the next put; 0 when there are no more rows."""
 
     def __call__(self, rows: int) -> Mapping[str, Any]:
-        """Return the arguments of `Table.put` for exactly ``rows`` new rows."""
+        """Return the arguments of `Table.put` for exactly `rows` new rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartialResult:
-    """Some rows of a batch that are finished, for a function that yields results as they come.
+    """Results for some rows of a batch, yielded by a function that finishes rows at different times.
 
-    at: their positions in the batch (None: all that are left). columns: results in that order. facts: `policy_version`,
-    `policy_version_max`, `tokens` and the like, as `Batch.ack` takes them.
+    at: positions of the rows in the batch (None: all that are left). columns: results in that order. facts: `policy_version`,
+    `policy_version_max`, `tokens` and other facts that `Batch.ack` takes.
 
-    unfinished: the rows are not done: the columns replace what the rows have, and anybody may lease the rows again and go
-    on from there. drop: the rows end as dropped with this reason. `UsageError` for both, for an unfinished part that does not
-    say which rows, and for a dropped one that gives anything.
+    unfinished: the columns replace the rows' values, and the rows are released, so that any worker may lease and continue them.
+    drop: the rows end as dropped with this reason. Raises `UsageError` for both together, for an unfinished part without
+    positions, and for a dropped part with columns.
     """
 
     columns: Mapping[str, Any]

@@ -1,6 +1,6 @@
-"""Adapters by name: those that come with the queue, and those that others registered.
+"""Adapters by name: those of this package, and those that other packages register.
 
-A package registers its adapter in its ``pyproject.toml``; nothing of it is imported before it is asked for::
+A package registers its adapter in its ``pyproject.toml``; it is imported only when `load` asks for it::
 
     [project.entry-points."transferqueue.adapters"]
     mine = "transferqueue_mine:MineGenerator"
@@ -31,13 +31,15 @@ OURS: Final[Mapping[str, str]] = {
 
 
 def names() -> list[str]:
-    """All names, ours and others', sorted."""
+    """All registered names, sorted."""
     return sorted(_places())
 
 
 def load(name: str) -> Any:
-    """The class or function that is registered under `name`. `NotFound` if there is none; `UsageError` if it cannot be imported,
-    as its engine is not installed."""
+    """Import the class or function that is registered as `name`.
+
+    Raises `NotFound` for an unknown name, and `UsageError` if the import fails because its engine is not installed.
+    """
     places = _places()
     if name not in places:
         raise NotFound(f'no adapter "{name}" is registered; there are {listing(places)}')
@@ -51,5 +53,5 @@ def load(name: str) -> Any:
 
 
 def _places() -> dict[str, str]:
-    """Ours win: a name means the same wherever it is used."""
+    """Names of this package win over those of others, so that a name means the same everywhere."""
     return {point.name: point.value for point in entry_points(group=GROUP)} | dict(OURS)

@@ -1,4 +1,4 @@
-"""A table of a snapshot as one Arrow table: for polars, duckdb, pandas, or whatever else reads Arrow. No server is asked.
+"""A table of a snapshot as one Arrow table, for polars, duckdb, pandas and others. Reads files only; needs no server.
 
 ::
 
@@ -21,18 +21,17 @@ from transferqueue.server.durability.snapshot_files import TableManifest, read_a
 from transferqueue.storage.snapshot import SnapshotReader
 
 INLINE, PLACED = "field/", "at/"
-"""How the rows' file names a field that lies in it, and where another field's value is in that field's file."""
+"""Prefixes in the file of rows: of a field stored in it, and of the position of a value in the field's own file."""
 
 
 def read_table(path: str | os.PathLike[str], table: str, *, fields: Sequence[str] | None = None) -> pa.Table:
-    """The rows of `table` in the snapshot at `path`, or in the newest under it: facts, fields, and how they stand for each task.
+    """Read the rows of `table` in the snapshot at `path`, or in the newest snapshot under it: facts, fields, and their state for each task.
 
-    fields: those that come (None: all); a value that was not set is null. The columns' types are those of `Column.arrow`, facts
-    and tasks are named as in docs/SNAPSHOTS.md; a field with the name of a fact is ``field/NAME``. Every file is compared with
-    its checksum first. What rows share is repeated, what is in files is mapped.
+    fields: the fields to read (None: all); values that were not set are null. Column types are those of `Column.arrow`; docs/SNAPSHOTS.md
+    names facts and task columns. A field that has the name of a fact becomes ``field/NAME``. Every file is compared with its
+    checksum first. Values that rows share are repeated; file contents are memory-mapped.
 
-    `NotFound` for a snapshot, table or field that is not there, `Corruption` for a file that is not as it was written, or that no
-    server can have written.
+    Raises `NotFound` for a missing snapshot, table or field, and `Corruption` for a file that was changed or that no server has written.
     """
     snapshot = SnapshotReader.open(Path(path), lambda _: None)
     about = _about(snapshot, table)
@@ -50,7 +49,7 @@ def read_table(path: str | os.PathLike[str], table: str, *, fields: Sequence[str
 def _columns(
     snapshot: SnapshotReader, about: TableManifest, rows: pa.Table, wanted: set[str]
 ) -> Iterator[tuple[str, Any]]:
-    """Names and values, in the order of the rows' file."""
+    """Yield names and values, in the order of the file of rows."""
     for column in rows.column_names:
         name = column.removeprefix(INLINE).removeprefix(PLACED)
         if not _is_field(column):
@@ -61,7 +60,7 @@ def _columns(
 
 
 def _placed(snapshot: SnapshotReader, about: TableManifest, name: str, at: Any) -> Any:
-    """The values of a field that has a file of its own, row by row."""
+    """Read the values of a field that has its own file, row by row."""
     return read_values(snapshot, about, name).take(at)
 
 

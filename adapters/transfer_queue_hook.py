@@ -1,7 +1,7 @@
-"""Puts the drop-in in the place of the module ``transfer_queue``: one module under two names, whoever imports it first.
+"""Makes ``import transfer_queue`` give the drop-in: one module under two names, in this process and those that it starts.
 
-Nothing of ours is imported until somebody imports ``transfer_queue``. Processes started from here inherit the change by
-``PYTHONPATH``: the folder ``transfer_queue_path`` holds a ``transfer_queue`` that only calls `install`, and comes before an
+The drop-in is imported when something first imports ``transfer_queue``. Child processes inherit the change through
+``PYTHONPATH``: the folder ``transfer_queue_path`` holds a ``transfer_queue`` that only calls `install`, and it comes before an
 installed one.
 """
 
@@ -47,7 +47,7 @@ class _Alias(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """From now on ``import transfer_queue`` gives the drop-in, in this process. Again: nothing."""
+    """Make ``import transfer_queue`` give the drop-in in this process. A second call does nothing."""
     if not any(isinstance(finder, _Alias) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Alias())
     for name in [name for name in sys.modules if name == ALIAS or name.startswith(ALIAS + ".")]:
@@ -56,7 +56,7 @@ def install() -> None:
 
 
 def activate() -> None:
-    """`install`, here and in the processes that are started from here."""
+    """Call `install` here, and in all processes that are started from here."""
     install()
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if FOLDER not in paths:

@@ -1,4 +1,4 @@
-"""Weights on the way from a learner to a generator, a tensor at a time: what engines read, whatever they come from."""
+"""Weight sources that engines read, and `WeightUpdater`, which keeps an engine at the newest version of a channel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TensorWeights:
-    """Tensors by name as a weight source: a state dict, or a version pulled from a channel (`transferqueue.Weights`)."""
+    """A weight source over tensors by name: a state dict, or a version pulled from a channel (`transferqueue.Weights`)."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -32,7 +32,7 @@ class TensorWeights:
 
 
 class ChannelWeights(TensorWeights):
-    """A version pulled from a channel, and where it came from: an engine in another process reads it there itself."""
+    """A version pulled from a channel, with the address of the channel: an engine in another process reads the version there itself."""
 
     def __init__(self, address: str, weights: tq.Weights) -> None:
         super().__init__(weights.torch())
@@ -40,10 +40,10 @@ class ChannelWeights(TensorWeights):
 
 
 class ModuleWeights(TensorWeights):
-    """Parameters and buffers of a module, as its state dict names them; not copied, so valid until the next step.
+    """A weight source over a module's parameters and buffers, named as in its state dict. Not copied: valid until the next step.
 
-    Tensors that are tied to one before them (an embedding used as the output layer) are left out, as engines expect. Shards
-    are gathered one tensor at a time while iterating, which every rank must do, in the same order.
+    Tied tensors (an embedding that is also the output layer) occur once, as engines expect. Shards are gathered one tensor at a time
+    during iteration, so every rank must iterate, in the same order.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -58,13 +58,15 @@ class ModuleWeights(TensorWeights):
 
 
 def spec(tensor: torch.Tensor) -> TensorSpec:
-    """Shape and dtype of a tensor."""
+    """Return shape and dtype of a tensor."""
     return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def check_fits(source: WeightSource, wanted: Mapping[str, TensorSpec]) -> None:
-    """`SchemaError` unless each tensor of `source` is wanted, in that shape. A wanted one may be missing: it is tied,
-    or did not change. The dtype may differ: engines convert."""
+    """Raise `SchemaError` unless each tensor of `source` is in `wanted` with the same shape.
+
+    Tensors of `wanted` may be missing from `source`: they are tied or unchanged. Dtypes may differ; engines convert.
+    """
     for name, given in source.metadata().items():
         if name not in wanted:
             raise SchemaError(f'tensor "{name}" is not one of the model; it has {listing(wanted)}')
@@ -73,7 +75,7 @@ def check_fits(source: WeightSource, wanted: Mapping[str, TensorSpec]) -> None:
 
 
 class WeightHandoff:
-    """Where an engine in another process finds weights: in their channel, or in one of this side's own if they are in none."""
+    """Gives engines in other processes a channel to read weights from: the channel that the weights came from, or one that it publishes."""
 
     _CHANNEL: Final = "relay"
 
@@ -82,7 +84,10 @@ class WeightHandoff:
         self._published = -1
 
     def place(self, source: WeightSource) -> tuple[tuple[str, str], int]:
-        """Address and channel, and the version's number there. Weights of a channel lie there; others are published."""
+        """Return address and channel where the weights of `source` can be read, and their version there.
+
+        Weights that come from a channel stay there; others are published to a queue that this object embeds.
+        """
         if isinstance(source, ChannelWeights):
             return (source.address, source.channel), source.version
         if self._queue is None:
@@ -92,14 +97,14 @@ class WeightHandoff:
         return (self._queue.address, self._CHANNEL), self._published
 
     def close(self) -> None:
-        """End its queue. Again: nothing."""
+        """Close the embedded queue. A second call does nothing."""
         if self._queue is not None:
             self._queue.close()
             self._queue = None
 
 
 def checkpoint_specs(directory: Path) -> dict[str, TensorSpec]:
-    """Names and shapes of the tensors in a directory of safetensors files, read from their headers alone."""
+    """Read names and shapes of the tensors in a directory of safetensors files; only the headers are read."""
     found: dict[str, TensorSpec] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -113,9 +118,9 @@ def checkpoint_specs(directory: Path) -> dict[str, TensorSpec]:
 class WeightUpdater:
     """Keeps an engine at the newest version of a channel.
 
-    `follow` waits at the server for a newer version (nobody polls), gives it to `update`, and reports it as applied.
-    Where it runs decides what an update costs: called between two batches, nothing changes under a completion;
-    called from a thread beside the engine, weights change in flight and generation never stops.
+    `follow` waits at the server for a newer version, passes it to `update`, and reports it as applied. Call it between two batches,
+    and no completion sees a change of weights. Call it in a thread beside the engine, and weights change in flight while
+    generation continues.
     """
 
     def __init__(
@@ -127,7 +132,7 @@ class WeightUpdater:
         self._update = update
 
     def follow(self, timeout_s: float = 0.0) -> bool:
-        """Apply the newest version above the current one; wait at most `timeout_s` for it. Whether there was one."""
+        """Wait at most `timeout_s` for a version newer than the current one, and apply the newest. Return whether there was one."""
         try:
             weights = self._channel.pull(above=self.version, timeout_s=timeout_s)
         except tq.DeadlineExceeded:

@@ -1,1 +1,1 @@
-"""Inference engines as producers."""
+"""Inference engines as producers; vLLM has a package of its own (`adapters.vllm`)."""

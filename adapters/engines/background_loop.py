@@ -1,5 +1,4 @@
-"""An event loop in a thread beside its caller's, for engines and servers that are asynchronous: verbs hand it a coroutine, and
-wait for it with a deadline."""
+"""An asyncio event loop in a background thread, for engines and servers that are asynchronous, used by methods that block."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ from transferqueue.errors import DeadlineExceeded, Disconnected
 T = TypeVar("T")
 
 CANCEL_S: Final = 10.0
-"""What was cancelled may take so long to end."""
+"""Time that cancelled coroutines get to end."""
 
 
 class BackgroundLoop:
-    """A running event loop. Any thread but its own may call; `name` is that of its thread and of its owner in errors."""
+    """A running event loop, called from other threads. name: of its thread, and of its owner in error texts."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -32,11 +31,11 @@ class BackgroundLoop:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether `close` was called."""
         return self._closed
 
     def check(self) -> None:
-        """`Disconnected` once it is closed."""
+        """Raise `Disconnected` after `close`."""
         if self._closed:
             raise Disconnected(f"the {self._name} was closed")
 
@@ -48,8 +47,10 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """Run a coroutine on the loop and return what it returns. `DeadlineExceeded` that opens with `what` after
-        `timeout_s`: then it was cancelled."""
+        """Run a coroutine on the loop and return its result.
+
+        After `timeout_s` the coroutine is cancelled and `DeadlineExceeded` is raised; its text begins with `what`.
+        """
         waiting = self.submit(coroutine)
         try:
             return waiting.result(timeout_s)
@@ -60,7 +61,7 @@ class BackgroundLoop:
             raise DeadlineExceeded(f"{what} after {timeout_s:g} s") from error
 
     def close(self) -> None:
-        """Cancel what runs there, for at most `CANCEL_S`, and stop the loop and its thread. Again: nothing."""
+        """Cancel what runs on the loop, wait at most `CANCEL_S` for it, and stop the loop and its thread. A second call does nothing."""
         if not self._closed:
             self._closed = True
             ending = asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)
@@ -72,9 +73,9 @@ class BackgroundLoop:
     def as_finished(
         self, jobs: Sequence[Callable[[], Coroutine[Any, Any, Completion]]], timeout_s: float
     ) -> Completions:
-        """Run all jobs at once and yield what each returns, when it does. The first that raises ends them all, and is raised.
+        """Run all jobs at once and yield each result when it is ready. The first job that raises ends all others, and its error is raised.
 
-        Closing the iterator cancels those that are left. `DeadlineExceeded` when the last is not finished after `timeout_s`.
+        Closing the iterator cancels the jobs that are left. Raises `DeadlineExceeded` when not all are finished after `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         finished: queues.SimpleQueue[Completion | BaseException] = queues.SimpleQueue()

@@ -1,5 +1,4 @@
-"""What adapters of engines that take token ids and give token ids share: checks of a request, seeds, and how a completion that
-was begun elsewhere goes on."""
+"""Parts shared by adapters of engines that work on token ids: request checks, seeds, and how a partial completion is continued."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ Span = tuple[int, int]
 
 
 def check_request(prompts: Sequence[Prompt], sampling: Sampling, context_max: int | None) -> None:
-    """`UsageError` for no prompts, one that does not fit the context (None: unknown), or one begun that has no tokens left."""
+    """Raise `UsageError` for a request without prompts, a prompt that exceeds `context_max` (None: unknown), or one begun with no tokens left."""
     if not prompts:
         raise UsageError("generate was called with 0 prompts; give at least one")
     longest = max(len(prompt.ids) for prompt in prompts) + sampling.tokens_max
@@ -30,18 +29,21 @@ def check_request(prompts: Sequence[Prompt], sampling: Sampling, context_max: in
 
 
 def context(prompt: Prompt) -> Ids:
-    """What the engine reads: the prompt, and what was begun."""
+    """Return the engine's input: the prompt, then the tokens that were begun."""
     return prompt.ids if prompt.begun is None else np.concatenate([prompt.ids, prompt.begun.ids])
 
 
 def tokens_left(prompt: Prompt, sampling: Sampling) -> int:
-    """How many tokens may still be drawn."""
+    """Return how many tokens may still be drawn."""
     return sampling.tokens_max - (0 if prompt.begun is None else len(prompt.begun.ids))
 
 
 def seed_of(sampling: Sampling, index: int, sample: int, prompt: Prompt) -> int | None:
-    """A seed for each completion: one for all of a prompt's samples would give them the same tokens; another one for what follows
-    what was begun, or the same draws would be made twice."""
+    """Return a seed for each completion, or None without a seed.
+
+    Samples of one prompt need different seeds, or they would be identical. A continuation needs another seed than its beginning, or
+    it would repeat the same draws.
+    """
     if sampling.seed is None:
         return None
     begun = 0 if prompt.begun is None else len(prompt.begun.ids)
@@ -49,7 +51,7 @@ def seed_of(sampling: Sampling, index: int, sample: int, prompt: Prompt) -> int 
 
 
 def ended_by(ids: Sequence[int], tokens_max: int, sampling: Sampling) -> str:
-    """Finish reason of tokens that an engine drew and said no more about; `tokens_max`: how many it might draw."""
+    """Return the finish reason of `ids`, drawn by an engine that reports none. tokens_max: how many tokens it was allowed to draw."""
     if len(ids) and ids[-1] in sampling.stop_ids:
         return STOP
     return LENGTH if len(ids) >= tokens_max else ABORT
@@ -64,7 +66,7 @@ def completed(
     finish_reason: str,
     spans: Sequence[Span],
 ) -> Completion:
-    """The completion of what was begun, if anything, and what the engine drew now."""
+    """Join the tokens that were begun, if any, and the tokens drawn now into one completion."""
     begun = prompt.begun
     before = ((), (), (), sample) if begun is None else (begun.ids, begun.logprobs, begun.spans, begun.sample)
     return Completion(

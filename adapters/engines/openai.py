@@ -1,13 +1,13 @@
-"""Any OpenAI-compatible endpoint as a generator: token ids in, token ids and log-probabilities out, streamed.
+"""A generator over any OpenAI-compatible endpoint: token ids in, token ids and log-probabilities out, streamed.
 
 Rules:
 
-- The endpoint must say which tokens it drew (``return_token_ids``, as vLLM and others do) and how likely they were. One that
-  does not is refused with `Unsupported` at its first answer: text that is tokenized anew need not be what was drawn.
-- Its log-probabilities must be of the distribution that was drawn from; vLLM says so when it is started with
+- The endpoint must return the ids of the tokens that it drew (``return_token_ids``, as vLLM does) and their log-probabilities. Otherwise
+  the first answer raises `Unsupported`: tokenizing the text again need not give the tokens that were drawn.
+- Log-probabilities must be those of the distribution that was drawn from. vLLM returns these when started with
   ``--logprobs-mode processed_logprobs``.
-- A pause is made here: new requests wait, and streams are awaited, or cut; those that are kept are asked for again after it, with what
-  was begun. An endpoint takes no weights.
+- A pause happens on this side: new requests wait, and running streams are awaited or cut. After the pause, cut streams that were to be
+  kept are requested again with their tokens so far. An endpoint takes no weights.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from transferqueue.adapters.protocols import (
 from transferqueue.errors import DeadlineExceeded, Disconnected, PeerError, ProtocolError, Unreachable, UsageError
 
 CONNECTIONS_MAX: Final = 256
-"""Requests at an endpoint at once; more wait here."""
+"""Concurrent requests to an endpoint; further requests wait on this side."""
 CONNECT_S: Final = 30.0
-"""An endpoint that does not answer at all is given up after this."""
+"""Time limit for connecting to an endpoint."""
 _LINE_BYTES: Final = 16 << 20
 _ERROR_CHARACTERS: Final = 500
 
 
 class Endpoint:
-    """Requests to an HTTP server that speaks JSON; errors are those of the queue. Used on one event loop."""
+    """Requests to an HTTP server that speaks JSON; raises the queue's errors. Use it on one event loop."""
 
     def __init__(self, url: str, *, api_key: str | None = None, connections_max: int = CONNECTIONS_MAX) -> None:
         self.url = url.rstrip("/")
@@ -59,9 +59,9 @@ class Endpoint:
     async def request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """One request; the answer is good. No time limit but the caller's.
+        """Send one request and yield its successful response. It has no time limit of its own.
 
-        `UsageError` for 4xx, `PeerError` for 5xx, with what the server said; `Unreachable` and `Disconnected` for the network.
+        Raises `UsageError` for 4xx and `PeerError` for 5xx, with the server's text; `Unreachable` and `Disconnected` for network errors.
         """
         try:
             async with self._open().request(method, self.url + path, json=body) as answer:
@@ -76,7 +76,7 @@ class Endpoint:
             raise Disconnected(f"{method} {self.url}{path} ended without an answer: {error}") from error
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """One request, and the JSON of its answer."""
+        """Send one request and return the JSON of its response."""
         async with self.request(method, path, body) as answer:
             try:
                 return await answer.json(content_type=None)
@@ -84,7 +84,7 @@ class Endpoint:
                 raise ProtocolError(f"{method} {self.url}{path} was not answered with JSON: {error}") from error
 
     async def close(self) -> None:
-        """End its connections."""
+        """Close its connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -101,7 +101,7 @@ class Endpoint:
 
 
 async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of each server-sent event, until the last; `ProtocolError` for what is none."""
+    """Yield the JSON of each server-sent event, until the last. Raises `ProtocolError` for a malformed event."""
     async for line in answer.content:
         text = line.strip()
         if not text.startswith(b"data:"):
@@ -120,14 +120,14 @@ async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]
 
 @dataclass
 class SampledTokens:
-    """What came of one choice so far."""
+    """Tokens of one choice so far."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, choice: Mapping[str, Any]) -> None:
-        """Take a choice of an answer, or a piece of one. `Unsupported` if it has tokens, but not which or how likely."""
+        """Add a choice of a response, or a chunk of one. Raises `Unsupported` if it has tokens without ids or log-probabilities."""
         ids, logprobs = choice.get("token_ids"), logprobs_of(choice)
         if ids is None and _text_of(choice):
             raise Unsupported("the endpoint says no token ids (return_token_ids); use one that does, such as vLLM")
@@ -146,7 +146,7 @@ def _text_of(choice: Mapping[str, Any]) -> Any:
 
 
 def logprobs_of(choice: Mapping[str, Any]) -> list[float]:
-    """Log-probabilities of the tokens of a choice, in the form of ``completions`` or of ``chat/completions``."""
+    """Return the log-probabilities of a choice's tokens, in the format of ``completions`` or of ``chat/completions``."""
     given = choice.get("logprobs") or {}
     if given.get("content") is not None:
         return [token["logprob"] for token in given["content"]]
@@ -156,8 +156,8 @@ def logprobs_of(choice: Mapping[str, Any]) -> list[float]:
 class OpenAIGenerator:
     """A generator (`protocols.Generator`) over ``POST {base_url}/completions``.
 
-    base_url: with its ``/v1``. model: as the endpoint names it. version: of the weights that it serves, stamped on every token.
-    context_max: its context in tokens, if known; what does not fit is then refused here. body: more fields for each request.
+    base_url: with its ``/v1``. model: its name at the endpoint. version: of the weights that it serves; every token is stamped with it.
+    context_max: context length in tokens, if known; longer requests are then refused on this side. body: further fields for each request.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class OpenAIGenerator:
         return self._beside.as_finished(jobs, timeout_s)
 
     async def _complete(self, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Completion:
-        """A completion, in one request, or in several if pauses come between: each goes on with what was begun."""
+        """Generate one completion: in one request, or in several if pauses come between; each continues the one before."""
         while True:
             async with self._pauses.running() as running:
                 part = await self._part(index, sample, prompt, sampling, running)
@@ -203,7 +203,7 @@ class OpenAIGenerator:
             prompt = replace(prompt, samples=1, begun=part)
 
     async def _part(self, index: int, sample: int, prompt: Prompt, sampling: Sampling, running: Running) -> Completion:
-        """What one request gives until it is finished or cut; all of it is drawn with one version."""
+        """Send one request and read it until it is finished or cut. All its tokens have one version."""
         drawn, version = SampledTokens(), self._version
         streaming = asyncio.ensure_future(self._stream(self._request(index, sample, prompt, sampling), drawn))
         waiting = asyncio.ensure_future(running.cut.wait())
@@ -240,8 +240,10 @@ class OpenAIGenerator:
             raise Disconnected(f"{self._endpoint.url} ended a stream without a finish reason")
 
     def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
-        """Draw no token from the return on (`protocols.Generator.pause`). What is kept is asked for again after the pause, with
-        what was begun."""
+        """Stop drawing tokens (`protocols.Generator.pause`).
+
+        Completions that are kept are requested again after the pause, with their tokens so far.
+        """
         try:
             self._beside.wait(self._pauses.begin(mode), timeout_s, f"pause ({mode.value}) was not in force")
         except DeadlineExceeded:
@@ -249,23 +251,23 @@ class OpenAIGenerator:
             raise
 
     def resume(self) -> None:
-        """Go on."""
+        """End the pause."""
         if not self._beside.closed:
             self._beside.wait(self._pauses.end(), PAUSE_S, "resume was not answered")
 
     def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
-        """`Unsupported`."""
+        """Always raises `Unsupported`: an endpoint takes no weights."""
         raise Unsupported("an OpenAI-compatible endpoint takes no weights; vllm_server.VllmServer does")
 
     def close(self) -> None:
-        """End what runs here; the endpoint goes on."""
+        """Abort the running requests. The endpoint keeps running."""
         if not self._beside.closed:
             self._beside.wait(self._endpoint.close(), PAUSE_S, "connections were not closed")
             self._beside.close()
 
 
 class Running:
-    """A request that runs. cut: it shall end now, as it is. mode: of the pause that cut it."""
+    """A running request. cut: it must end now with its tokens so far. mode: of the pause that cut it."""
 
     def __init__(self) -> None:
         self.cut = asyncio.Event()
@@ -273,7 +275,7 @@ class Running:
 
 
 class Pauses:
-    """Which requests run, and whether more may. Used on one event loop."""
+    """Tracks running requests, and whether new ones may start. Use it on one event loop."""
 
     def __init__(self) -> None:
         self._running: set[Running] = set()
@@ -282,7 +284,7 @@ class Pauses:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Running]:
-        """Wait for the end of a pause; then a request runs, until left."""
+        """Wait for the end of a pause, then count as a running request until the block ends."""
         running = Running()
         async with self._changed:
             await self._changed.wait_for(lambda: not self.paused)
@@ -295,20 +297,20 @@ class Pauses:
                 self._changed.notify_all()
 
     def cut(self, mode: Pause) -> None:
-        """Let none begin, and end those that run unless `mode` is to wait for them."""
+        """Let no request start. Cut the running ones, unless `mode` waits for them."""
         self.paused = True
         for running in self._running if mode is not Pause.WAIT else ():
             running.mode = mode
             running.cut.set()
 
     async def begin(self, mode: Pause) -> None:
-        """`cut`, and wait until none runs."""
+        """Call `cut`, then wait until no request runs."""
         self.cut(mode)
         async with self._changed:
             await self._changed.wait_for(lambda: not self._running)
 
     async def end(self) -> None:
-        """Let them begin."""
+        """Let requests start again."""
         self.paused = False
         async with self._changed:
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits, with the log-probability of each under the very distribution it was drawn from."""
+"""Drawing tokens from logits, with each token's log-probability under the distribution that it was drawn from."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from transferqueue.adapters.protocols import Sampling
 
 
 def draw(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw one token a row: int64 ``[rows]``, and its log-probability: float32 ``[rows]``.
+    """Draw one token a row. Return ids int64 ``[rows]`` and log-probabilities float32 ``[rows]``.
 
-    Temperature 0 takes the most likely; that distribution is one point, its log-probability 0.
+    Temperature 0 takes the most likely token, with log-probability 0.
     """
     if sampling.temperature == 0:
         tokens_B = logits_BV.argmax(-1)
@@ -22,8 +22,10 @@ def draw(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) -> t
 
 
 def log_distribution(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probabilities ``[rows, vocabulary]`` after temperature and nucleus (Holtzman et al. 2020, section 3.1); -inf where
-    the nucleus leaves a token out."""
+    """Return log-probabilities ``[rows, vocabulary]`` after temperature and nucleus sampling (Holtzman et al. 2020, section 3.1).
+
+    Tokens outside the nucleus have -inf.
+    """
     logprobs_BV = (logits_BV.float() / sampling.temperature).log_softmax(-1)
     if sampling.top_p >= 1:
         return logprobs_BV

@@ -1,15 +1,15 @@
-"""A server of SGLang as a generator, by its documented endpoints: tokens in and out, paused, and given weights by way of a folder.
+"""A generator over SGLang's server, by its documented endpoints: token ids in and out, pauses, and weights through a folder.
 
 Rules:
 
-- The server tells one version for a whole request, so no request sees two: before weights change, what runs is ended by the
-  server as it is, and asked for again afterwards with what was begun.
-- The server reads weights from files. Each version is written as one safetensors file into a folder that the server sees too,
-  on shared memory at best, and the one before it is removed.
-- It tells log-probabilities before the nucleus is cut, so ``top_p`` below 1 is `Unsupported`.
+- The server reports one version for a whole request, so no request may span two. Before weights change, the server ends the running
+  requests; they are sent again afterwards with their tokens so far.
+- The server reads weights from files. Each version is written as one safetensors file into a folder that the server can read,
+  preferably in shared memory; the file of the version before is removed.
+- The server reports log-probabilities before the nucleus is cut, so ``top_p`` below 1 is `Unsupported`.
 
-Not run against a server: its package needs an accelerator to be installed. What is tested is this side, against the documented
-endpoints over another engine.
+Not run against a real server: SGLang's package needs an accelerator. The tests run this adapter against the documented
+endpoints, implemented over another engine.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _ANSWER_S = 60.0
 
 
 class SglangServer(OpenAIGenerator):
-    """A generator (`protocols.Generator`) over a running server of SGLang.
+    """A generator (`protocols.Generator`) over a running SGLang server.
 
-    url: of the server, without ``/v1``. weights: an empty folder for versions on their way, which the server sees under the same
-    path. version: of the weights that it was started with; a server that was given others since keeps theirs. checkpoint: a
-    directory with the model's tensors, to check weights against; None: where the server has its model.
+    url: of the server, without ``/v1``. weights: an empty folder for new versions, which the server sees under the same
+    path. version: of the weights that the server was started with; a server that has loaded newer weights keeps their version. checkpoint: a
+    directory with the model's tensors, to check new weights against; None: the directory that the server reports.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class SglangServer(OpenAIGenerator):
         return super().generate(prompts, sampling, timeout_s=timeout_s)
 
     async def _part(self, index: int, sample: int, prompt: Prompt, sampling: Sampling, running: Running) -> Completion:
-        """What one request gives until it is finished, or a pause makes the server end it."""
+        """Send one request and read it until it is finished, or until a pause makes the server end it."""
         parameters = {
             "max_new_tokens": tokens_left(prompt, sampling),
             "temperature": sampling.temperature,
@@ -110,8 +110,9 @@ class SglangServer(OpenAIGenerator):
     # ------------------------------------------------------------ control
 
     def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
-        """Draw no token from the return on (`protocols.Generator.pause`). It pauses the server, for all its clients; what is
-        kept is asked for again after the pause, with what was begun."""
+        """Stop drawing tokens (`protocols.Generator.pause`). This pauses the server for all its clients. Completions that are kept are requested
+        again after the pause, with their tokens so far.
+        """
         try:
             self._beside.wait(self._pause(mode), timeout_s, f"pause ({mode.value}) was not in force")
         except DeadlineExceeded:
@@ -131,7 +132,7 @@ class SglangServer(OpenAIGenerator):
             await self._endpoint.ask("POST", "/pause_generation", {"mode": "abort"})
 
     def resume(self) -> None:
-        """Go on."""
+        """End the pause."""
         if not self._beside.closed:
             self._beside.wait(self._resume(), PAUSE_S, "resume was not answered")
 
@@ -141,8 +142,10 @@ class SglangServer(OpenAIGenerator):
             await self._pauses.end()
 
     def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
-        """Load new weights between two tokens (`protocols.Generator.update_weights`). `Unsupported` if the tensors of the served
-        model are not known here."""
+        """Load new weights between two tokens (`protocols.Generator.update_weights`).
+
+        Raises `Unsupported` if the served model's tensors are unknown here.
+        """
         from safetensors.torch import save_file
 
         if not self._wanted:

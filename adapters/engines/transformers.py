@@ -1,13 +1,13 @@
-"""Hugging Face transformers as a generator: any causal language model, sampled token by token in this process.
+"""A generator over Hugging Face transformers: any causal language model, sampled token by token in this process.
 
 Rules:
 
-- One lock goes round the model. Whoever draws a token holds it for that token, so a pause or new weights come between
-  two tokens, at most one step late, and several requests take turns.
-- Rows of a request share a batch, padded on the left, with one cache. Finished rows leave it when they are many: until
+- One lock protects the model. A request holds it while it draws one token, so a pause or new weights take effect between
+  two tokens, at most one step late, and several requests alternate.
+- Rows of a request share a batch, padded on the left, with one cache. Finished rows leave the batch when there are many of them; until
   then they are computed and ignored, since copying a cache costs more than a few idle rows.
-- After a change of weights the context of every unfinished row is computed anew, so that the log-probabilities
-  of later tokens are exactly those of the new weights.
+- After a change of weights the context of every unfinished row is computed again, so that later tokens have
+  the log-probabilities of the new weights.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _BUSY_SHARE_MIN: Final = 0.6
 
 
 class TransformersGenerator:
-    """A generator (`protocols.Generator`) over a loaded model. Owns the model's mode and weights until `close`.
+    """A generator (`protocols.Generator`) over a loaded model. It owns the model's mode and weights until `close`.
 
-    model: a causal language model of transformers, on any device. version: of the weights that it has now.
+    model: a causal language model of transformers, on any device. version: of its current weights.
     """
 
     def __init__(self, model: Any, *, version: int = -1) -> None:
@@ -78,7 +78,7 @@ class TransformersGenerator:
             self._leave(request)
 
     def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
-        """Draw no token from the return on (`protocols.Generator.pause`)."""
+        """Stop drawing tokens (`protocols.Generator.pause`)."""
         with self._turn:
             before, self._paused = self._paused, mode
             if mode is Pause.ABORT:
@@ -91,13 +91,13 @@ class TransformersGenerator:
                 raise DeadlineExceeded(f"pause ({mode.value}) was not in force after {timeout_s:g} s: {self._busy()}")
 
     def resume(self) -> None:
-        """Go on."""
+        """End the pause."""
         with self._turn:
             self._paused = None
             self._turn.notify_all()
 
     def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
-        """Copy new weights into the model, between two tokens (`protocols.Generator.update_weights`)."""
+        """Copy new weights into the model between two tokens (`protocols.Generator.update_weights`)."""
         wanted = ModuleWeights(self._model).metadata()
         check_fits(source, wanted)
         with self._turn:
@@ -112,7 +112,7 @@ class TransformersGenerator:
             self._version = version
 
     def close(self) -> None:
-        """Abort what runs; requests end with `Disconnected`."""
+        """Abort the running requests; they raise `Disconnected`."""
         with self._turn:
             self._closed = True
             self._turn.notify_all()
@@ -161,7 +161,7 @@ class TransformersGenerator:
 
 
 class _Row:
-    """One completion as it grows."""
+    """A completion that is being generated."""
 
     __slots__ = ("context", "ids", "logprobs", "prompt", "sample", "spans")
 
@@ -209,17 +209,17 @@ class _Request:
 
     @property
     def left(self) -> int:
-        """Completions that are not finished."""
+        """Number of completions that are not finished."""
         return len(self._rows)
 
     def aborted(self) -> list[Completion]:
-        """End all rows as they are."""
+        """End all unfinished rows and return them with their tokens so far."""
         ended, self._rows = [row.completion(ABORT) for row in self._rows], []
         return ended
 
     @torch.inference_mode()
     def step(self, version: int) -> list[Completion]:
-        """Draw a token for every unfinished row; return those that it finished."""
+        """Draw a token for every unfinished row; return the completions that this finished."""
         logits_BV = self._extend() if self._cache is not None and version == self._version else self._begin(version)
         places = [place for place, row in enumerate(self._in_cache) if row is not None]
         tokens_R, logprobs_R = draw(logits_BV[places], self._sampling, self._draws)
@@ -240,7 +240,7 @@ class _Request:
         return LENGTH if len(row.ids) >= self._sampling.tokens_max else None
 
     def _begin(self, version: int) -> Tensor:
-        """Read the whole context of every unfinished row; logits ``[rows, vocabulary]`` of their next tokens."""
+        """Run the model on the whole context of every unfinished row; return logits ``[rows, vocabulary]`` of the next tokens."""
         self._version, self._in_cache = version, list(self._rows)
         contexts = [row.context + row.ids for row in self._rows]
         width = max(map(len, contexts))
@@ -254,7 +254,7 @@ class _Request:
         return self._forward(ids_BT, positions_BT, None)
 
     def _extend(self) -> Tensor:
-        """Read the last token of each row; logits ``[rows, vocabulary]`` of their next tokens."""
+        """Run the model on the last token of each row; return logits ``[rows, vocabulary]`` of the next tokens."""
         if len(self._rows) < _BUSY_SHARE_MIN * len(self._in_cache):
             self._drop_finished()
         last_B1 = torch.tensor(

@@ -1,4 +1,4 @@
-"""A new adapter's files: what `transferqueue new-adapter` writes, one template a kind."""
+"""Template files of a new adapter, one set for each kind; `transferqueue new-adapter` writes them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _HERE: Final = Path(__file__).parent
 def write(name: str, kind: str, directory: Path) -> list[Path]:
     """Write the package ``transferqueue_NAME`` into a new folder of `directory`, and return its files.
 
-    It runs as it is: its tests skip what is not written yet. `UsageError` for a name or kind that cannot be, `AlreadyExists` if
-    the folder is there: then nothing was written.
+    The package runs as written: its tests skip what is not implemented. Raises `UsageError` for an invalid name or kind, and
+    `AlreadyExists` if the folder exists; nothing is written then.
     """
     if not _NAME.fullmatch(name):
         raise UsageError(f"adapter name {name!r}: give lower-case letters, digits and underscores, a letter first")

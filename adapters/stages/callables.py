@@ -1,7 +1,7 @@
-"""Plain functions as stages: reward functions in TRL's shape, and agents that talk to an OpenAI-compatible endpoint.
+"""Plain functions as stages: reward functions in TRL's form, and agents that call an OpenAI-compatible endpoint.
 
-Neither imports anything of the queue. A reward function is called with lists, one entry a row; an agent with one row at a
-time, many at once.
+Neither imports this package. A reward function is called with lists, one entry a row. An agent is called once a row, with many
+calls at a time.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     import transferqueue as tq
 
 RewardFunction = Callable[..., "Sequence[float | None] | Awaitable[Sequence[float | None]]"]
-"""``(prompts, completions, **columns)``, one entry a row. None: this function has nothing to say about that row."""
+"""``(prompts, completions, **columns)``, each with one entry a row. A result of None: the function does not apply to that row."""
 
 _FIELD_OF: Final = {"completion_ids": "response_ids"}
-"""Parameters of TRL's functions that are fields under another name."""
+"""Parameters of TRL's functions whose field has another name."""
 _GIVEN: Final = ("prompts", "completions")
 
 
 class Rewards:
-    """The stage ``reward``: the weighted sum of what reward functions say of each row.
+    """The stage ``reward``: the weighted sum of several reward functions.
 
-    functions: in TRL's shape; each is called with the parameters it names, which are fields of the rows (`columns` adds
-    fields for those that take ``**kwargs``). May be coroutine functions. weights: one for each (None: all 1). prompts,
-    completions: the fields of these. decode: makes text of one row's ids, where those two fields are token ids.
+    functions: in TRL's form; each gets the parameters that it names, which are fields of the rows (`columns` adds
+    fields for functions that take ``**kwargs``). Coroutine functions work too. weights: one for each function (None: all 1). prompts,
+    completions: names of those fields. decode: turns the ids of one row into text, if the two fields hold token ids.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Rewards:
 
     @property
     def needs(self) -> Sequence[str]:
-        """Prompt, completion, and what the functions name."""
+        """Prompt, completion, and the parameters that the functions name."""
         named = (_FIELD_OF.get(name, name) for names in self._parameters for name in names)
         return tuple(dict.fromkeys([*self._given.values(), *named]))
 
@@ -71,7 +71,7 @@ class Rewards:
         return (self._gives,)
 
     def __call__(self, batch: tq.Batch) -> Mapping[str, Any]:
-        """Score all rows: float32 ``[rows]``. `UsageError` for a row about which no function has anything to say."""
+        """Score all rows: float32 ``[rows]``. Raises `UsageError` for a row to which no function applies."""
         values = {name: self._texts(batch[field].list()) for name, field in self._given.items()}
         scores_FB = np.stack(
             [
@@ -89,7 +89,7 @@ class Rewards:
 
 
 def _parameters(function: RewardFunction, columns: Sequence[str]) -> tuple[str, ...]:
-    """Names that a function wants besides prompts and completions; those with a default it can do without."""
+    """Return the parameters of a function besides prompts and completions; those with a default may be missing from the rows."""
     found = inspect.signature(function).parameters.values()
     named = [p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty]
     more = (
@@ -99,7 +99,7 @@ def _parameters(function: RewardFunction, columns: Sequence[str]) -> tuple[str, 
 
 
 def _called(function: RewardFunction, rows: int, values: Mapping[str, Any]) -> npt.NDArray[np.float64]:
-    """What a function says of each row, NaN for None."""
+    """Return a function's result for each row, NaN for None."""
     given = function(**values)
     scores: Sequence[float | None] = asyncio.run(_awaited(given)) if inspect.isawaitable(given) else given
     name = getattr(function, "__name__", type(function).__name__)
@@ -122,39 +122,39 @@ async def _awaited(given: Awaitable[Sequence[float | None]]) -> Sequence[float |
 
 
 class AgentRecording(Protocol):
-    """One agent's calls of a model, as `recorder.Recorder.session` records them."""
+    """Recorded model calls of one agent, as `RecordingProxy.session` yields them."""
 
     @property
     def base_url(self) -> str:
-        """Where the agent finds the model."""
+        """Endpoint for the agent."""
 
     def columns(self) -> Mapping[str, Any]:
         """The calls as columns of one row."""
 
     def facts(self) -> Mapping[str, Any]:
-        """The versions and tokens of that row."""
+        """Policy versions and token count of that row."""
 
 
 class AgentRecorder(Protocol):
-    """Gives each agent an address of its own and remembers what was said there (`recorder.Recorder`)."""
+    """Gives each agent its own endpoint and records its calls (`recording_proxy.RecordingProxy`)."""
 
     @property
     def gives(self) -> Sequence[str]:
         """Names of the columns of a recording."""
 
     def session(self) -> AbstractContextManager[AgentRecording]:
-        """A recording; its address answers until it is left."""
+        """Start a recording; its endpoint answers until the block ends."""
 
 
 class Agents:
     """A stage of agents: ``async run(data, base_url=…)``, once for each row, at most `concurrency_max` at once.
 
-    agent: the coroutine function, or an object that has it as ``run``. It gets the row's fields by name and returns its reward,
-    or a mapping with the columns of `gives`. base_url: where the model is; or recorder: each row gets an address of its own,
-    and the tokens and log-probabilities of its calls are given as columns too. arguments: further ones of ``run``.
+    agent: the coroutine function, or an object with a coroutine method ``run``. It gets the row's fields by name and returns its reward,
+    or a mapping with the columns of `gives`. base_url: endpoint of the model. Or recorder: each row gets its own endpoint, and
+    tokens and log-probabilities of its calls become columns too. arguments: further arguments of ``run``.
 
-    Rows come back one by one, as agents finish. One that raises, or takes longer than `timeout_s`, ends the batch: the rows
-    that are left fail, and come again.
+    Rows come back one at a time, as agents finish. An agent that raises, or that takes longer than `timeout_s`, ends the batch: the
+    remaining rows fail and are leased again.
     """
 
     def __init__(
@@ -181,16 +181,16 @@ class Agents:
 
     @property
     def needs(self) -> Sequence[str]:
-        """What an agent is given."""
+        """Fields that an agent gets."""
         return self._needs
 
     @property
     def gives(self) -> Sequence[str]:
-        """What agents return, and what was recorded of them."""
+        """Columns that agents return, and those of the recording."""
         return (*self._gives, *(() if self._recorder is None else self._recorder.gives))
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
-        """Yield each row when its agent is finished. The agents stand still while a part is acknowledged."""
+        """Yield each row when its agent is finished. All agents are suspended while the caller acks a part."""
         columns = [batch[name].list() for name in self._needs]
         rows = [dict(zip(self._needs, values, strict=True)) for values in zip(*columns, strict=True)]
         with asyncio.Runner() as runner:

@@ -1,10 +1,10 @@
-"""Environments in Gymnasium's shape as a stage: each row is an episode, played by a generator.
+"""Environments in Gymnasium's form as a stage: each row is an episode, played by a generator.
 
 Rules:
 
-- An episode is one sequence (`trajectory`): what the environment says and what the model says, in turn.
-- All episodes of a batch take their turns together: one request of the generator for each turn.
-- A completion that was cut short (`ABORT`) is gone on with before the environment hears of it.
+- An episode is one token sequence (`trajectory`): observations and the model's tokens, in turn.
+- All episodes of a batch take a turn together: one request to the generator for each turn.
+- A completion that was cut short (`ABORT`) is continued before the environment gets it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _FACTS: Final = ("policy_version", "policy_version_max", "tokens")
 
 
 class Environment(Protocol):
-    """What ``gymnasium.Env`` has."""
+    """The methods of ``gymnasium.Env`` that a stage uses."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Mapping[str, Any]]:
-        """Begin an episode: first observation, and facts about it."""
+        """Start an episode. Return the first observation and an info mapping."""
 
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, Mapping[str, Any]]:
-        """Act: observation, reward, whether it is over, whether it was cut short, facts."""
+        """Act. Return observation, reward, terminated, truncated, and an info mapping."""
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free its resources."""
 
 
 @dataclass
@@ -57,11 +57,11 @@ class _Episode:
 
 
 class Episodes:
-    """The stage ``play``: a row becomes an episode, and is given its sequence, the sum of its rewards, and its turns.
+    """The stage ``play``: each row is played as an episode and gets its token sequence, the sum of its rewards, and its number of turns.
 
-    make: a new environment for a row. fields: given to ``reset`` as ``options``. seed: the field that is its ``seed``, if any.
-    encode: token ids of an observation, and of the number of the turn (from 0) that it opens. decode: an action of the token
-    ids that the model drew. sampling: of each turn. turns_max: an episode that is not over then is cut short. timeout_s: of
+    make: creates an environment for a row. fields: passed to ``reset`` as ``options``. seed: name of the field that is the ``seed``, if any.
+    encode: token ids of an observation and the number of its turn (from 0). decode: an action from the token ids that the
+    model drew. sampling: for each turn. turns_max: an episode that is not over after so many turns is truncated. timeout_s: of
     each request.
     """
 
@@ -90,16 +90,16 @@ class Episodes:
 
     @property
     def needs(self) -> Sequence[str]:
-        """What an episode begins with."""
+        """Fields that an episode starts from."""
         return (*self._fields, *(() if self._seed is None else (self._seed,)))
 
     @property
     def gives(self) -> Sequence[str]:
-        """The sequence, its reward, its turns."""
+        """Fields of the sequence, its reward, and its number of turns."""
         return (*FIELDS, "rewards", "turns")
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
-        """Play all rows to their end, and give them in one part."""
+        """Play all rows to their end, and yield them as one part."""
         episodes: list[_Episode] = []
         try:
             for row in self._rows(batch):
@@ -123,7 +123,7 @@ class Episodes:
         episode.trajectory.told(self._encode(observation, 0))
 
     def _turn(self, playing: Sequence[_Episode]) -> None:
-        """The model says something in each episode, and its environment answers."""
+        """Generate one completion for each episode and pass it to its environment."""
         for episode, said in zip(playing, self._completions(playing), strict=True):
             episode.trajectory.said(said.ids, said.logprobs, [version for version, _ in said.spans])
             episode.turns += 1
@@ -134,7 +134,7 @@ class Episodes:
                 episode.trajectory.told(self._encode(observation, episode.turns))
 
     def _completions(self, playing: Sequence[_Episode]) -> list[Completion]:
-        """One completion for each; those cut short are asked for again, with what was begun."""
+        """Return one completion for each episode; those cut short are requested again, with their tokens so far."""
         left = {at: Prompt.of(episode.trajectory.ids) for at, episode in enumerate(playing)}
         found: dict[int, Completion] = {}
         while left:

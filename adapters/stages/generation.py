@@ -1,7 +1,7 @@
 """A generator as a stage of a flow: prompts of leased rows in, completions out as each is finished.
 
-With a budget, completions are made in parts: what a lease did not finish goes back with its tokens, log-probs and versions, and
-any generator goes on with it under the weights that it has by then (`Prompt.begun`). What was cut short goes back likewise.
+With a budget, a completion may take several leases: an unfinished row is released with its tokens, log-probabilities and versions,
+and any generator continues it under its current weights (`Prompt.begun`). A completion that was cut short is released likewise.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     import transferqueue as tq
 
 PART_ROWS: Final = 16
-"""Completions are handed on when so many are finished, so that the next stage works while the rest is generated."""
+"""Completions are yielded in parts of this many, so that the next stage works while the rest is generated."""
 
 BEGUN: Final = ("begun_ids", "begun_logprobs", "begun_versions")
-"""Columns of what an unfinished completion has so far, a token each; empty where none is begun."""
+"""Columns of an unfinished completion, one value a token; empty if the completion has not begun."""
 
 
 class Generate:
     """The stage ``generate``: a completion for each row, by any `Generator`.
 
-    Rows come back as parts, `part_rows` at a time, each stamped with the versions of its tokens. token_versions: give the
-    version of each token as a column too, for weights that change in flight. budget: tokens that one lease adds to a completion
-    at most (0: no bound, and the columns `BEGUN` are not read); what was begun more than `max_staleness` versions ago is begun
-    anew. `UsageError` for a negative budget.
+    Rows come back in parts of `part_rows`, each stamped with the versions of its tokens. token_versions: also give the
+    version of each token as a column, for weights that change in flight. budget: tokens that one lease adds to a completion
+    at most (0: no bound, and the columns `BEGUN` are not read). A completion that was begun more than `max_staleness` versions ago
+    starts again. Raises `UsageError` for a negative budget.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class Generate:
 
     @property
     def needs(self) -> Sequence[str]:
-        """The prompt, and with a budget what was begun."""
+        """The prompt, and with a budget the columns `BEGUN`."""
         return (self._prompt_field, *(BEGUN * bool(self._budget)))
 
     @property
     def gives(self) -> Sequence[str]:
-        """The response, its log-probabilities, and how it ended."""
+        """The response, its log-probabilities, and its finish reason."""
         return ("response_ids", "rollout_logprobs", "finish_reason", *(("token_versions",) * self._token_versions))
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
-        """Yield the rows of a batch as they are finished; those with most tokens first."""
+        """Yield the rows of a batch as they are finished; those with the most tokens are generated first."""
         prompts = [
             replace(Prompt.of(ids), begun=begun)
             for ids, begun in zip(batch[self._prompt_field], self._begun(batch), strict=True)
@@ -100,7 +100,7 @@ class Generate:
         return [_resumed(at, oldest, *columns) for at, columns in enumerate(found)]
 
     def _generate(self, rows: Sequence[int], prompts: Sequence[Prompt], tokens_max: int) -> Iterator[PartialResult]:
-        """Complete the prompts of ``rows``, to ``tokens_max`` tokens at most."""
+        """Complete the prompts of `rows`, to at most `tokens_max` tokens."""
         asked = [prompts[row] for row in rows]
         sampling = replace(self._sampling, tokens_max=tokens_max)
         finished: list[Completion] = []
@@ -152,7 +152,7 @@ def _resumed(
     logprobs: npt.NDArray[np.float32],
     versions: npt.NDArray[np.int32],
 ) -> Completion | None:
-    """What a row has so far; None where that is nothing, or too old to go on with."""
+    """Return a row's unfinished completion; None if it has no tokens, or if they are too old to continue."""
     if not len(ids) or versions.min() < oldest:
         return None
     spans = tuple((version, sum(1 for _ in same)) for version, same in groupby(versions.tolist()))

@@ -1,5 +1,4 @@
-"""Prompts out of Arrow, Parquet or ``datasets``, as the source of a flow: groups of one prompt each, in an order that a seed
-determines, from any place on."""
+"""A source of prompts from Arrow, Parquet or ``datasets``: one group for each prompt, in an order fixed by a seed, from any position."""
 
 from __future__ import annotations
 
@@ -17,21 +16,21 @@ from transferqueue.errors import NotFound, UsageError, listing
 
 
 class Dataset(Protocol):
-    """What ``datasets.Dataset`` has."""
+    """The method of ``datasets.Dataset`` that is used here."""
 
     def with_format(self, form: str, /) -> Any:
-        """The same rows in another form, such as ``arrow``."""
+        """The same rows in another format, such as ``arrow``."""
 
 
 class PromptSource:
     """A producer (`protocols.Producer`) of prompts: each becomes a group of `group_size` rows that share its values.
 
-    source: an Arrow table; a Parquet or Arrow IPC file; or a ``datasets.Dataset``. Held in memory, or mapped where Arrow can.
-    columns: which of its columns become fields, and under which names (``{"question": "prompt"}``); None: all, as they are.
-    epochs: how often each prompt is given. seed: a new order in each epoch; None: the source's. groups_per_put: prompts of one
-    put. start: number of the first prompt, all epochs counted: `Table.cursor` tells where a job that stopped goes on.
+    source: an Arrow table; a Parquet or Arrow IPC file; or a ``datasets.Dataset``. Held in memory, or memory-mapped where Arrow can.
+    columns: source columns to use, and the names of their fields (``{"question": "prompt"}``); None: all, with their names.
+    epochs: how often each prompt is used. seed: each epoch gets its own order; None: the order of the source. groups_per_put: prompts in one
+    put. start: number of the first prompt, counted over all epochs: `Table.cursor` says where a stopped job continues.
 
-    Rows are stamped with ``ordinal`` and ``group_id``, both the number of the prompt.
+    Rows have the facts ``ordinal`` and ``group_id``, both the number of the prompt.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class PromptSource:
         return self._group_size * max(0, min(self._groups_per_put, self._end - self._at))
 
     def __call__(self, rows: int) -> Mapping[str, Any]:
-        """The next groups, as arguments of `Table.put`."""
+        """Return the next groups, as arguments of `Table.put`."""
         ordinals = np.arange(self._at, self._at + rows // self._group_size)
         drawn = self._table.take(pa.array(self._places(ordinals)))
         self._at += len(ordinals)
@@ -71,7 +70,7 @@ class PromptSource:
         return {**columns, "ordinal": number, "group_id": number, "group_size": self._group_size}
 
     def _places(self, ordinals: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Where in the source the prompts of these numbers are."""
+        """Return the positions in the source of these prompt numbers."""
         epochs, places = np.divmod(ordinals, len(self._table))
         if self._seed is None:
             return places

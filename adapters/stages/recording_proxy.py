@@ -1,12 +1,12 @@
-"""A recording proxy for black-box agents: they talk to an OpenAI-compatible endpoint, and what was said is kept as token ids.
+"""A recording proxy for black-box agents: an OpenAI-compatible endpoint that keeps the token ids of every call.
 
 Rules:
 
-- Each agent gets an address of its own (`RecordingProxy.session`), which answers until its session is left. The proxy asks the
-  endpoint for token ids and log-probabilities, whatever the agent asks for, and hands the answers on, streamed ones as they come.
-- What an agent said is put together by tokens: a call whose prompt begins with all tokens of calls before it goes on with them;
-  any other begins a sequence of its own (the agent shortened its history, or asked twice). Text is never tokenized here.
-- A call is stamped with the version at its beginning and the one at its end: no token is of an older one, or of a newer.
+- Each agent gets its own URL (`RecordingProxy.session`), which answers until its session ends. The proxy asks the upstream
+  endpoint for token ids and log-probabilities, whatever the agent requests, and forwards the answers, streamed ones as they arrive.
+- Calls are joined by tokens: a call whose prompt begins with all tokens of earlier calls continues their sequence;
+  any other call starts a new sequence (the agent shortened its history, or called twice). Text is never tokenized here.
+- A call is stamped with the version at its start and at its end: each of its tokens has a version in between.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from transferqueue.adapters.stages.trajectory import FIELDS, Trajectory
 from transferqueue.errors import PeerError, TransferQueueError, UsageError
 
 REQUEST_BYTES_MAX: Final = 64 << 20
-"""A request of an agent may be so long; images in a conversation count."""
+"""Maximum size of an agent's request; images in a conversation count."""
 _START_S: Final = 30.0
 _ASKED: Final[Mapping[str, Mapping[str, Any]]] = {
     "chat/completions": {"logprobs": True, "return_token_ids": True},
     "completions": {"logprobs": 1, "return_token_ids": True},
 }
-"""Paths that are recorded, and what is asked for besides. Others are handed on as they are."""
+"""Paths that are recorded, with the fields added to their requests. Other paths are forwarded unchanged."""
 
 
 @dataclass(frozen=True)
 class ModelCall:
-    """One answer of the model: what it read, what it drew, and between which versions of its weights."""
+    """One answer of the model: the tokens that it read and drew, and the versions of its weights at start and end."""
 
     prompt_ids: Sequence[int]
     ids: Sequence[int]
@@ -48,7 +48,7 @@ class ModelCall:
 
 
 class Recording:
-    """What one agent was answered, in order."""
+    """The answers that one agent got, in order."""
 
     def __init__(self, base_url: str) -> None:
         self.base_url = base_url
@@ -56,7 +56,7 @@ class Recording:
         self.refusals: list[TransferQueueError] = []
 
     def trajectories(self) -> list[Trajectory]:
-        """The calls as sequences; one, if each call went on with the one before. `Unsupported` if the endpoint named no tokens."""
+        """The calls as sequences; one, if each call continued the one before. Raises `Unsupported` if the endpoint gave no token ids."""
         if self.refusals:
             raise self.refusals[0]
         found: list[Trajectory] = []
@@ -67,11 +67,11 @@ class Recording:
         return found
 
     def columns(self) -> Mapping[str, Any]:
-        """The calls as columns of one row (`trajectory.FIELDS`). `UsageError` unless they are one sequence."""
+        """The calls as columns of one row (`trajectory.FIELDS`). Raises `UsageError` unless they form one sequence."""
         return self._one().columns()
 
     def facts(self) -> Mapping[str, int]:
-        """Versions and tokens of that row."""
+        """Policy versions and token count of that row."""
         return self._one().facts()
 
     def _one(self) -> Trajectory:
@@ -85,7 +85,7 @@ class Recording:
 
 
 def _goes_on_with(found: list[Trajectory], prompt_ids: Sequence[int]) -> Trajectory:
-    """The longest sequence that a prompt begins with; a new one if there is none."""
+    """Return the longest sequence that the prompt begins with; a new one if there is none."""
     begun = [each for each in found if list(prompt_ids[: len(each.ids)]) == each.ids]
     if not begun:
         found.append(Trajectory())
@@ -94,9 +94,9 @@ def _goes_on_with(found: list[Trajectory], prompt_ids: Sequence[int]) -> Traject
 
 
 class RecordingProxy:
-    """The proxy (`callables.Recorder`): listens on this machine from the start to `close`.
+    """The proxy (`callables.AgentRecorder`): listens on this machine from its creation until `close`.
 
-    upstream: base URL of the endpoint, with its ``/v1``. version: tells the version of the weights that it serves now, such as
+    upstream: base URL of the endpoint, with its ``/v1``. version: returns the version of the weights that it serves now, such as
     ``lambda: generator.version``.
     """
 
@@ -123,7 +123,7 @@ class RecordingProxy:
 
     @contextmanager
     def session(self) -> Iterator[Recording]:
-        """A recording of what is asked at its ``base_url``, by whatever process, until it is left."""
+        """Record the calls to the session's ``base_url``, from any process, until the block ends."""
         self._beside.check()
         token = secrets.token_urlsafe(16)
         recording = self._recordings[token] = Recording(f"{self.url}/{token}/v1")
@@ -133,7 +133,7 @@ class RecordingProxy:
             del self._recordings[token]
 
     def close(self) -> None:
-        """Stop listening; calls that run are ended. Again: nothing."""
+        """Stop listening and end running calls. A second call does nothing."""
         if not self._beside.closed:
             self._beside.wait(self._stop(), _START_S, "the recorder did not stop")
             self._beside.close()
@@ -205,7 +205,7 @@ class RecordingProxy:
 
 
 class _Answers:
-    """The choices of one call, put together of its pieces."""
+    """The choices of one call, joined from their chunks."""
 
     def __init__(self) -> None:
         self._prompt_ids: Sequence[int] | None = None
@@ -214,7 +214,7 @@ class _Answers:
         self.broken = False
 
     def add(self, answer: Mapping[str, Any]) -> None:
-        """Take an answer, or a piece of one. What the endpoint lacks is not the agent's affair: it is kept for who reads."""
+        """Add an answer, or a chunk of one. Missing ids do not disturb the agent: reading the recording raises instead."""
         self._prompt_ids = answer.get("prompt_token_ids") or self._prompt_ids
         for choice in answer.get("choices", ()):
             self._prompt_ids = choice.get("prompt_token_ids") or self._prompt_ids
@@ -224,7 +224,7 @@ class _Answers:
                 self._refusal = error
 
     def keep(self, recording: Recording, versions: tuple[int, int]) -> None:
-        """Add the calls to the recording; none if the answer broke off, as the agent was told."""
+        """Add the calls to the recording; none if the answer broke off, since the agent got an error."""
         if self.broken:
             return
         if self._prompt_ids is None:
@@ -256,7 +256,7 @@ def _refusal(status: int, text: str) -> web.Response:
 
 
 def _error(status: int, text: str) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+    """An error body as OpenAI's clients expect it."""
     return {"error": {"message": text, "type": "transferqueue", "code": status}}
 
 

@@ -1,6 +1,6 @@
-"""A sequence of several turns as it grows: what a model was told and what it said, in the order of its tokens.
+"""A token sequence of several turns: what the model read and what it drew, in order.
 
-Tokens are only ever added, never made anew from text, so each drawn token stands in the context it was drawn in.
+Tokens are appended and never made from text again, so each drawn token keeps the context that it was drawn in.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import numpy as np
 from transferqueue.adapters.protocols import Ids
 
 FIELDS: Final = ("input_ids", "loss_mask", "rollout_logprobs")
-"""Fields of a trajectory: int32, bool and float32 ``[tokens]``. loss_mask: the model drew it; where it did not, its
-log-probability is 0."""
+"""Fields of a trajectory: int32, bool and float32 ``[tokens]``. loss_mask: true where the model drew the token; elsewhere the
+log-probability is 0.
+"""
 
 
 @dataclass
 class Trajectory:
-    """Tokens, which of them the model drew, their log-probabilities, and the versions that drew any."""
+    """Tokens, a mask of those that the model drew, their log-probabilities, and the versions that drew them."""
 
     ids: list[int] = field(default_factory=list)
     drawn: list[bool] = field(default_factory=list)
@@ -46,7 +47,7 @@ class Trajectory:
         return dict(zip(FIELDS, values, strict=True))
 
     def facts(self) -> Mapping[str, int]:
-        """Versions and tokens of the row; versions -1 where none is known, as nobody drew a token."""
+        """Policy versions and token count of the row; versions are -1 if no token was drawn or no version is known."""
         return {
             "policy_version": min(self.versions, default=-1),
             "policy_version_max": max(self.versions, default=-1),

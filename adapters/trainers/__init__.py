@@ -1,1 +1,1 @@
-"""Trainers and data loaders as consumers."""
+"""Trainers and data loaders as consumers. Each module needs its framework; `packing` needs torch only."""

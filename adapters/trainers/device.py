@@ -1,7 +1,7 @@
-"""Batches on the device that computes with them, copied while it computes with the ones before.
+"""Batches copied to a device while the device computes with earlier ones.
 
-The queue's memory is shared pages, which a device cannot read by itself. So a batch goes through page-locked memory of this process
-and from there on a stream of its own, beside the one that computes; the computation waits on the device, this thread does not.
+A device cannot read the queue's shared memory directly. Each batch is copied to page-locked memory of this process, and
+from there on a stream of its own. The stream that computes waits on the device; this thread does not block.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Columns = dict[str, Any]
 def on_device(
     batches: Iterable[Mapping[str, Any]], device: torch.device | str | int, *, ahead: int = 1
 ) -> Iterator[Columns]:
-    """Batches in their order, with their tensors (dense or jagged) on `device`; other columns as they are.
+    """Yield batches in order, with their tensors (dense or jagged) on `device`; other columns are unchanged.
 
-    batches: columns by name, such as `data.tensors` makes of a leased batch. ahead: how many are under way beyond the one that is
-    given. On a CUDA device a batch was read when the next one is taken from `batches`, so its lease may have ended by then; it may
-    be used on the stream that is current when it is given. On the CPU tensors are given as they are, without a copy.
+    batches: columns by name, such as `torch_data.tensors` makes of a leased batch. ahead: number of batches copied beyond the one that was
+    yielded. On a CUDA device a batch is read completely before the next one is taken from `batches`, so its lease may end then; use the
+    yielded tensors on the stream that is current at that time. On the CPU tensors are yielded without a copy.
 
-    `UsageError` at once for a device that is not there, an `ahead` below 0, and, in its turn, for a batch that is none.
+    Raises `UsageError` at once for a device that does not exist or `ahead` below 0, and during iteration for an item that is no mapping.
 
     Example::
 
@@ -45,7 +45,7 @@ def on_device(
 
 
 Ready = Callable[[], Columns]
-"""Gives a batch that was begun."""
+"""Returns a batch whose copy was started."""
 
 
 def _ahead(batches: Iterable[Mapping[str, Any]], begin: Callable[[Columns], Ready], ahead: int) -> Iterator[Columns]:
@@ -72,7 +72,7 @@ def _on_host(columns: Columns) -> Ready:
 
 
 class _Cuda:
-    """Copies on a stream of its own."""
+    """Copies on a separate CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():

@@ -1,12 +1,12 @@
-"""A torch module as a learner: alone, or one rank of several under DDP or FSDP2.
+"""A torch module as a learner: alone, or as one rank of several under DDP or FSDP2.
 
 Rules:
 
-- The loss of a step is a sum over rows or tokens, divided by their number in the whole step: over all micro-batches of all
-  ranks. So it does not depend on how rows were split, and several ranks learn what one would.
-- Ranks take equally many micro-batches: the most that any of them has. One that has fewer computes its last again and
-  counts it as nothing, since every backward pass is a collective.
-- A rank without rows takes part in the step all the same (`rank_leases` gives it None).
+- The loss of a step is a sum over rows or tokens, divided by their number in the whole step, over all micro-batches of all
+  ranks. It does not depend on how rows were split: several ranks learn what one rank would.
+- All ranks run as many micro-batches as the rank with the most. A rank with fewer repeats its last one with
+  weight 0, since every backward pass is a collective.
+- A rank without rows takes part in the step too (`rank_leases` gives it None).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transferqueue.errors import EndOfTable, UsageError
 
 @dataclass(frozen=True)
 class LossSum:
-    """The loss of a micro-batch: its sum, and over how many rows or tokens. figures: sums of the same kind, by name."""
+    """Loss of a micro-batch: the sum, and the number of rows or tokens it is over. figures: sums of other metrics, by name."""
 
     total: Tensor
     weight: float
@@ -35,16 +35,16 @@ class LossSum:
 
 
 Loss = Callable[[nn.Module, Any], LossSum]
-"""Computes the loss of a micro-batch as `split` made it, with one call of the module: under FSDP each call is a collective."""
+"""Computes the loss of a micro-batch that `split` made, with one call of the module: under FSDP each call is a collective."""
 Split = Callable[[Any], Sequence[Any]]
-"""Cuts a batch into micro-batches: tensors in whatever form the loss wants."""
+"""Splits a batch into micro-batches, in any form that the loss takes."""
 
 
 class TorchLearner:
     """A learner (`protocols.Learner`) over a module and its optimizer.
 
-    module: plain, wrapped by ``DistributedDataParallel``, or sharded by ``fully_shard``; in the latter two, every rank of the
-    default process group makes a learner and calls every method in the same order.
+    module: plain, wrapped by ``DistributedDataParallel``, or sharded by ``fully_shard``. In the last two cases every rank of the
+    default process group creates a learner and calls every method in the same order.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class TorchLearner:
 
     @property
     def version(self) -> int:
-        """Steps taken, plus the version of the weights it was made with."""
+        """Version of the initial weights plus the number of steps taken."""
         return self._version
 
     def step(self, batch: Any | None) -> Mapping[str, float]:
-        """Take one step on `batch`; None on a rank that has no rows in it. Figures are means over the whole step.
+        """Take one step on `batch`; None on a rank that has no rows. Returns metrics, as means over the whole step.
 
-        `UsageError` if no rank has rows, or a rank without rows never had any: it has nothing to compute with.
+        Raises `UsageError` if no rank has rows, or if a rank without rows has never had any: it has nothing to run the module on.
         """
         parts = list(self._split(batch)) if batch is not None else []
         rounds = int(_over_ranks(torch.tensor([len(parts)]), dist.ReduceOp.MAX)[0])
@@ -91,7 +91,7 @@ class TorchLearner:
         return figures
 
     def weights(self) -> WeightSource:
-        """The weights as they are now. Reading them gathers shards: on every rank, in the same order."""
+        """The current weights. Iterating gathers shards: do it on every rank, in the same order."""
         inner = self._module.module if isinstance(self._module, nn.parallel.DistributedDataParallel) else self._module
         return ModuleWeights(inner)
 
@@ -110,7 +110,7 @@ class TorchLearner:
         return weight, {"loss": total / weight, **{n: value / weight for n, value in zip(names, others, strict=True)}}
 
     def _rescale(self, weight: float) -> None:
-        """Gradients are sums on one rank, means over ranks on several; make them the mean over the whole step."""
+        """Turn the gradients, which are sums on one rank and means over ranks on several, into means over the whole step."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         for parameter in self._module.parameters():
             if parameter.grad is not None:
@@ -118,10 +118,10 @@ class TorchLearner:
 
 
 def rank_leases(table: tq.Table, task: str, *, rows: int, **lease: Any) -> Iterator[tq.Batch | None]:
-    """Batches of this rank of the default process group: its share, balanced by tokens, of one batch of `rows` rows agreed by all.
+    """Yield batches of this rank of the default process group: its share, balanced by tokens, of one batch of `rows` rows for all ranks.
 
-    All ranks get equally many: at the end of a table, one that has nothing left while another has gets None. lease: further
-    arguments of `Table.lease`. Each batch is the caller's to ack.
+    All ranks get the same number of batches: at the end of a table, a rank without rows gets None while another still has some. lease:
+    further arguments of `Table.lease`. The caller acks each batch.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     while True:
@@ -142,7 +142,7 @@ def _over_ranks(values: Tensor, operation: Any) -> Tensor:
 
 
 def _whole(value: Tensor) -> Tensor:
-    """A value that may be a shard of one."""
+    """Gather a value if it is a shard."""
     gather = getattr(value, "full_tensor", None)
     found: Tensor = gather() if callable(gather) else value
     return found

@@ -1,12 +1,12 @@
-"""NeMo-RL's data plane on the queue: a `DataPlaneClient`, as its ``nemo_rl.data_plane.interfaces`` defines one.
+"""NeMo-RL's data plane on the queue: a `DataPlaneClient` as ``nemo_rl.data_plane.interfaces`` defines it.
 
-A partition is a table that keeps its rows until they are cleared, a sample a row found by its key. A consumer task is a task of
-that table; it begins with its first claim, which says what fields it needs, and sees what was put before. A claim is a lease that
-is acked at once, since the interface knows no more than that a sample was claimed: it waits at the server until there is a batch,
-no process asks twice, and no sample is claimed twice for one task, whoever asks.
+A partition is a table that keeps its rows until they are cleared; a sample is a row found by its key. A consumer task is a task of
+that table. Its first claim declares it with the fields that it needs, and it also sees rows put before. A claim is a lease that
+is acked at once, since the interface only knows that a sample was claimed. The claim waits at the server until there is a batch,
+and no sample is claimed twice for one task.
 
-`activate` puts it where NeMo-RL's factory takes its client from. Without it NeMo-RL's own adapter runs on the drop-in for
-``transfer_queue``, unchanged (`transferqueue.adapters.transfer_queue_hook`).
+`activate` puts this client where NeMo-RL's factory takes its own from. Without `activate`, NeMo-RL's own adapter runs unchanged on the
+drop-in for ``transfer_queue`` (`transferqueue.adapters.transfer_queue_hook`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LENGTH_TAG: Final = "input_lengths"
 
 
 class NemoRlMissing(NotFound, KeyError):
-    """A partition, task, sample or field of a sample that does not exist, as NeMo-RL's callers expect it: a ``KeyError``."""
+    """A partition, task, sample or field does not exist. A ``KeyError``, as NeMo-RL's callers expect."""
 
     __str__ = Exception.__str__
 
@@ -45,7 +45,7 @@ class NemoRlMissing(NotFound, KeyError):
 class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
     """NeMo-RL's data plane on `queue`. Every method may be called from any thread.
 
-    samples_max: of one partition. owned: what `close` ends, besides the queue.
+    samples_max: of one partition. owned: a resource that `close` ends besides the queue.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         grpo_group_size: int | None = None,
         enums: dict[str, list[str]] | None = None,
     ) -> None:
-        """Declare a partition and its consumers. Again: more consumers; samples and claims stay.
+        """Declare a partition and its consumers. A second call adds consumers; samples and claims stay.
 
-        fields, grpo_group_size, enums: not needed; fields are made by what is put, text is stored as text. `Impossible` for more
+        fields, grpo_group_size, enums: ignored; puts create fields, and text is stored as text. Raises `Impossible` for more
         samples than a partition may have.
         """
         del fields, grpo_group_size, enums
@@ -94,11 +94,11 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         blocking: bool = True,
         timeout_s: float = 60.0,
     ) -> KVBatchMeta:
-        """Claim samples for `task_name` that have `required_fields`: `batch_size` of them, waited for at the server, or without
-        `blocking` those that are ready, at most that many. A sample is claimed once for a task.
+        """Claim samples for `task_name` that have `required_fields`. A sample is claimed once for a task.
 
-        dp_rank: not needed. `DeadlineExceeded` (a ``TimeoutError``) says what is missing; nothing was claimed then. `NemoRlMissing`
-        for a partition or task that was not registered; `UsageError` for other fields than the task claimed by before.
+        With `blocking`, waits at the server for `batch_size` samples; without, claims those that are ready, at most that many. dp_rank: ignored.
+        Raises `DeadlineExceeded` (a ``TimeoutError``) that says what is missing, with nothing claimed; `NemoRlMissing`
+        for a partition or task that was not registered; `UsageError` for other fields than in the task's earlier claims.
         """
         del dp_rank
         if batch_size < 1:
@@ -125,7 +125,7 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         )
 
     def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
-        """Fields of the samples that `meta` names, by default those of `meta`. `UsageError` if neither says which."""
+        """Read fields of the samples in `meta`, by default the fields in `meta`. Raises `UsageError` if neither names fields."""
         fields = meta.fields if select_fields is None else select_fields
         if fields is None:
             raise UsageError(
@@ -150,10 +150,10 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         fields: TensorDict | None = None,
         tags: list[dict[str, Any]] | None = None,
     ) -> KVBatchMeta:
-        """Write fields and merge tags of samples, in one commit; samples and partition are made if they are new.
+        """Write fields and merge tags of samples in one commit; creates samples and partition if they are new.
 
-        fields: tensors of any layout, and non-tensor leaves of plain values (never pickled). A device's tensors are copied straight
-        from it. `SchemaError` for values that do not fit what the field has, `Full` for more samples than may be.
+        fields: tensors of any layout, and non-tensor leaves of plain values (never pickled). A device's tensors are copied directly
+        from it. Raises `SchemaError` for values that do not fit the field, `Full` for too many samples.
         """
         _check_put(sample_ids, partition_id, fields, tags)
         if sample_ids:
@@ -168,8 +168,10 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         )
 
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
-        """Fields of samples, claimed or not: tensors dense where all of these samples have one shape, else nested. No copy where
-        they lie together. `NemoRlMissing` for samples that are not there, and for fields that they do not all have."""
+        """Read fields of samples, claimed or not. Tensors are dense if all of these samples have one shape, else nested.
+
+        Columns that lie together in memory are not copied. Raises `NemoRlMissing` for missing samples, and for fields that not all of them have.
+        """
         if not sample_ids:
             return TensorDict({}, batch_size=(0,))
         try:
@@ -182,7 +184,7 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         return TensorDict({name: _uniform(found.get(name)) for name in select_fields}, batch_size=(len(sample_ids),))
 
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
-        """Delete samples; None: all of the partition, whoever put them. Those that are not there are passed over."""
+        """Delete samples; None: all samples of the partition. Samples that do not exist are ignored."""
         table = self._partitions.find(partition_id)
         rows: list[int] = []
         if table is not None and sample_ids is None:
@@ -196,7 +198,7 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
             warnings.warn(f"partition {partition_id!r} has no samples to clear", RuntimeWarning, stacklevel=2)
 
     def close(self) -> None:
-        """Detach; the process that started the service ends it. Again: nothing."""
+        """Detach. The process that started the service also ends it. A second call does nothing."""
         self._ending.close()
 
     def _partition(self, partition_id: str) -> tq.Table:
@@ -206,7 +208,7 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         return table
 
     def _claiming(self, table: tq.Table, partition_id: str, task: str, fields: Sequence[str]) -> str:
-        """The name of the task by which `task` claims samples with `fields`, declared if it is its first claim."""
+        """Return the name of the task that claims samples with `fields` for `task`; its first claim declares it."""
         known, needs = table.tasks, tuple(sorted(set(fields)))
         if _declared(task) not in known:
             raise NemoRlMissing(
@@ -229,11 +231,11 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
 
 
 def build(cfg: DataPlaneConfig, *, bootstrap: bool = True) -> QueueDataPlaneClient:
-    """The client that `cfg` asks for, as NeMo-RL's factory calls for it.
+    """Create the client for `cfg`, as NeMo-RL's factory calls it.
 
-    ``controller_address``, where it is given, is the address or join token of a running server. Else, where Ray runs, the driver
-    (`bootstrap`) deploys one on it, which ends with the client, and workers find it; without Ray the driver embeds one.
-    ``storage_capacity`` bounds the samples of a partition; ``backend`` and the like are another implementation's.
+    ``controller_address``: address or join token of a running server. Without it, and with Ray, the driver
+    (`bootstrap`) deploys a server on Ray, which ends with the client, and workers look it up; without Ray the driver embeds one.
+    ``storage_capacity`` bounds the samples of a partition. Options of other implementations, such as ``backend``, are ignored.
     """
     samples_max = int(cfg["storage_capacity"])
     address = cfg.get("controller_address")
@@ -251,9 +253,9 @@ def build(cfg: DataPlaneConfig, *, bootstrap: bool = True) -> QueueDataPlaneClie
 
 
 def activate() -> None:
-    """From now on NeMo-RL's factory builds `QueueDataPlaneClient` for ``impl: transfer_queue``, in this process.
+    """Make NeMo-RL's factory build `QueueDataPlaneClient` for ``impl: transfer_queue`` in this process.
 
-    Ray's workers do the same if they are told: ``ray job submit --runtime-env-json='{"worker_process_setup_hook":
+    For Ray's workers: ``ray job submit --runtime-env-json='{"worker_process_setup_hook":
     "transferqueue.adapters.trainers.nemo_rl.activate"}'``.
     """
     module = ModuleType(PLACE, "Given by transferqueue.adapters.trainers.nemo_rl.activate.")
@@ -270,17 +272,17 @@ def _on_ray() -> bool:
 
 
 def _declared(task: str) -> str:
-    """The task that says that a consumer was registered; it gets nothing."""
+    """Name of the task that marks a consumer as registered; it never gets rows."""
     return f"declared.{name_of(task)}"
 
 
 def _claims(task: str) -> str:
-    """The task by which a consumer claims."""
+    """Name of the task by which a consumer claims."""
     return f"claims.{name_of(task)}"
 
 
 def _before(task: Mapping[str, Any]) -> int:
-    """Samples that a task has not claimed."""
+    """Number of samples that a task has not claimed."""
     return sum(task[state] for state in ("pending", "held", "ready", "leased", "stepped", "kept"))
 
 
@@ -304,7 +306,7 @@ def _check_put(
 
 
 def _uniform(value: Any) -> Any:
-    """A nested tensor whose rows have one shape as a dense one; anything else as it is."""
+    """Return a nested tensor whose rows have one shape as a dense one; anything else unchanged."""
     if not isinstance(value, torch.Tensor) or not value.is_nested:
         return value
     if value.layout != torch.jagged:

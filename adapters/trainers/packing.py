@@ -1,4 +1,4 @@
-"""Micro-batches of ragged rows under a budget of tokens, and sequences packed into one row."""
+"""Micro-batches of ragged rows under a token budget, and sequences packed into one row."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def pack(lengths: Sequence[int] | npt.NDArray[np.int64], tokens_max: int) -> list[list[int]]:
-    """Put rows into as few micro-batches as first-fit decreasing finds, none with more than `tokens_max` tokens.
+    """Put rows into micro-batches of at most `tokens_max` tokens by first-fit decreasing.
 
-    lengths: tokens of each row. Returns positions of rows, ascending in each micro-batch, the first row's micro-batch first. At
-    most 11/9 of the fewest possible, plus one (Johnson, "Near-optimal bin packing algorithms", 1973). `Impossible` for a row
+    lengths: tokens of each row. Returns positions of rows, ascending in each micro-batch; micro-batches are ordered by their first row. Uses at
+    most 11/9 of the smallest possible number, plus one (Johnson, "Near-optimal bin packing algorithms", 1973). Raises `Impossible` for a row
     that is longer than the budget.
     """
     if tokens_max < 1:
@@ -42,10 +42,10 @@ def pack(lengths: Sequence[int] | npt.NDArray[np.int64], tokens_max: int) -> lis
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences one after the other in one row, none of which may see another.
+    """Several sequences in one row, each of which attends to itself only.
 
-    ids: int64 ``[1, tokens]``. positions: int64 ``[1, tokens]``, from 0 in each sequence. sequence: int64 ``[1, tokens]``, which
-    sequence a token belongs to. starts: int32 ``[sequences + 1]``, where each begins, as kernels for varied lengths want it.
+    ids: int64 ``[1, tokens]``. positions: int64 ``[1, tokens]``, from 0 in each sequence. sequence: int64 ``[1, tokens]``, the index of
+    each token's sequence. starts: int32 ``[sequences + 1]``, cumulative lengths, as variable-length attention kernels take them.
     """
 
     ids: torch.Tensor
@@ -54,7 +54,7 @@ class Packed:
     starts: torch.Tensor
 
     def mask(self) -> torch.Tensor:
-        """Which tokens each token may see: bool ``[1, 1, tokens, tokens]``, for attention without such kernels."""
+        """Attention mask: bool ``[1, 1, tokens, tokens]``, true where a token may attend; for attention without such kernels."""
         import torch
 
         together = self.sequence[:, :, None] == self.sequence[:, None, :]
@@ -62,7 +62,7 @@ class Packed:
 
 
 def packed(sequences: Sequence[npt.NDArray[np.integer]]) -> Packed:
-    """Concatenate sequences of token ids; `UsageError` for none, or an empty one."""
+    """Concatenate sequences of token ids. Raises `UsageError` for no sequences, or an empty one."""
     import torch
 
     lengths = [len(ids) for ids in sequences]

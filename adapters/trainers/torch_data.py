@@ -1,13 +1,13 @@
-"""A task's batches for torch: an ``IterableDataset`` whose workers lease by themselves, and a loader that remembers its place.
+"""A task's batches for torch: an ``IterableDataset`` whose workers lease, and a loader whose position can be saved and restored.
 
 Rules:
 
-- A batch is acked with its *step* when it is handed out: its rows stay in the table, and are done once the model of that step
-  is saved (`QueueLoader.checkpointed`). So what workers fetched ahead is not lost when a job dies.
-- Steps are numbered in the order in which a loader gives batches, however many workers fetch them: worker w of n has the steps
-  that are w, modulo n, from the first. At the end of a table, where one worker finds rows and another none, numbers are left out.
-- Where a loader begins, the model is as it was saved: rows of later steps are ready again (`Table.rollback`). With several
-  ranks, rank 0 does that, and all ranks of a process group wait for it.
+- A batch is acked with its *step* when it is yielded: its rows stay in the table and are done once the model of that step
+  is saved (`QueueLoader.checkpointed`). Batches that workers fetched ahead are not lost when a job dies.
+- Steps are numbered in the order in which a loader yields batches, with any number of workers: worker w of n has the steps
+  that equal w modulo n, counted from the first. At the end of a table, where one worker finds rows and another none, numbers are skipped.
+- A loader starts from the saved model: rows of later steps become ready again (`Table.rollback`). With several
+  ranks, rank 0 does this while all ranks of a process group wait.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class Step(NamedTuple, Generic[T]):
-    """A batch and its number."""
+    """A batch and the number of its step."""
 
     number: int
     batch: T
 
 
 def tensors(batch: tq.Batch) -> dict[str, Any]:
-    """Columns by name: dense ones as tensors, ragged ones as jagged nested tensors, others as lists."""
+    """Return columns by name: dense ones as tensors, ragged ones as jagged nested tensors, others as lists."""
     return {name: _tensor(batch[name]) for name in batch.fields}
 
 
@@ -43,19 +43,19 @@ def _tensor(column: Any) -> Any:
 
 
 def tensordict(batch: tq.Batch) -> Any:
-    """The batch as a ``tensordict.TensorDict`` of batch size ``[rows]``."""
+    """Return the batch as a ``tensordict.TensorDict`` of batch size ``[rows]``."""
     return batch.tensordict()
 
 
 class QueueDataset(IterableDataset[Step[T]]):
-    """Batches of a task, as steps, until the table is sealed and drained. For ``DataLoader(…, batch_size=None)``.
+    """Yields batches of a task, as steps, until the table is sealed and drained. For ``DataLoader(…, batch_size=None)``.
 
-    address: of the queue; each process that iterates connects by itself. form: makes of a leased batch what is given, in the
-    process that leased it; a function that can be imported, where workers are started anew. start: number of the first step.
+    address: of the queue; each iterating process connects by itself. form: converts a leased batch, in the
+    process that leased it; an importable function if workers are spawned. start: number of the first step.
     lease: arguments of `Table.lease`, such as ``rows=64``.
 
-    ``state_dict`` and ``load_state_dict`` make it one that ``StatefulDataLoader`` can restore; rows are given out again by
-    `Table.rollback`, which is then the job's to call.
+    ``state_dict`` and ``load_state_dict`` let ``StatefulDataLoader`` restore it; the job itself must then call
+    `Table.rollback` to get the rows again.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class QueueDataset(IterableDataset[Step[T]]):
         self._last: int | None = None
 
     def __iter__(self) -> Iterator[Step[T]]:
-        """Lease, form, ack and give one batch after the other. Errors as of `Table.lease`."""
+        """Lease, convert, ack and yield one batch after the other. Raises as `Table.lease`."""
         worker = get_worker_info()
         index, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
         number = self.start + index if self._last is None else self._last + count
@@ -88,19 +88,19 @@ class QueueDataset(IterableDataset[Step[T]]):
                 number += count
 
     def state_dict(self) -> dict[str, Any]:
-        """The last step that this process gave; None: none yet."""
+        """The last step that this process yielded; None before the first."""
         return {"step": self._last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after that step."""
+        """Continue after that step."""
         self._last = state["step"]
 
 
 class QueueLoader(Generic[T]):
-    """What ``DataLoader`` and ``StatefulDataLoader`` are, over a `QueueDataset`: an iterable with a state.
+    """An iterable over a `QueueDataset` with a state, in place of ``DataLoader`` or ``StatefulDataLoader``.
 
-    num_workers: processes that lease and form batches beside the training; 0: in this one. options: of ``DataLoader``, such as
-    ``prefetch_factor`` or ``pin_memory``. Workers are started anew (``spawn``) unless ``multiprocessing_context`` says otherwise.
+    num_workers: processes that lease and convert batches beside the training; 0: this process. options: of ``DataLoader``, such as
+    ``prefetch_factor`` or ``pin_memory``. Workers are spawned unless ``multiprocessing_context`` says otherwise.
 
     Example::
 
@@ -127,7 +127,7 @@ class QueueLoader(Generic[T]):
         self._iterating = False
 
     def __iter__(self) -> Iterator[T]:
-        """Batches from the state on. `UsageError` while another iteration of this loader is under way."""
+        """Yield batches, starting after the state. Raises `UsageError` while another iteration of this loader runs."""
         if self._iterating:
             raise UsageError("this loader is being iterated already; end that first, or make another loader")
         self._iterating = True
@@ -142,11 +142,11 @@ class QueueLoader(Generic[T]):
             self._iterating = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: save it with the model as it is after the last batch that was given."""
+        """Position of the loader. Save it with the model as it is after the last batch that was yielded."""
         return {"step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin there: the next iteration gives out again what came after. `UsageError` during an iteration."""
+        """Set the position: the next iteration yields again what came after it. Raises `UsageError` during an iteration."""
         if self._iterating:
             raise UsageError("a loader's state cannot change while it is being iterated; load it before")
         if not isinstance(state.get("step", ""), int | None):
@@ -154,9 +154,9 @@ class QueueLoader(Generic[T]):
         self._step = state["step"]
 
     def checkpointed(self) -> int:
-        """The model is saved as it is after the last batch: its rows, and those before, are done. Returns how many.
+        """Mark the model as saved after the last batch: the rows of that batch and of those before it are done. Return how many rows.
 
-        With several ranks, call it on one, once all have come so far.
+        With several ranks, call it on one rank, after all have reached that step.
         """
         if self._step is None:
             return 0
@@ -164,7 +164,7 @@ class QueueLoader(Generic[T]):
             return queue.table(self._dataset.table).checkpointed(self._step, task=self._dataset.task)
 
     def _begin(self) -> int:
-        """Give back rows of steps after the state; the number of the first step."""
+        """Roll back the rows of steps after the state; return the number of the first step."""
         with tq.connect(self._dataset.address, label=f"{self._dataset.task} loader") as queue:
             table = queue.table(self._dataset.table)
             if self._step is None:

@@ -1,11 +1,11 @@
-"""TRL's ``GRPOTrainer`` with its rollouts from the queue: generation, and rewards if wanted, run wherever the table's tasks are served.
+"""TRL's ``GRPOTrainer`` with rollouts from the queue: other processes serve the table's tasks (generation, optionally rewards).
 
     rollouts = QueueRollouts(queue, table="rollouts")
     trainer = GRPOTrainer(..., rollout_func=rollouts, callbacks=[rollouts])
 
-Each request of the trainer puts its prompts and leases their rows when they are complete; weights are published after every
-step, under the trainer's step as version, so generators follow by the channel. Rows are done once the steps taken on them are
-over: a trainer that dies gives them back.
+Each request of the trainer puts its prompts and leases the rows when they are complete. Weights are published after every
+step, with the trainer's step as version, and generators follow the channel. Rows are done when the steps on them are
+over: if the trainer dies, its rows are released.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from transferqueue.adapters.weights import ModuleWeights
 from transferqueue.errors import InternalError
 
 REWARDS: Final = "queue_rewards"
-"""Name under which rewards of the table reach TRL's reward functions (`queued_reward` gives them on)."""
+"""Column name under which TRL's reward functions get the rewards of the table (`queued_reward` returns them)."""
 
 
 def rollout_tasks(*others: tq.Task, needs: Iterable[str] = ()) -> list[tq.Task]:
-    """The tasks of a table for `QueueRollouts`: ``rollout``, any others, and ``train``, which takes whole groups.
+    """Return the tasks of a table for `QueueRollouts`: ``rollout``, the others, and ``train``, which takes whole groups.
 
-    needs: further fields without which a row is not trained, such as ``rewards``.
+    needs: further fields that a row must have before it is trained, such as ``rewards``.
     """
     generated = ("response_ids", "rollout_logprobs")
     return [
@@ -38,15 +38,15 @@ def rollout_tasks(*others: tq.Task, needs: Iterable[str] = ()) -> list[tq.Task]:
 
 
 def queued_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """A reward function for TRL: the column ``rewards`` of the table."""
+    """A reward function for TRL that returns the column ``rewards`` of the table."""
     return [float(value) for value in columns[REWARDS]]
 
 
 class QueueRollouts(TrainerCallback):  # type: ignore[misc]
-    """TRL's ``rollout_func`` and the callback that publishes weights and ends leases.
+    """TRL's ``rollout_func``, and the trainer callback that publishes weights and ends leases.
 
-    table: with the tasks of `rollout_tasks`. channel: of the weights. timeout_s: longest wait for the rows of a request.
-    lease_s: longest time that the steps on one request's rows take. One trainer process.
+    table: has the tasks of `rollout_tasks`. channel: weight channel. timeout_s: longest wait for the rows of a request.
+    lease_s: longest time that the steps on one request's rows take. Supports one trainer process.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
         self._training: tq.Batch | None = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Put `prompts` (one for each completion wanted) and return their completions in that order. Blocks for them."""
+        """Put `prompts` (one for each completion) and return their completions in that order. Blocks until they are complete."""
         self._ended()
         size = trainer.num_generations if trainer.model.training else 1
         ids = [np.asarray(_encoded(trainer.processing_class, prompt), np.int32) for prompt in prompts]
@@ -82,11 +82,11 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
         return _rollouts(batch, len(prompts))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Publish what training begins with."""
+        """Publish the initial weights."""
         self._publish(given["model"], state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Publish the weights of the step."""
+        """Publish the weights after the step."""
         self._publish(given["model"], state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -97,14 +97,14 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
         self._channel.publish(version, dict(ModuleWeights(getattr(model, "module", model))))
 
     def _ended(self) -> None:
-        """The steps on the rows of the last request are over."""
+        """Ack the rows of the last request: the steps on them are over."""
         batch, self._training = self._training, None
         if batch is not None:
             batch.ack()
 
 
 def _encoded(tokenizer: Any, prompt: Any) -> Sequence[int]:
-    """Token ids of a text, or of messages by the tokenizer's template."""
+    """Return the token ids of a text, or of messages by the tokenizer's chat template."""
     if isinstance(prompt, str):
         found: Sequence[int] = tokenizer(prompt)["input_ids"]
         return found

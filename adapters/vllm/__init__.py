@@ -1,4 +1,4 @@
-"""vLLM as a producer: in process (`VllmGenerator`), over HTTP (`VllmServer`), and how weights reach it."""
+"""vLLM as a producer: in process (`VllmGenerator`) or over HTTP (`VllmServer`), with weights from a channel of the queue."""
 
 from __future__ import annotations
 

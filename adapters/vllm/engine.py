@@ -1,8 +1,8 @@
-"""vLLM as a generator: its asynchronous engine, streaming, with weights read from a channel of the queue.
+"""A generator over vLLM's asynchronous engine: streaming, with weights read from a channel of the queue.
 
-The engine's event loop runs in a thread of the adapter's own; every verb hands it a coroutine and waits. A change of
-weights is: pause and keep what runs, load (`vllm_weights`), resume; running requests go on, their context computed anew.
-vLLM itself says which version drew which token.
+The engine's event loop runs in a background thread; every method submits a coroutine and waits for it. An update of
+weights pauses the engine, keeps the running requests, loads the weights (`adapters.vllm.weights`) and resumes; running requests continue
+with their context computed again. vLLM reports which version drew which token.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _START_S: Final = 300.0
 class VllmGenerator:
     """A generator (`protocols.Generator`) over vLLM's ``AsyncLLM``.
 
-    model: a directory or name that vLLM loads. version: stamped on tokens of the weights that it is loaded with. engine:
+    model: a directory or name that vLLM loads. version: of the weights that it loads at start. engine:
     further arguments of ``AsyncEngineArgs``. Blocks while the engine starts (seconds to minutes). Prompts and completions
-    are token ids; the tokenizer is not needed.
+    are token ids; no tokenizer is needed.
     """
 
     def __init__(self, model: str, *, version: int = 0, **engine: Any) -> None:
@@ -98,7 +98,7 @@ class VllmGenerator:
         return self._beside.as_finished(jobs, timeout_s)
 
     async def _complete(self, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Completion:
-        """One of many at once; vLLM batches them. A cancelled one is aborted by vLLM."""
+        """Generate one completion; vLLM batches concurrent ones, and aborts one whose task is cancelled."""
         parameters = SamplingParams(
             max_tokens=tokens_left(prompt, sampling),
             temperature=sampling.temperature,
@@ -119,7 +119,7 @@ class VllmGenerator:
     # ------------------------------------------------------------ control
 
     def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
-        """Draw no token from the return on (`protocols.Generator.pause`)."""
+        """Stop drawing tokens (`protocols.Generator.pause`)."""
 
         async def pause() -> None:
             async with self._control:
@@ -133,7 +133,7 @@ class VllmGenerator:
             raise
 
     def resume(self) -> None:
-        """Go on."""
+        """End the pause."""
         if not self._beside.closed:
             self._wait(self._resume(), PAUSE_S, "resume was not answered")
 
@@ -145,8 +145,8 @@ class VllmGenerator:
     def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
         """Load new weights between two tokens (`protocols.Generator.update_weights`).
 
-        Weights of a channel (`weights.ChannelWeights`) are read by the workers where they lie; others are published once to
-        a queue of the adapter's own.
+        The workers read weights of a channel (`weights.ChannelWeights`) directly; other weights are published once to
+        a queue that this adapter embeds.
         """
         check_fits(source, self._wanted)
         place, held = self._relay.place(source)
@@ -189,7 +189,7 @@ class VllmGenerator:
 
 @contextmanager
 def _deaths() -> Iterator[None]:
-    """Say as we do what vLLM says of an engine that is dead."""
+    """Raise vLLM's error of a dead engine as one of ours."""
     try:
         yield
     except EngineDeadError as error:

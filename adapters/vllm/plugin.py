@@ -1,5 +1,7 @@
-"""What vLLM finds by the entry point ``vllm.general_plugins``, in every process that it starts: the name of our weight
-transfer, and nothing imported before an engine asks for it."""
+"""The entry point ``vllm.general_plugins``, which vLLM calls in each of its processes: registers our weight transfer back end.
+
+It imports nothing until an engine uses the back end.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ BACKEND: Final = "transferqueue"
 
 
 def register() -> None:
-    """Make the back end known to vLLM in this process. Again: nothing."""
+    """Register the back end ``transferqueue`` in this process. A second call does nothing."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

@@ -1,12 +1,12 @@
-r"""vLLM's own server as a generator: tokens in and out, paused and given weights through its native endpoints.
+r"""A generator over vLLM's own server: token ids in and out; pauses and weights through its native endpoints.
 
-Start it with what this adapter needs (`SERVER_ARGUMENTS`, `SERVER_ENVIRONMENT`), where this package is installed too::
+Start the server with the arguments that this adapter needs (`SERVER_ARGUMENTS`, `SERVER_ENVIRONMENT`), with this package installed::
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model DIR --enable-scale-out \
         --logprobs-mode processed_logprobs --weight-transfer-config '{"backend": "transferqueue"}'
 
-Its workers read weights from a channel of the queue where they lie (`vllm_weights`); what travels over HTTP is the version's
-number. The server says which version drew which token.
+Its workers read weights directly from a channel of the queue (`adapters.vllm.weights`); only the version number travels over HTTP.
+The server reports which version drew which token.
 """
 
 from __future__ import annotations
@@ -43,18 +43,20 @@ SERVER_ARGUMENTS: Final = (
 SERVER_ENVIRONMENT: Final = {"VLLM_SERVER_DEV_MODE": "1"}
 _ANSWER_S: Final = 60.0
 ABORTED_S: Final = 5.0
-"""The server answers a request that it aborts at once. One that it has not answered then came behind the pause, and waits there."""
+"""Time limit for the answer to an aborted request. The server answers these at once; a request without an answer by then arrived
+after the pause and waits there.
+"""
 _GENERATE: Final = "/inference/v1/generate"
 
 
 class VllmServer(OpenAIGenerator):
-    """A generator (`protocols.Generator`) over a running server of vLLM.
+    """A generator (`protocols.Generator`) over a running vLLM server.
 
-    url: of the server, without ``/v1``. version: stamped on tokens of the weights that it was started with; a server that was
-    given others since keeps their version. checkpoint: a directory with the model's tensors, to check weights against before
-    they travel; None: where the server has its model, if that is a directory here too.
+    url: of the server, without ``/v1``. version: of the weights that the server was started with; a server that has
+    loaded newer weights keeps their version. checkpoint: a directory with the model's tensors, to check weights against before
+    they are sent; None: the server's model directory, if it exists here.
 
-    `UsageError` if the server lacks the endpoints: start it as above.
+    Raises `UsageError` if the server lacks the endpoints: start it as above.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class VllmServer(OpenAIGenerator):
     # ------------------------------------------------------------ completions
 
     async def _complete(self, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Completion:
-        """One of many at once; vLLM batches them, and aborts one whose connection ends."""
+        """Generate one completion; vLLM batches concurrent ones, and aborts one whose connection ends."""
         parameters = {
             "max_tokens": tokens_left(prompt, sampling),
             "temperature": sampling.temperature,
@@ -111,7 +113,7 @@ class VllmServer(OpenAIGenerator):
             raise ProtocolError(f"{self._endpoint.url} gave a completion without {error}") from error
 
     async def _answered(self, body: Mapping[str, Any]) -> Any:
-        """What the server says; None of a request that a pause overtook and `_pause` took back."""
+        """Return the server's answer; None for a request that arrived after a pause and that `_pause` took back."""
         asked = asyncio.ensure_future(self._endpoint.ask("POST", _GENERATE, body))
         self._asked.add(asked)
         try:
@@ -126,7 +128,7 @@ class VllmServer(OpenAIGenerator):
     # ------------------------------------------------------------ control
 
     def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
-        """Draw no token from the return on (`protocols.Generator.pause`). It pauses the server, for all its clients."""
+        """Stop drawing tokens (`protocols.Generator.pause`). This pauses the server for all its clients."""
         try:
             self._beside.wait(self._pause(mode), timeout_s, f"pause ({mode.value}) was not in force")
         except DeadlineExceeded:
@@ -144,7 +146,7 @@ class VllmServer(OpenAIGenerator):
                     one.cancel()
 
     def resume(self) -> None:
-        """Go on."""
+        """End the pause."""
         if not self._beside.closed:
             self._beside.wait(self._resume(), PAUSE_S, "resume was not answered")
 
@@ -154,21 +156,21 @@ class VllmServer(OpenAIGenerator):
             self._held = False
 
     def sleep(self, level: int = 1, *, timeout_s: float = PAUSE_S) -> None:
-        """Give the device's memory to others, as far as the server can: 1 keeps the weights on the host, 2 keeps none.
+        """Free device memory: level 1 keeps the weights on the host, level 2 keeps none.
 
-        Pause first. Needs a server started with ``--enable-sleep-mode``; on a CPU it frees nothing.
+        Pause first. The server must be started with ``--enable-sleep-mode``; on a CPU this frees nothing.
         """
         self._beside.wait(self._endpoint.ask("POST", f"/sleep?level={level}"), timeout_s, "the server was not asleep")
 
     def wake_up(self, *, timeout_s: float = PAUSE_S) -> None:
-        """Take the memory back. After level 2 the weights must be given anew."""
+        """Take the memory back. After level 2, update the weights before generating."""
         self._beside.wait(self._endpoint.ask("POST", "/wake_up"), timeout_s, "the server was not awake")
 
     def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
         """Load new weights between two tokens (`protocols.Generator.update_weights`).
 
-        Weights of a channel are read by the server's workers where they lie; others are published once to a queue of the
-        adapter's own, on this machine. `Unsupported` if the tensors of the served model are not known here.
+        The server's workers read weights of a channel directly; other weights are published once to a queue that this adapter embeds
+        on this machine. Raises `Unsupported` if the served model's tensors are unknown here.
         """
         if not self._wanted:
             raise Unsupported(
@@ -198,7 +200,7 @@ class VllmServer(OpenAIGenerator):
                     await ask("POST", "/resume")
 
     def close(self) -> None:
-        """End what runs here; the server goes on."""
+        """Abort the running requests. The server keeps running."""
         super().close()
         self._relay.close()
 

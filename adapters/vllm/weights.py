@@ -1,8 +1,8 @@
-"""Weights for vLLM from a weight channel, by vLLM's own weight-transfer interface (back end ``transferqueue``).
+"""Weights for vLLM from a weight channel, through vLLM's weight-transfer interface (back end ``transferqueue``).
 
-Each worker of the engine opens its own session with the queue and reads a version where it lies, in shared memory; what
-travels through vLLM is the version's number (`vllm_plugin` makes the back end known). Loading goes through vLLM's layer-wise reload, since on some devices linear weights are re-packed
-and may not be written in place.
+Each worker of the engine opens its own session with the queue and reads a version from shared memory; only the version number
+travels through vLLM (`adapters.vllm.plugin` registers the back end). Loading uses vLLM's layer-wise reload, since some devices re-pack
+linear weights, which may then not be written in place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import transferqueue as tq
 
 @dataclass
 class ChannelAt(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the weights come from: address of a queue, name of a channel."""
+    """Address of a queue and name of a channel."""
 
     address: str
     channel: str
@@ -32,14 +32,14 @@ class ChannelAt(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class VersionOf(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Which version to load, and how long to wait for it."""
+    """Version to load, and how long to wait for it."""
 
     version: int
     timeout_s: float
 
 
 class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore[misc]
-    """One worker's end of the channel."""
+    """One worker's connection with the channel."""
 
     init_info_cls = ChannelAt
     update_info_cls = VersionOf
@@ -50,17 +50,17 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
         self._channel: tq.WeightChannel | None = None
 
     def init_transfer_engine(self, init_info: ChannelAt) -> None:
-        """Connect; to another queue than before, if called again."""
+        """Connect; a further call connects to another queue."""
         self.shutdown()
         self._queue = tq.connect(init_info.address, label="vllm weights")
         self._channel = self._queue.weights(init_info.channel)
 
     def start_weight_update(self) -> None:
-        """Begin a reload."""
+        """Start a reload."""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load a version; on return it is on the device."""
+        """Load a version. When this returns, the version is on the device."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -73,7 +73,7 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
             self.model.load_weights(weights.torch().items())
 
     def finish_weight_update(self) -> None:
-        """End the reload: what the engine computes from here on is computed with the new weights."""
+        """End the reload: computation from here on uses the new weights."""
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in self.model.modules():
             if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
