@@ -17,8 +17,8 @@ from typing import Any
 import pyarrow as pa
 
 from transferqueue.errors import NotFound, listing
+from transferqueue.server.durability.snapshot_directory import SnapshotReader
 from transferqueue.server.durability.snapshot_files import TableManifest, read_about, read_rows, read_values
-from transferqueue.storage.snapshot import SnapshotReader
 
 INLINE, PLACED = "field/", "at/"
 """Prefixes in the file of rows: of a field stored in it, and of the position of a value in the field's own file."""

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from transferqueue.client.sync.reservation import Reservation
     from transferqueue.client.sync.table import Table
     from transferqueue.client.sync.weight_channel import WeightChannel
+    from transferqueue.cluster.connect import aconnect, connect
     from transferqueue.cluster.on_ray.deploy import Deployment, deploy_ray
-    from transferqueue.embedded import aconnect, connect
     from transferqueue.errors import (
         AddressInUse,
         AlreadyExists,
@@ -102,8 +102,8 @@ _MODULES: Final = {
     "client.sync.table": "Table",
     "client.sync.weight_channel": "WeightChannel",
     "client.operations.weights": "Weights",
+    "cluster.connect": "aconnect connect",
     "cluster.on_ray.deploy": "Deployment deploy_ray",
-    "embedded": "aconnect connect",
     "errors": "AddressInUse AlreadyExists BatchEnded Corruption DeadlineExceeded Disconnected EndOfTable FlowSignal Forked "
     "Full Impossible InternalError LeaseExpired NotFound OutOfMemory PeerError PermissionDenied ProtocolError SchemaError Sealed "
     "TransferQueueError Unreachable UsageError",

@@ -19,10 +19,10 @@ import pytest
 
 import transferqueue as tq
 from transferqueue.errors import Corruption, EndOfTable, FlowSignal, Full, NotFound, OutOfMemory, UsageError
+from transferqueue.server.durability import snapshot_directory
 from transferqueue.server.durability.snapshot_files import _Rows
 from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE
 from transferqueue.server.process import embedded
-from transferqueue.storage import snapshot as files
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_an_empty_table_and_an_empty_deployment(queue: tq.Queue) -> None:
 
 
 def test_a_column_that_older_snapshots_lack_is_what_it_was_before() -> None:
-    made = files.SnapshotReader(Path("s"), b"", {})
+    made = snapshot_directory.SnapshotReader(Path("s"), b"", {})
     rows = _Rows(made, "rows.arrow", pa.table({"row_id": np.arange(3)}))
     assert rows.numbers("stamped", np.int64, missing=-1).tolist() == [-1] * 3
     assert rows.numbers("row_id", np.int64, missing=-1).tolist() == [0, 1, 2]
@@ -198,7 +198,7 @@ def test_a_full_disk_leaves_the_old_one_whole(queue: tq.Queue, root: Path, monke
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(files, "_sync", full)
+        patched.setattr(snapshot_directory, "sync_directory", full)
         with pytest.raises(OutOfMemory, match=r"does not fit its disk \(No space left.*those before it are whole"):
             queue.snapshot("s")
     assert [one.name for one in (root / "s").iterdir()] == ["000001"]

@@ -18,14 +18,14 @@ from typing import Any, Final
 
 import transferqueue as tq
 from transferqueue.server.durability.journal import FORMAT as JOURNAL_FORMAT
-from transferqueue.storage.snapshot import FORMAT as SNAPSHOT_FORMAT
+from transferqueue.server.durability.snapshot_directory import FORMAT as SNAPSHOT_FORMAT
 
 HERE: Final = Path(__file__).parent / "golden"
 STATE: Final = HERE / f"state-{JOURNAL_FORMAT}.tar.xz"
 SNAPSHOT: Final = HERE / f"snapshot-{SNAPSHOT_FORMAT}.tar.xz"
 REMEDY: Final = (
     "a server of this version does not go on from files that the last recorded version wrote. If that is meant: raise FORMAT in "
-    "transferqueue/server/durability/journal.py (or storage/snapshot.py), unless no release has written such files, say so in "
+    "transferqueue/server/durability/journal.py (or snapshot_directory.py beside it), unless no release has written such files, say so in "
     "docs/COMPATIBILITY.md, and run python -m tests.server.recorded"
 )
 

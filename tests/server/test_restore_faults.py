@@ -19,17 +19,16 @@ from tests.damage.restoring import NOW, Restorer
 from transferqueue.errors import Corruption, InternalError, UsageError
 from transferqueue.ledger.persistence import restore as planting
 from transferqueue.policies import Complete, Task
+from transferqueue.server.durability import snapshot_directory, snapshots
 from transferqueue.server.durability import snapshot_files as cutfiles
-from transferqueue.server.durability import snapshots
 from transferqueue.server.durability.journal import Level, SqliteJournal
 from transferqueue.server.durability.recorded_ledger import RecordedLedger, replay_journal
-from transferqueue.storage import snapshot
-from transferqueue.storage.inputs import from_snapshot as frozen
+from transferqueue.storage.inputs import from_snapshot
 from transferqueue.wire import messages as m
 
 ROOMS = (
     str(Path(planting.__file__).parent),
-    *(str(module.__file__) for module in (cutfiles, snapshots, frozen, snapshot)),
+    *(str(module.__file__) for module in (cutfiles, snapshots, from_snapshot, snapshot_directory)),
 )
 WORK = frozenset({"_read", "_settle", "_plant"})
 """Of the functions that begin, follow and clean up a work, those that do it."""

@@ -15,7 +15,7 @@ from transferqueue.cli.connection import ADDRESS_VARIABLE
 from transferqueue.cli.screens.terminal import say
 
 if TYPE_CHECKING:
-    from transferqueue.weights.relay import RelayProcess
+    from transferqueue.weights import RelayProcess
 
 EXAMPLES = (
     (
@@ -90,7 +90,7 @@ def relay(
     each error of the network, after which it is tried again. With --serve, the first line is "ready" and its addresses.
     """
     from transferqueue.errors import UsageError
-    from transferqueue.weights.relay import WAIT_S, RelayProcess
+    from transferqueue.weights import WAIT_S, RelayProcess
 
     place = into or (None if serving else os.environ.get(ADDRESS_VARIABLE))
     if (place is None) == (not serving):

@@ -30,11 +30,11 @@ from transferqueue.ledger.rows.facts import DTYPES, UNSET
 from transferqueue.ledger.tasks.task_state import STATES
 from transferqueue.limits import MIB
 from transferqueue.schema import Field
+from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.export import arrow_type
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import U8
-from transferqueue.storage.snapshot import SnapshotReader, SnapshotWriter
 from transferqueue.wire.messages import BlockLocation, TableTerms
 
 CHUNK_ROWS: Final = 1 << 16

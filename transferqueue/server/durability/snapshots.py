@@ -46,6 +46,7 @@ from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.limits import MIB
+from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter
 from transferqueue.server.durability.snapshot_files import (
     ValueChunk,
     check_cut,
@@ -60,7 +61,6 @@ from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.from_snapshot import columns_from_arrow
 from transferqueue.storage.memory.checksum import checksum
-from transferqueue.storage.snapshot import SnapshotReader, SnapshotWriter
 from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import CoordinatorIndex
 

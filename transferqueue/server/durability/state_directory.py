@@ -44,7 +44,7 @@ from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena, room
 from transferqueue.storage.memory.checksum import UNCHECKED, checksum
 from transferqueue.transport import FileLock
-from transferqueue.transport.system.private_files import private_directory, settle, write_private
+from transferqueue.transport.system.private_files import private_directory, sync_directory, write_private
 from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.server")
@@ -225,7 +225,7 @@ class StateDirectory:
         for name in (past.JOURNAL, *_beside(past.JOURNAL), *arenas, past.LINK, past.ABOUT):
             with suppress(FileNotFoundError):
                 (self.path / name).rename(aside / name)
-        settle(self.path)
+        sync_directory(self.path)
         return aside
 
     def _begin(self, arena_bytes: int | None, shared: Path, made: ExitStack) -> SqliteJournal:
@@ -283,7 +283,7 @@ class StateDirectory:
         link = self.path / past.LINK
         if not link.is_symlink():
             link.symlink_to(arena)
-            settle(self.path)
+            sync_directory(self.path)
 
 
 def _beside(database: str) -> tuple[str, str]:

@@ -29,9 +29,9 @@ from typing import Any, BinaryIO, Final
 import msgspec
 import xxhash
 
-from transferqueue.directories import make_directories
 from transferqueue.errors import Corruption, NotFound, OutOfMemory, PeerError, UsageError
 from transferqueue.limits import MIB
+from transferqueue.transport.system.private_files import make_directories, sync_directory
 
 MANIFEST: Final = "MANIFEST.json"
 DIGEST: Final = "MANIFEST.xxh3"
@@ -148,11 +148,11 @@ class SnapshotWriter:
                     file.flush()
                     os.fsync(file.fileno())
             for directory in [one for one in self._made.rglob("*") if one.is_dir()] + [self._made]:
-                _sync(directory)
+                sync_directory(directory)
             there = numbered(self._parent)
             path = self._parent / f"{int(there[-1].name) + 1 if there else 1:06d}"
             self._made.rename(path)
-            _sync(self._parent)
+            sync_directory(self._parent)
             for old in there[: max(0, len(there) + 1 - keep)]:
                 shutil.rmtree(old)
         return path
@@ -335,14 +335,6 @@ def _compare(snapshot: Path, name: str, entry: FileEntry, progress: Callable[[in
 
 def _private(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextmanager

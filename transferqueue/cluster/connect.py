@@ -1,4 +1,4 @@
-"""How a program gets a queue: with a server of its own inside this process, or from one that runs elsewhere."""
+"""`connect` and `aconnect`: open a queue on a running deployment, or on a server embedded in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transferqueue.client.aio.awaitable import AwaitableContext
 from transferqueue.client.aio.queue import AsyncQueue
 from transferqueue.client.client import ClientSession, Data, open_client
 from transferqueue.client.handles.coordinators import check_seats
-from transferqueue.client.operations import arguments as checks
+from transferqueue.client.operations import arguments
 from transferqueue.client.session.addresses import EMBEDDED, endpoints, listed, named_server
 from transferqueue.client.sync.queue import Queue
 from transferqueue.cluster.on_ray.messages import is_ray_address, parse_named
@@ -21,7 +21,7 @@ from transferqueue.errors import UsageError
 from transferqueue.transport.security.keys import ClientKeys
 
 CONNECT_S: Final = 10.0
-"""A server that is being started is up by then; one that is not there is noticed before patience ends."""
+"""Long enough for a server that is starting, short enough to notice one that is missing."""
 
 
 def connect(
@@ -35,29 +35,30 @@ def connect(
     data: Data = "auto",
     verify: bool = False,
 ) -> Queue:
-    """A queue: of the server at ``ipc://...`` or ``tcp://...``, or of ``ray://NAMESPACE/NAME``, which `deploy_ray` made in the Ray
-    cluster of this process (``ray``: the one with default names), or of a server embedded in this process (``embedded``).
+    """Open a queue. Blocks until the server answers.
 
-    Without an address it is the server that ``$TRANSFERQUEUE_ADDRESS`` names, else ``$TRANSFERQUEUE_TOKEN``, as of every command;
-    where neither is set, or arena_bytes or runtime is given, it is an embedded one (docs/ENVIRONMENT.md).
+    address: ``ipc://...`` or ``tcp://...`` of a running server; ``ray://NAMESPACE/NAME`` of a deployment that `deploy_ray` started in
+    the Ray cluster of this process (``ray``: the one with the default names); or ``embedded`` for a server inside this process. None:
+    the server that ``$TRANSFERQUEUE_ADDRESS`` names, else ``$TRANSFERQUEUE_TOKEN``, as for every command; an embedded server if
+    neither is set, or if arena_bytes or runtime is given (docs/ENVIRONMENT.md).
 
-    A deployment of several coordinators is joined by the addresses of all, in any order: joined by commas, or in a list
-    (docs/CLUSTER.md); `UsageError` unless they are all of one deployment, each once. One address leads to one alone, and to
-    what it has.
+    To join a deployment of several coordinators, give the addresses of all, in any order, in a list or separated by commas
+    (docs/CLUSTER.md); `UsageError` unless each coordinator of one deployment is named exactly once. A queue with the address of one
+    coordinator has the tables of that coordinator only.
 
-    A server that asks for keys is joined with a token (``tqjoin_...``, from `transferqueue keys token`) in place of the
-    address, or as `key` beside a tcp address; where neither is given, with that of ``$TRANSFERQUEUE_TOKEN``.
+    To join a server with keys, give a token (``tqjoin_...``, from `transferqueue keys token`) as the address, or as `key` beside a
+    tcp address. If neither is given, the token of ``$TRANSFERQUEUE_TOKEN`` is used.
 
-    An embedded server ends with the queue; until then others of the same user connect to `Queue.address`.
-    timeout_s: how long to wait for a server to answer, then `Unreachable`. label: how people see this client in
-    `transferqueue top`. For an embedded server only: arena_bytes, the ceiling of its memory (such as ``"8GiB"``), and
-    runtime, a private directory for its socket (None: the user's). data: ``"remote"`` has a tcp client send and receive its
-    bytes over the network even where it could map the server's memory, as clients on other machines do. verify: compare each
-    block that a lease or a read names with the checksum that it was put with, once; blocks have one where the server
-    keeps them on a disk (``--durability disk``). `Corruption` then names the rows that are damaged, and nothing of them is handed out.
+    timeout_s: seconds to wait for the server's answer, then `Unreachable`. label: the name of this client in `transferqueue top`.
+    arena_bytes: the most memory of an embedded server, such as ``"8GiB"``. runtime: a private directory for the socket of an
+    embedded server (None: the user's). data: ``"remote"`` makes a tcp client send and receive its bytes over the network even if it
+    could map the server's memory, as clients on other machines do. verify: compare each block that a lease or a read names with its
+    checksum, once. Blocks have checksums if the server keeps them on a disk (``--durability disk``). `Corruption` then names the
+    damaged rows, and the client delivers none of them.
 
-    The queue may be used from any thread, and is closed by ``with``, by `Queue.close`, by collection of its last
-    handle, or at exit.
+    An embedded server ends with the queue. Until then other processes of the same user can connect to `Queue.address`.
+    The queue may be used from any thread. ``with``, `Queue.close`, the collection of its last handle, or the exit of the process
+    closes it.
 
     Example:
         >>> import transferqueue as tq
@@ -82,7 +83,7 @@ def aconnect(
     data: Data = "auto",
     verify: bool = False,
 ) -> AwaitableContext[AsyncQueue]:
-    """A queue for event loops; arguments as of `connect`.
+    """Open a queue for event loops, without blocking the loop. Arguments and errors as of `connect`.
 
     ``queue = await tq.aconnect()``, or ``async with tq.aconnect() as queue``.
     """
@@ -105,10 +106,10 @@ def _clients(
     data: Data,
     verify: bool,
 ) -> list[ClientSession]:
-    """A session with each coordinator, or with a server of its own."""
+    """A session with each coordinator, or with an embedded server."""
     if verify not in (False, True):
         raise UsageError(f"verify={verify!r} is neither True nor False")
-    deadline = time.monotonic() + checks.seconds("timeout_s", timeout_s)
+    deadline = time.monotonic() + arguments.seconds("timeout_s", timeout_s)
     if not isinstance(label, str):
         raise UsageError(f"label={label!r} is {type(label).__name__}; give text")
     own = arena_bytes is not None or runtime is not None
@@ -119,8 +120,8 @@ def _clients(
             )
     if address is None and not own and key is None:
         address = named_server()
-    ways = [] if address == EMBEDDED or (address is None and (own or not key)) else endpoints(address, key)
-    if not ways:
+    servers = [] if address == EMBEDDED or (address is None and (own or not key)) else endpoints(address, key)
+    if not servers:
         if key:
             raise UsageError(
                 "a key is for a server that runs, arena_bytes and runtime for an embedded one; give either"
@@ -133,11 +134,11 @@ def _clients(
         return [_embedded(arena_bytes, runtime, timeout_s, label, data)]
     if own:
         raise UsageError(
-            f"arena_bytes and runtime are for an embedded server, but the server at {ways[0][0]} runs already; give them there"
+            f"arena_bytes and runtime are for an embedded server, but the server at {servers[0][0]} runs already; give them there"
         )
     with ExitStack() as opened:
         clients = []
-        for place, keys in ways:
+        for place, keys in servers:
             for client in _opened(place, keys, deadline, label, data):
                 clients.append(client)
                 opened.callback(client.close)
@@ -149,25 +150,25 @@ def _clients(
 
 
 def _opened(address: str, keys: ClientKeys | None, deadline: float, label: str, data: Data) -> Iterator[ClientSession]:
-    """The sessions that an address leads to: one, or with a name on Ray those of all its coordinators."""
-    ways = {address: (address, keys)}
+    """The session that an address leads to. A name on Ray leads to a session with each of its coordinators."""
+    servers = {address: (address, keys)}
     if is_ray_address(address):
         from transferqueue.cluster.on_ray.lookup import server_addresses
 
-        ways = server_addresses(parse_named(address), _left(deadline), near=data == "auto")
-    for known_as, (place, shown) in ways.items():
-        yield open_client(place, _left(deadline), label, keys=shown, data=data, known_as=known_as)
+        servers = server_addresses(parse_named(address), _left(deadline), near=data == "auto")
+    for known_as, (place, server_keys) in servers.items():
+        yield open_client(place, _left(deadline), label, keys=server_keys, data=data, known_as=known_as)
 
 
 def _left(deadline: float) -> float:
-    """Seconds, as a person would say them."""
+    """Seconds until the deadline, rounded for messages."""
     return max(0.0, round(deadline - time.monotonic(), 2))
 
 
 def _embedded(
     arena_bytes: int | str | None, runtime: str | Path | None, timeout_s: float, label: str, data: Data
 ) -> ClientSession:
-    from transferqueue.server.process import embedded  # only who has a server of its own loads one
+    from transferqueue.server.process import embedded  # loads the server, which other clients do not need
 
     server = embedded.start(arena_bytes, runtime)
     try:
