@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.harness import ROOT
-from transferqueue.server.files import SHARED_MEMORY, arena_root, sweep_arenas
+from transferqueue.server.files import SHARED_MEMORY, arena_root, remove_stale_arenas
 
 START_S = 20
 
@@ -66,4 +66,4 @@ class Server:
         self.process.wait(START_S)
         shutil.rmtree(self.folder, ignore_errors=True)
         if (root := arena_root(SHARED_MEMORY)) is not None:
-            sweep_arenas(root)  # of a state that is no more
+            remove_stale_arenas(root)  # of a state that is no more

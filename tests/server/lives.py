@@ -29,13 +29,13 @@ class Life(Bench):
         place = ServerIdentity(
             epoch=ledger.epoch, address="ipc:///x", runtime="/r", version="0", pid=os.getpid(), started_at=0.0
         )
-        self.node = Coordinator(ledger, memory, place, watcher=self.watched, durability=self.state)
+        self.coordinator = Coordinator(ledger, memory, place, watcher=self.watched, durability=self.state)
         self.now = self.state.clock()
-        self.lost = resume_sessions(self.node, self.state)
+        self.lost = resume_sessions(self.coordinator, self.state)
         self.deliver()
 
     def deliver(self):
-        self.node.commit()
+        self.coordinator.commit()
         super().deliver()
 
     def crash(self):

@@ -49,7 +49,7 @@ class Bench:
             started_at=0.0,
             lock_directory=swept,
         )
-        self.node = Coordinator(
+        self.coordinator = Coordinator(
             Ledger(epoch=EPOCH),
             OwnShardMemory(self.arena),
             place,
@@ -62,30 +62,30 @@ class Bench:
         self.answered = {}
 
     def close(self):
-        self.node.stop()
+        self.coordinator.stop()
         self.arena.close()
         for descriptor in self.descriptors:
             os.close(descriptor)
 
     def receive(self, peer, frame):
-        self.node.receive(peer, frame, self.now)
+        self.coordinator.receive(peer, frame, self.now)
         self.deliver()
 
     def deliver(self):
-        for peer, frame in self.node.outbox:
+        for peer, frame in self.coordinator.outbox:
             answer = codec.decode_answer(frame)
-            assert answer.epoch == self.node.identity.epoch
+            assert answer.epoch == self.coordinator.identity.epoch
             self.answered.setdefault(peer, []).append((answer.id, answer.reply))
-        self.node.outbox = []
+        self.coordinator.outbox = []
 
     def pass_time(self, seconds):
         """Every deadline on the way is kept, as the loop would."""
         until = self.now + seconds
-        while (deadline := self.node.next_deadline()) is not None and deadline <= until:
+        while (deadline := self.coordinator.next_deadline()) is not None and deadline <= until:
             self.now = max(self.now, deadline)
-            self.node.tick(self.now)
+            self.coordinator.tick(self.now)
         self.now = until
-        self.node.tick(self.now)
+        self.coordinator.tick(self.now)
         self.deliver()
 
     def client(self, **hello):

@@ -92,8 +92,8 @@ requests = st.one_of(
 
 def check(bench, witness):
     bench.pass_time(3)
-    assert bench.node.counters.internal_errors == 0
-    assert len(bench.node.waiting) == 0
+    assert bench.coordinator.counters.internal_errors == 0
+    assert len(bench.coordinator.waiting) == 0
     audit = codec.decode_plain(witness.ask(m.Observe("audit")).value)
     assert audit["balanced"], audit
 

@@ -312,7 +312,7 @@ def test_tickets_of_a_kept_key_go_on_for_what_is_left(bench):
     bench.say(bench.write(granted, 4), [b"abcd"])
     with pytest.raises(BY_NAME["Disconnected"], match="freed since"):
         raise refused(bench)
-    after.go_on([SESSION], [EXTENT])
+    after.resume([SESSION], [EXTENT])
     bench.say(bench.write(granted, 4), [b"abcd"])
     assert bytes(bench.arena[:4]) == b"abcd"
 

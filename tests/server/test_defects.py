@@ -57,14 +57,14 @@ def test_a_defect_ends_the_session_that_met_it_and_no_other(bench, monkeypatch, 
     waits = victim.post(lease(9, wait_s=60.0))
     victim.seen = 2
     with monkeypatch.context() as patch:
-        patch.setattr(getattr(bench.node, target), name, broken)
+        patch.setattr(getattr(bench.coordinator, target), name, broken)
         call = victim.post(request_)
     failed = victim.take(call)
     assert failed.error == "InternalError"
     (number,) = re.findall(r"please report defect (\S+) with the server's log", failed.text)
     assert "a defect of the test" in failed.text
     assert victim.take(waits).error == "Disconnected"
-    assert victim.session not in {one.number for one in bench.node.sessions}
+    assert victim.session not in {one.number for one in bench.coordinator.sessions}
     logged = [record for record in caplog.records if number in record.getMessage()]
     assert len(logged) == 1
     assert logged[0].exc_info
@@ -77,16 +77,16 @@ def test_a_request_that_waits_meets_its_defect_for_its_own_session(bench, monkey
     waiter, other = bench.client(**local()), bench.client(**local())
     other.create_table()
     waits = waiter.post(lease(2, wait_s=60.0))
-    apply = bench.node.ledger.apply
+    apply = bench.coordinator.ledger.apply
 
     def fails_for_leases(request, **told):
         return broken() if isinstance(request, m.LeaseRequest) else apply(request, **told)
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench.node.ledger, "apply", fails_for_leases)
+        patch.setattr(bench.coordinator.ledger, "apply", fails_for_leases)
         assert isinstance(other.ask(other.put(2)), m.PutRows), "who put is not who failed"
     assert waiter.take(waits).error == "InternalError"
-    assert {one.number for one in bench.node.sessions} == {other.session}
+    assert {one.number for one in bench.coordinator.sessions} == {other.session}
 
 
 def test_a_hello_that_meets_a_defect_leaves_no_half_of_a_session(bench, monkeypatch):
@@ -94,10 +94,10 @@ def test_a_hello_that_meets_a_defect_leaves_no_half_of_a_session(bench, monkeypa
     for target, name in [("ledger", "open_session"), ("shards", "join"), ("_watcher", "watch")]:
         before = set(os.listdir("/proc/self/fd"))
         with monkeypatch.context() as patch:
-            where = bench.node._watcher if target == "_watcher" else getattr(bench.node, target)
+            where = bench.coordinator._watcher if target == "_watcher" else getattr(bench.coordinator, target)
             patch.setattr(where, name, broken)
             assert bench.client(**local()).welcome.error == "InternalError"
-        assert len(bench.node.sessions) == len(bench.node.ledger.state.sessions) == 1
+        assert len(bench.coordinator.sessions) == len(bench.coordinator.ledger.state.sessions) == 1
         assert set(os.listdir("/proc/self/fd")) == before
     assert stats(other)["internal_errors"] == 3
 
@@ -111,14 +111,14 @@ def test_a_kernel_that_watches_no_more_processes_refuses_the_session(bench, monk
     assert (refused.error, refused.text) == (
         "Full", f"session refused: the kernel does not watch process {os.getpid()}: No space left on device",
     )  # fmt: skip
-    assert len(bench.node.sessions) == len(bench.node.ledger.state.sessions) == 0
+    assert len(bench.coordinator.sessions) == len(bench.coordinator.ledger.state.sessions) == 0
 
 
 @pytest.mark.parametrize("pid", [1 << 31, 1 << 53, (1 << 63) - 1, (1 << 64) - 1, -1, -(1 << 63)])
 def test_a_process_number_beyond_the_kernels_is_refused(bench, pid):
     refused = bench.client(host=this_host(), pid=pid).welcome
     assert refused.error == "ProtocolError"
-    assert bench.node.counters.internal_errors == 0
+    assert bench.coordinator.counters.internal_errors == 0
 
 
 def test_what_is_due_meets_a_defect_and_all_else_that_is_due_happens(bench, monkeypatch):
@@ -126,24 +126,24 @@ def test_what_is_due_meets_a_defect_and_all_else_that_is_due_happens(bench, monk
     client.create_table()
     waits = client.post(lease(1, wait_s=1.0))
     with monkeypatch.context() as patch:
-        patch.setattr(bench.node.memory, "trim", broken)
-        patch.setattr(bench.node.memory, "next_deadline", lambda: 0.0)
-        patch.setattr(bench.node.sessions, "silent", broken)
+        patch.setattr(bench.coordinator.memory, "trim", broken)
+        patch.setattr(bench.coordinator.memory, "next_deadline", lambda: 0.0)
+        patch.setattr(bench.coordinator.sessions, "silent", broken)
         bench.now = 2.0
-        bench.node.tick(bench.now)
+        bench.coordinator.tick(bench.now)
         bench.deliver()
-        assert bench.node.next_deadline() == bench.now + DEFECT_PAUSE_S, "not at once again, and again"
-        bench.node.tick(bench.now)
-        assert bench.node.counters.internal_errors == 2
+        assert bench.coordinator.next_deadline() == bench.now + DEFECT_PAUSE_S, "not at once again, and again"
+        bench.coordinator.tick(bench.now)
+        assert bench.coordinator.counters.internal_errors == 2
     assert client.take(waits).error == "DeadlineExceeded"
-    assert len(bench.node.sessions) == 1, "time is nobody's request"
+    assert len(bench.coordinator.sessions) == 1, "time is nobody's request"
     bench.pass_time(DEFECT_PAUSE_S)
-    assert bench.node.next_deadline() is None
+    assert bench.coordinator.next_deadline() is None
 
 
 def test_an_answer_that_cannot_be_told_is_told_so(bench):
     client = bench.client(**local())
-    bench.node._answer(client.peer, 7, m.Failed("UsageError", "a file named \udcff"))
+    bench.coordinator._answer(client.peer, 7, m.Failed("UsageError", "a file named \udcff"))
     bench.deliver()
     assert "cannot be sent" in client.take(7).text
 
@@ -154,7 +154,7 @@ def test_a_journal_that_cannot_be_written_still_ends_the_server(bench, monkeypat
     def fails(*_args, **_kwargs):
         raise JournalFailed("full")
 
-    monkeypatch.setattr(bench.node.ledger, "apply", fails)
+    monkeypatch.setattr(bench.coordinator.ledger, "apply", fails)
     with pytest.raises(JournalFailed):
         client.post(m.ListTables())
 

@@ -23,8 +23,8 @@ from transferqueue.server.durability import recovery as past
 from transferqueue.server.durability import state_directory as durable
 from transferqueue.server.durability.journal import Level, SqliteJournal, read_journal
 from transferqueue.server.durability.state_directory import StateDirectory
-from transferqueue.server.files import served_arena, sweep_arenas
-from transferqueue.server.process.supervisor import EXIT_TOLD, EXIT_WRONG_CALL
+from transferqueue.server.files import remove_stale_arenas, served_arena
+from transferqueue.server.process.supervisor import EXIT_REPORTED, EXIT_WRONG_CALL
 from transferqueue.server.sessions import liveness as evidence
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.transport import FileLock, this_host
@@ -72,7 +72,7 @@ def test_the_next_server_goes_on(lives, level):
     client.ask(client.put(3))
     leased = client.ask(m.LeaseRequest("t", "train", rows=2))
     second = lives(level)
-    assert second.node.identity.epoch == first.node.identity.epoch + 1
+    assert second.coordinator.identity.epoch == first.coordinator.identity.epoch + 1
     assert second.file == first.file
     client = again(second, client)
     assert client.ask(m.Ack("t", leased.lease, leased.token)) == m.DoneReply(2)
@@ -83,14 +83,14 @@ def test_extents_that_are_in_use_are_not_lent_again(lives):
     first = lives()
     client = first.client()
     granted = client.ask(m.Grant(100_000))
-    client.bench.node.commit()
-    used = first.node.memory.used
+    client.bench.coordinator.commit()
+    used = first.coordinator.memory.used
     second = lives()
-    assert (second.node.memory.used, second.node.memory.extents) == (used, 1)
+    assert (second.coordinator.memory.used, second.coordinator.memory.extents) == (used, 1)
     other = second.client().ask(m.Grant(100_000))
     assert abs(other.offset - granted.offset) >= 100_000
     again(second, client).ask(m.ReturnGrant(granted.extent))
-    assert second.node.memory.extents == 1
+    assert second.coordinator.memory.extents == 1
 
 
 def test_what_was_not_committed_never_happened(lives):
@@ -100,7 +100,7 @@ def test_what_was_not_committed_never_happened(lives):
     first.deliver = lambda: None
     client.post(client.put(3))
     second = lives()
-    assert second.node.ledger.state.tables["t"].rows_put == 0
+    assert second.coordinator.ledger.state.tables["t"].rows_put == 0
 
 
 def test_time_stands_still_between_lives(lives):
@@ -151,8 +151,8 @@ def test_a_client_that_died_meanwhile_is_found_dead(lives, tmp_path):
     client.ask(m.Grant(5000))
     lock.release()
     second = lives()
-    assert len(second.node.sessions) == 0
-    assert second.node.memory.extents == 0
+    assert len(second.coordinator.sessions) == 0
+    assert second.coordinator.memory.extents == 0
     assert second.client().ask(m.LeaseRequest("t", "train", rows=1)).content.rows == bytes(8)
 
 
@@ -164,13 +164,13 @@ def test_memory_of_a_dead_process_stays_while_its_lock_is_held(lives, tmp_path, 
     client.ask(m.Grant(5000))
     monkeypatch.setattr(evidence, "_pidfd_of", _no_such_process)
     second = lives()
-    assert len(second.node.sessions) == 0
-    assert second.node.memory.extents == 1
+    assert len(second.coordinator.sessions) == 0
+    assert second.coordinator.memory.extents == 1
     third = lives()
-    assert third.node.memory.extents == 1
+    assert third.coordinator.memory.extents == 1
     lock.release()
     third.pass_time(5.0)
-    assert third.node.memory.extents == 0
+    assert third.coordinator.memory.extents == 0
 
 
 def _no_such_process(pid):
@@ -183,10 +183,10 @@ def test_a_distant_client_is_waited_for_and_judged_by_silence(lives):
     client.ask(m.Grant(5000))
     second = lives()
     second.pass_time(9.0)
-    assert len(second.node.sessions) == 1
+    assert len(second.coordinator.sessions) == 1
     second.pass_time(2.0)
-    assert len(second.node.sessions) == 0
-    assert second.node.memory.extents == 0
+    assert len(second.coordinator.sessions) == 0
+    assert second.coordinator.memory.extents == 0
 
 
 # ---------------------------------------------------------------- what is refused
@@ -222,7 +222,7 @@ def test_about_is_written_again_from_the_arena(lives, data):
     about = life.state.path / "about.json"
     before = about.read_bytes()
     about.unlink() if data is None else about.write_bytes(data)
-    assert "t" in lives().node.ledger.state.tables
+    assert "t" in lives().coordinator.ledger.state.tables
     assert about.read_bytes() == before
 
 
@@ -234,7 +234,7 @@ def test_without_its_link_it_is_told_where_the_memory_was(lives, shared):
     target = link.readlink()
     link.unlink()
     (root,) = shared.iterdir()
-    sweep_arenas(root)
+    remove_stale_arenas(root)
     with pytest.raises(Corruption, match=rf"the link arena, .*, is missing; .*ln -s {target} {link}"):
         lives()
     link.symlink_to(target)
@@ -261,7 +261,7 @@ def test_nothing_is_touched_before_the_journal_was_read(lives, name):
     aside.rename(kept)
     second = lives(Level.DISK)
     assert second.state.damaged() == []
-    assert second.node.ledger.state.tables["t"].rows_put == 2
+    assert second.coordinator.ledger.state.tables["t"].rows_put == 2
 
 
 def contents(path):
@@ -294,7 +294,7 @@ def test_a_loss_that_is_accepted_leaves_the_files_aside(lives, caplog):
     for number in (1, 2):
         second = lives(Level.DISK, accept_loss=True)
         assert f"The loss is accepted: files kept in {life.state.path}/lost-{number}" in caplog.text
-        assert not second.node.ledger.state.tables
+        assert not second.coordinator.ledger.state.tables
         kept = life.state.path / f"lost-{number}"
         assert {"journal.sqlite", "about.json", "arena"} <= {one.name for one in kept.iterdir()}
         assert len((kept / "arena").read_bytes()) == MIB + PAGE_BYTES
@@ -311,7 +311,7 @@ def test_the_command_says_which_command_accepts_the_loss(lives, tmp_path, capsys
     life.crash()
     (life.state.path / "journal.sqlite").unlink()
     where = ["--address", f"ipc://{tmp_path}/run/q.sock", "--durability", "disk", "--state", str(life.state.path)]
-    assert main(where) == EXIT_TOLD
+    assert main(where) == EXIT_REPORTED
     told = capsys.readouterr().err
     assert "has no journal (journal.sqlite is missing or empty), though its arena" in told
     assert f"transferqueue serve --durability disk --state {life.state.path} --accept-loss" in told
@@ -321,7 +321,7 @@ def test_the_command_says_which_command_accepts_the_loss(lives, tmp_path, capsys
 
 def test_accepting_a_loss_loses_nothing_that_is_whole(lives):
     lives().client().create_table()
-    assert "t" in lives(accept_loss=True).node.ledger.state.tables
+    assert "t" in lives(accept_loss=True).coordinator.ledger.state.tables
 
 
 def test_memory_that_vanished_without_a_reboot_is_no_reason_to_begin_anew(lives):
@@ -333,7 +333,7 @@ def test_memory_that_vanished_without_a_reboot_is_no_reason_to_begin_anew(lives)
     life.file.unlink()
     with pytest.raises(Corruption, match=r'is missing, though the machine was not .*Rows that are lost: {"t": 3}'):
         lives()
-    assert not lives(accept_loss=True).node.ledger.state.tables
+    assert not lives(accept_loss=True).coordinator.ledger.state.tables
 
 
 def test_a_server_that_died_while_it_made_its_files_leaves_a_new_directory(lives, shared, monkeypatch):
@@ -388,7 +388,7 @@ def test_an_arena_that_a_state_names_is_never_swept(lives, shared):
     life = lives()
     life.crash()
     (root,) = shared.iterdir()
-    sweep_arenas(root)
+    remove_stale_arenas(root)
     served_arena(MIB, shared).close()
     assert life.file.exists()
     assert lives().file == life.file
@@ -409,7 +409,7 @@ def test_an_arena_whose_state_names_another_is_swept(lives, shared, tmp_path):
     (life.state.path / "arena").unlink()
     (life.state.path / "arena").symlink_to(tmp_path / "other" / "arena")
     (root,) = shared.iterdir()
-    sweep_arenas(root)
+    remove_stale_arenas(root)
     assert not list(root.iterdir())
 
 
@@ -420,7 +420,7 @@ def test_without_room_on_shared_memory_the_arena_lies_in_the_state(lives, tmp_pa
     client = life.client()
     client.create_table()
     client.ask(client.put(2))
-    assert lives().node.ledger.state.tables["t"].rows_put == 2
+    assert lives().coordinator.ledger.state.tables["t"].rows_put == 2
 
 
 # ---------------------------------------------------------------- reboots
@@ -442,9 +442,9 @@ def test_what_level_process_held_is_gone_after_a_reboot_and_told(lives, monkeypa
     second = lives()
     assert "which is gone with a reboot; beginning anew, files kept in" in caplog.text
     assert 'Rows that are lost: {"t": 3}' in caplog.text
-    assert not second.node.ledger.state.tables
+    assert not second.coordinator.ledger.state.tables
     assert (second.state.path / "lost-1" / "journal.sqlite").exists()
-    assert len(second.node.sessions) == 0
+    assert len(second.coordinator.sessions) == 0
 
 
 def test_disk_checks_every_block_after_a_reboot_and_serves_none_that_is_damaged(lives, monkeypatch):
@@ -454,7 +454,7 @@ def test_disk_checks_every_block_after_a_reboot_and_serves_none_that_is_damaged(
     for fill in range(4):
         assert isinstance(write(life, client, 2, fill), m.PutRows)
     client.ask(m.LeaseRequest("t", "train", rows=2))
-    blocks = life.node.ledger.state.core.blocks.blocks
+    blocks = life.coordinator.ledger.state.core.blocks.blocks
     assert all(one.at.checksum for one in blocks.values())
     torn = blocks[2].at
     life.crash()
@@ -467,11 +467,11 @@ def test_disk_checks_every_block_after_a_reboot_and_serves_none_that_is_damaged(
     client = second.client()
     rows = client.ask(m.LeaseRequest("t", "train", rows=8, at_least=1)).content.rows
     assert list(memoryview(rows).cast("q")) == [0, 1, 4, 5, 6, 7]
-    table = second.node.ledger.state.tables["t"]
+    table = second.coordinator.ledger.state.tables["t"]
     assert (table.rows_put, table.rows_live, table.rows_dropped) == (8, 6, {"lost": 2})
     third = lives(Level.DISK)
     assert third.lost == {}
-    assert third.node.ledger.state.tables["t"].rows_dropped == {"lost": 2}
+    assert third.coordinator.ledger.state.tables["t"].rows_dropped == {"lost": 2}
 
 
 def test_rows_that_were_kept_lack_their_values_and_weights_are_gone(lives, monkeypatch, caplog):
@@ -494,11 +494,11 @@ def test_rows_that_were_kept_lack_their_values_and_weights_are_gone(lives, monke
     # No task waits for it, so no row is lost: the log alone tells.
     assert 'table "t", field "x": rows 0, 1' in caplog.text
     client = second.client()
-    table = second.node.ledger.state.tables["t"]
+    table = second.coordinator.ledger.state.tables["t"]
     assert (table.rows_done, table.rows_dropped, table.rows.pages.resident) == (2, {}, 2)
     assert 'does not have "x"' in client.ask(m.ReadRequest("t", np.arange(2).tobytes(), ["x"])).text
     assert "version 3" in client.ask(m.Pull("policy", version=3)).text
-    assert second.node.memory.extents == 0
+    assert second.coordinator.memory.extents == 0
 
 
 def test_blocks_on_a_disk_are_checked_without_a_reboot_too(lives, monkeypatch):
@@ -509,7 +509,7 @@ def test_blocks_on_a_disk_are_checked_without_a_reboot_too(lives, monkeypatch):
         client.ask(m.CreateTable("t", tasks=[Task("train", ["x"])], fields=[BIG]))
         write(life, client, 2, 1)
         write(life, client, 2, 2)
-        at = next(iter(life.node.ledger.state.core.blocks.blocks.values())).at
+        at = next(iter(life.coordinator.ledger.state.core.blocks.blocks.values())).at
         life.crash()
         with open(life.file, "r+b") as file:
             file.seek(at.offset + at.nbytes - 1)
@@ -570,7 +570,7 @@ def test_what_a_client_had_in_a_further_shard_is_free_if_it_died_while_no_server
     second = lives()
     shard.client, shard.epoch, shard.done, shard.waiting = again(second, shard.client), 101, 0, None
     shard.work()
-    (there,) = second.node.shards
+    (there,) = second.coordinator.shards
     assert there.used == 0
 
 
@@ -583,4 +583,4 @@ def test_the_number_of_a_shard_is_not_given_again_in_a_later_life(lives):
     shard.client.ask(m.Goodbye())
     second = lives()
     Joined(second)
-    assert [one.number for one in second.node.shards] == [2]
+    assert [one.number for one in second.coordinator.shards] == [2]

@@ -36,8 +36,12 @@ class World:
         self.lock = FileLock(root / f"lock-{id(self)}")
         self.lock.take()
         self.stirred = threading.Semaphore(0)
-        bench.node.snapshots = SnapshotJobs(
-            root, bench.node.ledger, bench.node.memory, wake=bench.node.waiting.wake, stir=self.stirred.release
+        bench.coordinator.snapshots = SnapshotJobs(
+            root,
+            bench.coordinator.ledger,
+            bench.coordinator.memory,
+            wake=bench.coordinator.waiting.wake,
+            stir=self.stirred.release,
         )
         self.client = client = bench.client(**local())
         tasks = [Task("train", ["x"], gives=["big"]), Task("whole", ["x"], groups=Complete())]
@@ -57,14 +61,14 @@ class World:
         self.block = pulled.blocks[0].block
 
     def close(self):
-        self.bench.node.snapshots.stop()
+        self.bench.coordinator.snapshots.stop()
         self.bench.close()
         self.lock.release()
 
     def outcome(self, work):
         """How a snapshot or restore ended."""
         while True:
-            self.bench.node.tick(self.bench.now)
+            self.bench.coordinator.tick(self.bench.now)
             reply = self.client.ask(m.WatchJob(work))
             if isinstance(reply, m.Failed) or reply.ended:
                 return reply
@@ -125,7 +129,7 @@ class World:
 
 
 def sessions(bench):
-    return {one.number for one in bench.node.sessions}
+    return {one.number for one in bench.coordinator.sessions}
 
 
 def judge(world):
@@ -133,7 +137,7 @@ def judge(world):
     bench = world.bench
     bench.pass_time(3)
     witness = bench.client(**local())
-    assert bench.node.counters.internal_errors == 0
+    assert bench.coordinator.counters.internal_errors == 0
     audit = codec.decode_plain(witness.ask(m.Observe("audit")).value)
     assert audit["balanced"], audit
     world.close()

@@ -82,25 +82,25 @@ def test_hello_again_is_the_same_session(bench):
     assert client.welcome.epoch == EPOCH
     again = client.ask(client.hello, call=1)
     assert again == client.welcome
-    assert len(bench.node.sessions) == 1
+    assert len(bench.coordinator.sessions) == 1
 
 
 def test_sessions_of_two_lives_of_a_server_have_different_numbers(bench):
     other = Bench()
-    other.node.sessions._last += 1 << 20  # as the next epoch would
+    other.coordinator.sessions._last += 1 << 20  # as the next epoch would
     assert other.client().session != bench.client().session
     other.close()
 
 
 def test_a_client_id_of_the_wrong_length_is_refused(bench):
     failed(bench.client(client=b"short").welcome, "UsageError", "client id has 5 bytes; send 16 random ones")
-    assert len(bench.node.sessions) == 0
+    assert len(bench.coordinator.sessions) == 0
 
 
 def test_a_lock_that_is_not_held_is_refused(bench, tmp_path):
     (tmp_path / "lock").touch()
     failed(bench.client(**local(tmp_path / "lock")).welcome, "UsageError", "is not locked by any process")
-    assert len(bench.node.sessions) == 0
+    assert len(bench.coordinator.sessions) == 0
 
 
 def test_only_who_is_seen_by_the_kernel_is_told_of_the_arena(bench):
@@ -144,7 +144,7 @@ def test_goodbye_ends_a_session_and_its_waits(bench):
     client.post(lease(1, wait_s=60.0))
     assert client.ask(m.Goodbye()) == m.DoneReply()
     assert rows_of(other.take(waiting)) == [0]
-    assert len(bench.node.waiting) == 0
+    assert len(bench.coordinator.waiting) == 0
     failed(client.ask(m.ListTables()), "Disconnected")
 
 
@@ -155,8 +155,8 @@ def test_a_dead_process_gives_its_leases_back_at_once(bench):
     client.ask(lease(1))
     assert list(bench.watched.pidfds) == [client.session]
     waiting = other.post(lease(1, wait_s=60.0))
-    bench.node.process_exited(client.session, bench.now)
-    bench.node.process_exited(client.session, bench.now)
+    bench.coordinator.process_exited(client.session, bench.now)
+    bench.coordinator.process_exited(client.session, bench.now)
     bench.deliver()
     assert rows_of(other.take(waiting)) == [0]
     assert bench.watched.pidfds == {}
@@ -165,13 +165,13 @@ def test_a_dead_process_gives_its_leases_back_at_once(bench):
 def test_memory_of_a_dead_session_stays_while_its_lock_is_held(bench, tmp_path):
     sessions = tmp_path / "sessions"
     sessions.mkdir()
-    bench.node.identity = msgspec.structs.replace(bench.node.identity, lock_directory=sessions)
+    bench.coordinator.identity = msgspec.structs.replace(bench.coordinator.identity, lock_directory=sessions)
     lock = FileLock(sessions / "client")
     assert lock.take()
     client, other = bench.client(**local(lock.path)), bench.client()
     client.ask(m.Grant(MIB))
     waiting = other.post(m.Grant(MIB, wait_s=60.0))
-    bench.node.process_exited(client.session, bench.now)
+    bench.coordinator.process_exited(client.session, bench.now)
     bench.pass_time(3 * LOCK_CHECK_S)
     assert other.take(waiting) is None
     assert [one["state"] for one in codec.decode_plain(other.ask(m.Observe("sessions")).value).values()] == [
@@ -191,7 +191,7 @@ def test_a_peer_that_does_not_read_is_dropped(bench):
     client.ask(client.put(1))
     client.ask(lease(1))
     waiting = other.post(lease(1, wait_s=60.0))
-    bench.node.peer_lost(client.peer, bench.now)
+    bench.coordinator.peer_lost(client.peer, bench.now)
     bench.deliver()
     assert rows_of(other.take(waiting)) == [0]
     assert stats(other)["server"]["sessions_dropped"] == 1
@@ -201,7 +201,7 @@ def test_stopping_tells_every_session_and_every_waiter(bench):
     client, other = bench.client(), bench.client()
     client.create_table()
     waiting = client.post(lease(1, wait_s=60.0))
-    bench.node.stop()
+    bench.coordinator.stop()
     bench.deliver()
     failed(client.take(waiting), "Disconnected", "was stopped")
     failed(client.take(0), "Disconnected", "the server at ipc:///x was stopped")
@@ -225,7 +225,7 @@ def test_a_call_sent_again_while_it_waits_is_answered_once(bench):
     client.create_table()
     waiting = client.post(lease(1, wait_s=60.0))
     assert client.take(client.post(lease(1, wait_s=60.0), call=waiting)) is None
-    assert len(bench.node.waiting) == 1
+    assert len(bench.coordinator.waiting) == 1
     other.ask(client.put(2))
     assert rows_of(client.take(waiting)) == [0]
     assert client.take(waiting) is None
@@ -408,7 +408,7 @@ def test_the_same_grant_again_is_the_same_extent(bench):
     first = client.ask(m.Grant(5000))
     assert first.nbytes == 2 * PAGE_BYTES
     assert client.ask(m.Grant(5000), call=client.ids) == first
-    assert bench.node.memory.used == 2 * PAGE_BYTES
+    assert bench.coordinator.memory.used == 2 * PAGE_BYTES
 
 
 def test_a_grant_waits_until_memory_is_free(bench):
@@ -473,10 +473,10 @@ def test_a_table_of_numbers_comes_back(bench):
 
 
 def test_a_client_of_another_protocol_is_answered_once_and_changes_nothing(bench):
-    bench.node.receive(b"old", OLD_HELLO, bench.now)
-    ((peer, answer),) = bench.node.outbox
-    bench.node.outbox = []
+    bench.coordinator.receive(b"old", OLD_HELLO, bench.now)
+    ((peer, answer),) = bench.coordinator.outbox
+    bench.coordinator.outbox = []
     assert peer == b"old"
     assert msgspec.msgpack.decode(answer)[2][:2] == ["Failed", "ProtocolError"]
-    assert len(bench.node.sessions) == 0
-    assert bench.node.counters.garbage == 1
+    assert len(bench.coordinator.sessions) == 0
+    assert bench.coordinator.counters.garbage == 1

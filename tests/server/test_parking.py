@@ -137,11 +137,11 @@ def test_a_wait_may_be_cut_short_but_not_drawn_out():
     assert due(parking) == [2]
 
 
-def test_the_agenda_does_not_grow_with_those_who_left():
+def test_the_deadlines_do_not_grow_with_those_who_left():
     parking = WaitQueue()
     for call in range(10_000):
         parking.remove(park(parking, call, lease(wait_s=1e6)))
-    assert len(parking._agenda) < 200
+    assert len(parking._deadlines) < 200
     assert parking.next_deadline() is None
 
 

@@ -54,7 +54,7 @@ def test_a_table_needs_as_many_shards_as_it_has_replicas(bench):
     assert client.ask(m.ListTables()).names == []
     shard = Joined(bench)
     assert isinstance(client.ask(REPLICATED), m.TableTerms)
-    bench.node.process_exited(shard.client.session, bench.now)
+    bench.coordinator.process_exited(shard.client.session, bench.now)
     again = m.CreateTable("t", fields=[BIG], tasks=[Task("train", ["x"])], replicas=2, exist_ok=True)
     assert isinstance(client.ask(again), m.TableTerms), "who only opens it needs no shard"
 
@@ -96,7 +96,7 @@ def test_rows_outlive_a_shard_and_are_read_from_the_other(bench, far):
     reader = bench.client(host="elsewhere") if far else bench.client(host=this_host(), pid=os.getpid())
     client.ask(REPLICATED)
     copied(client)
-    bench.node.process_exited(shard.client.session, bench.now)
+    bench.coordinator.process_exited(shard.client.session, bench.now)
     block = told(reader)
     assert (block.shard, block.copies, bool(block.ticket)) == (0, [], far)
     audit = codec.decode_plain(client.ask(m.Observe("audit")).value)["tables"]["t"]

@@ -82,7 +82,7 @@ def test_a_refused_request_changes_nothing(ring, role):
             refused += 1
     assert refused >= 4
     assert books(bench, admin) == before
-    assert len(bench.node.waiting) == 0
+    assert len(bench.coordinator.waiting) == 0
     bench.close()
 
 
@@ -116,19 +116,19 @@ def test_a_revoked_key_has_no_session_and_no_answer(ring):
     admin, consumer = ring.client(bench, "admin"), ring.client(bench, "consumer")
     admin.create_table()
     call = consumer.post(lease(1, 60.0))
-    assert len(bench.node.waiting) == 1
+    assert len(bench.coordinator.waiting) == 1
     keyring.revoke(ring.directory, "consumer")
     assert ring.ring.refresh()
-    bench.node.keys_changed(bench.now)
-    assert len(bench.node.waiting) == 0
-    assert len(bench.node.sessions) == 1
+    bench.coordinator.keys_changed(bench.now)
+    assert len(bench.coordinator.waiting) == 0
+    assert len(bench.coordinator.sessions) == 1
     answers = len(bench.answered[consumer.peer])
     admin.ask(admin.put(1))
     consumer.post(m.ListTables())
     bench.receive(consumer.peer, b"\x00")
     assert len(bench.answered[consumer.peer]) == answers
     assert consumer.take(call) is None
-    assert bench.node.counters.strangers == 2
+    assert bench.coordinator.counters.strangers == 2
     bench.close()
 
 
@@ -153,7 +153,7 @@ def test_a_frame_from_before_a_restart_does_not_end_the_session_of_a_key(ring):
     bench = ring.bench()
     client = ring.client(bench, "admin")
     client.create_table()
-    bench.node.sessions.get(client.session).peer = NOWHERE
+    bench.coordinator.sessions.get(client.session).peer = NOWHERE
     client.peer = KeyedPeer(b"another way", ring.keys["admin"])
     assert client.take(client.post(client.put(1))) is None
     assert client.ask(client.hello) == client.welcome

@@ -8,7 +8,7 @@ import pytest
 
 from transferqueue.errors import AddressInUse, UsageError
 from transferqueue.limits import MIB
-from transferqueue.server.files import RuntimeDirectory, served_arena, sweep_arenas
+from transferqueue.server.files import RuntimeDirectory, remove_stale_arenas, served_arena
 from transferqueue.transport import FileLock, IpcAddress
 from transferqueue.transport.system.private_files import private_directory
 
@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from transferqueue.server.files import RuntimeDirectory, served_arena
 from transferqueue.transport import IpcAddress
 home = RuntimeDirectory(IpcAddress(Path(sys.argv[1]) / "run" / "control.sock"))
-home.place.path.touch()
+home.address.path.touch()
 arena = served_arena(1 << 20, Path(sys.argv[1]))
 print(arena.arena.path, flush=True)
 sys.stdin.read()
@@ -62,7 +62,7 @@ def test_a_file_in_the_way_is_refused(tmp_path):
 
 def test_a_second_server_on_one_address_is_refused_and_changes_nothing(tmp_path):
     first = RuntimeDirectory(place(tmp_path))
-    first.place.path.touch()
+    first.address.path.touch()
     before = everything_in(tmp_path)
     with pytest.raises(AddressInUse, match=r"in use: a server that lives listens there; connect to it, stop it"):
         RuntimeDirectory(place(tmp_path))
@@ -83,7 +83,7 @@ def test_what_a_killed_server_left_is_removed_by_the_next(tmp_path):
         arena_path = Path(server.stdout.readline().strip())
         with pytest.raises(AddressInUse):
             RuntimeDirectory(place(tmp_path))
-        sweep_arenas(arena_path.parent.parent)
+        remove_stale_arenas(arena_path.parent.parent)
         assert arena_path.exists()
         server.kill()
     assert arena_path.exists()

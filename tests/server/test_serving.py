@@ -219,7 +219,7 @@ def test_an_idle_server_does_not_wake(running, clients):
     create(client)
     client.ask(m.ListTables())
     turns, cpu, began = running.loop.turns, time.process_time(), time.monotonic()
-    assert running.node.next_deadline() is None
+    assert running.coordinator.next_deadline() is None
     threading.Event().wait(0.3)
     assert running.loop.turns == turns
     assert time.process_time() - cpu < (time.monotonic() - began) / 3
@@ -279,17 +279,19 @@ def test_a_client_that_never_reads_is_dropped_and_no_one_else(running, clients):
     other.ask(m.PutRequest("t", 1, ONE_ROW))
     deaf.ask(lease())
     other.post(lease(wait_s=20))
-    while not running.node.counters.sessions_dropped:
+    while not running.coordinator.counters.sessions_dropped:
         assert deaf.ids < 64 * FRAMES_QUEUED_MAX
         for _ in range(FRAMES_QUEUED_MAX // 4):
             deaf.post(m.Observe("stats"))
-        while running.node.counters.calls < deaf.ids + pacer.ids:  # else its own channel would say that nobody reads
-            if running.node.counters.sessions_dropped:
+        while (
+            running.coordinator.counters.calls < deaf.ids + pacer.ids
+        ):  # else its own channel would say that nobody reads
+            if running.coordinator.counters.sessions_dropped:
                 break
             deaf.channel.wait(deaf.wakeup, 0)  # write what the kernel did not take at once
             pacer.ask(m.ListTables())
     assert other.take().reply.content.rows == bytes(8)
-    assert running.node.counters.sessions_dropped == 1
+    assert running.coordinator.counters.sessions_dropped == 1
 
 
 def test_a_client_in_this_process_that_leaves_without_a_word_is_closed(running, clients):

@@ -52,7 +52,7 @@ class Joined:
         hello = {"host": this_host(), "pid": os.getpid()} if host is None else {"host": host}
         self.offer = m.ShardOffer(**(facts | offer))
         self.client = bench.client(**hello, shard=self.offer)
-        self.epoch = bench.node.identity.epoch
+        self.epoch = bench.coordinator.identity.epoch
         self.done, self.failed, self.waiting = 0, [], None
         self.told = []
 
@@ -208,7 +208,7 @@ def test_with_a_shard_its_rows_are_lost_and_work_goes_on(bench):
     create(client)
     granted = write(client, nbytes=2 * PAGE_BYTES)
     assert granted.shard == 1
-    bench.node.process_exited(shard.client.session, bench.now)
+    bench.coordinator.process_exited(shard.client.session, bench.now)
     assert client.ask(put_into(granted, at=1024)).error == "ShardLost"
     audit = codec.decode_plain(client.ask(m.Observe("audit")).value)["tables"]["t"]
     assert audit["rows_put"] == 2
@@ -249,7 +249,7 @@ def test_numbers_are_not_given_twice(bench):
 def test_an_offer_that_is_none_is_refused_and_nothing_is_open(bench, offer, said):
     refused = Joined(bench, **offer).client.welcome
     assert (refused.error, refused.text) == ("UsageError", f"shard refused: {said}")
-    assert len(bench.node.sessions) == 0
+    assert len(bench.coordinator.sessions) == 0
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_a_shard_without_pages_counts_for_no_more_than_it_has(bench):
     first = client.ask(m.Grant(ARENA_STEP_BYTES - PAGE_BYTES))
     assert first.shard == 1
     shard.work(fail=m.AllocatePages)
-    (there,) = bench.node.shards
+    (there,) = bench.coordinator.shards
     assert there.lendable == ARENA_STEP_BYTES
     refused = client.ask(m.Grant(ARENA_STEP_BYTES, use="rows"))
     assert refused.error == "Impossible"

@@ -10,7 +10,7 @@ import pytest
 
 from transferqueue.errors import JournalFailed, OutOfMemory, UsageError
 from transferqueue.limits import RESTARTS_MAX
-from transferqueue.server.process.supervisor import EXIT_AGAIN, EXIT_TOLD, EXIT_WRONG_CALL, exit_code
+from transferqueue.server.process.supervisor import EXIT_AGAIN, EXIT_REPORTED, EXIT_WRONG_CALL, exit_code
 
 PROGRAM = """
 import os, signal, sys
@@ -52,7 +52,7 @@ def error(made):
     [
         (lambda: None, 0),
         (lambda: error(UsageError("wrong")), EXIT_WRONG_CALL),
-        (lambda: error(OutOfMemory("small")), EXIT_TOLD),
+        (lambda: error(OutOfMemory("small")), EXIT_REPORTED),
         (lambda: error(JournalFailed("full")), EXIT_AGAIN),
         (lambda: error(SystemExit(3)), 3),
         (lambda: error(SystemExit()), 0),
@@ -70,7 +70,7 @@ def test_what_ended_a_server_is_its_exit_code(run, code, capsys):
     [
         ("return", 0, ""),
         ("raise UsageError('not like this')", EXIT_WRONG_CALL, "transferqueue: not like this"),
-        ("raise Corruption('torn')", EXIT_TOLD, "transferqueue: torn"),
+        ("raise Corruption('torn')", EXIT_REPORTED, "transferqueue: torn"),
     ],
 )
 def test_a_server_that_told_why_it_ended_is_not_started_again(tmp_path, body, code, told):

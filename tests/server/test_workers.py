@@ -62,14 +62,14 @@ def test_the_memory_of_those_who_left_is_bounded() -> None:
     workers, before = Workers(), len(os.listdir("/proc/self/fd"))
     pidfd = os.pidfd_open(os.getpid())
     for number in range(2 * GONE_MAX):
-        workers.asks(number, "t", f"task-{number}", 0.0)
-        workers.left(number, f"w-{number}", CUT, pidfd, 1.0)
+        workers.record_request(number, "t", f"task-{number}", 0.0)
+        workers.record_end(number, f"w-{number}", CUT, pidfd, 1.0)
     assert workers.last_gone("t", "task-0") is None
     assert workers.last_gone("t", f"task-{2 * GONE_MAX - 1}") is not None
     assert len(os.listdir("/proc/self/fd")) <= before + 1 + GONE_MAX
-    workers.asks(1, "t", "task-1", 0.0)
-    workers.dropped("t")
-    workers.left(1, "w-1", CUT, -1, 2.0)
+    workers.record_request(1, "t", "task-1", 0.0)
+    workers.forget_table("t")
+    workers.record_end(1, "w-1", CUT, -1, 2.0)
     assert workers.last_gone("t", "task-1") is None
     os.close(pidfd)
     assert len(os.listdir("/proc/self/fd")) == before
@@ -119,7 +119,7 @@ def test_who_waits_for_what_a_dead_worker_gives_is_told_of_it(bench, boss):
     worker.ask(reward())
     assert told(boss)["unattended_s"] is None, "it has rows"
     waiting = boss.post(m.LeaseRequest("t", "train", rows=2, wait_s=60.0))
-    bench.node.peer_lost(worker.peer, bench.now)
+    bench.coordinator.peer_lost(worker.peer, bench.now)
     bench.pass_time(48)
     text = "nobody works on it; the last worker left 48 s ago (reward-0, its connection ended)"
     assert text in told(boss)["text"]
@@ -159,7 +159,7 @@ def test_requests_for_tasks_that_do_not_exist_are_not_kept(bench, boss):
     for number in range(100):
         boss.ask(m.LeaseRequest("t", f"task-{number}", rows=1))
         boss.ask(m.LeaseRequest(f"t-{number}", "reward", rows=1))
-    assert bench.node.workers._sessions == {}
+    assert bench.coordinator.workers._sessions == {}
 
 
 def test_a_table_of_the_same_name_begins_without_workers(bench, boss):

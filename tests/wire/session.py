@@ -58,7 +58,7 @@ def play() -> Iterator[tuple[str, bytes]]:
 
 def answers(bench: Bench, call: bytes) -> list[bytes]:
     """What the node says to a frame."""
-    bench.node.receive(PEER, call, bench.now)
-    said = [frame for _, frame in bench.node.outbox]
-    bench.node.outbox = []
+    bench.coordinator.receive(PEER, call, bench.now)
+    said = [frame for _, frame in bench.coordinator.outbox]
+    bench.coordinator.outbox = []
     return said

@@ -1,17 +1,16 @@
-"""Files of a server: its runtime directory, the lock of its address, and where its arena lies.
+"""Files of a server: its runtime directory, the lock of its address, and the directory of its arena.
 
-The law:
+The rules:
 
-- The runtime directory belongs to this user alone (0700). It holds the socket, next to it the file that
-  the server locks while it lives, and ``sessions/`` with a locked file for each client.
-- Whoever holds the lock of an address may replace its socket. A lock that is free belongs to a dead server,
-  whatever files it left: they are removed by the next one that starts.
-- What a state directory names (see `durable`) is removed by no sweep, as long as that directory is there. One that has lost
-  its link keeps its arena until its own next server has read the journal.
-- An arena of a server is a file in a directory of its own on shared memory, with a lock of the same kind;
-  where shared memory is too small it is a memfd, which leaves nothing behind.
-- A server that stops removes all it made, except the locked files of clients that still live: those are
-  theirs.
+- The runtime directory belongs to one user (0700). It contains the socket, beside it a file that the server locks while it runs, and
+  ``sessions/`` with a locked file for each client.
+- The process that holds the lock of an address may replace its socket. A free lock belongs to a dead server, whatever files it left:
+  the next server that starts removes them.
+- An arena that a state directory refers to (`durability.state_directory`) is not removed while that directory exists. If the state
+  directory has lost its link, the arena stays until the next server of that state has read the journal.
+- An arena is a file on shared memory, in a directory of its own with a lock of the same kind. Where shared memory is too small it is
+  a memfd, which leaves nothing behind.
+- A server that stops removes everything it made, except locked files of clients that are alive.
 """
 
 from __future__ import annotations
@@ -31,42 +30,42 @@ from transferqueue.transport.system.private_files import private_directory
 
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108  (a private directory is made in it)
 SHARED_ENOUGH: Final = GIB
-"""With the default ceiling, shared memory that has this much free is used, clipped; with less, a memfd is."""
+"""With the default ceiling: the arena is on shared memory, clipped to its size, if that has this much free; else it is a memfd."""
 
 
 class RuntimeDirectory:
     """The runtime directory of one running server, with the lock of its address."""
 
-    def __init__(self, place: IpcAddress) -> None:
-        self.place: Final = place
-        self.directory: Final = private_directory(place.path.parent)
+    def __init__(self, address: IpcAddress) -> None:
+        self.address: Final = address
+        self.directory: Final = private_directory(address.path.parent)
         self.sessions: Final = self.directory / "sessions"
-        self._lock = FileLock(place.lock_path, inherited=False)
+        self._lock = FileLock(address.lock_path, inherited=False)
         if not self._lock.take():
             raise AddressInUse(
-                f"address {place} is in use: a server that lives listens there; connect to it, stop it, or take another address"
+                f"address {address} is in use: a server that lives listens there; connect to it, stop it, or take another address"
             )
-        _remove(place.path)
-        sweep(self.directory)
+        _remove(address.path)
+        remove_stale_files(self.directory)
         self.sessions.mkdir(mode=0o700, exist_ok=True)
 
     def close(self) -> None:
-        """Remove the socket, what dead clients left, and last the lock. Closing twice is allowed."""
+        """Remove the socket, the files of dead clients, and last the lock. Closing twice is allowed."""
         if self._lock.held:
-            _remove(self.place.path)
-            sweep(self.directory)
-            with suppress(OSError):  # clients that live still have their files here
+            _remove(self.address.path)
+            remove_stale_files(self.directory)
+            with suppress(OSError):  # clients that are alive have their files here
                 self.sessions.rmdir()
             self._lock.release()
 
 
-def sweep(directory: Path) -> None:
-    """Remove what dead servers and dead clients left in a runtime directory."""
+def remove_stale_files(directory: Path) -> None:
+    """Remove the files of dead servers and dead clients from a runtime directory."""
     for path in directory.glob("*.sock.lock"):
         lock = FileLock(path, inherited=False)
-        with suppress(OSError):  # no file of ours
+        with suppress(OSError):  # not a file of this user
             if lock.take():
-                _remove(path.with_suffix(""))  # under the lock, so that it cannot be a new server's
+                _remove(path.with_suffix(""))  # under the lock: so it is not the socket of a new server
                 lock.release()
     for path in (directory / "sessions").glob("*"):
         remove_unlocked(path)
@@ -78,7 +77,7 @@ def _remove(path: Path) -> None:
 
 
 class ArenaDirectory:
-    """An arena and, if it is a file, the directory made for it. stays: it outlives the server."""
+    """An arena and, if it is a file, its directory. stays: the file outlives the server."""
 
     def __init__(
         self, arena: Arena, directory: Path | None = None, lock: FileLock | None = None, *, stays: bool = False
@@ -89,7 +88,7 @@ class ArenaDirectory:
         self._stays = stays
 
     def close(self) -> None:
-        """Unmap the arena and, unless it stays, remove its file: its pages go with the last process that maps it."""
+        """Unmap the arena and, unless it stays, remove its file. The system frees the pages when the last process unmaps them."""
         self.arena.close(unlink=not self._stays)
         if self._stays and self._lock is not None:
             self._lock.release(unlink=False)
@@ -101,27 +100,27 @@ class ArenaDirectory:
 
 
 def private_arena(arena_bytes: int | None) -> ArenaDirectory:
-    """The arena of an embedded server: a memfd."""
+    """A new arena for an embedded server: a memfd."""
     capacity = arena_bytes or min(ARENA_BYTES_DEFAULT, room(None))
     return ArenaDirectory(Arena.create(None, capacity))
 
 
 def served_arena(arena_bytes: int | None, shared: Path = SHARED_MEMORY) -> ArenaDirectory:
-    """The arena of a served node: a file on shared memory if there is room for it, else a memfd.
+    """A new arena for a server: a file on shared memory if that has room, else a memfd.
 
-    arena_bytes: its ceiling; None: the default, clipped to what there is.
+    arena_bytes: its ceiling; None: the default, clipped to the room there is.
     """
     root = arena_root(shared)
     if root is None:
         return private_arena(arena_bytes)
-    sweep_arenas(root)
+    remove_stale_arenas(root)
     free = room(root)
     wanted = arena_bytes or min(ARENA_BYTES_DEFAULT, max(free, SHARED_ENOUGH))
     if free < wanted:
         with suppress(OSError):
             root.rmdir()
         return private_arena(arena_bytes)
-    directory, lock = claim(root)
+    directory, lock = claim_directory(root)
     try:
         return ArenaDirectory(Arena.create(directory, wanted), directory, lock)
     except BaseException:
@@ -130,29 +129,29 @@ def served_arena(arena_bytes: int | None, shared: Path = SHARED_MEMORY) -> Arena
 
 
 def remove_arena(directory: Path, lock: FileLock) -> None:
-    """Remove the directory of an arena whose lock is held here."""
+    """Remove the directory of an arena whose lock the caller holds."""
     shutil.rmtree(directory)
     lock.release()
     with suppress(OSError):  # other servers' arenas
         directory.parent.rmdir()
 
 
-def sweep_arenas(root: Path, own: Path | None = None) -> None:
-    """Remove the arenas of servers that have died, except those that a state directory names. own: the state directory of
-    the caller, who has read it: what its link does not lead to is not needed."""
+def remove_stale_arenas(root: Path, own: Path | None = None) -> None:
+    """Remove the arenas of dead servers, except those that a state directory refers to. own: the state directory of the caller, which
+    has read its journal: an arena of it to which its link does not lead is removed."""
     for directory in root.iterdir():
-        if is_named(directory, own):
+        if belongs_to_state(directory, own):
             continue
         lock = FileLock(directory / "lock", inherited=False)
-        with suppress(OSError):  # gone meanwhile, or no directory of ours
+        with suppress(OSError):  # removed meanwhile, or not a directory of this user
             if lock.take():
                 shutil.rmtree(directory)
                 lock.release()
 
 
-def is_named(directory: Path, own: Path | None = None) -> bool:
-    """Whether the arena in this directory belongs to a state directory that says so too, or that has lost its link: that one
-    will attach it."""
+def belongs_to_state(directory: Path, own: Path | None = None) -> bool:
+    """Whether a state directory refers to the arena in `directory`, or has lost its link and may refer to it. own: as in
+    `remove_stale_arenas`."""
     try:
         state = Path((directory / "state").read_text(encoding="utf-8"))
         link = state / "arena"
@@ -164,17 +163,17 @@ def is_named(directory: Path, own: Path | None = None) -> bool:
 
 
 def arena_root(shared: Path) -> Path | None:
-    """A directory of this user on shared memory; None where there is none to be had."""
+    """The directory of this user on shared memory; None if it cannot be made."""
     if not os.access(shared, os.W_OK | os.X_OK):
         return None
     try:
         return private_directory(shared / f"transferqueue-{os.geteuid()}")
-    except UsageError:  # another user took the name: a memfd needs none
+    except UsageError:  # another user has taken the name
         return None
 
 
-def claim(root: Path) -> tuple[Path, FileLock]:
-    """A new directory, locked. One that a sweeping server took for abandoned before it was locked is left."""
+def claim_directory(root: Path) -> tuple[Path, FileLock]:
+    """Make a directory and lock it. If another server removes it as stale before it is locked, make another."""
     while True:
         directory = private_directory(root) / secrets.token_hex(8)
         with suppress(FileNotFoundError):

@@ -384,7 +384,7 @@ class Coordinator:
         later who worked here."""
         number, shard = session.number, session.hello.shard
         said, pidfd = how or told or CUT, session.process.pidfd
-        self._guard("note of a worker", partial(self.workers.left, number, session.label, said, pidfd, now))
+        self._guard("note of a worker", partial(self.workers.record_end, number, session.label, said, pidfd, now))
         for waiting in self.waiting.remove_session(number):
             if told:
                 self._answer(session.peer, waiting.call, _failed(Disconnected(f"session closed: {told}")))
@@ -468,7 +468,7 @@ class Coordinator:
 
     def _accept_call(self, session: OpenSession, call: int, request: m.Request, now: float) -> None:
         if isinstance(request, m.LeaseRequest) and self.ledger.has_task(request.table, request.task):
-            self.workers.asks(session.number, request.table, request.task, now)
+            self.workers.record_request(session.number, request.table, request.task, now)
         ahead = self.waiting.count_ahead(request)
         outcome = (
             self._queue_or_refuse(session, request, ahead, now) if ahead else self._execute(session, call, request, now)
@@ -505,7 +505,7 @@ class Coordinator:
                 self.shards.check_replicas(request.name, request.replicas)
             reply = self.ledger.apply(request, session=session.number, call=call, now=now)
             if isinstance(request, m.DropTable):
-                self.workers.dropped(request.name)
+                self.workers.forget_table(request.name)
             return reply
         except JournalFailed:
             raise

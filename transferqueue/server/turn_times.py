@@ -1,11 +1,11 @@
-"""How long the turns of a server's loop take, and what the longest was for. Pure: the loop brings the seconds.
+"""How long the turns of a server's loop take, and which request made the longest. Pure: the loop passes the seconds.
 
-A server has one thread, so whoever calls it waits for the turns of all others. Three kinds are told apart, since each has another
-remedy: one frame of a client (``request``), what was due by itself (``tick``), and the writes that make what happened durable
-before anybody is told (``commit``), which serve all clients at once.
+A server has one thread, so each client waits for the turns of all others. Three kinds are recorded separately, because each has
+another remedy: one frame of a client (``request``), events that were due by time (``tick``), and the writes that make changes durable
+before answers are sent (``commit``), which serve all clients at once.
 
-A turn is late if it kept the processor busy for more than `TURN_S_MAX`. Its length by the clock also has the time in which the machine
-ran something else, or nothing of this process: so it alone would say more of the machine than of the server.
+A turn is late if it kept the processor busy for more than `TURN_S_MAX`. Its wall-clock length also contains time in which the machine
+ran other processes, which says more about the machine than about the server.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from transferqueue.limits import SAMPLE_S_MAX, TURN_S_MAX
 FIRST_EXPONENT: Final = -16
 LAST_EXPONENT: Final = 4
 BOUNDS_S: Final = tuple(2.0**exponent for exponent in range(FIRST_EXPONENT, LAST_EXPONENT + 1))
-"""Upper bounds of the buckets, from 15 microseconds to 16 seconds; one more bucket has what took longer."""
+"""Upper bounds of the buckets, from 15 microseconds to 16 seconds. One more bucket holds everything longer."""
 _STEPS_PER_S: Final = 2**-FIRST_EXPONENT
 _LAST_BUCKET: Final = len(BOUNDS_S)
 
 
 class Histogram:
-    """Seconds in buckets of powers of two, their sum, and the longest with its subject. busiest: the longest by processor time, of
-    those above `TURN_S_MAX` by the clock. late: how many were above it by processor time, by subject."""
+    """Turns in buckets of powers of two seconds, their sum, and the longest with its subject. busiest: the longest by processor time,
+    of those above `TURN_S_MAX` by the clock. late: by subject, the number of turns above it by processor time."""
 
     __slots__ = ("busiest_of", "busiest_s", "counts", "late", "longest_of", "longest_s", "sum_s")
 
@@ -36,7 +36,7 @@ class Histogram:
         self.late: dict[str, int] = {}
 
     def add(self, seconds: float, subject: str) -> None:
-        """One more turn. On the way of every frame: 0.4 microseconds."""
+        """Add a turn. Called for every frame; takes 0.4 microseconds."""
         bucket = int(seconds * _STEPS_PER_S).bit_length()
         self.counts[min(_LAST_BUCKET, bucket)] += 1
         self.sum_s += seconds
@@ -44,14 +44,14 @@ class Histogram:
             self.longest_s, self.longest_of = seconds, subject
 
     def busy(self, seconds: float, subject: str) -> None:
-        """A turn above `TURN_S_MAX` by the clock took this much processor time."""
+        """Add the processor time of a turn that took more than `TURN_S_MAX` by the clock."""
         if seconds > self.busiest_s:
             self.busiest_s, self.busiest_of = seconds, subject
         if seconds > TURN_S_MAX:
             self.late[subject] = self.late.get(subject, 0) + 1
 
     def plain(self) -> dict[str, Any]:
-        """For `stats`: see docs/OBSERVING.md."""
+        """As `stats` reports it: see docs/OBSERVING.md."""
         return {
             "bounds_s": list(BOUNDS_S),
             "counts": list(self.counts),
@@ -71,15 +71,15 @@ class Turns:
         self.requests, self.ticks, self.commits = Histogram(), Histogram(), Histogram()
 
     def plain(self) -> dict[str, Any]:
-        """For `stats`."""
+        """As `stats` reports it."""
         return {"request": self.requests.plain(), "tick": self.ticks.plain(), "commit": self.commits.plain()}
 
 
 class Meter:
-    """Adds the turns of one thread to histograms. clock, processor: read the seconds that passed, and those that the thread was busy.
+    """Adds the turns of one thread to histograms. clock: seconds. processor: seconds for which the thread was busy.
 
-    A read of the processor clock costs a system call, so `took` leaves it out while the last one is younger than `SAMPLE_S_MAX`. By
-    so much at most the processor time of a late turn is too long.
+    Reading the processor clock costs a system call, so `took` skips it while the last reading is younger than `SAMPLE_S_MAX`. The
+    processor time of a late turn is too long by at most that much.
     """
 
     def __init__(self, clock: Callable[[], float], processor: Callable[[], float]) -> None:
@@ -87,11 +87,11 @@ class Meter:
         self._read_at = self._busy_s = 0.0
 
     def start(self, now: float) -> None:
-        """The thread was idle until now."""
+        """A turn begins: the thread was idle until `now`."""
         self._read_at, self._busy_s = now, self._processor()
 
     def took(self, turns: Histogram, began: float, subject: str) -> None:
-        """A turn that began then has just ended."""
+        """A turn that began at `began` has just ended."""
         ended = self._clock()
         seconds = ended - began
         turns.add(seconds, subject)

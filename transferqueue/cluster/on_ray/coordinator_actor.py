@@ -27,7 +27,7 @@ from transferqueue.cluster.on_ray.messages import DEPLOY_SPEC, DeployRefused, En
 from transferqueue.errors import AddressInUse, Corruption, TransferQueueError, Unreachable
 from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.state_directory import StateDirectory
-from transferqueue.server.files import SHARED_MEMORY, ArenaDirectory, arena_root, served_arena, sweep_arenas
+from transferqueue.server.files import SHARED_MEMORY, ArenaDirectory, arena_root, remove_stale_arenas, served_arena
 from transferqueue.server.process.assembly import ServerProcess, first_epoch
 from transferqueue.server.process.serve import allow_many_files
 from transferqueue.server.process.supervisor import EXIT_AGAIN, EXIT_DEFECT
@@ -77,7 +77,7 @@ class CoordinatorActorBase:
         if not self._deploy.state:
             shutil.rmtree(self._directory, ignore_errors=True)
             if (root := arena_root(SHARED_MEMORY)) is not None:
-                sweep_arenas(root)
+                remove_stale_arenas(root)
 
     def _serve(self, host: str, cluster: str, again: bool) -> None:
         allow_many_files()

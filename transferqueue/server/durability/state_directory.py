@@ -38,7 +38,14 @@ from transferqueue.server.durability.journal import Level, SqliteJournal, new_or
 from transferqueue.server.durability.journal_head import MARGIN_BYTES, ArenaHead, boot_name
 from transferqueue.server.durability.recorded_ledger import STATE, RecordedLedger, Tail
 from transferqueue.server.durability.recovery import Gone, Past
-from transferqueue.server.files import SHARED_MEMORY, ArenaDirectory, arena_root, claim, remove_arena, sweep_arenas
+from transferqueue.server.files import (
+    SHARED_MEMORY,
+    ArenaDirectory,
+    arena_root,
+    claim_directory,
+    remove_arena,
+    remove_stale_arenas,
+)
 from transferqueue.server.shards.own_memory import SHARD
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena, room
@@ -314,11 +321,11 @@ def _shared_arena(state: Path, arena_bytes: int | None, shared: Path) -> ArenaDi
     root = arena_root(shared)
     if root is None:
         return None
-    sweep_arenas(root, own=state)
+    remove_stale_arenas(root, own=state)
     wanted = arena_bytes or min(ARENA_BYTES_DEFAULT, room(root))
     if room(root) < wanted:
         return None
-    directory, lock = claim(root)
+    directory, lock = claim_directory(root)
     try:
         write_private(directory / "state", str(state).encode())
         return ArenaDirectory(Arena.create(directory, wanted, margin=MARGIN_BYTES), directory, lock, stays=True)

@@ -1,1 +1,1 @@
-"""Starting and stopping a server."""
+"""Starts and stops servers."""

@@ -1,4 +1,4 @@
-"""A whole server put together: its files, its memory, its sockets, its node and its loop."""
+"""Builds a whole server from its parts: files, memory, sockets, coordinator and loop."""
 
 from __future__ import annotations
 
@@ -32,22 +32,20 @@ from transferqueue.wire.home_coordinator import CoordinatorIndex
 
 
 class ServerProcess:
-    """Listens from the moment it is made, answers while `run` does. Leaves no file once `run` has returned.
+    """A server: listens from the moment it is made, answers while `run` runs, and has removed its files once `run` returns.
 
-    place: the socket, in a private directory. foundation: its memory, or what an earlier server left, closed with it,
-    also if this fails. tcp: more
-    addresses to listen at; any but loopback needs a keyring, and with one every tcp address asks for keys.
-    plain_bytes: with keys too, columns cross to other machines as they are; only who was given a ticket over the control
-    connection gets any, but whoever can listen to the network can read them.
-    snapshots: the directory under which clients name snapshots; None: `SNAPSHOTS_VARIABLE`, else "snapshots" where it runs.
-    index: which of the coordinators of its deployment it is.
-    `AddressInUse` and `UsageError` as they say; then nothing is left behind.
+    address: of the socket file, in a private directory. storage: its memory, or the state of an earlier server. It is closed with
+    this server, also if the constructor fails. tcp: more addresses to listen at. Any but loopback needs a keyring; with a keyring every
+    tcp address demands keys. plain_bytes: columns travel unencrypted even with keys. Only a client with a ticket, given over the
+    encrypted control connection, gets any, but anyone who can listen to the network can read them. snapshots: the directory of all
+    snapshots; None: `SNAPSHOTS_VARIABLE`, else "snapshots" in the working directory. index: which of the coordinators of its
+    deployment it is. Raises `AddressInUse` and `UsageError`; then no file is left.
     """
 
     def __init__(
         self,
-        place: IpcAddress,
-        foundation: ArenaDirectory | StateDirectory,
+        address: IpcAddress,
+        storage: ArenaDirectory | StateDirectory,
         tcp: Iterable[TcpAddress] = (),
         *,
         keyring: Keyring | None = None,
@@ -56,119 +54,137 @@ class ServerProcess:
         index: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
     ) -> None:
         with ExitStack() as made:
-            made.callback(foundation.close)
-            self._foundation = foundation
-            home = RuntimeDirectory(place)
-            made.callback(home.close)
-            self.address = str(place)
-            local = UnixServer(place)
+            made.callback(storage.close)
+            self._storage = storage
+            directory = RuntimeDirectory(address)
+            made.callback(directory.close)
+            self.address = str(address)
+            local = UnixServer(address)
             made.callback(local.close, FAREWELL_S)
             port, self.tcp_addresses = _network(list(tcp), keyring, made)
             wakeup = Wakeup()
             made.callback(wakeup.close)
             hub = InprocServer(wakeup)
             made.callback(hub.close)
-            deaths = ProcessExits()
-            made.callback(deaths.close)
+            exits = ProcessExits()
+            made.callback(exits.close)
             self.inproc_address = hub.address
-            if isinstance(foundation, StateDirectory):
-                self.node = _resumed(foundation, home, deaths, Authorizer(keyring), index)
-                self.loop = Loop(self.node, local, port, hub, wakeup, deaths, foundation.clock, together=True)
+            if isinstance(storage, StateDirectory):
+                self.coordinator = _resumed(storage, directory, exits, Authorizer(keyring), index)
+                self.loop = Loop(self.coordinator, local, port, hub, wakeup, exits, storage.clock, batch=True)
             else:
-                self.node = _new(foundation, home, deaths, Authorizer(keyring), index)
-                self.loop = Loop(self.node, local, port, hub, wakeup, deaths)
+                self.coordinator = _new(storage, directory, exits, Authorizer(keyring), index)
+                self.loop = Loop(self.coordinator, local, port, hub, wakeup, exits)
             if self.tcp_addresses:
                 self._serve_bytes(made, None if plain_bytes else keyring)
             self._keep_snapshots(made, snapshots or Path(os.environ.get(SNAPSHOTS_VARIABLE) or "snapshots"), wakeup)
             self._files = made.pop_all()
 
     def _serve_bytes(self, made: ExitStack, keyring: Keyring | None) -> None:
-        """The bulk endpoint, on the hosts of the tcp addresses. keyring: None: it asks for no keys."""
+        """Start the bulk endpoint, on the hosts of the tcp addresses. keyring: None: it demands no keys."""
         shard = BulkEndpoint(
-            ArenaBacking(self.node.memory.arena), self.node.tickets, keyring and Keyring(keyring.directory)
+            ArenaBacking(self.coordinator.memory.arena),
+            self.coordinator.tickets,
+            keyring and Keyring(keyring.directory),
         )
         made.callback(shard.stop)
-        self.node.bulk_port, self.node.bulk_plain = shard.listen(self.tcp_addresses), keyring is None
+        self.coordinator.bulk_port, self.coordinator.bulk_plain = shard.listen(self.tcp_addresses), keyring is None
         shard.start()
 
     def _keep_snapshots(self, made: ExitStack, root: Path, wakeup: Wakeup) -> None:
-        node = self.node
-        node.snapshots = SnapshotJobs(
-            root.absolute(), node.ledger, node.memory, wake=node.waiting.wake, stir=wakeup.set, index=node.index
+        coordinator = self.coordinator
+        coordinator.snapshots = SnapshotJobs(
+            root.absolute(),
+            coordinator.ledger,
+            coordinator.memory,
+            wake=coordinator.waiting.wake,
+            stir=wakeup.set,
+            index=coordinator.index,
         )
-        made.callback(node.snapshots.stop)
+        made.callback(coordinator.snapshots.stop)
 
     def run(self, woken_by: Descriptor | None = None) -> None:
-        """Serve until `stop`; then close, and remove what does not outlive it. To be called once. woken_by: see `Loop.run`."""
+        """Serve until `stop`, then close everything and remove the files that do not outlive the server. Call it once. woken_by: see
+        `Loop.run`."""
         with self._files:
             self.loop.run(woken_by)
-            if isinstance(self._foundation, StateDirectory):
-                self._foundation.checkpoint()
+            if isinstance(self._storage, StateDirectory):
+                self._storage.checkpoint()
 
     def stop(self) -> None:
-        """Have `run` return soon. From any thread and from signals."""
+        """Have `run` return soon. May be called from any thread and from a signal handler."""
         self.loop.stop()
 
 
-def _network(places: list[TcpAddress], keyring: Keyring | None, made: ExitStack) -> tuple[ZmqServer | None, list[str]]:
-    """Where other machines come to, if there is such a place, and its addresses."""
-    if not places:
+def _network(
+    addresses: list[TcpAddress], keyring: Keyring | None, made: ExitStack
+) -> tuple[ZmqServer | None, list[str]]:
+    """The tcp port and its addresses; None if there are none."""
+    if not addresses:
         return None, []
     port = ZmqServer(keyring)
     made.callback(port.close, FAREWELL_S)
-    return port, [port.listen(place) for place in places]
+    return port, [port.listen(address) for address in addresses]
 
 
 def _new(
-    arena: ArenaDirectory, home: RuntimeDirectory, deaths: ProcessExits, authorizer: Authorizer, index: CoordinatorIndex
+    arena: ArenaDirectory,
+    directory: RuntimeDirectory,
+    exits: ProcessExits,
+    authorizer: Authorizer,
+    index: CoordinatorIndex,
 ) -> Coordinator:
     epoch = first_epoch()
     return Coordinator(
         Ledger(epoch=epoch),
         OwnShardMemory(arena.arena),
-        _place(epoch, home),
-        watcher=deaths,
+        _identity(epoch, directory),
+        watcher=exits,
         authorizer=authorizer,
         index=index,
     )
 
 
 def _resumed(
-    state: StateDirectory, home: RuntimeDirectory, deaths: ProcessExits, authorizer: Authorizer, index: CoordinatorIndex
+    state: StateDirectory,
+    directory: RuntimeDirectory,
+    exits: ProcessExits,
+    authorizer: Authorizer,
+    index: CoordinatorIndex,
 ) -> Coordinator:
-    """A node that goes on from what an earlier server left."""
+    """A coordinator that continues from the state of an earlier server."""
     index.check_kept(state.ledger.table_names, state.ledger.channel_names, f"state {state.path}")
     extents = [extent.id for extent in state.ledger.extents_of(SHARD)]
     memory = OwnShardMemory(state.arena.arena, state.allocator, len(extents))
-    place = _place(state.ledger.epoch, home, state.clock())
+    identity = _identity(state.ledger.epoch, directory, state.clock())
     tickets = TicketIssuer(state.secret)
-    node = Coordinator(
+    coordinator = Coordinator(
         state.ledger,
         memory,
-        place,
-        watcher=deaths,
+        identity,
+        watcher=exits,
         authorizer=authorizer,
         durability=state,
         tickets=tickets,
         index=index,
     )
-    resume_sessions(node, state)
-    tickets.go_on([one.number for one in node.sessions if one.remote], extents)
-    return node
+    resume_sessions(coordinator, state)
+    tickets.resume([session.number for session in coordinator.sessions if session.remote], extents)
+    return coordinator
 
 
 def first_epoch() -> int:
-    """Names the first life of a server: larger than that of any earlier one at the same place."""
+    """The epoch of a server without a state: larger than that of any earlier server at the same address."""
     return time.time_ns() // 1_000_000
 
 
-def _place(epoch: int, home: RuntimeDirectory, started_at: float | None = None) -> ServerIdentity:
+def _identity(epoch: int, directory: RuntimeDirectory, started_at: float | None = None) -> ServerIdentity:
     return ServerIdentity(
         epoch=epoch,
-        address=str(home.place),
-        runtime=str(home.directory),
+        address=str(directory.address),
+        runtime=str(directory.directory),
         version=metadata.version("asyncflow-transferqueue"),
         pid=os.getpid(),
         started_at=time.monotonic() if started_at is None else started_at,
-        lock_directory=home.sessions,
+        lock_directory=directory.sessions,
     )

@@ -1,6 +1,6 @@
-"""A server inside this process: one more thread, memory that vanishes with the process.
+"""A server in a thread of this process, whose memory ends with the process.
 
-Clients of this process reach it through `inproc_address`, all others of the same user through `address`.
+Clients in this process reach it through `inproc_address`, other processes of the same user through `address`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _numbers: Final = itertools.count(1)
 
 
 class EmbeddedServer:
-    """A running server. It stops with `stop`, when it is collected, or with the interpreter."""
+    """A running server. It stops at `stop`, when it is garbage collected, or when the interpreter ends."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.address: Final = server.address
@@ -33,22 +33,22 @@ class EmbeddedServer:
         thread.start()
 
     def stop(self) -> None:
-        """Tell all clients, close, remove all files; returns when that is done. Again, or in a forked child: nothing."""
+        """Tell all clients, close, and remove all files. Returns when that is done. Does nothing the second time, or in a forked child."""
         self._end()
 
 
 def start(arena_bytes: int | str | None = None, runtime: str | Path | None = None) -> EmbeddedServer:
-    """Start a server in this process and return when it listens.
+    """Start a server in this process. Returns when it listens.
 
     arena_bytes: the ceiling of its memory (None: the default, clipped to the machine's). runtime: a private
-    directory for its socket (None: the user's). `UsageError` where that cannot be.
+    directory for its socket (None: the user's). `UsageError` for a directory that cannot be used.
     """
     directory = Path(runtime).absolute() if runtime is not None else runtime_directory()
-    place = parse_address(f"ipc://{directory}/{os.getpid()}-{next(_numbers)}.sock")
-    if not isinstance(place, IpcAddress):
-        raise TypeError(f"{place} is no ipc address")
+    socket = parse_address(f"ipc://{directory}/{os.getpid()}-{next(_numbers)}.sock")
+    if not isinstance(socket, IpcAddress):
+        raise TypeError(f"{socket} is no ipc address")
     return EmbeddedServer(
-        ServerProcess(place, private_arena(parse_bytes(arena_bytes) if arena_bytes is not None else None))
+        ServerProcess(socket, private_arena(parse_bytes(arena_bytes) if arena_bytes is not None else None))
     )
 
 

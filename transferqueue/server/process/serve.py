@@ -1,4 +1,4 @@
-"""A server that is the whole process: started, announced, stopped by a signal."""
+"""Serves in the calling process: starts a server, announces its addresses, and stops it at a signal."""
 
 from __future__ import annotations
 
@@ -40,47 +40,48 @@ def serve(
     coordinator: str | None = None,
     on_ready: Callable[[list[str]], object],
 ) -> None:
-    """Serve in the calling thread, which must be the main one, until SIGINT or SIGTERM; leaves no file, except in `state`.
+    """Serve in the calling thread, which must be the main thread, until SIGINT or SIGTERM. Leaves no file, except in `state`.
 
-    address: ipc or tcp; None: the user's own. A server at a tcp address has a socket file in the user's runtime
-    directory too. tcp: more addresses, ``host:port``. keys: directory of the keys that every tcp address then asks for;
-    None: the user's, where an address is not loopback, which is refused without keys. plain_bytes: see `ServerProcess`. durability, state: what outlives this
-    process, and the directory that keeps it (see `durable`). accept_loss: what `state` held and cannot be read whole is kept
-    aside there, and a new life begins. snapshots: see `ServerProcess`.
-    coordinator: its seat among several, ``K/N`` or ``NAME:K/N`` (see `transferqueue.wire.home_coordinator`); None: it is the only one. on_ready: called once with all addresses, when it listens.
+    address: ipc or tcp; None: the user's own. A server at a tcp address also has a socket file in the user's runtime directory.
+    tcp: more addresses, ``host:port``. keys: the directory of keys that every tcp address then demands; None: the user's directory if an
+    address is not loopback, since such an address is refused without keys. plain_bytes, snapshots: see `ServerProcess`.
+    durability, state: what outlives this process, and the directory that contains it (see `StateDirectory`). accept_loss: if `state`
+    cannot be read completely, move its files aside and start with an empty queue. coordinator: its index among several coordinators,
+    ``K/N`` or ``NAME:K/N`` (see `transferqueue.wire.home_coordinator`); None: it is the only one. on_ready: called once with all
+    addresses, when the server listens.
     """
-    place, ports = _places(address, tcp)
+    socket_file, ports = _addresses(address, tcp)
     index = CoordinatorIndex() if coordinator is None else CoordinatorIndex.parse(coordinator)
     level = _level(durability, state, ports)
     allow_many_files()
     with Signals() as signals:
         keyring = _keyring(keys, ports)
-        foundation = _foundation(level, state, arena_bytes, accept_loss)
+        storage = _storage(level, state, arena_bytes, accept_loss)
         server = ServerProcess(
-            place, foundation, ports, keyring=keyring, plain_bytes=plain_bytes, snapshots=snapshots, index=index
+            socket_file, storage, ports, keyring=keyring, plain_bytes=plain_bytes, snapshots=snapshots, index=index
         )
         signals.server = server
         addresses = [server.address, *server.tcp_addresses]
-        _keep_what_is_loaded()
+        _freeze_loaded_objects()
         on_ready(addresses if address is None or not address.startswith("tcp:") else addresses[::-1])
         server.run(woken_by=signals)
 
 
-def _keep_what_is_loaded() -> None:
-    """The garbage collector need not look at modules again, which stay: it did for 25 ms in the turn of some request."""
+def _freeze_loaded_objects() -> None:
+    """Exclude loaded modules from garbage collection: a full collection took 25 ms out of the turn of some request."""
     gc.collect()
     gc.freeze()
 
 
-def _places(address: str | None, tcp: Iterable[str]) -> tuple[IpcAddress, list[TcpAddress]]:
-    place = parse_address(address or default_address())
+def _addresses(address: str | None, tcp: Iterable[str]) -> tuple[IpcAddress, list[TcpAddress]]:
+    parsed = parse_address(address or default_address())
     ports = [_tcp(text) for text in tcp]
-    if isinstance(place, TcpAddress):
-        ports.append(place)
-        place = parse_address(f"ipc://{runtime_directory()}/tcp-{place.port}.sock")
-    if not isinstance(place, IpcAddress):
+    if isinstance(parsed, TcpAddress):
+        ports.append(parsed)
+        parsed = parse_address(f"ipc://{runtime_directory()}/tcp-{parsed.port}.sock")
+    if not isinstance(parsed, IpcAddress):
         raise UsageError(f"address {address!r} is one inside a process; serve at ipc:///path or tcp://host:port")
-    return place, ports
+    return parsed, ports
 
 
 def _tcp(text: str) -> TcpAddress:
@@ -106,7 +107,7 @@ def _level(durability: Level | str, state: Path | None, ports: Iterable[TcpAddre
     return level
 
 
-def _foundation(
+def _storage(
     level: Level, state: Path | None, arena_bytes: int | None, accept_loss: bool
 ) -> ArenaDirectory | StateDirectory:
     if state is None:
@@ -120,42 +121,42 @@ def _keyring(directory: Path | None, ports: Iterable[TcpAddress]) -> Keyring | N
     if directory is None and not all(is_loopback(port.host) for port in ports):
         directory = default_directory()
         if not key_file(directory).exists():
-            return None  # and the port says what to do
+            return None  # ZmqServer refuses to listen, and says what to do
     return Keyring(directory) if directory is not None else None
 
 
 class Signals:
-    """While entered, SIGINT and SIGTERM stop the server (one that is only being made is unmade), and SIGHUP has it look
-    at its keys at once."""
+    """While entered, SIGINT and SIGTERM stop the server, or undo its start if that is not complete. SIGHUP wakes it, so that it reads
+    its keys again at once."""
 
     def __init__(self) -> None:
         self.server: ServerProcess | None = None
-        self._before: dict[int, Any] = {}
-        self._here, self._there = socket.socketpair()
+        self._previous: dict[int, Any] = {}
+        self._read_end, self._write_end = socket.socketpair()
 
     def fileno(self) -> int:
-        """Readable once a signal came. The handler alone would be too late for a loop that was just about to sleep:
-        the interpreter runs handlers between two of its steps, and a system call is one step."""
-        return self._here.fileno()
+        """Readable once a signal arrived. A handler alone would not wake a loop that is about to sleep: the interpreter runs
+        handlers between bytecodes, so only after the system call returns."""
+        return self._read_end.fileno()
 
     def __enter__(self) -> Self:
-        self._there.setblocking(False)
-        signal.set_wakeup_fd(self._there.fileno(), warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._look)
+        self._write_end.setblocking(False)
+        signal.set_wakeup_fd(self._write_end.fileno(), warn_on_full_buffer=False)
+        self._previous = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._wake)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, old in self._before.items():
+        for number, old in self._previous.items():
             signal.signal(number, old)
         signal.set_wakeup_fd(-1)
-        self._here.close()
-        self._there.close()
+        self._read_end.close()
+        self._write_end.close()
 
-    def _look(self, _signal: int, _frame: FrameType | None) -> None:
-        """The signal has ended the loop's sleep; with nothing left to read here, it may sleep again."""
+    def _wake(self, _signal: int, _frame: FrameType | None) -> None:
+        """The signal has woken the loop. Empty the socket, so that the loop can sleep again."""
         with suppress(BlockingIOError):
-            self._here.recv(4096, socket.MSG_DONTWAIT)
+            self._read_end.recv(4096, socket.MSG_DONTWAIT)
 
     def _stop(self, _signal: int, _frame: FrameType | None) -> None:
         if self.server is None:
@@ -164,6 +165,6 @@ class Signals:
 
 
 def allow_many_files() -> None:
-    """Each local session takes three descriptors; many shells allow 1024 where the system allows more."""
+    """Raise the limit of open files to the maximum: a local session takes three, and many shells allow 1024 in all."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

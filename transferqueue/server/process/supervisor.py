@@ -1,12 +1,12 @@
-"""A server that comes back: a process that does nothing but start it again when it crashes.
+"""Starts a server again when it crashes, from a process that does nothing else.
 
-The law:
+The rules:
 
-- The server is a forked child: what takes time to load is loaded once, here, so a life begins in milliseconds.
-- A crash is the death by a signal, an error that nobody expected, or `EXIT_AGAIN`. A server that was stopped, or that
-  ended for a reason which it told, is not started again.
-- More than `RESTARTS_MAX` crashes within `RESTARTS_WITHIN_S` are no accident: it is given up.
-- SIGTERM and SIGINT stop the server, and this process with it. SIGHUP is passed on.
+- The server is a forked child. Modules are loaded once, in this process, so a restart takes milliseconds.
+- A crash is a death by a signal, an unexpected error, or `EXIT_AGAIN`. A server that was stopped, or that ended for a reason that it
+  printed, is not started again.
+- After more than `RESTARTS_MAX` crashes within `RESTARTS_WITHIN_S` the supervisor gives up.
+- SIGTERM and SIGINT stop the server, and then this process. SIGHUP is passed on.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Final
 from transferqueue.errors import JournalFailed, TransferQueueError, UsageError
 from transferqueue.limits import RESTARTS_MAX, RESTARTS_WITHIN_S
 
-EXIT_TOLD: Final = 1
+EXIT_REPORTED: Final = 1
 EXIT_WRONG_CALL: Final = 2
 EXIT_AGAIN: Final = 75
-"""What is wrong may be over soon: EX_TEMPFAIL of sysexits.h."""
+"""The cause may be temporary: EX_TEMPFAIL of sysexits.h."""
 EXIT_DEFECT: Final = 70
 """EX_SOFTWARE of sysexits.h."""
 
@@ -34,30 +34,30 @@ _SIGNALS: Final = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, sign
 
 
 def exit_code(run: Callable[[], object]) -> int:
-    """Run a server to its end; what ended it, as an exit code. What went wrong is told on stderr."""
+    """Run a server to its end, print an error to stderr, and return the exit code."""
     try:
         run()
     except TransferQueueError as error:
         sys.stderr.write(f"transferqueue: {error}\n")
         if isinstance(error, JournalFailed):
             return EXIT_AGAIN
-        return EXIT_WRONG_CALL if isinstance(error, UsageError) else EXIT_TOLD
+        return EXIT_WRONG_CALL if isinstance(error, UsageError) else EXIT_REPORTED
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
     return 0
 
 
 def supervise(run: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> int:
-    """Run a server in a forked child, again after each crash; the exit code of the last.
+    """Run a server in a forked child, again after each crash. Returns the exit code of the last child.
 
-    To be called in the main thread of a process that has no other thread and no server in it.
+    Call it in the main thread of a process that has no other thread and no server.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     crashes: deque[float] = deque(maxlen=RESTARTS_MAX)
     try:
         while True:
-            code, stopped = _one_life(run, before)
-            if stopped or code in (0, EXIT_TOLD, EXIT_WRONG_CALL):
+            code, stopped = _run_child(run, before)
+            if stopped or code in (0, EXIT_REPORTED, EXIT_WRONG_CALL):
                 return code
             now = clock()
             if len(crashes) == RESTARTS_MAX and now - crashes[0] < RESTARTS_WITHIN_S:
@@ -72,13 +72,13 @@ def supervise(run: Callable[[], object], clock: Callable[[], float] = time.monot
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _one_life(run: Callable[[], object], mask: set[int | signal.Signals]) -> tuple[int, bool]:
-    """Exit code of a child (minus the signal that killed it), and whether it was told to stop."""
+def _run_child(run: Callable[[], object], mask: set[int | signal.Signals]) -> tuple[int, bool]:
+    """The exit code of a child (minus the signal that killed it), and whether a signal told it to stop."""
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
     if child == 0:
-        _live(run, mask)
+        _child_main(run, mask)
     stopped = False
     while True:
         number = signal.sigwait(_SIGNALS)
@@ -91,13 +91,13 @@ def _one_life(run: Callable[[], object], mask: set[int | signal.Signals]) -> tup
             return os.waitstatus_to_exitcode(status), stopped
 
 
-def _live(run: Callable[[], object], mask: set[int | signal.Signals]) -> None:
-    """The child: never returns, and runs nothing that its parent had registered for the end."""
+def _child_main(run: Callable[[], object], mask: set[int | signal.Signals]) -> None:
+    """Run the server in the child. Never returns, and runs no exit handler of the parent."""
     code = EXIT_DEFECT
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code = exit_code(run)
-    except BaseException:  # noqa: BLE001  (told, and an exit code)
+    except BaseException:  # noqa: BLE001  (printed, and an exit code)
         traceback.print_exc()
     finally:
         sys.stdout.flush()

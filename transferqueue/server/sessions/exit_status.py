@@ -1,7 +1,7 @@
-"""How a client left: what it said, what the server saw, and what the kernel knows of its process. Never a guess.
+"""How a session ended: what the client sent, what the server saw, and what the kernel knows of the process. Nothing is guessed.
 
-The status of a process is there for whoever has a pidfd of it: before it is reaped for its parent alone (`waitid`), after that for
-everybody, on kernels that have ``PIDFD_GET_INFO`` with ``PIDFD_INFO_EXIT`` (Linux 6.15). So it is asked for when somebody looks.
+A server with a pidfd can read the exit status of a process: before the process is reaped only its parent can (`waitid`), afterwards
+everybody, on kernels that have ``PIDFD_GET_INFO`` with ``PIDFD_INFO_EXIT`` (Linux 6.15). So it is read when a report needs it.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ CUT: Final = "its connection ended"
 
 
 class Ending:
-    """How one session ended. said: what the server saw. pidfd: of its process (-1: none); a copy of it is kept until the status
-    is known, or `close`."""
+    """How one session ended. reason: what the server saw. pidfd: of its process (-1: none). A duplicate of it is kept until the
+    exit status is known, or until `close`."""
 
-    def __init__(self, said: str, pidfd: int = -1) -> None:
-        self._said = said
+    def __init__(self, reason: str, pidfd: int = -1) -> None:
+        self._reason = reason
         self._status: int | None = None
         try:
             self._pidfd = os.dup(pidfd) if pidfd >= 0 else -1
-        except OSError:  # no descriptor is left: what was seen has to do
+        except OSError:  # no descriptor is left: the reason has to do
             self._pidfd = -1
 
     @property
     def was_announced(self) -> bool:
         """Whether the client said goodbye."""
-        return self._said == GOODBYE
+        return self._reason == GOODBYE
 
     @property
     def text(self) -> str:
         """In words, such as ``killed by SIGKILL``."""
         if self.was_announced:
-            return self._said
-        status = self._ask()
+            return self._reason
+        status = self._exit_code()
         if status is None:
-            return self._said
+            return self._reason
         return f"killed by {_signal_name(-status)}" if status < 0 else f"exited with code {status}"
 
     def close(self) -> None:
-        """Ask the kernel no more. Again: nothing."""
+        """Close the descriptor. Closing twice is allowed."""
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
 
-    def _ask(self) -> int | None:
+    def _exit_code(self) -> int | None:
         """The exit code of the process (negative: the signal that killed it), once it is known."""
         if self._status is None and self._pidfd >= 0 and _is_gone(self._pidfd):
             self._status = _reaped(self._pidfd)
@@ -76,27 +76,27 @@ def _is_gone(pidfd: int) -> bool:
 
 
 def _reaped(pidfd: int) -> int | None:
-    about = bytearray(_INFO_BYTES)
-    struct.pack_into("=Q", about, 0, _INFO_EXIT)
+    info = bytearray(_INFO_BYTES)
+    struct.pack_into("=Q", info, 0, _INFO_EXIT)
     try:
-        fcntl.ioctl(pidfd, _GET_INFO, about, True)
+        fcntl.ioctl(pidfd, _GET_INFO, info, True)
     except OSError:  # an older kernel, or one that forbids it
         return None
-    (known,) = struct.unpack_from("=Q", about, 0)
-    if not known & _INFO_EXIT:
+    (mask,) = struct.unpack_from("=Q", info, 0)
+    if not mask & _INFO_EXIT:
         return None
-    (status,) = struct.unpack_from("=i", about, _CODE_AT)
+    (status,) = struct.unpack_from("=i", info, _CODE_AT)
     return os.waitstatus_to_exitcode(status)
 
 
 def _of_child(pidfd: int) -> int | None:
     try:
-        found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except OSError:  # not a child of this process
         return None
-    if found is None:
+    if result is None:
         return None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
 
 def _signal_name(number: int) -> str:

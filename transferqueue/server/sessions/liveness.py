@@ -1,11 +1,11 @@
-"""How the death of a client is seen: by the kernel, as far as it can tell, and never guessed from time.
+"""How the death of a client is detected: the kernel tells it as far as it can; it is never guessed from time.
 
-The law (docs/decisions/0004):
+The rules (docs/decisions/0004):
 
-- A *pidfd* wakes the server when the process is gone. Only for a process whose numbers we share.
-- The *lock* says whether anybody can still see the arena through this session: the process, a child that
-  it forked, or arrays that outlived its queue. Only a free lock lets memory be reused.
-- A session with neither is judged by its silence, and is told of no arena: there is nothing it could see.
+- A *pidfd* wakes the server when the process has ended. Only a process in the same pid namespace has one.
+- A *lock* tells whether any process can still see the arena through this session: the client, a child that it forked, or arrays
+  that outlived its queue. Memory is used again only when the lock is free.
+- A session with neither is judged by its silence. It is told of no arena, so there is nothing that it could see.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transferqueue.wire import messages as m
 
 
 class ProcessHandle:
-    """What the kernel can tell about one client. Owns both descriptors."""
+    """The pidfd and the lock of one client. Owns both descriptors."""
 
     def __init__(self, pidfd: int, lock: LockProbe | None) -> None:
         self._pidfd = pidfd
@@ -28,26 +28,26 @@ class ProcessHandle:
 
     @property
     def pidfd(self) -> int:
-        """Readable once the process is gone; -1: its number means nothing here."""
+        """Readable once the process has ended; -1: the process cannot be watched from here."""
         return self._pidfd
 
     @property
     def is_local(self) -> bool:
-        """Whether the kernel can tell at all; else only silence does."""
+        """Whether there is a pidfd or a lock. Without either, only silence tells that the client is dead."""
         return self._pidfd >= 0 or self._lock is not None
 
     def may_see_memory(self) -> bool:
-        """Whether somebody still holds the lock, and with it perhaps views of the arena."""
+        """Whether a process still holds the lock, and perhaps views of the arena."""
         return self._lock is not None and self._lock.is_locked()
 
     def forget_process(self) -> None:
-        """Watch the process no more. The lock can still be asked."""
+        """Close the pidfd. The lock can still be checked."""
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
 
     def close(self, lock_directory: Path | None = None) -> None:
-        """Watch nothing more. If the lock's file is in the directory `lock_directory` and nobody holds it, remove it."""
+        """Close both. The lock's file is removed if it is in `lock_directory` and no process holds it."""
         self.forget_process()
         if self._lock is not None:
             self._lock.close()
@@ -56,7 +56,7 @@ class ProcessHandle:
 
 
 def open_process(hello: m.Hello) -> ProcessHandle:
-    """The evidence that a client offers. `UsageError` for a lock or process that its own machine cannot show."""
+    """The process of a client that says Hello. `UsageError` if the client is on this host and its lock or process does not exist."""
     shares_pids = hello.host == this_host()
     if shares_pids and hello.shard is not None and hello.shard.path:
         check_arena(hello.shard)
@@ -71,20 +71,20 @@ def open_process(hello: m.Hello) -> ProcessHandle:
 
 
 def check_arena(offer: m.ShardOffer) -> None:
-    """`UsageError` unless the arena that a shard of this host offers is there, of this user, as large as it says, and no larger
-    than the file system (for a memfd: the machine's memory) that is to hold it."""
+    """Check the arena that a shard on this host offers. `UsageError` unless it exists, belongs to this user, has the size that the
+    offer says, and is no larger than the file system (for a memfd: the machine's memory) that holds it."""
     subject = f"shard refused: its arena {offer.path[:200]!r}"
     try:
-        found, system = os.stat(offer.path), os.statvfs(offer.path)
+        file, system = os.stat(offer.path), os.statvfs(offer.path)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{subject} cannot be looked at: {error}; offer one that the server can open, or no path"
         ) from error
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+    if not stat.S_ISREG(file.st_mode) or file.st_uid != os.geteuid():
         raise UsageError(f"{subject} is not a regular file of user {os.geteuid()}")
-    if found.st_size != offer.capacity:
+    if file.st_size != offer.capacity:
         raise UsageError(
-            f"{subject} has {found.st_size:,} bytes, and {offer.capacity:,} are offered; offer what there is"
+            f"{subject} has {file.st_size:,} bytes, and {offer.capacity:,} are offered; offer what there is"
         )
     room = system.f_blocks * system.f_frsize or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if offer.capacity > room:
@@ -95,9 +95,10 @@ def check_arena(offer: m.ShardOffer) -> None:
 
 
 def reopen_process(hello: m.Hello) -> tuple[ProcessHandle | None, bool]:
-    """The evidence of a client that an earlier life of this server knew, and whether the client lives, as far as is known.
+    """The process of a client that an earlier run of this server knew, and whether it is alive as far as is known.
 
-    None: it is dead, and nobody sees memory through it. Evidence of the dead: a forked child has the lock, or views have.
+    None: the client is dead, and no process sees memory through it. A process and False: the client is dead, but a forked child
+    or a view still holds its lock.
     """
     lock = _lock_of(hello, must=False)
     if hello.host != this_host():
@@ -111,7 +112,7 @@ def reopen_process(hello: m.Hello) -> tuple[ProcessHandle | None, bool]:
 
 
 def _lock_of(hello: m.Hello, *, must: bool) -> LockProbe | None:
-    """The lock, if it is held; None if there is none, or it is of another machine."""
+    """The lock, if it is held. None if the client named none, or, unless it `must` exist, if it is missing or free."""
     if not hello.lock:
         return None
     try:
@@ -139,7 +140,7 @@ def _held(path: str) -> LockProbe:
 def _pidfd_of(pid: int) -> int:
     try:
         return os.pidfd_open(pid)
-    except (ProcessLookupError, OverflowError) as error:  # no number of a process is beyond a C int
+    except (ProcessLookupError, OverflowError) as error:  # OverflowError: a number beyond a C int
         raise UsageError(f"session refused: process {pid} does not exist; send the number of the client") from error
     except OSError:  # a kernel or a sandbox without pidfds: the lock and silence remain
         return -1

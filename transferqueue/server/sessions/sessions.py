@@ -1,15 +1,14 @@
-"""Who is connected, since when, and what the kernel says about them. Decides nothing; closes nothing itself.
+"""The sessions of a coordinator: who is connected, since when, and whether the client is still alive. Decides nothing by itself.
 
-The law:
+The rules:
 
-- A session is opened by Hello and named by its number from then on. Numbers carry the life of the server
-  (`epoch`), so that a call meant for an earlier life never reaches a stranger's session.
-- The same client, saying Hello again, has the same session.
-- A session whose process the kernel watches is never closed for silence; one it can only judge by a lock
-  is asked about after `SESSION_SILENCE_S`, and any other is taken for dead then.
-- A closed session whose lock is still held *lingers*: its memory stays until the lock is free. Nothing in the
-  kernel tells when that is, so the lock is tried, soon at first and then every `LOCK_CHECK_S`, while there is such
-  a session and only then.
+- Hello opens a session; later calls name it by its number. Numbers contain the epoch (the run of the server), so a call meant
+  for an earlier run never reaches another client's session.
+- A client that says Hello again continues its session.
+- A session whose process the kernel watches is never closed for silence. One that only has a lock is checked after
+  `SESSION_SILENCE_S` of silence; one that has neither is taken for dead then.
+- A closed session whose lock is still held *lingers*: its memory stays until the lock is free. The kernel has no event for that,
+  so the lock is tried, soon at first and then every `LOCK_CHECK_S`, as long as there is such a session.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Peer = UnixPeer | bytes | KeyedPeer | int
 channel."""
 
 NOWHERE: Final = b""
-"""The peer of a session that has not called yet since the server was restarted."""
+"""The peer of a session whose client has not said Hello since the server was restarted."""
 
 _NUMBERS_PER_EPOCH: Final = 1 << 20
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -53,8 +52,9 @@ def decode_hello(session: int, stored: bytes) -> m.Hello:
 
 
 class OpenSession:
-    """One open session. `too_large`: calls refused because their replies were, until the client has seen that. `remote`:
-    its bytes go over the bulk endpoint. `hello_call`: the id of its last Hello."""
+    """One open session. `process`: tells whether its client is alive. `seen`: the client has all replies up to this call. `hello_call`:
+    the id of its latest Hello. `remote`: its bytes go over the bulk endpoint. `too_large`: calls whose replies were too large to send,
+    with the refusal that each got instead, until the client has seen it."""
 
     __slots__ = (
         "heard_at",
@@ -82,41 +82,41 @@ class OpenSession:
 
     @property
     def label(self) -> str:
-        """What people call it: the label it gave, else its process."""
+        """Its name for people: the label that the client gave, else its process number."""
         return visible(self.hello.label) or (f"pid {self.hello.pid}" if self.hello.pid else f"session {self.number}")
 
     def heard(self, peer: Peer, seen: int, now: float) -> None:
-        """A frame came, from `peer`, which has all replies up to `seen`."""
+        """Record that a frame came from `peer`, whose client has all replies up to `seen`."""
         self.peer, self.heard_at = peer, now
         self.seen = max(self.seen, seen)
         if self.too_large:
             self.too_large = {call: refused for call, refused in self.too_large.items() if call > self.seen}
 
     def confirm_hello(self, peer: Peer, call: int, now: float) -> bool:
-        """Hello came from `peer`; False if it was said on a way that the client has given up since, and is read late."""
+        """Record a Hello from `peer`. False if a later Hello came before it, on another connection: then this one is ignored."""
         if call >= self.hello_call:
             self.hello_call = call
             self.heard(peer, self.seen, now)
         return peer == self.peer
 
     def refuse(self, call: int, refused: m.Failed) -> None:
-        """The reply to `call` was too large to send: refuse it again should it come again."""
+        """Remember that the reply to `call` was too large to send, so that it is refused again if it is sent again."""
         self.too_large[call] = refused
         if len(self.too_large) > CALLS_PARKED_MAX:
             del self.too_large[next(iter(self.too_large))]
 
 
 class SessionTable:
-    """All sessions of one node, open and lingering."""
+    """All sessions of one coordinator, open and lingering."""
 
     def __init__(self, epoch: int) -> None:
         self._last = epoch * _NUMBERS_PER_EPOCH
         self._open: dict[int, OpenSession] = {}
         self._by_client: dict[bytes, OpenSession] = {}
         self._lingering: dict[int, OpenSession] = {}
-        self._ask_locks_at: float | None = None
+        self._check_locks_at: float | None = None
         self._lock_pause_s = LOCK_CHECK_FIRST_S
-        self._ask_silence_at: float | None = None
+        self._check_silence_at: float | None = None
 
     def __len__(self) -> int:
         return len(self._open)
@@ -126,12 +126,12 @@ class SessionTable:
 
     @property
     def lingering(self) -> list[OpenSession]:
-        """Closed, but somebody may still see memory through them."""
+        """Closed sessions through which a process may still see memory."""
         return list(self._lingering.values())
 
     @property
     def last(self) -> int:
-        """The number of the last session that was opened."""
+        """The number of the session that was opened last."""
         return self._last
 
     def of_client(self, client: bytes) -> OpenSession | None:
@@ -139,11 +139,11 @@ class SessionTable:
         return self._by_client.get(client)
 
     def get(self, number: int) -> OpenSession | None:
-        """The open session of this number, or None."""
+        """The open session of this number; None if there is none."""
         return self._open.get(number)
 
     def of_call(self, number: int) -> OpenSession:
-        """The open session that a call names, or `Disconnected`."""
+        """The open session that a call names. `Disconnected` if there is none."""
         session = self._open.get(number)
         if session is None:
             raise Disconnected(
@@ -153,70 +153,70 @@ class SessionTable:
         return session
 
     def check_room(self) -> None:
-        """`Full` if there are as many sessions as there may be."""
+        """`Full` if no more sessions may be opened."""
         if len(self._open) + len(self._lingering) >= SESSIONS_MAX:
             raise Full(f"session refused: {SESSIONS_MAX} sessions are open, which is the most; close some")
 
     def open(self, hello: m.Hello, process: ProcessHandle, peer: Peer, now: float) -> OpenSession:
-        """A new session. Check for room first."""
+        """Open a new session. Call `check_room` first."""
         self._last += 1
         return self.restore(self._last, hello, process, now, peer)
 
     def restore(
         self, number: int, hello: m.Hello, process: ProcessHandle, now: float, peer: Peer = NOWHERE
     ) -> OpenSession:
-        """A session that has this number, as if it had just been heard. Of an earlier life of the server: where its
-        answers go shows when it calls."""
+        """Open a session under the number that it had in an earlier run. Its silence counts from now. Its peer is known once its
+        client says Hello."""
         session = OpenSession(number, hello, process, peer, now)
         self._open[number] = session
         self._by_client[hello.client] = session
-        if process.pidfd < 0 and self._ask_silence_at is None:
-            self._ask_silence_at = now + SESSION_SILENCE_S
+        if process.pidfd < 0 and self._check_silence_at is None:
+            self._check_silence_at = now + SESSION_SILENCE_S
         return session
 
     def close(self, session: OpenSession, now: float) -> bool:
-        """The session is open no more. Returns whether it lingers: its memory must stay."""
+        """Close a session. True if it lingers: then its memory must stay."""
         del self._open[session.number], self._by_client[session.hello.client]
         session.process.forget_process()
         if not session.process.may_see_memory():
             return False
         self._lingering[session.number] = session
         self._lock_pause_s = LOCK_CHECK_FIRST_S
-        self._ask_locks_at = now + self._lock_pause_s
+        self._check_locks_at = now + self._lock_pause_s
         return True
 
     def of_peer(self, peer: Peer) -> list[OpenSession]:
-        """Open sessions whose answers go to `peer`."""
+        """The open sessions whose answers go to `peer`."""
         return [session for session in self._open.values() if session.peer == peer]
 
     def silent(self, now: float) -> list[OpenSession]:
-        """Open sessions that must be taken for dead: silent, and no kernel evidence says otherwise."""
-        if self._ask_silence_at is None or now < self._ask_silence_at:
+        """The open sessions to take for dead: they are silent, and neither a process nor a lock shows that they live."""
+        if self._check_silence_at is None or now < self._check_silence_at:
             return []
-        judged = [session for session in self._open.values() if session.process.pidfd < 0]
+        unwatched = [session for session in self._open.values() if session.process.pidfd < 0]
         dead = []
-        for session in judged:
+        for session in unwatched:
             if now - session.heard_at < SESSION_SILENCE_S:
                 continue
             if session.process.may_see_memory():
-                session.heard_at = now  # its lock says that it lives: ask again later
+                session.heard_at = now  # its lock is held: check again later
             else:
                 dead.append(session)
-        alive = [session.heard_at for session in judged if session not in dead]
-        self._ask_silence_at = min(alive) + SESSION_SILENCE_S if alive else None
+        alive = [session.heard_at for session in unwatched if session not in dead]
+        self._check_silence_at = min(alive) + SESSION_SILENCE_S if alive else None
         return dead
 
     def released_by_dead_process(self, now: float) -> list[OpenSession]:
-        """Lingering sessions whose lock is free now; they are forgotten here."""
-        if self._ask_locks_at is None or now < self._ask_locks_at:
+        """Take the lingering sessions whose lock is free now: no process sees memory through them any more."""
+        if self._check_locks_at is None or now < self._check_locks_at:
             return []
         free = [session for session in self._lingering.values() if not session.process.may_see_memory()]
         for session in free:
             del self._lingering[session.number]
         self._lock_pause_s = min(2 * self._lock_pause_s, LOCK_CHECK_S)
-        self._ask_locks_at = now + self._lock_pause_s if self._lingering else None
+        self._check_locks_at = now + self._lock_pause_s if self._lingering else None
         return free
 
     def next_deadline(self) -> float | None:
-        """When `silent` or `released_by_dead_process` may find something; None: not before something else happens."""
-        return min((at for at in (self._ask_silence_at, self._ask_locks_at) if at is not None), default=None)
+        """When to call `silent` or `released_by_dead_process` next; None: not before another session changes."""
+        return min((at for at in (self._check_silence_at, self._check_locks_at) if at is not None), default=None)

@@ -1,20 +1,18 @@
-"""Requests that wait: who is tried when something changed, and in which order. Pure.
+"""Requests that wait: which are tried when something changed, and in which order. No I/O, no clock.
 
-The law:
+The rules:
 
-1. A waiting request waits under the *wake keys* that the ledger named, such as ("task", "rollouts",
-   "train"). `wake` makes everyone under a key due; whoever is due is tried in order of arrival.
-2. *Lanes are strictly first in, first out.* Unconditional leases of one task share a lane; so do puts
-   without a reservation into one table, and reservations at the table's clock. Only the first of a lane is
-   ever tried. A newcomer joins the end even if it could be served at once: else a stream of small requests
-   would starve a large one for ever.
-3. Everything else is tried on its own, in order of arrival: a lease with `where`, with a share of a batch
-   (`world`) or for replicas, a reservation for a given version, a grant of memory. What one of them wants
-   says nothing about the next, and a large grant at the head of a lane could block the very ack that would
-   free memory for it.
-4. When the first of a lane leaves, for whatever reason, the next is due at once.
-5. A wait ends: served, refused, at its deadline, or with its session. Nothing stays behind, in any index. Who asks again
-   for a shorter wait has an earlier deadline; for a longer one (the first message, sent twice) the same.
+1. A request waits on the *wake keys* that the ledger named, such as ("task", "rollouts", "train"). `wake` makes all requests
+   under a key due. Due requests are tried in order of arrival.
+2. *Lanes are strictly first in, first out.* A lane holds the unconditional leases of one task, the puts without a reservation into
+   one table, or the reservations at the table's current policy version. Only the first request of a lane is tried. A new request joins
+   the end even if it could be served at once: otherwise a stream of small requests would starve a large one.
+3. Every other request is tried on its own, in order of arrival: a lease with `where`, with a share of a batch (`world`) or for
+   replicas, a reservation for a given version, a grant of memory. Whether one of them can be served says nothing about the next,
+   and a large grant at the head of a lane could block the very ack that would free memory for it.
+4. When the first request of a lane leaves, for whatever reason, the next one is due at once.
+5. Every wait ends: the request is served, is refused, reaches its deadline, or its session ends. Then no index refers to it
+   any more. A request that is sent again with a shorter wait gets an earlier deadline; with a longer one, it keeps its deadline.
 
 Cost: a wake tries one request a lane, plus those of rule 3 under the key, plus as many as it serves.
 """
@@ -35,7 +33,7 @@ _HEAP_SLACK: Final = 64
 
 
 class WaitingRequest:
-    """One waiting request. `order` is its place in order of arrival; times are the injected clock's."""
+    """One waiting request. order: its number in order of arrival. since, deadline: by the clock of the server."""
 
     __slots__ = ("call", "deadline", "keys", "lane", "order", "request", "session", "since")
 
@@ -51,7 +49,7 @@ class WaitingRequest:
 
 
 def wait_of(request: m.Request) -> float:
-    """Seconds that a request may wait; 0 for one that never does."""
+    """Seconds for which a request may wait; 0 if it never waits."""
     return float(getattr(request, "wait_s", 0.0))
 
 
@@ -68,10 +66,10 @@ def lane_of(request: m.Request) -> Lane | None:
 
 
 class WaitQueue:
-    """All waiting requests of one node."""
+    """All waiting requests of one coordinator."""
 
     def __init__(self) -> None:
-        self._orders = 0
+        self._last_order = 0
         self._requests: OrderedDict[int, WaitingRequest] = OrderedDict()
         self._by_call: dict[tuple[int, int], WaitingRequest] = {}
         self._by_session: dict[int, dict[int, WaitingRequest]] = {}
@@ -79,43 +77,43 @@ class WaitQueue:
         self._lanes: dict[Lane, OrderedDict[int, WaitingRequest]] = {}
         self._due: list[int] = []
         self._is_due: set[int] = set()
-        self._agenda: list[tuple[float, int]] = []
+        self._deadlines: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[WaitingRequest]:
-        """All that wait, in order of arrival."""
+        """All waiting requests, in order of arrival."""
         return iter(self._requests.values())
 
     def holds(self, session: int, call: int) -> bool:
-        """Whether this very call waits here already (it was sent again)."""
+        """Whether this call waits here already: then it was sent again."""
         return (session, call) in self._by_call
 
     def count(self, session: int) -> int:
-        """How many requests of a session wait."""
+        """The number of waiting requests of a session."""
         return len(self._by_session.get(session, ()))
 
     def count_ahead(self, request: m.Request) -> int:
-        """How many wait in the lane of `request`; a newcomer that finds any must `join` and not be tried."""
+        """The number of requests in the lane of `request`. If there are any, a new request must `join` without being tried."""
         lane = lane_of(request)
         return len(self._lanes.get(lane, ())) if lane is not None else 0
 
     def ahead_of(self, waiting: WaitingRequest) -> int:
-        """How many wait before `waiting` in its lane."""
+        """The number of requests before `waiting` in its lane."""
         lane = self._lanes.get(waiting.lane, ()) if waiting.lane is not None else ()
         return sum(order < waiting.order for order in lane)
 
     def join(self, session: int, call: int, request: m.Request, now: float) -> WaitingRequest:
-        """Park a request at the end of its lane, not tried. If the lane was empty, `rest` it on its keys."""
-        self._orders += 1
-        waiting = WaitingRequest(self._orders, session, call, request, now)
+        """Add a request at the end of its lane. If the lane was empty, the caller has it `wait_on` its keys."""
+        self._last_order += 1
+        waiting = WaitingRequest(self._last_order, session, call, request, now)
         self._requests[waiting.order] = waiting
         self._by_call[session, call] = waiting
         self._by_session.setdefault(session, {})[waiting.order] = waiting
         if waiting.lane is not None:
             self._lanes.setdefault(waiting.lane, OrderedDict())[waiting.order] = waiting
-        heapq.heappush(self._agenda, (waiting.deadline, waiting.order))
+        heapq.heappush(self._deadlines, (waiting.deadline, waiting.order))
         return waiting
 
     def wait_on(self, waiting: WaitingRequest, keys: Iterable[WakeKey]) -> None:
@@ -126,23 +124,23 @@ class WaitQueue:
             self._by_key.setdefault(key, {})[waiting.order] = waiting
 
     def shorten_wait(self, session: int, call: int, deadline: float) -> None:
-        """A call that waits here, if it does, waits no longer than until `deadline`."""
+        """Have a call wait no longer than until `deadline`. Does nothing if the call does not wait."""
         waiting = self._by_call.get((session, call))
         if waiting is not None and deadline < waiting.deadline:
             waiting.deadline = deadline
-            heapq.heappush(self._agenda, (deadline, waiting.order))
+            heapq.heappush(self._deadlines, (deadline, waiting.order))
 
     def is_waited_for(self, key: WakeKey) -> bool:
-        """Whether anybody rests on `key`."""
+        """Whether a request waits on `key`."""
         return bool(self._by_key.get(key))
 
     def wake(self, key: WakeKey) -> None:
-        """Something under `key` changed: whoever rests on it is due."""
+        """Make all requests due that wait on `key`."""
         for order in self._by_key.get(key, ()):
             self._make_due(order)
 
     def next_due(self) -> WaitingRequest | None:
-        """Take the earliest of those to be tried. The caller then calls `rest` or `remove` with it."""
+        """Take the earliest due request; None if there is none. The caller tries it, then calls `wait_on` or `remove`."""
         while self._due:
             order = heapq.heappop(self._due)
             self._is_due.discard(order)
@@ -151,32 +149,32 @@ class WaitQueue:
         return None
 
     def remove(self, waiting: WaitingRequest) -> None:
-        """`waiting` waits no more. Who stood behind it in its lane is due."""
+        """Remove a request. If it was the first of its lane, the next one is due."""
         del self._requests[waiting.order], self._by_call[waiting.session, waiting.call]
         _discard(self._by_session, waiting.session, waiting.order)
         self._leave_keys(waiting)
         self._leave_lane(waiting)
-        if len(self._agenda) > 2 * len(self._requests) + _HEAP_SLACK:
-            self._agenda = [(waiting.deadline, waiting.order) for waiting in self._requests.values()]
-            heapq.heapify(self._agenda)
+        if len(self._deadlines) > 2 * len(self._requests) + _HEAP_SLACK:
+            self._deadlines = [(waiting.deadline, waiting.order) for waiting in self._requests.values()]
+            heapq.heapify(self._deadlines)
 
     def remove_session(self, session: int) -> list[WaitingRequest]:
-        """Remove all that a session waits for; returns them."""
-        gone = list(self._by_session.get(session, {}).values())
-        for waiting in gone:
+        """Remove all requests of a session, and return them."""
+        removed = list(self._by_session.get(session, {}).values())
+        for waiting in removed:
             self.remove(waiting)
-        return gone
+        return removed
 
     def next_deadline(self) -> float | None:
-        """When the next wait ends by its deadline; None if nobody waits."""
-        while self._agenda and self._agenda[0][1] not in self._requests:
-            heapq.heappop(self._agenda)
-        return self._agenda[0][0] if self._agenda else None
+        """The earliest deadline; None if no request waits."""
+        while self._deadlines and self._deadlines[0][1] not in self._requests:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
 
     def next_expired(self, now: float) -> WaitingRequest | None:
-        """One whose deadline has come, the earliest first; still waiting. None if there is none."""
+        """The request with the earliest deadline, if that has come. It is not removed. None if there is none."""
         deadline = self.next_deadline()
-        return self._requests[self._agenda[0][1]] if deadline is not None and deadline <= now else None
+        return self._requests[self._deadlines[0][1]] if deadline is not None and deadline <= now else None
 
     def _make_due(self, order: int) -> None:
         if order not in self._is_due:
@@ -204,7 +202,7 @@ _K = TypeVar("_K")
 
 
 def _discard(index: dict[_K, dict[int, WaitingRequest]], key: _K, order: int) -> None:
-    found = index[key]
-    del found[order]
-    if not found:
+    requests = index[key]
+    del requests[order]
+    if not requests:
         del index[key]

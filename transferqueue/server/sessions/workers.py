@@ -1,11 +1,9 @@
-"""Who works on which task, and who did last: for people. Nothing that the queue does depends on it.
+"""Which sessions work on which task, and which one left last. For reports only: nothing that the queue does depends on it.
 
-Rules:
-
-1. A session works on a task from its first lease of it until it ends; whether it is at it now shows in its leases and waits.
-2. Of each task the last session that ended is remembered: its label, when, and how, as far as that is known. What the kernel
-   can tell only later (a process is gone before its status is there) is asked for when somebody looks.
-3. The memory of open sessions is bounded by them; of ended ones, `GONE_MAX` tasks are remembered, the latest.
+1. A session works on a task from its first lease of it until it ends. Its leases and waiting requests show whether it is busy.
+2. For each task the last session that ended is remembered: its label, when, and how it ended. The exit status of a process may
+   be known only later than its end, so it is looked up when a report needs it.
+3. Open sessions bound the memory that this takes; of ended ones, the latest `GONE_MAX` tasks are remembered.
 """
 
 from __future__ import annotations
@@ -16,14 +14,14 @@ from typing import Final
 from transferqueue.server.sessions.exit_status import Ending
 
 GONE_MAX: Final = 256
-"""Tasks of which the last worker is remembered; each may hold a descriptor of its process."""
+"""Tasks for which the last worker is remembered. Each may hold a descriptor of its process."""
 
 Key = tuple[str, str]
 """Table and task."""
 
 
 class Gone:
-    """A worker that left."""
+    """A worker whose session ended."""
 
     __slots__ = ("at", "ending", "label")
 
@@ -32,16 +30,16 @@ class Gone:
 
 
 class Workers:
-    """The workers of one node."""
+    """The workers of one coordinator."""
 
     def __init__(self) -> None:
         self._tasks: dict[int, dict[Key, float]] = {}
-        """Session -> task -> when it last asked for rows of it."""
+        """Session -> task -> when the session last asked for rows of the task."""
         self._sessions: dict[Key, dict[int, None]] = {}
         self._gone: OrderedDict[Key, Gone] = OrderedDict()
 
-    def asks(self, session: int, table: str, task: str, now: float) -> None:
-        """A session asks for rows of a task, which exists."""
+    def record_request(self, session: int, table: str, task: str, now: float) -> None:
+        """Record that a session asks for rows of an existing task."""
         key = (table, task)
         mine = self._tasks.get(session)
         if mine is None:
@@ -50,20 +48,20 @@ class Workers:
             self._sessions.setdefault(key, {})[session] = None
         mine[key] = now
 
-    def left(self, session: int, label: str, said: str, pidfd: int, now: float) -> None:
-        """A session has ended. said, pidfd: as of `Ending`."""
+    def record_end(self, session: int, label: str, reason: str, pidfd: int, now: float) -> None:
+        """Record that a session ended. reason, pidfd: as in `Ending`."""
         for key in self._tasks.pop(session, ()):
             others = self._sessions[key]
             del others[session]
             if not others:
                 del self._sessions[key]
             self._forget(key)
-            self._gone[key] = Gone(label, now, Ending(said, pidfd))
+            self._gone[key] = Gone(label, now, Ending(reason, pidfd))
         while len(self._gone) > GONE_MAX:
             self._forget(next(iter(self._gone)))
 
-    def dropped(self, table: str) -> None:
-        """The table is no more: another one of its name has other workers."""
+    def forget_table(self, table: str) -> None:
+        """Forget the workers of a dropped table, since another table may get its name."""
         for key in [key for key in self._gone if key[0] == table]:
             self._forget(key)
         for key in [key for key in self._sessions if key[0] == table]:
@@ -71,20 +69,20 @@ class Workers:
                 del self._tasks[session][key]
 
     def last_to_ask(self, table: str, task: str) -> tuple[int, float] | None:
-        """The open session that asked last for rows of the task, and when."""
+        """The open session that asked last for rows of the task, and when; None if there is none."""
         key = (table, task)
         return max(
             ((session, self._tasks[session][key]) for session in self._sessions.get(key, ())),
-            key=lambda found: found[1],
+            key=lambda asked: asked[1],
             default=None,
         )
 
     def last_gone(self, table: str, task: str) -> Gone | None:
-        """The worker of the task that left last."""
+        """The worker of the task whose session ended last; None if there is none."""
         return self._gone.get((table, task))
 
     def close(self) -> None:
-        """Remember nobody."""
+        """Forget all workers, and close their descriptors."""
         for key in list(self._gone):
             self._forget(key)
 

@@ -103,7 +103,7 @@ class RemoteShard:
 
     def _go_on(self, lent: Iterable[int], remote: Iterable[int]) -> None:
         """Nothing is known of what the shard had not been told: so it is told what stands, and that all else has no pages."""
-        self.tickets.go_on(remote, lent)
+        self.tickets.resume(remote, lent)
         self._order(self._standing())
         for offset, nbytes in self.allocator.free_ranges():
             self._order(m.FreePages(offset, nbytes))

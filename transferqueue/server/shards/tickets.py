@@ -104,7 +104,7 @@ class TicketIssuer:
         """Whether this session may have a ticket."""
         return session in self._sessions
 
-    def go_on(self, sessions: Iterable[int], extents: Iterable[int]) -> None:
+    def resume(self, sessions: Iterable[int], extents: Iterable[int]) -> None:
         """These sessions and extents are left from an earlier life with the same key."""
         self._sessions.update(sessions)
         self._admitted.update(extents)
