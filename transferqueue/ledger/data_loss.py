@@ -1,11 +1,13 @@
-"""Bytes that are gone: what somebody still waits for is made again, or its rows end, counted and named.
+"""Handles lost bytes: requeues rows that a task still waits for, or ends them, and reports which rows ended.
 
-- A row without a lost value goes on. It lacks the value from now on; whether that ends it, `again` decides.
-- Results that waited for a last ack go with their lease, whose rows return; that is no attempt.
-- A version of weights that is not whole is kept no more (see `channels`).
-- Extents of a lost shard are never freed, since nobody may use them again; whoever was granted one learns that when it commits.
+- A row without a lost value stays as it is. A row with one lacks the value from now on; `rules.requeue` decides whether
+  that ends it.
+- Results that wait for a last ack are lost with their lease, whose rows become ready again. That is no attempt.
+- A version of weights with a lost block is removed (see `requests.weight_channels`).
+- Extents of a lost shard are never freed, since nobody may reuse them. A session that was granted one learns so when it
+  commits.
 
-Lost bytes are never handed over again.
+Lost bytes are never leased again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
 
 
 def lose_blocks(state: LedgerState, blocks: Collection[int], why: str) -> dict[str, list[int]]:
-    """The bytes of these blocks are gone. why: for people. Returns the rows that ended as lost, by table."""
+    """Handle the loss of these blocks. why: for reports. Returns the rows that ended as lost, by table."""
     gone = frozenset(blocks)
     if not gone:
         return {}
@@ -39,7 +41,7 @@ def lose_blocks(state: LedgerState, blocks: Collection[int], why: str) -> dict[s
 
 
 def values_in(state: LedgerState, blocks: Collection[int]) -> dict[str, dict[str, list[int]]]:
-    """What lies in these blocks, by table and field: the rows that read the field there. Changes nothing."""
+    """The rows that read a field from one of these blocks, by table and field. Changes nothing."""
     numbers = np.array(sorted(blocks), np.int64)
     rows_of_field = {name: _values_in(table, numbers) for name, table in state.tables.items()}
     return {name: fields for name, fields in rows_of_field.items() if fields}
@@ -60,7 +62,7 @@ def _expire_leases_with_results_in(state: LedgerState, blocks: frozenset[int]) -
 
 
 def _lose_values(table: TableState, blocks: IntArray, why: str, now: float) -> list[int]:
-    """Returns the rows that ended as lost."""
+    """Clear the lost values of a table. Returns the rows that ended as lost."""
     rows = table.rows.pages.resident_rows()
     rows = rows[table.parts.lies_in(table.rows.pages.index(rows), blocks)]
     if not rows.size:
@@ -78,7 +80,7 @@ def _lose_values(table: TableState, blocks: IntArray, why: str, now: float) -> l
 
 
 def _clear_fields(table: TableState, rows: IntArray, blocks: IntArray, why: str, now: float) -> dict[str, IntArray]:
-    """Rows lack what lay in the blocks. Returns the rows of each field."""
+    """Clear the fields that lie in the blocks. Returns the rows that had each field there."""
     at = table.rows.pages.index(rows)
     gone = {name: reads for name, reads in _fields_in(table, at, blocks).items() if reads.any()}
     for name, reads in gone.items():
@@ -101,7 +103,7 @@ def _reads_from(table: TableState, name: str, at: IntArray, blocks: IntArray) ->
 
 
 def _waited_for(table: TableState, name: str, rows: IntArray) -> BoolArray:
-    """Of which rows a task waits for the field."""
+    """For which rows some task waits for the field."""
     at = table.rows.pages.index(rows)
     waits = np.zeros(rows.size, np.bool_)
     for task in table.tasks.values():
@@ -111,7 +113,7 @@ def _waited_for(table: TableState, name: str, rows: IntArray) -> BoolArray:
 
 
 def _in_unclaimed_share(table: TableState, task: TaskState, at: IntArray) -> BoolArray:
-    """Rows in shares that no rank has claimed: nobody has read them."""
+    """Which rows are in shares that no rank has claimed, so that nobody has read them."""
     leases = table.core.leases.by_id
     held = task.hold.a[at]
     unclaimed = [number for number, lease in leases.items() if lease.table == table.name and not lease.holders]

@@ -1,7 +1,7 @@
-"""Everything that will happen by itself: one heap of deadlines for all leases and groups.
+"""All deadlines of a ledger in one heap: of leases, groups and update slots.
 
-A subject that ends or moves its deadline just changes `subject.deadline`; its old entries become void
-and are skipped when they surface. So renewing a lease costs one push, and ending one costs nothing.
+To end or move a deadline, set `subject.deadline`. Old heap entries become void, and are skipped when they reach the
+top. So renewing a lease costs one push, and ending one costs nothing.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from typing import Protocol
 
 
 class Expiring(Protocol):
-    """Whatever has a deadline (None: none any more)."""
+    """An object with a deadline (None: no deadline)."""
 
     deadline: float | None
 
 
 class Deadlines:
-    """A heap of (time, subject) with void entries skipped."""
+    """A heap of (time, subject) that skips void entries."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Expiring]] = []
         self._pushed = 0
 
     def add(self, subject: Expiring, at: float) -> None:
-        """Set the deadline of `subject`; an earlier one becomes void."""
+        """Set the deadline of `subject`. An earlier one becomes void."""
         subject.deadline = at
         self._pushed += 1
         heapq.heappush(self._heap, (at, self._pushed, subject))
 
     def next(self) -> float | None:
-        """The earliest deadline that still holds."""
+        """The earliest valid deadline."""
         heap = self._heap
         while heap and heap[0][2].deadline != heap[0][0]:
             heapq.heappop(heap)
         return heap[0][0] if heap else None
 
     def due(self, now: float) -> Iterator[Expiring]:
-        """Subjects whose deadline has passed, earliest first; each is cleared as it is given out."""
+        """Yield subjects whose deadline has passed, earliest first, and clear their deadlines."""
         while (at := self.next()) is not None and at <= now:
             subject = heapq.heappop(self._heap)[2]
             subject.deadline = None

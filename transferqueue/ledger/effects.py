@@ -1,7 +1,7 @@
-"""What the ledger asks of whoever runs it: wake waiters, reuse memory, tell holders.
+"""What the ledger asks its caller to do: wake waiting requests, reuse memory, notify holders of leases.
 
-The ledger does no I/O. It collects effects while it changes state, and `Ledger.take_effects` hands them
-out once. An effect never has to be carried out for the ledger to stay correct.
+The ledger does no I/O. It collects effects while it changes state, and `Ledger.take_effects` returns each of them once.
+The ledger stays correct if an effect is never applied.
 """
 
 from __future__ import annotations
@@ -9,24 +9,25 @@ from __future__ import annotations
 import msgspec
 
 WakeKey = tuple[str, ...]
-"""What a waiter waits for: ("task", table, task), ("room", table), ("clock", table), ("table", name),
-("channel", name), ("turn", channel)."""
+"""What a request waits for: ("task", table, task), ("room", table), ("clock", table), ("table", name), ("channel",
+name), ("turn", channel): an update slot.
+"""
 
 
 class MustWait(msgspec.Struct, frozen=True):
-    """The request cannot proceed now: apply it again after a `WakeWaiters` of one of `keys`. Nothing was changed."""
+    """The request cannot proceed now and changed nothing. Apply it again after a `WakeWaiters` for one of `keys`."""
 
     keys: tuple[WakeKey, ...]
 
 
 class WakeWaiters(msgspec.Struct, frozen=True):
-    """Requests that wait for `key` may now proceed, or have become hopeless: apply them again."""
+    """Requests that wait for `key` may proceed now, or can never proceed: apply them again."""
 
     key: WakeKey
 
 
 class FreeExtent(msgspec.Struct, frozen=True):
-    """No live row, no view and no writer is left in this extent: its bytes may be given out again."""
+    """Nobody needs this extent: it has no live row, no view and no writer. Its memory may be allocated again."""
 
     extent: int
     shard: int
@@ -35,7 +36,7 @@ class FreeExtent(msgspec.Struct, frozen=True):
 
 
 class LeaseEnded(msgspec.Struct, frozen=True):
-    """A lease ended without its holder's doing: it expired, or its rows were dropped or taken back."""
+    """A lease ended without a call of its holder: it expired, or its rows were dropped or requeued."""
 
     session: int
     lease: int
@@ -46,22 +47,22 @@ Effect = WakeWaiters | FreeExtent | LeaseEnded
 
 
 class Effects:
-    """Collects effects; a key is woken once however often it was touched."""
+    """Collects effects. A key is woken once, however often it was touched."""
 
     def __init__(self) -> None:
         self._events: list[Effect] = []
         self._woken: dict[WakeKey, None] = {}
 
     def wake(self, *key: str) -> None:
-        """Have the waiters of `key` try again."""
+        """Have requests that wait for `key` applied again."""
         self._woken[key] = None
 
     def add(self, event: FreeExtent | LeaseEnded) -> None:
-        """Record what happened."""
+        """Record an effect."""
         self._events.append(event)
 
     def take(self) -> list[Effect]:
-        """All since the last call. Freed memory comes before wakes, so that who wakes finds it free."""
+        """All effects since the last call. Freed memory precedes wakes, so that woken requests find it free."""
         taken = self._events + [WakeWaiters(key) for key in self._woken]
         self._events, self._woken = [], {}
         return taken

@@ -1,13 +1,13 @@
-"""The ledger: every request in, one reply out, effects on the side. A pure state machine.
+"""The ledger of one coordinator: a pure state machine. A request goes in; a reply and effects come out.
 
-It opens no socket, reads no clock, draws no random number and starts no thread. The rules:
+It opens no socket, reads no clock, draws no random number and starts no thread. Invariants:
 
-- `apply` first lets happen what was due by `now` (`tick`), then carries out the request. A request that raises,
-  or that must wait, changes nothing: everything is checked before anything is written.
+- `apply` first applies everything that was due by `now` (`tick`), then the request. A request that raises, or that must
+  wait, changes nothing: all checks come before the first write.
 - The same sequence of calls with the same arguments gives the same replies, effects and state.
-- A call that was carried out is never carried out again: its reply is kept until the client has seen it, and a
-  put is recognised by (client, call) as long as its rows' pages live.
-- `now` never goes back; an earlier one counts as the latest seen.
+- No call is executed twice. The ledger keeps each reply until the client has seen it, and recognises a put by (client,
+  call) as long as the pages of its rows exist.
+- `now` never goes back; an earlier value counts as the latest one.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ ANSWERED_ANEW: Final = (m.Observe, m.Find, m.Cursor, m.ListTables, m.OpenTable, 
 class Ledger:
     """The control plane of one coordinator.
 
-    epoch: this life of the coordinator. selectors: factories of `policies.Plugin` selectors by name, which
-    the caller has loaded from entry points.
+    epoch: number of this run of the coordinator. selectors: factories of `policies.Plugin` selectors by name, which the
+    caller has loaded from entry points.
     """
 
     def __init__(self, *, epoch: int = 1, selectors: Mapping[str, PluginFactory] | None = None) -> None:
@@ -59,15 +59,17 @@ class Ledger:
     # ------------------------------------------------------------ images
 
     def image(self) -> bytes:
-        """All there is, as bytes: see `from_image`. Its size is that of what is resident, its cost 3 to 15 ns a byte."""
+        """The whole state as bytes, for `from_image`. The size grows with the resident rows; the cost is 3 to 15 ns per
+        byte.
+        """
         return image.write(self.state, self.epoch)
 
     @classmethod
     def from_image(cls, data: bytes, *, selectors: Mapping[str, PluginFactory] | None = None) -> Ledger:
-        """A ledger that goes on exactly as the one whose `image` this is. selectors: as when that one was made.
+        """Make a ledger that continues exactly as the one that wrote the `image`. selectors: the same as for that one.
 
-        `Corruption` if `data` is no image, `UsageError` if a version with another state wrote it, `NotFound` if a
-        table uses a selector that is not among `selectors`.
+        `Corruption` if `data` is no image, `UsageError` if a version of the package with another state wrote it,
+        `NotFound` if a table uses a selector that is not among `selectors`.
         """
         made = cls(selectors=selectors)
         made.state, made.epoch = image.read(data, made.state.core.plugins)
@@ -76,13 +78,14 @@ class Ledger:
     # ------------------------------------------------------------ cuts
 
     def take_snapshot(self, now: float) -> LedgerSnapshot:
-        """All that a snapshot keeps, copied at one moment: see `cut`."""
+        """Copy, at one moment, everything that a snapshot keeps (see `persistence.snapshot`)."""
         self.tick(now)
         return take_snapshot(self.state)
 
     def restore_snapshot(self, snapshot: LedgerSnapshot, now: float) -> None:
-        """Become what a cut was taken of, or change nothing: `UsageError` if there is a table or a channel, `Corruption` if the
-        cut is none of a ledger (`cut_checks.check` looks at more). Takes as long as an `image` of what there is, and the snapshot.
+        """Replace the state by that of a snapshot, or change nothing. `UsageError` if a table or channel exists,
+        `Corruption` if no ledger could have written the snapshot (`snapshot_checks.check` checks more). Takes as
+        long as an `image` of the current state, and the snapshot.
         """
         self.tick(now)
         self.state = restored(self.state, snapshot, self.state.now)
@@ -90,9 +93,10 @@ class Ledger:
     # ------------------------------------------------------------ sessions
 
     def open_session(self, session: int, client: bytes, now: float, *, label: str = "", origin: bytes = b"") -> None:
-        """A client connected. client: its id (16 bytes), the same after it reconnects. label: for messages.
+        """Open the session of a client. client: its id (16 bytes), the same after it reconnects. label: its name in
+        messages to people.
 
-        origin: kept as `SessionState.origin`.
+        origin: stored as `SessionState.origin`.
         """
         self.tick(now)
         sessions = self.state.sessions
@@ -105,15 +109,18 @@ class Ledger:
         self.state.core.last_message_at[session] = self.state.now
 
     def message_received(self, session: int, now: float) -> None:
-        """A session said something that is no request (a heartbeat): it is not silent. For messages to people only."""
+        """Record that a session sent something that is no request (a heartbeat). Only texts for people use it ("silent
+        for 9 s").
+        """
         if session in self.state.sessions:
             self.state.core.last_message_at[session] = now
 
     def close_session(self, session: int, now: float, *, pins: bool = True) -> None:
-        """A client left or died: its leases end as failed attempts, its reservations return.
+        """Close the session of a client that left or died. Its leases end as failed attempts, its reservations are
+        released.
 
-        pins=False: it may still read its views or write its grants (a paused or forked process), so those
-        stay until `end_pins`. A session that is not open is no error.
+        pins=False: the client may still read its views or write into its grants (a paused or forked process), so those
+        stay until `end_pins`. Closing a session that is not open is no error.
         """
         self.tick(now)
         self.state.close_session(session)
@@ -121,21 +128,21 @@ class Ledger:
             self.state.end_pins(session)
 
     def end_pins(self, session: int) -> None:
-        """No view and no writer of a closed session is left: its pins and grants return."""
+        """Return the pins and grants of a closed session, since none of its views and writers is left."""
         self.check_closed(session)
         self.state.end_pins(session)
 
     def check_closed(self, session: int) -> None:
-        """`InternalError` if the session is open: then its pins do not end."""
+        """Raise `InternalError` if the session is open, since its pins must not end."""
         state = self.state.sessions.get(session)
         if state is not None and state.open:
             raise InternalError(f"session {session} is open; close it before its pins end")
 
     def grant(self, session: int, shard: int, offset: int, nbytes: int, now: float, *, call: int = 0) -> m.Granted:
-        """The caller has set this extent aside for `session`. call: as in `apply`, to answer a retry.
+        """Grant an extent, which the caller has allocated, to `session`. call: as in `apply`, to answer a retry.
 
-        The extent closes by `ReturnGrant`, with its session, or by a commit that begins at its start and ends
-        in its last page. `FreeExtent` gives it back, once.
+        The extent closes by `ReturnGrant`, with its session, or by a commit that begins at its start and ends in its
+        last page. The effect `FreeExtent` then frees it, once.
         """
         self.tick(now)
         holder = self.state.session(session)
@@ -145,18 +152,18 @@ class Ledger:
         return reply
 
     def replied(self, session: int, call: int) -> m.Reply | None:
-        """The reply that this call got before, if it did: for requests the caller answers itself (`Grant`)."""
+        """The cached reply to a call, or None. For requests that the caller answers itself (`Grant`)."""
         return self.state.session(session).replies.get(call)
 
     def seen(self, session: int, call: int) -> None:
-        """The client has all replies up to `call`: they may be forgotten."""
+        """Remove cached replies up to `call`, which the client has received."""
         if (state := self.state.sessions.get(session)) is not None:
             state.replies.seen(call)
 
     # ------------------------------------------------------------ time
 
     def tick(self, now: float) -> None:
-        """Let happen what is due by `now`: leases expire, groups are late, unclaimed shares go back."""
+        """Apply everything due by `now`: leases expire, deadlines of groups pass, unclaimed shares are returned."""
         self.state.now = now = max(now, self.state.now)
         for subject in self.state.core.deadlines.due(now):
             if isinstance(subject, LeaseState):
@@ -177,13 +184,15 @@ class Ledger:
         return self.state.core.deadlines.next()
 
     def take_effects(self) -> list[Effect]:
-        """What happened since the last call that the caller should act on."""
+        """Effects since the last call, for the caller to apply."""
         return self.state.core.effects.take()
 
     # ------------------------------------------------------------ losses
 
     def blocks_lost(self, blocks: Collection[int], now: float) -> dict[str, list[int]]:
-        """The bytes of these blocks are damaged: see `losses`. Returns the rows that ended for it, by table; others are made again."""
+        """Handle damaged blocks (see `data_loss`). Returns the rows that ended as lost, by table. Other rows are
+        requeued to regenerate values.
+        """
         self.tick(now)
         known = [number for number in blocks if number in self.state.core.blocks.blocks]
         return lose_blocks(self.state, known, "damaged bytes")
@@ -193,11 +202,11 @@ class Ledger:
         return values_in(self.state, blocks)
 
     def shard_lost(self, shard: int, now: float) -> dict[str, list[int]]:
-        """A shard is gone, with all it had: see `losses`. Returns as `lose`.
+        """Handle the loss of a shard with all its bytes (see `data_loss`). Returns as `blocks_lost`.
 
-        No `FreeExtent` comes for it any more: its memory is nobody's. Pins and grants in it may still be returned, which is no
-        error; a commit into such a grant is refused with `ShardLost`. The number must not be used again: replies name it (see
-        `Blocks.last_shard`).
+        No `FreeExtent` follows for this memory. Sessions may still return pins and grants in it, which is no error; a
+        commit into such a grant is refused with `ShardLost`. The caller must not reuse the number, since cached replies
+        name it (see `BlockRegistry.last_shard`).
         """
         self.tick(now)
         return lose_blocks(self.state, self.state.core.blocks.lose_shard(shard), f"lost with shard {shard}")
@@ -279,10 +288,11 @@ class Ledger:
     # ------------------------------------------------------------ requests
 
     def apply(self, request: m.Request, *, session: int, call: int, now: float) -> m.Reply | MustWait:
-        """Carry out a request of a session. Raises `TransferQueueError` if it is refused.
+        """Execute a request of a session. Raises `TransferQueueError` if it is refused.
 
-        call: the client's number for this request, ascending, so that one sent again gets the same reply
-        (0: not to be recognised). `MustWait`: apply it again, with the same call, after a `Wake` of one of its keys.
+        call: the client's number of this request, ascending. A retry with the same number gets the same reply (0: the
+        request is not recognised). `MustWait`: apply the request again, with the same call, after a `WakeWaiters` for
+        one of its keys.
         """
         self.tick(now)
         holder = self.state.session(session)
@@ -301,16 +311,16 @@ class Ledger:
         return reply
 
     def _is_known_put(self, request: m.Request, session: SessionState, call: int) -> bool:
-        """Whether this is a put that is known from its rows, whatever became of its reply."""
+        """Whether this is a retry of a put that the table recognises, even if the reply is not cached any more."""
         table = self.state.tables.get(request.table) if isinstance(request, m.PutRequest) else None
         return table is not None and (session.client, call) in table.puts
 
     def explain(self, request: m.Request, now: float) -> str:
-        """Why a request that waits cannot proceed: what is missing and who holds it."""
+        """Explain why a waiting request cannot proceed: what is missing, and who holds it."""
         self.tick(now)
         return explained(self.state, request)
 
     def observe(self, request: m.Observe, now: float) -> dict[str, Any]:
-        """Plain values about the queue: what `m.Observed` carries."""
+        """Plain values about the queue: the content of `m.Observed`."""
         self.tick(now)
         return observed(self.state, request)

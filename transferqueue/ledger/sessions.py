@@ -1,8 +1,8 @@
-"""Connected clients, and the replies kept so that a request sent again changes nothing twice.
+"""Connected clients, and their cached replies, so that a retried request is not executed twice.
 
-A client numbers its calls in ascending order and says up to which one it has seen all replies. Replies
-above that are kept, the newest `REPLIES_KEPT_MAX` of them; of older ones only that they were given. So a call that
-comes again gets its reply, or, if that is gone, an error: it is never carried out a second time.
+A client numbers its calls in ascending order and reports up to which call it has received all replies. The newest
+`REPLIES_KEPT_MAX` replies above that are cached; of older ones, only the fact that they were sent. So a retry gets the
+cached reply, or an error if the reply is gone. It is never executed a second time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transferqueue.wire.messages import Reply
 
 
 class IntervalSet:
-    """A set of integers that are mostly consecutive, as ascending disjoint spans."""
+    """A set of integers that are mostly consecutive, stored as ascending disjoint spans."""
 
     def __init__(self) -> None:
         self._spans: list[list[int]] = []
@@ -34,7 +34,7 @@ class IntervalSet:
         self._join(at)
         self._join(at - 1)
         if len(self._spans) > REPLIES_KEPT_MAX:
-            # A client that leaves gaps for ever: calls in the oldest gap count as answered.
+            # This client leaves ever more gaps. Treat the calls of the oldest gap as answered.
             self._spans[:2] = [[self._spans[0][0], self._spans[1][1]]]
 
     def _join(self, at: int) -> None:
@@ -53,11 +53,11 @@ class ReplyCache:
     def __init__(self) -> None:
         self._kept: dict[int, Reply] = {}
         self._given = IntervalSet()
-        """Calls that were answered and whose reply is not kept any more."""
+        """Answered calls whose reply is not cached any more."""
         self._seen = 0
 
     def get(self, call: int) -> Reply | None:
-        """The reply that `call` got, None if it was not answered yet."""
+        """The cached reply to `call`; None if the call was not answered yet."""
         reply = self._kept.get(call)
         if reply is None and call > 0 and (call <= self._seen or call in self._given):
             raise ProtocolError(
@@ -66,7 +66,7 @@ class ReplyCache:
         return reply
 
     def keep(self, call: int, reply: Reply) -> None:
-        """`call` was carried out with this reply."""
+        """Cache the reply to `call`."""
         if call <= 0:
             return
         self._kept[call] = reply
@@ -76,7 +76,7 @@ class ReplyCache:
             self._given.add(oldest)
 
     def seen(self, call: int) -> None:
-        """All replies up to `call` have arrived."""
+        """Remove replies up to `call`, which the client has received."""
         if call <= self._seen:
             return
         self._seen = call
@@ -94,7 +94,7 @@ class SessionState:
         self.label = label
         self.opened = now
         self.origin = origin
-        """What the caller needs to find the client again after a restart; it means nothing here."""
+        """Opaque bytes from the caller, by which it finds the client again after a restart."""
         self.replies = ReplyCache()
         self.open = True
-        """False: ended, but its pins and grants stay, since a view or a writer may still live."""
+        """False: the session ended, but a view or a writer may still exist, so its pins and grants stay."""

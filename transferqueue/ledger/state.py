@@ -1,4 +1,4 @@
-"""Everything the ledger knows, as one value: tables, channels, sessions, and what they share."""
+"""The whole state of a ledger: tables, channels, sessions, and what they share."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from transferqueue.ledger.tasks.task_state import TaskState
 
 @dataclass(slots=True)
 class LedgerState:
-    """The state of a ledger. now: the latest time it was told."""
+    """The state of a ledger. now: the latest time that a caller passed."""
 
     core: SharedState
     sessions: dict[int, SessionState] = field(default_factory=dict)
     tables: dict[str, TableState] = field(default_factory=dict)
     channels: dict[str, WeightChannelState] = field(default_factory=dict)
     dropped_tables: dict[str, int] = field(default_factory=dict)
-    """Rows put, done and dropped of tables that exist no more."""
+    """Counts of rows put, done and dropped, summed over tables that were dropped."""
     now: float = float("-inf")
 
     def session(self, number: int) -> SessionState:
@@ -48,13 +48,15 @@ class LedgerState:
         return table_state, task
 
     def followers(self, channel: str) -> list[TableState]:
-        """Tables whose clock is the channel."""
+        """Tables whose policy version clock is the channel."""
         return [table for table in self.tables.values() if table.pacing and table.pacing.channel == channel]
 
     # ------------------------------------------------------------ the end of sessions
 
     def close_session(self, number: int) -> None:
-        """Leases of the session end as failed attempts, its reservations return. Closed already: no error."""
+        """End the leases of the session as failed attempts and release its reservations. No error if it is closed
+        already.
+        """
         gone = self.sessions.get(number)
         if gone is None or not gone.open:
             return
@@ -77,7 +79,7 @@ class LedgerState:
                 expire_lease(self.tables[lease.table], lease, "its holder is gone", self.now)
 
     def end_pins(self, number: int) -> None:
-        """Pins and grants of a closed session return."""
+        """Return the pins and grants of a closed session."""
         if self.sessions.pop(number, None) is not None:
             self.core.labels.pop(number, None)
             self.core.last_message_at.pop(number, None)

@@ -1,7 +1,7 @@
-"""One table: its terms, its rows, its tasks, and the counters that must always balance.
+"""State of one table: its terms, its rows, its tasks, and counters that must always balance.
 
-This is the state; what happens to it is in `fates` (rows end), `settle` (groups and stale rows are judged),
-`intake` (put, update), `handover` and `returns` (lease, ack, release).
+The functions that change it are in `rules` (`finish`: how rows end; `groups_and_staleness`: incomplete groups and stale
+rows) and in `requests` (`put`, `lease`, `ack`, ...).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transferqueue.wire.messages import TableTerms
 
 
 class Absence(NamedTuple):
-    """Nobody works on a task. text: what is known of who did. died: the last of them left without a goodbye."""
+    """No session works on a task. text: what is known about the last one. died: it left without a goodbye."""
 
     text: str
     since_s: float
@@ -39,13 +39,15 @@ class Absence(NamedTuple):
 
 
 def unknown(table: str, task: str, now: float) -> Absence | None:
-    """A ledger alone does not know who works on a task and holds no rows of it."""
+    """The default of `SharedState.absence`: a ledger alone does not know who works on a task but holds none of its
+    rows.
+    """
     return None
 
 
 @dataclass(slots=True)
 class SharedState:
-    """What all tables share."""
+    """State that all tables share."""
 
     effects: Effects = field(default_factory=Effects)
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -53,18 +55,20 @@ class SharedState:
     blocks: BlockRegistry = field(init=False)
     plugins: Mapping[str, PluginFactory] = field(default_factory=dict)
     labels: dict[int, str] = field(default_factory=dict)
-    """What to call each session in messages to people."""
+    """Name of each session in messages to people."""
     last_message_at: dict[int, float] = field(default_factory=dict)
-    """When each session last said something."""
+    """When each session last sent something."""
     last_reservation: int = 0
     absence: Callable[[str, str, float], Absence | None] = unknown
-    """Who works on a task, as far as texts for people say it. The caller's: it is in no image, and decides nothing."""
+    """Says whether anybody works on a task, for texts. The caller sets it; no image contains it, and no decision
+    depends on it.
+    """
 
     def __post_init__(self) -> None:
         self.blocks = BlockRegistry(self.effects)
 
     def silent_s(self, session: int, now: float) -> float:
-        """How long a session has said nothing."""
+        """For how long a session has sent nothing."""
         return now - self.last_message_at.get(session, now)
 
 
@@ -80,9 +84,9 @@ class TableState:
         self.pacing = pacing
         self.retention = retention
         self.replicas = replicas
-        """Shards that each block is committed to."""
+        """Number of shards to which each block is committed."""
         self.extra_fields: bool | None = None
-        """Whether rows may add fields that the terms do not name; None: yes, but clients refuse near misses."""
+        """Whether rows may add fields that the terms do not name. None: yes, but clients refuse near misses."""
         self.sealed = False
         self.clock = 0
         self.rows = RowStore(name)
@@ -97,28 +101,28 @@ class TableState:
         self.history = TableHistory()
         self.usage = OwnerBytes()
         self.shared_batches: dict[tuple[str, int, int], SharedBatches] = {}
-        """(task, world, replicas) -> the batches that ranks agree on."""
+        """(task, world, replicas) -> the batches that its ranks share."""
         self.rows_put = 0
         self.rows_done = 0
         self.rows_dropped: dict[str, int] = {}
         self.lost: dict[str, int] = {}
-        """Rows that ended as bytes were lost, by what took them: for people."""
+        """Number of rows that ended because bytes were lost, by cause; for reports."""
         self.staleness: dict[int, int] = {}
-        """Versions behind -> rows handed over to the pacing task."""
+        """Versions behind the clock -> rows leased to the pacing task."""
         self.staleness_in_flight: dict[int, int] = {}
-        """The part of it that had passed when the row got its version: while it was generated."""
+        """The part of the staleness that arose before the row got its version, while it was generated."""
         self.staleness_in_queue: dict[int, int] = {}
-        """The part after that."""
+        """The part that arose after that."""
         self.puts: dict[tuple[bytes, int], tuple[int, int]] = {}
-        """(client, call) -> first row and number of rows, while their pages live: for late retries."""
+        """(client, call) -> first row and number of rows, for late retries; kept while the pages of the rows exist."""
         self.puts_of_page: dict[int, list[tuple[bytes, int]]] = {}
         self.to_drop: list[tuple[IntArray, str]] = []
-        """Rows that will be dropped before the request ends, and why."""
+        """Rows that will be dropped before the request ends, and the reason."""
 
     # ------------------------------------------------------------ terms
 
     def add_task(self, task: Task) -> TaskState:
-        """Declare a task; its rows are seen to by the caller."""
+        """Declare a task. The caller introduces existing rows to it."""
         ranker = Ranker(task.selector, self.core.plugins)
         if task.groups is None:
             state = TaskState(task, self.rows, ranker)
@@ -133,43 +137,43 @@ class TableState:
         return state
 
     def terms(self) -> TableTerms:
-        """The terms as a reply."""
+        """The terms of the table, as a reply."""
         return TableTerms(
             self.name, list(self.rows.fields.values()), [state.task for state in self.tasks.values()], self.limits,
             self.pacing, self.retention, self.sealed, self.clock, self.replicas, self.extra_fields,
         )  # fmt: skip
 
     def restrict_fields(self, extra_fields: bool | None) -> None:
-        """Whether rows may add fields that neither the table's declaration nor a task names."""
+        """Set whether rows may add fields that neither the table's declaration nor a task names."""
         self.extra_fields = extra_fields
         self.rows.may_add = self.expected_fields() if extra_fields is False else None
 
     def expected_fields(self) -> frozenset[str]:
-        """Fields that some task needs or gives, declared or not yet."""
+        """Fields that some task needs or gives, declared or not."""
         return frozenset(name for state in self.tasks.values() for name in (*state.task.needs, *state.task.gives))
 
     @property
     def pacing_task(self) -> TaskState | None:
-        """State of the task that sets the pace."""
+        """State of the pacing task, if the table has pacing."""
         return self.tasks[self.pacing.task] if self.pacing else None
 
     # ------------------------------------------------------------ counters
 
     @property
     def rows_live(self) -> int:
-        """Rows without a fate."""
+        """Number of rows without a fate."""
         return self.rows_put - self.rows_done - sum(self.rows_dropped.values())
 
     @property
     def outstanding(self) -> int:
-        """Rows that the pacing task is not done with: reserved, promised, put."""
+        """Rows that the pacing task is not done with: reserved, promised as refills, or put."""
         pacing_task = self.pacing_task
         put = self.rows_live if pacing_task is None else sum(pacing_task.counts[state] for state in OPEN)
         return put + self.flow.reserved + self.flow.refill_rows
 
     @property
     def oldest_fresh_version(self) -> int:
-        """Rows of versions below this (and stamped at all) are over the staleness bound."""
+        """Rows whose version is below this (and not -1) are over the staleness bound."""
         if self.pacing is None or self.pacing.max_staleness is None:
             return 0
         return self.clock - self.pacing.max_staleness
@@ -177,15 +181,15 @@ class TableState:
     # ------------------------------------------------------------ wakes
 
     def wake_task(self, task: str) -> None:
-        """Leases of `task` may proceed."""
+        """Have waiting leases of `task` applied again."""
         self.core.effects.wake("task", self.name, task)
 
     def wake_tasks(self) -> None:
-        """Leases of all tasks may proceed, or end."""
+        """Have waiting leases of all tasks applied again."""
         for task in self.tasks:
             self.wake_task(task)
 
     def wake_room(self) -> None:
-        """Puts, reserves and held clocks may proceed."""
+        """Have waiting puts, reservations and clock changes applied again."""
         self.core.effects.wake("room", self.name)
         self.core.effects.wake("clock", self.name)

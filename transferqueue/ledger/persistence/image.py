@@ -1,11 +1,13 @@
-"""The whole state of a ledger as bytes, and a ledger from them that goes on as the other would have.
+"""Writes the whole state of a ledger as bytes (an image), and reads a ledger from it that continues exactly as the
+first one.
 
-The law: for any history, a ledger made from an image gives to any further history the replies and effects that the
-first ledger gives to it. Three things are not in an image: the selectors that the server has installed, which are
-given anew; how a `Ranker` computes its keys, which follows from its selector; and pages without a row.
+Invariant: for any history, a ledger read from an image gives to any further requests the replies and effects that the
+first ledger would give. An image omits the selectors that the server has installed, which the reader passes again; how
+a `Ranker` computes its keys, which follows from its selector; and pages without a row.
 
-An image is read only by the version that wrote it, or one whose state has the same classes and attributes: its
-fingerprint says so. What outlives versions is a snapshot.
+Only the version that wrote an image can read it, or one whose state has the same classes and attributes, which its
+fingerprint tells. To keep data across versions, take a snapshot. Decision 31 says why images and snapshots have two
+formats.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ _KNOWN: Final = ClassRegistry(
     methods=["alive"],
 )
 FINGERPRINT: Final = hashlib.blake2b(_KNOWN.fingerprint().encode(), digest_size=16).digest()
-"""Of the classes that a state is made of."""
+"""Hash of the classes and attributes that a state is made of."""
 
 
 def write(state: LedgerState, epoch: int) -> bytes:
@@ -105,7 +107,7 @@ def write(state: LedgerState, epoch: int) -> bytes:
 
 
 def read(image: bytes, selectors: Mapping[str, PluginFactory]) -> tuple[LedgerState, int]:
-    """The state of an image, and its epoch. `Corruption` if it is none, `UsageError` if another version wrote it."""
+    """The state of an image, and its epoch. `Corruption` if it is damaged, `UsageError` if another version wrote it."""
     try:
         header = msgspec.msgpack.decode(image, type=_Header)
     except msgspec.MsgspecError as error:

@@ -1,12 +1,13 @@
-"""Any graph of known objects as plain values, column by column, and back.
+"""Writes any graph of registered objects as plain values, column by column, and reads it back.
 
-A heap is written class by class: all objects of one class together, one column an attribute. A column of numbers or
-text is written as it is, one of lists as their lengths and the column of all their items, one of objects as
-their numbers. So the cost of a hundred thousand like objects is that of a few long columns. The rules:
+All objects of one class are written together, one column per attribute. A column of numbers or text is written as it
+is, a column of lists as their lengths and one column of all items, a column of objects as their numbers. So a hundred
+thousand objects of one class cost a few long columns. The rules:
 
-- Only classes that were named (`ClassLayout`, and message structs) are written, and only those are made again: by
-  setting attributes. No constructor runs, and nothing that a heap names is called.
-- An object that is referred to twice is one object again. Containers and arrays are values: each reference has its own.
+- Only registered classes (`ClassLayout`, and message structs) are written and restored, and attributes are set
+  directly. No constructor runs, and nothing that the data names is called.
+- An object that is referred to twice is one object again. Containers and arrays are values: each reference gets its
+  own.
 - The same graph gives the same bytes.
 """
 
@@ -34,7 +35,7 @@ _SEQUENCES: Final[dict[str, Callable[[Iterable[Any]], Any]]] = {
 }
 
 Column = list[Any]
-"""A kind, and what that kind needs: see `GraphWriter.column`."""
+"""A kind, and the data of that kind: see `GraphWriter.column`."""
 Values = Sequence[Any]
 
 
@@ -42,7 +43,7 @@ Values = Sequence[Any]
 class ClassLayout:
     """How objects of one class are written: all their attributes, without `omitted`, and with `derived` ones.
 
-    A derived attribute is a property that is set last, when all objects have the others.
+    A derived attribute is a property. It is set last, when all objects have their other attributes.
     """
 
     cls: type
@@ -55,14 +56,14 @@ class ClassLayout:
         return [name for name in (slots or vars(like)) if name not in self.omitted] + list(self.derived)
 
     def fingerprint(self) -> str:
-        """Differs once the class has other attributes: its slots, or the names that its constructor uses."""
+        """Changes if the class gets other attributes: its slots, or the names that its constructor uses."""
         code = getattr(self.cls.__init__, "__code__", None)  # type: ignore[misc]
         used = [] if code is None else [*code.co_varnames, *code.co_names]
         return f"{self.cls.__qualname__} {getattr(self.cls, '__slots__', '')} {getattr(self.cls, '_fields', '')} {used}"
 
 
 class ClassRegistry:
-    """The classes of a heap. tuples: named tuples. methods: names of bound methods that attributes may be."""
+    """The classes of a graph. tuples: named tuples. methods: names of bound methods that attributes may be."""
 
     def __init__(
         self, forms: Sequence[ClassLayout], structs: Sequence[type], tuples: Sequence[type], methods: Sequence[str]
@@ -76,14 +77,14 @@ class ClassRegistry:
         self.tuple_of: Final = {cls: number for number, cls in enumerate(tuples)}
 
     def fingerprint(self) -> str:
-        """The same exactly for heaps that can be read."""
+        """Equal for two registries if each can read the graphs of the other."""
         structs = [f"{cls.__module__}.{cls.__qualname__} {cls.__struct_fields__}" for cls in self.structs]  # type: ignore[attr-defined]
         tuples = [f"{cls.__qualname__} {cls._fields}" for cls in self.tuples]  # type: ignore[attr-defined]
         return "\n".join([*(form.fingerprint() for form in self.forms), *structs, *tuples, *self.methods])
 
 
 class GraphWriter:
-    """Writes one heap."""
+    """Writes one graph."""
 
     def __init__(self, known: ClassRegistry) -> None:
         self._known = known
@@ -107,7 +108,7 @@ class GraphWriter:
         return [number, names, [self.column(list(map(attrgetter(name), batch))) for name in names]]
 
     def column(self, values: Values) -> Column:
-        """Values of any known kinds."""
+        """Encode values of any registered kinds."""
         kinds = dict.fromkeys(map(type, values))
         if kinds.keys() <= _PLAIN:
             return ["plain", values]
@@ -166,7 +167,7 @@ class GraphWriter:
             at = numbers.get(id(value))
             if at is None:
                 at = numbers[id(value)] = len(objects)
-                objects.append(value)  # which also keeps it, so that its id stays its own
+                objects.append(value)  # also keeps it alive, so that its id stays unique
             referred.append(at)
         return referred
 
@@ -182,7 +183,9 @@ class GraphWriter:
 
 
 class GraphReader:
-    """Reads one heap. Whatever does not fit is a `LookupError`, `TypeError` or `ValueError` here: see `read`."""
+    """Reads one graph. Raises `LookupError`, `TypeError` or `ValueError` for data that does not fit, which `read`
+    converts.
+    """
 
     def __init__(self, known: ClassRegistry) -> None:
         self._known = known
@@ -215,7 +218,7 @@ class GraphReader:
                     setattr(owner, name, value)
 
     def column(self, data: Column) -> list[Any]:
-        """What `GraphWriter.column` was given."""
+        """Decode the values of `GraphWriter.column`."""
         kind, *rest = data
         made: list[Any] = _READERS[kind](self, *rest)
         return made
@@ -246,7 +249,7 @@ class GraphReader:
         return [dict(islice(items, length)) for length in lengths]
 
     def _array(self, dtypes: list[str], shapes: list[list[int]], data: list[bytes]) -> list[Any]:
-        # Copied: arrays of the state are written to.
+        # Copied, because the ledger writes to its arrays.
         return [
             np.frombuffer(content, dtype).reshape(shape).copy()
             for dtype, shape, content in zip(dtypes, shapes, data, strict=True)
@@ -283,7 +286,7 @@ _READERS: Final[Mapping[str, Callable[..., list[Any]]]] = {
 
 
 def write(root: object, known: ClassRegistry) -> bytes:
-    """The heap of `root` as bytes. `InternalError` for what has no form."""
+    """The graph of `root` as bytes. `InternalError` for objects of classes that are not registered."""
     try:
         return msgspec.msgpack.encode(GraphWriter(known).heap(root))
     except (OverflowError, TypeError) as error:
@@ -291,7 +294,7 @@ def write(root: object, known: ClassRegistry) -> bytes:
 
 
 def read(data: bytes, known: ClassRegistry) -> Any:
-    """The root of a heap. `Corruption` if it is none."""
+    """The root of a graph. `Corruption` if the data is damaged."""
     try:
         return GraphReader(known).heap(msgspec.msgpack.decode(data))
     except (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError, StopIteration) as error:

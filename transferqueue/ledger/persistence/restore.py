@@ -1,11 +1,9 @@
-"""A ledger without tables becomes the one that a cut was taken of, as its law (see `cut`) says.
+"""Rebuilds the tables and channels of a snapshot in a ledger without tables.
 
-The rules:
-
-- `restored` changes a copy of the state and returns it. The caller puts the copy in the place of the state, in one assignment,
-  so that a step that fails here changes nothing.
-- Whether ids, states, groups and counts of a cut fit each other, `cut_checks` has looked at before. What a table's terms must
-  fulfil is checked here as of any new table, and the copy must balance at the end.
+- `restored` changes a copy of the state and returns it. The caller replaces its state in one assignment, so an error
+  here changes nothing.
+- `snapshot_checks` has already checked that ids, states, groups and counts fit each other. Terms are checked here, as
+  of any new table, and each restored table must balance.
 """
 
 from __future__ import annotations
@@ -32,14 +30,16 @@ from transferqueue.schema import align
 from transferqueue.wire.messages import CreateTable, WrittenBlock
 
 RESTORE_SESSION = -1
-"""Owns the extents of the cut's blocks until all are committed."""
+"""Owner of the extents of the snapshot's blocks until all are committed."""
 
 
 def restored(state: LedgerState, snapshot: LedgerSnapshot, now: float) -> LedgerState:
-    """A copy of the state with the tables and channels of `cut`. Each block of the cut lies in an extent of its own, of whole
-    pages, which is this ledger's from now on; it has no copies, whatever the terms of its table say of new ones.
+    """Return a copy of the state with the tables and channels of `snapshot`. Each block lies in an extent of its own,
+    of whole pages, which belongs to this ledger from now on. Blocks have no copies, whatever the terms of their
+    table say about new ones.
 
-    `UsageError` if there is a table or channel already, `Corruption` if the cut is none of a ledger. `state` stays as it is.
+    `UsageError` if a table or channel exists, `Corruption` if no ledger could have written the snapshot. `state` does
+    not change.
     """
     check_empty(state)
     copied, _ = image.read(image.write(state, 0), state.core.plugins)
@@ -49,7 +49,7 @@ def restored(state: LedgerState, snapshot: LedgerSnapshot, now: float) -> Ledger
 
 
 def check_empty(state: LedgerState) -> None:
-    """`UsageError` if there is a table or a channel."""
+    """Raise `UsageError` if a table or channel exists."""
     if state.tables or state.channels:
         existing = listing([*state.tables, *state.channels])
         raise UsageError(
@@ -58,7 +58,7 @@ def check_empty(state: LedgerState) -> None:
 
 
 def _check_sums(state: LedgerState, snapshot: LedgerSnapshot) -> None:
-    """What a ledger works out anew must be what the cut tells."""
+    """Check that each restored table balances."""
     for table in snapshot.tables:
         made = state.tables[table.terms.name]
         if not table_audit(made)["balanced"]:
@@ -66,11 +66,11 @@ def _check_sums(state: LedgerState, snapshot: LedgerSnapshot) -> None:
 
 
 def _check_terms(state: LedgerState, snapshot: TableSnapshot) -> None:
-    """A table can be made of these terms."""
+    """Check that a table with these terms can be created."""
     try:
         check_create(state.core, _request(snapshot))
     except NotFound:
-        raise  # a selector that this server has not installed: the files may be as they were written
+        raise  # this server lacks a selector plugin: the files may be intact
     except UsageError as error:
         raise Corruption(f'table "{snapshot.terms.name}" has terms that no table has: {error}') from error
 
@@ -95,13 +95,13 @@ def _request(snapshot: TableSnapshot) -> CreateTable:
 
 
 class _SnapshotRestore:
-    """One cut on its way into a state."""
+    """Writes one snapshot into a state."""
 
     def __init__(self, state: LedgerState, snapshot: LedgerSnapshot, now: float) -> None:
         self._state, self._snapshot, self._now = state, snapshot, now
 
     def table(self, snapshot: TableSnapshot) -> None:
-        """Make a table."""
+        """Restore a table."""
         table = create_table(self._state.core, _request(snapshot))
         self._state.tables[table.name] = table
         table.restrict_fields(snapshot.terms.extra_fields)
@@ -187,7 +187,7 @@ class _SnapshotRestore:
         table.core.effects.wake("table", table.name)
 
     def channel(self, snapshot: ChannelSnapshot) -> None:
-        """Make a weight channel."""
+        """Restore a weight channel."""
         channel = self._state.channels[snapshot.name] = WeightChannelState(
             snapshot.name, snapshot.keep, snapshot.latest
         )

@@ -1,13 +1,14 @@
-"""A consistent cut of a ledger: everything that outlives a server and a version of this package, as plain columns.
+"""A consistent snapshot of a ledger as plain columns, which any later version of this package can read.
 
-`take_snapshot` copies what a snapshot keeps, in one step of the ledger, so that it is one moment; `restored` makes an empty ledger
-of it. The law:
+`take_snapshot` copies the state in one step of the ledger, so all of it is of one moment. `restore.restored` rebuilds a
+ledger from it. The rules:
 
-- Kept: terms, rows with ids, facts, fates and fields, their states and attempts in each task, steps, groups, refills that
-  were asked for, the clock, the cursor, counts, versions of weights; and where bytes lie.
-- Not kept: sessions, leases, reservations, shared_batches, events. Planted, every lease has ended as no attempt: its rows are
-  ready again (and judged as rows that return are). What reservations had promised to groups is asked for again.
-- Times are kept as ages, since another server has another clock.
+- Kept: terms; rows with ids, facts, fates and fields, their states and attempts in each task, steps; groups; refills;
+  the clock; the cursor; counters; versions of weights; and where bytes lie.
+- Not kept: sessions, leases, reservations, shared batches, events. In the restored ledger every lease has ended as no
+  attempt: its rows are ready again, and the rules for returned rows apply to them. Refills that reservations had
+  promised are asked for again.
+- Times are stored as ages, since another server has another clock.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from transferqueue.schema import Field
 from transferqueue.wire.messages import BlockLocation, TableTerms
 
 Columns = dict[str, AnyArray]
-"""Named columns of one length."""
+"""Named columns of equal length."""
 
 
 class TaskCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Counters of a task, and the last checkpoint."""
+    """Counters of a task, and its last checkpoint."""
 
     checkpoint: int
     given: int
@@ -59,11 +60,12 @@ class TableCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class TableSnapshot:
-    """One table. Columns of `rows`, `inline`, `has`, `places` and `tasks` are over all resident rows, ascending.
+    """One table. Columns of `rows`, `inline`, `has`, `places` and `tasks` cover all resident rows, ascending.
 
-    rows: row_id, fate, age_s, stamped and the facts. has: which rows have a field. inline: values, where they have it. places: of
-    fields in blocks, number (0: none) and slot. tasks: state, attempts, order, step (-1: none). groups: group_id,
-    group_size, present. forming: of tasks that take groups; left_s: until the deadline, NaN: none.
+    rows: row_id, fate, age_s, stamped and the facts. has: which rows have a field. inline: values, where rows have the
+    field. places: block number (0: none) and slot of fields in blocks. tasks: state, attempts, order, step (-1: none).
+    groups: group_id, group_size, present. forming: for tasks that take groups; left_s: seconds until the deadline, NaN:
+    none.
     """
 
     terms: TableTerms
@@ -83,7 +85,7 @@ class TableSnapshot:
 
 @dataclass(slots=True)
 class VersionSnapshot:
-    """One version of weights. blocks: numbers of its blocks."""
+    """One version of weights. blocks: the numbers of its blocks."""
 
     version: int
     fields: list[Field]
@@ -103,7 +105,7 @@ class ChannelSnapshot:
 
 @dataclass(slots=True)
 class LedgerSnapshot:
-    """Everything. blocks: where each block that is named lies."""
+    """Everything. blocks: the location of each block that is named."""
 
     tables: list[TableSnapshot] = field(default_factory=list)
     channels: list[ChannelSnapshot] = field(default_factory=list)
@@ -120,7 +122,7 @@ FORMING_COLUMNS: Final = ("unit", "state", "lost", "late", "order", "left_s")
 
 
 def take_snapshot(state: LedgerState) -> LedgerSnapshot:
-    """A copy of all that is kept, which later changes do not touch. O(resident rows), at memory speed."""
+    """Copy the state that a snapshot keeps; later changes do not affect the copy. O(resident rows), at memory speed."""
     snapshot = LedgerSnapshot(dropped_tables=dict(state.dropped_tables))
     snapshot.tables = [_table(table, state.now) for table in state.tables.values()]
     snapshot.channels = [_channel(channel, state.now) for channel in state.channels.values()]

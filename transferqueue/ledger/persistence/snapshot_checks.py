@@ -1,9 +1,9 @@
-"""Whether a cut that was read from files can be the cut of a ledger: ids, bounds, states, groups and counts that fit each other.
+"""Checks that a ledger could have written a snapshot: ids, bounds, states, groups and counts that fit each other.
 
-Snapshot files are foreign input. Their checksums say that nothing changed since they were written, not that a ledger wrote them.
-`check` looks at every value before `plant` builds anything of it, and raises `Corruption` naming table, value and rule. The
-values of columns and where they lie are checked where files are read (`server.cutfiles`); what a table's terms must fulfil,
-`plant` checks as of any new table.
+Snapshot files are foreign input. Their checksums say that nothing changed since they were written, not that a ledger
+wrote them. `check` examines every value before `restored` builds anything, and raises `Corruption` with table, value
+and rule. The code that reads the files checks values of columns and where they lie
+(`server.durability.snapshot_files`); `restored` checks terms, as of any new table.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from transferqueue.limits import KEY_CHARS_MAX, REASONS_MAX, TABLES_MAX, TEXT_CH
 from transferqueue.policies import Task
 
 COUNT_MAX: Final = 1 << 53
-"""Rows, orders, steps and counters: exact in a float64, and far from where an int64 ends."""
+"""Most rows, orders, steps and counts: exact in a float64, and far below the end of int64."""
 AGE_S_MAX: Final = 1e12
-"""Ages and deadlines: thirty thousand years."""
+"""Longest age or deadline: thirty thousand years."""
 REASONS_OURS_MAX: Final = 64
-"""Reasons for which the ledger itself drops rows are not counted where callers are refused a further one."""
+"""Reasons of the ledger itself for which rows are dropped. The limit for callers does not count them."""
 PAGES_MAX: Final = 1 << 24
-"""Pages from the first resident row to the last: a page table of 256 MiB, and 7e10 rows behind the slowest one."""
+"""Most pages from the first resident row to the last: a page table of 256 MiB, and 7e10 rows after the oldest one."""
 
 
 def check(snapshot: LedgerSnapshot) -> None:
-    """`Corruption` unless a ledger could have been cut so. O(rows)."""
+    """Raise `Corruption` unless a ledger could have written this snapshot. O(rows)."""
     if len(snapshot.tables) > TABLES_MAX:
         raise Corruption(f"{len(snapshot.tables)} tables are told of; a deployment has at most {TABLES_MAX}")
     _once("table", [table.terms.name for table in snapshot.tables])
@@ -93,7 +93,7 @@ def _check_channel(channel: ChannelSnapshot) -> None:
 
 
 class _Checks:
-    """One table."""
+    """Checks of one table."""
 
     def __init__(self, snapshot: TableSnapshot) -> None:
         self._snapshot, self._terms, self._counts = snapshot, snapshot.terms, snapshot.counts
@@ -102,7 +102,7 @@ class _Checks:
         self._tasks: Mapping[str, Task] = {task.name: task for task in snapshot.terms.tasks}
 
     def run(self) -> None:
-        """All of it, each check relying on those before."""
+        """Run all checks. Each relies on those before it."""
         self._check_counts()
         self._check_rows()
         self._check_facts()
@@ -205,7 +205,10 @@ class _Checks:
         self._check_refills(dict(zip(known.tolist(), sizes.tolist(), strict=True)))
 
     def _check_refills(self, sizes: dict[int, int]) -> None:
-        for group, count in self._counts.refills.items():  # more than it lacks, where others put what was promised
+        for (
+            group,
+            count,
+        ) in self._counts.refills.items():  # may exceed what the group lacks: another put may have filled it
             if not 0 < count <= sizes.get(group, 0):
                 raise self._wrong(f"{count} members of group {group} are asked for, which is of {sizes.get(group, 0)}")
 
@@ -237,7 +240,7 @@ class _Checks:
             self._check_forming(name, state)
 
     def _complete(self, task: Task) -> BoolArray:
-        """Which rows have all that the task needs."""
+        """Which rows have every field that the task needs."""
         has = self._snapshot.has
         if any(field not in has for field in task.needs):
             return np.zeros(self._ids.size, np.bool_)
@@ -273,7 +276,7 @@ class _Checks:
             raise self._wrong(f'task "{name}": group {min(wrong)} is not as its rows are')
 
     def _check_open(self) -> None:
-        """A live row that all tasks are done with would stay for ever."""
+        """A live row with which no task has work would stay for ever."""
         if not self._snapshot.tasks:
             return
         states = np.stack([columns["state"] for columns in self._snapshot.tasks.values()])

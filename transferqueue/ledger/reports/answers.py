@@ -1,4 +1,4 @@
-"""What people ask of the ledger: observations, and why a request waits."""
+"""Answers to `Observe`, and texts that say why a request waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transferqueue.wire import messages as m
 
 
 def observed(state: LedgerState, request: m.Observe) -> dict[str, Any]:
-    """Plain values; `UsageError` lists what there is to observe."""
+    """Plain values; `UsageError` lists what can be observed."""
     view = _VIEWS.get(request.what)
     if view is None:
         raise UsageError(f"there is nothing to observe as {request.what!r}; ask for {listing(_VIEWS)}")
@@ -76,7 +76,7 @@ _VIEWS: Final[dict[str, View]] = {
 
 
 def explained(state: LedgerState, request: m.Request) -> str:
-    """What the request lacks and who holds it; says so if it does not wait."""
+    """What the request lacks and who holds it, or that it does not wait."""
     explain = _EXPLANATIONS.get(type(request))
     try:
         return explain(state, request) if explain else f"{type(request).__name__} does not wait"

@@ -1,7 +1,7 @@
-"""Plain values for people and metrics: stats, audit, one row's life, what stalls.
+"""Plain values for people and metrics: stats, audit, the life of a row, what is stuck.
 
-Keys are documented in docs/OBSERVING.md. Stats and audit cost O(tables x tasks); a row's life and the doctor
-walk a bounded history or sample.
+docs/OBSERVING.md documents the keys. Stats and audit cost O(tables x tasks); the life of a row and the doctor walk a
+bounded history or sample.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FATES = {LIVE: "live", DONE: "done", DROPPED: "dropped"}
 
 
 def table_stats(table: TableState, now: float) -> Plain:
-    """How full a table is, and where its rows are."""
+    """How full a table is, and in which states its rows are."""
     pacing = table.pacing
     return {
         **table_audit(table),
@@ -119,7 +119,7 @@ def _task_stats(table: TableState, task: TaskState, now: float) -> Plain:
 
 
 def _next_in_line(table: TableState, task: TaskState, now: float) -> float | None:
-    """How long ago the row that is handed over next was put."""
+    """Age of the row that would be leased next."""
     units = task.queue(()).first(1)[UNIT]
     if not units.size:
         return None
@@ -128,7 +128,7 @@ def _next_in_line(table: TableState, task: TaskState, now: float) -> float | Non
 
 
 def _oldest(table: TableState, now: float) -> float | None:
-    """Age of the oldest resident row; rows are put in order of time."""
+    """Age of the oldest resident row. Rows are put in order of time."""
     for page in table.rows.pages.pages():
         rows = table.rows.pages.rows_of(page)
         if rows.size:
@@ -137,7 +137,7 @@ def _oldest(table: TableState, now: float) -> float | None:
 
 
 def table_audit(table: TableState) -> Plain:
-    """Where every row that was ever put is now. balanced: the sum is right, counted twice independently."""
+    """Where every row is that was ever put. balanced: two independent counts agree."""
     live = sum(_live_rows(table, page) for page in table.rows.pages.pages())
     dropped = sum(table.rows_dropped.values())
     return {
@@ -157,7 +157,7 @@ def _live_rows(table: TableState, page: int) -> int:
 
 
 def channel_stats(channel: WeightChannelState, now: float) -> Plain:
-    """Versions of a channel and who generates with which."""
+    """Versions of a channel, and which sessions generate with them."""
     newest = channel.versions.get(channel.latest)
     return {
         "newest": channel.latest,
@@ -173,7 +173,7 @@ def channel_stats(channel: WeightChannelState, now: float) -> Plain:
 
 
 def bytes_stats(blocks: BlockRegistry) -> Plain:
-    """Extents, blocks and pins of all tables and channels."""
+    """Counts of extents, blocks and pins of all tables and channels."""
     extents = blocks.extents.values()
     return {
         "extents": len(extents),
@@ -208,7 +208,7 @@ def session_stats(session: SessionState, tables: Iterable[TableState], core: Sha
 
 
 def row_life(table: TableState, row: int, now: float) -> Plain:
-    """What happened to a row, and where it is now. A finished row is known by its recent history only."""
+    """The events of a row and its current state. Of a freed row, only the recent events are known."""
     if not 0 <= row < table.rows.pages.next_row:
         raise NotFound(
             f'row {row} was never put into table "{table.name}"; ids so far end at {table.rows.pages.next_row - 1}'
@@ -237,7 +237,7 @@ def _event(event: TableEvent, now: float) -> Plain:
 
 
 def _forgotten(events: list[TableEvent], now: float) -> Plain:
-    """What is known of a row that was freed: how it ended, while its history lasts."""
+    """What the events tell of a row that was freed: how it ended."""
     put = next((event for event in events if event.what == "put"), None)
     end = next((event for event in reversed(events) if event.what in ("done", "dropped")), None)
     unknown: Plain = {"key": None, "tags": {}, **UNSET}
@@ -269,7 +269,7 @@ def _resident(table: TableState, row: int, at: IntArray, now: float) -> Plain:
 
 
 def _field(table: TableState, name: str, at: IntArray) -> Plain:
-    """Whether a row has a field, and its value or the place of its bytes."""
+    """Whether a row has a field, and its value or the location of its bytes."""
     column = table.rows.inline.get(name)
     view: Plain = {"set": bool(table.rows.has_all(at, table.rows.mask((name,)))[0]), "inline": column is not None}
     view |= dict.fromkeys(("value", "block", "slot", "shard", "bytes"))
@@ -284,7 +284,7 @@ def _field(table: TableState, name: str, at: IntArray) -> Plain:
 
 
 def _task_view(table: TableState, task: TaskState, at: IntArray, now: float) -> Plain:
-    """Where a row stands for a task."""
+    """The state of a row in a task."""
     state = int(task.state.a[at[0]])
     lease = table.core.leases.by_id.get(int(task.hold.a[at[0]])) if state == LEASED else None
     holders = list(lease.holders.values()) if lease else []
@@ -334,7 +334,7 @@ def _never_progresses(table: TableState, task: TaskState) -> bool:
 
 
 def _of_table(table: TableState) -> list[str]:
-    """What holds up producers, the clock, and the end."""
+    """What holds up producers, the clock, and the end of the table."""
     lines = lost_rows(table)
     if table.rows.pages.resident + table.flow.reserved >= table.limits.rows:
         lines.append(
@@ -367,7 +367,7 @@ def _task_line(table: TableState, task: TaskState, now: float) -> str:
 
 
 def _end_lines(table: TableState) -> list[str]:
-    """A sealed table ends for a task when it has no pending, held, ready or leased row."""
+    """What the end of a sealed table waits for: tasks with a pending, held, ready or leased row."""
     return [
         f'the end of the table waits for task "{task.task.name}": {task.open_rows} rows are not done'
         for task in table.tasks.values()

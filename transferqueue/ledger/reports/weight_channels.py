@@ -1,4 +1,4 @@
-"""How a weight channel stands, for people: what is published, who generates with what, who never applied, who has a turn."""
+"""Texts about a weight channel: the latest version, who generates with which, who never applied one, who updates now."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 NAMES_SHOWN: Final = 4
 _SILENT_S: Final = 3 * HEARTBEAT_S
-"""A live client says something every `HEARTBEAT_S`; one late word is no news."""
+"""A live client sends something every `HEARTBEAT_S`; one late message is not reported."""
 
 
 def channel_lines(channel: WeightChannelState, core: SharedState, now: float) -> list[str]:
-    """Sentences about the channel; those about replicas are grouped by version, newest first."""
+    """Sentences about the channel. Those about replicas are grouped by version, newest first."""
     return [
         _latest(channel, now),
         *_applied(channel, core, now),
@@ -46,7 +46,7 @@ def _applied(channel: WeightChannelState, core: SharedState, now: float) -> Iter
 
 
 def _never_applied(channel: WeightChannelState, core: SharedState, now: float) -> Iterator[str]:
-    """Sessions that hold bytes of a version, and never said that they generate with one."""
+    """Sessions that hold bytes of a version and never reported that they generate with one."""
     blocks = {block for version in channel.versions.values() for block in version.blocks}
     sessions = [
         session for session, pins in core.blocks.pins.items() if session not in channel.applied and blocks & pins.keys()

@@ -1,4 +1,4 @@
-"""Ack, release, renew, expire: how leases end."""
+"""Requests that end or extend leases (ack, release, renew), and their expiry."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from transferqueue.wire.messages import Ack, DoneReply, ReleaseRequest, Renew, R
 
 
 def ack(table: TableState, request: Ack, session: int, now: float) -> DoneReply:
-    """Rows of a lease are done, together with their results; or dropped."""
+    """End rows of a lease as done, together with their results; or as dropped."""
     lease = table.core.leases.get(request.lease, request.token, table.name, session)
     task = table.tasks[lease.task]
     named = lease.positions(None if request.rows is None else decode_rows(request.rows))
@@ -75,7 +75,7 @@ def _check_results(
 def _check_columns(
     table: TableState, lease: LeaseState, request: Ack | ReleaseRequest, session: int, named: IntArray
 ) -> StagedCommit | None:
-    """What comes with the end of a lease, for the rows that it names; None when nothing does."""
+    """Check the columns that come with the end of a lease, for the rows that it names. None if there are none."""
     if request.columns is None:
         return None
     staged = check_columns(table.rows, table.core.blocks, session, request.columns, named.size, table.replicas)
@@ -95,7 +95,7 @@ def _reserve(table: TableState, staged: StagedCommit) -> None:
 
 
 def _commit(table: TableState, staged: StagedCommit, rows: IntArray, chosen: IntArray, now: float) -> None:
-    """Results of `rows`, which are `chosen` of those that the ack named, become visible to all tasks."""
+    """Make results visible to all tasks. rows: the rows `chosen` of those that the ack names."""
     at = table.rows.pages.index(rows)
     whole = chosen.size == staged.rows
     retire(table, write_columns(staged, table.rows, table.parts, rows, at, None if whole else chosen))
@@ -118,13 +118,13 @@ def _finish(table: TableState, task: TaskState, rows: IntArray, request: Ack, se
     if task is table.pacing_task:
         table.wake_room()
     if table.sealed and (task is table.pacing_task or not (task.counts[READY] or task.counts[LEASED])):
-        table.wake_tasks()  # others may have waited for this to know that nothing comes (back) to them
+        table.wake_tasks()  # other tasks may now know that no row comes (back) to them
     elif table.sealed:
         table.wake_task(task.task.name)
 
 
 def _check_whole(table: TableState, task: TaskState, lease: LeaseState, named: IntArray, verb: str) -> None:
-    """Groups end together: part of one would be handed out again as less than a whole."""
+    """Raise if the request ends part of a group: the rest would be leased again as less than a whole group."""
     if not isinstance(task, GroupTaskState) or named.size == lease.rows.size:
         return
     left = np.ones(lease.rows.size, np.bool_)
@@ -154,7 +154,7 @@ def _end_if_empty(table: TableState, lease: LeaseState, why: str) -> None:
 def _ack_replica(
     table: TableState, lease: LeaseState, request: Ack, session: int, staged: StagedCommit | None, now: float
 ) -> DoneReply:
-    """One of several peers is done; the rows are when all are."""
+    """Record the ack of one replica. The last ack ends the rows."""
     peers = [replica for replica, holder in lease.holders.items() if holder == session and replica not in lease.acked]
     if not peers:
         raise LeaseExpired(f"lease {lease.id} was acked by this replica before")
@@ -169,7 +169,7 @@ def _ack_replica(
     if staged is not None and lease.staged is None:
         lease.staged = _in_lease_order(table, lease, request, staged)
     elif staged is not None:
-        # Written, accepted, and needed by nobody: the extent closes as after any commit.
+        # Another replica's results are used. Commit these without references, so that their extent closes.
         table.core.blocks.commit(staged.placed, table.usage, [0] * len(staged.placed))
     if len(lease.acked) == lease.replicas:
         _commit_last_replica_ack(table, lease, request, session, now)
@@ -178,7 +178,7 @@ def _ack_replica(
 
 
 def _in_lease_order(table: TableState, lease: LeaseState, request: Ack, staged: StagedCommit) -> StagedCommit:
-    """The blocks are real from now on (their extent may close), but no row has them yet."""
+    """Add the blocks of results (so that their extent may close) that rows get with the last ack."""
     _reserve(table, staged)
     if request.rows is not None:
         lease.staged_order = lease.positions(decode_rows(request.rows))
@@ -192,7 +192,7 @@ def _commit_last_replica_ack(table: TableState, lease: LeaseState, request: Ack,
         chosen = np.flatnonzero(lease.held[order])
         rows = lease.rows[order[chosen]]
         _commit(table, lease.staged, rows, chosen, now)
-        # Somebody may have updated the rows since the first replica's ack was checked.
+        # The rows may have been updated since the first replica's ack was checked.
         retire(table, table.parts.prune(table.rows.pages.index(rows), lease.staged.names))
         lease.staged = None
     drop_staged(table, lease)
@@ -207,7 +207,7 @@ def _commit_last_replica_ack(table: TableState, lease: LeaseState, request: Ack,
 
 
 def release(table: TableState, request: ReleaseRequest, session: int, now: float) -> DoneReply:
-    """Rows of a lease go back to ready, with what was made of them so far: its columns replace what they had."""
+    """Make rows of a lease ready again. Columns of the request (partial results) replace those of the rows."""
     lease = table.core.leases.get(request.lease, request.token, table.name, session)
     task = table.tasks[lease.task]
     named = lease.positions(None if request.rows is None else decode_rows(request.rows))
@@ -250,7 +250,7 @@ def _check_progress(
 
 
 def renew(table: TableState, request: Renew, session: int, now: float) -> Renewed:
-    """The lease runs from now on again."""
+    """Restart the lease time."""
     lease = table.core.leases.get(request.lease, request.token, table.name, session)
     lease.length_s = request.lease_s or lease.length_s
     table.core.deadlines.add(lease, now + lease.length_s)
@@ -261,7 +261,7 @@ def renew(table: TableState, request: Renew, session: int, now: float) -> Renewe
 
 
 def expire_lease(table: TableState, lease: LeaseState, why: str, now: float, *, failed: bool = True) -> None:
-    """A lease ends by expiry or the death of its holder: a failed attempt. Unclaimed shares are no attempt."""
+    """End a lease that expired or lost its holder, as a failed attempt. An unclaimed share is no attempt."""
     task = table.tasks[lease.task]
     claimed = bool(lease.holders)
     rows = lease.rows[lease.held]

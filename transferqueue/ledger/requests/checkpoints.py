@@ -1,20 +1,20 @@
-"""Rows acked with a step: done for now, and for good with the checkpoint that covers the step.
+"""Rows acked with a checkpoint step: they are done once a checkpoint covers the step.
 
 What a trainer learned from rows is safe only in a checkpoint of its model. So rows acked with a step after the last
-checkpoint stay in the table, per task::
+checkpoint stay in the table, per task:
 
     LEASED --ack(step=k)--> ACKED_WITH_STEP --checkpointed(c >= k)--> DONE
-                               |
-                               +--rollback(c < k)--> READY at its old place (WAITING_FOR_GROUP, until its group is whole)
+                                 |
+                                 +--rollback(c < k)--> READY at its old place (WAITING_FOR_GROUP until its group is whole)
 
-- An ack without a step, or of a step that a checkpoint covers already, is final at once.
-- Stepped rows are live and resident: they count against the limits, so that memory stays bounded, but they are not
-  outstanding: nobody has work with them, and the pace is not held up. A table whose room is all theirs says so to
-  whoever waits, with the step to be covered.
-- A rollback ends the leases of the task as well, as no attempt: their holders work on a model that is no more, and an
-  ack of theirs must not count for the one that goes on.
-- A row that was rolled back and done again is done once: it has one fate, given with `checkpointed`.
-- The end of a table does not wait for a checkpoint; a rollback after it gives rows out again.
+- An ack without a step, or with a step that a checkpoint covers already, is final at once.
+- Rows that wait for a checkpoint are live and resident. They count against the limits, so memory stays bounded. They
+  are not outstanding: no task has work with them, and they do not hold back producers. If they fill the table, the text
+  for waiting producers says which step to cover.
+- A rollback also ends the leases of the task, as no attempt: the model of their holders is gone, and their acks must
+  not count for the next.
+- A row that was rolled back and done again is done once: its only fate comes with the checkpoint.
+- The end of a table does not wait for a checkpoint. A rollback after it makes rows ready again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transferqueue.wire.messages import CommitCheckpoint, DoneReply, Rollback
 
 
 def checkpointed(table: TableState, request: CommitCheckpoint, now: float) -> DoneReply:
-    """Rows of steps up to `request.step` are done. Steps that were covered before change nothing."""
+    """Mark rows of steps up to `request.step` as done. Repeating it for a covered step changes nothing."""
     task = _task(table, request.task)
     rows = task.stepped.take(lambda step: step <= request.step)
     task.checkpoint = max(task.checkpoint, request.step)
@@ -42,7 +42,7 @@ def checkpointed(table: TableState, request: CommitCheckpoint, now: float) -> Do
 
 
 def rollback(table: TableState, request: Rollback, now: float) -> DoneReply:
-    """Rows of steps above `request.step` are ready again, and the leases of the task end."""
+    """Make rows of steps above `request.step` ready again, and end the leases of the task."""
     task = _task(table, request.task)
     _check_rollback(table, task, request)
     if request.version >= 0:
@@ -61,7 +61,7 @@ def rollback(table: TableState, request: Rollback, now: float) -> DoneReply:
 
 
 def _task(table: TableState, name: str) -> TaskState:
-    """The task of that name; without one the task that sets the pace, or the only one."""
+    """The task of that name; without a name the pacing task, or the only task."""
     if not name and (table.pacing_task is not None or len(table.tasks) == 1):
         return table.pacing_task or next(iter(table.tasks.values()))
     task = table.tasks.get(name)
@@ -89,7 +89,9 @@ def _check_rollback(table: TableState, task: TaskState, request: Rollback) -> No
 
 
 def _move_clock_back(table: TableState, version: int) -> None:
-    """The trainer is at an earlier version again. Rows that were judged by a later clock are judged again as it comes back."""
+    """Move the clock back, since the trainer is at an earlier version again. The stale policy applies again as it
+    advances.
+    """
     table.clock = version
     if table.versions is None:
         return

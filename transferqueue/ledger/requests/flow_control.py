@@ -13,7 +13,7 @@ from transferqueue.policies import HoldClock
 from transferqueue.wire.messages import AdvanceClock, DoneReply, Reserve, Reserved, Unreserve
 
 VERSION_MAX = 1 << 53
-"""As for the versions of rows: exact as int64 and as float64."""
+"""Highest version, as for rows: exact as int64 and as float64."""
 
 
 def reserve(table: TableState, request: Reserve, session: int) -> Reserved | MustWait:
@@ -32,7 +32,7 @@ def reserve(table: TableState, request: Reserve, session: int) -> Reserved | Mus
 
 
 def why_reserve_waits(table: TableState, request: Reserve) -> str:
-    """Why the rows cannot be reserved now, "" if they can."""
+    """Why the rows cannot be reserved now; "" if they can."""
     version = table.clock if request.policy_version < 0 else request.policy_version
     new = request.rows - min(request.rows, table.flow.refill_rows)
     if why := why_not(table.pacing, table.outstanding, new, version, table.clock):
@@ -44,7 +44,7 @@ def why_reserve_waits(table: TableState, request: Reserve) -> str:
 
 
 def unreserve(table: TableState, request: Unreserve, session: int) -> DoneReply:
-    """Rows of a reservation will not be produced."""
+    """Release rows of a reservation that will not be produced."""
     reservation = table.flow.reservations.get(request.reservation)
     if reservation is None or reservation.session != session:
         raise NotFound(
@@ -64,7 +64,7 @@ def unreserve(table: TableState, request: Unreserve, session: int) -> DoneReply:
 
 
 def advance(table: TableState, request: AdvanceClock, now: float) -> DoneReply | MustWait:
-    """The clock moves to `version`."""
+    """Advance the policy version clock of the table to `version`."""
     if request.version > VERSION_MAX:
         raise UsageError(f"version {request.version} is above {VERSION_MAX}; versions count trainer steps")
     if request.version < table.clock:
@@ -78,7 +78,7 @@ def advance(table: TableState, request: AdvanceClock, now: float) -> DoneReply |
 
 
 def why_clock_is_held(table: TableState, version: int) -> str:
-    """Why the clock may not move to `version` now, "" if it may."""
+    """Why the clock may not advance to `version` now; "" if it may."""
     pacing, pacing_task = table.pacing, table.pacing_task
     if pacing is None or pacing_task is None or table.versions is None or not isinstance(pacing.on_stale, HoldClock):
         return ""
@@ -96,7 +96,7 @@ def why_clock_is_held(table: TableState, version: int) -> str:
 
 
 def _unclaimed_rows(table: TableState, pacing_task: TaskState, at: IntArray) -> int:
-    """Rows in shares that no rank has claimed: not handed over yet."""
+    """How many of the rows are in shares that no rank has claimed, so that nobody has got them."""
     if not table.shared_batches:
         return 0
     leases = table.core.leases.by_id
@@ -105,7 +105,7 @@ def _unclaimed_rows(table: TableState, pacing_task: TaskState, at: IntArray) -> 
 
 
 def set_clock(table: TableState, version: int, now: float) -> None:
-    """Advance the clock and judge the rows that this makes stale."""
+    """Advance the clock, and apply the stale policy to rows that are over the bound now."""
     if version <= table.clock:
         return
     table.clock = version
@@ -117,7 +117,7 @@ def set_clock(table: TableState, version: int, now: float) -> None:
 
 
 def seal(table: TableState, now: float) -> DoneReply:
-    """No more rows enter. Incomplete groups are judged; waiting consumers see what is left, or the end."""
+    """Let no more rows enter. Rules for incomplete groups apply; waiting consumers get the rest, or the end."""
     if table.sealed:
         raise Sealed(f'table "{table.name}" is sealed already')
     table.sealed = True

@@ -1,4 +1,4 @@
-"""Lease: ready rows are lent. Whole batches to one worker, or shares of an agreed batch to ranks and replicas."""
+"""Lease: ready rows go to one worker, or as shares of one batch to the ranks and replicas of a job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from transferqueue.wire.messages import Leased, LeaseRequest
 
 
 def lease(table: TableState, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | MustWait:
-    """Answer a `LeaseState`: rows, `MustWait`, `EndOfTable`, or `DeadlineExceeded` if it does not want to wait."""
+    """Answer a `LeaseRequest` with rows or `MustWait`; raises `EndOfTable`, or `DeadlineExceeded` if the request does
+    not wait.
+    """
     _check(table, task, request)
     if request.world > 1 or request.replicas > 1:
         reply = _claim_share(table, task, request, session, now)
@@ -99,7 +101,9 @@ def _check_possible(table: TableState, task: TaskState, request: LeaseRequest) -
 
 
 def _check_end(table: TableState, task: TaskState, request: LeaseRequest, now: float) -> None:
-    """Raise if no row of the sealed table can come any more for this request: the end, or `Impossible` where rows are left."""
+    """Raise if the sealed table can give this request no row any more: `EndOfTable`, or `Impossible` if pending rows
+    are left.
+    """
     if task.counts[LEASED] or can_be_requeued(table, task):
         return
     if task.counts[READY] and not (request.where and not task.queue(request.where).first(1).size):
@@ -127,7 +131,7 @@ def _lease_units(table: TableState, task: TaskState, request: LeaseRequest, sess
 def _open(
     table: TableState, task: TaskState, rows: IntArray, at: IntArray, request: LeaseRequest, now: float
 ) -> LeaseState:
-    """The rows, at these places, leave the queue; nobody holds the lease yet."""
+    """Take the rows out of the queue into a lease without a holder. at: their positions."""
     length = request.lease_s or task.task.lease_s
     lease = table.core.leases.open(table.name, task.task.name, rows, length, now)
     lease.replicas = request.replicas
@@ -137,7 +141,7 @@ def _open(
 
 
 def _requested_fields(task: TaskState, request: LeaseRequest) -> Sequence[str] | None:
-    """Fields that the request names; None where they are those that each of its rows has because it is ready."""
+    """Fields that the request names. None: the needs of the task, which every ready row has."""
     return None if request.fields is None or tuple(request.fields) == task.task.needs else request.fields
 
 
@@ -157,7 +161,9 @@ def _reply(
 
 
 def _count_staleness(table: TableState, at: IntArray) -> None:
-    """How many versions behind the clock rows are that go to the pacing task, and where; rows without a version are not."""
+    """Count how many versions behind the clock leased rows are, and where they fell behind. Rows without a version do
+    not count.
+    """
     at = at[table.rows.version.a[at] >= 0]
     version = table.rows.version.a[at]
     lag = np.maximum(table.clock - version, 0)
@@ -210,7 +216,7 @@ def _make_shares(
 
 
 def _join_share(table: TableState, lease: LeaseState, request: LeaseRequest, session: int, now: float) -> Leased:
-    """This peer holds the share too; every peer gets what the first got."""
+    """Make this replica a holder of the share. Every replica gets the same reply."""
     if lease.reply is not None and lease.fields != request.fields:
         raise UsageError(
             f"replica {request.replica} asks for fields {request.fields}, the first replica asked for {lease.fields}; "
@@ -222,7 +228,7 @@ def _join_share(table: TableState, lease: LeaseState, request: LeaseRequest, ses
         _start_share(table, lease, now)
         reply = _reply(table, lease, table.rows.pages.index(lease.rows), request, session, now)
         if lease.replicas > 1:
-            # Pinned for the lease too: the first replica may let go before the last has asked.
+            # Pin for the lease too: the first replica may unpin before the last one asks.
             lease.reply, lease.fields = reply, request.fields
             table.core.blocks.pin(-lease.id, _blocks(reply))
         return reply
@@ -233,7 +239,7 @@ def _join_share(table: TableState, lease: LeaseState, request: LeaseRequest, ses
 
 
 def _start_share(table: TableState, lease: LeaseState, now: float) -> None:
-    """The lease time of a share begins when it is claimed. Rows that were dropped, or became stale, are not in it."""
+    """Start the lease time of a claimed share, without rows that were dropped or became stale."""
     table.core.deadlines.add(lease, now + lease.length_s)
     stale = _stale_since(table, lease)
     if stale.size:
@@ -244,7 +250,7 @@ def _start_share(table: TableState, lease: LeaseState, now: float) -> None:
 
 
 def _stale_since(table: TableState, lease: LeaseState) -> IntArray:
-    """Rows of an unclaimed share that are over the staleness bound by now, with the rest of their groups."""
+    """Rows of an unclaimed share that are over the staleness bound now, with the rest of their groups."""
     task = table.tasks[lease.task]
     rows = lease.rows[lease.held]
     if task is not table.pacing_task or table.oldest_fresh_version <= 0:

@@ -1,4 +1,4 @@
-"""Rows and columns come in: put, update; and rows are taken out by name: drop, delete."""
+"""Requests that add or remove rows and columns: put, update, drop, delete."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ from transferqueue.wire.messages import Delete, DoneReply, Drop, PutRequest, Put
 def put(
     table: TableState, request: PutRequest, session: int, author: tuple[bytes, int], now: float
 ) -> PutRows | MustWait:
-    """Answer a `PutRequest`. author: (client, call), by which a late retry is known for as long as its rows live."""
+    """Answer a `PutRequest`. author: (client, call), by which a late retry is recognised while the pages of its rows
+    exist.
+    """
     before = table.puts.get(author)
     if before is not None:
         return _again(table, request, before)
@@ -81,7 +83,7 @@ def _check_put(table: TableState, request: PutRequest, session: int) -> StagedCo
 
 
 def _group_rows_max(table: TableState) -> int:
-    """A group above this can never be whole: not in the table, or not among the rows that may be ahead."""
+    """Size above which a group can never be whole: in the table, or among the rows that may be outstanding."""
     if table.pacing and isinstance(table.pacing_task, GroupTaskState):
         return min(table.limits.rows, table.pacing.rows_ahead_max)
     return table.limits.rows
@@ -103,7 +105,7 @@ def _check_reservation(table: TableState, request: PutRequest, session: int) -> 
 
 
 def no_room(table: TableState, rows: int, nbytes: int) -> str:
-    """Why rows without a reservation cannot enter now, "" if they can."""
+    """Why rows without a reservation cannot enter now; "" if they can."""
     held = table.rows.pages.resident + table.flow.reserved
     if held + rows > table.limits.rows:
         return (
@@ -132,7 +134,7 @@ def _admit(table: TableState, staged: StagedCommit, session: int, now: float) ->
 
 
 def _enter(table: TableState, staged: StagedCommit, ids: IntArray, where: Index, now: float) -> None:
-    """New rows become known to groups, tasks and the staleness index."""
+    """Add new rows to groups, tasks and the staleness index."""
     numbers = staged.facts.numbers
     if "group_id" in numbers:
         table.groups.add(ids, numbers["group_id"], numbers["group_size"])
@@ -168,7 +170,7 @@ def _remember(table: TableState, author: tuple[bytes, int], first: int, rows: in
 
 
 def update(table: TableState, request: Update, session: int, now: float) -> DoneReply:
-    """More columns or facts for live rows."""
+    """Add columns or facts to live rows."""
     rows = decode_rows(request.rows)
     staged = check_columns(table.rows, table.core.blocks, session, request.columns, rows.size, table.replicas)
     at = table.rows.live_places(rows)
@@ -193,9 +195,9 @@ def update(table: TableState, request: Update, session: int, now: float) -> Done
 
 
 def rows_changed(table: TableState, staged: StagedCommit, rows: IntArray, at: IntArray, now: float) -> None:
-    """Columns or facts of live rows were written: some become ready, some rank anew.
+    """Update tasks after columns or facts of live rows were written: rows become ready, or are ranked again.
 
-    Whether a new version makes them stale is for the caller to have judged, once the rows are where they belong.
+    If a new version makes rows stale, the caller applies the stale policy afterwards.
     """
     names, facts = frozenset(staged.names), frozenset(staged.facts.numbers)
     for task in table.tasks.values():
@@ -211,7 +213,9 @@ def rows_changed(table: TableState, staged: StagedCommit, rows: IntArray, at: In
 
 
 def _stamp(table: TableState, rows: IntArray, at: Index, versions: IntArray) -> None:
-    """Rows got policy versions. The clock of this moment parts their staleness: in flight before it, in the queue after."""
+    """Record the clock at which rows got their policy version. It separates staleness in flight from staleness in the
+    queue.
+    """
     table.rows.stamped.a[at] = table.clock
     if table.versions is not None:
         table.versions.file(rows, versions)
@@ -233,7 +237,7 @@ def _complete(table: TableState, name: str, rows: IntArray, at: IntArray, now: f
 
 
 def check_reason(table: TableState, reason: str) -> None:
-    """Raise if rows may not be dropped with this reason."""
+    """Raise unless rows may be dropped with this reason."""
     check_name("reason", reason)
     if reason not in table.rows_dropped and len(table.rows_dropped) >= REASONS_MAX:
         raise UsageError(
@@ -243,7 +247,7 @@ def check_reason(table: TableState, reason: str) -> None:
 
 
 def drop(table: TableState, request: Drop, now: float) -> DoneReply:
-    """Rows end as dropped, for every task, leased or not."""
+    """Drop rows for every task, leased or not."""
     rows = decode_rows(request.rows)
     check_reason(table, request.reason)
     table.rows.live_places(rows)
@@ -253,7 +257,7 @@ def drop(table: TableState, request: Drop, now: float) -> DoneReply:
 
 
 def delete(table: TableState, request: Delete, now: float) -> DoneReply:
-    """Rows are freed. Those without a fate end as dropped ("deleted")."""
+    """Free rows. Live rows are dropped as "deleted" first."""
     rows = decode_rows(request.rows)
     at = table.rows.places(rows)
     for task in table.tasks.values():

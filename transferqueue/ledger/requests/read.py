@@ -1,4 +1,4 @@
-"""Requests that look at rows without a lease: find, read."""
+"""Requests that read rows without a lease: find, read."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from transferqueue.wire.messages import Find, Found, ReadRequest, ReadRows
 
 
 def find(table: TableState, request: Find) -> Found:
-    """Row ids of keys; -1 where no resident row has the key."""
+    """Row ids of keys; -1 if no resident row has the key."""
     rows = [table.rows.row_of_key.get(key, -1) if key else -1 for key in request.keys]
     return Found(np.array(rows, np.int64).tobytes())
 
 
 def read(table: TableState, request: ReadRequest, session: int) -> ReadRows:
-    """Resident rows by id, in the order asked for, or all that are not dropped and match, ascending."""
+    """Resident rows by id, in the order of the request; or all rows that are not dropped and match, ascending."""
     check_where(table.rows, request.where, table.expected_fields())
     for name in request.fields or ():
         if name not in table.rows.fields:

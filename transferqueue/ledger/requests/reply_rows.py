@@ -1,6 +1,7 @@
-"""Rows as a reply tells them: facts, inline values, and the places of their columns.
+"""Describes rows in a reply: facts, inline values, and the places of their columns.
 
-Only fields that every row of the reply has are in it. Naming a block pins it for the session, once per reply.
+A reply contains only fields that all of its rows have. The caller pins each block that the reply names for the session,
+once per reply.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from transferqueue.wire.messages import Inline, ReplyColumns, ReplyRows
 Value = TypeVar("Value")
 
 _FIRST: Final = run_length.encode_constant(np.zeros(1, np.int32))
-"""Every row is in the first block."""
+"""Index for a reply in which every row is in the first block."""
 
 
 def describe_rows(table: TableState, rows: IntArray, at: Index, names: Sequence[str]) -> tuple[ReplyRows, list[int]]:
-    """Content of `rows` with fields that all of them have (`complete_fields`), and the blocks it names."""
+    """Content of `rows` with the fields `names`, which all of them have (`complete_fields`), and the blocks that it
+    names.
+    """
     inline, placed, definitions = table.rows.reply_fields(names)
     blocks: dict[int, None] = {}
     parts = [_part(table.core.blocks, places, blocks) for places in table.parts.locate(placed, at)]
@@ -50,7 +53,7 @@ def complete_fields(table: TableState, at: IntArray, fields: Sequence[str]) -> l
 
 
 def _of_rows(values: dict[int, Value], rows: IntArray, default: Value) -> list[Value] | None:
-    """The value of each row; None if none has one."""
+    """The value of each row; None if no row has one."""
     if not values:
         return None
     of_row = [values.get(row) for row in rows.tolist()]
@@ -71,7 +74,7 @@ def _part(blocks: BlockRegistry, places: BlockSlots, named: dict[int, None]) -> 
 
 
 def _distinct(blocks: IntArray) -> tuple[list[int], bytes]:
-    """The distinct blocks, and for each row which of them it is in, as `run_length.alike`."""
+    """The distinct blocks, and for each row the index of its block, encoded as `run_length.encode_constant` does."""
     if blocks.size and (blocks == blocks[0]).all():
         return [int(blocks[0])], _FIRST
     numbers, index = np.unique(blocks, return_inverse=True)

@@ -1,4 +1,4 @@
-"""Requests about tables as such: create, declare tasks and fields. What could never work is refused here."""
+"""Requests about tables: create and drop a table, declare tasks. Terms that could never work are refused here."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from transferqueue.policies import Acked, Pacing, Requeue, Task
 from transferqueue.wire.messages import CreateTable, TableTerms
 
 SECONDS_MAX = 1e9
-"""As in messages: thirty years."""
+"""Longest duration, as in messages: thirty years."""
 
 
 def check_create(core: SharedState, request: CreateTable) -> None:
-    """Raise unless a table can be made of these terms."""
+    """Raise unless a table with these terms can be created."""
     check_name("table", request.name)
     names = [task.name for task in request.tasks]
     _check_once("task", names, TASKS_MAX)
@@ -97,7 +97,7 @@ def _check_requeue(pacing: Pacing, target: str, tasks: dict[str, Task]) -> None:
 
 
 def create_table(core: SharedState, request: CreateTable) -> TableState:
-    """A new table of checked terms."""
+    """Create a table of terms that `check_create` accepted."""
     table = TableState(
         core, request.name, request.limits, request.pacing, request.retention or Acked(), request.replicas
     )
@@ -110,12 +110,12 @@ def create_table(core: SharedState, request: CreateTable) -> TableState:
 
 
 def _extra_fields(request: CreateTable) -> bool | None:
-    """Who declares fields means those and no others, unless the request says otherwise."""
+    """Whether rows may add fields. A request that declares fields and says nothing else means: no others."""
     return False if request.extra_fields is None and request.fields else request.extra_fields
 
 
 def other_terms(table: TableState, request: CreateTable) -> list[str]:
-    """In what an existing table is not what the request asks for (it may have more fields and tasks by now)."""
+    """The terms in which an existing table differs from the request. The table may have gained fields and tasks."""
     tasks = {name: state.task for name, state in table.tasks.items()}
     different = [f'field "{field.name}"' for field in request.fields if table.rows.fields.get(field.name) != field]
     different += [f'task "{task.name}"' for task in request.tasks if tasks.get(task.name) != task]
@@ -145,7 +145,7 @@ def add_task(table: TableState, task: Task, now: float) -> TableTerms:
 
 
 def _introduce(table: TableState, task: Task, now: float) -> None:
-    """The new task sees every live row, or none of those that are there. Walks all rows, once."""
+    """Add the live rows to the new task, or mark them as absent for it. Visits all rows, once."""
     state = table.add_task(task)
     rows = table.rows.pages.resident_rows()
     at = table.rows.pages.index(rows)
@@ -163,7 +163,7 @@ def _introduce(table: TableState, task: Task, now: float) -> None:
 
 
 def drop_table(table: TableState, now: float) -> None:
-    """Every row is dropped, every lease ended, every waiter told."""
+    """Drop every row, end every lease, and wake every request that waits."""
     rows = table.rows.pages.resident_rows()
     drop_rows(table, rows, "table_dropped", now)
     apply_group_and_stale_rules(table, now)

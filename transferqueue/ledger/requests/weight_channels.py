@@ -1,16 +1,17 @@
-"""Weight channels: versions of a set of tensors, each one commit; who generates with which; who may change now.
+"""Weight channels: published versions of a set of tensors, which replicas generate with which, and which may update
+now.
 
-The law:
+Invariants:
 
-- A version is a composition of blocks: new ones, and ones of a kept version, its base. A block is referred to once by
-  each kept version that it is part of, so its bytes end with the last of those, and never before.
-- The newest `keep` versions are kept, and any of them can be pulled at any time. What a reply names stays
-  pinned for its session, so a version that is no longer kept keeps its bytes until the last reader lets go.
-- A version of which a block is lost is gone as a whole. The newest whole one is what is pulled; whoever asks for the lost one
-  is told, and nothing is composed over it: the next version is published with all its tensors.
-- Publication and application are different facts: `applied` says who generates with which version, since when.
-- A *turn* is the leave to change weights. At most `at_once` sessions have one (each request says its own bound), and
-  each ends by its holder, by the end of its session, or after its length: a dead replica never blocks the others.
+- A version is composed of blocks: new ones, and blocks of a kept version, its base. Each kept version that contains a
+  block has one reference to it. So the block is freed with the last of them, and never before.
+- The newest `keep` versions are kept, and any of them can be pulled at any time. A reply pins its blocks for the
+  session. So a version that is not kept any more keeps its bytes until the last reader unpins it.
+- A version with a lost block is lost as a whole. A pull gets the newest whole version. A pull of the lost one is
+  refused with the cause, and no version can use it as base: the next version is published with all its tensors.
+- Publishing and applying are different facts: `applied` records which session generates with which version, since when.
+- An *update slot* permits a session to change its weights. At most `at_once` sessions have one (each request states its
+  own bound). A slot ends by its holder, with its session, or after its length: a dead replica never blocks the others.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from transferqueue.wire.messages import (
 
 @dataclass(slots=True)
 class PublishedVersion:
-    """One published version: its fields, the numbers of its blocks, when it came."""
+    """A published version: its fields, the numbers of its blocks, and when it was published."""
 
     fields: list[Field]
     blocks: list[int]
@@ -56,7 +57,9 @@ class PublishedVersion:
 
 @dataclass(slots=True)
 class AppliedVersion:
-    """A session generates with `version` since `at`. lag_s: how long after its publication; None where that is forgotten."""
+    """A session generates with `version` since `at`. lag_s: how long after its publication; None if that time is not
+    known any more.
+    """
 
     version: int
     at: float
@@ -65,7 +68,7 @@ class AppliedVersion:
 
 @dataclass(slots=True, eq=False)
 class UpdateSlot:
-    """`session` changes its weights, until `deadline`."""
+    """Permission for `session` to change its weights until `deadline`."""
 
     channel: str
     session: int
@@ -81,11 +84,11 @@ class WeightChannelState:
     latest: int = -1
     versions: dict[int, PublishedVersion] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
-    """Versions that are gone before their time, the newest `keep` of them: how."""
+    """Lost versions and the cause, the newest `keep` of them."""
     applied: dict[int, AppliedVersion] = field(default_factory=dict)
-    """By session: the version it generates with."""
+    """Session -> the version that it generates with."""
     update_slots: dict[int, UpdateSlot] = field(default_factory=dict)
-    """By session: leave to change weights."""
+    """Session -> its update slot."""
     usage: OwnerBytes = field(default_factory=OwnerBytes)
 
 
@@ -123,7 +126,7 @@ def check_publish(channel: WeightChannelState, blocks: BlockRegistry, session: i
 
 
 def _check_kept(channel: WeightChannelState, blocks: BlockRegistry, request: Publish) -> list[str]:
-    """Names of the fields that the version keeps of its base."""
+    """Names of the fields that the version takes over from its base."""
     if request.base < 0 and not request.kept:
         return []
     base = channel.versions.get(request.base)
@@ -146,7 +149,7 @@ def _check_kept(channel: WeightChannelState, blocks: BlockRegistry, request: Pub
 
 
 def publish(channel: WeightChannelState, blocks: BlockRegistry, request: Publish, now: float) -> None:
-    """Make the version the latest, and let go of those beyond `keep`. Checked before."""
+    """Make a version that `check_publish` accepted the latest, and remove versions beyond `keep`."""
     numbers = blocks.commit(request.blocks, channel.usage, [1] * len(request.blocks))
     blocks.refer(request.kept)
     fields = list(request.fields)
@@ -165,7 +168,7 @@ def _forget(channel: WeightChannelState, blocks: BlockRegistry, version: int) ->
 
 
 def lose_blocks(channel: WeightChannelState, blocks: BlockRegistry, gone: frozenset[int], why: str) -> None:
-    """The bytes of some blocks are gone, and with them each version that has one. why: as `WeightChannelState.lost`."""
+    """Remove each version that has one of the lost blocks. why: as `WeightChannelState.lost`."""
     for version in [number for number, published in channel.versions.items() if not gone.isdisjoint(published.blocks)]:
         _forget(channel, blocks, version)
         channel.lost[version] = why
@@ -173,7 +176,9 @@ def lose_blocks(channel: WeightChannelState, blocks: BlockRegistry, gone: frozen
 
 
 def basis(channel: WeightChannelState, blocks: BlockRegistry) -> LatestVersion:
-    """What the next version may be made of. Nothing is pinned: a basis that ended meanwhile is refused by `check_publish`."""
+    """The latest version, from which the next can take blocks. It is not pinned: if it is gone by then, `check_publish`
+    refuses it.
+    """
     newest = channel.versions.get(channel.latest)
     if newest is None:
         return LatestVersion(channel.latest, [], [], {}, channel.lost.get(channel.latest, ""))
@@ -183,7 +188,7 @@ def basis(channel: WeightChannelState, blocks: BlockRegistry) -> LatestVersion:
 
 
 def pull(channel: WeightChannelState, blocks: BlockRegistry, request: Pull, session: int) -> WeightsReply | MustWait:
-    """The version asked for, pinned for the session."""
+    """The requested version, pinned for the session."""
     version = request.version if request.version >= 0 else max(channel.versions, default=-1)
     if version in channel.lost:
         raise ShardLost(f"{explain_lost(channel, version)}; pull the newest, or wait for the next")
@@ -210,7 +215,7 @@ def explain_pull(channel: WeightChannelState, request: Pull) -> str:
 
 
 def apply_version(channel: WeightChannelState, request: ReportApplied, session: int, now: float) -> None:
-    """`session` generates with the version from now on."""
+    """Record that `session` generates with the version from now on."""
     if request.version > channel.latest:
         raise NotFound(
             f'version {request.version} of channel "{channel.name}" was never published; {explain_latest(channel)}'
@@ -223,7 +228,7 @@ def apply_version(channel: WeightChannelState, request: ReportApplied, session: 
 def take_turn(
     channel: WeightChannelState, request: AcquireUpdateSlot, session: int, deadlines: Deadlines, now: float
 ) -> DoneReply | MustWait:
-    """A turn of the session, from now on; asked for again, it begins anew."""
+    """Give the session an update slot from now on. Asked for again, its time restarts."""
     others = len(channel.update_slots.keys() - {session})
     if others >= request.at_once:
         if request.wait_s > 0:
@@ -235,7 +240,7 @@ def take_turn(
 
 
 def end_turn(channel: WeightChannelState, session: int, effects: Effects) -> bool:
-    """The session's turn is over, if it has one; whether it had."""
+    """End the update slot of a session. Returns whether it had one."""
     turn = channel.update_slots.pop(session, None)
     if turn is None:
         return False
@@ -247,7 +252,7 @@ def end_turn(channel: WeightChannelState, session: int, effects: Effects) -> boo
 def explain_turn(
     channel: WeightChannelState, request: AcquireUpdateSlot, labels: Mapping[int, str] = MappingProxyType({})
 ) -> str:
-    """Whom a turn waits for. labels: of sessions."""
+    """Which sessions hold the update slots. labels: their names."""
     holders = listing(labels.get(number) or f"session {number}" for number in channel.update_slots)
     return (
         f'channel "{channel.name}" lets {request.at_once} change weights at once, and {holders} do; a turn ends by its '
@@ -256,7 +261,7 @@ def explain_turn(
 
 
 def explain_lost(channel: WeightChannelState, version: int) -> str:
-    """What became of a lost version, and what there is instead."""
+    """Why a version was lost, and which versions exist instead."""
     whole = (
         f"the versions that are whole are {listing(channel.versions)}" if channel.versions else "no version is whole"
     )

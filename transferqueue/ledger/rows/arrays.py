@@ -1,11 +1,11 @@
-"""Arrays as they come in messages: bytes in, checked numpy arrays out."""
+"""Decodes the arrays that messages carry as bytes into checked numpy arrays."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-import numpy.ma  # np.unique imports it at its first call: 30 ms in the turn of some request
+import numpy.ma  # np.unique imports it at its first call, which would delay a request by 30 ms
 import numpy.typing as npt
 
 from transferqueue.errors import ProtocolError, UsageError
@@ -15,14 +15,14 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 AnyArray = npt.NDArray[Any]
 Index = IntArray | slice
-"""Places in the flat columns of `Pages`: a slice where rows are contiguous (a put), else positions."""
+"""Positions in the flat columns of `RowPages`: a slice where rows are contiguous (after a put), else an array."""
 
 NO_ROWS: IntArray = np.empty(0, np.int64)
 NO_ROWS.flags.writeable = False
 
 
 def decode(what: str, data: bytes, dtype: str, count: int) -> AnyArray:
-    """`count` little-endian values of `dtype`; `UsageError` if `data` holds another number of bytes."""
+    """Return `count` little-endian values of `dtype`; `UsageError` if `data` has another number of bytes."""
     expected = count * np.dtype(dtype).itemsize
     if len(data) != expected:
         raise UsageError(f"{what} has {len(data)} bytes; {count} rows of {dtype} take {expected}")
@@ -30,7 +30,7 @@ def decode(what: str, data: bytes, dtype: str, count: int) -> AnyArray:
 
 
 def decode_ids(what: str, data: bytes) -> IntArray:
-    """Int64 values of any number that a request may have; `ProtocolError` if they are not whole."""
+    """Return int64 values, as many as `data` holds; `ProtocolError` if its length is no multiple of 8."""
     if len(data) % 8:
         raise ProtocolError(f"{what} has {len(data)} bytes, which is not a whole number of int64 values")
     if len(data) // 8 > ROWS_PER_REQUEST_MAX:
@@ -39,7 +39,7 @@ def decode_ids(what: str, data: bytes) -> IntArray:
 
 
 def decode_rows(data: bytes) -> IntArray:
-    """Row ids of a request: at least one, none twice."""
+    """Return the row ids of a request: at least one, each once."""
     rows = decode_ids("the list of rows", data)
     if not rows.size:
         raise UsageError("the list of rows is empty; name at least one row")
@@ -52,7 +52,7 @@ def decode_rows(data: bytes) -> IntArray:
 
 
 def run_of(at: IntArray) -> Index:
-    """The same places, as a slice where they are contiguous: what is taken there is then viewed, not copied."""
+    """Return the positions as a slice if they are contiguous: numpy then returns views, not copies."""
     if at.size and int(at[-1]) - int(at[0]) == at.size - 1 and bool((at[1:] > at[:-1]).all()):
         return slice(int(at[0]), int(at[-1]) + 1)
     return at
@@ -65,7 +65,7 @@ def some(rows: IntArray, limit: int = 5) -> str:
 
 
 def tally_in_order(values: IntArray) -> list[tuple[int, int]]:
-    """(value, how often) in the order in which values first appear."""
+    """Return (value, count) pairs in the order in which values first appear."""
     if not values.size:
         return []
     first = int(values[0])
@@ -77,7 +77,7 @@ def tally_in_order(values: IntArray) -> list[tuple[int, int]]:
 
 
 def tally(values: IntArray) -> list[tuple[int, int]]:
-    """(value, how often) in ascending order of value; quick when all are equal, as after one put."""
+    """Return (value, count) pairs, ascending by value. Fast if all values are equal, as after one put."""
     if not values.size:
         return []
     first = int(values[0])

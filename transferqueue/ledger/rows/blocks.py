@@ -1,19 +1,18 @@
-"""Bytes: who may write them, who still needs them, and when they may be used again.
+"""Extents, blocks and pins: who may write bytes, who still needs them, and when memory may be reused.
 
-An *extent* is granted to one session to write into. A *block* is the columns of one commit inside an
-extent. The rules:
+An *extent* is a piece of an arena that one session may write into: the session holds a *grant* of it. A *block* is the
+columns of one commit inside an extent. Invariants:
 
-- A block is accepted only inside an extent granted to the session that commits it, aligned, and not over
-  bytes that were committed before.
-- A block is *live* while a row of a table (or a kept version of a channel) refers to it. Its bytes count
-  for its owner exactly that long.
+- A session commits blocks only inside extents granted to it. Blocks are aligned and never overlap committed bytes.
+- A block is *live* while a row of a table (or a kept version of a weight channel) refers to it. Its bytes count for its
+  owner exactly that long.
 - A reply that names a block *pins* it for the session, once per reply, until the session unpins it.
-- An extent is *open* until its session returns the grant, or commits a block set that begins at its start
-  and ends in its last page (a put that asked for exactly its size: nothing more fits).
-- An extent is freed, once, when it is not open and no block in it is live or pinned.
-- An extent of a *lost* shard is forgotten then, and not freed: its memory is nobody's.
-- A block may have *copies*: the same bytes in extents of other shards, committed with it and needed as long as it is. What is said
-  above of its extent holds for each of them. Where its shard is lost, a copy takes its place.
+- An extent is *open* until its session returns the grant, or commits blocks that begin at its start and end in its last
+  page (a put that asked for exactly its size: nothing more fits).
+- An extent is freed, once, when it is closed and no block in it is live or pinned.
+- An extent of a *lost* shard is removed at that point, but not freed: nobody may reuse its memory.
+- A block may have *copies*: the same bytes in extents of other shards, committed with it and needed as long as it is.
+  The rules about its extent hold for each copy. If the shard of the block is lost, a copy replaces it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from transferqueue.wire.messages import BlockLocation, CopyLocation, WrittenBloc
 
 
 class OwnerBytes:
-    """Bytes of live blocks of one owner."""
+    """Bytes of the live blocks of one owner."""
 
     __slots__ = ("bytes",)
 
@@ -39,7 +38,7 @@ class OwnerBytes:
 
 
 class ExtentState:
-    """A piece of an arena. session: who may commit into it (0: nobody any more)."""
+    """A piece of an arena. session: which one may commit into it (0: none any more)."""
 
     __slots__ = ("blocks", "id", "lost", "nbytes", "offset", "open", "session", "shard", "spans")
 
@@ -52,12 +51,12 @@ class ExtentState:
         self.open = True
         self.lost = False
         self.blocks = 0
-        """Blocks that are live or pinned."""
+        """Number of blocks in it that are live or pinned."""
         self.spans: list[tuple[int, int]] = []
         """Committed byte ranges, ascending; kept while the session may still commit."""
 
     def overlaps(self, start: int, end: int) -> bool:
-        """Whether a committed range meets [start, end)."""
+        """Whether a committed range overlaps [start, end)."""
         at = bisect_left(self.spans, (start, end))
         before = at > 0 and self.spans[at - 1][1] > start
         return before or (at < len(self.spans) and self.spans[at][0] < end)
@@ -68,8 +67,9 @@ class ExtentState:
 
 
 class CommittedBlock:
-    """Committed columns. extents: where they are, `at` first, then its copies. refs: rows (per set of fields) that need them.
-    pins: views that may exist."""
+    """Committed columns. extents: where they are, `at` first, then its copies. refs: how many rows need them (counted
+    once per part). pins: how many views may exist.
+    """
 
     __slots__ = ("at", "extents", "pins", "refs", "usage")
 
@@ -82,12 +82,12 @@ class CommittedBlock:
 
     @property
     def extent(self) -> ExtentState:
-        """Where it is read, unless a copy is nearer."""
+        """The extent that is read unless a copy is nearer."""
         return self.extents[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes, with its copies."""
+        """Bytes of the block and its copies."""
         return self.at.nbytes * len(self.extents)
 
 
@@ -98,27 +98,27 @@ class BlockRegistry:
         self.extents: dict[int, ExtentState] = {}
         self.blocks: dict[int, CommittedBlock] = {}
         self.pins: dict[int, dict[int, int]] = {}
-        """Holder (a session, or minus a lease) -> block -> how many."""
+        """Holder (a session, or minus a lease) -> block -> number of pins."""
         self.last_shard = 0
-        """The highest number of a shard that anything was ever granted in. Replies that are kept may name it for ever."""
+        """The highest shard number in which an extent was ever granted. Cached replies may name that shard for ever."""
         self._effects = effects
         self._next_extent = 1
         self._next_block = 1
 
     @property
     def committed(self) -> int:
-        """Blocks ever committed."""
+        """Number of blocks ever committed."""
         return self._next_block - 1
 
     @property
     def granted(self) -> int:
-        """Extents ever granted: the number of the last."""
+        """Number of extents ever granted, which is the id of the last one."""
         return self._next_extent - 1
 
     # ------------------------------------------------------------ grants
 
     def grant(self, session: int, shard: int, offset: int, nbytes: int) -> ExtentState:
-        """A new open extent of `session`."""
+        """Open a new extent for `session`."""
         extent = ExtentState(self._next_extent, shard, offset, nbytes, session)
         self._next_extent += 1
         self.extents[extent.id] = extent
@@ -126,7 +126,7 @@ class BlockRegistry:
         return extent
 
     def return_grant(self, session: int, number: int) -> None:
-        """Close an extent. One that is already closed or gone is no error: closing is idempotent."""
+        """Close an extent. Idempotent: an extent that is closed or freed is no error."""
         extent = self.extents.get(number)
         if extent is None or not extent.session:
             return
@@ -154,7 +154,9 @@ class BlockRegistry:
     # ------------------------------------------------------------ losses
 
     def lose_shard(self, shard: int) -> list[int]:
-        """The bytes of the shard are gone. Returns blocks that lie nowhere else: the caller's to give up."""
+        """Mark the extents of a shard as lost. Returns the blocks without a copy elsewhere; the caller must retire
+        them.
+        """
         for extent in self.extents.values():
             extent.lost |= extent.shard == shard
         lost = []
@@ -166,7 +168,7 @@ class BlockRegistry:
         return lost
 
     def _lose_copies(self, block: CommittedBlock) -> None:
-        """What is left of the block in shards that are not lost is the block."""
+        """Remove lost extents from the block. Its first remaining copy becomes its main location."""
         at = block.at
         places = [CopyLocation(at.shard, at.extent, at.offset), *at.copies]
         first, *copies = [place for place, extent in zip(places, block.extents, strict=True) if not extent.lost]
@@ -224,7 +226,9 @@ class BlockRegistry:
         return extent
 
     def commit(self, placed: Sequence[WrittenBlock], usage: OwnerBytes, refs: Sequence[int]) -> list[int]:
-        """Numbers of the new blocks, in order; `refs` rows will refer to each. Checked before."""
+        """Add the blocks that `check` accepted. Returns their numbers, in order. refs: references that rows will have
+        to each.
+        """
         numbers = [self._commit(block, usage, count) for block, count in zip(placed, refs, strict=True)]
         written: dict[int, list[tuple[int, int]]] = {}
         for block in placed:
@@ -256,12 +260,12 @@ class BlockRegistry:
             self._free_if_unused(extent)
 
     def refer(self, numbers: Iterable[int]) -> None:
-        """One more thing needs each of these live blocks."""
+        """Add one reference to each of these live blocks."""
         for number in numbers:
             self.blocks[number].refs += 1
 
     def retire(self, number: int, refs: int) -> None:
-        """`refs` rows need the block no more."""
+        """Remove `refs` references to a block."""
         block = self.blocks[number]
         block.refs -= refs
         if not block.refs:
@@ -279,7 +283,7 @@ class BlockRegistry:
     # ------------------------------------------------------------ pins
 
     def pin(self, holder: int, numbers: Iterable[int]) -> None:
-        """One more pin of each block for `holder`."""
+        """Add one pin of each block for `holder`."""
         held = self.pins.setdefault(holder, {})
         for number in numbers:
             held[number] = held.get(number, 0) + 1
@@ -314,12 +318,12 @@ class BlockRegistry:
 
 
 def _places(placed: WrittenBlock) -> list[tuple[int, int]]:
-    """Extent and offset of each copy of a block, the first first."""
+    """Extent and offset of a block and of each of its copies."""
     return [(placed.extent, placed.offset), *((copy.extent, copy.offset) for copy in placed.copies)]
 
 
 def _block_at(number: int, placed: WrittenBlock, extents: Sequence[ExtentState]) -> BlockLocation:
-    """How replies name a block."""
+    """The location of a block, as replies state it."""
     copies = [
         CopyLocation(extent.shard, copy.extent, copy.offset)
         for extent, copy in zip(extents[1:], placed.copies, strict=True)

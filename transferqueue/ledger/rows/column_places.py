@@ -1,12 +1,13 @@
-"""Where the columns of rows lie: which block, which row in it.
+"""Records in which block, and in which slot of it, each row has each column.
 
-Fields that were written together lie in one block, so their places are the same. Each distinct set of
-fields written together is a *part* of the table, with a block number and a slot for each row (0: the row
-has none there). Block numbers ascend, so the place of a field is that of the part with the highest block
-number among the parts that have the field. An entry is kept exactly while some field of it is still
-read there; what is no longer read is given back as (block, rows), for `Blocks.retire`.
+Fields that were written together lie in one block, so they have the same place. Each distinct set of fields written
+together is a *part* of the table: a block number and a slot for each row (block 0: none). Block numbers ascend. So the
+current place of a field is the entry with the highest block number among the parts that contain the field.
 
-A table with more than `PARTS_MAX` sets of fields stores further sets as one part a field.
+An entry is kept exactly while some field of it is still read there. Entries that are not read any more are returned as
+(block, rows), for `BlockRegistry.retire`.
+
+A table with more than `PARTS_MAX` sets of fields stores further sets as one part per field.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from transferqueue.limits import PARTS_MAX
 
 Slots = npt.NDArray[np.int32]
 TOGETHER_KEPT = 64
-"""Sets of fields that leases ask for, step after step the same few."""
+"""Size of the cache of field sets that leases ask for; every step asks for the same few."""
 Retired = list[tuple[int, int]]
-"""Blocks, and how many references to each are gone."""
+"""Blocks, each with the number of references that ended."""
 
 
 class ColumnGroup:
-    """A set of fields and where each row has them."""
+    """A part: a set of fields and where each row has them."""
 
     __slots__ = ("block", "entries", "fields", "slot")
 
@@ -58,10 +59,10 @@ class ColumnGroups:
         self._by_fields: dict[tuple[str, ...], ColumnGroup] = {}
         self._of_field: dict[str, list[ColumnGroup]] = {}
         self._together: dict[tuple[str, ...], list[list[str]]] = {}
-        """Fields asked for, and which of them lie in the same parts; until there is one more part."""
+        """Requested fields -> those that lie in the same parts. Cleared when a part is added."""
 
     def parts_of(self, fields: Iterable[str]) -> list[ColumnGroup]:
-        """The parts that a block with `fields` is written to: one, or one a field past `PARTS_MAX`."""
+        """The parts to which a block with `fields` is written: one, or one per field beyond `PARTS_MAX`."""
         names = tuple(sorted(fields))
         part = self._by_fields.get(names)
         if part is not None:
@@ -82,7 +83,7 @@ class ColumnGroups:
     # ------------------------------------------------------------ writing
 
     def write(self, at: Index, count: int, parts: Sequence[ColumnGroup], block: int, slots: Slots | slice) -> Retired:
-        """`count` rows have the fields of `parts` in `block`. Returns what they had there before."""
+        """Record that `count` rows have the fields of `parts` in `block`. Returns the references that this replaces."""
         retired: Retired = []
         values = np.arange(count, dtype=np.int32) if isinstance(slots, slice) else slots
         for part in parts:
@@ -100,7 +101,7 @@ class ColumnGroups:
         return tally(held)
 
     def prune(self, at: IntArray, fields: Iterable[str]) -> Retired:
-        """Give back entries of rows that nothing is read from any more, among parts with `fields`."""
+        """Remove entries of parts with `fields` from which nothing is read any more. Returns their references."""
         retired: Retired = []
         suspects = {id(part): part for name in fields for part in self._of_field.get(name, ())}
         for part in suspects.values():
@@ -113,7 +114,7 @@ class ColumnGroups:
         return retired
 
     def _read(self, part: ColumnGroup, at: IntArray) -> BoolArray:
-        """Which rows read some field of `part` there: it is set, and `part` is the newest that has it."""
+        """Which rows read a field of `part` there: the field is set, and `part` is the newest that has it."""
         read = np.zeros(at.size, np.bool_)
         for name in part.fields:
             newest = part.block.a[at] >= self._newest(name, at)
@@ -125,7 +126,7 @@ class ColumnGroups:
         return newest
 
     def release(self, at: IntArray) -> Retired:
-        """All that rows have, because they are finished."""
+        """Remove all entries of finished rows. Returns their references."""
         retired: Retired = []
         for part in self._by_fields.values():
             if part.entries:
@@ -136,7 +137,7 @@ class ColumnGroups:
     # ------------------------------------------------------------ reading
 
     def lies_in(self, at: IntArray, blocks: IntArray) -> BoolArray:
-        """Which rows have anything in one of `blocks`."""
+        """Which rows have an entry in one of `blocks`."""
         in_blocks = np.zeros(at.size, np.bool_)
         for part in self._by_fields.values():
             if part.entries:
@@ -144,7 +145,7 @@ class ColumnGroups:
         return in_blocks
 
     def locate(self, fields: Iterable[str], at: Index) -> list[BlockSlots]:
-        """Places of fields (that are set) for rows, fields that lie together in one entry."""
+        """Where rows have fields (which must be set). Fields that lie together share one result."""
         key = tuple(fields)
         together = self._together.get(key)
         if together is None:

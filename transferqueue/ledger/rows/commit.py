@@ -1,8 +1,8 @@
-"""Columns and facts of a request: checked against the table first, then committed, all or nothing.
+"""Commits the columns and facts of a request: all of them, or none.
 
-`check_columns` raises for everything that could be wrong and changes nothing. `reserve_blocks` makes the
-blocks real, `write_columns` puts them in place for some or all rows. Between the two a commit may wait (the
-results of a replicated lease do, for the last ack); `discard` gives up what was never written.
+`check_columns` raises for everything that can be wrong and changes nothing. `reserve_blocks` adds the blocks, and
+`write_columns` makes them visible for some or all rows. A commit may wait between the two: the results of a lease
+shared by replicas wait for the last ack. `unused` returns the references of rows that are never written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transferqueue.wire.messages import Columns, WrittenBlock
 
 @dataclass(slots=True)
 class StagedCommit:
-    """Checked columns of `rows` rows. Slots: None where row i of the request is row i of the block."""
+    """Checked columns of `rows` rows. slots: None where row i of the request is row i of the block."""
 
     rows: int
     new_fields: list[Field]
@@ -38,11 +38,11 @@ class StagedCommit:
     blocks: list[int] = field(default_factory=list)
     parts: list[list[ColumnGroup]] = field(default_factory=list)
     written: int = 0
-    """Rows whose references were used."""
+    """Number of rows whose references are in use."""
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing in it."""
+        """Whether it has neither columns nor facts."""
         return not self.names and not self.facts
 
 
@@ -52,7 +52,9 @@ class StagedCommit:
 def check_columns(
     rows: RowStore, blocks: BlockRegistry, session: int, columns: Columns, count: int, replicas: int
 ) -> StagedCommit:
-    """`columns` for `count` rows, each block in `replicas` shards, checked for all that does not depend on which rows."""
+    """Check `columns` for `count` rows, each block in `replicas` shards: everything that does not depend on the rows
+    themselves.
+    """
     _check_few(columns)
     known = rows.check_fields(columns.fields)
     inline = [(column.field, _check_inline(rows, known, column.field, column.data, count)) for column in columns.inline]
@@ -70,7 +72,7 @@ def check_columns(
 
 
 def _check_few(columns: Columns) -> None:
-    """Raise if the columns are more than a table can have, before any of them is looked at."""
+    """Raise if there are more columns than a table can have, before any of them is decoded."""
     count = sum(len(placed.fields) for placed in columns.blocks) + len(columns.inline)
     if count > FIELDS_MAX or len(columns.blocks) > FIELDS_MAX:
         raise UsageError(
@@ -104,7 +106,7 @@ def _check_block(rows: RowStore, known: dict[str, Field], placed: WrittenBlock, 
 
 
 def check_layout(placed: WrittenBlock, fields: Sequence[Field]) -> None:
-    """Raise unless the block's bytes are exactly those of its fields, rows and counts."""
+    """Raise unless the size of the block is exactly that of its fields, rows and counts."""
     if not fields:
         raise UsageError("a block without fields holds nothing; name its fields")
     if not 1 <= placed.rows <= ROWS_PER_REQUEST_MAX:
@@ -143,13 +145,13 @@ def check_unset(rows: RowStore, staged: StagedCommit, ids: IntArray, at: IntArra
 
 
 def check_later(staged: StagedCommit) -> None:
-    """Raise if an update or ack carries facts that only a put may."""
+    """Raise if an update or ack carries facts that only a put may carry."""
     if "group_id" in staged.facts.numbers:
         raise UsageError("group_id and group_size are given at put and stay; they cannot be updated")
 
 
 def check_size(staged: StagedCommit, table: str, bytes_max: int | None, rows: int) -> None:
-    """Raise if `rows` rows of this size cannot be in the table at all."""
+    """Raise if `rows` rows of this size can never fit the table."""
     if bytes_max is not None and staged.nbytes > bytes_max * rows:
         what = f"{rows} rows of {staged.nbytes // rows} bytes each" if rows > 1 else f"{staged.nbytes} bytes"
         raise Impossible(
@@ -163,7 +165,7 @@ def check_size(staged: StagedCommit, table: str, bytes_max: int | None, rows: in
 def reserve_blocks(
     staged: StagedCommit, rows: RowStore, parts: ColumnGroups, blocks: BlockRegistry, usage: OwnerBytes
 ) -> None:
-    """Declare new fields and make the blocks of checked columns real."""
+    """Declare new fields, and add the blocks of checked columns."""
     for new in staged.new_fields:
         rows.add_field(new)
     staged.parts = [parts.parts_of(placed.fields) for placed in staged.placed]
@@ -175,9 +177,9 @@ def reserve_blocks(
 def write_columns(
     staged: StagedCommit, rows: RowStore, parts: ColumnGroups, ids: IntArray, at: Index, chosen: IntArray | None = None
 ) -> Retired:
-    """Put columns and facts in place for the rows `ids`, which are `chosen` of the request (None: all).
+    """Write columns and facts of the rows `ids`, which are the rows `chosen` of the request (None: all).
 
-    Returns blocks that lost references. Every chosen row is written once.
+    Returns references that this replaces. Call it once for each chosen row.
     """
     retired: Retired = []
     for number, slots, into in zip(staged.blocks, staged.slots, staged.parts, strict=True):
@@ -199,7 +201,7 @@ def _slots(slots: AnyArray | None, chosen: IntArray | None) -> AnyArray | slice:
 
 
 def unused(staged: StagedCommit) -> Retired:
-    """References of rows that were not written and will not be."""
+    """References of rows that were not written and never will be."""
     left = staged.rows - staged.written
     staged.written = staged.rows
     return [(number, left * len(into)) for number, into in zip(staged.blocks, staged.parts, strict=True) if left]

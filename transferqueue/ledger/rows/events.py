@@ -1,7 +1,8 @@
-"""What happened to a table, one event a request, bounded: so that `inspect` can tell a row's whole life.
+"""The recent events of a table, from which `inspect` tells the life of a row.
 
-An event names its rows by the array that the request used anyway, so recording costs one tuple. The oldest
-events go first, by number of events and by number of row ids they hold.
+A request adds one event. The event holds the array of row ids that the request had anyway, so recording costs one
+tuple. The history is bounded by the number of events and by the number of row ids in them; the oldest events are
+removed first.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from transferqueue.limits import HISTORY_EVENTS_MAX, HISTORY_ROWS_MAX
 
 
 class TableEvent(NamedTuple):
-    """Something that happened to rows. task and session: "" and 0 where there is none."""
+    """Something that happened to rows. task and session: "" and 0 if there is none."""
 
     at: float
     what: str
@@ -31,13 +32,13 @@ class TableHistory:
         self._events: deque[TableEvent] = deque()
         self._rows = 0
         self.forgotten = 0
-        """Events that are kept no more."""
+        """Number of events that were removed."""
 
     def add(self, at: float, what: str, rows: IntArray, task: str = "", session: int = 0, detail: str = "") -> None:
-        """Record an event; `rows` must not be changed afterwards."""
+        """Record an event. The caller must not change `rows` afterwards."""
         if not rows.size:
             return
-        rows = rows if rows.base is None else rows.copy()  # a view would keep more alive than the ids
+        rows = rows if rows.base is None else rows.copy()  # a view would keep its whole base array alive
         self._events.append(TableEvent(at, what, rows, task, session, detail))
         self._rows += rows.size
         while len(self._events) > HISTORY_EVENTS_MAX or self._rows > HISTORY_ROWS_MAX + rows.size:

@@ -1,4 +1,4 @@
-"""Facts of rows (group, version, tokens, ...) as a request carries them: checked, as arrays."""
+"""Facts of rows (group, version, tokens, ...): decodes them from a request and checks them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES: Final = {
     "tokens": "<i8",
     "priority": "<f8",
 }
-"""Numeric facts and how they travel."""
+"""Numeric facts and the dtype in which messages carry them."""
 
 UNSET: Final = {
     "group_id": -1,
@@ -34,25 +34,25 @@ UNSET: Final = {
     "tokens": 0,
     "priority": 0.0,
 }
-"""What a row has that was never told. A row without a group is a group of one."""
+"""Values of facts that nobody has set. A row without a group is a group of one."""
 
 _LOWEST: Final = {"group_id": -1, "group_size": 1, "policy_version": -1, "policy_version_max": -1, "tokens": 0}
 _HIGHEST: Final = 1 << 53
-"""Selectors negate and compare these as int64 and users read them as float64: both are exact up to here."""
+"""Selectors negate and compare facts as int64, and users read them as float64. Both are exact up to here."""
 _TOKENS_MAX: Final = 1 << 40
-"""Tokens are added up over a lease of up to 2**20 rows, in int64."""
+"""Tokens are summed in int64 over a lease of up to 2**20 rows."""
 
 
 @dataclass(slots=True)
 class CheckedFacts:
-    """Checked facts: an array per numeric fact that was given, keys and tags as lists."""
+    """Checked facts: an array for each numeric fact that is set, keys and tags as lists."""
 
     numbers: dict[str, AnyArray] = field(default_factory=dict)
     keys: list[str] | None = None
     tags: list[Tags] | None = None
 
     def take(self, chosen: AnyArray) -> CheckedFacts:
-        """The facts of some of the rows, by position."""
+        """Return the facts of the rows at the positions `chosen`."""
         return CheckedFacts(
             {name: values[chosen] for name, values in self.numbers.items()},
             [self.keys[at] for at in chosen] if self.keys is not None else None,
@@ -64,7 +64,7 @@ class CheckedFacts:
 
 
 def check_facts(facts: RowFacts, rows: int) -> CheckedFacts:
-    """`facts` as arrays of `rows` values; `UsageError` if they cannot be."""
+    """Return `facts` as arrays of `rows` values; `UsageError` if a value is not valid."""
     numbers = {name: _numbers(name, data, rows) for name, data in _given(facts)}
     _check_groups(numbers)
     keys, tags = facts.keys, facts.tags
@@ -100,7 +100,7 @@ def _check_range(name: str, values: AnyArray) -> None:
 
 
 def check_ranges(numbers: dict[str, AnyArray]) -> None:
-    """`UsageError` unless these numeric facts of rows, by name, are such as a request may carry."""
+    """Raise `UsageError` if a request could not carry these numeric facts (by name)."""
     for name, values in numbers.items():
         _check_range(name, values)
     _check_groups(numbers)
@@ -130,7 +130,7 @@ def _check_keys(keys: list[str]) -> None:
 
 
 def check_tags_of_rows(tags: list[Tags]) -> None:
-    """`UsageError` unless each of these may be the tags of a row."""
+    """Raise `UsageError` if an entry cannot be the tags of a row."""
     for row_tags in tags:
         if len(row_tags) > TAGS_MAX:
             raise UsageError(f"a row has {len(row_tags)} tags; at most {TAGS_MAX}: use a column")

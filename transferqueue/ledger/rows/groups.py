@@ -1,11 +1,11 @@
-"""Groups of a table: which rows are members, of how many there should be.
+"""Groups of a table: their members, and how many members there should be.
 
-`group_id` and `group_size` are stored on the row. All members of a group agree on the size, and never more
-are present than that; a dropped member leaves a place that a later put may fill. A group is known while one
-of its rows has no fate; after that the same id begins a new group.
+`group_id` and `group_size` are stored on the row. All members of a group state the same size, and the table never has
+more members than that. A later put may replace a dropped member. A group is known while one of its rows is live;
+afterwards the same id begins a new group.
 
-For tasks that take whole groups a row without a group is a group of one. Its unit id is -2 - row, so that
-every unit id is either a group id (>= 0) or names its only row.
+For tasks that take whole groups, a row without a group is a group of one. Its unit id is -2 - row. So a unit id is
+either a group id (>= 0), or names its only row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transferqueue.ledger.rows.row_state import RowStore
 
 
 class GroupState:
-    """One known group. present: members put and not dropped."""
+    """One known group. present: members that were put and not dropped."""
 
     __slots__ = ("id", "present", "rows", "size")
 
@@ -26,7 +26,7 @@ class GroupState:
         self.id = number
         self.size = size
         self.rows: dict[int, None] = {}
-        """Members without a fate, in the order they came."""
+        """Live members, in the order in which they were put."""
         self.present = 0
 
 
@@ -37,35 +37,35 @@ class GroupIndex:
         self._rows = rows
         self._by_id: dict[int, GroupState] = {}
         self._sizes: dict[int, int] = {}
-        """Group size -> known groups of it."""
+        """Group size -> number of known groups of that size."""
         self.members_live = 0
-        """Rows without a fate that have a group."""
+        """Live rows that have a group."""
 
     # ------------------------------------------------------------ sizes
 
     @property
     def largest(self) -> int:
-        """Members of the largest known group."""
+        """Size of the largest known group."""
         return max(self._sizes, default=1)
 
     @property
     def smallest(self) -> int:
-        """Members of the smallest known group."""
+        """Size of the smallest known group."""
         return min(self._sizes, default=1)
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def get(self, number: int) -> GroupState | None:
-        """The group, if it is known."""
+        """The group, or None if it is not known."""
         return self._by_id.get(number)
 
     def size_of(self, unit: int) -> int:
-        """Rows that make the unit whole."""
+        """Number of rows that complete the unit."""
         return self._by_id[unit].size if unit >= 0 else 1
 
     def members(self, unit: int) -> list[int]:
-        """Rows of the unit without a fate."""
+        """Live rows of the unit."""
         return list(self._by_id[unit].rows) if unit >= 0 else [-2 - unit]
 
     def units(self, rows: IntArray, at: IntArray | slice) -> IntArray:
@@ -78,7 +78,7 @@ class GroupIndex:
         return [(group.id, group.size, group.present) for group in self._by_id.values()]
 
     def restore(self, known: dict[str, AnyArray], rows: IntArray, ids: AnyArray) -> None:
-        """The groups that `known` told of, as columns, with their members without a fate: `rows` of groups `ids`, ascending."""
+        """Restore the groups of a snapshot (columns `known`). rows: live rows, ascending; ids: the group of each."""
         sizes = dict(zip(known["group_id"].tolist(), known["group_size"].tolist(), strict=True))
         self.add(rows, ids, np.array([sizes.get(number, 1) for number in ids.tolist()], np.int64))
         for number, present in zip(known["group_id"].tolist(), known["present"].tolist(), strict=True):
@@ -87,7 +87,7 @@ class GroupIndex:
     # ------------------------------------------------------------ rows in
 
     def check_put(self, table: str, ids: AnyArray, sizes: AnyArray, rows_max: int) -> None:
-        """Raise unless rows of these groups may enter."""
+        """Raise unless rows of these groups may be put."""
         pairs, counts = np.unique(np.stack([ids, sizes.astype(np.int64)]), axis=1, return_counts=True)
         seen: dict[int, int] = {}
         for number, size, count in zip(*pairs.tolist(), counts.tolist(), strict=True):
@@ -113,7 +113,7 @@ class GroupIndex:
                 )
 
     def add(self, rows: IntArray, ids: AnyArray, sizes: AnyArray) -> None:
-        """Rows entered; checked before."""
+        """Add rows that `check_put` accepted."""
         for row, number, size in zip(rows.tolist(), ids.tolist(), sizes.tolist(), strict=True):
             if number < 0:
                 continue
@@ -128,7 +128,7 @@ class GroupIndex:
     # ------------------------------------------------------------ rows out
 
     def leave(self, rows: IntArray, at: IntArray, *, dropped: bool) -> list[int]:
-        """Rows got a fate. Returns the units that are known no more."""
+        """Remove rows that got a fate. Returns the units that have no live row left."""
         ids: IntArray = self._rows.group_id.a[at]
         gone: list[int] = (-2 - rows[ids < 0]).tolist()
         for row, number in zip(rows.tolist(), ids.tolist(), strict=True):
@@ -150,5 +150,5 @@ class GroupIndex:
             del self._sizes[group.size]
 
     def counts(self, units: IntArray) -> list[tuple[int, int]]:
-        """(unit, rows of it) for the units of some rows, in the order in which they first appear."""
+        """(unit, number of its rows) for the units of some rows, in the order in which they first appear."""
         return tally_in_order(units)

@@ -1,7 +1,7 @@
-"""Indexes over the rows of a table: by policy version, by ordinal, by the step of their ack.
+"""Indexes over the rows of a table: by policy version, by ordinal, by checkpoint step.
 
-Each lets one question be answered without a walk over all rows: which rows are now over their staleness bound, up to which
-ordinal everything has ended, which rows a checkpoint covers.
+Each answers one question without a walk over all rows: which rows are over the staleness bound, up to which ordinal all
+rows have ended, which rows a checkpoint covers.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from transferqueue.ledger.rows.pages import LIVE, StateColumn
 from transferqueue.ledger.rows.row_state import RowStore
 
 SLACK: Final = 8192
-"""Void entries that an index may keep, beyond as many as there are rows."""
+"""An index may keep this many void entries more than there are rows."""
 
 
 class VersionIndex:
-    """Live rows by policy version: which are over the staleness bound.
+    """Finds live rows that are over the staleness bound, by their policy version.
 
-    Every row with a version is filed under it. When the clock advances, the versions below the bound are taken out; so each row
-    is looked at once for its version, whatever the table holds. A row that gets another version is filed again, and its entry
-    under the old version is void.
+    Every row with a version is filed under it. When the clock advances, the index removes all versions below the bound.
+    So each row is visited once for its version, however many rows the table has. A row that gets another version is
+    filed again, and its old entry becomes void.
     """
 
     def __init__(self, rows: RowStore) -> None:
@@ -35,7 +35,7 @@ class VersionIndex:
         self._size = 0
 
     def file(self, rows: IntArray, versions: IntArray) -> None:
-        """Rows were stamped. Those without a version (-1) are never stale."""
+        """Add rows that got these versions. Rows without a version (-1) are never stale."""
         for version, count in tally(versions):
             if version < 0:
                 continue
@@ -64,11 +64,11 @@ class VersionIndex:
         self._size = sum(arrays[0].size for arrays in self._filed.values())
 
     def below(self, bound: int) -> list[IntArray]:
-        """Live rows of versions below `bound`, oldest version first; they stay filed."""
+        """Live rows of versions below `bound`, oldest version first. The index keeps them."""
         return [self._live_rows(version) for version in sorted(self._filed) if version < bound]
 
     def take_below(self, bound: int) -> IntArray:
-        """Live rows of versions below `bound`; they are filed no more."""
+        """Live rows of versions below `bound`. The index removes them."""
         taken = []
         while self._versions and self._versions[0] < bound:
             version = heapq.heappop(self._versions)
@@ -78,29 +78,31 @@ class VersionIndex:
 
 
 PENDING_MAX: Final = 1 << 16
-"""Ended ordinals that are kept as they came, before they are made into spans."""
+"""Ordinals of ended rows that are buffered before they are merged into spans."""
 SPANS_MAX: Final = 1 << 16
-"""More are kept of no table: of ordinals so sparse the highest are forgotten. The cursor then stays where it would be with
-them unfinished, which is safe: a prompt is put again, none is lost."""
+"""Most spans of a table. If ordinals are so sparse that there are more, the highest spans are removed. The cursor then
+stays where it would be if those ordinals were unfinished. That is safe: a prompt is put again, none is lost.
+"""
 
 
 class FinishedOrdinals:
-    """Ordinals of which rows have ended, and the prompt cursor: the lowest ordinal that is not final.
+    """Ordinals whose rows have ended, and the prompt cursor: the lowest ordinal that is not final.
 
-    An ordinal is final if rows of it were put, some row of it has ended, and none of its rows is live. So a further member of its group makes
-    it open again. Ended ordinals are kept as spans of consecutive numbers; whether one has a live row is looked up only when the cursor is
-    asked for. So an end costs an append, and a run that puts its ordinals roughly in order has few spans.
+    An ordinal is final if a row of it has ended and none of its rows is live. So a further member of its group makes it
+    open again. Ended ordinals are kept as spans of consecutive numbers. Whether one has a live row is looked up only
+    when somebody asks for the cursor. So the end of a row costs one append, and a run that puts its ordinals roughly in
+    order has few spans.
     """
 
     def __init__(self, rows: RowStore) -> None:
         self._rows = rows
         self.spans: IntArray = np.empty((0, 2), np.int64)
-        """First and last of each, ascending, with a gap between any two: ``[spans, 2]``."""
+        """First and last ordinal of each span, ascending, with a gap between any two: ``[spans, 2]``."""
         self._pending: list[IntArray] = []
         self._count = 0
 
     def ended(self, at: IntArray) -> None:
-        """The rows at these places have got their fate."""
+        """Record the ordinals of rows that got their fate."""
         ordinals: IntArray = self._rows.facts["ordinal"].a[at]
         if int(ordinals.max()) < 0:
             return
@@ -110,7 +112,7 @@ class FinishedOrdinals:
             self.merge_pending()
 
     def merge_pending(self) -> None:
-        """Make all that ended into spans."""
+        """Merge the buffered ordinals into the spans."""
         if not self._pending:
             return
         ordinals = np.unique(np.concatenate(self._pending))
@@ -121,7 +123,7 @@ class FinishedOrdinals:
         self._pending, self._count = [], 0
 
     def cursor(self, start: int = 0) -> int:
-        """The lowest ordinal from `start` on that is not final. Walks the live rows."""
+        """The lowest ordinal from `start` on that is not final. Visits all live rows."""
         self.merge_pending()
         span = int(np.searchsorted(self.spans[:, 0], start, "right")) - 1
         end = max(start, int(self.spans[span, 1]) + 1) if span >= 0 else start
@@ -132,7 +134,7 @@ class FinishedOrdinals:
 
 
 def _joined(spans: IntArray) -> IntArray:
-    """Spans that overlap or touch become one."""
+    """Merge spans that overlap or touch."""
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
     reach = np.maximum.accumulate(spans[:, 1])
     first = np.ones(len(spans), np.bool_)
@@ -143,10 +145,11 @@ def _joined(spans: IntArray) -> IntArray:
 
 
 class StepIndex:
-    """Rows of one task by the step they were acked with, filed until a checkpoint covers the step or a rollback undoes it.
+    """Rows of one task by the checkpoint step of their ack, until a checkpoint covers the step or a rollback undoes it.
 
-    state, hold: columns of the task. A filed row may meanwhile have ended, been requeued to an earlier task, or been acked again; so its entry
-    is valid only while its `state` is `stepped` and its `hold` is this step. Void entries are removed when they are as many as the rows.
+    state, hold: columns of the task. A filed row may meanwhile have ended, been requeued, or been acked again. So its
+    entry is valid only while its `state` is `stepped` and its `hold` is this step. Void entries are removed when they
+    outnumber the rows.
     """
 
     def __init__(self, rows: RowStore, state: StateColumn, hold: StateColumn, stepped: int) -> None:
@@ -158,21 +161,21 @@ class StepIndex:
         self._size = 0
 
     def file(self, rows: IntArray, step: int) -> None:
-        """Rows have just been acked with `step`."""
+        """Add rows that were just acked with `step`."""
         self._filed.setdefault(step, []).append(rows)
         self._size += rows.size
         if self._size > 2 * self._rows.pages.resident + SLACK:
             self._compact()
 
     def uncovered_rows(self, step: int) -> IntArray:
-        """Rows whose last ack was with `step`, and that still wait, ascending."""
+        """Rows whose last ack had this step and that no checkpoint covers yet, ascending."""
         rows = np.unique(np.concatenate(self._filed[step]))
         at, resident = self._rows.pages.find(rows)
         uncovered: IntArray = rows[resident & (self._state.a[at] == self._stepped) & (self._hold.a[at] == step)]
         return uncovered
 
     def take(self, chosen: Callable[[int], bool]) -> IntArray:
-        """The standing rows of the chosen steps, in order of step; they are filed no more."""
+        """Remove the chosen steps. Returns their uncovered rows, in order of step."""
         taken = []
         for step in sorted(step for step in self._filed if chosen(step)):
             taken.append(self.uncovered_rows(step))
@@ -181,7 +184,7 @@ class StepIndex:
 
     @property
     def latest(self) -> int:
-        """The highest step that rows are filed under; -1 if there is none."""
+        """The highest step in the index; -1 if it is empty."""
         return max(self._filed, default=-1)
 
     def _compact(self) -> None:

@@ -1,12 +1,12 @@
-"""Where the state of a row is: pages of rows in flat columns.
+"""Stores the state of rows in pages that lie in flat numpy columns.
 
-Row ids ascend and are never reused, so state is kept by page of `PAGE_ROWS` ids. All pages of a table lie
-in flat numpy arrays, one per column, and a page table says which frame of those arrays a page has. So
-any set of rows, however scattered, is reached by one fancy index per column, and the cost does not
-depend on how many rows there are. When the last row of a page is finished its frame goes to the next page.
+Row ids ascend and are never reused, so state is kept by page of `PAGE_ROWS` ids. All pages of a table share one flat
+array per column. A page table maps each page to a frame of those arrays. One fancy index per column reaches any set of
+rows, and its cost does not depend on how many rows the table has. When the last row of a page is freed, the next new
+page reuses its frame.
 
-Memory is that of the pages with a resident row. Columns begin with one page and double when needed: a table of one batch, of which
-some stacks make one a step, costs no fresh memory of the system's.
+Memory grows with the number of pages that have a resident row. Columns begin with one page and double when needed,
+because some stacks create a small table every step.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ SHIFT = PAGE_ROWS.bit_length() - 1
 MASK = PAGE_ROWS - 1
 
 FREE, LIVE, DONE, DROPPED = 0, 1, 2, 3
-"""Fate of a row in the `fate` column. FREE: its storage is gone (or was never used)."""
+"""Fate of a row in the `fate` column. FREE: the row is not resident (freed, or never put)."""
 
 
 class StateColumn:
-    """One value per resident row. `a` is replaced when the pages grow: never keep it across an append."""
+    """One value per resident row. `a` is replaced when the pages grow: do not keep a reference across an append."""
 
     __slots__ = ("a", "fill")
 
@@ -35,7 +35,7 @@ class StateColumn:
 
 
 class RowPages:
-    """Frames, the page table, and the columns that lie in the frames."""
+    """The page table, the frames, and the columns."""
 
     def __init__(self) -> None:
         self._capacity = PAGE_ROWS
@@ -43,18 +43,18 @@ class RowPages:
         self._spare = [0]
         self._frames: IntArray = np.full(16, -1, np.int64)
         self._base = 0
-        """First page of the page table."""
+        """First page in the page table."""
         self._left: dict[int, int] = {}
-        """Resident rows of each page in use."""
+        """Number of resident rows in each page that is in use."""
         self.next_row = 0
         self.resident = 0
         self.fate = self.column(np.uint8, FREE)
 
     def column(self, dtype: npt.DTypeLike, fill: float = 0) -> StateColumn:
-        """A new column, `fill` everywhere."""
+        """Add a column filled with `fill`."""
         a: AnyArray
         if not self._left:
-            a = np.empty(self._capacity, dtype)  # each page is filled as it comes into use
+            a = np.empty(self._capacity, dtype)  # `_open_page` fills each page
         else:
             a = np.zeros(self._capacity, dtype) if fill == 0 else np.full(self._capacity, fill, dtype)
         column = StateColumn(a, fill)
@@ -64,7 +64,9 @@ class RowPages:
     # ------------------------------------------------------------ rows in
 
     def append(self, count: int) -> tuple[int, Index, list[int]]:
-        """The first of `count` new rows, their places, and pages that were found finished on the way."""
+        """Add `count` rows. Returns the first id, the positions, and pages that became free because all their rows had
+        ended.
+        """
         first, last = self.next_row, self.next_row + count - 1
         finished = []
         for page in range(first >> SHIFT, (last >> SHIFT) + 1):
@@ -110,7 +112,7 @@ class RowPages:
         self._spare = list(range(self._capacity // PAGE_ROWS - 1, old // PAGE_ROWS - 1, -1))
 
     def _reach(self, page: int) -> None:
-        """Let the page table reach `page`: forget finished pages at its front, or double it."""
+        """Extend the page table to `page`: remove finished pages at its front, or double it."""
         if page - self._base < self._frames.size:
             return
         oldest = next(iter(self._left), page)
@@ -121,7 +123,9 @@ class RowPages:
         self._frames, self._base = frames, oldest
 
     def restore(self, next_row: int, rows: IntArray) -> None:
-        """In pages without a row: `rows`, ascending, are resident, and the next one will be `next_row`. Fates are the caller's to set."""
+        """Fill pages that have no row. `rows` (ascending) become resident and the next id is `next_row`. The caller
+        sets fates.
+        """
         for page, count in tally(rows >> SHIFT):
             self._open_page(page)
             self._left[page] = count
@@ -130,7 +134,7 @@ class RowPages:
     # ------------------------------------------------------------ rows out
 
     def free(self, rows: IntArray) -> list[int]:
-        """Forget resident rows; the pages that are finished with them."""
+        """Remove resident rows. Returns the pages that have no rows left."""
         self.fate.a[self.index(rows)] = FREE
         self.resident -= rows.size
         finished = []
@@ -149,12 +153,12 @@ class RowPages:
     # ------------------------------------------------------------ where rows are
 
     def index(self, rows: IntArray) -> IntArray:
-        """Places of rows that are resident (not checked: a finished row gives some place in bounds)."""
+        """Positions of resident rows. Not checked: for another row it returns some position in bounds."""
         page = self._frames.take((rows >> SHIFT) - self._base, mode="clip")
         return (page << SHIFT) | (rows & MASK)
 
     def find(self, rows: IntArray) -> tuple[IntArray, BoolArray]:
-        """Places of any row ids, and which of them are resident."""
+        """Positions of any row ids, and which of the rows are resident."""
         page = (rows >> SHIFT) - self._base
         inside = (page >= 0) & (page < self._frames.size)
         frame = self._frames[np.where(inside, page, 0)]
@@ -173,7 +177,7 @@ class RowPages:
         return offsets + (page << SHIFT)
 
     def resident_rows(self) -> IntArray:
-        """All resident rows, ascending. Walks every page: for people, and for tasks declared late."""
+        """All resident rows, ascending. Visits every page: for reports, and for tasks declared late."""
         pages = [self.rows_of(page) for page in self._left]
         return np.concatenate(pages) if pages else np.empty(0, np.int64)
 
@@ -186,6 +190,7 @@ class RowPages:
 
     @packed.setter
     def packed(self, packed: list[AnyArray]) -> None:
+        """The frames in use of each column, ``[pages * PAGE_ROWS]``. The setter restores them."""
         frames = self._frames_in_use()
         for column, data in zip(self._columns, packed, strict=True):
             column.a = np.zeros(self._capacity, data.dtype)

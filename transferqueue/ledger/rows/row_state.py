@@ -1,7 +1,7 @@
-"""State of rows that does not depend on a task: fate, facts, which fields are set, inline values.
+"""State of rows that is the same for every task: fate, facts, which fields are set, inline values.
 
-Which fields a row has is a mask of one bit a field, in 64-bit words. Keys and tags are Python values of
-the few rows that have them. Everything else is a column of `RowPages`.
+A mask with one bit per field, in 64-bit words, says which fields a row has. Keys and tags are dicts, since few rows
+have them. Everything else is a column of `RowPages`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from transferqueue.wire.codec import encode_fields
 
 WORD = 64
 MASKS_KEPT = 4096
-"""Masks of field sets kept ready; requests use the same few again and again."""
+"""Size of the cache of field masks. Requests use the same few sets of fields again and again."""
 
 
 REPLY_FIELDS_KEPT = 64
-"""As `MASKS_KEPT`, of `told`, which are larger."""
+"""As `MASKS_KEPT`, for `reply_fields`, whose entries are larger."""
 
 
 class FieldMask:
@@ -41,7 +41,7 @@ class FieldMask:
 
 
 class RowStore:
-    """Facts, fields and values of the rows of one table."""
+    """Facts, fields and inline values of the rows of one table."""
 
     def __init__(self, table: str) -> None:
         self.table = table
@@ -53,10 +53,10 @@ class RowStore:
         self.group_id = self.facts["group_id"]
         self.put_at = self.pages.column(np.float64)
         self.tasks_left = self.pages.column(np.uint8)
-        """Tasks that are not done with the row."""
+        """Number of tasks that are not done with the row."""
         self.fields: dict[str, Field] = {}
         self.may_add: frozenset[str] | None = None
-        """Names of fields that rows may add beside those declared; None: any."""
+        """Names of undeclared fields that rows may add. None: any."""
         self.number: dict[str, int] = {}
         self.words: list[StateColumn] = []
         self._masks: dict[tuple[str, ...], FieldMask] = {}
@@ -69,7 +69,7 @@ class RowStore:
     # ------------------------------------------------------------ fields
 
     def add_field(self, field: Field) -> None:
-        """Declare a field; one that is there already stays. Checked by `check_field`."""
+        """Declare a field that `check_fields` accepted. A field that exists already stays."""
         if field.name in self.fields:
             return
         self.number[field.name] = len(self.fields)
@@ -80,7 +80,7 @@ class RowStore:
             self.inline[field.name] = self.pages.column(field.dtype)
 
     def check_fields(self, fields: Sequence[Field]) -> dict[str, Field]:
-        """The fields of the table with `fields` added; raises if they contradict it or are too many."""
+        """Return the fields of the table with `fields` added; raise if they contradict it or are too many."""
         if len(fields) > FIELDS_MAX:
             raise UsageError(f"a request defines {len(fields)} fields; at most {FIELDS_MAX} are allowed")
         new: dict[str, Field] = {}
@@ -110,7 +110,7 @@ class RowStore:
         return NotFound(f'field "{name}" is not in table "{self.table}"; it has {listing(self.fields)}')
 
     def mask(self, names: Iterable[str]) -> FieldMask:
-        """Bits of fields that the table has."""
+        """The mask of fields that the table has."""
         key = tuple(names)
         mask = self._masks.get(key)
         if mask is None:
@@ -120,7 +120,7 @@ class RowStore:
         return mask
 
     def reply_fields(self, names: Sequence[str]) -> tuple[list[str], list[str], bytes]:
-        """Of fields that the table has: those that are inline, the others, and the definitions of all as a reply tells them."""
+        """Split fields that the table has into inline ones and others, and encode all their definitions for a reply."""
         key = tuple(names)
         fields = self._reply_fields.get(key)
         if fields is None:
@@ -143,26 +143,26 @@ class RowStore:
         return has
 
     def has_any(self, at: Index, mask: FieldMask) -> BoolArray:
-        """Which rows have a field of `mask`."""
+        """Which rows have at least one field of `mask`."""
         has = np.zeros(self.pages.fate.a[at].size, np.bool_)
         for word, bits in mask.words:
             has |= (self.words[word].a[at] & bits) != 0
         return has
 
     def set_fields(self, at: Index, mask: FieldMask) -> None:
-        """The rows have the fields of `mask` now."""
+        """Mark the fields of `mask` as set."""
         for word, bits in mask.words:
             self.words[word].a[at] |= bits
 
     def clear_fields(self, at: Index, mask: FieldMask) -> None:
-        """The rows have none of the fields of `mask` any more."""
+        """Mark the fields of `mask` as not set."""
         for word, bits in mask.words:
             self.words[word].a[at] &= ~bits
 
     # ------------------------------------------------------------ rows that a request names
 
     def places(self, rows: IntArray) -> IntArray:
-        """Places of rows that must all be resident; `NotFound` names those that are not."""
+        """Positions of rows; `NotFound` names rows that are not resident."""
         at, resident = self.pages.find(rows)
         if not resident.all():
             gone = rows[~resident]
@@ -175,7 +175,7 @@ class RowStore:
         return at
 
     def live_places(self, rows: IntArray) -> IntArray:
-        """Places of rows that must all be live: resident and without a fate."""
+        """Positions of rows; `NotFound` names rows that are not live (resident and without a fate)."""
         at = self.places(rows)
         ended = self.pages.fate.a[at] != LIVE
         if ended.any():
@@ -188,7 +188,7 @@ class RowStore:
     # ------------------------------------------------------------ facts
 
     def check_keys(self, keys: Sequence[str], rows: IntArray | None) -> None:
-        """Raise if a key names another row of the table. rows: their owners, None for rows to be put."""
+        """Raise if a key names another row of the table. rows: the rows that get the keys; None for new rows."""
         if self.row_of_key.keys().isdisjoint(keys):
             return
         for position, key in enumerate(keys):
@@ -197,7 +197,7 @@ class RowStore:
                 raise AlreadyExists(f'key {key!r} of table "{self.table}" names row {owner}; a key names one row')
 
     def set_facts(self, rows: IntArray, at: Index, facts: CheckedFacts) -> None:
-        """Write facts of rows at places `at`."""
+        """Write the facts of rows at positions `at`."""
         for name, values in facts.numbers.items():
             self.facts[name].a[at] = values
         if facts.keys is not None:
@@ -219,11 +219,11 @@ class RowStore:
             del self.row_of_key[self.keys.pop(row)]
 
     def set_inline(self, name: str, at: Index, values: AnyArray) -> None:
-        """Write values of an inline field."""
+        """Write the values of an inline field."""
         self.inline[name].a[at] = values
 
     def free(self, rows: IntArray) -> list[int]:
-        """Forget rows; pages that are finished with them."""
+        """Remove rows. Returns the pages that have no rows left."""
         if self.keys or self.tags:
             gone = rows.tolist()
             self._unname(gone)

@@ -1,13 +1,14 @@
-"""Which ready units one lease gets.
+"""Chooses the ready units of one lease.
 
-Units are taken in the order of the selector while they fit the budget: rows, tokens or groups. A lease gets
-its *full* number when no further unit would fit. It may get less
+Units are taken in the order of the selector while they fit the budget of rows, tokens or groups. A lease is *full* if
+no further unit would fit. It may get less
 
-- once `at_least` is ready, if it said so;
-- when the table is sealed and nothing more can become ready (see `TaskState.final`, `giving.stranded`): then what is left.
+- once `at_least` is ready, if the request states it;
+- if the table is sealed and nothing more can become ready (see `TaskState.final`, `required_results.stranded`): it gets
+  the rest.
 
-A unit that alone exceeds a token budget is handed out alone, since it would else never be. Groups are never
-cut; a group larger than `rows` is refused.
+A unit that alone exceeds a token budget is leased alone, since otherwise it would never be leased. Groups are never
+split; a group larger than `rows` is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from transferqueue.limits import ROWS_PER_REQUEST_MAX
 from transferqueue.wire.messages import LeaseRequest
 
 BATCH_FIRST = 64
-"""Units looked at first under a token budget; doubled until the budget is filled."""
+"""Units examined first under a token budget; doubled until the budget is filled."""
 
 
 @dataclass(slots=True)
@@ -37,11 +38,11 @@ class ChosenUnits:
     rows: IntArray
     sizes: IntArray
     queue: ReadyQueue
-    """Where the units came from: whoever lends them tells it how many."""
+    """The queue of the units; the caller removes them with `taken`."""
 
 
 def choose(table: TableState, task: TaskState, request: LeaseRequest) -> ChosenUnits | None:
-    """The rows this request would get now; None if it has to wait. Changes nothing."""
+    """The rows that this request would get now; None if it has to wait. Changes nothing."""
     budget = request.rows or request.tokens or request.groups
     final = table.sealed and bool(task.ready_units) and (task.final or stranded(table, task))
     least = min(request.at_least or budget, budget)
@@ -61,7 +62,7 @@ def choose(table: TableState, task: TaskState, request: LeaseRequest) -> ChosenU
 
 
 def _may_suffice(task: TaskState, request: LeaseRequest, least: int, *, final: bool) -> bool:
-    """A quick no, without looking at the queue."""
+    """Cheap test that does not read the queue. False: the request has to wait."""
     if not task.ready_units or final:
         return bool(task.ready_units)
     if request.groups or (request.rows and not isinstance(task, GroupTaskState)):
@@ -79,7 +80,7 @@ class _BudgetFit:
 
 
 def _fitting(table: TableState, task: TaskState, request: LeaseRequest, queue: ReadyQueue, budget: int) -> _BudgetFit:
-    """The units from the front of the queue that fit the budget."""
+    """The units at the front of the queue that fit the budget."""
     if request.groups or (request.rows and not isinstance(task, GroupTaskState)):
         ids = queue.first(budget)[UNIT]
         return _BudgetFit(ids, np.ones(ids.size, np.int64), ids.size, ids.size, ids.size == budget)
@@ -108,7 +109,7 @@ def _fit(table: TableState, task: TaskState, request: LeaseRequest, ids: IntArra
 
 
 def check_groups_fit(table: TableState, task: TaskState, request: LeaseRequest) -> None:
-    """Raise if the known groups could never be handed out to this request."""
+    """Raise if this request could never lease the known groups."""
     if not isinstance(task, GroupTaskState) or not len(table.groups):
         return
     if request.rows and table.groups.largest * request.world > request.rows:
@@ -123,7 +124,7 @@ def check_groups_fit(table: TableState, task: TaskState, request: LeaseRequest) 
 
 
 def _smallest(table: TableState) -> int:
-    """Rows of the smallest unit that is there; a row without a group is a unit of one."""
+    """Size of the smallest known unit. A row without a group is a unit of one."""
     return table.groups.smallest if table.groups.members_live == table.rows_live else 1
 
 
@@ -137,7 +138,7 @@ def _too_large(table: TableState, size: int, request: LeaseRequest) -> Impossibl
 
 
 def tokens_of(table: TableState, rows: IntArray, sizes: IntArray) -> IntArray:
-    """Tokens of each unit; a row that was never told its tokens counts as one."""
+    """Tokens of each unit. A row whose tokens were never set counts as one."""
     tokens = np.maximum(table.rows.facts["tokens"].a[table.rows.pages.index(rows)], 1)
     if rows.size == sizes.size:
         return tokens

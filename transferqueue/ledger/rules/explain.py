@@ -1,7 +1,7 @@
-"""Why a request waits, for people: what is missing, and who holds it.
+"""Texts that say why a request waits: what is missing, and who holds it.
 
-These walk rows (a bounded sample), so they are for errors and for `doctor`, never on the way of a request
-that proceeds.
+These functions walk a bounded sample of rows. They are for errors and for `doctor`, and run only for requests that do
+not proceed.
 """
 
 from __future__ import annotations
@@ -32,22 +32,24 @@ from transferqueue.limits import HEARTBEAT_S
 from transferqueue.wire.messages import LeaseRequest
 
 PAGES_SAMPLED = 16
-"""Pages of rows looked at: the oldest ones, where what is stuck lies."""
+"""Number of pages sampled: the oldest ones, which hold the rows that are stuck."""
 LEASES_SAMPLED = 256
-"""Leases looked at, the oldest first: a thousand waits that end together must not walk thousands of leases each."""
+"""Number of leases sampled, the oldest first. Otherwise a thousand waits that end together would walk thousands of
+leases each.
+"""
 GROUPS_SHOWN = 3
 REASONS_SHOWN = 3
 SILENT_AFTER_S = 3 * HEARTBEAT_S
-"""A live client says something every `HEARTBEAT_S`; one late word is no news."""
+"""A live client sends something every `HEARTBEAT_S`; one late message is not reported."""
 
 
 def session_name(table: TableState, session: int) -> str:
-    """What to call a session."""
+    """The name of a session in texts."""
     return table.core.labels.get(session) or f"session {session}"
 
 
 def explain_lease(table: TableState, task: TaskState, request: LeaseRequest, now: float) -> str:
-    """What a lease that cannot proceed lacks."""
+    """What a waiting lease lacks."""
     ready = _count(task.ready_units, "group" if isinstance(task, GroupTaskState) else "row")
     wanted = _wanted(request)
     matching = " that match where" if request.where else ""
@@ -56,7 +58,7 @@ def explain_lease(table: TableState, task: TaskState, request: LeaseRequest, now
 
 
 def explain_stranded(table: TableState, task: TaskState, now: float) -> str:
-    """Why no pending row of a sealed table can become ready for the task any more, and what helps."""
+    """Why no pending row of a sealed table can become ready for the task, and what to do."""
     name = task.task.name
     missing = [field for field in task.task.needs if no_task_gives(table, field, ())]
     return (
@@ -67,7 +69,7 @@ def explain_stranded(table: TableState, task: TaskState, now: float) -> str:
 
 
 def lost_rows(table: TableState) -> list[str]:
-    """Rows that ended as bytes were lost, by what took them."""
+    """How many rows ended because bytes were lost, by cause."""
     return [f"{count} rows ended: {why}" for why, count in table.lost.items()]
 
 
@@ -92,7 +94,7 @@ def _lacking(table: TableState, task: TaskState, now: float) -> list[str]:
 
 
 def _dropped(table: TableState) -> list[str]:
-    """Why there may be no rows though some were put. Those that ended as bytes were lost are told by `lost_rows`."""
+    """Why a table may be empty though rows were put. `lost_rows` reports rows that ended because bytes were lost."""
     reasons = sorted((-count, reason) for reason, count in table.rows_dropped.items() if reason != LOST)
     text = ", ".join(f"{reason} {-count}" for count, reason in reasons[:REASONS_SHOWN])
     count = -sum(count for count, _ in reasons)
@@ -100,7 +102,7 @@ def _dropped(table: TableState) -> list[str]:
 
 
 def _leased(table: TableState, tasks: Iterable[TaskState], now: float) -> list[str]:
-    """How many rows (or groups) are leased, by whom, since when, and whether they still say something."""
+    """How many rows (or groups) are leased, by which session, for how long, and whether the session is silent."""
     lines = []
     for task in tasks:
         held: dict[str, tuple[int, float]] = {}
@@ -123,7 +125,7 @@ def _leased(table: TableState, tasks: Iterable[TaskState], now: float) -> list[s
 
 
 def _stepped(task: TaskState) -> list[str]:
-    """Rows that wait for a checkpoint, and for which."""
+    """How many rows wait for a checkpoint, and of which step."""
     count = task.counts[ACKED_WITH_STEP]
     if not count:
         return []
@@ -162,7 +164,7 @@ def _leases_of(table: TableState, task: TaskState) -> Iterator[LeaseState]:
 
 
 def _pending(table: TableState, task: TaskState, now: float) -> list[str]:
-    """Which fields rows lack, and who could give them."""
+    """Which fields rows lack, and which tasks could give them."""
     if not task.counts[PENDING]:
         return []
     rows = sample(table)
@@ -199,7 +201,7 @@ def _givers(table: TableState, name: str, at: IntArray, now: float) -> str:
 
 
 def absence(table: TableState, task: TaskState, now: float) -> Absence | None:
-    """Since when rows are ready for a task and nobody works on it; None if that is not so, or not known."""
+    """Since when rows are ready for a task while no session works on it; None if a session does, or nobody knows."""
     return table.core.absence(table.name, task.task.name, now) if task.ready_units else None
 
 
@@ -209,7 +211,7 @@ def _and_nobody_works(table: TableState, task: TaskState, now: float) -> str:
 
 
 def _for_givers(table: TableState, givers: Iterable[TaskState], at: IntArray, now: float) -> list[str]:
-    """Where the rows at `at` are for those who could give what they lack."""
+    """The states of the rows at `at` in the tasks that could give what they lack."""
     lines = []
     for task in givers:
         states = task.state.a[at]
@@ -230,7 +232,7 @@ def _given_by_nobody(table: TableState, name: str, givers: Sequence[TaskState], 
 
 
 def _forming(table: TableState, task: GroupTaskState) -> list[str]:
-    """Groups of which some members are ready."""
+    """Groups that have some ready members."""
     forming = [group for group in task.forming.values() if group.state == FORMING and group.ready]
     lines = []
     for group in forming[:GROUPS_SHOWN]:
@@ -261,7 +263,7 @@ def explain_room(table: TableState, why: str) -> str:
 
 
 def rows_by_holder(table: TableState) -> str:
-    """Which tasks are not done with the rows that are there."""
+    """Which tasks are not done with the rows of the table, and who has reserved rows."""
     lines = []
     for task in table.tasks.values():
         counts = task.counts

@@ -1,11 +1,12 @@
-"""How rows end: done, or dropped with a reason; never neither, never both.
+"""How rows end: done, or dropped with a reason; never both, never without a record.
 
-A fate is given once, by `finish_rows` (all tasks are done with the row) or `drop_rows`. Giving it takes the
-row from every task and lease, then counts it, then frees it (`Acked`) or keeps it readable (`Manual`). So
-``rows_put = rows_live + rows_done + rows_dropped`` holds after every step.
+A row gets its fate once, from `finish_rows` (all tasks are done with it) or `drop_rows`. They remove the row from every
+task and lease, count it, and then free it (`Acked`) or keep it readable (`Manual`). So ``rows_put = rows_live +
+rows_done + rows_dropped`` holds after every request.
 
-One end can bring about others: a dropped member makes its group incomplete, whose policy may drop the rest.
-`TableState.to_drop` collects rows to be dropped; `settle.conclude` works until nothing is left to do.
+The end of a row may cause others: a dropped member makes its group incomplete, and the policy of the group may drop the
+rest. `TableState.to_drop` collects rows that will be dropped; `apply_group_and_stale_rules` repeats until nothing is
+left to do.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transferqueue.policies import Acked
 
 
 def drop_rows(table: TableState, rows: IntArray, reason: str, now: float) -> None:
-    """Rows that are still live end as dropped(reason), for every task."""
+    """Drop the rows that are still live, for every task."""
     at, live = table.rows.pages.find(rows)
     live &= table.rows.pages.fate.a[at] == LIVE
     if not live.any():
@@ -39,7 +40,7 @@ def drop_rows(table: TableState, rows: IntArray, reason: str, now: float) -> Non
 
 
 def finish_rows(table: TableState, task: TaskState, rows: IntArray, now: float, before: int = LEASED) -> None:
-    """`task` is done with leased (or stepped) rows; those that no task needs any more are done."""
+    """Record that `task` is done with leased (or acked) rows. Rows that no task needs any more are done."""
     at = table.rows.pages.index(rows)
     task.finish(rows, at, before)
     left = table.rows.tasks_left
@@ -69,26 +70,26 @@ def _end(table: TableState, rows: IntArray, at: IntArray, fate: int) -> None:
 
 
 def free_rows(table: TableState, rows: IntArray, at: IntArray) -> None:
-    """Forget rows that have their fate: their bytes, keys, tags, and pages that are finished."""
+    """Free rows that have their fate: their bytes, keys, tags, and pages without a row."""
     retire(table, table.parts.release(at))
     forget_puts(table, table.rows.free(rows))
 
 
 def forget_puts(table: TableState, pages: list[int]) -> None:
-    """Pages are gone: a retry of their puts cannot be answered from rows any more."""
+    """Forget the puts of pages that were freed. A late retry of such a put is not recognised any more."""
     for page in pages:
         for key in table.puts_of_page.pop(page, ()):
             table.puts.pop(key, None)
 
 
 def retire(table: TableState, retired: Retired) -> None:
-    """Give up references to blocks."""
+    """Remove references to blocks."""
     for number, count in retired:
         table.core.blocks.retire(number, count)
 
 
 def lose_leases(table: TableState, task: TaskState, rows: IntArray, at: IntArray, why: str) -> IntArray:
-    """Leases of `task` lose those of `rows` that they hold. Returns them."""
+    """Remove those of `rows` that are leased from their leases. Returns them."""
     leased: BoolArray = task.state.a[at] == LEASED
     lost: IntArray = rows[leased]
     if not lost.size:
@@ -103,7 +104,7 @@ def lose_leases(table: TableState, task: TaskState, rows: IntArray, at: IntArray
 
 
 def end_lease(table: TableState, lease: LeaseState, why: str, *, by_holder: bool) -> None:
-    """A lease is over; its holders are told unless it was their doing."""
+    """End a lease. by_holder: the holder ended it; otherwise its holders are notified."""
     if not by_holder:
         for session in lease.holders.values():
             table.core.effects.add(LeaseEnded(session, lease.id, why))
@@ -117,7 +118,7 @@ def end_lease(table: TableState, lease: LeaseState, why: str, *, by_holder: bool
 
 
 def drop_staged(table: TableState, lease: LeaseState) -> None:
-    """Results that were never committed are given up."""
+    """Discard results that were never committed."""
     if lease.staged is not None:
         retire(table, unused(lease.staged))
         lease.staged = None

@@ -1,19 +1,19 @@
-"""What is decided about rows without anybody asking: incomplete groups, and rows over the staleness bound.
+"""Applies the policies for incomplete groups and for rows over the staleness bound.
 
-Incomplete groups. A group that is forming for a task is judged when it changed and (a) a member was dropped,
-(b) its deadline passed, or (c) the table is sealed:
+Incomplete groups. The policy of a forming group is applied when the group changed and (a) a member was dropped, (b) its
+deadline passed, or (c) the table is sealed:
 
-- `DropGroup`: on (a) and (b) all members are dropped at once.
-- `DeliverPartial`: the group is dropped as soon as `min_size` can no longer be reached; else it is handed over when
-  every member that was put is ready or dropped, or when its deadline passes. What is not ready then is dropped.
-- `Refill`: (a) asks for the dropped members again; (b) asks for all that are absent, ends the leases that
-  other tasks hold on members that are not ready, and starts the deadline anew.
-- On (c), when no member is pending any more and the group still is not whole: `DeliverPartial` applies, and the
-  other two drop the group, since nothing will ever be put again. So the end of the table always arrives.
+- `DropGroup`: on (a) and (b), all members are dropped at once.
+- `DeliverPartial`: the group is dropped as soon as it can no longer reach `min_size`. Otherwise it is queued when every
+  member that was put is ready or dropped, or when its deadline passes. Members that are not ready then are dropped.
+- `Refill`: on (a), it asks for the dropped members again. On (b), it asks for all absent members, ends the leases that
+  other tasks hold on members that are not ready, and starts the deadline again.
+- On (c), when no member is pending and the group is not whole, `DeliverPartial` applies as above. The other two drop
+  the group, since nothing will be put any more. So every table ends.
 
-Stale rows. A row is over the bound when ``clock - policy_version > max_staleness``. It is judged when the clock
-moves, when it is stamped, and when it returns from a lease of the pacing task, so that no row over the bound is
-ever in that task's queue. Rows that the task has on lease were handed over in bound and are left alone.
+Stale rows. A row is over the bound when ``clock - policy_version > max_staleness``. `on_stale` is applied when the
+clock moves, when the row gets a version, and when it returns from a lease of the pacing task. So no row over the bound
+is ever in the queue of that task. Rows that the task has on lease were leased within the bound, and stay.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INCOMPLETE = "group_incomplete"
 
 
 def apply_group_and_stale_rules(table: TableState, now: float) -> None:
-    """Work off what the request set in motion, until every group is settled and nothing is to_drop."""
+    """Apply the rules until every changed group is resolved and no row is left to drop."""
     group_tasks = table.group_tasks
     while True:
         for task in group_tasks:
@@ -52,14 +52,14 @@ def apply_group_and_stale_rules(table: TableState, now: float) -> None:
 
 
 def _drop_late_members(table: TableState, task: GroupTaskState) -> None:
-    """Members that came too late for `task`, and that no other task wants, will be dropped."""
+    """Drop members that came too late for `task` and that no other task wants."""
     for rows in task.latecomers:
         at, unwanted = table.rows.pages.find(rows)
         unwanted &= (table.rows.tasks_left.a[at] == 0) & (table.rows.pages.fate.a[at] == LIVE)
         if unwanted.any():
             table.to_drop.append((rows[unwanted], INCOMPLETE))
     if task.latecomers and table.sealed:
-        table.wake_tasks()  # what this task would have given these members does not come
+        table.wake_tasks()  # other tasks no longer expect results of these members
     task.latecomers.clear()
 
 
@@ -103,13 +103,13 @@ def _deliver_or_drop(table: TableState, task: GroupTaskState, forming: FormingGr
 
 
 def _queue_group(table: TableState, task: GroupTaskState, group: FormingGroup) -> None:
-    """The members that are ready are a batch unit from now on; the others are dropped."""
+    """Queue the ready members of a group as one unit, and drop the others."""
     rows = np.array(table.groups.members(group.unit), np.int64)
     waiting = task.state.a[table.rows.pages.index(rows)] == PENDING
     task.enqueue([group.unit])
     table.wake_task(task.task.name)
     if waiting.any():
-        # Withdrawn first: that they are dropped must not make the group, which is settled, incomplete again.
+        # Withdraw them first. Otherwise their drop would make the group incomplete again.
         rows = rows[waiting]
         task.withdraw_late(rows, table.rows.pages.index(rows))
         table.to_drop.append((rows, INCOMPLETE))
@@ -131,7 +131,7 @@ def _refill(table: TableState, task: GroupTaskState, forming: FormingGroup, now:
 
 
 def _end_other_leases(table: TableState, but: TaskState, rows: IntArray, now: float) -> None:
-    """Other tasks lose their leases of rows; it counts as a failed attempt, as an expiry does."""
+    """End the leases that other tasks hold on rows. It counts as a failed attempt, as an expiry does."""
     for task in table.tasks.values():
         if task is not but:
             at = table.rows.pages.index(rows)
@@ -140,15 +140,16 @@ def _end_other_leases(table: TableState, but: TaskState, rows: IntArray, now: fl
 
 
 def mark_group_to_drop(table: TableState, unit: int) -> None:
-    """All members of a group will be dropped."""
+    """Mark all members of a group to be dropped."""
     table.to_drop.append((np.array(table.groups.members(unit), np.int64), INCOMPLETE))
 
 
 def return_rows(
     table: TableState, task: TaskState, rows: IntArray, *, failed: bool, now: float, before: int = LEASED
 ) -> None:
-    """Leased (or stepped) rows that no lease holds any more go back to `task`, unless they failed too often, are stale, or
-    something that it needs is gone meanwhile."""
+    """Make leased (or acked) rows ready again for `task`. Rows that failed too often are dropped, stale rows get the
+    stale policy, and rows that lost a field meanwhile are requeued.
+    """
     if not rows.size:
         return
     at = table.rows.pages.index(rows)
@@ -172,7 +173,7 @@ def return_rows(
 
 
 def apply_stale_policy(table: TableState, rows: IntArray, now: float) -> None:
-    """Do what `on_stale` says with those of `rows` that are live, over the bound and not handed over."""
+    """Apply `on_stale` to those of `rows` that are live, over the bound and not leased."""
     pacing_task = table.pacing_task
     if table.versions is None or pacing_task is None or table.pacing is None or table.oldest_fresh_version <= 0:
         return
@@ -221,9 +222,9 @@ def _keep(table: TableState, pacing_task: TaskState, rows: IntArray, now: float)
 
 
 def requeue(table: TableState, pacing_task: TaskState, target: str, rows: IntArray, now: float) -> None:
-    """Rows go back to `target` as stale, the version cleared too.
+    """Requeue stale rows to `target`, and clear their versions.
 
-    A group whose members some task takes together goes back together.
+    If a task takes whole groups, all members of the group are requeued together.
     """
     _, names = downstream([state.task for state in table.tasks.values()], table.tasks[target].task)
     if any(
@@ -238,9 +239,10 @@ def requeue(table: TableState, pacing_task: TaskState, target: str, rows: IntArr
 
 
 def can_be_requeued(table: TableState, task: TaskState) -> bool:
-    """Whether rows that `task` is done with may be requeued to it, or to one before it: the pacing task has not had them all.
+    """Whether rows that `task` is done with may still be requeued to it, or to a task before it.
 
-    Until then the table has not ended for `task`, or nobody would be left to give anew what a stale row needs.
+    That is so while the pacing task has open rows. Until then the table has not ended for `task`: nobody else could
+    regenerate what a stale row needs.
     """
     pacing, pacing_task = table.pacing, table.pacing_task
     if pacing is None or pacing_task is None or task is pacing_task or pacing.max_staleness is None:

@@ -1,14 +1,16 @@
-"""Rows go back to an earlier task: what it gave, and what was made of that, is made again.
+"""Requeues rows to an earlier task, which regenerates the fields that it and later tasks gave.
 
-A value is *gone* when its bytes are lost. That matters as soon as a task waits for it: one to which the row is open, or
-comes back (from a lease, by a rollback, by going back itself). Then the row goes back to a task that gives the field, as
-the terms declare (`gives`). It ends as dropped ("lost") instead if no task gives the field, or each that does
+A value is *lost* when its bytes are. That matters once a task waits for it: a task that still has the row, or gets it
+back (from a lease, by a rollback, by a requeue). Then the row is requeued to a task that gives the field, as the terms
+declare (`gives`). The row is dropped as "lost" instead if no task gives the field, or if each task that gives it
 
 - does not have the row (any more);
-- comes before a task that gives nothing and is done with the row: its effect is outside (a trained row is trained once);
-- comes before, or is, a task that takes whole groups and has handed over the row's group: members are not made again one by one.
+- precedes a task that gives nothing and is done with the row, whose effect is outside of the queue (a trained row is
+  trained once);
+- is, or precedes, a task that takes whole groups and has leased the row's group: members are not regenerated one by
+  one.
 
-A row that is on lease stays there: its holder may have read what it needs.
+A row that is on lease stays there: its holder may have read the value already.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ LOST: Final = "lost"
 
 
 def downstream(tasks: Sequence[Task], first: Task) -> tuple[frozenset[str], list[str]]:
-    """Fields that `first` gave, directly or through others, and the tasks that need one of them."""
+    """Fields that `first` gives, directly or through other tasks, and the tasks that need one of them."""
     fields = set(first.gives)
     after: dict[str, None] = {}
     grew = True
@@ -42,7 +44,10 @@ def downstream(tasks: Sequence[Task], first: Task) -> tuple[frozenset[str], list
 
 
 def requeue_rows(table: TableState, target: str, rows: IntArray, what: str, now: float) -> None:
-    """Rows go back to `target`: what it and those after it gave is cleared. what: for the history. `conclude` has to follow."""
+    """Requeue rows to `target`: clear the fields that it and the tasks after it gave. what: for the history.
+
+    The caller runs `apply_group_and_stale_rules` afterwards.
+    """
     first = table.tasks[target]
     fields, names = downstream([state.task for state in table.tasks.values()], first.task)
     at = table.rows.pages.index(rows)
@@ -60,7 +65,7 @@ def requeue_rows(table: TableState, target: str, rows: IntArray, what: str, now:
 
 
 def _set_pending(table: TableState, task: TaskState, rows: IntArray, at: IntArray) -> IntArray:
-    """Rows that the task saw are pending to it. Returns those that had all it needs."""
+    """Make rows that the task has seen pending again. Returns those that had every field that it needs."""
     seen = task.state.a[at] <= DONE
     rows, at = rows[seen], at[seen]
     had: IntArray = rows[task.state.a[at] >= WAITING_FOR_GROUP]
@@ -71,7 +76,7 @@ def _set_pending(table: TableState, task: TaskState, rows: IntArray, at: IntArra
 
 
 def _reset_done_rows(table: TableState, task: TaskState, rows: IntArray, at: IntArray, now: float) -> IntArray:
-    """Rows that the task did, it does again. Returns those."""
+    """Make rows that the task is done with ready for it again. Returns those."""
     done = (task.state.a[at] == DONE) | (task.state.a[at] == ACKED_WITH_STEP)
     if done.any():
         _set_pending(table, task, rows[done], at[done])
@@ -88,7 +93,9 @@ def _reset_done_rows(table: TableState, task: TaskState, rows: IntArray, at: Int
 def redo_or_drop_missing(
     table: TableState, task: TaskState, rows: IntArray, now: float, requeued: frozenset[str] = frozenset()
 ) -> None:
-    """`task` had these live rows with all it needs. What it lacks by now, `requeued` apart, is made again, or they end."""
+    """These rows lost fields that `task` needs. Requeue them to the tasks that give the fields, except fields in
+    `requeued`, which are regenerated anyway. Drop rows that no task can repair.
+    """
     for name in task.task.needs:
         if name not in requeued and rows.size:
             lacking = ~table.rows.has_all(table.rows.pages.index(rows), table.rows.mask((name,)))
@@ -96,7 +103,7 @@ def redo_or_drop_missing(
 
 
 def regenerate_field(table: TableState, name: str, rows: IntArray, now: float) -> None:
-    """Live rows whose value of the field is gone go back to a task that gives it; where there is none, they are to_drop."""
+    """Requeue live rows whose value of the field is lost to a task that gives it. Drop rows for which there is none."""
     for giver, state in table.tasks.items():
         if rows.size and name in state.task.gives:
             can = _can_regenerate(table, giver, rows)
@@ -108,7 +115,7 @@ def regenerate_field(table: TableState, name: str, rows: IntArray, now: float) -
 
 
 def _can_regenerate(table: TableState, name: str, rows: IntArray) -> BoolArray:
-    """Which rows the task, and those after it, can have anew."""
+    """For which rows the task, and those after it, can run again."""
     at = table.rows.pages.index(rows)
     first = table.tasks[name]
     _, after = downstream([state.task for state in table.tasks.values()], first.task)

@@ -1,14 +1,14 @@
-"""What a task owes for a row: the fields that it declares in `gives` and that another task needs.
+"""The results that a task must give for a row: fields that it declares in `gives` and that another task needs.
 
 Rules:
 
-1. An ack is refused unless each row that it ends has every owed field, from the ack itself or from before. If another
-   task that gives the field still has the row, that task owes it instead: the last one gives it. A row without a result
-   is ended by a drop.
-2. A sealed table gets no rows any more, so a task can tell when its pending rows never become ready: each of them lacks
-   a field that some task gives, and no task that gives it still moves. A task moves while rows are ready for it or
-   leased, or while a pending row of it may become ready. A field that no task gives may still come by an update; nobody
-   can tell, so rows that lack only such fields are waited for.
+1. An ack is refused unless each row that it ends has every required field, from the ack itself or from before. If
+   another task that gives the field still has the row, that task must give it instead: the last one does. A row
+   without a result is ended by a drop.
+2. A sealed table gets no more rows, so a task can tell when its pending rows can never become ready: each of them lacks
+   a field that some task gives, and no task that gives it is active. A task is active while it has ready or leased
+   rows, or a pending row that may become ready. A field that no task gives may still come by an update, which nobody
+   can rule out, so a task waits for rows that lack only such fields.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from transferqueue.ledger.tasks.task_state import LEASED, OPEN, PENDING, READY, 
 from transferqueue.policies import Requeue
 
 NEAR = 0.75
-"""Names at least so alike (`difflib`: 2 × common characters / all characters) are taken for a slip."""
+"""Names at least this similar (`difflib`: 2 × common characters / all characters) are suggested as the intended one."""
 
 
 # ---------------------------------------------------------------- rule 1
 
 
 def check_required_results(table: TableState, task: TaskState, columns: Collection[str], rows: IntArray) -> None:
-    """Raise `UsageError` unless `rows`, acked by `task` with these columns, have all that the task owes for them."""
+    """Raise `UsageError` unless `rows`, acked by `task` with these columns, have all results that the task must give."""
     for name in sorted(task.required_results.difference(columns)):
         lacking = rows[_lacks(table, name, rows)]
         for other in table.tasks.values():
@@ -74,29 +74,29 @@ def stranded(table: TableState, task: TaskState) -> bool:
 
 
 def _requeues_stale(table: TableState) -> bool:
-    """Whether a row that turns stale goes back to an earlier task, which then gives again."""
+    """Whether a stale row is requeued to an earlier task, which then gives its fields again."""
     pacing = table.pacing
     return pacing is not None and pacing.max_staleness is not None and isinstance(pacing.on_stale, Requeue)
 
 
 def _active_tasks(table: TableState) -> set[str]:
-    """Tasks that may still end rows: the least set that the rule describes."""
-    moving = {name for name, task in table.tasks.items() if task.counts[READY] or task.counts[LEASED]}
+    """Tasks that may still end rows: the smallest set that rule 2 describes."""
+    active = {name for name, task in table.tasks.items() if task.counts[READY] or task.counts[LEASED]}
     grew = True
     while grew:
         more = {
             name
             for name, task in table.tasks.items()
-            if name not in moving and task.counts[PENDING] and _may_complete(table, task, moving)
+            if name not in active and task.counts[PENDING] and _may_complete(table, task, active)
         }
         grew = bool(more)
-        moving |= more
-    return moving
+        active |= more
+    return active
 
 
-def _may_complete(table: TableState, task: TaskState, moving: Collection[str]) -> bool:
-    """Whether some pending row lacks no field that only tasks outside of `moving` give."""
-    gone = [name for name in task.task.needs if no_task_gives(table, name, moving)]
+def _may_complete(table: TableState, task: TaskState, active: Collection[str]) -> bool:
+    """Whether some pending row has all fields that only tasks outside of `active` give."""
+    gone = [name for name in task.task.needs if no_task_gives(table, name, active)]
     if not gone:
         return True
     if any(name not in table.rows.fields for name in gone):
@@ -110,7 +110,7 @@ def _may_complete(table: TableState, task: TaskState, moving: Collection[str]) -
     return False
 
 
-def no_task_gives(table: TableState, name: str, moving: Collection[str]) -> bool:
-    """Whether tasks give the field, but none of `moving` does."""
+def no_task_gives(table: TableState, name: str, active: Collection[str]) -> bool:
+    """Whether tasks give the field, but none of `active` does."""
     givers = [giver for giver, state in table.tasks.items() if name in state.task.gives]
-    return bool(givers) and not any(giver in moving for giver in givers)
+    return bool(givers) and not any(giver in active for giver in givers)

@@ -1,14 +1,14 @@
-"""A task that takes whole groups: its units are groups, and a row waits (WAITING_FOR_GROUP) until its group is whole.
+"""State of a task that takes whole groups: a complete row waits (WAITING_FOR_GROUP) until its group is whole.
 
-Per group and task::
+Each group has, for each such task, one of these states:
 
     FORMING --all members complete--> QUEUED --lease--> OUT --ack--> OVER
        ^                                |                |
-       +-----a member was dropped-------+----release-----+
+       +------a member was dropped------+----release-----+
 
-A group that is FORMING becomes *incomplete* when its deadline passes, when a member is dropped, or when the
-table is sealed and it can never be whole. `settle` then applies the declared policy. Members that arrive for
-a group that is OVER are not for this task (ABSENT).
+A FORMING group becomes *incomplete* if its deadline passes, a member is dropped, or the table is sealed and the group
+can never be whole. `rules.groups_and_staleness` then applies the declared policy. Members that arrive for a group that
+is OVER are ABSENT for this task.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FORMING, QUEUED, OUT, OVER = range(4)
 
 
 class FormingGroup:
-    """One group as one task sees it."""
+    """The state of one group in one task."""
 
     __slots__ = ("deadline", "late", "lost", "order", "owner", "ready", "stamp", "state", "unit")
 
@@ -53,7 +53,7 @@ class FormingGroup:
         self.stamp = 0
         self.order = 0
         self.lost = 0
-        """Members that were dropped and not asked for again."""
+        """Members that were dropped and not requested again."""
         self.late = False
         self.deadline: float | None = None
 
@@ -69,16 +69,16 @@ class GroupTaskState(TaskState):
         self.groups = groups
         self.forming: dict[int, FormingGroup] = {}
         self.changed: dict[int, None] = {}
-        """Groups that changed and have to be looked at before the request ends."""
+        """Groups that changed and must be checked before the request ends."""
         self.latecomers: list[IntArray] = []
-        """Members that came too late; those that no other task wants either are dropped before the request ends."""
+        """Members that came too late. Those that no other task wants are dropped before the request ends."""
         self._deadlines = deadlines
         self._queued = 0
 
     # ------------------------------------------------------------ rows change state
 
     def arrive(self, rows: IntArray, at: Index, *, complete: bool, now: float) -> None:
-        """New rows; those whose group is over are not for this task."""
+        """Add new rows. Members of a group that is over are absent for this task."""
         self.counts[PENDING] += rows.size
         late = self._over(rows, at)
         if late.any():
@@ -94,13 +94,13 @@ class GroupTaskState(TaskState):
         return np.isin(units, list(over)) if over else np.zeros(rows.size, np.bool_)
 
     def withdraw_late(self, rows: IntArray, at: IntArray) -> None:
-        """Members came after their group was handed over without them: they are not for this task."""
+        """Mark members as absent: their group was leased without them."""
         self._set_state(at, ABSENT)
         self.rows.tasks_left.a[at] -= 1
         self.latecomers.append(rows)
 
     def complete(self, rows: IntArray, at: Index, now: float) -> None:
-        """Pending members have all the task needs."""
+        """Mark pending members as complete, and note that their groups changed."""
         self.move(at, rows.size, PENDING, WAITING_FOR_GROUP)
         for unit, count in self.groups.counts(self.groups.units(rows, at)):
             self._add_ready_members(unit, count, now)
@@ -114,7 +114,7 @@ class GroupTaskState(TaskState):
         self.changed[unit] = None
 
     def start_deadline(self, group: FormingGroup, now: float) -> None:
-        """A group of which members are ready has until its deadline to be whole."""
+        """Start the deadline of a group that has ready members and no deadline yet."""
         if (
             group.state == FORMING
             and group.ready
@@ -125,7 +125,7 @@ class GroupTaskState(TaskState):
             self._deadlines.add(group, now + self.rule.deadline_s)
 
     def give_back(self, rows: IntArray, at: IntArray, now: float, before: int = LEASED) -> None:
-        """Leased (or stepped) members are complete again; whether their group is whole shows when it is settled."""
+        """Mark leased (or acked) members as complete again. The group rules decide whether their group is whole."""
         self.move(at, rows.size, before, WAITING_FOR_GROUP)
         for unit, count in self.groups.counts(self.groups.units(rows, at)):
             group = self.forming[unit]
@@ -134,20 +134,20 @@ class GroupTaskState(TaskState):
             self.changed[unit] = None
 
     def rerank(self, rows: IntArray, at: IntArray) -> None:
-        """Facts of members changed: their groups, if queued, take the place that they have now."""
+        """Rank queued groups again after facts of their members changed."""
         units = [unit for unit, _ in self.groups.counts(self.groups.units(rows, at)) if self._state(unit) == QUEUED]
         if units:
             self._enqueue_units(units)
 
     def finish(self, rows: IntArray, at: IntArray, before: int = LEASED) -> None:
-        """Leased (or stepped) groups are done."""
+        """Mark leased (or acked) groups as done."""
         super().finish(rows, at, before)
         for unit, _ in self.groups.counts(self.groups.units(rows, at)):
             self.close(unit)
             self._withdraw_latecomers(unit)
 
     def _withdraw_latecomers(self, unit: int) -> None:
-        """Members that came while the others were handed over have missed their group."""
+        """Mark members as absent that arrived while the others were leased."""
         rows = np.array(self.groups.members(unit), np.int64)
         at = self.rows.pages.index(rows)
         late = self.state.a[at] <= WAITING_FOR_GROUP
@@ -155,7 +155,7 @@ class GroupTaskState(TaskState):
             self.withdraw_late(rows[late], at[late])
 
     def close(self, unit: int) -> None:
-        """The task is done with the group."""
+        """Mark the group as over: the task is done with it."""
         group = self.forming.get(unit)
         if group is None:
             group = self.forming[unit] = FormingGroup(self, unit)
@@ -164,7 +164,7 @@ class GroupTaskState(TaskState):
         group.lost, group.late = 0, False
 
     def withdraw(self, rows: IntArray, at: IntArray, to: int = GONE) -> None:
-        """Members end; what that does to their groups shows when those are settled."""
+        """Remove members. The group rules decide what that does to their groups."""
         states = self.state.a[at]
         units = self.groups.units(rows, at)
         super().withdraw(rows, at, to)
@@ -182,7 +182,7 @@ class GroupTaskState(TaskState):
         self.changed[unit] = None
 
     def _unqueue(self, group: FormingGroup) -> None:
-        """A queued group is not whole any more: its other members wait again."""
+        """Take a group out of the queue that is not whole any more. Its ready members wait again."""
         if group.state != QUEUED:
             return
         self._leave_queue(group)
@@ -192,7 +192,7 @@ class GroupTaskState(TaskState):
         self.move(at, at.size, READY, WAITING_FOR_GROUP)
 
     def set_pending(self, rows: IntArray, at: IntArray) -> None:
-        """Members lost fields that the task needs: they are pending, and their groups form again."""
+        """Make members pending again, and their groups forming: they lost fields that the task needs."""
         states = self.state.a[at]
         units = self.groups.units(rows, at)
         ready = dict(self.groups.counts(units[(states == WAITING_FOR_GROUP) | (states == READY)]))
@@ -206,7 +206,7 @@ class GroupTaskState(TaskState):
         super().set_pending(rows, at)
 
     def forget(self, unit: int) -> None:
-        """The group is known no more."""
+        """Remove a group that has no live row left."""
         group = self.forming.pop(unit, None)
         if group is not None:
             self._leave_queue(group)
@@ -214,7 +214,7 @@ class GroupTaskState(TaskState):
         self.changed.pop(unit, None)
 
     def restore_groups(self, forming: dict[str, AnyArray], rows: IntArray, at: IntArray, now: float) -> None:
-        """The groups that `forming` tells of, as columns; after `restore`, and after the groups themselves."""
+        """Restore the groups of a snapshot (`forming`, as columns); after `restore`, and after `GroupIndex.restore`."""
         states = self.state.a[at]
         ready = dict(self.groups.counts(self.groups.units(rows, at)[(states == WAITING_FOR_GROUP) | (states == READY)]))
         every = zip(
@@ -236,7 +236,7 @@ class GroupTaskState(TaskState):
     # ------------------------------------------------------------ the queue of groups
 
     def enqueue(self, units: list[int]) -> None:
-        """Groups may be handed over: whole, or as many as their policy accepts."""
+        """Queue groups that may be leased: whole, or as large as their policy accepts."""
         for unit in units:
             group = self.forming[unit]
             group.state, group.deadline = QUEUED, None
@@ -277,11 +277,11 @@ class GroupTaskState(TaskState):
 
     @property
     def ready_units(self) -> int:
-        """Groups that can be handed over."""
+        """Number of groups that can be leased."""
         return self._queued
 
     def handed_over(self, units: IntArray) -> BoolArray:
-        """Which units are out, or were."""
+        """Which units are leased or over."""
         return np.array([self._state(unit) >= OUT for unit in units.tolist()], np.bool_)
 
     def _state(self, unit: int) -> int:
@@ -289,7 +289,7 @@ class GroupTaskState(TaskState):
         return FORMING if group is None else group.state
 
     def alive(self, units: IntArray, stamps: IntArray) -> BoolArray:
-        """Which entries of the queue still stand."""
+        """Which queue entries are valid."""
         forming = self.forming
         return np.fromiter(
             (
@@ -309,11 +309,11 @@ class GroupTaskState(TaskState):
         return np.logical_and.reduceat(good, np.cumsum(sizes) - sizes)
 
     def members(self, units: IntArray) -> tuple[IntArray, IntArray]:
-        """Rows of queued groups, group by group, and how many each has."""
+        """Rows of queued groups, group by group, and the number of rows of each."""
         return self._queued_members(units.tolist())
 
     def lease(self, rows: IntArray, at: IntArray, lease: int) -> None:
-        """Queued groups are leased, whole."""
+        """Mark queued groups as leased."""
         super().lease(rows, at, lease)
         for unit, count in self.groups.counts(self.groups.units(rows, at)):
             group = self.forming[unit]
@@ -324,6 +324,6 @@ class GroupTaskState(TaskState):
     # ------------------------------------------------------------ incomplete groups
 
     def missing(self, unit: int) -> tuple[int, int]:
-        """Of a forming group: members that may still become ready, and those that are."""
+        """Of a forming group: the number of pending members, and of ready ones."""
         at = self.rows.pages.index(np.array(self.groups.members(unit), np.int64))
         return int((self.state.a[at] == PENDING).sum()), self.forming[unit].ready

@@ -1,12 +1,12 @@
-"""Leases: which rows are lent to whom, until when, under which fencing token.
+"""Leases: which rows are leased to which session, until when, under which fencing token.
 
-A lease ends when none of its rows is held any more: acked, released, expired, or lost because the row was
-dropped meanwhile. Tokens ascend strictly over the life of the ledger, so whoever stores the token of a
-later holder can refuse an earlier one.
+A lease ends when none of its rows is held any more: they were acked or released, the lease expired, or the rows were
+dropped. Tokens ascend strictly over the life of the ledger. So a system that stores the token of a later holder can
+refuse an earlier holder.
 
-Two masks follow the rows of a lease. `open`: its holder has not ended the row yet, so it may still name it.
-`held`: the row is still lent. A row that was dropped meanwhile is open but not held: naming it in an ack
-together with others is no error, its result is left out.
+Two masks follow the rows of a lease. `open`: the holder has not ended the row yet, so it may still name it. `held`: the
+row is still leased. A row that was dropped meanwhile is open but not held. An ack may name it together with other rows;
+its result is discarded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transferqueue.wire.messages import Leased
 
 
 class LeaseState:
-    """Rows lent until `deadline`."""
+    """Rows leased until `deadline`."""
 
     __slots__ = (
         "_sorter",
@@ -59,28 +59,28 @@ class LeaseState:
         self.deadline: float | None = None
         self.replicas = 1
         self.holders: dict[int, int] = {}
-        """Replica -> session. Empty: a share that nobody has claimed yet."""
+        """Replica -> session. Empty: a share that no rank has claimed yet."""
         self.acked: dict[int, None] = {}
         """Replicas that have acked."""
         self.staged: StagedCommit | None = None
-        """Result columns of the first replica that carried them, committed with the last ack."""
+        """Result columns, from the first replica that sent any. The last ack commits them."""
         self.staged_order: IntArray | None = None
-        """Positions of the rows of `staged`; None: those of the lease, in order."""
+        """Positions in the lease of the rows of `staged`; None: the rows of the lease, in order."""
         self.dropped_as = ""
-        """Why the rows will end as dropped when all replicas have acked."""
+        """The reason with which the rows will be dropped when all replicas have acked."""
         self.share: tuple[int, int] | None = None
-        """(world, replicas) of the agreement this is a share of."""
+        """(world, replicas) of the shared batches that this is a share of."""
         self.reply: Leased | None = None
         self.fields: list[str] | None = None
         self._sorter: IntArray | None = None
 
     @property
     def left(self) -> int:
-        """Rows still held."""
+        """Number of rows still held."""
         return int(self.held.sum())
 
     def positions(self, rows: IntArray | None) -> IntArray:
-        """Positions in the lease of rows its holder names (None: all that it has not ended)."""
+        """Positions in the lease of the rows that its holder names (None: all rows that it has not ended)."""
         if rows is None:
             return np.flatnonzero(self.open)
         if rows.size == self.rows.size and bool((rows == self.rows).all()):
@@ -107,7 +107,7 @@ class LeaseState:
         return at
 
     def begin(self, now: float) -> None:
-        """The first holder has come: rows that were lost before that are not in the lease."""
+        """Start the lease for its first holder, without rows that were removed before."""
         self.since = now
         self.rows = self.rows[self.held]
         self.held = np.ones(self.rows.size, np.bool_)
@@ -115,12 +115,12 @@ class LeaseState:
         self._sorter = None
 
     def remove(self, rows: IntArray) -> None:
-        """Rows are lent no more, through no doing of the holder."""
+        """Remove rows without a call of the holder."""
         self.held[self._find(rows)] = False
 
 
 class LeaseTable:
-    """All leases that have not ended, and why recent ones did."""
+    """All open leases, and why recent ones ended."""
 
     def __init__(self) -> None:
         self._next = 1
@@ -129,19 +129,19 @@ class LeaseTable:
         self._ended: dict[int, str] = {}
 
     def open(self, table: str, task: str, rows: IntArray, length_s: float, now: float) -> LeaseState:
-        """A new lease, not held by anybody yet."""
+        """Add a lease without a holder."""
         lease = LeaseState(self._next, self._next, table, task, rows, length_s, now)
         self._next += 1
         self.by_id[lease.id] = lease
         return lease
 
     def hold(self, lease: LeaseState, session: int, replica: int) -> None:
-        """`session` holds the lease as `replica`."""
+        """Make `session` a holder of the lease, as `replica`."""
         lease.holders[replica] = session
         self.of_session.setdefault(session, {})[lease.id] = None
 
     def get(self, number: int, token: int, table: str, session: int) -> LeaseState:
-        """The lease, if `session` holds it; `LeaseExpired` with the reason if not."""
+        """The lease, if `session` holds it; else `LeaseExpired` with the reason."""
         lease = self.by_id.get(number)
         if lease is None or lease.table != table:
             why = self._ended.get(number) if lease is None else None
@@ -158,14 +158,14 @@ class LeaseTable:
         return [self.by_id[number] for number in self.of_session.get(session, ())]
 
     def leave(self, lease: LeaseState, session: int) -> None:
-        """The session is gone, but its part in the lease stands (it had acked)."""
+        """Forget that `session` holds the lease. An ack that it sent stays valid."""
         held = self.of_session.get(session, {})
         held.pop(lease.id, None)
         if not held:
             self.of_session.pop(session, None)
 
     def end(self, lease: LeaseState, why: str) -> None:
-        """The lease is over."""
+        """Remove the lease and remember why it ended."""
         if self.by_id.pop(lease.id, None) is None:
             return
         lease.deadline = None

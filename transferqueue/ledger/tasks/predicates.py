@@ -1,4 +1,4 @@
-"""Predicates of a lease or a read: which rows may be chosen. All of a list must hold."""
+"""Evaluates the predicates of a lease or a read. A row must satisfy all predicates of the list."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FACTS: Final = ("tokens", "priority", "ordinal")
 
 
 def check_where(rows: RowStore, where: Sequence[Predicate], expected_fields: frozenset[str]) -> None:
-    """Raise if a predicate cannot be evaluated here. expected_fields: undeclared yet, but some task's."""
+    """Raise if a predicate cannot be evaluated here. expected_fields: fields of some task that are not declared yet."""
     if len(where) > PREDICATES_MAX:
         raise UsageError(f"where has {len(where)} predicates; at most {PREDICATES_MAX}")
     for predicate in where:
@@ -73,7 +73,7 @@ def _matches(rows: RowStore, predicate: Predicate, ids: IntArray, at: IntArray) 
 def _match_tag(rows: RowStore, predicate: TagIs, ids: IntArray) -> BoolArray:
     def same(row: int) -> bool:
         value = rows.tags.get(row, {}).get(predicate.name)
-        # A tag 1 is not the tag True: they compare equal in Python, and differ to who set them.
+        # Tag 1 and tag True compare equal in Python, but are different tags.
         return value == predicate.value and isinstance(value, bool) == isinstance(predicate.value, bool)
 
     return np.fromiter((same(row) for row in ids.tolist()), np.bool_, ids.size)
@@ -94,9 +94,9 @@ def _compare(rows: RowStore, predicate: Compare, at: IntArray) -> BoolArray:
     column = rows.inline.get(predicate.field)
     if column is not None:
         values = column.a[at]
-        if values.dtype == np.bool_:  # numpy compares truth values with no number of 64 bits
+        if values.dtype == np.bool_:  # numpy cannot compare bool with a 64-bit number
             values = values.view(np.uint8)
-        with np.errstate(over="ignore"):  # a value beyond the column's dtype is its infinity
+        with np.errstate(over="ignore"):  # a value beyond the column's range becomes infinity
             satisfied: BoolArray = compare(values, predicate.value)
         return satisfied & rows.has_all(at, rows.mask((predicate.field,)))
     if predicate.field in _FACTS:

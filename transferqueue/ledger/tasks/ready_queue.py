@@ -1,16 +1,15 @@
-"""Ready units of one task, in selector order, at a cost that does not depend on how many there are.
+"""The ready units of one task in selector order, at a cost that does not depend on how many there are.
 
-A unit is a row, or a group. Every entry carries its whole sort key (key, order), a stamp, and the unit.
-The rules:
+A unit is a row or a group. Every entry has its sort key (key, order), a stamp, and the unit. Invariants:
 
-- An entry is *alive* while its unit is ready under the same stamp. A unit that is leased, dropped or ranked
-  anew is not searched for and removed: its entry is dead from then on, and skipped when it surfaces.
-- Entries lie in sorted *runs*. A push that sorts after (or before) a whole run extends it; else it becomes
-  a run, and runs are merged so that each is at least four times the next. So a row is moved O(log n) times
+- An entry is *alive* while its unit is ready under the same stamp. If a unit is leased, dropped or ranked again, its
+  entry is not searched for: it is dead from then on, and skipped when it reaches the front.
+- Entries lie in sorted *runs*. A push that sorts after (or before) a whole run extends that run. Otherwise it becomes a
+  new run, and runs are merged so that each is at least four times as long as the next. So a row is moved O(log n) times
   in its life, always by a vectorised merge, and there are O(log n) runs. Fifo needs one run and no merge.
-- With several runs, a *front* is cut from all their heads, as much as a few leases take: `first(k)` then reads
-  one run and skips what is dead. What is pushed and sorts into the front joins it. So a lease costs
-  O(k), and its part of a cut O(k log n). `taken` moves past what was handed out.
+- With several runs, their first entries are merged into a *front*, enough for a few leases. `first(k)` then reads one
+  run and skips dead entries. Pushed entries that sort into the front are merged with it. So a lease costs O(k), and its
+  share of building the front O(k log n). `taken` removes entries that were leased.
 
 This is a log-structured merge tree (O'Neil et al. 1996) in memory.
 """
@@ -32,9 +31,9 @@ SLACK = 1024
 """Dead entries that are not worth a compaction."""
 TIER = 4
 CUT = 8
-"""Leases' worth of entries cut from all runs at once: a cut is paid by that many leases."""
+"""The front is built for this many leases at once, so that they share its cost."""
 FRONT_MAX = 8192
-"""Pushes that sort into the front are merged with it; a front beyond this becomes a run."""
+"""A front that grows beyond this becomes a run."""
 PREPEND_MIN = 64
 """Shorter pushes are merged instead: a run of tiny chunks is slow to read."""
 
@@ -46,7 +45,7 @@ _NONE: Entries = np.empty((4, 0), np.int64)
 
 
 def in_order(entries: Entries) -> Entries:
-    """Entries sorted by (key, order)."""
+    """Return the entries sorted by (key, order)."""
     return entries[:, np.lexsort((entries[ORDER], entries[KEY]))]
 
 
@@ -57,20 +56,20 @@ def _before(left: Entries, right: Entries) -> bool:
 
 
 class SortedRun:
-    """Entries in order, in chunks; read from the front, extended at both ends."""
+    """Sorted entries in chunks, read from the front, extended at both ends."""
 
     __slots__ = ("chunks", "head", "size", "tail", "tail_used")
 
     def __init__(self, entries: Entries) -> None:
         self.chunks: deque[Entries] = deque([entries])
         self.head = 0
-        """Entries of the first chunk that were handed out."""
+        """Entries of the first chunk that were removed."""
         self.size = entries.shape[1]
         self.tail: Entries | None = None
         self.tail_used = 0
 
     def extend(self, entries: Entries) -> bool:
-        """Take `entries` if they sort after or before all that is here."""
+        """Add `entries` if they sort after or before the whole run; False if they do not."""
         if _before(self.chunks[-1], entries):
             self._append(entries)
         elif entries.shape[1] >= PREPEND_MIN and _before(entries, self.chunks[0][:, self.head :]):
@@ -87,7 +86,7 @@ class SortedRun:
                 self.tail = None
                 self.chunks.append(entries)
                 return
-            self.tail, self.tail_used = np.zeros((4, CHUNK), np.int64), 0  # an image holds all of it
+            self.tail, self.tail_used = np.zeros((4, CHUNK), np.int64), 0  # zeroed, since images contain all of it
             self.chunks.append(self.tail[:, :0])
         self.tail[:, self.tail_used : self.tail_used + count] = entries
         start = self.tail_used - self.chunks[-1].shape[1]
@@ -100,7 +99,7 @@ class SortedRun:
         self.chunks.appendleft(entries)
 
     def peek(self, count: int) -> Entries:
-        """The first `count` entries, dead or alive, fewer if there are fewer."""
+        """The first `count` entries, dead or alive; fewer if the run is shorter."""
         first = self.chunks[0][:, self.head : self.head + count]
         if first.shape[1] == count or len(self.chunks) == 1:
             return first
@@ -113,7 +112,7 @@ class SortedRun:
         return np.concatenate(heads, axis=1)
 
     def skip(self, count: int) -> None:
-        """Forget the first `count` entries."""
+        """Remove the first `count` entries."""
         self.head += count
         self.size -= count
         while self.chunks and self.head >= self.chunks[0].shape[1]:
@@ -135,12 +134,12 @@ class ReadyQueue:
         self._front: SortedRun | None = None
         """Entries that sort before all of `_runs`."""
         self._looked: tuple[SortedRun, IntArray | None] | None = None
-        """What `first` gave last: from which run, and which of its entries (None: all from the start)."""
+        """The last result of `first`: its run, and the positions of its entries there (None: all from the start)."""
 
     # ------------------------------------------------------------ in
 
     def push(self, entries: Entries, alive_at_most: int) -> None:
-        """Add sorted entries. alive_at_most: a bound of how many can be alive now, for compaction."""
+        """Add sorted entries. alive_at_most: upper bound of the alive entries, for compaction."""
         if self._front is not None and entries.shape[1]:
             entries = self._join_front(self._front, entries)
         if not entries.shape[1]:
@@ -151,7 +150,7 @@ class ReadyQueue:
             self._compact()
 
     def _join_front(self, front: SortedRun, entries: Entries) -> Entries:
-        """Merge those entries that sort into the front; the others are returned."""
+        """Merge entries that sort into the front. Returns the others."""
         end, last = front.chunks[-1][KEY, -1], front.chunks[-1][ORDER, -1]
         count = int(((entries[KEY] < end) | ((entries[KEY] == end) & (entries[ORDER] < last))).sum())
         if count:
@@ -162,7 +161,7 @@ class ReadyQueue:
         return entries[:, count:]
 
     def _add(self, run: SortedRun) -> None:
-        """One more run; runs of like size are merged."""
+        """Add a run, and merge runs of similar size."""
         self._runs.append(run)
         self._runs.sort(key=lambda run: run.size, reverse=True)
         while len(self._runs) > 1 and self._runs[-2].size < TIER * self._runs[-1].size:
@@ -178,7 +177,7 @@ class ReadyQueue:
     # ------------------------------------------------------------ out
 
     def first(self, count: int) -> Entries:
-        """The first `count` alive entries in order, fewer if there are fewer."""
+        """The first `count` alive entries in order; fewer if there are fewer."""
         look = count
         while (run := self._leading(look)) is not None:
             entries = run.peek(look)
@@ -197,7 +196,7 @@ class ReadyQueue:
         return _NONE
 
     def taken(self, count: int) -> None:
-        """The first `count` entries that `first` just gave are handed out: do not look at them again."""
+        """Remove the first `count` entries of the last result of `first`."""
         if count and self._looked is not None:
             run, places = self._looked
             self._looked = None
@@ -212,14 +211,14 @@ class ReadyQueue:
 
     @property
     def size(self) -> int:
-        """Entries, dead ones too."""
+        """Number of entries, dead ones too."""
         return sum(run.size for run in self._all_runs())
 
     def _all_runs(self) -> list[SortedRun]:
         return self._runs if self._front is None else [self._front, *self._runs]
 
     def _leading(self, look: int) -> SortedRun | None:
-        """A run whose first `look` entries are the first of all; if it has fewer, there are no more."""
+        """A run that begins with the first `look` entries of the queue; if it is shorter, the queue has no more."""
         if self._front is not None and (self._front.size >= look or not self._runs):
             return self._front
         if self._front is None and len(self._runs) < 2:
@@ -227,7 +226,7 @@ class ReadyQueue:
         return self._cut(CUT * look)
 
     def _cut(self, count: int) -> SortedRun:
-        """The first `count` entries of all runs become the front."""
+        """Move the first `count` entries of all runs into a new front."""
         runs = self._all_runs()
         heads = [run.peek(count) for run in runs]
         entries = np.concatenate(heads, axis=1)

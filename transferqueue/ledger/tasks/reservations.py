@@ -1,18 +1,18 @@
-"""Flow control: how far production may run ahead of consumption.
+"""Reservations of a table, and the rule that says how far production may run ahead of consumption.
 
-With pacing, `reserve(n)` is admitted while::
+With pacing, `reserve(n)` is granted while:
 
     outstanding + new <= (depth + 1) * batch_rows                      and
     clock + (outstanding + new - 1) // batch_rows - version <= max_staleness
 
-`outstanding` counts rows that the pacing task is not done with: reserved and not yet put, put and not done,
-and members that a group was promised (refills). A refill is part of what was admitted before, so
-`new = n - refills`: a group is completed even if others have taken the places of its members since, and by so much
-what is ahead may exceed the first line. The second line asks whether a row started now, and trained after all that is ahead of
-it, would still be fresh enough.
+`outstanding` counts rows that the pacing task is not done with: reserved and not yet put, put and not done, and
+*refills*, which are members that a group asks for again. Refills were admitted before, so `new = n - refills`. So a
+group is completed even if other rows have taken the places of its members meanwhile, and `outstanding` may exceed the
+first bound by that many rows. The second line asks whether a row that is started now, and trained after all outstanding
+rows, would still be within the staleness bound.
 
-Room: rows resident and rows reserved together never exceed `limits.rows`. So a put under a reservation
-always finds room, and one without waits for rows that are not promised to anybody.
+Resident and reserved rows together never exceed `limits.rows`. So a put under a reservation always finds room, and a
+put without one waits for rows that nobody has reserved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transferqueue.policies import Pacing
 
 @dataclass(slots=True)
 class ReservationState:
-    """Rows that a session may still put. refills: members of groups among them, by group."""
+    """Rows that a session may still put. refills: how many of them are members of which group."""
 
     id: int
     session: int
@@ -35,20 +35,20 @@ class ReservationState:
 
 
 class FlowControl:
-    """Reservations of one table, and members promised to its groups."""
+    """Reservations of one table, and the refills of its groups."""
 
     def __init__(self) -> None:
         self.reservations: dict[int, ReservationState] = {}
         self.reserved = 0
         self.refills: dict[int, int] = {}
-        """Group -> members that the next `reserve` is asked for."""
+        """Group -> members that the next `reserve` gets."""
         self.promised: dict[int, int] = {}
-        """Group -> members that reservations have promised."""
+        """Group -> members that open reservations will put."""
 
     # ------------------------------------------------------------ reservations
 
     def open(self, number: int, session: int, rows: int, version: int) -> ReservationState:
-        """A new reservation; takes as many refills as it has rows."""
+        """Add a reservation. It takes up to `rows` refills."""
         reservation = ReservationState(number, session, rows, version, self._take_refills(rows))
         self.reservations[number] = reservation
         self.reserved += rows
@@ -67,7 +67,7 @@ class FlowControl:
         return taken
 
     def use(self, reservation: ReservationState, rows: int, groups: list[tuple[int, int]]) -> None:
-        """`rows` of a reservation were put, or will not be; `groups`: members put, by group."""
+        """Subtract `rows` that were put, or will not be. groups: members put, by group."""
         reservation.left -= rows
         self.reserved -= rows
         for group, count in groups:
@@ -79,7 +79,7 @@ class FlowControl:
             self.close(reservation)
 
     def close(self, reservation: ReservationState) -> None:
-        """Return what is left; promised members are asked of the next."""
+        """Remove a reservation. Its unused refills go to the next one."""
         del self.reservations[reservation.id]
         self.reserved -= reservation.left
         reservation.left = 0
@@ -96,7 +96,7 @@ class FlowControl:
 
     @property
     def refill_rows(self) -> int:
-        """Members that are asked for and not reserved."""
+        """Number of refills that no reservation has taken."""
         return sum(self.refills.values())
 
     def ask(self, group: int, more: int, absent: int) -> None:
@@ -105,12 +105,12 @@ class FlowControl:
         _set(self.refills, group, max(0, min(self.refills.get(group, 0) + more, lacking)))
 
     def bound(self, group: int, absent: int) -> None:
-        """Members of the group came: it lacks only `absent` now."""
+        """Reduce the refills of a group that lacks only `absent` members now."""
         if group in self.refills:
             _set(self.refills, group, max(0, min(self.refills[group], absent - self.promised.get(group, 0))))
 
     def forget(self, group: int) -> None:
-        """The group is gone: nobody is asked for its members."""
+        """Remove the refills of a group that has ended."""
         self.refills.pop(group, None)
         if self.promised.pop(group, 0):
             for reservation in self.reservations.values():
@@ -128,7 +128,7 @@ def _set(counts: dict[int, int], key: int, count: int) -> None:
 
 
 def check_reserve(table: str, pacing: Pacing | None, rows_max: int, rows: int, version: int, clock: int) -> None:
-    """Raise if this reservation could never be admitted."""
+    """Raise if this reservation could never be granted."""
     most = min(rows_max, pacing.rows_ahead_max) if pacing else rows_max
     if rows > most:
         rule = f"({pacing.depth} + 1) * {pacing.batch_rows} rows may be ahead and " if pacing else ""
@@ -146,7 +146,7 @@ def check_reserve(table: str, pacing: Pacing | None, rows_max: int, rows: int, v
 
 
 def why_not(pacing: Pacing | None, outstanding: int, new: int, version: int, clock: int) -> str:
-    """Why `new` rows cannot be admitted now, "" if they can."""
+    """Why `new` rows cannot be granted now; "" if they can."""
     if pacing is None or not new:
         return ""
     if outstanding + new > pacing.rows_ahead_max:

@@ -1,9 +1,8 @@
-"""What each selector sorts by: an int64 key per unit, smallest first, and an order among equals.
+"""Computes the sort keys of selectors: an int64 per unit, smallest first, and the order among equal keys.
 
-A unit is a row, or a group seen as one: the oldest version, the sum of tokens and the highest priority of
-its members. Units of equal key come in the order in which they became ready; those of `Freshest`, the most
-recently put first. A plugin is an object of the server with one method, found by name; a message never
-carries code.
+A unit is a row or a whole group. The facts of a group are the oldest version, the sum of tokens and the highest
+priority of its members. Units of equal key keep the order in which they became ready; for `Freshest`, the one put last
+comes first. A plugin is an object with one method that the server has loaded, found by name. No message carries code.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from transferqueue.policies import (
 
 
 class UnitFacts:
-    """Facts of units, one value each. starts: where each unit's rows begin in `at`; None: a row each."""
+    """Facts of units, one value each. starts: where the rows of each unit begin in `at`; None: each unit is one row."""
 
     def __init__(self, rows: RowStore, ids: IntArray, at: IntArray, starts: IntArray | None) -> None:
         self._rows = rows
@@ -42,7 +41,7 @@ class UnitFacts:
 
     @property
     def count(self) -> int:
-        """How many units."""
+        """Number of units."""
         return self._at.size if self._starts is None else self._starts.size
 
     @property
@@ -67,10 +66,10 @@ class UnitFacts:
 
 
 class SelectorPlugin(Protocol):
-    """What entry point ``transferqueue.selectors`` registers: made from options, it ranks units."""
+    """An object that ranks units, made from options by an entry point of group ``transferqueue.selectors``."""
 
     def keys(self, units: UnitFacts) -> AnyArray:
-        """A number per unit, smallest first: int64 or float64 ``[units]``, no NaN. Must be pure."""
+        """Return a number per unit, smallest first: int64 or float64 ``[units]``, no NaN. Must be pure."""
         ...
 
 
@@ -104,21 +103,21 @@ RANKED_BY: Final = {
     Priority: frozenset({"priority"}),
     Plugin: frozenset({"policy_version", "tokens", "priority"}),
 }
-"""Facts whose change moves a ready unit."""
+"""Facts that each selector sorts by. If one changes, ready units are ranked again."""
 
 
 class Ranker:
-    """One task's selector at work."""
+    """The selector of one task."""
 
     DERIVED: Final = ("equal_counts", "ranked_by", "newest_first", "by_arrival", "_ranking")
-    """What follows from the selector and is not in an image."""
+    """Attributes that follow from the selector. No image contains them."""
 
     def __init__(self, selector: Selector, plugins: Mapping[str, PluginFactory]) -> None:
         self.selector: Final = selector
         self.rank_by(plugins)
 
     def rank_by(self, plugins: Mapping[str, PluginFactory]) -> None:
-        """Rank as the selector says, with the plugins that are installed; `NotFound` if its own is not."""
+        """Derive the ranking from the selector; `NotFound` if it needs a plugin that is not installed."""
         selector = self.selector
         inner = selector.inner if isinstance(selector, TokenBalanced) else selector
         self.equal_counts = selector.equal_counts if isinstance(selector, TokenBalanced) else True

@@ -1,13 +1,13 @@
-"""Batches that the ranks of one job agree on.
+"""Batches that the ranks of a data-parallel job share.
 
-The k-th lease of each rank is its share of the k-th batch. A batch is made when the first rank asks for it;
-every share is a lease from then on, whose rows nobody else gets. The rules that keep ranks in step:
+The k-th lease of a rank is its share of the k-th batch. The first rank that asks creates the batch; from then on each
+share is a lease, and no other session gets its rows. Invariants:
 
-- All ranks ask in the same terms; a rank that asks in others is told so.
+- All ranks ask for the same amount in the same terms. A request with other terms is refused.
 - Each (rank, replica) claims each batch at most once, in order.
-- A share that nobody claims within its lease time goes back to ready. So do the unclaimed shares of a batch of
-  which a claimed share ended by expiry or death: that step of the job has failed. Ranks that had not claimed
-  such a batch go on with the next one that stands.
+- A share that no rank claims within its lease time becomes ready again. If a claimed share ends by expiry or death,
+  that step of the job has failed, so the unclaimed shares of the batch become ready again too. Ranks that had not
+  claimed it go on with the next batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transferqueue.wire.messages import LeaseRequest
 
 @dataclass(slots=True)
 class SharedBatch:
-    """Shares that some (rank, replica) has not claimed yet: lease of each rank."""
+    """A batch that some (rank, replica) has not claimed yet. shares: the lease of each rank."""
 
     terms: tuple[object, ...]
     shares: list[int]
@@ -32,7 +32,7 @@ class SharedBatch:
 
 
 def terms_of(request: LeaseRequest) -> tuple[object, ...]:
-    """What all ranks of a batch must ask for alike."""
+    """The terms that must be equal in the requests of all ranks."""
     return (request.rows, request.tokens, request.groups, request.at_least, tuple(request.where))
 
 
@@ -45,10 +45,10 @@ class SharedBatches:
     batches: dict[int, SharedBatch] = field(default_factory=dict)
     made: int = 0
     next: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(rank, replica) -> number of the batch it claims next."""
+    """(rank, replica) -> number of the batch that it claims next."""
 
     def waiting(self, request: LeaseRequest) -> tuple[int, SharedBatch] | None:
-        """The oldest batch that this rank may still claim; `UsageError` if it was made on other terms."""
+        """The oldest batch that this rank may still claim; `UsageError` if it was created with other terms."""
         after = self.next.get((request.rank, request.replica), 0)
         for number, batch in self.batches.items():
             if number < after or (request.rank, request.replica) in batch.claimed:
@@ -62,14 +62,14 @@ class SharedBatches:
         return None
 
     def make(self, request: LeaseRequest, shares: list[int]) -> tuple[int, SharedBatch]:
-        """A new batch."""
+        """Create a batch."""
         number, batch = self.made, SharedBatch(terms_of(request), shares)
         self.batches[number] = batch
         self.made += 1
         return number, batch
 
     def claim(self, number: int, rank: int, replica: int) -> None:
-        """(rank, replica) has its share."""
+        """Record that (rank, replica) has its share."""
         batch = self.batches[number]
         batch.claimed[rank, replica] = None
         self.next[rank, replica] = number + 1
@@ -77,7 +77,7 @@ class SharedBatches:
             del self.batches[number]
 
     def over(self, lease: int) -> None:
-        """A share has ended: no replica can claim it any more."""
+        """Record that a share has ended, so that no replica can claim it any more."""
         for number, batch in list(self.batches.items()):
             if lease not in batch.shares:
                 continue
@@ -87,7 +87,7 @@ class SharedBatches:
                 del self.batches[number]
 
     def break_up(self, lease: int) -> list[int]:
-        """A share ended early: its batch is given up. Shares of it that nobody has claimed."""
+        """Remove the batch of a share that ended early. Returns its unclaimed shares."""
         for number, batch in list(self.batches.items()):
             if lease in batch.shares:
                 del self.batches[number]
@@ -102,11 +102,13 @@ def _terms_text(terms: tuple[object, ...]) -> str:
 
 
 def shares(weights: IntArray, world: int, *, equal_counts: bool) -> list[IntArray]:
-    """Positions of the units of each rank, ascending, so that a share keeps the order of the batch.
+    """Split units over ranks. Returns the positions of each rank's units, ascending, so that a share keeps the order of
+    the batch.
 
-    Longest processing time first: units by falling weight, each to the rank with the least so far. With free counts the heaviest rank then
-    has at most 4/3 - 1/(3 world) of the best possible (R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17,
-    1969). With equal counts a rank that has its number of units takes no more; counts differ by one at most, where the units cannot be divided.
+    Longest processing time first: units by falling weight, each to the rank with the smallest sum so far. With free
+    counts the heaviest rank then has at most 4/3 - 1/(3 world) of the best possible (R. L. Graham, "Bounds on
+    multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969). With equal counts, a rank that has its number of
+    units gets no more; counts differ by at most one, if the units cannot be divided evenly.
     """
     room = _room(weights.size, world, equal_counts=equal_counts)
     taken: list[list[int]] = [[] for _ in range(world)]
@@ -121,7 +123,7 @@ def shares(weights: IntArray, world: int, *, equal_counts: bool) -> list[IntArra
 
 
 def _room(units: int, world: int, *, equal_counts: bool) -> list[int]:
-    """How many units each rank may take."""
+    """Number of units that each rank may get."""
     if not equal_counts:
         return [units] * world
     each, more = divmod(units, world)

@@ -1,20 +1,21 @@
-"""State of one task: what each row is to it, and which units are ready.
+"""State of one task: the state of each row in it, and its ready queue.
 
-Each row is, to each task, in one of these states::
+Each row has, for each task, one of these states:
 
     PENDING --all needs set--> READY --lease--> LEASED --ack--> DONE
-       |                        ^  |               |
-       |   (groups) WAITING_FOR_GROUP -whole-+  +----release, expire, death of the holder
-       +--> WAITING_FOR_GROUP: complete, but its group is not whole
+       |                         ^                |
+       |                         +--release, expiry, death of the holder
+       |                         |
+       +--> WAITING_FOR_GROUP ---+  (tasks that take groups: the row is complete, its group not yet)
 
-    ACKED_WITH_STEP: acked with a step that no checkpoint covers yet: DONE or READY again later (see `stepped`)
+    ACKED_WITH_STEP: acked with a step that no checkpoint covers yet; then DONE, or READY again (`requests.checkpoints`)
+    ABSENT:          the task never sees the row (it was declared later with from_="now", or had finished the group)
+    KEPT_STALE:      stale under `KeepStale`: never leased again, readable until deleted
+    GONE:            the row has a fate
 
-    ABSENT: the task never sees the row (declared later with from_="now", or its group was over)
-    KEPT_STALE:   stale under KeepStale: never handed over again, readable until deleted
-    GONE:   the row has a fate
-
-`hold` is the stamp of a READY row's entry in the ready queue, the lease of a LEASED row, the step of a ACKED_WITH_STEP one. `order` is when
-it first became ready, and decides among equals; a row that returns keeps it, so it does not lose its place.
+`hold` of a READY row is the stamp of its entry in the ready queue, of a LEASED row its lease, of an ACKED_WITH_STEP row
+its step. `order` numbers rows as they first became ready, and decides among equal keys. A row that returns keeps it,
+and with it its place.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ OPEN: Final = (PENDING, WAITING_FOR_GROUP, READY, LEASED)
 
 
 class TaskCounters:
-    """What happened to rows in one task, ever. Each number only grows, so that a rate is a difference.
+    """Counters of rows in one task. Each only grows, so that a rate is a difference.
 
-    given: handed over, or set aside for a rank (twice is two). done: finished by it. failed: came back from a
-    lease that failed, expired or lost its holder. dropped: ended before the task was done with them.
+    given: leased, or put into a share of a rank (twice counts as two). done: finished by the task. failed: returned
+    from a lease that failed, expired or lost its holder. dropped: ended before the task was done with them.
     """
 
     __slots__ = ("done", "dropped", "failed", "given")
@@ -54,14 +55,14 @@ class TaskCounters:
 
 
 class FilteredReady(NamedTuple):
-    """The ready units that satisfy all of `where`."""
+    """The ready units that satisfy all predicates of `where`."""
 
     where: list[Predicate]
     queue: ReadyQueue
 
 
 class TaskState:
-    """Columns, counts and ready queue of one task whose units are rows."""
+    """Columns, counts and ready queue of a task that takes single rows."""
 
     def __init__(self, task: Task, rows: RowStore, ranker: Ranker) -> None:
         self.task = task
@@ -76,19 +77,19 @@ class TaskState:
         """The latest step that a checkpoint covers."""
         self.needs = frozenset(task.needs)
         self.required_results: frozenset[str] = frozenset()
-        """Fields that it gives and another task needs; `Table.add_task` keeps this true."""
+        """Fields that this task gives and another task needs. `TableState.add_task` updates it."""
         self.counts = [0] * len(STATES)
         self.counters = TaskCounters()
         self.ready = ReadyQueue(self.alive)
         self.views: dict[bytes, FilteredReady] = {}
-        """The queues of those units that satisfy a `where`, by its encoding (in which 1 and True differ)."""
+        """Queues of the units that satisfy a `where`, by its encoding (in which 1 and True differ)."""
         self._stamp = 0
         self._mask: FieldMask | None = None
 
     # ------------------------------------------------------------ needs
 
     def mask(self) -> FieldMask | None:
-        """Bits of the needed fields; None while the table does not have all of them."""
+        """Mask of the needed fields; None while the table does not have all of them."""
         if self._mask is None and all(name in self.rows.fields for name in self.task.needs):
             self._mask = self.rows.mask(self.task.needs)
         return self._mask
@@ -103,55 +104,57 @@ class TaskState:
     # ------------------------------------------------------------ rows change state
 
     def move(self, at: Index, count: int, before: int, after: int) -> None:
-        """`count` rows go from one state to another."""
+        """Move `count` rows from one state to another."""
         self.state.a[at] = after
         self.counts[before] -= count
         self.counts[after] += count
 
     def arrive(self, rows: IntArray, at: Index, *, complete: bool, now: float) -> None:
-        """New rows."""
+        """Add new rows."""
         self.counts[PENDING] += rows.size
         if complete:
             self.complete(rows, at, now)
 
     def complete(self, rows: IntArray, at: Index, now: float) -> None:
-        """Pending rows have all the task needs."""
+        """Make pending rows ready: they have every field that the task needs."""
         self.move(at, rows.size, PENDING, READY)
         stamps = self.stamps(rows.size)
         self.order.a[at] = stamps
         self._enqueue(rows, at, stamps, stamps)
 
     def give_back(self, rows: IntArray, at: IntArray, now: float, before: int = LEASED) -> None:
-        """Leased (or stepped) rows are ready again, at their old place."""
+        """Make leased (or acked) rows ready again, at their old place in the order."""
         self.move(at, rows.size, before, READY)
         self._enqueue(rows, at, self.order.a[at], self.stamps(rows.size))
 
     def rerank(self, rows: IntArray, at: IntArray) -> None:
-        """Facts of rows changed: those that are ready take the place that they have now."""
+        """Rank ready rows again after their facts changed."""
         ready = self.state.a[at] == READY
         if ready.any():
             at = at[ready]
             self._enqueue(rows[ready], at, self.order.a[at], self.stamps(at.size))
 
     def step(self, rows: IntArray, at: IntArray, step: int) -> None:
-        """Leased rows are done, once a checkpoint covers `step`."""
+        """Record that leased rows were acked with `step`. They are done once a checkpoint covers it."""
         self.move(at, rows.size, LEASED, ACKED_WITH_STEP)
         self.hold.a[at] = step
         self.stepped.file(rows, step)
 
     def finish(self, rows: IntArray, at: IntArray, before: int = LEASED) -> None:
-        """Leased (or stepped) rows are done."""
+        """Mark leased (or acked) rows as done."""
         self.counters.done += rows.size
         self.move(at, rows.size, before, DONE)
 
     def withdraw(self, rows: IntArray, at: IntArray, to: int = GONE) -> None:
-        """Rows end, or become what the task has no work with. Leases lose them elsewhere."""
+        """Remove rows from the task: they end, or the task has no work with them any more. The caller removes them from
+        leases.
+        """
         if to == GONE:
             self.counters.dropped += int((self.state.a[at] < DONE).sum())
         self._set_state(at, to)
 
     def set_pending(self, rows: IntArray, at: IntArray) -> None:
-        """Rows lost fields that the task needs: whatever they were, they are pending again."""
+        """Make rows pending again, whatever their state: they lost fields that the task needs."""
         self._set_state(at, PENDING)
 
     def _set_state(self, at: IntArray, to: int) -> None:
@@ -161,14 +164,14 @@ class TaskState:
         self.state.a[at] = to
 
     def stamps(self, count: int) -> IntArray:
-        """Stamps that were never used before."""
+        """Return `count` new stamps."""
         self._stamp += count
         return np.arange(self._stamp - count + 1, self._stamp + 1)
 
     def restore(
         self, rows: IntArray, at: IntArray, state: AnyArray, attempts: AnyArray, order: IntArray, step: IntArray
     ) -> None:
-        """In a task without rows: these, as they were. Those that are ready are in no queue yet: `rerank` puts them there."""
+        """Restore the rows of a snapshot in a task without rows. Ready rows enter the queue by `rerank`."""
         self.state.a[at], self.attempts.a[at], self.order.a[at] = state, attempts, order
         self.counts = np.bincount(state, minlength=len(STATES)).tolist()
         self._stamp = int(order.max(initial=0))
@@ -189,25 +192,25 @@ class TaskState:
         entries[ORDER] = -rows if self.ranker.newest_first else orders
         entries[STAMP] = stamps
         entries[UNIT] = rows
-        # Orders given now ascend; only rows that come back, or are ranked, may be out of order.
+        # New orders ascend. Only rows that return, or are ranked by a selector, may need sorting.
         self.push(entries if self.ranker.by_arrival and orders is stamps else in_order(entries))
 
     def push(self, entries: Entries) -> None:
-        """Sorted entries enter the queue, and each view whose predicates they satisfy."""
+        """Add sorted entries to the queue, and to each view whose predicates they satisfy."""
         self.ready.push(entries, self.ready_units)
         for view in self.views.values():
             view.queue.push(entries[:, self.matching(entries[UNIT], view.where)], self.ready_units)
 
     @property
     def ready_units(self) -> int:
-        """Units that can be handed over."""
+        """Number of units that can be leased."""
         return self.counts[READY]
 
     def alive(self, units: IntArray, stamps: IntArray) -> BoolArray:
-        """Which entries of the queue still stand.
+        """Which queue entries are valid.
 
-        A row that was freed gives the place of some other row. That does no harm: a stamp is given once
-        in the life of a task, so the other row's hold is not this stamp.
+        The position of a freed row belongs to another row by now. That does no harm: a stamp is used once in the life
+        of a task, so the `hold` of the other row differs from it.
         """
         at = self.rows.pages.index(units)
         alive: BoolArray = (self.hold.a[at] == stamps) & (self.state.a[at] == READY)
@@ -218,7 +221,7 @@ class TaskState:
         return matches(self.rows, where, units, self.rows.pages.index(units))
 
     def queue(self, where: Sequence[Predicate]) -> ReadyQueue:
-        """The ready queue of those units that satisfy `where`: built once, then kept up to date."""
+        """The ready queue of the units that satisfy `where`: built at the first call, then kept up to date."""
         if not where:
             return self.ready
         key = msgspec.msgpack.encode(where)
@@ -237,11 +240,11 @@ class TaskState:
     # ------------------------------------------------------------ units and their rows
 
     def members(self, units: IntArray) -> tuple[IntArray, IntArray]:
-        """Rows of ready units, and how many each has."""
+        """Rows of ready units, and the number of rows of each."""
         return units, np.ones(units.size, np.int64)
 
     def lease(self, rows: IntArray, at: IntArray, lease: int) -> None:
-        """Ready rows, of whole units, are leased."""
+        """Mark ready rows, of whole units, as leased."""
         self.counters.given += rows.size
         self.move(at, rows.size, READY, LEASED)
         self.hold.a[at] = lease
@@ -250,10 +253,10 @@ class TaskState:
 
     @property
     def open_rows(self) -> int:
-        """Rows that the task is not done with and may still get."""
+        """Rows that the task is not done with and may still lease."""
         return sum(self.counts[state] for state in OPEN)
 
     @property
     def final(self) -> bool:
-        """Whether nothing more becomes ready without a new row, or the return of one that is leased."""
+        """Whether no row can become ready except a new one, or one that returns from a lease."""
         return not self.counts[PENDING] and not self.counts[WAITING_FOR_GROUP]
