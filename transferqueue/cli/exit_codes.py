@@ -1,12 +1,12 @@
-"""How a command ends: its exit code, and one line when it failed.
+"""Exit codes of the commands, and the line that a failed command prints.
 
 ====  ==========================================================================================
 code  meaning
 ====  ==========================================================================================
-0     done; for `serve` and `top`, which have no other end, also Ctrl-C
-1     `doctor` found something to mend; `check` or `chaos` found a promise broken
-2     the call is wrong: an option, an address, a name that does not exist, a missing extra
-3     the other side: nothing answered, the server is gone, memory cannot grow
+0     done; for `serve` and `top`, which end in no other way, also Ctrl-C
+1     `doctor` found something to mend; `check` or `chaos` found a broken promise
+2     the call is wrong: an option, an address, a name that does not exist, an extra that is not installed
+3     the peer failed: nothing answered, the server is gone, memory cannot grow
 4     a wait ended by its deadline
 5     a defect of the queue itself
 130   interrupted (Ctrl-C) before it was done
@@ -26,6 +26,7 @@ from transferqueue.cli.screens.terminal import console
 from transferqueue.errors import FlowSignal, PeerError, TransferQueueError, UsageError
 
 MEND: Final = 1
+BROKEN: Final = 1
 USAGE: Final = 2
 PEER: Final = 3
 FLOW: Final = 4
@@ -41,17 +42,17 @@ _EXTRAS: Final = {
     "ray": "ray",
     "vllm": "vllm",
 }
-"""The extra that brings each optional library."""
+"""The extra of this package that installs each optional library."""
 
 
 def exit_code(error: TransferQueueError) -> int:
-    """The code of the branch of the error tree that `error` is on."""
+    """The exit code for `error`, by its branch of the error tree (`transferqueue.errors`)."""
     return next((code for branch, code in _CODES if isinstance(error, branch)), DEFECT)
 
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Turn what a command raises into one line on stderr and an exit code. Defects of Python code pass through."""
+    """Turn a typed error into one line on stderr and an exit code. Other exceptions pass: they are defects, shown with a traceback."""
     try:
         yield
     except TransferQueueError as error:
@@ -71,6 +72,6 @@ def reported() -> Iterator[None]:
 
 
 def say_error(text: str) -> None:
-    """``error: text`` as one line on stderr; a terminal wraps it, a pipe does not."""
+    """Print ``error: text`` to stderr as one line; a terminal wraps it, a pipe does not."""
     line = Text("error: ", style="bold red").append(" ".join(text.split()), style="default not bold")
     console(stderr=True).print(line, soft_wrap=True)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from transferqueue.cli.exit_codes import BROKEN
 from transferqueue.cli.screens.terminal import say
 
 EXAMPLES = (
@@ -18,7 +19,6 @@ EXAMPLES = (
     ),
     ("transferqueue chaos --out run.json --keep DIR", "what came of it as JSON; diaries and logs of all processes"),
 )
-BROKEN = 1
 
 
 def chaos(

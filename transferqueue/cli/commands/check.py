@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from transferqueue.cli.exit_codes import BROKEN
 from transferqueue.cli.screens.terminal import say
 
 EXAMPLES = (
@@ -14,7 +15,6 @@ EXAMPLES = (
     ("transferqueue check run.jsonl --late 60", "also: no lease ended a minute later than it might wait"),
 )
 SHOWN_MAX = 20
-BROKEN = 1
 
 
 def check(

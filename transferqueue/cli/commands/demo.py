@@ -46,84 +46,97 @@ EXAMPLES = (
 )
 
 
+ModeOption = Annotated[
+    Literal["sync", "delayed", "async"],
+    typer.Option(help="Generate and train in turn; a batch ahead with weights one step old; or ahead with the newest."),
+]
+MaxStalenessOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Versions a trained row may be behind. Default: 1; in mode sync 0, or what over-sampling needs. Mode delayed takes 1.",
+        show_default=False,
+    ),
+]
+StepsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Trainer steps. Default: 300; 240 with spell_backward or a real engine.", show_default=False
+    ),
+]
+DatasetOption = Annotated[
+    str | None,
+    typer.Option(help="Problem set of reasoning-gym: chain_sum (the default) or spell_backward.", show_default=False),
+]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of weights, problems and sampling.")]
+RolloutsOption = Annotated[int, typer.Option(min=1, help="Generating processes.")]
+KlOption = Annotated[float, typer.Option(min=0.0, help="Weight of the KL term; above 0 adds a reference stage.")]
+WeightMaxOption = Annotated[
+    float | None,
+    typer.Option(
+        min=1.0,
+        help="Decoupled PPO: clip around the policy before the step, and cut the weights of older rows here.",
+        show_default=False,
+    ),
+]
+EngineOption = Annotated[
+    Literal["builtin", "transformers", "vllm"],
+    typer.Option(help="What generates: the demo's own sampler, or a real engine with the same model as a Llama."),
+]
+PartialOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Tokens that one lease adds to a response; what is unfinished then goes on under newer weights. 0: no bound.",
+    ),
+]
+OverSampleOption = Annotated[
+    float,
+    typer.Option(
+        min=1.0,
+        help="Begin so many times a batch (mode sync). When the batch is full, the unfinished rest is handed back, and goes "
+        "on under the next weights.",
+    ),
+]
+FilterZeroAdvantageOption = Annotated[
+    bool,
+    typer.Option(
+        "--filter-zero-advantage",
+        help="Drop groups with equal rewards, and generate as many others in their place.",
+    ),
+]
+OnOption = Annotated[
+    Literal["processes", "ray"],
+    typer.Option(
+        help="Where stages run: processes of this machine, or tasks of the Ray cluster that RAY_ADDRESS names (unset: of "
+        "one on this machine), with a shard on each node."
+    ),
+]
+LogOption = Annotated[
+    Literal["tensorboard", "wandb"] | None,
+    typer.Option(help="Log each step there too: event files, or a run of W&B, in the folder of the results."),
+]
+OutOption = Annotated[
+    Path | None, typer.Option(help="Folder of the results. Default: a new one in runs/.", show_default=False)
+]
+
+
 def demo(
-    mode: Annotated[
-        Literal["sync", "delayed", "async"],
-        typer.Option(
-            help="Generate and train in turn; a batch ahead with weights one step old; or ahead with the newest."
-        ),
-    ] = "async",
-    max_staleness: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Versions a trained row may be behind. Default: 1; in mode sync 0, or what over-sampling needs. Mode delayed takes 1.",
-            show_default=False,
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Trainer steps. Default: 300; 240 with spell_backward or a real engine.", show_default=False
-        ),
-    ] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            help="Problem set of reasoning-gym: chain_sum (the default) or spell_backward.", show_default=False
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, problems and sampling.")] = 0,
-    rollouts: Annotated[int, typer.Option(min=1, help="Generating processes.")] = 1,
-    kl: Annotated[float, typer.Option(min=0.0, help="Weight of the KL term; above 0 adds a reference stage.")] = 0.0,
-    weight_max: Annotated[
-        float | None,
-        typer.Option(
-            min=1.0,
-            help="Decoupled PPO: clip around the policy before the step, and cut the weights of older rows here.",
-            show_default=False,
-        ),
-    ] = None,
-    engine: Annotated[
-        Literal["builtin", "transformers", "vllm"],
-        typer.Option(help="What generates: the demo's own sampler, or a real engine with the same model as a Llama."),
-    ] = "builtin",
-    partial: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Tokens that one lease adds to a response; what is unfinished then goes on under newer weights. 0: no bound.",
-        ),
-    ] = 0,
-    over_sample: Annotated[
-        float,
-        typer.Option(
-            min=1.0,
-            help="Begin so many times a batch (mode sync). When the batch is full, the unfinished rest is handed back, and goes "
-            "on under the next weights.",
-        ),
-    ] = 1.0,
-    filter_zero_advantage: Annotated[
-        bool,
-        typer.Option(
-            "--filter-zero-advantage",
-            help="Drop groups with equal rewards, and generate as many others in their place.",
-        ),
-    ] = False,
-    on: Annotated[
-        Literal["processes", "ray"],
-        typer.Option(
-            help="Where stages run: processes of this machine, or tasks of the Ray cluster that RAY_ADDRESS names (unset: of "
-            "one on this machine), with a shard on each node."
-        ),
-    ] = "processes",
-    log: Annotated[
-        Literal["tensorboard", "wandb"] | None,
-        typer.Option(help="Log each step there too: event files, or a run of W&B, in the folder of the results."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the results. Default: a new one in runs/.", show_default=False)
-    ] = None,
+    mode: ModeOption = "async",
+    max_staleness: MaxStalenessOption = None,
+    steps: StepsOption = None,
+    dataset: DatasetOption = None,
+    seed: SeedOption = 0,
+    rollouts: RolloutsOption = 1,
+    kl: KlOption = 0.0,
+    weight_max: WeightMaxOption = None,
+    engine: EngineOption = "builtin",
+    partial: PartialOption = 0,
+    over_sample: OverSampleOption = 1.0,
+    filter_zero_advantage: FilterZeroAdvantageOption = False,
+    on: OnOption = "processes",
+    log: LogOption = None,
+    out: OutOption = None,
 ) -> None:
     """Train a small transformer by GRPO on reasoning-gym problems, every stage a process of its own.
 

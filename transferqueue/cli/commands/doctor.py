@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from transferqueue.cli.connection import AddressArgument, AddressOption, address_of
+from transferqueue.cli.connection import address_of
 from transferqueue.cli.exit_codes import MEND
+from transferqueue.cli.options import (
+    AddressArgument,
+    AddressOption,
+    arena_bytes_option,
+    json_option,
+    runtime_option,
+    size_in_bytes,
+)
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -31,20 +39,15 @@ def doctor(
     table: Annotated[str, typer.Option("--table", "-t", help="Explain this table only.")] = "",
     arena_bytes: Annotated[
         str | None,
-        typer.Option(
-            "--arena-bytes",
-            metavar="SIZE",
-            show_default=False,
-            help="Check that an arena of this size has room. Default: 8GiB.",
+        arena_bytes_option(
+            "Check that an arena of this size has room. Default: 8GiB.",
         ),
     ] = None,
-    runtime: Annotated[
-        Path | None, typer.Option("--runtime", help="Check this runtime directory.", show_default=False)
-    ] = None,
+    runtime: Annotated[Path | None, runtime_option("Check this runtime directory.")] = None,
     patience: Annotated[
         float, typer.Option("--patience", min=0.0, metavar="SECONDS", help="Stalled is what has waited this long.")
     ] = 10.0,
-    json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    json: Annotated[bool, json_option("Print what was found as JSON.")] = False,
 ) -> None:
     """Check this machine; or, with an address, explain what the queue there waits for.
 
@@ -63,14 +66,11 @@ def doctor(
 def _machine(arena_bytes: str | None, runtime: Path | None, *, json: bool) -> None:
     from transferqueue.cli.screens.machine import machine_lines
     from transferqueue.cli.screens.terminal import console, show, show_json
-    from transferqueue.limits import parse_bytes
     from transferqueue.observe.machine.check import check_machine
     from transferqueue.observe.machine.result import worst
     from transferqueue.observe.machine.runtime import default_runtime
 
-    sections = check_machine(
-        runtime=runtime or default_runtime(), arena_bytes=parse_bytes(arena_bytes) if arena_bytes else None
-    )
+    sections = check_machine(runtime=runtime or default_runtime(), arena_bytes=size_in_bytes(arena_bytes))
     if json:
         show_json(sections)
     else:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from transferqueue.cli.connection import AddressOption, address_of
+from transferqueue.cli.connection import address_of
+from transferqueue.cli.options import AddressOption, json_option
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -31,7 +32,7 @@ def inspect(
         str, typer.Option("--key", "-k", show_default=False, help="The key of a row, in place of its id.")
     ] = "",
     address: AddressOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Print it as JSON; keys in docs/OBSERVING.md.")] = False,
+    json: Annotated[bool, json_option("Print it as JSON; keys in docs/OBSERVING.md.")] = False,
 ) -> None:
     """Show tables, the terms and fields of one, or one row's whole life.
 

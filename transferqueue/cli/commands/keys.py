@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from transferqueue.cli.options import directory_option
 from transferqueue.cli.screens.terminal import say, say_fields
 
 EXAMPLES = (
@@ -23,11 +24,9 @@ commands = typer.Typer(
 
 KeysOption = Annotated[
     Path | None,
-    typer.Option(
+    directory_option(
         "--keys",
-        metavar="DIR",
-        show_default=False,
-        help="Directory of the keys (0700). Default: $TRANSFERQUEUE_KEYS, else ~/.config/transferqueue.",
+        "Directory of the keys (0700). Default: $TRANSFERQUEUE_KEYS, else ~/.config/transferqueue.",
     ),
 ]
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="What the key is called.")]

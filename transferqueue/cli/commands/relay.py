@@ -1,4 +1,4 @@
-"""`transferqueue relay`: weights cross into this host once, and are served here from shared memory."""
+"""`transferqueue relay`: fetch each version of the weights once for this host, and serve it here from shared memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from transferqueue.cli.connection import ADDRESS_VARIABLE
-from transferqueue.cli.screens.terminal import say
+from transferqueue.cli.options import arena_bytes_option, size_in_bytes
+from transferqueue.cli.screens.terminal import say, say_ready
 
 if TYPE_CHECKING:
     from transferqueue.weights import RelayProcess
@@ -32,57 +33,66 @@ EXAMPLES = (
     ),
 )
 STOP_S: Final = 2.0
-"""What is being carried then is carried by the next relay."""
+"""How long to wait for a transfer when the relay stops. The next relay repeats a transfer that was cut short."""
+
+
+SourcesOption = Annotated[
+    list[str],
+    typer.Option(
+        "--from",
+        metavar="ADDRESS",
+        show_default=False,
+        help="The trainer's server, or that of another relay; an address or a join token. Repeatable: tried in turn.",
+    ),
+]
+ChannelOption = Annotated[
+    str, typer.Option("--channel", metavar="NAME", show_default=False, help="The weight channel.")
+]
+IntoOption = Annotated[
+    str | None,
+    typer.Option(
+        "--into",
+        metavar="ADDRESS",
+        show_default=False,
+        help=f"A server that runs on this host. Default, without --serve: ${ADDRESS_VARIABLE}.",
+    ),
+]
+ServingOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--serve",
+        metavar="ADDRESS",
+        show_default=False,
+        help="Be that server, at ipc://path or tcp://host:port; more tcp addresses may follow. It ends with the relay.",
+    ),
+]
+ArenaBytesOption = Annotated[
+    str | None,
+    arena_bytes_option(
+        "Ceiling of the memory of --serve: at least one version more than --keep.",
+    ),
+]
+KeepOption = Annotated[int, typer.Option("--keep", min=1, help="Versions kept here.")]
+WaitSOption = Annotated[
+    float | None,
+    typer.Option(
+        "--wait-s", min=0.1, show_default=False, help="When a source has nothing new, look again. Default: 600."
+    ),
+]
+OverTheNetworkOption = Annotated[
+    bool, typer.Option("--remote", help="Bytes cross the network even from a source on this machine: a rehearsal.")
+]
 
 
 def relay(
-    sources: Annotated[
-        list[str],
-        typer.Option(
-            "--from",
-            metavar="ADDRESS",
-            show_default=False,
-            help="The trainer's server, or that of another relay; an address or a join token. Repeatable: tried in turn.",
-        ),
-    ],
-    channel: Annotated[str, typer.Option("--channel", metavar="NAME", show_default=False, help="The weight channel.")],
-    into: Annotated[
-        str | None,
-        typer.Option(
-            "--into",
-            metavar="ADDRESS",
-            show_default=False,
-            help=f"A server that runs on this host. Default, without --serve: ${ADDRESS_VARIABLE}.",
-        ),
-    ] = None,
-    serving: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--serve",
-            metavar="ADDRESS",
-            show_default=False,
-            help="Be that server, at ipc://path or tcp://host:port; more tcp addresses may follow. It ends with the relay.",
-        ),
-    ] = None,
-    arena_bytes: Annotated[
-        str | None,
-        typer.Option(
-            "--arena-bytes",
-            metavar="SIZE",
-            show_default=False,
-            help="Ceiling of the memory of --serve: at least one version more than --keep.",
-        ),
-    ] = None,
-    keep: Annotated[int, typer.Option("--keep", min=1, help="Versions kept here.")] = 2,
-    wait_s: Annotated[
-        float | None,
-        typer.Option(
-            "--wait-s", min=0.1, show_default=False, help="When a source has nothing new, look again. Default: 600."
-        ),
-    ] = None,
-    over_the_network: Annotated[
-        bool, typer.Option("--remote", help="Bytes cross the network even from a source on this machine: a rehearsal.")
-    ] = False,
+    sources: SourcesOption,
+    channel: ChannelOption,
+    into: IntoOption = None,
+    serving: ServingOption = None,
+    arena_bytes: ArenaBytesOption = None,
+    keep: KeepOption = 2,
+    wait_s: WaitSOption = None,
+    over_the_network: OverTheNetworkOption = False,
 ) -> None:
     """Carry each version of a weight channel into this host once, and serve it here, until Ctrl-C or SIGTERM.
 
@@ -92,19 +102,19 @@ def relay(
     from transferqueue.errors import UsageError
     from transferqueue.weights import WAIT_S, RelayProcess
 
-    place = into or (None if serving else os.environ.get(ADDRESS_VARIABLE))
-    if (place is None) == (not serving):
+    target = into or (None if serving else os.environ.get(ADDRESS_VARIABLE))
+    if (target is None) == (not serving):
         raise UsageError(
-            f"the relay needs one server of this host, and --into {place} and --serve {serving} were given; give --into the address "
+            f"the relay needs one server of this host, and --into {target} and --serve {serving} were given; give --into the address "
             "of one that runs, or --serve the address to be one at"
         )
     if arena_bytes and not serving:
-        raise UsageError(f"--arena-bytes {arena_bytes} is for --serve; the server at {place} has its own")
+        raise UsageError(f"--arena-bytes {arena_bytes} is for --serve; the server at {target} has its own")
 
-    def carrier(here: str) -> RelayProcess:
+    def relay_into(address: str) -> RelayProcess:
         return RelayProcess(
             sources,
-            here,
+            address,
             channel,
             keep=keep,
             data="remote" if over_the_network else "auto",
@@ -112,10 +122,10 @@ def relay(
             tell=_tell,
         )
 
-    if place is not None:
-        carrier(place).run()
+    if target is not None:
+        relay_into(target).run()
     else:
-        _serve(serving or [], arena_bytes, carrier)
+        _serve(serving or [], size_in_bytes(arena_bytes), relay_into)
 
 
 def _tell(line: str) -> None:
@@ -123,41 +133,38 @@ def _tell(line: str) -> None:
     sys.stderr.flush()
 
 
-class _Beside(threading.Thread):
-    """A carrier beside the server of this process, which it stops if it ends by an error."""
+class _RelayThread(threading.Thread):
+    """Runs the relay beside the server of this process. An error of the relay stops the server too."""
 
-    def __init__(self, carrier: RelayProcess) -> None:
+    def __init__(self, process: RelayProcess) -> None:
         super().__init__(name="weight relay", daemon=True)
-        self.carrier = carrier
+        self.process = process
         self.error: BaseException | None = None
 
     def run(self) -> None:
         try:
-            self.carrier.run()
+            self.process.run()
         except BaseException as error:  # noqa: BLE001  (raised again by the main thread)
             self.error = error
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _serve(addresses: Sequence[str], arena_bytes: str | None, make: Callable[[str], RelayProcess]) -> None:
-    """Be the server, with a carrier into it."""
-    from transferqueue.limits import parse_bytes
+def _serve(addresses: Sequence[str], arena_bytes_max: int | None, relay_into: Callable[[str], RelayProcess]) -> None:
+    """Run a server at these addresses, and the relay into it."""
     from transferqueue.server.process.serve import serve
 
-    threads: list[_Beside] = []
+    threads: list[_RelayThread] = []
 
     def ready(listening: list[str]) -> None:
-        say(" ".join(["ready", *listening]))
-        sys.stdout.flush()
-        threads.append(_Beside(make(next(one for one in listening if one.startswith("ipc:")))))
+        say_ready(listening)
+        threads.append(_RelayThread(relay_into(next(address for address in listening if address.startswith("ipc:")))))
         threads[0].start()
 
-    ceiling = parse_bytes(arena_bytes) if arena_bytes else None
     try:
-        serve(addresses[0], tcp=addresses[1:], arena_bytes=ceiling, on_ready=ready)
+        serve(addresses[0], tcp=addresses[1:], arena_bytes=arena_bytes_max, on_ready=ready)
     finally:
         for thread in threads:
-            thread.carrier.stop()
+            thread.process.stop()
             thread.join(STOP_S)
     if threads[0].error is not None:
         raise threads[0].error

@@ -1,4 +1,4 @@
-"""`transferqueue serve`: a server, until it is told to stop."""
+"""`transferqueue serve`: run a server until it is stopped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from transferqueue.cli.connection import ADDRESS_VARIABLE
-from transferqueue.cli.screens.terminal import say
+from transferqueue.cli.options import arena_bytes_option, directory_option, runtime_option, size_in_bytes
+from transferqueue.cli.screens.terminal import say, say_ready
 from transferqueue.observe.machine.runtime import RUNTIME_VARIABLE
 
 EXAMPLES = (
@@ -30,152 +31,156 @@ EXAMPLES = (
 )
 
 
+AddressOption = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        "-a",
+        show_default=False,
+        help=f"Listen here: ipc://path or tcp://host:port. Default: ${ADDRESS_VARIABLE}, else control.sock in --runtime.",
+    ),
+]
+TcpOption = Annotated[
+    list[str] | None,
+    typer.Option("--tcp", metavar="HOST:PORT", show_default=False, help="Listen here too; repeatable."),
+]
+ArenaBytesOption = Annotated[
+    str | None,
+    arena_bytes_option(
+        "Ceiling of the memory for rows, such as 64GiB. Default: 8GiB, less where shared memory has less.",
+    ),
+]
+RuntimeOption = Annotated[
+    Path | None,
+    runtime_option(
+        f"Directory of the socket and of locks, made private (0700). Default: ${RUNTIME_VARIABLE}, else this user's.",
+    ),
+]
+KeysOption = Annotated[
+    Path | None,
+    directory_option(
+        "--keys",
+        "Directory of the keys that every tcp address asks for. Default: none at loopback addresses, "
+        "else those of `transferqueue keys`, without which no other address is listened at.",
+    ),
+]
+PlainBytesOption = Annotated[
+    bool,
+    typer.Option(
+        "--plain-bytes",
+        help="With keys too, send columns to other machines unencrypted: several times as fast, for networks on which "
+        "nobody listens. Calls stay encrypted, and only who was given a ticket in one gets bytes.",
+    ),
+]
+DurabilityOption = Annotated[
+    str,
+    typer.Option(
+        "--durability",
+        metavar="LEVEL",
+        help="What outlives the server: memory (nothing), process (all, through the crash of any process), "
+        "disk (all, through a reboot).",
+    ),
+]
+StateOption = Annotated[
+    Path | None,
+    directory_option(
+        "--state",
+        "Directory that keeps it, for process and disk; made private (0700). The next server given the same goes on.",
+    ),
+]
+AcceptLossOption = Annotated[
+    bool,
+    typer.Option(
+        "--accept-loss",
+        help="If what --state held is damaged or incomplete, which is refused otherwise: move its files to lost-N in it, give "
+        "shared memory that they spoke of back, and begin anew. Does nothing where it is whole.",
+    ),
+]
+SnapshotsOption = Annotated[
+    Path | None,
+    directory_option(
+        "--snapshots",
+        "Directory under which clients name snapshots. Default: $TRANSFERQUEUE_SNAPSHOTS, else ./snapshots.",
+    ),
+]
+CoordinatorOption = Annotated[
+    str | None,
+    typer.Option(
+        "--coordinator",
+        metavar="K/N",
+        show_default=False,
+        help="This server is number K of N that clients use as one, each with a part of the tables (docs/CLUSTER.md); "
+        "NAME:K/N also says of which deployment.",
+    ),
+]
+WebOption = Annotated[
+    str | None,
+    typer.Option(
+        "--web",
+        metavar="PORT",
+        show_default=False,
+        help="Show a page at 127.0.0.1:PORT: tables, tasks, rates, waits, live. Prints a link, which is a password.",
+    ),
+]
+HttpOption = Annotated[
+    str | None,
+    typer.Option(
+        "--http",
+        metavar="PORT",
+        show_default=False,
+        help="Serve put_prompts, get_experience and the like over HTTP at 127.0.0.1:PORT; its page says how. Prints a link, too.",
+    ),
+]
+TokensOption = Annotated[
+    Path | None,
+    directory_option(
+        "--tokens",
+        "Directory of three files: page and service hold the tokens that --web and --http ask for, metrics one that opens "
+        "/metrics alone. Made where there is none (0700, files 0600). Default: new tokens, in the links.",
+    ),
+]
+TokenFileOption = Annotated[Path | None, typer.Option("--token-file", hidden=True)]
+SupervisedOption = Annotated[
+    bool,
+    typer.Option("--supervise", help="Start the server again when it crashes; clients go on where it is durable."),
+]
+
+
 def serve(
-    address: Annotated[
-        str | None,
-        typer.Option(
-            "--address",
-            "-a",
-            show_default=False,
-            help=f"Listen here: ipc://path or tcp://host:port. Default: ${ADDRESS_VARIABLE}, else control.sock in --runtime.",
-        ),
-    ] = None,
-    tcp: Annotated[
-        list[str] | None,
-        typer.Option("--tcp", metavar="HOST:PORT", show_default=False, help="Listen here too; repeatable."),
-    ] = None,
-    arena_bytes: Annotated[
-        str | None,
-        typer.Option(
-            "--arena-bytes",
-            metavar="SIZE",
-            show_default=False,
-            help="Ceiling of the memory for rows, such as 64GiB. Default: 8GiB, less where shared memory has less.",
-        ),
-    ] = None,
-    runtime: Annotated[
-        Path | None,
-        typer.Option(
-            "--runtime",
-            show_default=False,
-            help=f"Directory of the socket and of locks, made private (0700). Default: ${RUNTIME_VARIABLE}, else this user's.",
-        ),
-    ] = None,
-    keys: Annotated[
-        Path | None,
-        typer.Option(
-            "--keys",
-            metavar="DIR",
-            show_default=False,
-            help="Directory of the keys that every tcp address asks for. Default: none at loopback addresses, "
-            "else those of `transferqueue keys`, without which no other address is listened at.",
-        ),
-    ] = None,
-    plain_bytes: Annotated[
-        bool,
-        typer.Option(
-            "--plain-bytes",
-            help="With keys too, send columns to other machines unencrypted: several times as fast, for networks on which "
-            "nobody listens. Calls stay encrypted, and only who was given a ticket in one gets bytes.",
-        ),
-    ] = False,
-    durability: Annotated[
-        str,
-        typer.Option(
-            "--durability",
-            metavar="LEVEL",
-            help="What outlives the server: memory (nothing), process (all, through the crash of any process), "
-            "disk (all, through a reboot).",
-        ),
-    ] = "memory",
-    state: Annotated[
-        Path | None,
-        typer.Option(
-            "--state",
-            metavar="DIR",
-            show_default=False,
-            help="Directory that keeps it, for process and disk; made private (0700). The next server given the same goes on.",
-        ),
-    ] = None,
-    accept_loss: Annotated[
-        bool,
-        typer.Option(
-            "--accept-loss",
-            help="If what --state held is damaged or incomplete, which is refused otherwise: move its files to lost-N in it, give "
-            "shared memory that they spoke of back, and begin anew. Does nothing where it is whole.",
-        ),
-    ] = False,
-    snapshots: Annotated[
-        Path | None,
-        typer.Option(
-            "--snapshots",
-            metavar="DIR",
-            show_default=False,
-            help="Directory under which clients name snapshots. Default: $TRANSFERQUEUE_SNAPSHOTS, else ./snapshots.",
-        ),
-    ] = None,
-    coordinator: Annotated[
-        str | None,
-        typer.Option(
-            "--coordinator",
-            metavar="K/N",
-            show_default=False,
-            help="This server is number K of N that clients use as one, each with a part of the tables (docs/CLUSTER.md); "
-            "NAME:K/N also says of which deployment.",
-        ),
-    ] = None,
-    web: Annotated[
-        str | None,
-        typer.Option(
-            "--web",
-            metavar="PORT",
-            show_default=False,
-            help="Show a page at 127.0.0.1:PORT: tables, tasks, rates, waits, live. Prints a link, which is a password.",
-        ),
-    ] = None,
-    http: Annotated[
-        str | None,
-        typer.Option(
-            "--http",
-            metavar="PORT",
-            show_default=False,
-            help="Serve put_prompts, get_experience and the like over HTTP at 127.0.0.1:PORT; its page says how. Prints a link, too.",
-        ),
-    ] = None,
-    tokens: Annotated[
-        Path | None,
-        typer.Option(
-            "--tokens",
-            metavar="DIR",
-            show_default=False,
-            help="Directory of three files: page and service hold the tokens that --web and --http ask for, metrics one that opens "
-            "/metrics alone. Made where there is none (0700, files 0600). Default: new tokens, in the links.",
-        ),
-    ] = None,
-    token_file: Annotated[Path | None, typer.Option("--token-file", hidden=True)] = None,
-    supervised: Annotated[
-        bool,
-        typer.Option("--supervise", help="Start the server again when it crashes; clients go on where it is durable."),
-    ] = False,
+    address: AddressOption = None,
+    tcp: TcpOption = None,
+    arena_bytes: ArenaBytesOption = None,
+    runtime: RuntimeOption = None,
+    keys: KeysOption = None,
+    plain_bytes: PlainBytesOption = False,
+    durability: DurabilityOption = "memory",
+    state: StateOption = None,
+    accept_loss: AcceptLossOption = False,
+    snapshots: SnapshotsOption = None,
+    coordinator: CoordinatorOption = None,
+    web: WebOption = None,
+    http: HttpOption = None,
+    tokens: TokensOption = None,
+    token_file: TokenFileOption = None,
+    supervised: SupervisedOption = False,
 ) -> None:
     """Start a server and run it until Ctrl-C or SIGTERM; it leaves no file behind, except in --state.
 
     Prints one line when it listens: "ready", then its addresses (and "web" or "http" and a link, with --web or --http). Clients give the first of them to connect().
     """
-    from transferqueue.limits import parse_bytes
     from transferqueue.server.process.serve import serve as serve_until_stopped
     from transferqueue.server.process.supervisor import supervise
 
-    _refuse_one_token(token_file)
-    announce = _announcing({"web": web, "http": http}, tokens)
-    ceiling = parse_bytes(arena_bytes) if arena_bytes else None
-    place = place_of(address, runtime)
+    _refuse_token_file(token_file)
+    announce = _announcer({"web": web, "http": http}, tokens)
+    arena_bytes_max = size_in_bytes(arena_bytes)
+    listen_at = listening_address(address, runtime)
 
     def run() -> None:
         serve_until_stopped(
-            place,
+            listen_at,
             tcp=tcp or (),
-            arena_bytes=ceiling,
+            arena_bytes=arena_bytes_max,
             keys=keys,
             plain_bytes=plain_bytes,
             durability=durability,
@@ -192,7 +197,7 @@ def serve(
         raise typer.Exit(code)
 
 
-def _refuse_one_token(token_file: Path | None) -> None:
+def _refuse_token_file(token_file: Path | None) -> None:
     from transferqueue.errors import UsageError
 
     if token_file is not None:
@@ -202,36 +207,38 @@ def _refuse_one_token(token_file: Path | None) -> None:
         )
 
 
-def _announcing(wanted: Mapping[str, str | None], directory: Path | None) -> Callable[[list[str]], None]:
-    """`_announce`, with the page and the HTTP service that are wanted. One token of each for all lives of a supervised server: links
-    go on to work."""
-    places = {name: where for name, where in wanted.items() if where is not None}
-    if not places and directory is None:
+def _announcer(ports: Mapping[str, str | None], token_directory: Path | None) -> Callable[[list[str]], None]:
+    """What to do when the server listens: print its addresses, start the pages that have a port, and print their links.
+
+    The tokens are made here, once: the links of a supervised server stay valid when it is started again.
+    """
+    requested = {name: port for name, port in ports.items() if port is not None}
+    if not requested and token_directory is None:
         return _announce
     from transferqueue.errors import UsageError
     from transferqueue.web.access import web_place
     from transferqueue.web.subprocesses import KINDS, check_installed, start_page
     from transferqueue.web.token import kept_tokens, new_tokens
 
-    if not places:
-        raise UsageError(f"--tokens {directory} has the tokens of --web and --http; give one of them too")
+    if not requested:
+        raise UsageError(f"--tokens {token_directory} has the tokens of --web and --http; give one of them too")
     check_installed()
-    found = {name: web_place(where) for name, where in places.items()}
-    tokens = new_tokens() if directory is None else kept_tokens(directory)
-    kept: list[object] = []  # a process lasts as long as the pipe to it
+    places = {name: web_place(port) for name, port in requested.items()}
+    tokens = new_tokens() if token_directory is None else kept_tokens(token_directory)
+    pages: list[object] = []  # each page ends when the pipe to it is closed
 
     def announce(addresses: list[str]) -> None:
         started = {
             name: start_page(
                 addresses[0],
-                f"{at.host}:{at.port}",
+                f"{place.host}:{place.port}",
                 tokens[KINDS[name]],
                 KINDS[name],
                 metrics_token=tokens["metrics"],
             )
-            for name, at in found.items()
+            for name, place in places.items()
         }
-        kept.append(started)
+        pages.append(started)
         _announce(addresses)
         for name, (_, link) in started.items():
             say(f"{name} {link}")
@@ -240,8 +247,8 @@ def _announcing(wanted: Mapping[str, str | None], directory: Path | None) -> Cal
     return announce
 
 
-def place_of(address: str | None, runtime: Path | None) -> str | None:
-    """Where to listen; a runtime directory that was named becomes that of this process."""
+def listening_address(address: str | None, runtime: Path | None) -> str | None:
+    """The address to listen at, None for the default one. `runtime` becomes the runtime directory of this process."""
     from transferqueue.errors import UsageError
 
     if runtime is None:
@@ -256,7 +263,6 @@ def place_of(address: str | None, runtime: Path | None) -> str | None:
 
 
 def _announce(addresses: list[str]) -> None:
-    say(" ".join(["ready", *addresses]))
-    sys.stdout.flush()
+    say_ready(addresses)
     if sys.stderr.isatty():
         say(f'join it with connect("{addresses[0]}"); Ctrl-C stops it', err=True)

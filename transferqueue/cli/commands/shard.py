@@ -1,16 +1,16 @@
-"""`transferqueue shard`: lend this machine's memory to a deployment; `transferqueue shard drain`: take one out of it."""
+"""`transferqueue shard` adds this machine's memory to a deployment as a shard; `transferqueue shard drain` removes a shard."""
 
 from __future__ import annotations
 
 import signal
-import sys
 from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
 
-from transferqueue.cli.connection import AddressOption, single_address_of
-from transferqueue.cli.screens.terminal import say
+from transferqueue.cli.connection import single_address_of
+from transferqueue.cli.options import AddressOption, arena_bytes_option, size_in_bytes
+from transferqueue.cli.screens.terminal import say_ready
 
 EXAMPLES = (
     ("transferqueue shard", "lend memory to the server of this user"),
@@ -27,50 +27,54 @@ EXAMPLES = (
 commands = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
 
 
+JoinOption = Annotated[
+    str | None,
+    typer.Option(
+        "--join",
+        "--address",
+        "-a",
+        metavar="ADDRESS",
+        show_default=False,
+        help="The server: ipc://path, tcp://host:port or a join token. Default: as of all commands.",
+    ),
+]
+ArenaBytesOption = Annotated[
+    str | None,
+    arena_bytes_option(
+        "Ceiling of the memory that is lent, such as 64GiB. Default: 8GiB, less where shared memory has less.",
+    ),
+]
+StoreOption = Annotated[
+    str,
+    typer.Option(
+        "--store",
+        metavar="ADDRESS",
+        show_default=False,
+        help="Keep the bytes in another store: mooncake://host:port of a Mooncake master, file:///directory, or what a "
+        "package registers. Default: shared memory of this machine. --arena-bytes is then the most that is kept there.",
+    ),
+]
+HostOption = Annotated[
+    str | None,
+    typer.Option(
+        "--host",
+        metavar="NAME",
+        show_default=False,
+        help="Where other machines reach this one. Default: the address from which it reaches the server; loopback for "
+        "one at a socket file.",
+    ),
+]
+LabelOption = Annotated[str, typer.Option("--label", metavar="TEXT", help="What people call it.")]
+
+
 @commands.callback()
 def shard(
     context: typer.Context,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            "--join",
-            "--address",
-            "-a",
-            metavar="ADDRESS",
-            show_default=False,
-            help="The server: ipc://path, tcp://host:port or a join token. Default: as of all commands.",
-        ),
-    ] = None,
-    arena_bytes: Annotated[
-        str | None,
-        typer.Option(
-            "--arena-bytes",
-            metavar="SIZE",
-            show_default=False,
-            help="Ceiling of the memory that is lent, such as 64GiB. Default: 8GiB, less where shared memory has less.",
-        ),
-    ] = None,
-    store: Annotated[
-        str,
-        typer.Option(
-            "--store",
-            metavar="ADDRESS",
-            show_default=False,
-            help="Keep the bytes in another store: mooncake://host:port of a Mooncake master, file:///directory, or what a "
-            "package registers. Default: shared memory of this machine. --arena-bytes is then the most that is kept there.",
-        ),
-    ] = "",
-    host: Annotated[
-        str | None,
-        typer.Option(
-            "--host",
-            metavar="NAME",
-            show_default=False,
-            help="Where other machines reach this one. Default: the address from which it reaches the server; loopback for "
-            "one at a socket file.",
-        ),
-    ] = None,
-    label: Annotated[str, typer.Option("--label", metavar="TEXT", help="What people call it.")] = "shard",
+    address: JoinOption = None,
+    arena_bytes: ArenaBytesOption = None,
+    store: StoreOption = "",
+    host: HostOption = None,
+    label: LabelOption = "shard",
 ) -> None:
     """Lend this machine's memory to the server's deployment until it is drained, or until Ctrl-C or SIGTERM.
 
@@ -81,18 +85,17 @@ def shard(
         return
     from transferqueue.client.session.addresses import endpoint
     from transferqueue.cluster.shard import ShardProcess, serve_shard
-    from transferqueue.limits import parse_bytes
 
-    named = single_address_of(address, "a shard lends its memory to")
-    place, keys = endpoint(named)
-    before = signal.signal(signal.SIGTERM, _stop)
-    ceiling = parse_bytes(arena_bytes) if arena_bytes else None
+    server = single_address_of(address, "a shard lends its memory to")
+    place, keys = endpoint(server)
+    process = ShardProcess(
+        place or server, arena_bytes=size_in_bytes(arena_bytes), store=store, host=host, keys=keys, label=label
+    )
+    previous_handler = signal.signal(signal.SIGTERM, _stop)
     try:
-        serve_shard(
-            ShardProcess(place or named, arena_bytes=ceiling, store=store, host=host, keys=keys, label=label), _announce
-        )
+        serve_shard(process, lambda endpoint: say_ready([endpoint]))
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 @commands.command()
@@ -105,11 +108,6 @@ def drain(
 
     with connected(single_address_of(address, "a shard is of"), label="drain") as queue:
         queue.drain_shard(number)
-
-
-def _announce(endpoint: str) -> None:
-    say(f"ready {endpoint}")
-    sys.stdout.flush()
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> NoReturn:

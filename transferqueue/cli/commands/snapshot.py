@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from transferqueue.cli.connection import AddressOption, single_address_of
+from transferqueue.cli.connection import single_address_of
+from transferqueue.cli.options import AddressOption
 
 if TYPE_CHECKING:
     from transferqueue.client import Queue

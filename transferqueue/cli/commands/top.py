@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from transferqueue.cli.connection import AddressArgument, AddressOption, address_of
+from transferqueue.cli.connection import address_of
+from transferqueue.cli.options import AddressArgument, AddressOption, json_option
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -36,7 +37,7 @@ def top(
     where: AddressArgument = None,
     address: AddressOption = None,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print frames as JSON, one document each.")] = False,
+    json: Annotated[bool, json_option("Print frames as JSON, one document each.")] = False,
     interval: Annotated[
         float, typer.Option("--interval", "-i", min=0.05, max=3600.0, metavar="SECONDS", help="Time between frames.")
     ] = 0.5,

@@ -1,7 +1,11 @@
-"""Printing: the only place where commands write to the terminal. Whatever they write is made visible first (`transferqueue.text`)."""
+"""Printing: commands write to the terminal only through this module.
+
+Control characters are replaced by visible text first (`transferqueue.text`), so that no name in a table can send an escape sequence.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,21 +22,18 @@ class Screen(Console):
     """A console whose own escapes (colours, the live display) are the only ones that reach the terminal."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """What is written, piece by piece."""
+        """Yield the segments to write, with control characters made visible."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible_lines(segment.text))
 
 
 def console(*, stderr: bool = False) -> Screen:
-    """The terminal, or the pipe, that this command writes to; 80 columns wide if it has no width.
-
-    Text is never markup: what is between brackets is shown as it is.
-    """
+    """A console on stdout or stderr, 80 columns wide if it has no width. Brackets in text are printed, never read as markup."""
     return Screen(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
 def show(lines: Iterable[Text], to: Console) -> None:
-    """Print lines as they are: what is too long runs on, for the terminal to wrap."""
+    """Print lines without breaking or cutting them: the terminal wraps long ones."""
     for line in lines:
         to.print(line, no_wrap=True, overflow="ignore", crop=False)
 
@@ -43,8 +44,14 @@ def show_json(value: Any) -> None:
 
 
 def say(text: object, *, err: bool = False) -> None:
-    """Print text, each of its lines as one."""
+    """Print text. Line breaks in it stay line breaks."""
     typer.echo(visible_lines(str(text)), err=err)
+
+
+def say_ready(addresses: Iterable[str]) -> None:
+    """Print ``ready`` and the addresses at once: whoever started this process reads that line from a pipe."""
+    say(" ".join(["ready", *addresses]))
+    sys.stdout.flush()
 
 
 def say_fields(*fields: str) -> None:

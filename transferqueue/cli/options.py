@@ -1,0 +1,52 @@
+"""Options that several commands share. An option of one command alone is declared in that command's file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from transferqueue.cli.connection import ADDRESS_VARIABLE
+
+AddressOption = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        "-a",
+        metavar="ADDRESS",
+        show_default=False,
+        help="The server: ipc://path, tcp://host:port or a join token; of several coordinators all, joined by commas. "
+        f"Default: ${ADDRESS_VARIABLE}, else "
+        "$TRANSFERQUEUE_TOKEN, else the server of this user.",
+    ),
+]
+AddressArgument = Annotated[
+    str | None, typer.Argument(metavar="ADDRESS", show_default=False, help="The same as --address.")
+]
+
+
+def arena_bytes_option(help_text: str) -> Any:
+    """The option ``--arena-bytes``: a size as text; `size_in_bytes` reads it."""
+    return typer.Option("--arena-bytes", metavar="SIZE", show_default=False, help=help_text)
+
+
+def size_in_bytes(text: str | None) -> int | None:
+    """A size such as ``64GiB`` in bytes, None where no size is given. `UsageError` if it is not a size."""
+    from transferqueue.limits import parse_bytes
+
+    return parse_bytes(text) if text else None
+
+
+def runtime_option(help_text: str) -> Any:
+    """The option ``--runtime``: the directory of a server's socket and locks."""
+    return typer.Option("--runtime", show_default=False, help=help_text)
+
+
+def directory_option(name: str, help_text: str) -> Any:
+    """An option whose value is a directory; the help says what stands for it where none is given."""
+    return typer.Option(name, metavar="DIR", show_default=False, help=help_text)
+
+
+def json_option(help_text: str) -> Any:
+    """The option ``--json``: print for programs."""
+    return typer.Option("--json", help=help_text)
