@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from transferqueue.client.session.lease_renewal import Keeper, Kept
+from transferqueue.client.session.lease_renewal import Keeper, RenewedLease
 
 
-def kept(keeper: Keeper, lease: int = 1, *, lease_s: float = 30.0, limit_s: float = 100.0, now: float = 0.0) -> Kept:
-    found = Kept("t", lease, lease, lease_s, limit_s)
+def kept(
+    keeper: Keeper, lease: int = 1, *, lease_s: float = 30.0, limit_s: float = 100.0, now: float = 0.0
+) -> RenewedLease:
+    found = RenewedLease("t", lease, lease, lease_s, limit_s)
     found.begin(now, lease_s)
     keeper.keep(found)
     return found

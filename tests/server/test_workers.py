@@ -13,7 +13,7 @@ import pytest
 from tests.server.nodes import Bench, local
 from transferqueue.observe.diagnosis import diagnose
 from transferqueue.policies import Task
-from transferqueue.server.sessions.exit_status import CUT, GOODBYE, Ending
+from transferqueue.server.sessions.exit_status import CUT, GOODBYE, SessionEnding
 from transferqueue.server.sessions.workers import GONE_MAX, Workers
 from transferqueue.wire import messages as m
 
@@ -33,7 +33,7 @@ def process(program: str) -> tuple[subprocess.Popen[bytes], int]:
 )
 def test_the_kernel_tells_how_a_process_ended(program: str, kill: signal.Signals | None, text: str) -> None:
     worker, pidfd = process(program)
-    ending = Ending(CUT, pidfd)
+    ending = SessionEnding(CUT, pidfd)
     try:
         if kill is not None:
             assert ending.text == CUT, "it lives"
@@ -49,10 +49,10 @@ def test_the_kernel_tells_how_a_process_ended(program: str, kill: signal.Signals
 
 
 def test_what_the_kernel_does_not_tell_is_not_guessed() -> None:
-    assert Ending("silent for 10 s").text == "silent for 10 s"
+    assert SessionEnding("silent for 10 s").text == "silent for 10 s"
     worker, pidfd = process("pass")
     worker.communicate()
-    late = Ending(GOODBYE, pidfd)
+    late = SessionEnding(GOODBYE, pidfd)
     assert (late.text, late.was_announced) == (GOODBYE, True)
     late.close()
     os.close(pidfd)

@@ -19,13 +19,13 @@ from starlette.routing import Route
 
 from transferqueue.transport import TcpAddress
 from transferqueue.web.access import AccessPolicy
-from transferqueue.web.connections import Deadlines, Server, configured
+from transferqueue.web.connections import ConnectionDeadlines, Server, configured
 from transferqueue.web.page.app import Gate
 
 GENEROUS_S = 60
 TOKEN = "token-of-the-test"  # noqa: S105
-QUICK = Deadlines(head_s=0.3, idle_s=1, stall_s=0.3, answer_bytes_per_s=1 << 30)
-NEVER = Deadlines(head_s=GENEROUS_S, idle_s=GENEROUS_S, stall_s=GENEROUS_S)
+QUICK = ConnectionDeadlines(head_s=0.3, idle_s=1, stall_s=0.3, answer_bytes_per_s=1 << 30)
+NEVER = ConnectionDeadlines(head_s=GENEROUS_S, idle_s=GENEROUS_S, stall_s=GENEROUS_S)
 LARGE = 32 << 20
 
 
@@ -210,7 +210,10 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off(more):
 
 
 def test_a_client_that_reads_slowly_but_fast_enough_has_it_all():
-    with Served(1, Deadlines(head_s=1, stall_s=GENEROUS_S)) as served, served.open(served.head("/large")) as raw:
+    with (
+        Served(1, ConnectionDeadlines(head_s=1, stall_s=GENEROUS_S)) as served,
+        served.open(served.head("/large")) as raw,
+    ):
         found = 0
         while found < LARGE:
             piece = raw.recv(1 << 20)
@@ -232,7 +235,7 @@ def descriptors():
 @pytest.mark.slow
 @pytest.mark.usefixtures("descriptors")
 def test_two_thousand_half_open_connections_do_not_shut_the_door():
-    with Served(512, Deadlines()) as served, contextlib.ExitStack() as stack:
+    with Served(512, ConnectionDeadlines()) as served, contextlib.ExitStack() as stack:
         for _ in range(2000):
             with contextlib.suppress(ConnectionError):
                 stack.enter_context(served.open(b"GET / HTTP/1.1\r\nHo"))

@@ -39,12 +39,12 @@ LET_IN: Final = "transferqueue.let_in"
 _TOO_LATE: Final = h11.Response(status_code=408, headers=[("connection", "close"), ("content-length", "0")])
 
 
-def configured(app: ASGIApp, most: int, deadlines: Deadlines | None = None) -> uvicorn.Config:
+def configured(app: ASGIApp, most: int, deadlines: ConnectionDeadlines | None = None) -> uvicorn.Config:
     """How uvicorn serves `app`: over at most `most` connections that keep the rules."""
-    places = Places(most, deadlines or Deadlines())
+    places = ConnectionPlaces(most, deadlines or ConnectionDeadlines())
     return uvicorn.Config(
         app,
-        http=cast("type[asyncio.Protocol]", partial(Connection, places)),
+        http=cast("type[asyncio.Protocol]", partial(HttpConnection, places)),
         timeout_keep_alive=places.deadlines.idle_s,
         h11_max_incomplete_event_size=HEAD_BYTES_MAX,
         backlog=ACCEPTED_MAX,
@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
             listener.listen(PENDING_MAX)
 
 
-class Deadlines(NamedTuple):
+class ConnectionDeadlines(NamedTuple):
     """How long a connection may take; the rules say for what. idle_s: longer than the interval of a Prometheus that asks often."""
 
     head_s: float = 5.0
@@ -77,42 +77,44 @@ class Deadlines(NamedTuple):
     answer_bytes_per_s: float = 1 << 20
 
 
-class Places:
+class ConnectionPlaces:
     """The places of one server's connections. Used from one event loop."""
 
-    def __init__(self, most: int, deadlines: Deadlines) -> None:
+    def __init__(self, most: int, deadlines: ConnectionDeadlines) -> None:
         self.most: Final = most
         self.deadlines: Final = deadlines
         self.taken = 0
-        self._strangers: dict[Connection, None] = {}
+        self._strangers: dict[HttpConnection, None] = {}
         """Connections without a request that was let in, the oldest first."""
 
-    def take(self, connection: Connection) -> None:
+    def take(self, connection: HttpConnection) -> None:
         """Give a new connection a place, which the oldest stranger leaves if none is free."""
         self.taken += 1
         if self.taken > self.most and self._strangers:
             next(iter(self._strangers)).cut_off()
         self._strangers[connection] = None
 
-    def let_in(self, connection: Connection) -> None:
+    def let_in(self, connection: HttpConnection) -> None:
         """The door let in the request of the connection: it keeps its place until it has its answer."""
         self._strangers.pop(connection, None)
 
-    def answered(self, connection: Connection) -> None:
+    def answered(self, connection: HttpConnection) -> None:
         """The connection has its answer, and is the newest of those that may lose their places."""
         self._strangers.pop(connection, None)
         self._strangers[connection] = None
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: HttpConnection) -> None:
         """The connection is closed."""
         self._strangers.pop(connection, None)
         self.taken -= 1
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """A connection of uvicorn that keeps the rules."""
 
-    def __init__(self, places: Places, *, _loop: asyncio.AbstractEventLoop | None = None, **given: Any) -> None:
+    def __init__(
+        self, places: ConnectionPlaces, *, _loop: asyncio.AbstractEventLoop | None = None, **given: Any
+    ) -> None:
         super().__init__(**given, _loop=_loop)
         self._places, self._deadlines = places, places.deadlines
         self._inner, self.app = self.app, self._tell_app

@@ -17,7 +17,7 @@ from transferqueue.client.operations.column_source import ColumnSource, content_
 from transferqueue.client.operations.commit import commit
 from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.client.session.deadline import Deadline
-from transferqueue.client.session.lease_renewal import Kept
+from transferqueue.client.session.lease_renewal import RenewedLease
 from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import BatchEnded, LeaseExpired, NotFound, ShardLost, UsageError, listing
@@ -165,7 +165,7 @@ def _lease(
 
 def _kept(
     terms: TableInfo, request: m.LeaseRequest, leased: m.Leased, time_limit_s: float | None
-) -> Operation[Kept | None]:
+) -> Operation[RenewedLease | None]:
     """How the lease is renewed. A task that another client declared since the terms were heard is asked for."""
     if time_limit_s is None:
         task = terms.task(request.task)
@@ -175,7 +175,7 @@ def _kept(
         time_limit_s = 0.0 if task is None else task.held_s_max
     if not time_limit_s:
         return None
-    return Kept(terms.name, leased.lease, leased.token, max(request.lease_s, leased.lease_s), time_limit_s)
+    return RenewedLease(terms.name, leased.lease, leased.token, max(request.lease_s, leased.lease_s), time_limit_s)
 
 
 def ack(lent: BatchLease, rows: object, facts: GivenFacts, columns: Mapping[str, Any], step: int) -> Operation[None]:
@@ -290,7 +290,7 @@ class BatchLease:
         task: str,
         leased: m.Leased,
         source: ColumnSource,
-        kept: Kept | None = None,
+        kept: RenewedLease | None = None,
     ) -> None:
         self.client, self.terms, self.task, self.source = client, terms, task, source
         self.lease, self.token = leased.lease, leased.token

@@ -20,7 +20,7 @@ from typing import Final, NoReturn
 
 from transferqueue.client.session.calls import PendingCall, PendingCalls, outcome, wait_of
 from transferqueue.client.session.deadline import Deadline
-from transferqueue.client.session.lease_renewal import Keeper, Kept
+from transferqueue.client.session.lease_renewal import Keeper, RenewedLease
 from transferqueue.client.session.undo import give_back, in_doubt, unanswered, unpin
 from transferqueue.errors import (
     DeadlineExceeded,
@@ -195,7 +195,7 @@ class Connection:
         """Calls may wait again."""
         self._why_no_waits, self._waits_end_now = None, False
 
-    def keep(self, kept: Kept, lease_s: float) -> None:
+    def keep(self, kept: RenewedLease, lease_s: float) -> None:
         """The lease, which lasts `lease_s` from now, is renewed until it is over or its time limit has passed. For finalizers
         too, like `post`."""
         if os.getpid() != self._pid or self._over is not None:
@@ -205,7 +205,7 @@ class Connection:
         if kept.due < self._check_at:  # read after the lease was added: see `_turn`
             self._bell.set()
 
-    def keep_on(self, kept: Kept) -> None:
+    def keep_on(self, kept: RenewedLease) -> None:
         """The holder of a lease that is kept has shown that it does not hang."""
         if os.getpid() == self._pid and self._over is None and kept.restart(self._clock()):
             self._keeper.keep(kept)
@@ -337,7 +337,7 @@ class Connection:
                 due = min(due, other)
         return min(due, self._goodbye_by) if self._goodbye is not None else due
 
-    def _renew(self, kept: Kept, lease_s: float, now: float) -> None:
+    def _renew(self, kept: RenewedLease, lease_s: float, now: float) -> None:
         """Ask for one more term of a lease. Sent again like any call; a server that comes back in time answers it."""
 
         def settled() -> None:

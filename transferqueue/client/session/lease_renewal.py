@@ -9,7 +9,7 @@ Rules:
 3. A process that is dead, stopped or cut off renews nothing, so its rows are given to others after `lease_s`.
 4. A lease that the server refuses to renew is lost. Its holder learns that when it next uses the batch.
 
-`Keeper.keep` and the methods of `Kept` may be called from any thread, also from a finalizer: they take no lock. Everything else
+`Keeper.keep` and the methods of `RenewedLease` may be called from any thread, also from a finalizer: they take no lock. Everything else
 belongs to the thread of the connection.
 """
 
@@ -25,8 +25,9 @@ COMPACT_MIN = 256
 """Ended leases are swept out of the heap when it has doubled, but not below this."""
 
 
-class Kept:
-    """One lease that is kept. lease_s: what each renewal asks for. limit_s: how long it is kept from a hand-over on."""
+class RenewedLease:
+    """A lease that the client renews. lease_s: the duration that each renewal asks for. limit_s: for how long after the worker last
+    showed that it does not hang."""
 
     __slots__ = ("due", "ended", "ends", "is_last", "lease", "lease_s", "limit_s", "lost", "table", "token", "until")
 
@@ -60,12 +61,12 @@ class Keeper:
     """The leases of one connection."""
 
     def __init__(self) -> None:
-        self._new: deque[Kept] = deque()
-        self._heap: list[tuple[float, int, Kept]] = []
+        self._new: deque[RenewedLease] = deque()
+        self._heap: list[tuple[float, int, RenewedLease]] = []
         self._pushed = 0
         self._compact_at = COMPACT_MIN
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: RenewedLease) -> None:
         """Renew this lease from `kept.due` on. Again: from the present `due`."""
         self._new.append(kept)
 
@@ -82,7 +83,7 @@ class Keeper:
             heapq.heappop(heap)
         return heap[0][0] if heap else None
 
-    def renewals(self, now: float) -> list[tuple[Kept, float]]:
+    def renewals(self, now: float) -> list[tuple[RenewedLease, float]]:
         """The leases to renew now, and for how long. Each waits for `renewed` or `lost` then."""
         wanted = []
         while (due := self.next_due()) is not None and due <= now:
@@ -94,7 +95,7 @@ class Keeper:
                 wanted.append((kept, min(kept.lease_s, left)))
         return wanted
 
-    def renewed(self, kept: Kept, lease_s: float, now: float) -> None:
+    def renewed(self, kept: RenewedLease, lease_s: float, now: float) -> None:
         """The lease lasts `lease_s` from now."""
         kept.ends = now + lease_s
         if not kept.is_last and kept.due == math.inf:
@@ -105,7 +106,7 @@ class Keeper:
         while self._new:
             self._push(self._new.popleft())
 
-    def _push(self, kept: Kept) -> None:
+    def _push(self, kept: RenewedLease) -> None:
         self._pushed += 1
         heapq.heappush(self._heap, (kept.due, self._pushed, kept))
         if len(self._heap) > self._compact_at:
@@ -114,6 +115,6 @@ class Keeper:
             self._compact_at = max(COMPACT_MIN, 2 * len(self._heap))
 
 
-def _stands(entry: tuple[float, int, Kept]) -> bool:
+def _stands(entry: tuple[float, int, RenewedLease]) -> bool:
     due, _, kept = entry
     return kept.due == due and not kept.ended and not kept.lost

@@ -121,8 +121,8 @@ def new_origin(state: bytes = b"") -> Origin:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """All that a journal holds, read and checked. base: the turn of its image (0: it has none); turn: its last one."""
+class JournalContents:
+    """The contents of a journal, read and checked. base: the turn of its image (0: it has none); turn: its last one."""
 
     path: Path
     origin: Origin
@@ -150,7 +150,7 @@ class _Blank(Exception):
     """A database that never became a journal: its server died, or was refused, before the first word."""
 
 
-def read_journal(path: Path) -> Kept | None:
+def read_journal(path: Path) -> JournalContents | None:
     """What is in the journal at `path`; None: there is none, or one in which nothing was ever written.
 
     Reads all of it, checks all of it, and changes nothing. `Corruption` for what is damaged, or is no journal; `UsageError` for
@@ -197,7 +197,7 @@ def _check_pages(database: sqlite3.Connection, path: Path) -> None:
         raise Corruption(f"journal {path} is damaged: {'; '.join(map(str, found))}")
 
 
-def _read(database: sqlite3.Connection, path: Path) -> Kept:
+def _read(database: sqlite3.Connection, path: Path) -> JournalContents:
     origin, digest = _origin(database, path)
     base, image, digests = 0, None, {0: digest}
     stored = database.execute("SELECT turn, before, state, digest FROM image").fetchone()
@@ -218,7 +218,7 @@ def _read(database: sqlite3.Connection, path: Path) -> Kept:
         turn, digest = number, its
         digests[turn] = digest
         records += found
-    return Kept(path, origin, base, turn, image, records, digests)
+    return JournalContents(path, origin, base, turn, image, records, digests)
 
 
 def _origin(database: sqlite3.Connection, path: Path) -> tuple[Origin, bytes]:

@@ -29,7 +29,7 @@ from transferqueue.server.durability.journal import IDENTITY_BYTES, Level
 from transferqueue.transport import this_boot
 
 if TYPE_CHECKING:
-    from transferqueue.server.durability.journal import Kept
+    from transferqueue.server.durability.journal import JournalContents
     from transferqueue.storage.memory.arena import Arena
 
 MARGIN_BYTES: Final = PAGE_BYTES
@@ -98,7 +98,7 @@ def read_notes(margin: bytes) -> Notes:
     return Notes(_note(margin[_BEGUN:]), _note(margin[_DONE:]))
 
 
-def check(notes: Notes, kept: Kept, *, rebooted: bool) -> None:
+def check(notes: Notes, kept: JournalContents, *, rebooted: bool) -> None:
     """`Corruption` unless `kept` is the journal that the head speaks of, whole (rules 2 and 3)."""
     begun, done = notes.begun, notes.done
     for note in (begun, done):

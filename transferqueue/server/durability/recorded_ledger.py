@@ -271,14 +271,16 @@ class RecordedLedger(Ledger):
         self._tail = Tail(image_nbytes=len(state))
 
 
-class Loaded(Protocol):
-    """What a journal holds: see `Journal.load`."""
+class LoadableJournal(Protocol):
+    """A journal that can be read: see `Journal.load`."""
 
     def load(self) -> tuple[bytes | None, Iterable[bytes]]:
         """The image and the records after it."""
 
 
-def replay_journal(journal: Loaded, selectors: Mapping[str, PluginFactory] | None = None) -> tuple[Ledger, Tail]:
+def replay_journal(
+    journal: LoadableJournal, selectors: Mapping[str, PluginFactory] | None = None
+) -> tuple[Ledger, Tail]:
     """The ledger as it was at the last commit, and the tail it was made with. Epoch 0: there was nothing.
 
     `Corruption` if image or tail cannot be carried out, or as `Ledger.from_image`.

@@ -8,7 +8,7 @@ The law:
 2. A directory is new if nothing was ever committed in it: nobody was told anything. So a server that dies while it makes its
    files leaves a new directory. The link is made last.
 3. `about.json` is for the case that the arena is gone: at level ``process``, in another boot of the machine, that is what the
-   level says, and no damage (`Gone`). If the arena is there, the head says all that `about.json` does.
+   level says, and no damage (`LostAtReboot`). If the arena is there, the head says all that `about.json` does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 from transferqueue.errors import Corruption, TransferQueueError, UsageError
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.server.durability import journal_head as head
-from transferqueue.server.durability.journal import Kept, Level, read_journal
+from transferqueue.server.durability.journal import JournalContents, Level, read_journal
 from transferqueue.server.durability.journal_head import MARGIN_BYTES, Notes
 from transferqueue.server.durability.recorded_ledger import STATE, Tail, replay_journal
 from transferqueue.server.shards.own_memory import SHARD
@@ -53,20 +53,20 @@ class Past:
 
     arena: Path
     allocator: Allocator
-    kept: Kept
+    kept: JournalContents
     ledger: Ledger
     tail: Tail
     rebooted: bool
 
 
 @dataclass(frozen=True)
-class Gone:
-    """What level ``process`` held before a reboot. lost: what that was."""
+class LostAtReboot:
+    """A state directory of level ``process`` from before a reboot: its memory is gone. lost: what was in it."""
 
     lost: str
 
 
-def examine(path: Path, level: Level) -> Past | Gone | None:
+def examine(path: Path, level: Level) -> Past | LostAtReboot | None:
     """What is in the state directory `path`; None: nothing was ever committed there. Changes nothing.
 
     `Corruption` for what is damaged or missing; `UsageError` for what was made with another level or by another version.
@@ -96,7 +96,7 @@ def read_about(path: Path) -> tuple[About | None, str]:
         return None, str(error)
 
 
-def _whole(path: Path, level: Level, file: Path) -> Past | Gone:
+def _whole(path: Path, level: Level, file: Path) -> Past | LostAtReboot:
     size, notes = _notes_in(file)
     note = notes.any
     if note is None or note.nbytes != size:
@@ -106,7 +106,7 @@ def _whole(path: Path, level: Level, file: Path) -> Past | Gone:
     _check_level(path, note.level, level)
     rebooted = any(one is not None and one.boot != head.boot_digest() for one in (notes.begun, notes.done))
     if rebooted and level is Level.PROCESS:
-        return Gone(_what_was_lost(path))
+        return LostAtReboot(_what_was_lost(path))
     kept = _kept(path)
     if kept is None:
         raise Corruption(
@@ -118,11 +118,11 @@ def _whole(path: Path, level: Level, file: Path) -> Past | Gone:
     return Past(file, Allocator.holding(size - MARGIN_BYTES, lent), kept, ledger, tail, rebooted)
 
 
-def _without_link(path: Path, level: Level, about: About | None, unread: str) -> Gone | None:
+def _without_link(path: Path, level: Level, about: About | None, unread: str) -> LostAtReboot | None:
     if about is not None:
         _check_level(path, about.level, level)
         if level is Level.PROCESS and about.boot != head.boot_name():
-            return Gone(_what_was_lost(path))
+            return LostAtReboot(_what_was_lost(path))
     kept = _kept(path)
     strays = [file for file in path.glob(ARENAS) if _commits_in(file)]
     if kept is not None and kept.turn:
@@ -143,20 +143,20 @@ def _without_link(path: Path, level: Level, about: About | None, unread: str) ->
     return None
 
 
-def _without_arena(path: Path, level: Level, about: About | None, unread: str, file: Path) -> Gone:
+def _without_arena(path: Path, level: Level, about: About | None, unread: str, file: Path) -> LostAtReboot:
     if about is None:
         why = f"cannot be read ({unread})" if unread else "is missing"
         raise Corruption(f"state directory {path}: its arena {file} is missing, and {ABOUT} {why}")
     _check_level(path, about.level, level)
     lost = _what_was_lost(path)
     if level is Level.PROCESS and about.boot != head.boot_name():
-        return Gone(lost)
+        return LostAtReboot(lost)
     raise Corruption(
         f"state directory {path}: its arena {file} is missing, though the machine was not started anew since. {lost}"
     )
 
 
-def _kept(path: Path) -> Kept | None:
+def _kept(path: Path) -> JournalContents | None:
     kept = read_journal(path / JOURNAL)
     if kept is not None and kept.origin.state != STATE:
         raise UsageError(

@@ -37,7 +37,7 @@ from transferqueue.server.durability import recovery as past
 from transferqueue.server.durability.journal import Level, SqliteJournal, new_origin
 from transferqueue.server.durability.journal_head import MARGIN_BYTES, ArenaHead, boot_name
 from transferqueue.server.durability.recorded_ledger import STATE, RecordedLedger, Tail
-from transferqueue.server.durability.recovery import Gone, Past
+from transferqueue.server.durability.recovery import LostAtReboot, Past
 from transferqueue.server.files import (
     SHARED_MEMORY,
     ArenaDirectory,
@@ -132,7 +132,7 @@ class StateDirectory:
             self._lock = _locked(self.path)
             made.callback(self._lock.release, unlink=False)
             found = self._examine(accept_loss)
-            self.rebooted: Final = isinstance(found, Gone) or (found is not None and found.rebooted)
+            self.rebooted: Final = isinstance(found, LostAtReboot) or (found is not None and found.rebooted)
             if isinstance(found, Past):
                 journal = self._go_on(found, made)
                 ledger, tail = found.ledger, found.tail
@@ -199,7 +199,7 @@ class StateDirectory:
 
     # ------------------------------------------------------------ how it begins
 
-    def _examine(self, accept_loss: bool) -> Past | Gone | None:
+    def _examine(self, accept_loss: bool) -> Past | LostAtReboot | None:
         """What there is to go on from. What there was and cannot be used is kept aside."""
         try:
             found = past.examine(self.path, self.level)
@@ -214,7 +214,7 @@ class StateDirectory:
                 "state directory %s: %s. The loss is accepted: files kept in %s", self.path, error, self._set_aside()
             )
             return None
-        if isinstance(found, Gone):
+        if isinstance(found, LostAtReboot):
             _log.error(
                 "state directory %s: its rows were in shared memory, which is gone with a reboot; beginning anew, files kept in "
                 "%s. %s",

@@ -25,7 +25,7 @@ DIED: Final = "its process ended"
 CUT: Final = "its connection ended"
 
 
-class Ending:
+class SessionEnding:
     """How one session ended. reason: what the server saw. pidfd: of its process (-1: none). A duplicate of it is kept until the
     exit status is known, or until `close`."""
 

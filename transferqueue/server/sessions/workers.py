@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from transferqueue.server.sessions.exit_status import Ending
+from transferqueue.server.sessions.exit_status import SessionEnding
 
 GONE_MAX: Final = 256
 """Tasks for which the last worker is remembered. Each may hold a descriptor of its process."""
@@ -20,12 +20,12 @@ Key = tuple[str, str]
 """Table and task."""
 
 
-class Gone:
+class DepartedWorker:
     """A worker whose session ended."""
 
     __slots__ = ("at", "ending", "label")
 
-    def __init__(self, label: str, at: float, ending: Ending) -> None:
+    def __init__(self, label: str, at: float, ending: SessionEnding) -> None:
         self.label, self.at, self.ending = label, at, ending
 
 
@@ -36,7 +36,7 @@ class Workers:
         self._tasks: dict[int, dict[Key, float]] = {}
         """Session -> task -> when the session last asked for rows of the task."""
         self._sessions: dict[Key, dict[int, None]] = {}
-        self._gone: OrderedDict[Key, Gone] = OrderedDict()
+        self._gone: OrderedDict[Key, DepartedWorker] = OrderedDict()
 
     def record_request(self, session: int, table: str, task: str, now: float) -> None:
         """Record that a session asks for rows of an existing task."""
@@ -49,14 +49,14 @@ class Workers:
         mine[key] = now
 
     def record_end(self, session: int, label: str, reason: str, pidfd: int, now: float) -> None:
-        """Record that a session ended. reason, pidfd: as in `Ending`."""
+        """Record that a session ended. reason, pidfd: as in `SessionEnding`."""
         for key in self._tasks.pop(session, ()):
             others = self._sessions[key]
             del others[session]
             if not others:
                 del self._sessions[key]
             self._forget(key)
-            self._gone[key] = Gone(label, now, Ending(reason, pidfd))
+            self._gone[key] = DepartedWorker(label, now, SessionEnding(reason, pidfd))
         while len(self._gone) > GONE_MAX:
             self._forget(next(iter(self._gone)))
 
@@ -77,7 +77,7 @@ class Workers:
             default=None,
         )
 
-    def last_gone(self, table: str, task: str) -> Gone | None:
+    def last_gone(self, table: str, task: str) -> DepartedWorker | None:
         """The worker of the task whose session ended last; None if there is none."""
         return self._gone.get((table, task))
 

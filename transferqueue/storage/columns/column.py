@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transferqueue.errors import BatchEnded, InternalError, UsageError
 from transferqueue.schema import TORCH_ONLY_DTYPES, Field, align
 from transferqueue.storage.columns.export import arrow_array, row_value, shown_row, to_python
-from transferqueue.storage.columns.gather import Loaded, dense_run, load, offsets_of
+from transferqueue.storage.columns.gather import LoadedColumn, dense_run, load, offsets_of
 from transferqueue.storage.columns.placement import RowPlacement
 from transferqueue.storage.elements.dtypes import I64, ml_dtype, stored, viewed
 from transferqueue.storage.elements.numbers import store_numbers
@@ -58,7 +58,7 @@ class Column(Staying):
         self.field = field
         self._placement: RowPlacement | None = placement
         self._rows = placement.rows
-        self._cell: dict[str, Loaded] = {}
+        self._cell: dict[str, LoadedColumn] = {}
 
     @classmethod
     def of_inline(cls, field: Field, data: bytes | NDArray[Any]) -> Column:
@@ -66,7 +66,7 @@ class Column(Staying):
         values = np.frombuffer(data, stored(field.dtype)).copy() if isinstance(data, bytes) else data
         column = cls.__new__(cls)
         column.field, column._placement, column._rows = field, None, len(values)
-        column._cell = {"rows": Loaded(len(values), values, None, None)}
+        column._cell = {"rows": LoadedColumn(len(values), values, None, None)}
         return column
 
     @property
@@ -218,7 +218,7 @@ class Column(Staying):
         """
         return to_python(self.field, self._load())
 
-    def _load(self) -> Loaded:
+    def _load(self) -> LoadedColumn:
         placement, loaded = self._placement, self._cell.get("rows")
         if placement is None:
             if loaded is None:
@@ -243,7 +243,7 @@ class Column(Staying):
             return dense_run(self.field, placement, *placement.run)
         return self._load().values.reshape(self._rows, *self.field.fixed)
 
-    def _steps(self, loaded: Loaded) -> NDArray[Any]:
+    def _steps(self, loaded: LoadedColumn) -> NDArray[Any]:
         return loaded.values.reshape(int(offsets_of(loaded)[-1]), *self.field.fixed)
 
     def _shapes(self) -> I64:

@@ -10,7 +10,7 @@ import numpy as np
 
 from transferqueue.errors import Corruption
 from transferqueue.schema import TORCH_ONLY_DTYPES, Field
-from transferqueue.storage.columns.gather import Loaded, offsets_of, shapes_of
+from transferqueue.storage.columns.gather import LoadedColumn, offsets_of, shapes_of
 from transferqueue.storage.elements.dtypes import ml_dtype, stored, viewed
 from transferqueue.storage.elements.numbers import widened
 from transferqueue.storage.elements.torch_interop import as_torch
@@ -19,7 +19,7 @@ from transferqueue.storage.elements.values import decode
 Array = np.ndarray[Any, Any]
 
 
-def row_value(field: Field, loaded: Loaded, at: int) -> Any:
+def row_value(field: Field, loaded: LoadedColumn, at: int) -> Any:
     """One row: a Python value for scalars and blobs, otherwise an array that views it."""
     if field.blob:
         return _blob(field, loaded.values.data, *offsets_of(loaded)[at : at + 2].tolist())
@@ -33,7 +33,7 @@ SHOWN_ITEMS: Final = 4
 SHOWN_BYTES: Final = 48
 
 
-def shown_row(field: Field, loaded: Loaded, at: int) -> str:
+def shown_row(field: Field, loaded: LoadedColumn, at: int) -> str:
     """One row for a repr, shortened; only what is shown is read."""
     if field.blob:
         start, end = offsets_of(loaded)[at : at + 2].tolist()
@@ -52,7 +52,7 @@ def shown_row(field: Field, loaded: Loaded, at: int) -> str:
     return f"[{', '.join(items + ['...'] * (row.size > SHOWN_ITEMS))}]{sizes}"
 
 
-def to_python(field: Field, loaded: Loaded) -> list[Any]:
+def to_python(field: Field, loaded: LoadedColumn) -> list[Any]:
     """All rows as plain Python values."""
     if field.blob:
         return _blobs(field, loaded)
@@ -64,7 +64,7 @@ def to_python(field: Field, loaded: Loaded) -> list[Any]:
     return [_row(field, whole, at).tolist() for at in range(loaded.rows)]
 
 
-def arrow_array(field: Field, loaded: Loaded) -> Any:
+def arrow_array(field: Field, loaded: LoadedColumn) -> Any:
     """All rows as an Arrow array; see `Column.arrow`."""
     import pyarrow as pa
 
@@ -86,7 +86,7 @@ def arrow_type(field: Field) -> Any:
     """The Arrow type of a column of this field, as `arrow_array` makes it."""
     values = np.empty(0, stored(field.dtype))
     shapes = np.empty((0, len(field.shape)), np.int64) if field.varied else None
-    return arrow_array(field, Loaded(0, values, None if field.dense else np.zeros(1, np.int64), shapes)).type
+    return arrow_array(field, LoadedColumn(0, values, None if field.dense else np.zeros(1, np.int64), shapes)).type
 
 
 _FIXED_MAX: Final = (1 << 31) - 1
@@ -114,7 +114,7 @@ def _fixed(field: Field) -> list[int]:
     return [size for size in field.shape if size is not None]
 
 
-def _row(field: Field, loaded: Loaded, at: int) -> Array:
+def _row(field: Field, loaded: LoadedColumn, at: int) -> Array:
     """A view of one row in its shape, in stored form."""
     if field.dense:
         step = field.step_elements
@@ -137,7 +137,7 @@ def _scalars(field: Field, values: Array) -> list[Any]:
     return found
 
 
-def _blobs(field: Field, loaded: Loaded) -> list[Any]:
+def _blobs(field: Field, loaded: LoadedColumn) -> list[Any]:
     memory = loaded.values.data
     edges = offsets_of(loaded).tolist()
     return [_blob(field, memory, start, end) for start, end in pairwise(edges)]

@@ -24,7 +24,7 @@ TAKEN_SHARE: Final = 4
 """Arrow takes from a whole block if at least one in so many of its rows is wanted: its offsets serve as they are."""
 
 
-class Loaded(NamedTuple):
+class LoadedColumn(NamedTuple):
     """A column's rows together: values one after the other in stored form, offsets from 0, shapes. None as the layout has it."""
 
     rows: int
@@ -33,21 +33,21 @@ class Loaded(NamedTuple):
     shapes: I64 | None
 
 
-def offsets_of(loaded: Loaded) -> I64:
+def offsets_of(loaded: LoadedColumn) -> I64:
     """Offsets of a column that has them."""
     if loaded.offsets is None:
         raise InternalError("a column of equal rows was asked for its offsets")
     return loaded.offsets
 
 
-def shapes_of(loaded: Loaded) -> I64:
+def shapes_of(loaded: LoadedColumn) -> I64:
     """Shapes of a column that has them."""
     if loaded.shapes is None:
         raise InternalError("a column whose rows have no shapes was asked for them")
     return loaded.shapes
 
 
-def load(field: Field, placement: RowPlacement) -> Loaded:
+def load(field: Field, placement: RowPlacement) -> LoadedColumn:
     """The rows of a column: views of their block if they are one run of it, otherwise copies of their own.
 
     Raises `Corruption` if offsets point outside their block, `BatchEnded` if the memory was returned.
@@ -67,18 +67,18 @@ def dense_run(field: Field, placement: RowPlacement, block: int, first: int) -> 
     return np.ndarray((placement.rows, *field.fixed), stored(field.dtype), memory, start + first * field.row_bytes)
 
 
-def _nothing(field: Field) -> Loaded:
+def _nothing(field: Field) -> LoadedColumn:
     offsets = None if field.dense else np.zeros(1, np.int64)
     shapes = np.zeros((0, len(field.shape)), np.int64) if field.varied else None
-    return Loaded(0, np.empty(0, stored(field.dtype)), offsets, shapes)
+    return LoadedColumn(0, np.empty(0, stored(field.dtype)), offsets, shapes)
 
 
-def _view(field: Field, placement: RowPlacement, spans: ColumnOffsets, block: int, first: int) -> Loaded:
+def _view(field: Field, placement: RowPlacement, spans: ColumnOffsets, block: int, first: int) -> LoadedColumn:
     memory, rows = placement.blocks.living()[block], len(placement)
     step, start = field.row_bytes, int(spans.values[block])
     if field.dense:
         values = memory[start + first * step : start + (first + rows) * step].view(stored(field.dtype))
-        return Loaded(rows, values, None, None)
+        return LoadedColumn(rows, values, None, None)
     offsets, shapes = _int64(memory, int(spans.offsets[block]) + 8 * first, rows + 1), None
     low, high = int(offsets[0]), int(offsets[-1])
     if low < 0 or high > spans.counts[block] or (offsets[1:] < offsets[:-1]).any():
@@ -87,7 +87,7 @@ def _view(field: Field, placement: RowPlacement, spans: ColumnOffsets, block: in
         width = len(field.shape)
         shapes = _int64(memory, int(spans.shapes[block]) + 8 * first * width, rows * width).reshape(rows, width)
     values = memory[start + low * step : start + high * step].view(stored(field.dtype))
-    return _checked(field, Loaded(rows, values, offsets if low == 0 else offsets - low, shapes))
+    return _checked(field, LoadedColumn(rows, values, offsets if low == 0 else offsets - low, shapes))
 
 
 def _int64(memory: U8, start: int, count: int) -> I64:
@@ -98,7 +98,7 @@ def _refuse_offsets(field: Field) -> None:
     raise Corruption(f'field "{field.name}": offsets of a block point outside it')
 
 
-def _checked(field: Field, loaded: Loaded) -> Loaded:
+def _checked(field: Field, loaded: LoadedColumn) -> LoadedColumn:
     """Shapes must agree with offsets: they were written by another process."""
     if loaded.shapes is not None and loaded.offsets is not None:
         lengths = np.diff(loaded.offsets)
@@ -107,23 +107,23 @@ def _checked(field: Field, loaded: Loaded) -> Loaded:
     return loaded
 
 
-def _gather_dense(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> Loaded:
+def _gather_dense(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> LoadedColumn:
     row = field.row_bytes
     blocks, block = placement.block_of_row, int(placement.block_of_row[0])
     if row == 0:
-        return Loaded(len(blocks), np.empty(0, stored(field.dtype)), None, None)
+        return LoadedColumn(len(blocks), np.empty(0, stored(field.dtype)), None, None)
     if (blocks == block).all():
         start = int(spans.values[block])
         rows = int(placement.blocks.rows[block])
         source = placement.blocks.living()[block][start : start + rows * row].view(stored(field.dtype))
         taken = source.reshape(rows, field.step_elements).take(placement.slot_of_row, axis=0)
-        return Loaded(len(blocks), taken.reshape(-1), None, None)
+        return LoadedColumn(len(blocks), taken.reshape(-1), None, None)
     low, stretch = placement.blocks.stretch()
     starts = (placement.blocks.addresses - low + spans.values)[blocks] + placement.slot_of_row * np.int64(row)
-    return Loaded(len(blocks), copy_ranges(stretch, starts, starts + row).view(stored(field.dtype)), None, None)
+    return LoadedColumn(len(blocks), copy_ranges(stretch, starts, starts + row).view(stored(field.dtype)), None, None)
 
 
-def _gather_varying(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> Loaded:
+def _gather_varying(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> LoadedColumn:
     first, last = _edges(field, placement, spans)
     offsets = _summed(last - first)
     values = _taken(field, placement, spans, int(offsets[-1]))
@@ -133,7 +133,7 @@ def _gather_varying(field: Field, placement: RowPlacement, spans: ColumnOffsets)
         starts = (placement.blocks.addresses - low + spans.values)[placement.block_of_row] + first * step
         values = copy_ranges(stretch, starts, starts + (last - first) * step)
     shapes = _gather_shapes(field, placement, spans) if field.varied else None
-    return _checked(field, Loaded(len(first), values.view(stored(field.dtype)), offsets, shapes))
+    return _checked(field, LoadedColumn(len(first), values.view(stored(field.dtype)), offsets, shapes))
 
 
 def lengths(field: Field, placement: RowPlacement) -> I64:

@@ -36,8 +36,8 @@ from transferqueue.wire import messages as m
 FACTS: Final = GivenFacts.__struct_fields__
 
 
-class Ending:
-    """How the operation in a `HistoryRecorder.during` block went, if it went well."""
+class RecordedResult:
+    """The result of the operation in a `HistoryRecorder.during` block; None if it failed."""
 
     def __init__(self) -> None:
         self.result: h.Result | None = None
@@ -113,11 +113,11 @@ class HistoryRecorder:
     # ------------------------------------------------------------ what is written
 
     @contextmanager
-    def during(self, call: h.Call) -> Iterator[Ending]:
+    def during(self, call: h.Call) -> Iterator[RecordedResult]:
         """Write that an operation begins and, however the block ends, how it did."""
         op = next(self._numbers)
         self._write(h.Invoked(op, self.process, self._clock(), call))
-        ending = Ending()
+        ending = RecordedResult()
         try:
             yield ending
         except BaseException as error:
