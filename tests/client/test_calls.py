@@ -172,12 +172,12 @@ def test_nothing_but_the_greeting_is_sent_on_a_new_way_until_it_is_answered() ->
     calls.send(asked(), 0.0)
     assert decode_call(calls.greet(HELLO, 0.0)).id == 2
     calls.send(asked(), 0.0)
-    assert calls.is_greeting
+    assert calls.greeting is not None
     again, _ = calls.late(RESEND_S)
     assert [decode_call(frame).request for frame in again] == [HELLO]
     calls.answered(welcome(2))
     assert [decode_call(frame).id for frame in calls.welcomed(RESEND_S)] == [1, 3]
-    assert not calls.is_greeting
+    assert calls.greeting is None
 
 
 def test_each_way_has_a_greeting_of_its_own() -> None:
@@ -187,10 +187,10 @@ def test_each_way_has_a_greeting_of_its_own() -> None:
     assert [decode_call(calls.greet(HELLO, 0.0)).id for _ in range(2)] == [2, 3]
     assert calls.answered(welcome(1)) is None
     assert calls.welcomed(0.0) == []
-    assert calls.is_greeting
+    assert calls.greeting is not None
     assert calls.answered(welcome(3)) is opening
     assert calls.welcomed(0.0) == []
-    assert not calls.is_greeting
+    assert calls.greeting is None
 
 
 def test_everything_is_sent_again_in_the_order_of_ids() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from transferqueue.errors import SchemaError
 from transferqueue.policies import Task
@@ -18,6 +18,7 @@ class TableInfo:
     """The terms of one table, shared by all handles of a client on it."""
 
     def __init__(self, found: m.TableTerms) -> None:
+        self.name: Final = found.name
         self.last = found
         self.fields: dict[str, Field] = {}
         self._told: tuple[bytes, dict[str, Field], dict[str, Field]] = b"", {}, {}
@@ -28,11 +29,6 @@ class TableInfo:
         """A task of which a batch was collected that was neither acked nor released; "": none was, or it was logged."""
         self.forgotten_logged = False
         self.hear(found)
-
-    @property
-    def name(self) -> str:
-        """The table's name."""
-        return self.last.name
 
     def task(self, name: str) -> Task | None:
         """The task of that name, as last heard of; None if it was not."""

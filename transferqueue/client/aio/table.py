@@ -168,7 +168,7 @@ class AsyncTable(TableBase):
         `NotFound`, or `UsageError` for a request that makes no sense.
         """
         spec = lease.lease_spec(
-            self.name,
+            self._terms.name,
             task,
             rows=rows,
             tokens=tokens,
@@ -211,7 +211,7 @@ class AsyncTable(TableBase):
         that ends only the ``async with`` block of the batch, with a warning in the log; the loop goes on.
         """
         spec = lease.lease_spec(
-            self.name,
+            self._terms.name,
             task,
             rows=rows,
             tokens=tokens,
@@ -263,7 +263,7 @@ class AsyncTable(TableBase):
         Example: ``async with table.loader("train", rows=64) as batches: async for batch in batches: async with batch: ...``
         """
         spec = lease.lease_spec(
-            self.name,
+            self._terms.name,
             task,
             rows=rows,
             tokens=tokens,

@@ -54,32 +54,23 @@ class _GrantedExtent:
 class WriteRegion:
     """Bytes [offset, offset + nbytes) of the arena of `shard`, this put's to write until `done`."""
 
-    __slots__ = ("_extent", "_ground", "copies", "nbytes", "offset")
+    __slots__ = ("_extent", "_grants", "copies", "extent", "nbytes", "offset", "shard")
 
-    def __init__(self, ground: WriteGrants, extent: _GrantedExtent, offset: int, nbytes: int) -> None:
-        self._ground, self._extent = ground, extent
+    def __init__(self, grants: WriteGrants, extent: _GrantedExtent, offset: int, nbytes: int) -> None:
+        self._grants, self._extent = grants, extent
+        self.shard, self.extent = extent.granted.shard, extent.granted.extent
         self.offset, self.nbytes = offset, nbytes
         self.copies: list[WriteRegion] = []
-
-    @property
-    def shard(self) -> int:
-        """The shard that owns the bytes."""
-        return self._extent.granted.shard
 
     @property
     def granted(self) -> m.Granted:
         """The extent as it was granted."""
         return self._extent.granted
 
-    @property
-    def extent(self) -> int:
-        """The extent that a commit names."""
-        return self._extent.granted.extent
-
     def done(self, fate: CommitOutcome) -> None:
         """The put has ended, and this has become of it."""
         for one in (self, *self.copies):
-            self._ground._done(one._extent, one, fate)
+            self._grants._done(one._extent, one, fate)
 
 
 class WriteGrants:

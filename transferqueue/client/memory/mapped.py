@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -72,7 +73,7 @@ class MappedMemory:
 
     def write(self, piece: WriteRegion, nbytes: int, fill: Callable[[memoryview], object]) -> BlockingWork:
         """Let `fill` write `nbytes` into a piece of an extent granted to this session. The lock is held until it has."""
-        return BlockingWork(nbytes, lambda: self._write(piece, nbytes, fill))
+        return BlockingWork(nbytes, partial(self._write, piece, nbytes, fill))
 
     def _write(self, piece: WriteRegion, nbytes: int, fill: Callable[[memoryview], object]) -> None:
         arena = self._arena(piece.shard)

@@ -116,11 +116,13 @@ class ShardClients:
             raise _lost(number)
         return found
 
-    def _is_mapped(self, number: int) -> bool:
-        return isinstance(self._own, MappedMemory) and (number == OWN or bool(self._at(number).path))
+    def _place(self, number: int) -> int:
+        """The shard, or `_MAPPED` if it is mapped here."""
+        is_mapped = isinstance(self._own, MappedMemory) and (number == OWN or self._at(number).path)
+        return _MAPPED if is_mapped else number
 
     def _memory(self, number: int) -> MappedMemory | RemoteMemory:
-        if number == OWN or self._is_mapped(number):
+        if number == OWN or self._place(number) == _MAPPED:
             return self._own
         with self._guard:
             if number not in self._lines:
@@ -164,7 +166,7 @@ class ShardClients:
         received = list(named)
         try:
             yield from self.know(shards)
-            received = [at.block for at in named.values() if not self._is_mapped(at.shard)]
+            received = [at.block for at in named.values() if self._place(at.shard) != _MAPPED]
             places = {self._place(number) for number in shards}
             if len(places) < 2:
                 memory = self._memory(shards.pop()) if shards else self._own
@@ -176,9 +178,6 @@ class ShardClients:
             if received:
                 self._unpin(received)  # which empties the list
         return _joined(parts, found, fields, rows)
-
-    def _place(self, number: int) -> int:
-        return _MAPPED if self._is_mapped(number) else number
 
     def _gathered(
         self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -45,11 +46,6 @@ class PreparedCommit(msgspec.Struct, frozen=True):
     rows: int
     columns: list[Prepared]
     facts: m.RowFacts
-
-    @property
-    def fields(self) -> list[Field]:
-        """Definitions of the columns' fields."""
-        return [column.field for column in self.columns]
 
 
 Request = Callable[[int, m.Columns], m.Request]
@@ -122,15 +118,14 @@ def _commit(
 ) -> Operation[R]:
     terms.check_added(columns)
     out = outgoing(columns, facts, terms.fields, rows)
+    fields = [column.field for column in out.columns]
     blocks = drafts([column for column in out.columns if not column.field.inline])
     inline = [m.Inline(column.field.name, column.inline()) for column in out.columns if column.field.inline]
     use: m.GrantPurpose = "rows" if rows is None else "results"
     piece = (yield from write(client, blocks, deadline, use, terms.last.replicas)) if blocks else None
-    carried = m.Columns(
-        fields=out.fields, blocks=placed(piece, blocks) if piece else [], inline=inline, facts=out.facts
-    )
+    carried = m.Columns(fields=fields, blocks=placed(piece, blocks) if piece else [], inline=inline, facts=out.facts)
     reply = yield from finish_commit(piece, request_reply(request(out.rows, carried), kind))
-    terms.learn(out.fields)
+    terms.learn(fields)
     return reply
 
 
@@ -173,7 +168,7 @@ def _written(
     """One copy, in a shard that is none of `apart`."""
     nbytes = sum(align(block.nbytes) for block in blocks)
     piece = yield from client.ground.piece(nbytes, deadline, apart, use)
-    yield from client.shards.write(piece, nbytes, lambda out: fill(out, blocks, checksums=client.checksums))
+    yield from client.shards.write(piece, nbytes, partial(fill, blocks=blocks, checksums=client.checksums))
     return piece
 
 

@@ -293,6 +293,7 @@ class BatchLease:
         kept: RenewedLease | None = None,
     ) -> None:
         self.client, self.terms, self.task, self.source = client, terms, task, source
+        self.table = terms.name
         self.lease, self.token = leased.lease, leased.token
         self.left: NDArray[np.int64] = np.frombuffer(leased.content.rows, "<i8")
         self.ended = ""
@@ -300,11 +301,6 @@ class BatchLease:
         self._kept = kept
         if kept is not None:
             client.connection.keep(kept, leased.lease_s)
-
-    @property
-    def table(self) -> str:
-        """Name of the table."""
-        return self.terms.name
 
     @property
     def lost(self) -> bool:

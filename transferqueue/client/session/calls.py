@@ -92,7 +92,8 @@ class PendingCalls:
         self._last = 0
         self._pending: dict[int, PendingCall] = {}
         self._notices: dict[int, bytes] = {}
-        self._greeting: int | None = None
+        self.greeting: int | None = None
+        """Id of the greeting that is not answered yet: until then nothing else may be sent (rule 6)."""
         self._agenda: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
@@ -112,7 +113,7 @@ class PendingCalls:
         pending.next_send = now + wait_of(pending.request) + RESEND_S
         self._pending[pending.id] = pending
         heapq.heappush(self._agenda, (pending.next_send, pending.id))
-        return self._frame(pending)
+        return self._frame(pending.id, pending.payload)
 
     def greet(self, hello: m.Hello, now: float) -> bytes:
         """The way to the server is another one: the greeting, which alone may be sent until it is answered (rule 6).
@@ -124,19 +125,14 @@ class PendingCalls:
         for one in waiting:
             del self._pending[one.id]
         frame = self.send(waiting[-1] if waiting else PendingCall(hello), now)
-        self._greeting = self._last
+        self.greeting = self._last
         return frame
-
-    @property
-    def is_greeting(self) -> bool:
-        """Whether nothing but the greeting may be sent now."""
-        return self._greeting is not None
 
     def welcomed(self, now: float) -> list[bytes]:
         """A greeting was answered. If that of the present way was: all that may not have been heard, in order."""
-        if self._greeting is None or self._greeting in self._pending:
+        if self.greeting is None or self.greeting in self._pending:
             return []
-        self._greeting = None
+        self.greeting = None
         return self.everything(now)
 
     def notice(self, request: m.Request) -> bytes:
@@ -145,24 +141,21 @@ class PendingCalls:
         payload = encode(request)
         if not isinstance(request, m.Heartbeat):
             self._notices[self._last] = payload
-        return self._framed(self._last, payload)
+        return self._frame(self._last, payload)
 
     def answered(self, answer: m.AnswerFrame) -> PendingCall | None:
         """The call that this answers, not settled yet; None if it was answered before. Not for an answer that `is_late`."""
         self._epoch = answer.epoch
         pending = self._pending.pop(answer.id, None)
         if pending is not None and not isinstance(pending.request, m.Hello):  # which overtakes what is sent again
-            self._heard(answer.id)
+            while self._notices and (first := next(iter(self._notices))) < answer.id:  # rule 5
+                del self._notices[first]
         return pending
 
     def is_late(self, answer: m.AnswerFrame) -> bool:
         """Whether a server that is dead gave this answer (rule 8)."""
-        greeted = answer.id == self._greeting and answer.id in self._pending
+        greeted = answer.id == self.greeting and answer.id in self._pending
         return answer.epoch < self._epoch and not greeted
-
-    def _heard(self, call: int) -> None:
-        while self._notices and (first := next(iter(self._notices))) < call:
-            del self._notices[first]
 
     def late(self, now: float) -> tuple[list[bytes], list[PendingCall]]:
         """Frames to send again, and calls whose callers have waited long enough.
@@ -179,9 +172,9 @@ class PendingCalls:
             if now >= pending.deadline and not pending.gave_up:
                 pending.gave_up = True
                 overdue.append(pending)
-            if self._greeting is None or call == self._greeting:
+            if self.greeting is None or call == self.greeting:
                 pending.tries += 1
-                again.append(self._frame(pending))
+                again.append(self._frame(pending.id, pending.payload))
             self._schedule(pending, now)
         return again, overdue
 
@@ -191,7 +184,7 @@ class PendingCalls:
             return None
         pending.payload = encode(msgspec.structs.replace(pending.request, wait_s=0.0))
         pending.deadline = now + ANSWER_S
-        return self._frame(pending)
+        return self._frame(pending.id, pending.payload)
 
     def next_late(self) -> float | None:
         """When `late` may have something; None if no call is unanswered."""
@@ -206,7 +199,7 @@ class PendingCalls:
                 left = max(pending.deadline - ANSWER_S - now, min(waits, LAST_WAIT_S))
                 pending.payload = encode(msgspec.structs.replace(pending.request, wait_s=left))
         return [
-            self._frame(self._pending[call]) if call in self._pending else self._framed(call, self._notices[call])
+            self._frame(call, self._pending[call].payload if call in self._pending else self._notices[call])
             for call in sorted([*self._pending, *self._notices])
         ]
 
@@ -220,7 +213,7 @@ class PendingCalls:
         self._pending.clear()
         self._notices.clear()
         self._agenda.clear()
-        self._greeting = None
+        self.greeting = None
         return left
 
     def _schedule(self, pending: PendingCall, now: float) -> None:
@@ -229,11 +222,10 @@ class PendingCalls:
             pending.next_send = min(pending.next_send, max(pending.deadline, now + RESEND_S))
         heapq.heappush(self._agenda, (pending.next_send, pending.id))
 
-    def _frame(self, pending: PendingCall) -> bytes:
-        return self._framed(pending.id, pending.payload)
-
-    def _framed(self, call: int, payload: bytes) -> bytes:
-        return frame(self.session, call, min(self.seen, call - 1), payload)
+    def _frame(self, call: int, payload: bytes) -> bytes:
+        """A `messages.Call` around a request that is encoded already."""
+        seen = min(self.seen, call - 1)
+        return _encoder.encode((PROTOCOL, self.session, call, seen, msgspec.Raw(payload)))
 
 
 def encode(request: m.Request) -> bytes:
@@ -248,11 +240,6 @@ def encode(request: m.Request) -> bytes:
             "message; send fewer rows at a time"
         )
     return payload
-
-
-def frame(session: int, call: int, seen: int, payload: bytes) -> bytes:
-    """A `messages.Call` around a request that is encoded already."""
-    return _encoder.encode((PROTOCOL, session, call, seen, msgspec.Raw(payload)))
 
 
 def outcome(reply: m.Reply) -> m.Reply | TransferQueueError:

@@ -352,7 +352,7 @@ class Connection:
 
     def _send(self, frame: bytes, now: float) -> None:
         """Unless the server would not listen: what must be heard is in the calls, and sent when it does."""
-        if not self._calls.is_greeting:
+        if self._calls.greeting is None:
             self._say(frame, now)
 
     def _say(self, frame: bytes, now: float) -> None:

@@ -104,11 +104,9 @@ class Keeper:
 
     def _take_new(self) -> None:
         while self._new:
-            self._push(self._new.popleft())
-
-    def _push(self, kept: RenewedLease) -> None:
-        self._pushed += 1
-        heapq.heappush(self._heap, (kept.due, self._pushed, kept))
+            kept = self._new.popleft()
+            self._pushed += 1
+            heapq.heappush(self._heap, (kept.due, self._pushed, kept))
         if len(self._heap) > self._compact_at:
             self._heap = [entry for entry in self._heap if _stands(entry)]
             heapq.heapify(self._heap)

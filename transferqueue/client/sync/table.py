@@ -168,7 +168,7 @@ class Table(TableBase):
         `NotFound`, or `UsageError` for a request that makes no sense.
         """
         spec = lease.lease_spec(
-            self.name,
+            self._terms.name,
             task,
             rows=rows,
             tokens=tokens,
@@ -211,7 +211,7 @@ class Table(TableBase):
         that ends only the ``with`` block of the batch, with a warning in the log; the loop goes on.
         """
         spec = lease.lease_spec(
-            self.name,
+            self._terms.name,
             task,
             rows=rows,
             tokens=tokens,
@@ -263,7 +263,7 @@ class Table(TableBase):
         Example: ``with table.loader("train", rows=64) as batches: for batch in batches: with batch: ...``
         """
         spec = lease.lease_spec(
-            self.name,
+            self._terms.name,
             task,
             rows=rows,
             tokens=tokens,

@@ -122,7 +122,7 @@ class Process:
         return self.world.now + self._jumped
 
     def _send(self, frame: bytes, *, notice: bool = False) -> None:
-        if not self._calls.is_greeting:
+        if self._calls.greeting is None:
             self._say(frame, notice=notice)
 
     def _say(self, frame: bytes, *, notice: bool = False) -> None:
