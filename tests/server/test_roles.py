@@ -6,20 +6,22 @@ import pytest
 
 from tests.server.nodes import Bench, Client, lease
 from transferqueue.errors import PermissionDenied
-from transferqueue.server.sessions.authorization import MAY, Authorizer, check_offer, why_not_allowed
+from transferqueue.server.sessions.authorization import Authorizer, check_offer, why_not_allowed
 from transferqueue.server.sessions.sessions import NOWHERE
 from transferqueue.transport.control.zeromq import KeyedPeer
 from transferqueue.transport.security import keyring
 from transferqueue.transport.security.keyring import Keyring
-from transferqueue.transport.security.keys import ROLES
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
+from transferqueue.wire.messages.declarations import DECLARED
+from transferqueue.wire.roles import ROLES
 
 REQUESTS = typing.get_args(m.Request)
+MAY = {kind: declared.roles for kind, declared in DECLARED.items()}
 
 
 def test_every_request_is_in_the_table():
-    assert set(MAY) == set(REQUESTS), "a new request needs its row in transferqueue/server/sessions/authorization.py"
+    assert set(MAY) == set(REQUESTS), "a new request needs its declaration: @request(...) on its class"
     assert all("admin" in may for may in MAY.values())
 
 

@@ -13,7 +13,7 @@ It opens no socket, reads no clock, draws no random number and starts no thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final
+from typing import Any
 
 from transferqueue.errors import Full, InternalError, ProtocolError, UsageError
 from transferqueue.ledger.data_loss import lose_blocks, values_in
@@ -36,9 +36,7 @@ from transferqueue.ledger.tasks.selectors import PluginFactory
 from transferqueue.ledger.tasks.task_state import LEASED
 from transferqueue.limits import SESSIONS_MAX
 from transferqueue.wire import messages as m
-
-ANSWERED_ANEW: Final = (m.Observe, m.Find, m.Cursor, m.ListTables, m.OpenTable, m.Heartbeat)
-"""Requests that change nothing: asked again, they need no reply kept."""
+from transferqueue.wire.requests import declaration
 
 
 class Ledger:
@@ -300,19 +298,21 @@ class Ledger:
         operation = OPERATIONS.get(type(request))
         if operation is None:
             raise ProtocolError(f"{type(request).__name__} is not a request for the ledger")
-        if isinstance(request, ANSWERED_ANEW):
+        repeat = declaration(request).repeat
+        if repeat == "again":
             return operation(self.state, request, holder, call)
-        answered = None if self._is_known_put(request, holder, call) else holder.replies.get(call)
-        if answered is not None:
-            return answered
+        if repeat != "by_row" or not self._is_known_put(request, holder, call):
+            answered = holder.replies.get(call)
+            if answered is not None:
+                return answered
         reply = operation(self.state, request, holder, call)
         if not isinstance(reply, MustWait):
             holder.replies.keep(call, reply)
         return reply
 
-    def _is_known_put(self, request: m.Request, session: SessionState, call: int) -> bool:
+    def _is_known_put(self, request: Any, session: SessionState, call: int) -> bool:
         """Whether this is a retry of a put that the table recognises, even if the reply is not cached any more."""
-        table = self.state.tables.get(request.table) if isinstance(request, m.PutRequest) else None
+        table = self.state.tables.get(request.table)
         return table is not None and (session.client, call) in table.puts
 
     def explain(self, request: m.Request, now: float) -> str:

@@ -55,23 +55,23 @@ from transferqueue.server.sessions import authorization, liveness
 from transferqueue.server.sessions.exit_status import CUT, DIED, GOODBYE
 from transferqueue.server.sessions.home_coordinator import wrong_coordinator
 from transferqueue.server.sessions.sessions import NOWHERE, OpenSession, Peer, SessionTable, encode_hello
-from transferqueue.server.sessions.undo import withdraw
 from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, WakeKey, wait_of
 from transferqueue.server.sessions.workers import Workers
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.shards import ShardRegistry, live_set
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.turn_times import Turns
-from transferqueue.transport.security.keys import Role
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import CoordinatorIndex
+from transferqueue.wire.requests import is_notice, undo
+from transferqueue.wire.roles import Role
 from transferqueue.wire.versions import refusal_of
 
 _log: Final = logging.getLogger("transferqueue.server")
 _MEMORY: Final[WakeKey] = ("memory",)
-_NOTICES: Final = (m.Heartbeat, m.Unpin)
-"""Requests that are answered only when they are refused."""
+_NAMES_ROWS: Final = frozenset({m.LeaseRequest, m.ReadRequest})
+"""Requests whose replies name many rows, and so may be too large to send."""
 _CAUSE_CHARS: Final = 300
 """So much of the text of an error that nobody expected is told to a client; the log has all of it."""
 
@@ -478,7 +478,7 @@ class Coordinator:
         if isinstance(outcome, MustWait):
             waiting = self.waiting.join(session.number, call, request, now)
             self.waiting.wait_on(waiting, outcome.keys)
-        elif not isinstance(request, _NOTICES) or isinstance(outcome, m.Failed):
+        elif not is_notice(request) or isinstance(outcome, m.Failed):
             self._reply(session, call, request, outcome)
 
     def _queue_or_refuse(self, session: OpenSession, request: m.Request, ahead: int, now: float) -> MustWait | m.Failed:
@@ -637,9 +637,10 @@ class Coordinator:
             frame = codec.encode_answer(m.AnswerFrame(self.identity.epoch, call, reply))
         except UsageError as error:
             refused = _failed(error)
-            for undo in withdraw(request, reply):
+            returns = undo(request, reply, "the reply was too large to send") if type(request) in _NAMES_ROWS else ()
+            for undoing in returns:
                 with suppress(UsageError, FlowSignal):  # what is gone already needs no undoing
-                    self.ledger.apply(undo, session=session.number, call=0, now=session.heard_at)
+                    self.ledger.apply(undoing, session=session.number, call=0, now=session.heard_at)
             session.refuse(call, refused)
             self._answer(session.peer, call, refused)
         else:

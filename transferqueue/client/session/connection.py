@@ -21,7 +21,7 @@ from typing import Final, NoReturn
 from transferqueue.client.session.calls import PendingCall, PendingCalls, outcome, wait_of
 from transferqueue.client.session.deadline import Deadline
 from transferqueue.client.session.lease_renewal import Keeper, RenewedLease
-from transferqueue.client.session.undo import give_back, in_doubt, unanswered, unpin
+from transferqueue.client.session.undo import give_back, in_doubt, unanswered
 from transferqueue.errors import (
     DeadlineExceeded,
     Disconnected,
@@ -40,6 +40,7 @@ from transferqueue.storage.memory.private_pages import end_interrupted
 from transferqueue.transport import ClientChannel, Wakeup, is_served
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_answer
+from transferqueue.wire.requests import is_notice
 from transferqueue.wire.versions import mismatch_of
 
 _log: Final = logging.getLogger("transferqueue.client")
@@ -413,7 +414,7 @@ class Connection:
                 some = self._unpinned.popleft()
                 blocks += some
                 some.clear()
-            for notice in unpin(blocks):
+            for notice in m.unpin(blocks):
                 self._send(self._calls.notice(notice), now)
 
     def _receive(self, answer: m.AnswerFrame) -> None:
@@ -484,7 +485,7 @@ class Connection:
     def _give_back(self, request: m.Request, reply: m.Reply) -> None:
         now = self._clock()
         for undo in give_back(request, reply):
-            if isinstance(undo, m.Unpin):
+            if is_notice(undo):
                 self._send(self._calls.notice(undo), now)
             else:
                 self._send(self._calls.send(PendingCall(undo), now), now)

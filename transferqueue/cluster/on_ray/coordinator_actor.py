@@ -33,8 +33,9 @@ from transferqueue.server.process.serve import allow_many_files
 from transferqueue.server.process.supervisor import EXIT_AGAIN, EXIT_DEFECT
 from transferqueue.transport import IpcAddress, TcpAddress, runtime_directory, this_host
 from transferqueue.transport.security.keyring import Keyring, add, key_file, load, token_of
-from transferqueue.transport.security.keys import ROLES, write_token
+from transferqueue.transport.security.keys import write_token
 from transferqueue.transport.system.private_files import private_directory, write_private
+from transferqueue.wire.roles import ROLES
 
 _log: Final = logging.getLogger("transferqueue.cluster")
 STOP_S: Final = 60.0

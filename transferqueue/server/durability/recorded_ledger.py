@@ -30,13 +30,14 @@ from transferqueue.errors import (
     UsageError,
 )
 from transferqueue.ledger.effects import MustWait
-from transferqueue.ledger.ledger import ANSWERED_ANEW, Ledger
+from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence import image
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.ledger.tasks.selectors import PluginFactory
 from transferqueue.limits import TAIL_BYTES_MIN, TAIL_RECORDS_MAX
 from transferqueue.server.durability.journal import Journal
 from transferqueue.wire import messages as m
+from transferqueue.wire.requests import declaration
 
 
 class _Record(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
@@ -223,7 +224,7 @@ class RecordedLedger(Ledger):
         except Exception:
             self._append(_Applied(session, call, self.state.now, request, True))
             raise
-        if not isinstance(reply, MustWait) and not isinstance(request, ANSWERED_ANEW):
+        if not isinstance(reply, MustWait) and declaration(request).repeat != "again":
             self._append(_Applied(session, call, self.state.now, request, False))
         return reply
 

@@ -17,6 +17,7 @@ from transferqueue.testing.simulator.machine import SimServer
 from transferqueue.testing.simulator.world import SimConnection, World
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_answer
+from transferqueue.wire.requests import is_notice
 
 Role = Generator[m.Request | float, Any, Any]
 
@@ -155,7 +156,7 @@ class Process:
 
     def post(self, request: m.Request) -> None:
         """Send what nobody waits for."""
-        if isinstance(request, m.Unpin):
+        if is_notice(request):
             self._send(self._calls.notice(request), notice=True)
         else:
             self._send(self._calls.send(PendingCall(request), self._clock()))

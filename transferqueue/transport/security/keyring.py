@@ -24,9 +24,10 @@ import msgspec
 from transferqueue.errors import AlreadyExists, Full, NotFound, UsageError, listing
 from transferqueue.limits import KEYS_MAX, MIB, check_name
 from transferqueue.transport.address import TcpAddress, parse_address
-from transferqueue.transport.security.keys import ROLES, ClientKeys, JoinToken, KeyPair, Role
+from transferqueue.transport.security.keys import ClientKeys, JoinToken, KeyPair
 from transferqueue.transport.system.file_lock import FileLock
 from transferqueue.transport.system.private_files import private_directory, read_private, write_private
+from transferqueue.wire.roles import ROLES, Role
 
 _log: Final = logging.getLogger("transferqueue.server")
 FILE_BYTES_MAX: Final = 4 * MIB

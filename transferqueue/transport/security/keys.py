@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from typing import Final, Literal, get_args
+from typing import Final
 
 import msgspec
 import zmq
@@ -22,10 +22,7 @@ import zmq
 from transferqueue.errors import UsageError
 from transferqueue.limits import check_name
 from transferqueue.transport.address import TcpAddress, parse_address
-
-Role = Literal["admin", "producer", "consumer", "observer", "shard"]
-"""What a key may do; which requests, says `transferqueue.server.sessions.authorization`."""
-ROLES: Final[tuple[Role, ...]] = get_args(Role)
+from transferqueue.wire.roles import Role
 
 TOKEN_PREFIX: Final = "tqjoin_"  # noqa: S105  (a mark, no secret)
 TOKEN_FORMAT: Final = 1

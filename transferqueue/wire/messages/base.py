@@ -69,3 +69,16 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unk
 def tag_of(message: Message | type[Message]) -> str:
     """The name of a message, or of its class, on the wire, in logs, in errors and in statistics: it stays when a class is renamed."""
     return str(message.__struct_config__.tag)
+
+
+class DoneReply(Message, tag="Done"):
+    """Accepted, nothing to say. rows: how many rows it concerned."""
+
+    rows: int = 0
+
+
+class Failed(Message):
+    """Refused: nothing was changed. error: a class name of transferqueue.errors."""
+
+    error: Text
+    text: Annotated[str, Meta(max_length=MESSAGE_BYTES_MAX)]

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from transferqueue.limits import COPIES_MAX, ITEMS_MAX
-from transferqueue.wire.messages.base import I32, I64, Bytes, Checksum, Count, Counts, Message, Names, Seconds
+from transferqueue.wire.messages.base import (
+    I32,
+    I64,
+    Bytes,
+    Checksum,
+    Count,
+    Counts,
+    DoneReply,
+    Message,
+    Names,
+    Seconds,
+)
+from transferqueue.wire.messages.declarations import request
+from transferqueue.wire.roles import CLIENTS, WORKERS
 
 
 class WrittenCopy(Message, tag="CopyAt"):
@@ -65,6 +80,7 @@ class BlockLocation(Message, tag="BlockAt"):
     copies: Annotated[list[CopyLocation], Meta(max_length=COPIES_MAX)] = []
 
 
+@request(reply=None, roles=CLIENTS, verb="")
 class Unpin(Message):
     """Notice: blocks no longer viewed; block ids and how many pins of each. No answer."""
 
@@ -72,10 +88,36 @@ class Unpin(Message):
     counts: I64
 
 
+def unpin(blocks: Iterable[int]) -> list[Unpin]:
+    """The notice that one pin of each of `blocks` is returned; nothing for no blocks."""
+    counts: dict[int, int] = {}
+    for block in blocks:
+        counts[block] = counts.get(block, 0) + 1
+    if not counts:
+        return []
+    form = f"<{len(counts)}q"
+    return [Unpin(blocks=struct.pack(form, *counts), counts=struct.pack(form, *counts.values()))]
+
+
 GrantPurpose = Literal["rows", "results", "weights"]
 """What bytes are for."""
 
 
+class Granted(Message):
+    """Bytes [offset, offset + nbytes) of the shard's arena are this session's to write. ticket: as of `BlockLocation`."""
+
+    extent: int
+    shard: int
+    offset: int
+    nbytes: int
+    ticket: Bytes = b""
+
+
+def _return_grant(request: Grant, reply: Granted, reason: str) -> list[ReturnGrant]:
+    return [ReturnGrant(extent=reply.extent)]
+
+
+@request(reply=Granted, roles=WORKERS, undo=_return_grant, verb="Table.put")
 class Grant(Message):
     """An extent of at least `nbytes` in the arena of a near shard, else of another, for this session to write.
 
@@ -90,17 +132,12 @@ class Grant(Message):
     use: GrantPurpose = "results"
 
 
-class Granted(Message):
-    """Bytes [offset, offset + nbytes) of the shard's arena are this session's to write. ticket: as of `BlockLocation`."""
-
-    extent: int
-    shard: int
-    offset: int
-    nbytes: int
-    ticket: Bytes = b""
-
-
+@request(reply=DoneReply, roles=WORKERS, verb="")
 class ReturnGrant(Message):
     """The session writes no more into this extent; what it committed there stays."""
 
     extent: int
+
+
+MemoryRequests = Unpin | Grant | ReturnGrant
+MemoryReplies = Granted

@@ -5,8 +5,17 @@ from __future__ import annotations
 import msgspec
 
 from transferqueue.wire.messages.base import Message, Name, Text
+from transferqueue.wire.messages.declarations import request
+from transferqueue.wire.roles import CLIENTS
 
 
+class Observed(Message):
+    """Plain values, MessagePack-encoded: the keys are documented in docs/OBSERVING.md."""
+
+    value: msgspec.Raw
+
+
+@request(reply=Observed, roles=CLIENTS, repeat="again", reads=True, verb="Queue.stats")
 class Observe(Message):
     """A snapshot for people and metrics. what: "stats", "audit", "row", "doctor", "sessions"."""
 
@@ -15,7 +24,5 @@ class Observe(Message):
     row: int = -1
 
 
-class Observed(Message):
-    """Plain values, MessagePack-encoded: the keys are documented in docs/OBSERVING.md."""
-
-    value: msgspec.Raw
+ObserveRequests = Observe
+ObserveReplies = Observed

@@ -13,6 +13,7 @@ from transferqueue.wire.messages.base import (
     I64,
     Bytes,
     Count,
+    DoneReply,
     Keys,
     Message,
     Name,
@@ -27,7 +28,9 @@ from transferqueue.wire.messages.base import (
     Text,
     Where,
 )
-from transferqueue.wire.messages.memory import BlockLocation, WrittenBlock
+from transferqueue.wire.messages.declarations import request
+from transferqueue.wire.messages.memory import BlockLocation, Unpin, WrittenBlock, unpin
+from transferqueue.wire.roles import CLIENTS, CONSUMERS, PRODUCERS, WORKERS
 
 
 class Inline(Message):
@@ -95,6 +98,25 @@ class ReplyRows(Message, tag="Content"):
     definitions: Bytes
 
 
+def _unpin(rows: ReplyRows) -> list[Unpin]:
+    """A reply takes one pin of each block that it names."""
+    return unpin(dict.fromkeys(block.block for part in rows.parts for block in part.blocks))
+
+
+class PutRows(Message):
+    """The rows of a put: ids ascend from `first`."""
+
+    first: int
+    rows: int
+
+
+@request(
+    reply=PutRows,
+    roles=PRODUCERS,
+    repeat="by_row",
+    verb="Table.put",
+    unanswered="if they were, the same put again adds them twice: give rows keys (key=), and the second is AlreadyExists, or look first (find, audit)",
+)
 class PutRequest(Message, tag="Put"):
     """New rows, columns and facts, in one commit. reservation: 0, or what `Reserve` gave."""
 
@@ -105,13 +127,7 @@ class PutRequest(Message, tag="Put"):
     wait_s: Seconds = 0.0
 
 
-class PutRows(Message):
-    """The rows of a put: ids ascend from `first`."""
-
-    first: int
-    rows: int
-
-
+@request(reply=DoneReply, roles=WORKERS, verb="Table.update")
 class Update(Message):
     """More columns or facts for existing rows, in one commit."""
 
@@ -121,6 +137,22 @@ class Update(Message):
     overwrite: bool = False
 
 
+class Leased(Message):
+    """Rows lent until `lease_s` from now. token: fences acks of an earlier holder. version: the clock."""
+
+    lease: int
+    token: int
+    lease_s: float
+    version: int
+    content: ReplyRows
+
+
+def _release_lease(request: LeaseRequest, reply: Leased, reason: str) -> list[Message]:
+    release = ReleaseRequest(table=request.table, lease=reply.lease, token=reply.token, reason=reason)
+    return [release, *_unpin(reply.content)]
+
+
+@request(reply=Leased, roles=CONSUMERS, undo=_release_lease, verb="Table.lease")
 class LeaseRequest(Message, tag="Lease"):
     """Ready rows of a task. Exactly one of rows, tokens, groups is set (the others 0).
 
@@ -147,16 +179,7 @@ class LeaseRequest(Message, tag="Lease"):
     replicas: Annotated[int, Meta(ge=1)] = 1
 
 
-class Leased(Message):
-    """Rows lent until `lease_s` from now. token: fences acks of an earlier holder. version: the clock."""
-
-    lease: int
-    token: int
-    lease_s: float
-    version: int
-    content: ReplyRows
-
-
+@request(reply=DoneReply, roles=CONSUMERS, verb="Batch.ack")
 class Ack(Message):
     """The rows of a lease are done (rows None: all; else these, the rest stay leased).
 
@@ -174,6 +197,7 @@ class Ack(Message):
     step: StepOrNone = -1
 
 
+@request(reply=DoneReply, roles=CONSUMERS, verb="Table.checkpointed")
 class CommitCheckpoint(Message, tag="Checkpointed"):
     """The model is safe up to `step`: rows acked with it, or one before, are done. Answer: Done, with how many.
 
@@ -185,6 +209,7 @@ class CommitCheckpoint(Message, tag="Checkpointed"):
     task: Name = ""
 
 
+@request(reply=DoneReply, roles=CONSUMERS, verb="Table.rollback")
 class Rollback(Message):
     """The model is again as it was at `step` (-1: at the start): rows acked with a later one are ready again. Answer: Done.
 
@@ -197,6 +222,13 @@ class Rollback(Message):
     version: StepOrNone = -1
 
 
+class CursorValue(Message, tag="CursorAt"):
+    """Every ordinal from the start of a `Cursor` up to here, exclusive, has its final fate."""
+
+    ordinal: int
+
+
+@request(reply=CursorValue, roles=CLIENTS, repeat="again", reads=True, verb="Table.cursor")
 class Cursor(Message):
     """The lowest ordinal, from `start` on, that was not put yet or of which a row is live. Answer: CursorAt."""
 
@@ -204,12 +236,7 @@ class Cursor(Message):
     start: Count = 0
 
 
-class CursorValue(Message, tag="CursorAt"):
-    """Every ordinal from the start of a `Cursor` up to here, exclusive, has its final fate."""
-
-    ordinal: int
-
-
+@request(reply=DoneReply, roles=CONSUMERS, verb="Batch.release")
 class ReleaseRequest(Message, tag="Release"):
     """Rows of a lease go back to ready. failed: counts as an attempt (an exception), with its text.
 
@@ -226,6 +253,13 @@ class ReleaseRequest(Message, tag="Release"):
     columns: Columns | None = None
 
 
+class Renewed(Message):
+    """Seconds until the renewed lease ends."""
+
+    lease_s: float
+
+
+@request(reply=Renewed, roles=CONSUMERS, verb="Batch.renew")
 class Renew(Message):
     """The lease now ends `lease_s` from now (0: the task's own term). Answer: Renewed."""
 
@@ -233,21 +267,6 @@ class Renew(Message):
     lease: int
     token: int
     lease_s: Seconds = 0.0
-
-
-class Renewed(Message):
-    """Seconds until the renewed lease ends."""
-
-    lease_s: float
-
-
-class Reserve(Message):
-    """Permission to start producing `rows` rows with weights of `policy_version` (-1: the clock)."""
-
-    table: Name
-    rows: Annotated[int, Meta(ge=1)]
-    policy_version: int = -1
-    wait_s: Seconds = 0.0
 
 
 class Reserved(Message):
@@ -259,6 +278,21 @@ class Reserved(Message):
     refills: Annotated[list[tuple[int, int]], Meta(max_length=ROWS_PER_REQUEST_MAX)]
 
 
+def _return_reservation(request: Reserve, reply: Reserved, reason: str) -> list[Unreserve]:
+    return [Unreserve(table=request.table, reservation=reply.reservation)]
+
+
+@request(reply=Reserved, roles=PRODUCERS, undo=_return_reservation, verb="Table.reserve")
+class Reserve(Message):
+    """Permission to start producing `rows` rows with weights of `policy_version` (-1: the clock)."""
+
+    table: Name
+    rows: Annotated[int, Meta(ge=1)]
+    policy_version: int = -1
+    wait_s: Seconds = 0.0
+
+
+@request(reply=DoneReply, roles=PRODUCERS, verb="Reservation.release")
 class Unreserve(Message):
     """Rows of a reservation that will not be produced (rows 0: all that are left)."""
 
@@ -267,6 +301,7 @@ class Unreserve(Message):
     rows: Count = 0
 
 
+@request(reply=DoneReply, roles=WORKERS, verb="Table.drop")
 class Drop(Message):
     """Rows end as dropped(reason) for every task. Leased rows too: their acks will be refused."""
 
@@ -275,18 +310,12 @@ class Drop(Message):
     reason: Name
 
 
+@request(reply=DoneReply, roles=CONSUMERS, verb="Table.delete")
 class Delete(Message):
     """Frees rows of a `Manual` table that are finished (done or dropped) or never will be needed."""
 
     table: Name
     rows: Rows
-
-
-class Find(Message):
-    """Row ids of keys; -1 where there is none."""
-
-    table: Name
-    keys: Keys
 
 
 class Found(Message):
@@ -295,6 +324,25 @@ class Found(Message):
     rows: Rows
 
 
+@request(reply=Found, roles=WORKERS, repeat="again", reads=True, verb="Table.find")
+class Find(Message):
+    """Row ids of keys; -1 where there is none."""
+
+    table: Name
+    keys: Keys
+
+
+class ReadRows(Message):
+    """Answer to Read. The rows are not leased; their blocks are pinned."""
+
+    content: ReplyRows
+
+
+def _unpin_rows(request: ReadRequest, reply: ReadRows, reason: str) -> list[Unpin]:
+    return _unpin(reply.content)
+
+
+@request(reply=ReadRows, roles=CONSUMERS, undo=_unpin_rows, verb="Table.read")
 class ReadRequest(Message, tag="Read"):
     """Rows without a lease: these ids, or all live rows that match `where` (at most `limit`)."""
 
@@ -305,7 +353,21 @@ class ReadRequest(Message, tag="Read"):
     limit: Count = 0
 
 
-class ReadRows(Message):
-    """Answer to Read. The rows are not leased; their blocks are pinned."""
-
-    content: ReplyRows
+RowRequests = (
+    PutRequest
+    | Update
+    | LeaseRequest
+    | Ack
+    | CommitCheckpoint
+    | Rollback
+    | Cursor
+    | ReleaseRequest
+    | Renew
+    | Reserve
+    | Unreserve
+    | Drop
+    | Delete
+    | Find
+    | ReadRequest
+)
+RowReplies = PutRows | Leased | CursorValue | Renewed | Reserved | Found | ReadRows

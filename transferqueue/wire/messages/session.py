@@ -8,7 +8,9 @@ from msgspec import Meta
 
 from transferqueue.limits import SESSIONS_MAX
 from transferqueue.wire.home_coordinator import CoordinatorIndex
-from transferqueue.wire.messages.base import Bytes, Count, Message, Path, Pid, Secret, Text
+from transferqueue.wire.messages.base import Bytes, Count, DoneReply, Message, Path, Pid, Secret, Text
+from transferqueue.wire.messages.declarations import request
+from transferqueue.wire.roles import EVERYONE
 
 
 class ShardOffer(Message, tag="Offer"):
@@ -24,23 +26,6 @@ class ShardOffer(Message, tag="Offer"):
     key: Text
     secret: Secret
     number: Count = 0
-
-
-class Hello(Message):
-    """Opens a session. client: 16 random bytes. lock: path of a file the client holds an flock on, or "".
-
-    remote: the client cannot map the arena, or was told not to: its bytes go over the bulk endpoint.
-    shard: of a process that joins with memory of its own.
-    """
-
-    client: Bytes
-    pid: Pid = 0
-    host: Text = ""
-    lock: Text = ""
-    version: Text = ""
-    label: Text = ""
-    remote: bool = False
-    shard: ShardOffer | None = None
 
 
 class Welcome(Message):
@@ -66,9 +51,33 @@ class Welcome(Message):
     checksums: bool = False
 
 
+@request(reply=Welcome, roles=EVERYONE, repeat="again", verb="connect", unanswered="connect again")
+class Hello(Message):
+    """Opens a session. client: 16 random bytes. lock: path of a file the client holds an flock on, or "".
+
+    remote: the client cannot map the arena, or was told not to: its bytes go over the bulk endpoint.
+    shard: of a process that joins with memory of its own.
+    """
+
+    client: Bytes
+    pid: Pid = 0
+    host: Text = ""
+    lock: Text = ""
+    version: Text = ""
+    label: Text = ""
+    remote: bool = False
+    shard: ShardOffer | None = None
+
+
+@request(reply=None, roles=EVERYONE, repeat="again", verb="")
 class Heartbeat(Message):
     """Notice: the client lives. No answer."""
 
 
+@request(reply=DoneReply, roles=EVERYONE, verb="Queue.close")
 class Goodbye(Message):
     """Closes the session: its leases, reservations, grants and pins return at once."""
+
+
+SessionRequests = Hello | Heartbeat | Goodbye
+SessionReplies = Welcome

@@ -7,9 +7,18 @@ from typing import Annotated
 from msgspec import Meta
 
 from transferqueue.limits import ITEMS_MAX, SESSIONS_MAX
-from transferqueue.wire.messages.base import I64, Count, Counts, Message, Path, Seconds, Text
+from transferqueue.wire.messages.base import I64, Count, Counts, DoneReply, Message, Path, Seconds, Text
+from transferqueue.wire.messages.declarations import request
+from transferqueue.wire.roles import ADMINS, SHARDS, WORKERS
 
 
+class ShardList(Message, tag="Shards"):
+    """Answer to ListShards, by number. Not among them: the coordinator's own, which `Welcome` names."""
+
+    shards: Annotated[list[ShardEndpoint], Meta(max_length=SESSIONS_MAX)]
+
+
+@request(reply=ShardList, roles=WORKERS, repeat="again", reads=True, verb="")
 class ListShards(Message):
     """Which further shards there are. Answer: Shards."""
 
@@ -27,18 +36,22 @@ class ShardEndpoint(Message, tag="ShardAt"):
     key: Text
 
 
-class ShardList(Message, tag="Shards"):
-    """Answer to ListShards, by number. Not among them: the coordinator's own, which `Welcome` names."""
-
-    shards: Annotated[list[ShardEndpoint], Meta(max_length=SESSIONS_MAX)]
-
-
+@request(reply=DoneReply, roles=ADMINS, repeat="again", verb="Queue.drain_shard")
 class Drain(Message):
     """Nothing more is granted in this shard, and when nothing is left in it, it ends. Answer: Done, at once."""
 
     shard: Count
 
 
+class ShardCommands(Message, tag="Orders"):
+    """What a shard is to do next, in order, numbered from `first` in this `epoch`."""
+
+    epoch: int
+    first: int
+    orders: Annotated[list[Order], Meta(max_length=ITEMS_MAX)]
+
+
+@request(reply=ShardCommands, roles=SHARDS, repeat="again", verb="")
 class PollCommands(Message, tag="TakeOrders"):
     """A shard has carried out its orders up to `done` of this `epoch`, but for `failed`; it waits for the next. Answer: Orders."""
 
@@ -90,9 +103,5 @@ class ShutDownShard(Message, tag="Leave"):
 Order = AllocatePages | FreePages | Revoke | CloseTransfers | LiveSet | ShutDownShard
 
 
-class ShardCommands(Message, tag="Orders"):
-    """What a shard is to do next, in order, numbered from `first` in this `epoch`."""
-
-    epoch: int
-    first: int
-    orders: Annotated[list[Order], Meta(max_length=ITEMS_MAX)]
+ShardRequests = ListShards | Drain | PollCommands
+ShardReplies = ShardList | ShardCommands

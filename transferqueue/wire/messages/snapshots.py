@@ -8,27 +8,8 @@ from msgspec import Meta
 
 from transferqueue.limits import SNAPSHOTS_KEPT_MAX
 from transferqueue.wire.messages.base import Count, FullPath, Message, Path, Seconds
-
-
-class SnapshotRequest(Message, tag="Snapshot"):
-    """Write all there is now to `path` under the server's root, and keep the newest `keep` there. Answer: Working, at once."""
-
-    path: Path
-    keep: Annotated[int, Meta(ge=1, le=SNAPSHOTS_KEPT_MAX)] = 2
-
-
-class Restore(Message):
-    """An empty deployment becomes what the snapshot at `path` (the newest under it) is of. Answer: Working, at once."""
-
-    path: Path
-
-
-class WatchJob(Message, tag="Follow"):
-    """How far a work is, once it is past `done` bytes or has ended. Answer: Working; `Failed` with what ended it."""
-
-    work: Count
-    done: Count = 0
-    wait_s: Seconds = 0.0
+from transferqueue.wire.messages.declarations import request
+from transferqueue.wire.roles import ADMINS
 
 
 class JobProgress(Message, tag="Working"):
@@ -39,3 +20,36 @@ class JobProgress(Message, tag="Working"):
     done: int
     total: int
     ended: bool
+
+
+@request(
+    reply=JobProgress,
+    roles=ADMINS,
+    verb="Queue.snapshot",
+    unanswered="if it was begun, it goes on at the server, and another one is Full until it has ended",
+)
+class SnapshotRequest(Message, tag="Snapshot"):
+    """Write all there is now to `path` under the server's root, and keep the newest `keep` there. Answer: Working, at once."""
+
+    path: Path
+    keep: Annotated[int, Meta(ge=1, le=SNAPSHOTS_KEPT_MAX)] = 2
+
+
+@request(reply=JobProgress, roles=ADMINS, verb="Queue.restore", unanswered="if it was begun, it goes on at the server")
+class Restore(Message):
+    """An empty deployment becomes what the snapshot at `path` (the newest under it) is of. Answer: Working, at once."""
+
+    path: Path
+
+
+@request(reply=JobProgress, roles=ADMINS, repeat="again", reads=True, verb="Queue.snapshot")
+class WatchJob(Message, tag="Follow"):
+    """How far a work is, once it is past `done` bytes or has ended. Answer: Working; `Failed` with what ended it."""
+
+    work: Count
+    done: Count = 0
+    wait_s: Seconds = 0.0
+
+
+SnapshotRequests = SnapshotRequest | Restore | WatchJob
+SnapshotReplies = JobProgress

@@ -7,10 +7,19 @@ from typing import Annotated
 from msgspec import Meta
 
 from transferqueue.limits import ITEMS_MAX, ROWS_PER_REQUEST_MAX
-from transferqueue.wire.messages.base import Count, Counts, Fields, Message, Name, Seconds, Text
-from transferqueue.wire.messages.memory import BlockLocation, WrittenBlock
+from transferqueue.wire.messages.base import Count, Counts, DoneReply, Fields, Message, Name, Seconds, Text
+from transferqueue.wire.messages.declarations import CHANNEL, request
+from transferqueue.wire.messages.memory import BlockLocation, Unpin, WrittenBlock, unpin
+from transferqueue.wire.roles import CONSUMERS, WORKERS
 
 
+@request(
+    reply=DoneReply,
+    roles=CONSUMERS,
+    home=CHANNEL,
+    verb="WeightChannel.publish",
+    unanswered="if it was, the same publish again is refused, and pull(above=) sees it",
+)
 class Publish(Message):
     """Version `version` of a channel: blocks of one row, a field per tensor, in one commit.
 
@@ -28,12 +37,6 @@ class Publish(Message):
     kept: Counts = []
 
 
-class GetLatestVersion(Message, tag="Basis"):
-    """What the next version of a channel may be made of: the blocks of its newest. Answer: BasisAt."""
-
-    channel: Name
-
-
 class LatestVersion(Message, tag="BasisAt"):
     """The newest version (-1: none yet) with its blocks, which are not pinned.
 
@@ -48,13 +51,11 @@ class LatestVersion(Message, tag="BasisAt"):
     lost: Text = ""
 
 
-class Pull(Message):
-    """The newest version above `above` (or exactly `version` if >= 0), waiting for it."""
+@request(reply=LatestVersion, roles=CONSUMERS, home=CHANNEL, reads=True, verb="WeightChannel.publish")
+class GetLatestVersion(Message, tag="Basis"):
+    """What the next version of a channel may be made of: the blocks of its newest. Answer: BasisAt."""
 
     channel: Name
-    above: int = -1
-    version: int = -1
-    wait_s: Seconds = 0.0
 
 
 class WeightsReply(Message, tag="Weights"):
@@ -65,6 +66,21 @@ class WeightsReply(Message, tag="Weights"):
     blocks: Annotated[list[BlockLocation], Meta(max_length=ROWS_PER_REQUEST_MAX)]
 
 
+def _unpin_weights(request: Pull, reply: WeightsReply, reason: str) -> list[Unpin]:
+    return unpin(dict.fromkeys(block.block for block in reply.blocks))
+
+
+@request(reply=WeightsReply, roles=WORKERS, home=CHANNEL, undo=_unpin_weights, verb="WeightChannel.pull")
+class Pull(Message):
+    """The newest version above `above` (or exactly `version` if >= 0), waiting for it."""
+
+    channel: Name
+    above: int = -1
+    version: int = -1
+    wait_s: Seconds = 0.0
+
+
+@request(reply=DoneReply, roles=WORKERS, home=CHANNEL, verb="WeightChannel.applied")
 class ReportApplied(Message, tag="Applied"):
     """This session generates with `version` of a channel from now on."""
 
@@ -72,6 +88,13 @@ class ReportApplied(Message, tag="Applied"):
     version: Count
 
 
+@request(
+    reply=DoneReply,
+    roles=WORKERS,
+    home=CHANNEL,
+    verb="WeightChannel.turn",
+    unanswered="if it was granted, it ends after its length_s",
+)
 class AcquireUpdateSlot(Message, tag="Turn"):
     """Let this session change its weights, once fewer than `at_once` others do; the turn expires after `length_s`."""
 
@@ -81,7 +104,12 @@ class AcquireUpdateSlot(Message, tag="Turn"):
     wait_s: Seconds = 0.0
 
 
+@request(reply=DoneReply, roles=WORKERS, home=CHANNEL, verb="WeightChannel.turn")
 class ReleaseUpdateSlot(Message, tag="EndTurn"):
     """The turn of this session is over; none, or one that expired: no error."""
 
     channel: Name
+
+
+WeightRequests = Publish | GetLatestVersion | Pull | ReportApplied | AcquireUpdateSlot | ReleaseUpdateSlot
+WeightReplies = LatestVersion | WeightsReply
