@@ -160,7 +160,7 @@ def test_a_ticket_holds_in_the_shard_and_what_it_was_for_is_lent_again_only_when
         granted.offset, 64,
     )  # fmt: skip
     there.check_write(write_it)
-    there.check_standing(client.session, frozenset([granted.extent]))
+    there.check_live(client.session, frozenset([granted.extent]))
     client.ask(m.ReturnGrant(granted.extent))
     assert shards(bench)[0]["used_bytes"] == PAGE_BYTES
     assert shard.work() == [m.Revoke(granted.extent)]
@@ -170,7 +170,7 @@ def test_a_ticket_holds_in_the_shard_and_what_it_was_for_is_lent_again_only_when
 
 
 def test_what_stands_is_told_once_many_have_ended(bench, monkeypatch):
-    monkeypatch.setattr("transferqueue.server.shards.remote_shard._ENDS_KEPT", 3)
+    monkeypatch.setattr("transferqueue.server.shards.remote_shard._ENDED_MAX", 3)
     shard = Joined(bench, host="there")
     shard.work()
     client = bench.client(host="there")
@@ -346,7 +346,7 @@ def test_standing():
     numbers = LiveExtents()
     assert numbers.issuperset([1, 5, 9])
     numbers.discard(5)
-    numbers.only(5, [1])
+    numbers.keep_only(5, [1])
     assert [n for n in range(8) if n in numbers] == [1, 6, 7]
     numbers.discard(1)
     assert 1 not in numbers

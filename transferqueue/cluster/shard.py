@@ -162,7 +162,7 @@ def carry_out(order: m.Order, backing: Backing, tickets: TicketIssuer) -> bool:
             tickets.close(order.ended)
         case m.LiveSet():
             extents = _numbers(order.extents)
-            tickets.stand(order.extents_to, extents, order.sessions_to, _numbers(order.sessions))
+            tickets.keep_live(order.extents_to, extents, order.sessions_to, _numbers(order.sessions))
             backing.keep(order.extents_to, frozenset(extents))
     return True
 

@@ -348,7 +348,7 @@ class Coordinator:
         authorization.check_offer(role, hello)
         self._durability.check_offer(hello)
         self.sessions.check_room()
-        hello = self.shards.numbered(hello, keyed=bool(authorization.key_of(peer)))
+        hello = self.shards.assign_number(hello, keyed=bool(authorization.key_of(peer)))
         session = self.sessions.open(hello, self._open_process(hello), peer, now)
         try:
             self.ledger.open_session(session.number, hello.client, now, label=session.label, origin=encode_hello(hello))
@@ -538,9 +538,9 @@ class Coordinator:
     ) -> m.Reply | MustWait:
         match request:
             case m.PollCommands():
-                return self.shards.of_session(session).orders(request, now)
+                return self.shards.shard_of(session).commands(request, now)
             case m.ListShards():
-                return self.shards.seen_by(session)
+                return self.shards.list_for(session)
             case m.Drain():
                 return self.shards.drain(request.shard)
 

@@ -259,11 +259,11 @@ class SnapshotJobs:
         try:
             return self._begin(path, cut.nbytes, lambda work: self._write(work, cut, keep), self._let_go)
         except BaseException:
-            self._memory.let_go(now)
+            self._memory.release_held(now)
             raise
 
     def _let_go(self, now: float) -> None:
-        self._memory.let_go(now)
+        self._memory.release_held(now)
         self._wake(("memory",))
 
     def _write(self, work: SnapshotJob, cut: LedgerSnapshot, keep: int) -> None:

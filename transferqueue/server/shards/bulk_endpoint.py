@@ -1,17 +1,17 @@
 """The bulk endpoint of a shard: reads and writes of sessions that cannot map its memory.
 
-`ShardTransfers` decides and does no I/O: messages in (each peer's `desk` takes one, then `receive`), messages out (`outbox`),
-frames one at a time (`advance`), so that transfers take turns. `BulkEndpoint` is the thread around it, beside the coordinator's: they share the `Backing` and the
-`TicketIssuer`, nothing else. The rules of the protocol are in `transport.bulk`; here:
+`ShardTransfers` decides and does no I/O. Messages enter through the `PeerReceiver` of their peer and `receive`; answers leave through
+`outbox`, and `advance` adds one frame for each transfer, so that transfers take turns. `BulkEndpoint` is the thread around it. It runs
+beside the coordinator's thread; the two share the `Backing` and the `TicketIssuer`, nothing else. `transport.bulk` defines the
+protocol. In addition:
 
-- A peer (a connection) has one transfer; a new one replaces it. Of one session `BULK_TRANSFERS_MAX` are kept; the longest
-  unheard of makes room.
-- Bytes of a write go from the connection to where they belong. So of two writes to the same place the earlier one ends when
-  the later one begins: what is left of it on its way finds no place.
-- What a stalled reader holds here is its window of frames, or one frame where the connection tells that it is clogged. It is
-  forgotten after `BULK_STALL_S`, when its session ends,
-  or when its connection is found gone.
-- Whatever cannot be carried out is answered with `Refused`, and the transfer is over; nothing else is touched.
+- A peer (a connection) has one transfer; a new one replaces it. A session has at most `BULK_TRANSFERS_MAX`; the one silent for longest
+  is dropped for a new one.
+- Bytes of a write go straight from the connection into the extent. So when a write begins, an earlier write to the same bytes ends, and
+  what still arrives for it is dropped.
+- For a stalled reader the endpoint holds one window of frames, or one frame where the connection reports that it is clogged. The
+  transfer ends after `BULK_STALL_S`, with its session, or when its connection breaks.
+- A transfer that cannot be carried out is answered with `TransferFailed` and ends. Nothing else changes.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from transferqueue.transport.bulk.zeromq import ZmqBulkServer
 from transferqueue.transport.security.zap import KeySet
 
 _log: Final = logging.getLogger("transferqueue.server")
-_EVERYWHERE: Final = ("*", "0.0.0.0", "[::]")  # noqa: S104  (asked for so by who serves)
+_EVERYWHERE: Final = ("*", "0.0.0.0", "[::]")  # noqa: S104  (only if the operator asked for it)
 _DROPPED_BYTES: Final = 64 * KIB
 _TRIES: Final = 16
-"""Ports tried for one that is free on every host."""
+"""How many ports are tried for one that is free on every host."""
 
 
 class PeerReceiver:
-    """Takes the messages of one peer: where their bytes belong is known to the exchange."""
+    """Takes the messages of one peer, and passes them to the transfers."""
 
     __slots__ = ("_exchange", "_peer")
 
@@ -61,16 +61,16 @@ class PeerReceiver:
         self._exchange, self._peer = exchange, peer
 
     def expect(self, head: bytes, nbytes: int) -> None:
-        """A message begins to come. `Corruption` if it cannot be believed."""
+        """A message begins. `Corruption` if its head is damaged."""
         self._exchange.expect(self._peer, head, nbytes)
 
     def fill(self, read: b.Reader) -> int:
-        """Its next bytes come."""
+        """Take the next bytes of the message; returns how many."""
         return self._exchange.fill(self._peer, read)
 
 
 class ShardTransfers:
-    """All transfers of one backing. Used by one thread. `outbox`: messages to send, each to a peer. now: set before each use."""
+    """All transfers of one backing. Used by one thread. `outbox`: messages to send, with their peers. `now`: set it before each call."""
 
     def __init__(self, backing: Backing, tickets: TicketIssuer) -> None:
         self.outbox: deque[tuple[bytes, b.Message]] = deque()
@@ -78,62 +78,62 @@ class ShardTransfers:
         self._tickets = tickets
         self.now = 0.0
         self._transfers: dict[bytes, ReadTransfer | WriteTransfer] = {}
-        self._coming: dict[bytes, b.ToShard] = {}
-        self._dropped = memoryview(bytearray(_DROPPED_BYTES))
-        self._looked_at = tickets.revoked
+        self._arriving: dict[bytes, b.ToShard] = {}
+        self._drop_buffer = memoryview(bytearray(_DROPPED_BYTES))
+        self._checked_at = tickets.revoked
 
     def __len__(self) -> int:
         return len(self._transfers)
 
     def desk(self, peer: bytes) -> PeerReceiver:
-        """Where messages of `peer` are to be taken; after each, `receive`."""
+        """The receiver for messages of `peer`. After each message, call `receive`."""
         return PeerReceiver(self, peer)
 
     def expect(self, peer: bytes, head: bytes, nbytes: int) -> None:
-        """A message begins to come from `peer`. What is refused comes all the same, and is dropped."""
-        self._coming.pop(peer, None)
+        """A message of `peer` begins. If it is refused, its bytes still arrive, and are dropped."""
+        self._arriving.pop(peer, None)
         try:
-            told = b.to_shard(head)
-        except ProtocolError as error:  # its checksum matches: so where the next message begins is known
+            message = b.to_shard(head)
+        except ProtocolError as error:  # its checksum matches, so the start of the next message is known
             self._refuse(peer, 0, error)
             return
         try:
-            self._expect(peer, told, nbytes)
-            self._coming[peer] = told
+            self._expect(peer, message, nbytes)
+            self._arriving[peer] = message
         except TransferQueueError as error:
-            self._refuse(peer, told.transfer, error)
-        except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the peer)
-            self._fail(peer, told.transfer, error)
+            self._refuse(peer, message.transfer, error)
+        except Exception as error:  # noqa: BLE001  (logged with its cause, and sent to the peer)
+            self._fail(peer, message.transfer, error)
 
     def fill(self, peer: bytes, read: b.Reader) -> int:
-        """The next bytes of that message: into its landing, or nowhere."""
-        transfer, told = self._transfers.get(peer), self._coming.get(peer)
-        if told is not None and isinstance(transfer, WriteTransfer) and transfer.number == told.transfer:
+        """Take the next bytes of the message: into its extent, or into the drop buffer."""
+        transfer, message = self._transfers.get(peer), self._arriving.get(peer)
+        if message is not None and isinstance(transfer, WriteTransfer) and transfer.number == message.transfer:
             try:
                 return transfer.fill(read)
             except Disconnected as error:
-                self._refuse(peer, told.transfer, error)
-        return read(self._dropped)
+                self._refuse(peer, message.transfer, error)
+        return read(self._drop_buffer)
 
     def receive(self, peer: bytes) -> None:
-        """That message has come whole, and matches."""
-        told = self._coming.pop(peer, None)
-        if told is None:
+        """The message of `peer` is complete, and its checksum matches."""
+        message = self._arriving.pop(peer, None)
+        if message is None:
             return
         try:
-            self._obey(peer, told)
+            self._carry_out(peer, message)
         except TransferQueueError as error:
-            self._refuse(peer, told.transfer, error)
+            self._refuse(peer, message.transfer, error)
         except Exception as error:  # noqa: BLE001  (as above)
-            self._fail(peer, told.transfer, error)
+            self._fail(peer, message.transfer, error)
 
     def spoiled(self, peer: bytes, error: Corruption) -> None:
-        """What came of `peer` cannot be believed."""
-        self._coming.pop(peer, None)
+        """A message of `peer` is damaged."""
+        self._arriving.pop(peer, None)
         self._refuse(peer, 0, error)
 
     def advance(self, clogged: Container[bytes] = ()) -> None:
-        """One frame more for each reader whose window is open, and who took what was sent before."""
+        """Send one more frame for each read whose window is open and whose connection is not clogged."""
         for peer, transfer in list(self._transfers.items()):
             if isinstance(transfer, ReadTransfer) and transfer.ready and peer not in clogged:
                 try:
@@ -151,99 +151,99 @@ class ShardTransfers:
         )
 
     def tick(self, now: float) -> None:
-        """Forget transfers that have stalled, and end those whose session is over."""
+        """End transfers that have stalled, and those whose session ended."""
         for peer, transfer in list(self._transfers.items()):
             if now - transfer.heard_at >= BULK_STALL_S:
                 self._refuse(peer, transfer.number, Disconnected(f"nothing was heard of it for {BULK_STALL_S:g} s"))
-        if self._tickets.revoked != self._looked_at:
-            self._looked_at = self._tickets.revoked
-            self._end_those_over()
+        if self._tickets.revoked != self._checked_at:
+            self._checked_at = self._tickets.revoked
+            self._end_revoked()
 
     def next_deadline(self) -> float | None:
-        """When `tick` must be called; None: not by itself."""
-        return min((one.heard_at + BULK_STALL_S for one in self._transfers.values()), default=None)
+        """When to call `tick` next; None: nothing is due."""
+        return min((transfer.heard_at + BULK_STALL_S for transfer in self._transfers.values()), default=None)
 
     def heard(self, peer: bytes) -> None:
-        """Bytes of `peer` have moved, if only slowly."""
+        """Bytes of `peer` have moved, so its transfer has not stalled."""
         if (transfer := self._transfers.get(peer)) is not None:
             transfer.heard_at = self.now
 
     def lost(self, peer: bytes) -> None:
-        """`peer` is gone."""
+        """The connection of `peer` is gone."""
         self._transfers.pop(peer, None)
-        self._coming.pop(peer, None)
+        self._arriving.pop(peer, None)
 
     def knows(self, peer: bytes) -> bool:
-        """Whether a transfer of `peer` is under way: then it has shown a ticket that is good."""
+        """Whether `peer` has a transfer with tickets. Then it has shown a valid one."""
         transfer = self._transfers.get(peer)
         return transfer is not None and transfer.has_shown_tickets
 
     def stop(self) -> None:
-        """Tell every peer that the shard stops."""
+        """Tell every peer with a transfer that the shard stops."""
         for peer, transfer in list(self._transfers.items()):
             self._refuse(peer, transfer.number, Disconnected("the server was stopped"))
 
-    def _expect(self, peer: bytes, told: b.ToShard, nbytes: int) -> None:
-        match told:
+    def _expect(self, peer: bytes, message: b.ToShard, nbytes: int) -> None:
+        match message:
             case b.WriteExtent():
-                writing = WriteTransfer(told, self._backing, self._tickets, self.now)
+                writing = WriteTransfer(message, self._backing, self._tickets, self.now)
                 self._begin(peer, writing)
                 writing.expect(0, nbytes)
             case b.WriteFrame():
-                transfer = self._of(peer, told)
+                transfer = self._transfer_of(peer, message)
                 if isinstance(transfer, WriteTransfer):
-                    transfer.expect(told.number, nbytes)
+                    transfer.expect(message.number, nbytes)
             case _:
                 if nbytes:
                     raise ProtocolError(
-                        f"a bulk {type(told).__struct_config__.tag} has no content, and this one {nbytes} bytes"
+                        f"a bulk {type(message).__struct_config__.tag} has no content, and this one {nbytes} bytes"
                     )
 
-    def _obey(self, peer: bytes, told: b.ToShard) -> None:
-        match told:
+    def _carry_out(self, peer: bytes, message: b.ToShard) -> None:
+        match message:
             case b.ReadColumns():
-                self._begin(peer, ReadTransfer(told, self._backing, self._tickets, self.now))
+                self._begin(peer, ReadTransfer(message, self._backing, self._tickets, self.now))
             case b.FlowAck():
-                self._taken(peer, self._of(peer, told), told.frames)
+                self._frames_taken(peer, self._transfer_of(peer, message), message.frames)
             case _:
                 transfer = self._transfers.get(peer)
-                if isinstance(transfer, WriteTransfer) and transfer.number == told.transfer:
-                    self._wrote(peer, transfer)
+                if isinstance(transfer, WriteTransfer) and transfer.number == message.transfer:
+                    self._frame_written(peer, transfer)
 
     def _begin(self, peer: bytes, transfer: ReadTransfer | WriteTransfer) -> None:
         self._transfers.pop(peer, None)
         if isinstance(transfer, WriteTransfer):
-            for at, other in list(self._transfers.items()):
+            for other_peer, other in list(self._transfers.items()):
                 if isinstance(other, WriteTransfer) and other.overlaps(transfer):
-                    del self._transfers[at]
-        others = [at for at, other in self._transfers.items() if other.session == transfer.session]
-        if len(others) >= BULK_TRANSFERS_MAX:
-            del self._transfers[min(others, key=lambda at: self._transfers[at].heard_at)]
+                    del self._transfers[other_peer]
+        peers = [other_peer for other_peer, other in self._transfers.items() if other.session == transfer.session]
+        if len(peers) >= BULK_TRANSFERS_MAX:
+            del self._transfers[min(peers, key=lambda other_peer: self._transfers[other_peer].heard_at)]
         self._transfers[peer] = transfer
 
-    def _of(self, peer: bytes, told: b.ToShard) -> ReadTransfer | WriteTransfer:
+    def _transfer_of(self, peer: bytes, message: b.ToShard) -> ReadTransfer | WriteTransfer:
         transfer = self._transfers.get(peer)
-        if transfer is None or transfer.number != told.transfer:
-            raise Unreachable(f"bulk transfer {told.transfer} is not under way on this connection; begin it again")
+        if transfer is None or transfer.number != message.transfer:
+            raise Unreachable(f"bulk transfer {message.transfer} is not under way on this connection; begin it again")
         transfer.heard_at = self.now
         return transfer
 
-    def _wrote(self, peer: bytes, writing: WriteTransfer) -> None:
-        answer = writing.took()
+    def _frame_written(self, peer: bytes, writing: WriteTransfer) -> None:
+        answer = writing.frame_complete()
         if answer is not None:
             self.outbox.append((peer, b.message(answer)))
         if writing.done:
             del self._transfers[peer]
 
-    def _taken(self, peer: bytes, transfer: ReadTransfer | WriteTransfer, frames: int) -> None:
+    def _frames_taken(self, peer: bytes, transfer: ReadTransfer | WriteTransfer, frames: int) -> None:
         if isinstance(transfer, WriteTransfer):
-            self.outbox.append((peer, b.message(transfer.told())))
+            self.outbox.append((peer, b.message(transfer.progress())))
             return
         transfer.window.took(frames)
         if transfer.done:
             del self._transfers[peer]
 
-    def _end_those_over(self) -> None:
+    def _end_revoked(self) -> None:
         for peer, transfer in list(self._transfers.items()):
             try:
                 transfer.check()
@@ -255,7 +255,7 @@ class ShardTransfers:
         self._refuse(peer, number, InternalError(f"the bulk transfer failed: {error!r}; please report it"))
 
     def _refuse(self, peer: bytes, number: int, error: TransferQueueError) -> None:
-        """Number 0: what came cannot be believed, so neither can the rest of what is under way there."""
+        """Answer with an error, and end the transfer. number: of the transfer; 0: the connection is damaged, so any transfer on it ends."""
         transfer = self._transfers.get(peer)
         if transfer is not None and number in (0, transfer.number):
             del self._transfers[peer]
@@ -263,7 +263,7 @@ class ShardTransfers:
 
 
 class BulkEndpoint:
-    """The bulk endpoint of what `backing` keeps: listens once `listen` returns, answers from `start` to `stop`."""
+    """The bulk endpoint of a backing. Listens once `listen` returns, answers from `start` to `stop`."""
 
     def __init__(self, backing: Backing, tickets: TicketIssuer, keyring: KeySet | None = None) -> None:
         self._port: Final = TcpBulkServer() if keyring is None else ZmqBulkServer(keyring)
@@ -274,17 +274,17 @@ class BulkEndpoint:
         self._thread = threading.Thread(target=self._run, name="transferqueue bulk", daemon=True)
 
     def listen(self, addresses: Iterable[str], port: int = 0) -> int:
-        """Listen on the hosts of all tcp `addresses` (at least one), at one port; returns it. port: 0: any that is free."""
+        """Listen on the hosts of all tcp `addresses` (at least one), all at one port; returns the port. port: 0: any free one."""
         hosts = list(dict.fromkeys(_host(address) for address in addresses))
         hosts = [host for host in hosts if host in _EVERYWHERE][:1] or hosts
         return self._port.listen_at_all(hosts, port, _TRIES)
 
     def start(self) -> None:
-        """Answer from now on, in a thread of its own."""
+        """Start the thread that answers."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell all peers, and close. Returns when that is done. To be called once, also if it was never started."""
+        """Tell all peers, and close. Returns when that is done. Call it once, also if the thread was never started."""
         self._stopping = True
         self._wakeup.set()
         if self._thread.ident is not None:
@@ -327,7 +327,7 @@ class BulkEndpoint:
 
 
 def _host(address: str) -> str:
-    place = parse_address(address)
-    if not isinstance(place, TcpAddress):
+    parsed = parse_address(address)
+    if not isinstance(parsed, TcpAddress):
         raise UsageError(f"address {address!r} is none of tcp, so no bulk endpoint can listen there")
-    return place.host
+    return parsed.host

@@ -1,4 +1,4 @@
-"""Extents of the node's arena, lent to sessions through the ledger."""
+"""Extents of the coordinator's own arena."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transferqueue.storage.memory.arena import Arena
 SHARD: Final = 0
 """The coordinator's own shard."""
 TRIM_AFTER_S: Final = 1.0
-"""Freed pages stay warm this long at least: a flow of puts finds them again."""
+"""Freed pages stay in memory for at least this long, so that a steady flow of puts reuses them."""
 
 
 def check_size(nbytes: int, allocator: Allocator) -> None:
-    """`Impossible` if this arena could never lend an extent of `nbytes`."""
+    """`Impossible` if this arena could never grant an extent of `nbytes`."""
     if nbytes > allocator.capacity:
         raise Impossible(
             f"{nbytes:,} bytes in one extent can never be granted: the arena has {allocator.capacity:,} in all; "
@@ -26,8 +26,8 @@ def check_size(nbytes: int, allocator: Allocator) -> None:
 
 
 class OwnShardMemory:
-    """An arena, lent in extents (of which there are `extents` now). An extent is lent only after the file system has promised its
-    pages, and is taken back exactly as it was lent. allocator, extents: of what a server before this one has lent."""
+    """An arena from which extents are granted; `extents` counts them. An extent is granted only after the file system reserved its
+    pages, and is freed whole. allocator, extents: of an earlier run of the server."""
 
     number: Final = SHARD
 
@@ -39,21 +39,21 @@ class OwnShardMemory:
         self._ahead_from = self._ahead_to = 0
         self._growing = False
         self._held: set[int] = set()
-        self._aside: list[tuple[int, int]] = []
+        self._freed_while_held: list[tuple[int, int]] = []
         self._refusal = ""
-        """Why the file system gave no pages for the last extent that was asked for; "" if it did."""
+        """Why the file system reserved no pages for the last extent; "" if it did."""
 
     @property
     def used(self) -> int:
-        """Bytes lent."""
+        """Bytes that are granted."""
         return self.allocator.used
 
     def next_deadline(self) -> float | None:
-        """When `trim` has something to do: at once while pages are taken ahead."""
+        """When `trim` has something to do next: at once while pages are reserved ahead; None: nothing is due."""
         return 0.0 if self._growing else self._trim_at
 
     def trim(self, now: float) -> None:
-        """Take a few pages ahead of use, or give back those that have been free for a while, if they are many."""
+        """Reserve a few pages ahead of use, or give back pages that were free for a while, if there are many."""
         if self._growing:
             self._growing = self.arena.grow(self._ahead_from, self._ahead_to)
         elif self._trim_at is not None and now >= self._trim_at:
@@ -61,11 +61,12 @@ class OwnShardMemory:
             self.arena.trim(self.allocator)
 
     def check(self, nbytes: int) -> None:
-        """`Impossible` if an extent of `nbytes` could never be lent."""
+        """`Impossible` if an extent of `nbytes` could never be granted."""
         check_size(nbytes, self.allocator)
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
-        """Offset and size of an extent of at least `nbytes`, in whole pages; None if there is no room now."""
+        """Take an extent of at least `nbytes` in whole pages. Returns offset and size; None if there is no room now. `OutOfMemory` if
+        the file system has no pages for it."""
         self.check(nbytes)
         nbytes = align(nbytes, PAGE_BYTES)
         offset = self.allocator.allocate(nbytes)
@@ -84,16 +85,16 @@ class OwnShardMemory:
         return offset, nbytes
 
     def _look_ahead(self, end: int, *, fresh: bool) -> None:
-        """What lies behind an extent that was lent for the first time will be wanted next."""
+        """Reserve the pages behind an extent that was granted for the first time: they will be needed next."""
         if fresh or end > self._ahead_to - ARENA_STEP_BYTES // 2:
             self._ahead_from, self._ahead_to = end, min(end + ARENA_STEP_BYTES, self.arena.capacity)
             self._growing = True
 
     def give_back(self, offset: int, nbytes: int, now: float) -> None:
-        """An extent that `take` lent is free again; one that is held, when it is let go."""
+        """Free an extent of `take`. One that is held is freed at `release_held`."""
         if offset in self._held:
             self._held.remove(offset)
-            self._aside.append((offset, nbytes))
+            self._freed_while_held.append((offset, nbytes))
             return
         self.allocator.free(offset, nbytes)
         self.extents -= 1
@@ -101,13 +102,13 @@ class OwnShardMemory:
             self._trim_at = now + TRIM_AFTER_S
 
     def hold(self, offsets: set[int]) -> None:
-        """The extents at these offsets keep their bytes until `let_go`, also if nobody needs them any more."""
+        """Keep the bytes of the extents at these offsets until `release_held`, even if they are freed meanwhile."""
         self._held = offsets
 
-    def let_go(self, now: float) -> None:
-        """Nothing is held any more."""
-        self._held, aside, self._aside = set(), self._aside, []
-        for offset, nbytes in aside:
+    def release_held(self, now: float) -> None:
+        """Hold no extent any more, and free those that were freed meanwhile."""
+        self._held, freed, self._freed_while_held = set(), self._freed_while_held, []
+        for offset, nbytes in freed:
             self.give_back(offset, nbytes, now)
 
     def explain(self, nbytes: int, holders: str) -> str:

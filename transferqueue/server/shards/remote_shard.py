@@ -1,16 +1,16 @@
-"""A further shard, as the coordinator keeps its books: what is lent of it, and what it is still to be told. No I/O.
+"""The coordinator's record of a remote shard: which bytes are granted, and which commands the shard has yet to carry out. No I/O.
 
-The law (docs/decisions/0022):
+The rules (docs/decisions/0022):
 
-1. Which bytes are lent is decided here; the shard touches bytes, and does what it is told, in order (`Orders`). What follows from
-   an order happens when the shard says that it has carried it out, and not before.
-2. An extent is lent only where pages are. Pages that are not there are asked for, ahead of use where that is seen; until they
-   are there they are lent to the shard itself. A shard that has no room for them is asked again once something was freed.
-3. What a ticket was given for is lent again only when the shard honours no such ticket any more (`tickets`).
-4. Pages of what is free are given back by the rule of `storage.arena`; what is to be given back needs pages again from then on.
-5. What a shard offered is a claim. It counts as room for rows in this shard alone, and no more of it than has pages once the shard
-   could not make more. It confirms orders that it was told, and no others.
-6. A shard that drains lends nothing more. When nothing of it is lent, it is told to leave.
+1. The coordinator decides which bytes are granted. The shard touches bytes and carries out commands, in order (`ShardCommands`). The
+   consequence of a command takes effect when the shard confirms it, and not before.
+2. An extent is granted only where pages exist. Missing pages are requested, if possible ahead of use; until they exist their range
+   counts as allocated. After a shard had no room for pages it is asked again once something was freed.
+3. A range for which a ticket was given is granted again only when the shard no longer honours that ticket (`tickets`).
+4. Free pages are given back by the rule of `storage.memory.arena.surplus`. Their range needs pages again from then on.
+5. An offer is only a claim. It counts as room for rows in this shard alone, and once a request for pages failed, only the pages that
+   exist count. A shard may confirm only commands that it got.
+6. A shard that drains grants nothing more. When it is empty, it is told to shut down.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ from transferqueue.storage.memory.arena import surplus
 from transferqueue.wire import messages as m
 
 _AHEAD_BYTES: Final = ARENA_STEP_BYTES // 4
-"""With fewer free pages than this more are asked for."""
-_ENDS_KEPT: Final = 4096
-"""After so many ends of extents and sessions the shard is told what stands, and forgets them."""
+"""With fewer free pages than this, more are requested."""
+_ENDED_MAX: Final = 4096
+"""After so many ended extents and sessions the shard gets the live set, so that it can forget the ended ones."""
 
 
-class _SentCommands(msgspec.Struct, frozen=True):
+class _QueuedCommand(msgspec.Struct, frozen=True):
     number: int
-    order: m.Order
+    command: m.Order
     then: Callable[[bool, float], None]
 
 
 def _nothing(_done: bool, _now: float) -> None:
-    """Nothing follows."""
+    """Do nothing."""
 
 
 class RemoteShard:
-    """One further shard. wake: makes requests that rest under a key due. standing: what of it stands now.
+    """One remote shard. wake: makes the requests due that wait on a key. live_set: its live extents and sessions at this moment.
 
-    lent: extents ``(offset, nbytes)`` by number that an earlier life of the coordinator lent; None: it joins now.
+    granted: the extents ``(offset, nbytes)`` by number that an earlier run of the coordinator granted; None: the shard joins now.
+    sessions: those that an earlier run may have given tickets.
     """
 
     def __init__(
@@ -62,94 +63,94 @@ class RemoteShard:
         epoch: int,
         *,
         wake: Callable[[WakeKey], None],
-        standing: Callable[[], m.LiveSet],
-        lent: dict[int, tuple[int, int]] | None = None,
-        remote: Iterable[int] = (),
+        live_set: Callable[[], m.LiveSet],
+        granted: dict[int, tuple[int, int]] | None = None,
+        sessions: Iterable[int] = (),
     ) -> None:
         self.session: Final = session
         self.offer: Final = offer
         self.tickets: Final = TicketIssuer(offer.secret)
-        self.allocator: Final = Allocator.holding(offer.capacity, (lent or {}).values())
+        self.allocator: Final = Allocator.holding(offer.capacity, (granted or {}).values())
         self.draining = False
         self._epoch = epoch
         self._wake = wake
-        self._standing = standing
-        self._orders: deque[_SentCommands] = deque()
-        self._last = self._told = 0
-        self._ends = 0
+        self._live_set = live_set
+        self._commands: deque[_QueuedCommand] = deque()
+        self._last = self._last_sent = 0
+        self._ended = 0
         self._growing = 0
         self._full = False
         self._trim_at: float | None = None
-        self._ready = lent is None
-        if lent is None:
-            self._ask_ahead()
+        self._ready = granted is None
+        if granted is None:
+            self._request_ahead()
         else:
-            self._go_on(lent, remote)
+            self._continue(granted, sessions)
 
     @property
     def number(self) -> int:
-        """Its number."""
+        """The number of the shard."""
         return self.offer.number
 
     @property
     def used(self) -> int:
-        """Bytes lent to sessions, or just freed."""
+        """Bytes that sessions have, or that were just freed and whose tickets are not yet revoked."""
         return self.allocator.used - self._growing
 
     @property
-    def lendable(self) -> int:
-        """Bytes that it lends at most, as far as is known: once pages could not be made, those that there are."""
+    def grantable(self) -> int:
+        """The most that it can grant, as far as is known: after a failed request for pages, only the pages that exist."""
         return self.used + self.allocator.warm if self._full else self.allocator.capacity
 
-    def _go_on(self, lent: Iterable[int], remote: Iterable[int]) -> None:
-        """Nothing is known of what the shard had not been told: so it is told what stands, and that all else has no pages."""
-        self.tickets.resume(remote, lent)
-        self._order(self._standing())
+    def _continue(self, extents: Iterable[int], sessions: Iterable[int]) -> None:
+        """Which commands the shard had received is unknown. So send it the live set, and have it free all pages that are not granted."""
+        self.tickets.resume(sessions, extents)
+        self._send(self._live_set())
         for offset, nbytes in self.allocator.free_ranges():
-            self._order(m.FreePages(offset, nbytes))
-        self._orders[-1] = msgspec.structs.replace(self._orders[-1], then=self._begin)
+            self._send(m.FreePages(offset, nbytes))
+        self._commands[-1] = msgspec.structs.replace(self._commands[-1], then=self._begin)
 
     def _begin(self, _done: bool, _now: float) -> None:
         self._ready = True
-        self._ask_ahead()
+        self._request_ahead()
 
-    # ------------------------------------------------------------ what is lent
+    # ------------------------------------------------------------ extents
 
     def check(self, nbytes: int) -> None:
-        """`Impossible` if an extent of `nbytes` could never be lent."""
+        """`Impossible` if an extent of `nbytes` could never be granted."""
         check_size(nbytes, self.allocator)
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
-        """Offset and size of an extent of at least `nbytes`, in whole pages; None if there are no such pages now."""
+        """Take an extent of at least `nbytes` in whole pages. Returns offset and size; None if there are no such pages now."""
         if self.draining or not self._ready:
             return None
         size = align(nbytes, PAGE_BYTES)
         offset = self.allocator.allocate_warm(size)
         if offset is None:
-            self._ask(size)
+            self._request_pages(size)
             return None
         if self.allocator.warm < _AHEAD_BYTES:
-            self._ask_ahead()
+            self._request_ahead()
         return offset, size
 
     def give_back(self, extent: int, offset: int, nbytes: int, now: float) -> None:
-        """Nobody needs this extent any more."""
+        """Free an extent, once no ticket for it is honoured any more."""
         if not self.tickets.admits(extent):
             self._free(offset, nbytes, now)
             return
         self.tickets.revoke(extent)
-        self._order(m.Revoke(extent), lambda _done, then: self._free(offset, nbytes, then))
-        self._count_end()
+        self._send(m.Revoke(extent), lambda _done, then: self._free(offset, nbytes, then))
+        self._count_ended()
 
     def close(self, session: int) -> None:
-        """A session is over."""
+        """A session ended: its tickets are no longer honoured."""
         if self.tickets.serves(session):
             self.tickets.close(session)
-            self._order(m.CloseTransfers(session))
-            self._count_end()
+            self._send(m.CloseTransfers(session))
+            self._count_ended()
 
     def drain(self) -> None:
-        """Lend nothing more, and leave when all is free."""
+        """Grant nothing more, and leave as soon as the shard is empty."""
         self.draining = True
         self._leave_if_empty()
 
@@ -163,32 +164,32 @@ class RemoteShard:
 
     def _leave_if_empty(self) -> None:
         if self.draining and not self.allocator.used:
-            self._order(m.ShutDownShard())
+            self._send(m.ShutDownShard())
 
     # ------------------------------------------------------------ pages
 
-    def _ask(self, size: int) -> None:
-        """Pages for an extent of this size, and more if there are."""
+    def _request_pages(self, size: int) -> None:
+        """Request pages for an extent of this size, or a whole step if there is room."""
         if self._growing >= size or self._full:
             return
         for wanted in (max(size, ARENA_STEP_BYTES), size):
             if (offset := self.allocator.allocate_cold(wanted)) is not None:
-                self._grow(offset, wanted)
+                self._allocate(offset, wanted)
                 return
-        if (offset := self.allocator.allocate(size)) is not None:  # where pages and holes lie side by side
-            self._grow(offset, size)
+        if (offset := self.allocator.allocate(size)) is not None:  # a range in which only some pages exist
+            self._allocate(offset, size)
 
-    def _ask_ahead(self) -> None:
+    def _request_ahead(self) -> None:
         if self._growing or self._full:
             return
         if (offset := self.allocator.allocate_cold(ARENA_STEP_BYTES)) is not None:
-            self._grow(offset, ARENA_STEP_BYTES)
+            self._allocate(offset, ARENA_STEP_BYTES)
 
-    def _grow(self, offset: int, nbytes: int) -> None:
+    def _allocate(self, offset: int, nbytes: int) -> None:
         self._growing += nbytes
-        self._order(m.AllocatePages(offset, nbytes), lambda done, now: self._grown(offset, nbytes, done, now))
+        self._send(m.AllocatePages(offset, nbytes), lambda done, now: self._pages_allocated(offset, nbytes, done, now))
 
-    def _grown(self, offset: int, nbytes: int, done: bool, _now: float) -> None:
+    def _pages_allocated(self, offset: int, nbytes: int, done: bool, _now: float) -> None:
         self._growing -= nbytes
         self.allocator.free(offset, nbytes)
         if done:
@@ -199,11 +200,11 @@ class RemoteShard:
         self._leave_if_empty()
 
     def next_deadline(self) -> float | None:
-        """When `trim` has something to do."""
+        """When `trim` has something to do next; None: nothing is due."""
         return self._trim_at
 
     def trim(self, now: float) -> None:
-        """Have pages that were free for a while given back, if they are many."""
+        """Give pages back to the system that were free for a while, if there are many."""
         if self._trim_at is None or now < self._trim_at:
             return
         self._trim_at = None
@@ -211,39 +212,39 @@ class RemoteShard:
         for offset, nbytes in self.allocator.coldest() if excess else ():
             size = min(nbytes, excess)
             self.allocator.chill(offset, size)
-            self._order(m.FreePages(offset, size))
+            self._send(m.FreePages(offset, size))
             excess -= size
             if not excess:
                 return
 
-    # ------------------------------------------------------------ orders
+    # ------------------------------------------------------------ commands
 
-    def orders(self, request: m.PollCommands, now: float) -> m.ShardCommands | MustWait:
-        """What the shard is to do next, after what it says it has done. `ProtocolError` if it was never told that."""
+    def commands(self, request: m.PollCommands, now: float) -> m.ShardCommands | MustWait:
+        """The next commands, after the shard confirmed earlier ones. `ProtocolError` if it confirms a command that it never got."""
         if request.epoch == self._epoch:
-            if request.done > self._told:
+            if request.done > self._last_sent:
                 raise ProtocolError(
-                    f"shard {self.number} says that it has carried out order {request.done}, and was told {self._told} so far"
+                    f"shard {self.number} says that it has carried out order {request.done}, and was told {self._last_sent} so far"
                 )
             self._confirm(request.done, frozenset(request.failed), now)
-        if not self._orders:
+        if not self._commands:
             return MustWait((("shard", str(self.number)),))
-        told = [self._orders[at] for at in range(min(len(self._orders), ITEMS_MAX))]
-        self._told = max(self._told, told[-1].number)
-        return m.ShardCommands(self._epoch, told[0].number, [one.order for one in told])
+        sent = [self._commands[at] for at in range(min(len(self._commands), ITEMS_MAX))]
+        self._last_sent = max(self._last_sent, sent[-1].number)
+        return m.ShardCommands(self._epoch, sent[0].number, [queued.command for queued in sent])
 
     def _confirm(self, done: int, failed: frozenset[int], now: float) -> None:
-        while self._orders and self._orders[0].number <= done:
-            told = self._orders.popleft()
-            told.then(told.number not in failed, now)
+        while self._commands and self._commands[0].number <= done:
+            command = self._commands.popleft()
+            command.then(command.number not in failed, now)
 
-    def _order(self, order: m.Order, then: Callable[[bool, float], None] = _nothing) -> None:
+    def _send(self, command: m.Order, then: Callable[[bool, float], None] = _nothing) -> None:
         self._last += 1
-        self._orders.append(_SentCommands(self._last, order, then))
+        self._commands.append(_QueuedCommand(self._last, command, then))
         self._wake(("shard", str(self.number)))
 
-    def _count_end(self) -> None:
-        self._ends += 1
-        if self._ends >= _ENDS_KEPT:
-            self._ends = 0
-            self._order(self._standing())
+    def _count_ended(self) -> None:
+        self._ended += 1
+        if self._ended >= _ENDED_MAX:
+            self._ended = 0
+            self._send(self._live_set())

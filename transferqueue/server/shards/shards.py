@@ -1,17 +1,18 @@
-"""The shards of a deployment: which there are, which of them lends the next extent, who needs tickets for which. No I/O.
+"""The shards of a deployment: which exist, which one grants the next extent, and which sessions need tickets for which. No I/O.
 
-The law (docs/decisions/0022):
+The rules (docs/decisions/0022):
 
-1. Shard 0 is the coordinator's own arena. A process whose Hello has an `Offer` is a further one, for exactly as long as its
-   session lasts: so its death is seen as that of any session. What lies in it then is lost, as the ledger says.
-2. Numbers are not given twice, also not in a later life of the coordinator: a session may still hold a reply that names one.
-3. An extent comes from a near shard (of the session's host) if one has room, else from another; from the least full of those.
-4. What a shard offers is a claim: the coordinator looks at the arena of one on its own host (`evidence`), and of no shard more than
-   a process can map. One part in `RESULTS_SHARE` of each shard is kept for results, so no claim gives room in another's memory.
-5. A session maps a shard if the coordinator sees both die, which needs one host for all three: only so does the kernel tell
-   when memory that a client saw may be used again (decision 4). In all other shards its bytes travel, by tickets. Of a block with
-   copies it is told one, which it maps if it maps any. Nor is a shard mapped that showed a key: nobody opens a file because a
-   stranger names it.
+1. Shard 0 is the coordinator's own arena. A process whose Hello contains a `ShardOffer` is a remote shard for exactly as long as its
+   session lasts, so its death is detected like that of any session. The ledger then treats its contents as lost.
+2. A shard number is never used twice, not even by a later run of the coordinator: a client may still hold a reply that names it.
+3. An extent is granted from a near shard (on the session's host) if one has room, else from another one; the emptiest first.
+4. An offer is only a claim. The coordinator checks the arena of a shard on its own host (`liveness.check_arena`), and accepts no shard
+   larger than a process can map. One part in `RESULTS_SHARE` of each shard is reserved for results, so a false claim gives no room in
+   another shard's memory.
+5. A session maps a shard if the coordinator detects the death of both, so if all three are on one host: only then does the kernel tell
+   when memory that a client saw may be used again (decision 4). Bytes in all other shards travel, by ticket. Of a block with copies
+   the session is told one, if possible a copy that it maps. A shard that authenticated with a key is never mapped: no client opens a
+   file because a remote user names it.
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ _KEY: Final = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
 class ShardRegistry:
-    """The own shard and all further ones. last: the highest number given so far. wake: as of `RemoteShard`. standing: what stands of a
-    shard, for `RemoteShard`."""
+    """The own shard and all remote ones. last: the highest number given so far. wake, live_set: see `RemoteShard`."""
 
     def __init__(
         self,
@@ -56,25 +56,25 @@ class ShardRegistry:
         self._tickets = tickets
         self._epoch = epoch
         self._wake = wake
-        self._standing = live_set
-        self._further: dict[int, RemoteShard] = {}
+        self._live_set = live_set
+        self._remote: dict[int, RemoteShard] = {}
         self._last = last
 
     def __iter__(self) -> Iterator[RemoteShard]:
-        """The further ones."""
-        return iter(self._further.values())
+        """The remote shards."""
+        return iter(self._remote.values())
 
-    # ------------------------------------------------------------ who is there
+    # ------------------------------------------------------------ joining and leaving
 
-    def numbered(self, hello: m.Hello, *, keyed: bool) -> m.Hello:
-        """The greeting of a process that joins with memory, with the number that its shard will have.
+    def assign_number(self, hello: m.Hello, *, keyed: bool) -> m.Hello:
+        """The Hello with a number in its shard offer, if it contains one.
 
-        keyed: it showed a key, so it may be any user on any machine: nobody is told a path that it says. `UsageError` for
-        an offer that is none, `Full` past `SESSIONS_MAX`.
+        keyed: the process authenticated with a key, so it may be any user on any machine: the path of its arena is dropped.
+        `UsageError` for an offer that cannot be used, `Full` past `SESSIONS_MAX` shards.
         """
         if (offer := hello.shard) is None:
             return hello
-        if len(self._further) >= SESSIONS_MAX:
+        if len(self._remote) >= SESSIONS_MAX:
             raise Full(f"shard refused: {SESSIONS_MAX} shards have joined, which is the most; drain some")
         if offer.capacity < PAGE_BYTES or offer.capacity % PAGE_BYTES:
             raise UsageError(
@@ -85,10 +85,10 @@ class ShardRegistry:
                 f"shard refused: an arena of {offer.capacity:,} bytes is more than a process can map, {SHARD_BYTES_MAX:,}; offer what "
                 "there is"
             )
-        place = parse_address(offer.endpoint)
-        if not isinstance(place, TcpAddress):
+        endpoint = parse_address(offer.endpoint)
+        if not isinstance(endpoint, TcpAddress):
             raise UsageError(f"shard refused: endpoint {offer.endpoint!r} is none of tcp; offer tcp://host:port")
-        if place.port == 0 or place.host == "*":
+        if endpoint.port == 0 or endpoint.host == "*":
             raise UsageError(
                 f"shard refused: nobody can connect to endpoint {offer.endpoint!r}; offer the host and port that others reach"
             )
@@ -100,101 +100,102 @@ class ShardRegistry:
         return msgspec.structs.replace(hello, shard=offer)
 
     def join(
-        self, session: OpenSession, lent: dict[int, tuple[int, int]] | None = None, remote: list[int] | None = None
+        self, session: OpenSession, granted: dict[int, tuple[int, int]] | None = None, sessions: list[int] | None = None
     ) -> None:
-        """The session's memory, if it brings any, is a shard from now on. lent, remote: see `RemoteShard`."""
+        """If the session offers memory, it is a shard from now on. granted, sessions: see `RemoteShard`."""
         offer = session.hello.shard
         if offer is None:
             return
         self._last = max(self._last, offer.number)
-        self._further[offer.number] = RemoteShard(
+        self._remote[offer.number] = RemoteShard(
             session,
             offer,
             self._epoch,
             wake=self._wake,
-            standing=lambda: self._standing(offer.number),
-            lent=lent,
-            remote=remote or (),
+            live_set=lambda: self._live_set(offer.number),
+            granted=granted,
+            sessions=sessions or (),
         )
         self._wake(("memory",))
 
     def close(self, session: OpenSession) -> None:
-        """The session is over, and with it its tickets and the shard that it brought, if it did."""
+        """A session ended: so do its tickets, and the shard that it offered, if any."""
         self._tickets.close(session.number)
-        if session.hello.shard is not None and self._further.pop(session.hello.shard.number, None) is not None:
+        if session.hello.shard is not None and self._remote.pop(session.hello.shard.number, None) is not None:
             self._wake(("memory",))
-        for shard in self._further.values():
+        for shard in self._remote.values():
             shard.close(session.number)
 
     def drain(self, number: int) -> m.DoneReply:
-        """Have a further shard leave as soon as nothing is in it. Again: nothing more."""
-        shard = self._further.get(number)
+        """Have a remote shard leave as soon as it is empty. Draining twice is allowed."""
+        shard = self._remote.get(number)
         if shard is None:
             raise NotFound(
-                f"shard {number} is none that joined; this deployment has {listing(self._further)}"
+                f"shard {number} is none that joined; this deployment has {listing(self._remote)}"
                 + (", and 0 is the coordinator's own, which stays" if number == SHARD else "")
             )
         shard.drain()
         return m.DoneReply()
 
-    def of_session(self, session: OpenSession) -> RemoteShard:
-        """The shard that the session brought, else `UsageError`."""
+    def shard_of(self, session: OpenSession) -> RemoteShard:
+        """The shard that the session offered. `UsageError` if it offered none."""
         offer = session.hello.shard
-        shard = self._further.get(offer.number) if offer is not None else None
+        shard = self._remote.get(offer.number) if offer is not None else None
         if shard is None:
             raise UsageError(f"session {session.number} is no shard, so there are no orders for it")
         return shard
 
-    def seen_by(self, session: OpenSession) -> m.ShardList:
-        """The further shards, as a session reaches them."""
-        return m.ShardList([_at(shard, mapped=_maps(session, shard)) for _, shard in sorted(self._further.items())])
+    def list_for(self, session: OpenSession) -> m.ShardList:
+        """The remote shards, as this session reaches them."""
+        return m.ShardList(
+            [_endpoint(shard, mapped=_maps(session, shard)) for _, shard in sorted(self._remote.items())]
+        )
 
     # ------------------------------------------------------------ extents
 
     @property
     def used(self) -> int:
-        """Bytes lent by all."""
-        return self.own.used + sum(shard.used for shard in self._further.values())
+        """Bytes that all shards have granted."""
+        return self.own.used + sum(shard.used for shard in self._remote.values())
 
     def take(
         self, session: OpenSession, nbytes: int, apart: Collection[int] = (), use: m.GrantPurpose = "results"
     ) -> tuple[int, int, int] | None:
-        """Shard, offset and size of an extent of at least `nbytes`, in none of the shards `apart`; None if no shard has room now.
-
-        `Impossible` if none could ever have it, errors as of `OwnShardMemory.take`.
+        """Take an extent of at least `nbytes` from a shard that is not in `apart`. Returns shard, offset and size; None if no shard
+        has room now. `Impossible` if no shard could ever have it; errors as in `OwnShardMemory.take`.
         """
         if use == "rows":
             self._check_rows(nbytes)
-        able = [one for one in self._in_order(session, use) if one.number not in apart]
-        if not able:
+        candidates = [shard for shard in self._ranked(session, use) if shard.number not in apart]
+        if not candidates:
             raise Impossible(
                 f"an extent apart from shards {listing(apart)} can never be granted: there are no others; start further "
                 "shards (transferqueue shard), or make the table with fewer replicas"
             )
-        if all(nbytes > one.allocator.capacity for one in able):
-            max(able, key=lambda one: one.allocator.capacity).check(nbytes)
+        if all(nbytes > shard.allocator.capacity for shard in candidates):
+            max(candidates, key=lambda shard: shard.allocator.capacity).check(nbytes)
         refused: OutOfMemory | None = None
-        for shard in able:
+        for shard in candidates:
             if use == "rows" and shard.used + nbytes > _for_rows(shard):
                 continue
             try:
-                found = shard.take(nbytes) if nbytes <= shard.allocator.capacity else None
+                extent = shard.take(nbytes) if nbytes <= shard.allocator.capacity else None
             except OutOfMemory as error:
                 refused = error
                 continue
-            if found is not None:
-                return shard.number, *found
+            if extent is not None:
+                return shard.number, *extent
         if refused is not None:
             raise refused
         return None
 
     def _check_rows(self, nbytes: int) -> None:
-        """`Impossible` if no shard could ever lend so much to new rows."""
+        """`Impossible` if no shard could ever grant so much to new rows."""
         lending: list[OwnShardMemory | RemoteShard] = [
             self.own,
-            *(one for one in self._further.values() if not one.draining),
+            *(shard for shard in self._remote.values() if not shard.draining),
         ]
-        room, capacity = max((_for_rows(one), one.allocator.capacity) for one in lending)
+        room, capacity = max((_for_rows(shard), shard.allocator.capacity) for shard in lending)
         if nbytes > room:
             raise Impossible(
                 f"{nbytes:,} bytes for new rows can never be granted: of {capacity:,} bytes of memory these may have {room:,}, the rest "
@@ -202,44 +203,44 @@ class ShardRegistry:
             )
 
     def check_replicas(self, table: str, replicas: int) -> None:
-        """`Impossible` if there are fewer shards that lend."""
-        lending = 1 + sum(not shard.draining for shard in self._further.values())
+        """`Impossible` if fewer than `replicas` shards grant memory."""
+        lending = 1 + sum(not shard.draining for shard in self._remote.values())
         if replicas > lending:
             raise Impossible(
                 f'table "{table}" would keep each block in replicas={replicas} shards, and {lending} lend memory: '
                 f"{replicas} > {lending}; start further shards (transferqueue shard), or make it with fewer replicas"
             )
 
-    def _in_order(self, session: OpenSession, use: m.GrantPurpose) -> list[OwnShardMemory | RemoteShard]:
-        """Those that lend, the best first: for weights the one that lasts as long as the books."""
-        if not self._further:
+    def _ranked(self, session: OpenSession, use: m.GrantPurpose) -> list[OwnShardMemory | RemoteShard]:
+        """The shards that grant memory, the best first. For weights that is the own shard: it lasts as long as the ledger."""
+        if not self._remote:
             return [self.own]
         ranked: list[tuple[bool, float, int, OwnShardMemory | RemoteShard]] = [
             (not _near(session, shard), _fill(shard), number, shard)
-            for number, shard in self._further.items()
+            for number, shard in self._remote.items()
             if not shard.draining
         ]
         ranked.append((session.remote, _fill(self.own), self._last + 1, self.own))
-        ordered = [shard for *_, shard in sorted(ranked, key=lambda one: one[:3])]
+        ordered = [shard for *_, shard in sorted(ranked, key=lambda entry: entry[:3])]
         return sorted(ordered, key=lambda shard: shard is not self.own) if use == "weights" else ordered
 
     def give_back(self, freed: FreeExtent, now: float) -> None:
-        """Nobody needs this extent any more. One of a shard that is gone is gone too."""
+        """Free an extent. Does nothing if its shard is gone."""
         if freed.shard == SHARD:
             self._tickets.revoke(freed.extent)
             self.own.give_back(freed.offset, freed.nbytes, now)
             self._wake(("memory",))
-        elif (shard := self._further.get(freed.shard)) is not None:
+        elif (shard := self._remote.get(freed.shard)) is not None:
             shard.give_back(freed.extent, freed.offset, freed.nbytes, now)
 
     def next_deadline(self) -> float | None:
-        """When `trim` of one of the further shards has something to do."""
-        deadlines = [at for shard in self._further.values() if (at := shard.next_deadline()) is not None]
+        """When `trim` of a remote shard has something to do next; None: nothing is due."""
+        deadlines = [at for shard in self._remote.values() if (at := shard.next_deadline()) is not None]
         return min(deadlines, default=None)
 
     def trim(self, now: float) -> None:
-        """Have pages that nobody needs given back."""
-        for shard in self._further.values():
+        """Give unused pages of remote shards back to their systems."""
+        for shard in self._remote.values():
             shard.trim(now)
 
     def explain(self, nbytes: int, holders: str, use: m.GrantPurpose = "results") -> str:
@@ -247,35 +248,35 @@ class ShardRegistry:
         own = self.own.explain(nbytes, holders)
         if use == "rows":
             own += f". One byte in {RESULTS_SHARE} is kept for results"
-        if not self._further:
+        if not self._remote:
             return own
         others = ", ".join(
-            f"shard {number}: {one.used:,} of {one.offer.capacity:,} bytes" + (", drains" if one.draining else "")
-            for number, one in sorted(self._further.items())
+            f"shard {number}: {shard.used:,} of {shard.offer.capacity:,} bytes" + (", drains" if shard.draining else "")
+            for number, shard in sorted(self._remote.items())
         )
         return f"{own}. Nor is one in a further shard ({others})"
 
     # ------------------------------------------------------------ tickets
 
     def issue(self, session: OpenSession, reply: m.Reply) -> m.Reply:
-        """The reply with tickets for what the session does not map."""
-        if not session.remote and all(_maps(session, shard) for shard in self._further.values()):
+        """The reply, with tickets for what the session does not map."""
+        if not session.remote and all(_maps(session, shard) for shard in self._remote.values()):
             return reply
-        near = {number for number, shard in self._further.items() if _maps(session, shard)}
+        near = {number for number, shard in self._remote.items() if _maps(session, shard)}
         near |= set() if session.remote else {SHARD}
         return issue(lambda shard: self._tickets_of(session, shard), session.number, reply, near)
 
     def _tickets_of(self, session: OpenSession, number: int) -> TicketIssuer | None:
         if number == SHARD:
             return self._tickets if session.remote else None
-        shard = self._further.get(number)
+        shard = self._remote.get(number)
         return None if shard is None or _maps(session, shard) else shard.tickets
 
 
 def _for_rows(shard: OwnShardMemory | RemoteShard) -> int:
-    """Bytes of a shard that new rows may have."""
-    lendable = shard.lendable if isinstance(shard, RemoteShard) else shard.allocator.capacity
-    return lendable - lendable // RESULTS_SHARE
+    """The bytes of a shard that new rows may take."""
+    grantable = shard.grantable if isinstance(shard, RemoteShard) else shard.allocator.capacity
+    return grantable - grantable // RESULTS_SHARE
 
 
 def _fill(shard: OwnShardMemory | RemoteShard) -> float:
@@ -290,13 +291,13 @@ def _maps(session: OpenSession, shard: RemoteShard) -> bool:
     return bool(shard.offer.path) and not session.remote and not shard.session.remote and _near(session, shard)
 
 
-def _at(shard: RemoteShard, *, mapped: bool) -> m.ShardEndpoint:
+def _endpoint(shard: RemoteShard, *, mapped: bool) -> m.ShardEndpoint:
     offer = shard.offer
     return m.ShardEndpoint(offer.number, offer.path if mapped else "", offer.capacity, offer.endpoint, offer.key)
 
 
 def live_set(extents: list[int], extents_to: int, sessions: list[int], sessions_to: int) -> m.LiveSet:
-    """What a shard is told of what stands."""
+    """The extents and sessions that are live, with the first numbers that are not yet given, as a shard is told."""
     return m.LiveSet(extents_to, _packed(extents), sessions_to, _packed(sessions))
 
 

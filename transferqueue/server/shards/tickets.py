@@ -1,20 +1,20 @@
-"""Tickets: which bytes a session may touch over the bulk endpoint, told by the control plane, checked by the shard.
+"""Tickets: which bytes a session may touch over the bulk endpoint. The control plane issues them, the shard checks them.
 
-The law (docs/decisions/0013):
+The rules (docs/decisions/0013):
 
-1. A ticket is a keyed hash over what a reply named to a session: a block to read, an extent to write. So the shard needs
-   no ledger, and who was told nothing can ask for nothing. The key is new in each life of the server, unless its
-   sessions outlive it: then so do their tickets.
-2. A hash cannot be taken back, but memory is used again. So an extent is *admitted* from the first ticket for it until it
-   is freed, and a shard touches only what is admitted: a frame that was under way for long, or a client that was paused
-   until its session ended, never meets the bytes of strangers.
-3. `revoke` returns only when no byte of the extent can be written any more; so call it before the memory is lent again.
-   The copy of one frame is what it may have to wait for.
+1. A ticket is a keyed hash over what a reply named to a session: a block to read, or an extent to write. So the shard needs no
+   ledger, and a client can only ask for what a reply named to it. The key is new in each run of the server, unless its sessions
+   outlive it: then their tickets do too.
+2. A hash cannot be taken back, but memory is used again. So an extent is *admitted* from its first ticket until it is freed, and the
+   shard touches only admitted extents. A delayed frame, or a client that was paused until its session ended, never reaches bytes that
+   belong to others by then.
+3. `revoke` returns only when no byte of the extent can be written any more. Call it before the memory is granted again. It waits for
+   the copy of one frame at most.
 
-Beside the arena's pages this is all that a coordinator and its own shard share. For a shard in another process the same calls
-are messages (see `shards`), and memory is given back when the answer to `revoke` has come. There, where the first reader may
-be quicker than any message about an extent, what is told is the end of things: numbers of extents and sessions only ascend, so
-all that nobody has called over stand (`LiveExtents`).
+A coordinator and its own shard share these tickets and the arena's pages, nothing else. For a remote shard the same calls are
+messages (`remote_shard`), and memory is freed when the shard confirms `Revoke`. There the first read may arrive before any message
+about its extent, so the shard is told which extents and sessions ended. Numbers only ascend: every number that has not ended is live
+(`LiveExtents`).
 """
 
 from __future__ import annotations
@@ -41,41 +41,41 @@ _WRITE: Final = 1
 
 
 class LiveExtents:
-    """Numbers that ascend and stand until they are called over. Looks like a set of them, as far as `TicketIssuer` asks."""
+    """Ascending numbers, of extents or sessions, each live until it is discarded. Has the methods of a set that `TicketIssuer` uses."""
 
     def __init__(self) -> None:
         self._below: tuple[int, frozenset[int]] = (0, frozenset())
-        self._over: set[int] = set()
+        self._ended: set[int] = set()
 
     def __contains__(self, number: object) -> bool:
-        floor, kept = self._below
-        return number not in self._over and (not isinstance(number, int) or number >= floor or number in kept)
+        first, live = self._below
+        return number not in self._ended and (not isinstance(number, int) or number >= first or number in live)
 
     def issuperset(self, numbers: Iterable[int]) -> bool:
-        """Whether all of these stand."""
+        """Whether all of these are live."""
         return all(number in self for number in numbers)
 
     def add(self, number: int) -> None:
-        """It stands already."""
+        """Do nothing: the number is live."""
 
     def update(self, numbers: Iterable[int]) -> None:
-        """They stand already."""
+        """Do nothing: the numbers are live."""
 
     def discard(self, number: int) -> None:
-        """It is over."""
-        self._over.add(number)
+        """The number is not live any more."""
+        self._ended.add(number)
 
-    def only(self, floor: int, kept: Iterable[int]) -> None:
-        """Of all below `floor` no others stand: so nothing must be remembered of those."""
-        self._below = (floor, frozenset(kept))
-        self._over = {number for number in self._over if number >= floor}
+    def keep_only(self, first: int, live: Iterable[int]) -> None:
+        """Below `first` only the numbers in `live` are live. So the ended ones below it need not be remembered."""
+        self._below = (first, frozenset(live))
+        self._ended = {number for number in self._ended if number >= first}
 
 
 class TicketIssuer:
-    """Issues and checks tickets of one shard. `issue`, `revoke` and `close` belong to the coordinator's thread (in a shard of
-    its own process: to the one that takes orders), the rest to the bulk endpoint's.
+    """Issues and checks tickets of one shard. The coordinator's thread (in a remote shard: the thread that carries out commands) calls
+    `issue`, `revoke` and `close`; the thread of the bulk endpoint calls the rest.
 
-    extents, sessions: those that stand, as one side knows them; None: those that tickets were issued for here.
+    extents, sessions: the live ones, in a remote shard; None: those for which this object issued tickets.
     """
 
     def __init__(
@@ -86,38 +86,38 @@ class TicketIssuer:
         self._sessions: set[int] | LiveExtents = set() if sessions is None else sessions
         self._writing: Final = threading.Lock()
         self.on_close: Callable[[], object] = lambda: None
-        """Called when a session ended, so that the shard looks at its transfers."""
+        """Called when a session ended, so that the bulk endpoint checks its transfers."""
         self.revoked = 0
-        """How often an extent was revoked or a session ended: unchanged, nothing needs to be looked at again."""
+        """How often an extent was revoked or a session ended. While it is unchanged, no transfer needs to be checked again."""
 
-    # ------------------------------------------------------------ the coordinator's
+    # ------------------------------------------------------------ for the coordinator
 
     def issue(self, session: int, reply: m.Reply) -> m.Reply:
-        """The reply with a ticket for each block or extent that it names."""
+        """The reply, with a ticket for each block or extent that it names."""
         return issue(lambda _: self, session, reply)
 
     def admits(self, extent: int) -> bool:
-        """Whether a ticket for this extent may be about."""
+        """Whether a ticket for this extent may have been issued."""
         return extent in self._admitted
 
     def serves(self, session: int) -> bool:
-        """Whether this session may have a ticket."""
+        """Whether a ticket may have been issued to this session."""
         return session in self._sessions
 
     def resume(self, sessions: Iterable[int], extents: Iterable[int]) -> None:
-        """These sessions and extents are left from an earlier life with the same key."""
+        """Admit sessions and extents of an earlier run with the same key."""
         self._sessions.update(sessions)
         self._admitted.update(extents)
 
     def revoke(self, extent: int) -> None:
-        """Nothing of this extent is read or written from now on (rule 3). Extents that were never admitted cost nothing."""
+        """Refuse reads and writes of this extent from now on (rule 3). Costs nothing for an extent that was never admitted."""
         if extent in self._admitted:
             with self._writing:
                 self._admitted.discard(extent)
                 self.revoked += 1
 
     def close(self, session: int) -> None:
-        """The session is over, and so are its transfers. One that was never given a ticket costs nothing."""
+        """A session ended: so do its transfers. Costs nothing for a session that never got a ticket."""
         if session in self._sessions:
             with self._writing:
                 self._sessions.discard(session)
@@ -125,7 +125,7 @@ class TicketIssuer:
             self.on_close()
 
     def granted(self, session: int, granted: m.Granted) -> m.Granted:
-        """The grant with its ticket."""
+        """The grant, with a ticket."""
         self._sessions.add(session)
         self._admitted.add(granted.extent)
         ticket = self._ticket(
@@ -134,7 +134,7 @@ class TicketIssuer:
         return msgspec.structs.replace(granted, ticket=ticket)
 
     def block(self, session: int, at: m.BlockLocation) -> m.BlockLocation:
-        """The place of a block with its ticket."""
+        """The location of a block, with a ticket."""
         self._sessions.add(session)
         self._admitted.add(at.extent)
         ticket = self._ticket(_READ, session, at.shard, at.block, at.extent, at.offset, at.nbytes)
@@ -144,19 +144,22 @@ class TicketIssuer:
         packed = struct.pack(f"<{len(facts)}q", *facts)
         return hashlib.blake2b(packed, key=self._key, digest_size=TICKET_BYTES).digest()
 
-    def stand(self, extents_to: int, extents: Iterable[int], sessions_to: int, sessions: Iterable[int]) -> None:
-        """Below these numbers no other extents and sessions stand than these: as `revoke` and `close` of all others."""
+    def keep_live(self, extents_to: int, extents: Iterable[int], sessions_to: int, sessions: Iterable[int]) -> None:
+        """Revoke all extents below `extents_to` that are not in `extents`, and close all such sessions."""
         with self._writing:
-            for known, floor, kept in ((self._admitted, extents_to, extents), (self._sessions, sessions_to, sessions)):
-                if isinstance(known, LiveExtents):
-                    known.only(floor, kept)
+            for numbers, first, live in (
+                (self._admitted, extents_to, extents),
+                (self._sessions, sessions_to, sessions),
+            ):
+                if isinstance(numbers, LiveExtents):
+                    numbers.keep_only(first, live)
             self.revoked += 1
         self.on_close()
 
-    # ------------------------------------------------------------ the shard's
+    # ------------------------------------------------------------ for the shard
 
     def check_read(self, session: int, shard: int, blocks: Iterable[b.BulkBlock]) -> None:
-        """`UsageError` unless each of these blocks was named to the session so, `Disconnected` if one is over."""
+        """`UsageError` unless each of these blocks has a ticket of this session."""
         for at in blocks:
             ticket = self._ticket(_READ, session, shard, at.block, at.extent, at.offset, at.nbytes)
             if not hmac.compare_digest(ticket, at.ticket):
@@ -166,7 +169,7 @@ class TicketIssuer:
                 )
 
     def check_write(self, write: b.WriteExtent) -> None:
-        """`UsageError` unless this extent was granted to the session so, and the write is inside it."""
+        """`UsageError` unless the extent has a ticket of this session, and the write is inside it."""
         ticket = self._ticket(
             _WRITE, write.session, write.shard, write.extent, write.extent, write.offset, write.nbytes
         )
@@ -181,8 +184,8 @@ class TicketIssuer:
                 f"{write.offset} to {write.offset + write.nbytes}; write inside it"
             )
 
-    def check_standing(self, session: int, extents: frozenset[int]) -> None:
-        """`Disconnected` if the session is over, or one of the extents was freed or is of an earlier life."""
+    def check_live(self, session: int, extents: frozenset[int]) -> None:
+        """`Disconnected` if the session ended, or one of the extents was freed or belongs to an earlier run."""
         if session not in self._sessions or not self._admitted.issuperset(extents):
             raise Disconnected(
                 f"bulk transfer of session {session} refused: the session is over, or what it named was freed since; "
@@ -191,18 +194,18 @@ class TicketIssuer:
 
     @contextmanager
     def writing(self, session: int, extents: frozenset[int]) -> Iterator[None]:
-        """While this lasts bytes of these extents may be written. Does not begin where that is over (`check_standing`)."""
+        """Inside this context bytes of these extents may be written. Entering it raises as `check_live`."""
         with self._writing:
-            self.check_standing(session, extents)
+            self.check_live(session, extents)
             yield
 
 
 def issue(
     of: Callable[[int], TicketIssuer | None], session: int, reply: m.Reply, near: Collection[int] = frozenset()
 ) -> m.Reply:
-    """The reply with a ticket for each block or extent that it names. of: the tickets of a shard; None: this session needs none.
+    """The reply, with a ticket for each block or extent that it names. of: the tickets of a shard; None: the session needs none.
 
-    near: shards of which a copy is named, if there is one; of each block one copy is.
+    near: shards to prefer where a block has copies. Only one copy of each block is named.
     """
     match reply:
         case m.Granted():
@@ -222,13 +225,13 @@ def issue(
 def _blocks(
     of: Callable[[int], TicketIssuer | None], session: int, blocks: Iterable[m.BlockLocation], near: Collection[int]
 ) -> list[m.BlockLocation]:
-    told = [_nearest(at, near) if at.copies else at for at in blocks]
-    return [at if (tickets := of(at.shard)) is None else tickets.block(session, at) for at in told]
+    nearest = [_nearest(at, near) if at.copies else at for at in blocks]
+    return [at if (tickets := of(at.shard)) is None else tickets.block(session, at) for at in nearest]
 
 
 def _nearest(at: m.BlockLocation, near: Collection[int]) -> m.BlockLocation:
-    """The block as only one of its copies: a near one, if there is any."""
-    for one in at.copies if at.shard not in near else ():
-        if one.shard in near:
-            return msgspec.structs.replace(at, shard=one.shard, extent=one.extent, offset=one.offset, copies=[])
+    """The block with only one of its copies: a near one, if there is any."""
+    for copy in at.copies if at.shard not in near else ():
+        if copy.shard in near:
+            return msgspec.structs.replace(at, shard=copy.shard, extent=copy.extent, offset=copy.offset, copies=[])
     return msgspec.structs.replace(at, copies=[])

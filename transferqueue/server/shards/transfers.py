@@ -1,4 +1,4 @@
-"""The two kinds of transfer of the bulk protocol, at the shard: rows gathered into frames, and frames into an extent. No I/O."""
+"""The two kinds of transfer of the bulk protocol, at the shard: rows gathered into frames, and frames written into an extent. No I/O."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Content = tuple[list[b.PartHead], list[memoryview]]
 
 
 class ShardTransfer:
-    """What both kinds share. heard_at: when its peer last said a word of it."""
+    """What both kinds share. heard_at: when the last frame of its peer arrived."""
 
     def __init__(self, number: int, session: int, extents: frozenset[int], tickets: TicketIssuer, now: float) -> None:
         self.number: Final = number
@@ -30,23 +30,23 @@ class ShardTransfer:
         self.heard_at = now
         self._extents = extents
         self._tickets = tickets
-        self._looked_at = -1
+        self._checked_at = -1
 
     @property
     def has_shown_tickets(self) -> bool:
-        """False for a read of nothing, which needs none."""
+        """Whether the transfer has any tickets. A read of no block has none."""
         return bool(self._extents)
 
     def check(self) -> None:
-        """`Disconnected` if the session is over, or what the transfer touches was freed."""
+        """`Disconnected` if the session ended, or an extent of the transfer was freed."""
         revoked = self._tickets.revoked
-        if revoked != self._looked_at:
-            self._tickets.check_standing(self.session, self._extents)
-            self._looked_at = revoked
+        if revoked != self._checked_at:
+            self._tickets.check_live(self.session, self._extents)
+            self._checked_at = revoked
 
 
 class ReadTransfer(ShardTransfer):
-    """Frames of the columns that a client asked for. Gathers no more than the next frame."""
+    """Sends the columns that a client asked for. Gathers only one frame ahead."""
 
     def __init__(self, read: b.ReadColumns, backing: Backing, tickets: TicketIssuer, now: float) -> None:
         named = [at for part in read.parts for at in part.blocks]
@@ -59,79 +59,79 @@ class ReadTransfer(ShardTransfer):
 
     @property
     def ready(self) -> bool:
-        """Whether a frame may leave now."""
+        """Whether a frame may be sent now."""
         return self._next is not None and self.window.open
 
     @property
     def done(self) -> bool:
-        """Whether the receiver has taken all."""
+        """Whether the receiver has confirmed all frames."""
         return self._next is None and self.window.taken == self.window.sent
 
     def frame(self) -> b.Message:
-        """The next frame. Errors as of `check` and `Backing.read`, and `Corruption` for blocks that are not what they should be."""
+        """The next frame. Raises as `check` and `Backing.read`, and `Corruption` for a block that is damaged."""
         if self._next is None:
             raise ProtocolError("a bulk read has no frame after its last one")
         begun, content = self._next
         following = next(self._frames, None)
         head = b.ReadFrame(self.number, self.window.send(), begun, last=following is None)
         message = b.message(head, content)
-        self.check()  # after the checksum: what it was made of has not been lent to others
+        self.check()  # after the checksum: the bytes were not granted to another session meanwhile
         self._next = following
         return message
 
 
 class WriteTransfer(ShardTransfer):
-    """Frames that arrive for an extent."""
+    """Receives frames for an extent."""
 
     def __init__(self, write: b.WriteExtent, backing: Backing, tickets: TicketIssuer, now: float) -> None:
         tickets.check_write(write)
         if write.offset + write.nbytes > backing.capacity:
             raise Corruption(f"extent {write.extent} ends beyond the arena's {backing.capacity} bytes")
         super().__init__(write.transfer, write.session, frozenset((write.extent,)), tickets, now)
-        self._intake = b.ReceiveWindow()
-        self._place: Final = Range(write.extent, write.at, write.total)
-        self._landing: Final = backing.landing(self._place)
+        self._window = b.ReceiveWindow()
+        self._range: Final = Range(write.extent, write.at, write.total)
+        self._landing: Final = backing.landing(self._range)
         self._written = 0
 
     @property
     def done(self) -> bool:
-        """Whether every byte has come."""
-        return self._written == self._place.nbytes
+        """Whether every byte has arrived."""
+        return self._written == self._range.nbytes
 
     def overlaps(self, other: WriteTransfer) -> bool:
-        """Whether some byte is written by both."""
-        return self._place.offset < other._place.end and other._place.offset < self._place.end
+        """Whether both write some byte."""
+        return self._range.offset < other._range.end and other._range.offset < self._range.end
 
     def expect(self, number: int, nbytes: int) -> None:
-        """A frame comes. `Corruption` if it is not the next, or more than was told."""
-        self._intake.take(number)
-        more = self._written + nbytes - self._place.nbytes
+        """A frame begins. `Corruption` if it is not the next one, or exceeds the announced size."""
+        self._window.take(number)
+        more = self._written + nbytes - self._range.nbytes
         if more > 0:
-            raise Corruption(f"a bulk write of {self._place.nbytes} bytes has {more} more than it said")
+            raise Corruption(f"a bulk write of {self._range.nbytes} bytes has {more} more than it said")
 
     def fill(self, read: b.Reader) -> int:
-        """Have the next bytes of a frame written; how many it were. `Disconnected` if they may not be any more."""
+        """Write the next bytes of a frame; returns how many. `Disconnected` if they may not be written any more."""
         with self._tickets.writing(self.session, self._extents):
             size = self._landing.fill(read)
         self._written += size
         return size
 
-    def took(self) -> b.FlowAck | None:
-        """The frame has come whole: what to answer, if anything now. Errors as of `fill` and `Landing.settle`."""
+    def frame_complete(self) -> b.FlowAck | None:
+        """A frame is complete. Returns the acknowledgement, if one is due. Raises as `fill` and `Landing.settle`."""
         with self._tickets.writing(self.session, self._extents):
             self._landing.settle(last=self.done)
-        return self.told() if self._intake.due(last=self.done) else None
+        return self.progress() if self._window.due(last=self.done) else None
 
-    def told(self) -> b.FlowAck:
-        """How far it is."""
-        return b.FlowAck(self.number, self._intake.taken, self.done)
+    def progress(self) -> b.FlowAck:
+        """How much has arrived."""
+        return b.FlowAck(self.number, self._window.taken, self.done)
 
 
 # ---------------------------------------------------------------- columns as frames
 
 
 def _columns(read: b.ReadColumns, backing: Backing) -> Iterator[b.PartHead | U8]:
-    """All parts, one after the other: that it begins, then a block of its columns."""
+    """All parts in order: a head for each, then its columns piece by piece."""
     if len(read.parts) > PARTS_MAX or len(read.fields) > FIELDS_MAX:
         raise ProtocolError(f"a bulk read of {len(read.parts)} parts with {len(read.fields)} fields; that is too many")
     fields = {field.name: field for field in read.fields}
@@ -174,7 +174,7 @@ def _known(fields: dict[str, Field], name: str) -> Field:
 
 
 def _frames(stream: Iterator[b.PartHead | U8]) -> Iterator[Content]:
-    """Cut the stream into full frames, each of as many pieces as it takes: nothing is copied to fill one up."""
+    """Cut the stream into full frames, each a list of pieces: no byte is copied."""
     begun: list[b.PartHead] = []
     content: list[memoryview] = []
     left = FRAME_BYTES
