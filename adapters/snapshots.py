@@ -36,13 +36,13 @@ def read_table(path: str | os.PathLike[str], table: str, *, fields: Sequence[str
     snapshot = SnapshotReader.open(Path(path), lambda _: None)
     about = _about(snapshot, table)
     rows = read_rows(snapshot, about)
-    known = [name.removeprefix(INLINE).removeprefix(PLACED) for name in rows.column_names if _is_field(name)]
-    missing = [name for name in fields or () if name not in known]
+    names = [name.removeprefix(INLINE).removeprefix(PLACED) for name in rows.column_names if _is_field(name)]
+    missing = [name for name in fields or () if name not in names]
     if missing:
         raise NotFound(
-            f"fields {missing} are not in table {table!r} of snapshot {snapshot.path}; it has {listing(known)}"
+            f"fields {missing} are not in table {table!r} of snapshot {snapshot.path}; it has {listing(names)}"
         )
-    wanted = set(known if fields is None else fields)
+    wanted = set(names if fields is None else fields)
     return pa.table(dict(_columns(snapshot, about, rows, wanted)))
 
 
@@ -69,7 +69,7 @@ def _is_field(column: str) -> bool:
 
 
 def _about(snapshot: SnapshotReader, table: str) -> TableManifest:
-    tables = {one.name: one for one in read_about(snapshot).tables}
+    tables = {body.name: body for body in read_about(snapshot).tables}
     if table not in tables:
         raise NotFound(f"table {table!r} is not in snapshot {snapshot.path}; it has {listing(tables)}")
     return tables[table]

@@ -29,10 +29,10 @@ class _Alias(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         if fullname != ALIAS and not fullname.startswith(ALIAS + "."):
             return None
-        found = importlib.util.find_spec(REAL + fullname.removeprefix(ALIAS))
-        if found is None:
+        spec = importlib.util.find_spec(REAL + fullname.removeprefix(ALIAS))
+        if spec is None:
             return None
-        return ModuleSpec(fullname, self, origin=found.origin, is_package=found.submodule_search_locations is not None)
+        return ModuleSpec(fullname, self, origin=spec.origin, is_package=spec.submodule_search_locations is not None)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(REAL + spec.name.removeprefix(ALIAS))

@@ -67,11 +67,11 @@ def check_fits(source: WeightSource, wanted: Mapping[str, TensorSpec]) -> None:
 
     Tensors of `wanted` may be missing from `source`: they are tied or unchanged. Dtypes may differ; engines convert.
     """
-    for name, given in source.metadata().items():
+    for name, offered in source.metadata().items():
         if name not in wanted:
             raise SchemaError(f'tensor "{name}" is not one of the model; it has {listing(wanted)}')
-        if given.shape != wanted[name].shape:
-            raise SchemaError(f'tensor "{name}" has shape {given.shape}; the model has {wanted[name].shape}')
+        if offered.shape != wanted[name].shape:
+            raise SchemaError(f'tensor "{name}" has shape {offered.shape}; the model has {wanted[name].shape}')
 
 
 class WeightHandoff:
@@ -105,14 +105,14 @@ class WeightHandoff:
 
 def checkpoint_specs(directory: Path) -> dict[str, TensorSpec]:
     """Read names and shapes of the tensors in a directory of safetensors files; only the headers are read."""
-    found: dict[str, TensorSpec] = {}
+    specs: dict[str, TensorSpec] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         for name, entry in header.items():
             if name != "__metadata__":
-                found[name] = TensorSpec(tuple(entry["shape"]), entry["dtype"].lower())
-    return found
+                specs[name] = TensorSpec(tuple(entry["shape"]), entry["dtype"].lower())
+    return specs
 
 
 class WeightUpdater:

@@ -111,9 +111,9 @@ async def _run_all(
 
 def _next(finished: queues.SimpleQueue[Completion | BaseException], deadline: float, timeout_s: float) -> Completion:
     try:
-        found = finished.get(timeout=max(0.0, deadline - time.monotonic()))
+        result = finished.get(timeout=max(0.0, deadline - time.monotonic()))
     except queues.Empty as error:
         raise DeadlineExceeded(f"the request was not finished after {timeout_s:g} s") from error
-    if isinstance(found, BaseException):
-        raise found
-    return found
+    if isinstance(result, BaseException):
+        raise result
+    return result

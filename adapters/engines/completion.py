@@ -13,7 +13,7 @@ Span = tuple[int, int]
 
 
 def check_request(prompts: Sequence[Prompt], sampling: Sampling, context_max: int | None) -> None:
-    """Raise `UsageError` for a request without prompts, a prompt that exceeds `context_max` (None: unknown), or one begun with no tokens left."""
+    """Raise `UsageError` for a request without prompts, one longer than `context_max` (None: unknown), or one with no tokens left."""
     if not prompts:
         raise UsageError("generate was called with 0 prompts; give at least one")
     longest = max(len(prompt.ids) for prompt in prompts) + sampling.tokens_max

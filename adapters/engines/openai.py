@@ -110,12 +110,12 @@ async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]
         if text == b"[DONE]":
             return
         try:
-            found = json.loads(text)
+            event = json.loads(text)
         except ValueError as error:
             raise ProtocolError(f"{answer.url} streamed what is not JSON: {text[:80]!r}") from error
-        if isinstance(found, dict) and found.get("error"):
-            raise PeerError(f"{answer.url} failed while it streamed: {found['error']}")
-        yield found
+        if isinstance(event, dict) and event.get("error"):
+            raise PeerError(f"{answer.url} failed while it streamed: {event['error']}")
+        yield event
 
 
 @dataclass
@@ -141,16 +141,16 @@ class SampledTokens:
 
 
 def _text_of(choice: Mapping[str, Any]) -> Any:
-    said = choice.get("message") or choice.get("delta") or {}
-    return choice.get("text") or said.get("content")
+    message = choice.get("message") or choice.get("delta") or {}
+    return choice.get("text") or message.get("content")
 
 
 def logprobs_of(choice: Mapping[str, Any]) -> list[float]:
     """Return the log-probabilities of a choice's tokens, in the format of ``completions`` or of ``chat/completions``."""
-    given = choice.get("logprobs") or {}
-    if given.get("content") is not None:
-        return [token["logprob"] for token in given["content"]]
-    return list(given.get("token_logprobs") or [])
+    logprobs = choice.get("logprobs") or {}
+    if logprobs.get("content") is not None:
+        return [token["logprob"] for token in logprobs["content"]]
+    return list(logprobs.get("token_logprobs") or [])
 
 
 class OpenAIGenerator:
@@ -204,8 +204,8 @@ class OpenAIGenerator:
 
     async def _part(self, index: int, sample: int, prompt: Prompt, sampling: Sampling, running: Running) -> Completion:
         """Send one request and read it until it is finished or cut. All its tokens have one version."""
-        drawn, version = SampledTokens(), self._version
-        streaming = asyncio.ensure_future(self._stream(self._request(index, sample, prompt, sampling), drawn))
+        tokens, version = SampledTokens(), self._version
+        streaming = asyncio.ensure_future(self._stream(self._request(index, sample, prompt, sampling), tokens))
         waiting = asyncio.ensure_future(running.cut.wait())
         try:
             await asyncio.wait((streaming, waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -213,11 +213,11 @@ class OpenAIGenerator:
                 streaming.result()
         finally:
             await _ended(streaming, waiting)
-        reason = drawn.finish_reason or ended_by(drawn.ids, tokens_left(prompt, sampling), sampling)
-        return completed(index, sample, prompt, drawn.ids, drawn.logprobs, reason, [(version, len(drawn.ids))])
+        reason = tokens.finish_reason or ended_by(tokens.ids, tokens_left(prompt, sampling), sampling)
+        return completed(index, sample, prompt, tokens.ids, tokens.logprobs, reason, [(version, len(tokens.ids))])
 
     def _request(self, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
-        given = {
+        fields = {
             "model": self._model,
             "prompt": context(prompt).tolist(),
             "max_tokens": tokens_left(prompt, sampling),
@@ -229,14 +229,14 @@ class OpenAIGenerator:
             "return_token_ids": True,
             "stream": True,
         }
-        return {name: value for name, value in (given | self._body).items() if value is not None}
+        return {name: value for name, value in (fields | self._body).items() if value is not None}
 
-    async def _stream(self, body: Mapping[str, Any], drawn: SampledTokens) -> None:
+    async def _stream(self, body: Mapping[str, Any], tokens: SampledTokens) -> None:
         async with self._endpoint.request("POST", "/completions", body) as answer:
             async for event in events(answer):
                 for choice in event.get("choices", ()):
-                    drawn.add(choice)
-        if drawn.finish_reason is None:
+                    tokens.add(choice)
+        if tokens.finish_reason is None:
             raise Disconnected(f"{self._endpoint.url} ended a stream without a finish reason")
 
     def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:

@@ -43,7 +43,8 @@ class SglangServer(OpenAIGenerator):
     """A generator (`protocols.Generator`) over a running SGLang server.
 
     url: of the server, without ``/v1``. weights: an empty folder for new versions, which the server sees under the same
-    path. version: of the weights that the server was started with; a server that has loaded newer weights keeps their version. checkpoint: a
+    path. version: of the weights that the server was started with; a server that has loaded newer weights keeps their
+    version. checkpoint: a
     directory with the model's tensors, to check new weights against; None: the directory that the server reports.
     """
 
@@ -68,10 +69,10 @@ class SglangServer(OpenAIGenerator):
     async def _greet(self, checkpoint: Path | str | None) -> None:
         self._control = asyncio.Lock()
         served = (await self._endpoint.ask("GET", "/v1/models"))["data"][0]
-        told = await self._endpoint.ask("GET", "/get_model_info")
+        info = await self._endpoint.ask("GET", "/get_model_info")
         self._context_max = served.get("max_model_len")
-        self._wanted = checkpoint_specs(Path(checkpoint or told["model_path"]))
-        version = str(told.get("weight_version", ""))
+        self._wanted = checkpoint_specs(Path(checkpoint or info["model_path"]))
+        version = str(info.get("weight_version", ""))
         self._version = int(version) if version.isdecimal() else self._version
 
     # ------------------------------------------------------------ completions
@@ -99,10 +100,10 @@ class SglangServer(OpenAIGenerator):
         version = self._version
         answer = await self._endpoint.ask("POST", "/generate", body)
         try:
-            told = answer["meta_info"]
-            drawn = told["output_token_logprobs"]
-            ids, logprobs = [token for _, token, *_ in drawn], [logprob for logprob, *_ in drawn]
-            reason = told["finish_reason"]["type"]
+            meta = answer["meta_info"]
+            token_logprobs = meta["output_token_logprobs"]
+            ids, logprobs = [token for _, token, *_ in token_logprobs], [logprob for logprob, *_ in token_logprobs]
+            reason = meta["finish_reason"]["type"]
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"{self._endpoint.url} gave a completion without {error}") from error
         return completed(index, sample, prompt, ids, logprobs, reason, [(version, len(ids))])
@@ -110,7 +111,8 @@ class SglangServer(OpenAIGenerator):
     # ------------------------------------------------------------ control
 
     def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
-        """Stop drawing tokens (`protocols.Generator.pause`). This pauses the server for all its clients. Completions that are kept are requested
+        """Stop drawing tokens (`protocols.Generator.pause`). This pauses the server for all its clients. Completions
+        that are kept are requested
         again after the pause, with their tokens so far.
         """
         try:
@@ -163,8 +165,8 @@ class SglangServer(OpenAIGenerator):
 
     async def _update(self, place: Path, version: int) -> None:
         async with self._control:
-            held = self._pauses.paused
-            if not held:
+            was_paused = self._pauses.paused
+            if not was_paused:
                 await self._halt(Pause.KEEP)
             try:
                 body: dict[str, Any] = {"model_path": str(place), "weight_version": str(version), "flush_cache": True}
@@ -173,6 +175,6 @@ class SglangServer(OpenAIGenerator):
                     raise PeerError(f"{self._endpoint.url} did not take weights: {answer.get('message')}")
                 self._version = version
             finally:
-                if not held:
+                if not was_paused:
                     await self._endpoint.ask("POST", "/continue_generation", {})
                     await self._pauses.end()

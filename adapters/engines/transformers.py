@@ -98,8 +98,8 @@ class TransformersGenerator:
 
     def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
         """Copy new weights into the model between two tokens (`protocols.Generator.update_weights`)."""
-        wanted = ModuleWeights(self._model).metadata()
-        check_fits(source, wanted)
+        specs = ModuleWeights(self._model).metadata()
+        check_fits(source, specs)
         with self._turn:
             if not self._turn.wait_for(lambda: not self._stepping, timeout_s):
                 raise DeadlineExceeded(

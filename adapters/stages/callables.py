@@ -90,32 +90,34 @@ class Rewards:
 
 def _parameters(function: RewardFunction, columns: Sequence[str]) -> tuple[str, ...]:
     """Return the parameters of a function besides prompts and completions; those with a default may be missing from the rows."""
-    found = inspect.signature(function).parameters.values()
-    named = [p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty]
+    parameters = inspect.signature(function).parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty]
     more = (
-        columns if any(p.kind is p.VAR_KEYWORD for p in found) else [n for n in columns if n in (p.name for p in found)]
+        columns
+        if any(p.kind is p.VAR_KEYWORD for p in parameters)
+        else [n for n in columns if n in (p.name for p in parameters)]
     )
     return tuple(name for name in dict.fromkeys([*named, *more]) if name not in _GIVEN)
 
 
 def _called(function: RewardFunction, rows: int, values: Mapping[str, Any]) -> npt.NDArray[np.float64]:
     """Return a function's result for each row, NaN for None."""
-    given = function(**values)
-    scores: Sequence[float | None] = asyncio.run(_awaited(given)) if inspect.isawaitable(given) else given
+    returned = function(**values)
+    scores: Sequence[float | None] = asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
     name = getattr(function, "__name__", type(function).__name__)
     if len(scores) != rows:
         raise UsageError(f'reward function "{name}" gave {len(scores)} values for {rows} rows; give one for each')
-    found = np.array([np.nan if score is None else float(score) for score in scores])
-    bad = [at for at, score in enumerate(scores) if score is not None and not np.isfinite(found[at])]
+    values_B = np.array([np.nan if score is None else float(score) for score in scores])
+    bad = [at for at, score in enumerate(scores) if score is not None and not np.isfinite(values_B[at])]
     if bad:
         raise UsageError(
-            f'reward function "{name}" gave {found[bad[0]]} for row {bad[0]}; give a finite number, or None'
+            f'reward function "{name}" gave {values_B[bad[0]]} for row {bad[0]}; give a finite number, or None'
         )
-    return found
+    return values_B
 
 
-async def _awaited(given: Awaitable[Sequence[float | None]]) -> Sequence[float | None]:
-    return await given
+async def _awaited(scores: Awaitable[Sequence[float | None]]) -> Sequence[float | None]:
+    return await scores
 
 
 # ---------------------------------------------------------------- agents
@@ -212,8 +214,8 @@ class Agents:
             with self._recording() as recording:
                 base_url = self._base_url if recording is None else recording.base_url
                 returned = await self._bounded(at, self._run(dict(row), base_url=base_url, **self._arguments))
-        given = self._columns(returned)
-        columns = {**given, **({} if recording is None else recording.columns())}
+        results = self._columns(returned)
+        columns = {**results, **({} if recording is None else recording.columns())}
         return PartialResult(
             at=np.array([at]),
             columns={name: [value] for name, value in columns.items()},
@@ -236,10 +238,10 @@ class Agents:
             ) from error
 
     def _columns(self, returned: Any) -> Mapping[str, Any]:
-        given = returned if isinstance(returned, Mapping) else dict.fromkeys(self._gives[:1], returned)
-        if set(given) != set(self._gives):
-            raise UsageError(f"the agent returned {sorted(given)}; it gives {sorted(self._gives)}")
-        return given
+        results = returned if isinstance(returned, Mapping) else dict.fromkeys(self._gives[:1], returned)
+        if set(results) != set(self._gives):
+            raise UsageError(f"the agent returned {sorted(results)}; it gives {sorted(self._gives)}")
+        return results
 
 
 async def _some(

@@ -59,7 +59,8 @@ class _Episode:
 class Episodes:
     """The stage ``play``: each row is played as an episode and gets its token sequence, the sum of its rewards, and its number of turns.
 
-    make: creates an environment for a row. fields: passed to ``reset`` as ``options``. seed: name of the field that is the ``seed``, if any.
+    make: creates an environment for a row. fields: passed to ``reset`` as ``options``. seed: name of the field that is
+    the ``seed``, if any.
     encode: token ids of an observation and the number of its turn (from 0). decode: an action from the token ids that the
     model drew. sampling: for each turn. turns_max: an episode that is not over after so many turns is truncated. timeout_s: of
     each request.
@@ -124,10 +125,10 @@ class Episodes:
 
     def _turn(self, playing: Sequence[_Episode]) -> None:
         """Generate one completion for each episode and pass it to its environment."""
-        for episode, said in zip(playing, self._completions(playing), strict=True):
-            episode.trajectory.said(said.ids, said.logprobs, [version for version, _ in said.spans])
+        for episode, completion in zip(playing, self._completions(playing), strict=True):
+            episode.trajectory.said(completion.ids, completion.logprobs, [version for version, _ in completion.spans])
             episode.turns += 1
-            observation, reward, ended, cut, _ = episode.environment.step(self._decode(said.ids))
+            observation, reward, ended, cut, _ = episode.environment.step(self._decode(completion.ids))
             episode.reward += float(reward)
             episode.over = bool(ended or cut or episode.turns >= self._turns_max)
             if not episode.over:
@@ -135,18 +136,20 @@ class Episodes:
 
     def _completions(self, playing: Sequence[_Episode]) -> list[Completion]:
         """Return one completion for each episode; those cut short are requested again, with their tokens so far."""
-        left = {at: Prompt.of(episode.trajectory.ids) for at, episode in enumerate(playing)}
-        found: dict[int, Completion] = {}
-        while left:
-            places = list(left)
-            for said in self._generator.generate(list(left.values()), self._sampling, timeout_s=self._timeout_s):
-                at = places[said.prompt]
-                if said.finish_reason == ABORT:
-                    left[at] = replace(left[at], begun=said)
+        unfinished = {at: Prompt.of(episode.trajectory.ids) for at, episode in enumerate(playing)}
+        completions: dict[int, Completion] = {}
+        while unfinished:
+            places = list(unfinished)
+            for completion in self._generator.generate(
+                list(unfinished.values()), self._sampling, timeout_s=self._timeout_s
+            ):
+                at = places[completion.prompt]
+                if completion.finish_reason == ABORT:
+                    unfinished[at] = replace(unfinished[at], begun=completion)
                 else:
-                    found[at] = said
-                    del left[at]
-        return [found[at] for at in range(len(playing))]
+                    completions[at] = completion
+                    del unfinished[at]
+        return [completions[at] for at in range(len(playing))]
 
 
 def _columns(episodes: Sequence[_Episode]) -> Mapping[str, Any]:

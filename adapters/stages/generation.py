@@ -96,16 +96,16 @@ class Generate:
         if not self._budget:
             return [None] * len(batch)
         oldest = batch.version - self._max_staleness if self._max_staleness is not None else 0
-        found = zip(*(batch[name] for name in BEGUN), strict=True)
-        return [_resumed(at, oldest, *columns) for at, columns in enumerate(found)]
+        begun_columns = zip(*(batch[name] for name in BEGUN), strict=True)
+        return [_resumed(at, oldest, *columns) for at, columns in enumerate(begun_columns)]
 
     def _generate(self, rows: Sequence[int], prompts: Sequence[Prompt], tokens_max: int) -> Iterator[PartialResult]:
         """Complete the prompts of `rows`, to at most `tokens_max` tokens."""
-        asked = [prompts[row] for row in rows]
+        requested = [prompts[row] for row in rows]
         sampling = replace(self._sampling, tokens_max=tokens_max)
         finished: list[Completion] = []
         unfinished: list[Completion] = []
-        with closing(self._generator.generate(asked, sampling, timeout_s=self._timeout_s)) as completions:
+        with closing(self._generator.generate(requested, sampling, timeout_s=self._timeout_s)) as completions:
             for completion in completions:
                 (unfinished if self._goes_on(completion) else finished).append(
                     replace(completion, prompt=rows[completion.prompt])
@@ -163,10 +163,16 @@ def _hand_back(unfinished: Sequence[Completion]) -> PartialResult:
     columns: Mapping[str, Any] = dict(
         zip(
             BEGUN,
-            map(list, zip(*((one.ids, one.logprobs, one.versions) for one in unfinished), strict=True)),
+            map(
+                list,
+                zip(
+                    *((completion.ids, completion.logprobs, completion.versions) for completion in unfinished),
+                    strict=True,
+                ),
+            ),
             strict=True,
         )
     )
     return PartialResult(
-        at=np.array([one.prompt for one in unfinished], dtype=np.intp), columns=columns, unfinished=True
+        at=np.array([completion.prompt for completion in unfinished], dtype=np.intp), columns=columns, unfinished=True
     )

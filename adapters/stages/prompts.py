@@ -27,7 +27,8 @@ class PromptSource:
 
     source: an Arrow table; a Parquet or Arrow IPC file; or a ``datasets.Dataset``. Held in memory, or memory-mapped where Arrow can.
     columns: source columns to use, and the names of their fields (``{"question": "prompt"}``); None: all, with their names.
-    epochs: how often each prompt is used. seed: each epoch gets its own order; None: the order of the source. groups_per_put: prompts in one
+    epochs: how often each prompt is used. seed: each epoch gets its own order; None: the order of the source.
+    groups_per_put: prompts in one
     put. start: number of the first prompt, counted over all epochs: `Table.cursor` says where a stopped job continues.
 
     Rows have the facts ``ordinal`` and ``group_id``, both the number of the prompt.
@@ -63,9 +64,9 @@ class PromptSource:
     def __call__(self, rows: int) -> Mapping[str, Any]:
         """Return the next groups, as arguments of `Table.put`."""
         ordinals = np.arange(self._at, self._at + rows // self._group_size)
-        drawn = self._table.take(pa.array(self._places(ordinals)))
+        rows_of_source = self._table.take(pa.array(self._places(ordinals)))
         self._at += len(ordinals)
-        columns = {name: tq.Repeat(drawn[name], self._group_size) for name in drawn.column_names}
+        columns = {name: tq.Repeat(rows_of_source[name], self._group_size) for name in rows_of_source.column_names}
         number = np.repeat(ordinals, self._group_size)
         return {**columns, "ordinal": number, "group_id": number, "group_size": self._group_size}
 

@@ -59,12 +59,12 @@ class Recording:
         """The calls as sequences; one, if each call continued the one before. Raises `Unsupported` if the endpoint gave no token ids."""
         if self.refusals:
             raise self.refusals[0]
-        found: list[Trajectory] = []
+        trajectories: list[Trajectory] = []
         for call in self.calls:
-            trajectory = _goes_on_with(found, call.prompt_ids)
+            trajectory = _goes_on_with(trajectories, call.prompt_ids)
             trajectory.told(call.prompt_ids[len(trajectory.ids) :])
             trajectory.said(call.ids, call.logprobs, call.versions)
-        return found
+        return trajectories
 
     def columns(self) -> Mapping[str, Any]:
         """The calls as columns of one row (`trajectory.FIELDS`). Raises `UsageError` unless they form one sequence."""
@@ -75,22 +75,22 @@ class Recording:
         return self._one().facts()
 
     def _one(self) -> Trajectory:
-        found = self.trajectories()
-        if len(found) != 1:
+        trajectories = self.trajectories()
+        if len(trajectories) != 1:
             raise UsageError(
-                f"the agent's {len(self.calls)} calls of the model are {len(found)} sequences; a row holds one: let each call go on "
+                f"the agent's {len(self.calls)} calls of the model are {len(trajectories)} sequences; a row holds one: let each call go on "
                 "with the one before, or put the trajectories as rows of a table of their own"
             )
-        return found[0]
+        return trajectories[0]
 
 
-def _goes_on_with(found: list[Trajectory], prompt_ids: Sequence[int]) -> Trajectory:
+def _goes_on_with(trajectories: list[Trajectory], prompt_ids: Sequence[int]) -> Trajectory:
     """Return the longest sequence that the prompt begins with; a new one if there is none."""
-    begun = [each for each in found if list(prompt_ids[: len(each.ids)]) == each.ids]
-    if not begun:
-        found.append(Trajectory())
-        return found[-1]
-    return max(begun, key=lambda each: len(each.ids))
+    candidates = [each for each in trajectories if list(prompt_ids[: len(each.ids)]) == each.ids]
+    if not candidates:
+        trajectories.append(Trajectory())
+        return trajectories[-1]
+    return max(candidates, key=lambda each: len(each.ids))
 
 
 class RecordingProxy:
@@ -233,9 +233,9 @@ class _Answers:
             )
         if self._refusal is not None:
             recording.refusals.append(self._refusal)
-        for _, drawn in sorted(self._drawn.items()):
+        for _, choice in sorted(self._drawn.items()):
             recording.calls.append(
-                ModelCall(self._prompt_ids or (), drawn.ids, drawn.logprobs, drawn.finish_reason or "", versions)
+                ModelCall(self._prompt_ids or (), choice.ids, choice.logprobs, choice.finish_reason or "", versions)
             )
 
 
@@ -243,12 +243,12 @@ async def _body(request: web.Request) -> dict[str, Any]:
     if not request.can_read_body:
         return {}
     try:
-        found = await request.json()
+        body = await request.json()
     except ValueError as error:
         raise UsageError(f"the body of {request.path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"the body of {request.path} is {type(found).__name__}; give an object")
-    return found
+    if not isinstance(body, dict):
+        raise UsageError(f"the body of {request.path} is {type(body).__name__}; give an object")
+    return body
 
 
 def _refusal(status: int, text: str) -> web.Response:

@@ -49,14 +49,14 @@ Ready = Callable[[], Columns]
 
 
 def _ahead(batches: Iterable[Mapping[str, Any]], begin: Callable[[Columns], Ready], ahead: int) -> Iterator[Columns]:
-    begun: deque[Ready] = deque()
+    copying: deque[Ready] = deque()
     for batch in batches:
-        begun.append(begin(_columns(batch)))
+        copying.append(begin(_columns(batch)))
         del batch  # its memory is not held while the next is waited for
-        if len(begun) > ahead:
-            yield begun.popleft()()
-    while begun:
-        yield begun.popleft()()
+        if len(copying) > ahead:
+            yield copying.popleft()()
+    while copying:
+        yield copying.popleft()()
 
 
 def _columns(batch: Any) -> Columns:

@@ -96,18 +96,18 @@ class TorchLearner:
         return ModuleWeights(inner)
 
     def _backward(self, part: Any | None) -> LossSum:
-        found = self._loss(self._module, self._spare if part is None else part)
-        (found.total if part is not None else found.total * 0).backward()
-        return found if part is not None else LossSum(found.total.detach() * 0, 0.0)
+        loss = self._loss(self._module, self._spare if part is None else part)
+        (loss.total if part is not None else loss.total * 0).backward()
+        return loss if part is not None else LossSum(loss.total.detach() * 0, 0.0)
 
     def _totals(self, sums: Sequence[LossSum]) -> tuple[float, dict[str, float]]:
         names = sorted({name for each in sums for name in each.figures})
-        mine = [sum(float(each.total.detach()) for each in sums), sum(each.weight for each in sums)]
-        mine += [sum(each.figures.get(name, 0.0) for each in sums) for name in names]
-        total, weight, *others = _over_ranks(torch.tensor(mine, dtype=torch.float64), dist.ReduceOp.SUM).tolist()
+        local = [sum(float(each.total.detach()) for each in sums), sum(each.weight for each in sums)]
+        local += [sum(each.figures.get(name, 0.0) for each in sums) for name in names]
+        total, weight, *figures = _over_ranks(torch.tensor(local, dtype=torch.float64), dist.ReduceOp.SUM).tolist()
         if weight <= 0:
             raise UsageError("the losses of a step have no weight: they are over no rows or tokens")
-        return weight, {"loss": total / weight, **{n: value / weight for n, value in zip(names, others, strict=True)}}
+        return weight, {"loss": total / weight, **{n: value / weight for n, value in zip(names, figures, strict=True)}}
 
     def _rescale(self, weight: float) -> None:
         """Turn the gradients, which are sums on one rank and means over ranks on several, into means over the whole step."""
@@ -144,5 +144,5 @@ def _over_ranks(values: Tensor, operation: Any) -> Tensor:
 def _whole(value: Tensor) -> Tensor:
     """Gather a value if it is a shard."""
     gather = getattr(value, "full_tensor", None)
-    found: Tensor = gather() if callable(gather) else value
-    return found
+    tensor: Tensor = gather() if callable(gather) else value
+    return tensor

@@ -96,7 +96,8 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
     ) -> KVBatchMeta:
         """Claim samples for `task_name` that have `required_fields`. A sample is claimed once for a task.
 
-        With `blocking`, waits at the server for `batch_size` samples; without, claims those that are ready, at most that many. dp_rank: ignored.
+        With `blocking`, waits at the server for `batch_size` samples; without, claims those that are ready, at most
+        that many. dp_rank: ignored.
         Raises `DeadlineExceeded` (a ``TimeoutError``) that says what is missing, with nothing claimed; `NemoRlMissing`
         for a partition or task that was not registered; `UsageError` for other fields than in the task's earlier claims.
         """
@@ -170,26 +171,27 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
         """Read fields of samples, claimed or not. Tensors are dense if all of these samples have one shape, else nested.
 
-        Columns that lie together in memory are not copied. Raises `NemoRlMissing` for missing samples, and for fields that not all of them have.
+        Columns that lie together in memory are not copied. Raises `NemoRlMissing` for missing samples, and for fields
+        that not all of them have.
         """
         if not sample_ids:
             return TensorDict({}, batch_size=(0,))
         try:
-            found = self._partitions.get(partition_id, sample_ids, select_fields)
+            samples = self._partitions.get(partition_id, sample_ids, select_fields)
         except NotFound as error:
             raise NemoRlMissing(str(error)) from error
-        missing = [name for name in select_fields if name not in found.keys()]  # noqa: SIM118
+        missing = [name for name in select_fields if name not in samples.keys()]  # noqa: SIM118
         if missing:
             raise NemoRlMissing(f"fields {missing} of partition {partition_id!r} were not produced yet; put them first")
-        return TensorDict({name: _uniform(found.get(name)) for name in select_fields}, batch_size=(len(sample_ids),))
+        return TensorDict({name: _uniform(samples.get(name)) for name in select_fields}, batch_size=(len(sample_ids),))
 
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
         """Delete samples; None: all samples of the partition. Samples that do not exist are ignored."""
         table = self._partitions.find(partition_id)
         rows: list[int] = []
         if table is not None and sample_ids is None:
-            with table.read(fields=()) as found:
-                rows = found.rows.tolist()
+            with table.read(fields=()) as samples:
+                rows = samples.rows.tolist()
         elif table is not None and sample_ids:
             rows = [row for row in table.find(list(dict.fromkeys(sample_ids))).tolist() if row >= 0]
         if table is not None and rows:
@@ -209,16 +211,16 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
 
     def _claiming(self, table: tq.Table, partition_id: str, task: str, fields: Sequence[str]) -> str:
         """Return the name of the task that claims samples with `fields` for `task`; its first claim declares it."""
-        known, needs = table.tasks, tuple(sorted(set(fields)))
-        if _declared(task) not in known:
+        tasks, needs = table.tasks, tuple(sorted(set(fields)))
+        if _declared(task) not in tasks:
             raise NemoRlMissing(
                 f"task {task!r} is not registered as a consumer of partition {partition_id!r}; register_partition"
             )
-        if _claims(task) not in known:
+        if _claims(task) not in tasks:
             with contextlib.suppress(AlreadyExists):  # another process was quicker, perhaps with other fields
                 table.add_task(tq.Task(_claims(task), needs=needs))
-            known = self._partition(partition_id).tasks
-        claims = known[_claims(task)]
+            tasks = self._partition(partition_id).tasks
+        claims = tasks[_claims(task)]
         if claims.needs != needs:
             raise UsageError(
                 f"task {task!r} of partition {partition_id!r} claims by other fields than {list(needs)}: what it has claimed is "

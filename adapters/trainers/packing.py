@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 def pack(lengths: Sequence[int] | npt.NDArray[np.int64], tokens_max: int) -> list[list[int]]:
     """Put rows into micro-batches of at most `tokens_max` tokens by first-fit decreasing.
 
-    lengths: tokens of each row. Returns positions of rows, ascending in each micro-batch; micro-batches are ordered by their first row. Uses at
-    most 11/9 of the smallest possible number, plus one (Johnson, "Near-optimal bin packing algorithms", 1973). Raises `Impossible` for a row
+    lengths: tokens of each row. Returns positions of rows, ascending in each micro-batch; micro-batches are ordered by
+    their first row. Uses at
+    most 11/9 of the smallest possible number, plus one (Johnson, "Near-optimal bin packing algorithms", 1973). Raises
+    `Impossible` for a row
     that is longer than the budget.
     """
     if tokens_max < 1:
@@ -30,13 +32,13 @@ def pack(lengths: Sequence[int] | npt.NDArray[np.int64], tokens_max: int) -> lis
     rows: list[list[int]] = []
     room: list[int] = []
     for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row], row)):
-        found = next((place for place, left in enumerate(room) if left >= sizes[row]), None)
-        if found is None:
+        fit = next((place for place, left in enumerate(room) if left >= sizes[row]), None)
+        if fit is None:
             rows.append([row])
             room.append(tokens_max - sizes[row])
         else:
-            rows[found].append(row)
-            room[found] -= sizes[row]
+            rows[fit].append(row)
+            room[fit] -= sizes[row]
     return sorted(map(sorted, rows))
 
 

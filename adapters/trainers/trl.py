@@ -106,24 +106,24 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
 def _encoded(tokenizer: Any, prompt: Any) -> Sequence[int]:
     """Return the token ids of a text, or of messages by the tokenizer's chat template."""
     if isinstance(prompt, str):
-        found: Sequence[int] = tokenizer(prompt)["input_ids"]
-        return found
+        token_ids: Sequence[int] = tokenizer(prompt)["input_ids"]
+        return token_ids
     ids: Sequence[int] = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
     return ids
 
 
-def _rollouts(batch: tq.Batch, wanted: int) -> dict[str, Any]:
+def _rollouts(batch: tq.Batch, completions: int) -> dict[str, Any]:
     order = np.argsort(batch.ordinal, kind="stable")
-    if not np.array_equal(batch.ordinal[order], np.arange(wanted)):
-        raise InternalError(f"{len(batch)} rows came for {wanted} prompts: the table is not this trainer's alone")
-    found: dict[str, Any] = {
+    if not np.array_equal(batch.ordinal[order], np.arange(completions)):
+        raise InternalError(f"{len(batch)} rows came for {completions} prompts: the table is not this trainer's alone")
+    columns: dict[str, Any] = {
         "prompt_ids": _lists(batch, "prompt_ids", order),
         "completion_ids": _lists(batch, "response_ids", order),
         "logprobs": _lists(batch, "rollout_logprobs", order),
     }
     if "rewards" in batch:
-        found[REWARDS] = batch["rewards"].numpy()[order].tolist()
-    return found
+        columns[REWARDS] = batch["rewards"].numpy()[order].tolist()
+    return columns
 
 
 def _lists(batch: Mapping[str, Any] | tq.Batch, field: str, order: Any) -> list[list[Any]]:

@@ -33,7 +33,7 @@ class TransferQueueClient:
     def __init__(self, queue: tq.Queue, ask: Callable[..., Any], rows_max: int, client_id: str = "") -> None:
         self.client_id = client_id
         self._queue, self._ask, self._rows_max = queue, ask, rows_max
-        self._partitions = Partitions(queue, rows_max, renew=lambda *asked: ask("renew", *asked))
+        self._partitions = Partitions(queue, rows_max, renew=lambda *arguments: ask("renew", *arguments))
 
     # ------------------------------------------------------------ by index
 
@@ -51,10 +51,10 @@ class TransferQueueClient:
         mode ``fetch``: as the sampler chooses; an empty batch, or with ``polling_mode`` off a wait, while there are too
         few. ``force_fetch``: all samples, ready or not, consumed or not. ``insert``: new samples without data.
         """
-        found: BatchMeta = self._ask(
+        meta: BatchMeta = self._ask(
             "get_meta", list(data_fields), batch_size, partition_id, mode, task_name, sampling_config
         )
-        return found
+        return meta
 
     def put(
         self,
@@ -168,13 +168,15 @@ class TransferQueueClient:
 
     def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
         """Keys and tags, by partition; a partition that is not there is not in it."""
-        found: dict[str, dict[str, Any]] = {}
+        tags_by_key: dict[str, dict[str, Any]] = {}
         for name in self.get_partition_list() if partition_id is None else [partition_id]:
             table = self._partitions.find(name)
             if table is not None:
                 with table.read(fields=()) as rows:
-                    found[name] = {key: given_tags(tags) for key, tags in zip(rows.keys, rows.tags, strict=True) if key}
-        return found
+                    tags_by_key[name] = {
+                        key: given_tags(tags) for key, tags in zip(rows.keys, rows.tags, strict=True) if key
+                    }
+        return tags_by_key
 
     def kv_put(
         self, keys: list[str], partition_id: str, fields: TensorDict | None, tags: Sequence[Mapping[str, Any]] | None
@@ -184,8 +186,8 @@ class TransferQueueClient:
         if put is None:  # all were new
             return [] if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118
         table, rows = put
-        with table.read(rows) as found:
-            return list(found.fields)
+        with table.read(rows) as read:
+            return list(read.fields)
 
     def kv_get(self, keys: list[str], partition_id: str, select_fields: Sequence[str] | None) -> TensorDict:
         """Columns of samples by key: all that each of them has, or those of `select_fields` (unknown ones dropped)."""
@@ -253,13 +255,13 @@ class TransferQueueClient:
 
 
 def _meta(table: tq.Table, rows: np.ndarray[Any, Any], partition_id: str) -> BatchMeta:
-    with table.read(rows) as found:
+    with table.read(rows) as read:
         return BatchMeta(
             global_indexes=rows.tolist(),
             partition_ids=[partition_id] * len(rows),
-            field_schema={name: schema_of_field(table.fields[name]) for name in found.fields},
-            production_status=np.full(len(rows), READY if found.fields else 0, np.int8),
-            custom_meta=[given_tags(tags) for tags in found.tags],
+            field_schema={name: schema_of_field(table.fields[name]) for name in read.fields},
+            production_status=np.full(len(rows), READY if read.fields else 0, np.int8),
+            custom_meta=[given_tags(tags) for tags in read.tags],
         )
 
 
@@ -280,10 +282,10 @@ AsyncTransferQueueClient = TransferQueueClient
 
 
 def _keys(keys: list[str] | str) -> list[str]:
-    found = [keys] if isinstance(keys, str) else keys
-    if not isinstance(found, list) or not all(issubclass(kind, str) for kind in set(map(type, found))):
+    names = [keys] if isinstance(keys, str) else keys
+    if not isinstance(names, list) or not all(issubclass(kind, str) for kind in set(map(type, names))):
         raise TypeError(f"keys is {type(keys).__name__}; give a str or a list of str")
-    return found
+    return names
 
 
 def _all(status: torch.Tensor | None) -> bool:
@@ -311,14 +313,14 @@ def _parsed(data: TensorDict, parser: Parser | None) -> TensorDict:
 def _stacked(parts: Iterable[TensorDict], names: Sequence[str]) -> TensorDict:
     """Samples of several partitions, one after the other."""
     parts = list(parts)
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for name in names:
         values = [part.get(name) for part in parts]
         if isinstance(values[0], torch.Tensor) and not values[0].is_nested:
-            found[name] = torch.cat(values)
+            columns[name] = torch.cat(values)
         elif isinstance(values[0], torch.Tensor):
             rows = [row for value in values for row in value.unbind()]
-            found[name] = torch.nested.as_nested_tensor(rows, layout=values[0].layout)
+            columns[name] = torch.nested.as_nested_tensor(rows, layout=values[0].layout)
         else:
-            found[name] = NonTensorStack(*[row for value in values for row in value.tolist()])
-    return TensorDict(found, batch_size=[len(parts)])
+            columns[name] = NonTensorStack(*[row for value in values for row in value.tolist()])
+    return TensorDict(columns, batch_size=[len(parts)])

@@ -47,48 +47,48 @@ def columns_of(data: TensorDict, known: Mapping[str, Field]) -> tuple[list[Field
 def tensordict_of(rows: Any, names: Sequence[str]) -> TensorDict:
     """Columns of `transferqueue.Rows` as a TensorDict ``[samples]``: scalars dense, other tensors jagged (strided where
     more than the first dimension varies), the rest as non-tensor data. Nothing that lies together is copied."""
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for name in names:
         column = rows[name]
         if column.field.blob:
-            found[name] = NonTensorStack(*column.list())
+            columns[name] = NonTensorStack(*column.list())
         elif column.field.dense:
-            found[name] = column.torch()
+            columns[name] = column.torch()
         elif column.field.ragged:
-            found[name] = column.nested()
+            columns[name] = column.nested()
         else:
-            found[name] = torch.nested.as_nested_tensor([torch.as_tensor(part) for part in column])
-    return TensorDict(found, batch_size=[len(rows)])
+            columns[name] = torch.nested.as_nested_tensor([torch.as_tensor(part) for part in column])
+    return TensorDict(columns, batch_size=[len(rows)])
 
 
 def single(fields: TensorDict | Mapping[str, Any]) -> TensorDict:
     """The fields of one sample as a TensorDict ``[1]``; those of a dict get the dimension of the batch."""
     if isinstance(fields, TensorDict):
         return fields
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, Tensor):
             if value.is_nested:
                 raise ValueError(f"field {name!r} is a nested tensor: kv_put takes one sample; use kv_batch_put")
-            found[name] = value.unsqueeze(0)
+            columns[name] = value.unsqueeze(0)
         else:
-            found[name] = NonTensorStack(value)
-    return TensorDict(found, batch_size=[1])
+            columns[name] = NonTensorStack(value)
+    return TensorDict(columns, batch_size=[1])
 
 
 def rows_of_tensordict(data: TensorDict, places: range) -> TensorDict:
     """Some samples, next to each other."""
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for name in data.keys():  # noqa: SIM118
         value = data.get(name)
         if isinstance(value, Tensor) and not value.is_nested:
-            found[str(name)] = value[places.start : places.stop]
+            columns[str(name)] = value[places.start : places.stop]
         elif isinstance(value, Tensor):
             parts = value.unbind()[places.start : places.stop]
-            found[str(name)] = torch.nested.as_nested_tensor(list(parts), layout=value.layout)
+            columns[str(name)] = torch.nested.as_nested_tensor(list(parts), layout=value.layout)
         else:
-            found[str(name)] = NonTensorStack(*value.tolist()[places.start : places.stop])
-    return TensorDict(found, batch_size=[len(places)])
+            columns[str(name)] = NonTensorStack(*value.tolist()[places.start : places.stop])
+    return TensorDict(columns, batch_size=[len(places)])
 
 
 def stacked(values: Any) -> Any:

@@ -74,18 +74,18 @@ class Partition:
 
     def consume(self, task: str, rows: Sequence[int]) -> None:
         """These were given to `task`."""
-        given = set(rows)
-        self.consumed.setdefault(task, set()).update(given)
+        samples = set(rows)
+        self.consumed.setdefault(task, set()).update(samples)
         for ready in self._ready.values():
             if task in ready.before:
-                ready.before[task] = without(ready.before[task], given)
+                ready.before[task] = without(ready.before[task], samples)
 
     def given(self, consumed: dict[str, list[int]]) -> None:
         """By task: these were given to it, as far as they are there."""
         with self.table.read(fields=()) as rows:
-            there = set(rows.rows.tolist())
+            existing = set(rows.rows.tolist())
         for task, those in consumed.items():
-            self.consume(task, [row for row in those if row in there])
+            self.consume(task, [row for row in those if row in existing])
 
     def reset(self, task: str | None) -> None:
         """Nothing was given to `task` (None: to any)."""
@@ -106,17 +106,17 @@ class Partition:
     def get_custom_meta(self, global_indices: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Tags of samples, by index: what samplers look at."""
         with self.table.read(indexes_of(global_indices), fields=()) as rows:
-            found = zip(rows.rows.tolist(), rows.tags, strict=True)
-            return {row: given_tags(tags) if tags else tags for row, tags in found}
+            tagged = zip(rows.rows.tolist(), rows.tags, strict=True)
+            return {row: given_tags(tags) if tags else tags for row, tags in tagged}
 
     def describe(self, rows: Sequence[int], fields: Sequence[str], ready: set[int] | None) -> BatchMeta:
         """Metadata of samples. ready: those with all fields (None: all of them)."""
-        known = self.table.fields
+        schema = self.table.fields
         tags = self.get_custom_meta(rows) if rows else {}
         return BatchMeta(
             global_indexes=list(rows),
             partition_ids=[self.partition_id] * len(rows),
-            field_schema={name: schema_of_field(known[name]) for name in fields if name in known},
+            field_schema={name: schema_of_field(schema[name]) for name in fields if name in schema},
             production_status=np.array(
                 [READY if ready is None or row in ready else NOT_READY for row in rows], np.int8
             ),
@@ -167,17 +167,17 @@ class Controller:
         while True:
             partition, ready = self._heard(partition_id, data_fields)
             with self._guard:
-                found, changes = self._fetch(partition, ready, data_fields, batch_size, task, config), ready.changes
+                meta, changes = self._fetch(partition, ready, data_fields, batch_size, task, config), ready.changes
             left_s = deadline - time.monotonic()
-            if len(found) or batch_size <= 0 or left_s <= 0:
+            if len(meta) or batch_size <= 0 or left_s <= 0:
                 break
             self._wait(partition, ready, changes, left_s)
-        if not len(found) and batch_size > 0 and not self.polling_mode:
+        if not len(meta) and batch_size > 0 and not self.polling_mode:
             raise TimeoutError(
                 f"no batch of {batch_size} samples with {list(data_fields)} became ready in partition {partition_id!r} for "
                 f"task {task!r} within {WAIT_S:g} s"
             )
-        return found
+        return meta
 
     def _fetch(
         self,
@@ -334,10 +334,10 @@ class Controller:
         """Continue from a `state`: of samples that are not there, nothing."""
         self.check_state(state)
         with self._guard:
-            there = self.list_partitions()
-            for name in there:
+            existing = self.list_partitions()
+            for name in existing:
                 self._partition(name).reset(None)
-            for name in (name for name in state["consumed"] if name in there):
+            for name in (name for name in state["consumed"] if name in existing):
                 self._partition(name).given(state["consumed"][name])
             self.sampler.remember(remembered(state["memory"], "the sampler's memory"))
 
@@ -362,13 +362,15 @@ class Controller:
         Who waits for samples of it goes on waiting, on the table that the next put makes.
         """
         with self._guard, contextlib.suppress(UsageError):  # it has samples after all, or is gone
-            found = self._queue.table(table_of(partition_id))
-            if described(found) == fields:
-                self._queue.drop_table(found.name, empty=True)
+            table = self._queue.table(table_of(partition_id))
+            if described(table) == fields:
+                self._queue.drop_table(table.name, empty=True)
                 self._partitions.pop(partition_id, None)
 
     def _partition(self, partition_id: str) -> Partition:
-        found = self._partitions.get(partition_id)
-        if found is None:
-            found = self._partitions[partition_id] = Partition(self._queue, partition_id, self.rows_max, self._guard)
-        return found
+        partition = self._partitions.get(partition_id)
+        if partition is None:
+            partition = self._partitions[partition_id] = Partition(
+                self._queue, partition_id, self.rows_max, self._guard
+            )
+        return partition

@@ -49,12 +49,12 @@ class DropInServer:
             ending.callback(self.controller.close)
             self._ending = ending.pop_all()
 
-    def _measure(self, asked: Mapping[str, Any], ending: ExitStack) -> None:
+    def _measure(self, settings: Mapping[str, Any], ending: ExitStack) -> None:
         """Start the endpoint, which the configuration then names, if it is asked for."""
-        if asked.get("enabled"):
-            found = Metrics(self._queue, asked.get("port", 0))
-            ending.callback(found.close)
-            self._config["metrics"] = {**asked, "endpoint": found.address}
+        if settings.get("enabled"):
+            metrics = Metrics(self._queue, settings.get("port", 0))
+            ending.callback(metrics.close)
+            self._config["metrics"] = {**settings, "endpoint": metrics.address}
 
     def hello(self) -> tuple[str, dict[str, Any]]:
         """The address of the queue, and the configuration."""
@@ -92,28 +92,28 @@ _services: Final[dict[int, DropInConnection]] = {}
 def start(config: Mapping[str, Any] | None) -> DropInConnection:
     """The service of this process: attached to one that is there, or made. Again: the same."""
     with _guard:
-        found = _services.get(os.getpid())
-        if found is None:
+        connection = _services.get(os.getpid())
+        if connection is None:
             merged = _merged(_defaults(), config or {})
-            found = _services[os.getpid()] = _with_ray(merged) if _ray_wanted() else _local(merged)
+            connection = _services[os.getpid()] = _with_ray(merged) if _ray_wanted() else _local(merged)
             atexit.register(stop)
-        return found
+        return connection
 
 
 def current() -> DropInConnection:
     """The service of this process. ``RuntimeError`` before `start`."""
-    found = _services.get(os.getpid())
-    if found is None:
+    connection = _services.get(os.getpid())
+    if connection is None:
         raise RuntimeError("TransferQueue is not initialized in this process; call init() first")
-    return found
+    return connection
 
 
 def stop() -> None:
     """Close the service of this process. Not started: nothing."""
     with _guard:
-        found = _services.pop(os.getpid(), None)
-        if found is not None:
-            found.close()
+        connection = _services.pop(os.getpid(), None)
+        if connection is not None:
+            connection.close()
 
 
 def make_sampler(named: Any) -> BaseSampler:
@@ -122,10 +122,10 @@ def make_sampler(named: Any) -> BaseSampler:
         return samplers.SequentialSampler()
     if isinstance(named, str):
         named = getattr(samplers, named, None) or _unknown(named)
-    made = named() if isinstance(named, type) else named
-    if not isinstance(made, BaseSampler):
+    sampler = named() if isinstance(named, type) else named
+    if not isinstance(sampler, BaseSampler):
         raise TypeError(f"sampler {named!r} is no BaseSampler; give a name, a class or an instance of one")
-    return made
+    return sampler
 
 
 def _unknown(name: str) -> Any:
@@ -146,7 +146,7 @@ def _with_ray(config: Mapping[str, Any]) -> DropInConnection:
 
     if not ray.is_initialized():
         ray.init(namespace=NAMESPACE)
-    actor, made = _actor(config)
+    actor, created = _actor(config)
 
     def ask(name: str, *arguments: Any) -> Any:
         return ray.get(actor.ask.remote(name, *arguments))
@@ -155,7 +155,7 @@ def _with_ray(config: Mapping[str, Any]) -> DropInConnection:
         ray.get(actor.ask.remote("shutdown"))
         ray.kill(actor)
 
-    return DropInConnection(ask, end if made else None)
+    return DropInConnection(ask, end if created else None)
 
 
 def _actor(config: Mapping[str, Any]) -> tuple[Any, bool]:
@@ -199,21 +199,21 @@ class ServerActor:
 def _defaults() -> dict[str, Any]:
     from omegaconf import OmegaConf
 
-    found: Any = OmegaConf.to_container(OmegaConf.load(CONFIG))
-    return dict(found)
+    defaults: Any = OmegaConf.to_container(OmegaConf.load(CONFIG))
+    return dict(defaults)
 
 
-def _merged(defaults: Mapping[str, Any], given: Any) -> dict[str, Any]:
+def _merged(defaults: Mapping[str, Any], overrides: Any) -> dict[str, Any]:
     """`given` over `defaults`, dict by dict. Other values (a sampler's class) stay what they are."""
-    if loaded("omegaconf") is not None and not isinstance(given, dict):
+    if loaded("omegaconf") is not None and not isinstance(overrides, dict):
         from omegaconf import OmegaConf
 
-        given = OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
-    found = dict(defaults)
-    for key, value in given.items():
-        before = found.get(key)
-        found[key] = _merged(before, value) if isinstance(before, Mapping) and isinstance(value, Mapping) else value
-    return found
+        overrides = OmegaConf.to_container(overrides) if OmegaConf.is_config(overrides) else overrides
+    merged = dict(defaults)
+    for key, value in overrides.items():
+        default = merged.get(key)
+        merged[key] = _merged(default, value) if isinstance(default, Mapping) and isinstance(value, Mapping) else value
+    return merged
 
 
 def _rows_max(config: Mapping[str, Any]) -> int:

@@ -77,8 +77,8 @@ def kv_batch_put(
     if tags is not None and len(tags) != len(keys):
         raise ValueError(f"{len(tags)} tags for {len(keys)} keys: give one for each")
     data = None if fields is None else _parsed(fields, data_parser)
-    found = get_client().kv_put(keys, partition_id, data, tags)
-    return KVBatchMeta(keys=keys, tags=tags or [{}] * len(keys), partition_id=partition_id, fields=found)
+    fields_now = get_client().kv_put(keys, partition_id, data, tags)
+    return KVBatchMeta(keys=keys, tags=tags or [{}] * len(keys), partition_id=partition_id, fields=fields_now)
 
 
 def kv_batch_get(

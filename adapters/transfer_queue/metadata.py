@@ -165,8 +165,8 @@ class BatchMeta:
         """Merge one dict into the custom meta of each sample."""
         if len(custom_meta) != len(self):
             raise ValueError(f"{len(custom_meta)} custom_meta for a batch of {len(self)} samples: give one for each")
-        for mine, new in zip(self.custom_meta, custom_meta, strict=True):
-            mine.update(new)
+        for tags, new in zip(self.custom_meta, custom_meta, strict=True):
+            tags.update(new)
 
     def clear_custom_meta(self) -> None:
         """Forget the custom meta of all samples."""
@@ -188,9 +188,11 @@ class BatchMeta:
 
     def select_fields(self, field_names: Sequence[str]) -> BatchMeta:
         """A new batch with some fields; unknown names are passed over."""
-        found = self.copy()
-        found.field_schema = {name: found.field_schema[name] for name in field_names if name in found.field_schema}
-        return found
+        selected = self.copy()
+        selected.field_schema = {
+            name: selected.field_schema[name] for name in field_names if name in selected.field_schema
+        }
+        return selected
 
     def __getitem__(self, item: int | slice | Sequence[int]) -> BatchMeta:
         if isinstance(item, int):
@@ -210,7 +212,7 @@ class BatchMeta:
         places: dict[str, list[int]] = {}
         for at, partition in enumerate(self.partition_ids):
             places.setdefault(partition, []).append(at)
-        return [self._of(found) for found in places.values()]
+        return [self._of(positions) for positions in places.values()]
 
     def union(self, other: BatchMeta) -> BatchMeta:
         """The fields of both, of the same samples; `other` wins where both have one. A sample is ready if it is in both."""
@@ -221,12 +223,12 @@ class BatchMeta:
         for name in ("global_indexes", "partition_ids"):
             if getattr(self, name) != getattr(other, name):
                 raise ValueError(f"{name} do not match: a union is of the same samples")
-        found = self.copy()
-        found.field_schema |= copy.deepcopy(other.field_schema)
-        found.production_status = self.production_status & other.production_status
-        found.extra_info |= copy.deepcopy(other.extra_info)
-        found.update_custom_meta(copy.deepcopy(other.custom_meta))
-        return found
+        union = self.copy()
+        union.field_schema |= copy.deepcopy(other.field_schema)
+        union.production_status = self.production_status & other.production_status
+        union.extra_info |= copy.deepcopy(other.extra_info)
+        union.update_custom_meta(copy.deepcopy(other.custom_meta))
+        return union
 
     @classmethod
     def concat(cls, data: list[BatchMeta], validate: bool = True) -> BatchMeta:
@@ -247,9 +249,9 @@ class BatchMeta:
 
     def reorder(self, indices: Sequence[int]) -> None:
         """Put the samples in another order, in place."""
-        found = self._of([int(at) for at in indices])
+        reordered = self._of([int(at) for at in indices])
         for name in self.__slots__:
-            setattr(self, name, getattr(found, name))
+            setattr(self, name, getattr(reordered, name))
 
     @classmethod
     def empty(cls, extra_info: dict[str, Any] | None = None) -> BatchMeta:
@@ -401,12 +403,12 @@ def _shapes(value: Any) -> list[tuple[int, ...]]:
     return [tuple(part.shape) for part in value.unbind()]
 
 
-def _status(given: Status | None, size: int) -> Status:
-    if given is None:
+def _status(status: Status | None, size: int) -> Status:
+    if status is None:
         return np.zeros(size, np.int8)
-    if len(given) != size:
-        raise ValueError(f"{size} global_indexes and {len(given)} production_status: there must be one for each")
-    return np.array(given, np.int8)
+    if len(status) != size:
+        raise ValueError(f"{size} global_indexes and {len(status)} production_status: there must be one for each")
+    return np.array(status, np.int8)
 
 
 def _cut(size: int, chunks: int) -> Iterator[range]:
@@ -426,27 +428,29 @@ def _schema_of_some(schema: Mapping[str, Any], places: Sequence[int]) -> dict[st
 
 
 def _joined_schema(parts: Sequence[BatchMeta]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    joined: dict[str, dict[str, Any]] = {}
     for name, schema in parts[0].field_schema.items():
-        found[name] = dict(schema)
+        joined[name] = dict(schema)
         if schema.get("per_sample_shapes"):
-            found[name]["per_sample_shapes"] = [shape for part in parts for shape in part.get_shapes(name)]
-    return found
+            joined[name]["per_sample_shapes"] = [shape for part in parts for shape in part.get_shapes(name)]
+    return joined
 
 
 def _agreed(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """All entries; `ValueError` where two batches say different things."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for info in infos:
         for key, value in info.items():
-            if key in found and not _same(found[key], value):
-                raise ValueError(f"extra_info {key!r} has conflicting values in the batches: {found[key]!r}, {value!r}")
-            found[key] = value
-    return copy.deepcopy(found)
+            if key in entries and not _same(entries[key], value):
+                raise ValueError(
+                    f"extra_info {key!r} has conflicting values in the batches: {entries[key]!r}, {value!r}"
+                )
+            entries[key] = value
+    return copy.deepcopy(entries)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
+def _same(value: Any, other: Any) -> bool:
+    if type(value) is not type(other):
         return False
-    equal = one == other
+    equal = value == other
     return bool(equal.all()) if hasattr(equal, "all") else bool(equal)

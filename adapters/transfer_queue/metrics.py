@@ -71,10 +71,10 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = False  # closing waits for them
     request_queue_size = 128  # a connection that finds no room there is tried again only after a second
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *arguments: Any) -> None:
         self._open: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
-        super().__init__(*given)
+        super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer over a new connection, for which the oldest makes room."""

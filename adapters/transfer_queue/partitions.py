@@ -75,7 +75,7 @@ class Partitions:
         name, limits = table_of(partition_id), tq.Limits(rows=self._rows_max)
         for _ in range(_TRIES):
             try:
-                made = self._queue.create_table(
+                table = self._queue.create_table(
                     name,
                     tasks=[_KEPT],
                     fields=list(fields),
@@ -84,12 +84,12 @@ class Partitions:
                     extra_fields=True,
                 )
             except AlreadyExists:
-                found = self.find(partition_id)
-                if found is not None:
-                    return found, False
+                existing = self.find(partition_id)
+                if existing is not None:
+                    return existing, False
             else:
-                self._tables[partition_id] = made
-                return made, True
+                self._tables[partition_id] = table
+                return table, True
         raise AlreadyExists(f"partition {partition_id!r} is made and cleared by others all the time; try again")
 
     def put(self, partition_id: str, data: TensorDict) -> Rows:
@@ -175,8 +175,8 @@ def rows_of(table: tq.Table, keys: Sequence[str]) -> Rows:
 def columns_at(table: tq.Table, rows: Rows, names: Sequence[str] | None) -> TensorDict:
     """Columns of samples by index: all that each has, or those of `names` that the table knows."""
     chosen = None if names is None else [name for name in names if name in table.fields]
-    with table.read(rows, fields=chosen) as found:
-        return tensordict_of(found, found.fields if chosen is None else chosen)
+    with table.read(rows, fields=chosen) as read:
+        return tensordict_of(read, read.fields if chosen is None else chosen)
 
 
 def _put_keyed(
@@ -224,8 +224,8 @@ def _update(table: tq.Table, rows: Sequence[int], columns: Columns, tags: Tags |
 
 
 def _merged(table: tq.Table, rows: Sequence[int], tags: Tags) -> list[dict[str, Any]]:
-    with table.read(indexes_of(rows), fields=()) as found:
-        return [{**old, **stored_tags(new)} for old, new in zip(found.tags, tags, strict=True)]
+    with table.read(indexes_of(rows), fields=()) as read:
+        return [{**old, **stored_tags(new)} for old, new in zip(read.tags, tags, strict=True)]
 
 
 def _columns(table: tq.Table, data: TensorDict | None) -> Columns:

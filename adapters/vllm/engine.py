@@ -149,13 +149,15 @@ class VllmGenerator:
         a queue that this adapter embeds.
         """
         check_fits(source, self._wanted)
-        place, held = self._relay.place(source)
+        place, version_there = self._relay.place(source)
         self._wait(
-            self._update(place, held, version, timeout_s), timeout_s, f"weights of version {version} were not loaded"
+            self._update(place, version_there, version, timeout_s),
+            timeout_s,
+            f"weights of version {version} were not loaded",
         )
         self._version = version
 
-    async def _update(self, place: tuple[str, str], held: int, version: int, timeout_s: float) -> None:
+    async def _update(self, place: tuple[str, str], version_there: int, version: int, timeout_s: float) -> None:
         async with self._control:
             if place != self._channel:
                 address, channel = place
@@ -168,7 +170,7 @@ class VllmGenerator:
             try:
                 await self._engine.start_weight_update()
                 await self._engine.update_weights(
-                    WeightTransferUpdateRequest({"version": held, "timeout_s": timeout_s})
+                    WeightTransferUpdateRequest({"version": version_there, "timeout_s": timeout_s})
                 )
                 await self._engine.finish_weight_update(str(version))
             finally:

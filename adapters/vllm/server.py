@@ -84,9 +84,9 @@ class VllmServer(OpenAIGenerator):
         served = (await self._endpoint.ask("GET", "/v1/models"))["data"][0]
         self._model, self._context_max = served["id"], served.get("max_model_len")
         self._wanted = checkpoint_specs(Path(checkpoint or served.get("root") or self._model))
-        told = (await self._endpoint.ask("GET", "/weight_info"))["weight_version"]
-        if told.isdecimal():
-            self._version = int(told)
+        server_version = (await self._endpoint.ask("GET", "/weight_info"))["weight_version"]
+        if server_version.isdecimal():
+            self._version = int(server_version)
         else:
             await self._endpoint.ask("POST", "/update_weight_version", {"new_version": str(self._version)})
 
@@ -114,16 +114,16 @@ class VllmServer(OpenAIGenerator):
 
     async def _answered(self, body: Mapping[str, Any]) -> Any:
         """Return the server's answer; None for a request that arrived after a pause and that `_pause` took back."""
-        asked = asyncio.ensure_future(self._endpoint.ask("POST", _GENERATE, body))
-        self._asked.add(asked)
+        answer = asyncio.ensure_future(self._endpoint.ask("POST", _GENERATE, body))
+        self._asked.add(answer)
         try:
-            return await asked
+            return await answer
         except asyncio.CancelledError:
             if (running := asyncio.current_task()) is None or running.cancelling():
                 raise
             return None
         finally:
-            self._asked.discard(asked)
+            self._asked.discard(answer)
 
     # ------------------------------------------------------------ control
 
@@ -142,8 +142,8 @@ class VllmServer(OpenAIGenerator):
             self._held = True
             if running:
                 _, overtaken = await asyncio.wait(running, timeout=ABORTED_S)
-                for one in overtaken:
-                    one.cancel()
+                for request in overtaken:
+                    request.cancel()
 
     def resume(self) -> None:
         """End the pause."""
@@ -177,12 +177,12 @@ class VllmServer(OpenAIGenerator):
                 "the tensors of the served model are not known here; name a directory with them: checkpoint=…"
             )
         check_fits(source, self._wanted)
-        place, held = self._relay.place(source)
-        updating = self._update(place, held, version, timeout_s)
+        place, version_there = self._relay.place(source)
+        updating = self._update(place, version_there, version, timeout_s)
         self._beside.wait(updating, timeout_s, f"weights of version {version} were not loaded")
         self._version = version
 
-    async def _update(self, place: tuple[str, str], held: int, version: int, timeout_s: float) -> None:
+    async def _update(self, place: tuple[str, str], version_there: int, version: int, timeout_s: float) -> None:
         ask = self._endpoint.ask
         async with self._control:
             if place != self._channel:
@@ -193,7 +193,9 @@ class VllmServer(OpenAIGenerator):
                 await ask("POST", "/pause?mode=keep")
             try:
                 await ask("POST", "/start_weight_update")
-                await ask("POST", "/update_weights", {"update_info": {"version": held, "timeout_s": timeout_s}})
+                await ask(
+                    "POST", "/update_weights", {"update_info": {"version": version_there, "timeout_s": timeout_s}}
+                )
                 await ask("POST", "/finish_weight_update", {"weight_version": str(version)})
             finally:
                 if not self._held:

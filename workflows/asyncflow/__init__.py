@@ -1,4 +1,4 @@
-"""The service interface of the AsyncFlow paper."""
+"""The service interface of AsyncFlow (arXiv 2507.01663, section 5): five calls on one table, sync and async."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `init_engines` is told, as one plain value: it comes as JSON from stacks that know none of our types."""
+"""The declaration of a job for `init_engines`: plain values, so that a client without our types can send it as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transferqueue.limits import (
 )
 
 NAME: Final = "experience"
-"""Name of the table, and of the weight channel, unless told otherwise."""
+"""Default name of the table and of its weight channel."""
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 Names = Annotated[list[Name], msgspec.Meta(max_length=FIELDS_MAX)]
@@ -39,8 +39,10 @@ _ORDERS: Final[dict[str, Callable[[], tq.Selector]]] = {
 
 
 class ColumnSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A declared column: its dtype, and the shape of one row's value, null where rows differ. One that is not declared is taken
-    from the first values that are put."""
+    """A declared column: its dtype and the shape of one row's value, with null where rows differ.
+
+    Undeclared columns get their type from the first values put.
+    """
 
     name: Name
     dtype: Annotated[str, msgspec.Meta(max_length=32)]
@@ -48,7 +50,10 @@ class ColumnSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whole groups only. What happens to one that is not whole `deadline_s` after its first row was ready, or that lost a row."""
+    """The stage takes whole groups only.
+
+    incomplete: what happens to a group that lost a row, or is not whole `deadline_s` after its first row was ready.
+    """
 
     incomplete: Literal["drop", "refill", "release"] = "drop"
     min_size: int | None = None
@@ -56,7 +61,7 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class EngineStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the engines of one stage take and give: a row is theirs once all it `needs` is there, and each row once."""
+    """A stage: the fields its engines need and give. A row is ready when all it `needs` is set, and goes to the stage once."""
 
     name: Name
     needs: Names
@@ -67,7 +72,7 @@ class EngineStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     attempts_max: int = ATTEMPTS_MAX_DEFAULT
 
     def task(self) -> tq.Task:
-        """The same as the queue says it."""
+        """Return it as a task of the queue."""
         return tq.Task(
             self.name,
             needs=self.needs,
@@ -80,8 +85,10 @@ class EngineStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class PacingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far prompts may run ahead of `stage`, the trainer's: `depth` batches beyond the one in work, `max_staleness` versions.
-    A row that is too old is dropped, kept aside, holds the clock (wait), or goes back to the stage `requeue_to`."""
+    """How far prompts may run ahead of `stage`, usually the trainer: `depth` batches beyond the current one, `max_staleness` versions.
+
+    on_stale: a row that is too old is dropped, kept, holds the clock (wait), or goes back to the stage `requeue_to`.
+    """
 
     stage: Name
     batch_rows: int
@@ -91,7 +98,7 @@ class PacingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     requeue_to: str = ""
 
     def pacing(self, channel: str) -> tq.Pacing:
-        """The same as the queue says it; the clock is `channel`."""
+        """Return it as a pacing of the queue; the weight channel `channel` is the clock."""
         return tq.Pacing(
             self.stage,
             batch_rows=self.batch_rows,
@@ -111,9 +118,9 @@ class PacingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A job: its stages, and how far it may run ahead. Told again in the same words it changes nothing.
+    """A job: its stages, and how far it may run ahead. Declaring the same job again changes nothing.
 
-    keep_rows: rows stay readable after the last stage, until they are deleted. rows_max: live rows; put_prompts waits beyond.
+    keep_rows: rows stay readable after the last stage, until they are deleted. rows_max: bound of live rows; put_prompts waits at it.
     """
 
     stages: Annotated[list[EngineStage], msgspec.Meta(min_length=1, max_length=TASKS_MAX)]
@@ -125,9 +132,9 @@ class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     keep_rows: bool = False
 
     def terms(self) -> dict[str, Any]:
-        """The table, as `Queue.create_table` takes it; `UsageError` for what cannot be one."""
+        """Return the arguments of `Queue.create_table`. Raises `UsageError` for an invalid declaration."""
         return {
-            "fields": [tq.Field(one.name, one.dtype, tuple(one.shape)) for one in self.columns],
+            "fields": [tq.Field(column.name, column.dtype, tuple(column.shape)) for column in self.columns],
             "extra_fields": True,  # AsyncFlow's callers add columns as they go
             "tasks": [stage.task() for stage in self.stages],
             "limits": tq.Limits(rows=self.rows_max, bytes=self.bytes_max),

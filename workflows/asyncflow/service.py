@@ -1,17 +1,17 @@
-"""The service interface of AsyncFlow (arXiv 2507.01663, section 5): five calls by which engines that know no table share one.
+"""The service interface of AsyncFlow (arXiv 2507.01663, section 5): five calls by which engines share a table without knowing it.
 
-The law:
+Rules:
 
 1. `init_engines` declares the job: its stages, what each needs and gives, and how far prompts may run ahead. Any process may
-   call it, at any time, in the same words; no engine is started here, and none knows another.
-2. `put_prompts` waits for room, then puts every prompt as a group of `samples` rows, stored once, or nothing.
-3. `get_experience` lends rows of a stage until a deadline; `put_experience` gives results back, in one commit with the end of
-   the loan. Who vanishes loses its rows to others at the deadline, and its late results are refused.
-4. `notify_weights` says that a version is there. It is the table's clock, and whoever waits in `get_weights` is woken. With it
-   travels a notice, such as the path of a checkpoint, and tensors where that is how weights move.
-5. Nothing is lost silently: `status` counts every row that was ever put.
+   call it at any time with the same declaration. It starts no engine.
+2. `put_prompts` waits for room, then puts every prompt as a group of `samples` rows that share its values, or nothing.
+3. `get_experience` leases rows of a stage until a deadline. `put_experience` gives results and ends the lease in one
+   commit. A worker that dies loses its rows to others, and its late results are refused.
+4. `notify_weights` announces a version: it advances the table's clock and wakes calls of `get_weights`. A version carries
+   a notice, such as the path of a checkpoint, or tensors.
+5. `status` counts every row that was ever put: nothing is lost silently.
 
-`service_aio` has the same for event loops, and `transferqueue serve --http` the same over HTTP.
+`service_aio` has the same calls for event loops, and `transferqueue serve --http` over HTTP.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from transferqueue.limits import TEXT_CHARS_MAX, TIMEOUT_S_DEFAULT
 from transferqueue.workflows.asyncflow.declaration import NAME, Engines
 
 NOTICE: Final = "notice"
-"""Name of the tensor that carries the notice of a version, as the bytes of its JSON."""
+"""Name of the tensor that carries a version's notice, as the bytes of its JSON."""
 _GROUP_BITS: Final = 52
-"""Groups are numbered from a random place on, so that nobody need agree; ids stay exact as float64."""
+"""Group ids start at a random number, so that putting processes need not agree; they stay exact as float64."""
 FACTS: Final = frozenset(GivenFacts.__struct_fields__)
 _SAID: Final = FACTS | {"self", "rows", "overwrite", "reservation", "timeout_s", "step", "failed", "reason"}
-"""What calls of the queue say beside columns, so that no column can be called so here."""
+"""Parameters of the queue's calls, which therefore cannot be column names."""
 
 
 def check_facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`facts`, if the queue knows them; else `UsageError`: what it does not know would be a column."""
+    """Return `facts`. Raises `UsageError` for names that are no facts: the queue would take them for columns."""
     unknown = facts.keys() - FACTS
     if unknown:
         raise UsageError(f"fact {listing(unknown)} is unknown; known are {', '.join(sorted(FACTS))}")
@@ -50,17 +50,17 @@ def check_facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_columns(columns: object) -> Mapping[str, Any]:
-    """`columns`, if they may be given to the queue as they are named; else `UsageError`."""
+    """Return `columns`. Raises `UsageError` for names that are facts or options."""
     if not isinstance(columns, Mapping):
         raise UsageError(f"columns are {type(columns).__name__}; give a dict of names and columns")
-    taken = _SAID & columns.keys()
-    if taken:
-        raise UsageError(f"column {listing(taken)} is named as a fact of rows or as an option; give facts")
+    reserved = _SAID & columns.keys()
+    if reserved:
+        raise UsageError(f"column {listing(reserved)} is named as a fact of rows or as an option; give facts")
     return columns
 
 
 class PromptBatch:
-    """What one call of `put_prompts` puts: `rows` rows, made of `columns` and facts about them."""
+    """The rows of one call of `put_prompts`: `rows` of them, with columns and facts."""
 
     def __init__(self, columns: Mapping[str, Any], samples: int, facts: Mapping[str, Any]) -> None:
         if not isinstance(samples, int) or samples < 1:
@@ -91,14 +91,14 @@ def _count(columns: Mapping[str, Any]) -> int:
 
 
 def _spread(name: str, fact: Any, prompts: int, samples: int) -> Any:
-    """A fact about each prompt as one about each row; keys of a prompt's rows end in ``/0``, ``/1`` and so on."""
+    """Turn a fact of each prompt into one of each row; keys of a prompt's rows get the suffixes ``/0``, ``/1`` and so on."""
     if isinstance(fact, str | Mapping) or not isinstance(fact, Sequence | np.ndarray) or samples == 1:
         return fact
     if len(fact) != prompts:
         raise SchemaError(f"{name} has {len(fact)} values for {prompts} prompts; give one for each, or one for all")
     if name == "key":
         return [f"{key}/{sample}" for key in fact for sample in range(samples)]
-    return [one for one in fact for _ in range(samples)]
+    return [value for value in fact for _ in range(samples)]
 
 
 def _new_groups(prompts: int) -> NDArray[np.int64]:
@@ -106,7 +106,7 @@ def _new_groups(prompts: int) -> NDArray[np.int64]:
 
 
 def announcement(tensors: Mapping[str, Any], notice: Any) -> dict[str, Any]:
-    """What is published as a version: `tensors`, and the notice beside them."""
+    """Return the tensors to publish as a version: `tensors`, and the notice."""
     if NOTICE in tensors:
         raise UsageError(f'tensor "{NOTICE}" is named as the notice that travels with a version; name it otherwise')
     try:
@@ -119,13 +119,13 @@ def announcement(tensors: Mapping[str, Any], notice: Any) -> dict[str, Any]:
 
 
 def notice_of(weights: tq.Weights) -> Any:
-    """The notice that came with a version; None if it was published without one."""
-    found = weights.numpy().get(NOTICE)
-    return None if found is None else msgspec.json.decode(found.tobytes())
+    """Return the notice of a version; None if it was published without one."""
+    notice = weights.numpy().get(NOTICE)
+    return None if notice is None else msgspec.json.decode(notice.tobytes())
 
 
 class ServiceBase:
-    """What the services of both fronts share."""
+    """What the sync and the async service share."""
 
     def __init__(self, table: TableBase) -> None:
         self._about = table
@@ -142,7 +142,7 @@ class ServiceBase:
 
 
 class AsyncFlowService(ServiceBase):
-    """The five calls, and what a user needs to finish. Made by `init_engines` or `join`; safe from any thread.
+    """The five calls, and what a user needs to finish. Created by `init_engines` or `join`; safe from any thread.
 
     Example:
         >>> import transferqueue as tq
@@ -163,46 +163,49 @@ class AsyncFlowService(ServiceBase):
 
     @classmethod
     def init_engines(cls, queue: tq.Queue, engines: Engines) -> Self:
-        """Declare the job, or join it where it was declared in the same words; `AlreadyExists` in others."""
+        """Declare the job, or join it if it was declared the same way. Raises `AlreadyExists` if it was declared differently."""
         return cls(queue.create_table(engines.table, **engines.terms()), queue.weights(engines.table))
 
     @classmethod
     def join(cls, queue: tq.Queue, *, name: str = NAME, timeout_s: float = 30.0) -> Self:
-        """The job of this name, once it is declared."""
+        """Join the job of this name; wait at most `timeout_s` for its declaration."""
         return cls(queue.table(name, timeout_s=timeout_s), queue.weights(name))
 
     @property
     def table(self) -> tq.Table:
-        """The table of the job, for all that is not here."""
+        """The table of the job, for everything else."""
         return self._table
 
     def put_prompts(
         self, columns: Mapping[str, Any], *, samples: int = 1, timeout_s: float = TIMEOUT_S_DEFAULT, **facts: Any
     ) -> NDArray[np.int64]:
-        """Put each prompt as `samples` rows of one group, once there is room; their ids, those of a prompt together.
+        """Put each prompt as a group of `samples` rows. Return their row ids, int64 ``[prompts * samples]``, those of a prompt together.
 
-        columns: one value for each prompt. facts: as of `Table.put`, one for all or one for each prompt; the rows of a prompt with
-        a key have it with ``/0``, ``/1`` and so on (a key that is there already is `AlreadyExists`: so a repeated call changes nothing).
-        Waits up to `timeout_s`; `DeadlineExceeded` if there is no room, `Impossible` if there never can be.
+        columns: one value for each prompt. facts: as of `Table.put`, one for all or one for each prompt. With a key, the rows of a prompt
+        have it with the suffixes ``/0``, ``/1`` and so on; an existing key is `AlreadyExists`, so a repeated call changes nothing.
+        Waits up to `timeout_s` for room. Raises `DeadlineExceeded` if there is none, and `Impossible` if there never can be.
         """
         prompts, deadline = PromptBatch(columns, samples, facts), time.monotonic() + timeout_s
         with self._table.reserve(prompts.rows, timeout_s=timeout_s) as room:
-            left = max(0.0, deadline - time.monotonic())
-            return self._table.put(reservation=room, timeout_s=left, **prompts.asked)
+            left_s = max(0.0, deadline - time.monotonic())
+            return self._table.put(reservation=room, timeout_s=left_s, **prompts.asked)
 
     def get_experience(self, stage: str, **terms: Any) -> tq.Batch:
-        """Rows for an engine of `stage`, lent until a deadline. terms: as of `Table.lease`, which this is."""
+        """Lease rows for an engine of `stage`. terms: the arguments of `Table.lease`."""
         return self._table.lease(stage, **terms)
 
     def put_experience(
         self, taken: tq.Batch | Any, columns: Mapping[str, Any], *, rows: Any = None, **facts: Any
     ) -> None:
-        """Results of a batch (or of some of its rows), which are done with that; or late columns of rows, by their ids."""
-        given = {**check_facts(facts), **check_columns(columns)}
+        """Give results for a batch, or for some of its rows, and end their lease.
+
+        With row ids instead of a batch, the columns are late columns of these rows.
+        """
+        arguments = {**check_facts(facts), **check_columns(columns)}
         if isinstance(taken, tq.Batch):
-            taken.ack(rows, **given)
+            taken.ack(rows, **arguments)
         else:
-            self._table.update(taken, **given)
+            self._table.update(taken, **arguments)
 
     def notify_weights(
         self,
@@ -212,20 +215,20 @@ class AsyncFlowService(ServiceBase):
         notice: Any = None,
         timeout_s: float = TIMEOUT_S_DEFAULT,
     ) -> None:
-        """Weights of `version` are there: as the notice says (any JSON of at most 4096 bytes), or as these tensors.
+        """Announce weights of `version`: where the notice says (any JSON of at most 4096 bytes), or as these tensors.
 
-        Versions ascend. The table's clock is at `version` with that; it waits where rows in it would be too old then.
+        Versions ascend. This advances the table's clock to `version`; it waits while rows in the table would become too old.
         """
         self._channel.publish(version, announcement(tensors or {}, notice), timeout_s=timeout_s)
 
     def get_weights(self, above: int = -1, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> tq.Weights:
-        """The newest version above `above`, waited for; `notice_of` has its notice."""
+        """Wait for a version above `above` and return the newest; `notice_of` returns its notice."""
         return self._channel.pull(above, timeout_s=timeout_s)
 
     def status(self) -> dict[str, Any]:
-        """What the table says of itself: docs/OBSERVING.md has the keys."""
+        """Statistics of the table: docs/OBSERVING.md lists the keys."""
         return self._table.stats()
 
     def seal(self) -> None:
-        """No more prompts: engines drain what is there, then see `EndOfTable`."""
+        """Put no more prompts: engines drain the table, then see `EndOfTable`."""
         self._table.seal()

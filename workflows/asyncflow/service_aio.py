@@ -1,4 +1,4 @@
-"""The service interface of AsyncFlow (`service`, which has the law) for programs that have an event loop."""
+"""The service interface of AsyncFlow for programs with an event loop; `service` has the rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transferqueue.workflows.asyncflow.service import PromptBatch, ServiceBase, 
 
 
 class AsyncService(ServiceBase):
-    """`Service` for an event loop; its calls are awaited."""
+    """`AsyncFlowService` for an event loop: await its calls."""
 
     def __init__(self, table: tq.AsyncTable, channel: tq.AsyncWeightChannel) -> None:
         super().__init__(table)
@@ -24,41 +24,41 @@ class AsyncService(ServiceBase):
 
     @classmethod
     async def init_engines(cls, queue: tq.AsyncQueue, engines: Engines) -> Self:
-        """As `Service.init_engines`."""
+        """As `AsyncFlowService.init_engines`."""
         return cls(await queue.create_table(engines.table, **engines.terms()), queue.weights(engines.table))
 
     @classmethod
     async def join(cls, queue: tq.AsyncQueue, *, name: str = NAME, timeout_s: float = 30.0) -> Self:
-        """As `Service.join`."""
+        """As `AsyncFlowService.join`."""
         return cls(await queue.table(name, timeout_s=timeout_s), queue.weights(name))
 
     @property
     def table(self) -> tq.AsyncTable:
-        """The table of the job, for all that is not here."""
+        """The table of the job, for everything else."""
         return self._table
 
     async def put_prompts(
         self, columns: Mapping[str, Any], *, samples: int = 1, timeout_s: float = TIMEOUT_S_DEFAULT, **facts: Any
     ) -> NDArray[np.int64]:
-        """As `Service.put_prompts`."""
+        """As `AsyncFlowService.put_prompts`."""
         prompts, deadline = PromptBatch(columns, samples, facts), time.monotonic() + timeout_s
         async with self._table.reserve(prompts.rows, timeout_s=timeout_s) as room:
-            left = max(0.0, deadline - time.monotonic())
-            return await self._table.put(reservation=room, timeout_s=left, **prompts.asked)
+            left_s = max(0.0, deadline - time.monotonic())
+            return await self._table.put(reservation=room, timeout_s=left_s, **prompts.asked)
 
     async def get_experience(self, stage: str, **terms: Any) -> tq.AsyncBatch:
-        """As `Service.get_experience`."""
+        """As `AsyncFlowService.get_experience`."""
         return await self._table.lease(stage, **terms)
 
     async def put_experience(
         self, taken: tq.AsyncBatch | Any, columns: Mapping[str, Any], *, rows: Any = None, **facts: Any
     ) -> None:
-        """As `Service.put_experience`."""
-        given = {**check_facts(facts), **check_columns(columns)}
+        """As `AsyncFlowService.put_experience`."""
+        arguments = {**check_facts(facts), **check_columns(columns)}
         if isinstance(taken, tq.AsyncBatch):
-            await taken.ack(rows, **given)
+            await taken.ack(rows, **arguments)
         else:
-            await self._table.update(taken, **given)
+            await self._table.update(taken, **arguments)
 
     async def notify_weights(
         self,
@@ -68,17 +68,17 @@ class AsyncService(ServiceBase):
         notice: Any = None,
         timeout_s: float = TIMEOUT_S_DEFAULT,
     ) -> None:
-        """As `Service.notify_weights`."""
+        """As `AsyncFlowService.notify_weights`."""
         await self._channel.publish(version, announcement(tensors or {}, notice), timeout_s=timeout_s)
 
     async def get_weights(self, above: int = -1, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> tq.Weights:
-        """As `Service.get_weights`."""
+        """As `AsyncFlowService.get_weights`."""
         return await self._channel.pull(above, timeout_s=timeout_s)
 
     async def status(self) -> dict[str, Any]:
-        """As `Service.status`."""
+        """As `AsyncFlowService.status`."""
         return await self._table.stats()
 
     async def seal(self) -> None:
-        """As `Service.seal`."""
+        """As `AsyncFlowService.seal`."""
         await self._table.seal()

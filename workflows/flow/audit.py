@@ -1,4 +1,4 @@
-"""What became of the rows of a table, as the queue counts them."""
+"""Counts of a table's rows by how they ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transferqueue.errors import InternalError
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """Rows of one table by their fate. dropped: rows by reason."""
+    """Rows of one table: put, live, done, and dropped by reason."""
 
     put: int
     live: int
@@ -20,11 +20,11 @@ class Audit:
 
     @property
     def dropped_rows(self) -> int:
-        """Rows dropped, for whatever reason."""
+        """Rows dropped for any reason."""
         return sum(self.dropped.values())
 
     def check_finished(self, table: str) -> None:
-        """Raise `InternalError` unless every row that was put is done, or dropped for a stated reason."""
+        """Raise `InternalError` unless every row that was put is done or dropped with a reason."""
         if self.live or self.put != self.done + self.dropped_rows:
             raise InternalError(
                 f'table "{table}" does not balance: {self.put} rows put, {self.live} live, {self.done} done, '
@@ -33,8 +33,8 @@ class Audit:
 
 
 def audit(table: tq.Table) -> Audit:
-    """Ask the queue what became of the rows of ``table``."""
-    found = table.audit()
+    """Ask the queue for the counts of `table`."""
+    counts = table.audit()
     return Audit(
-        put=found["rows_put"], live=found["rows_live"], done=found["rows_done"], dropped=dict(found["dropped"])
+        put=counts["rows_put"], live=counts["rows_live"], done=counts["rows_done"], dropped=dict(counts["dropped"])
     )

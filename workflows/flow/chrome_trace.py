@@ -1,7 +1,7 @@
 """Spans of a flow as a Chrome trace: open it at https://ui.perfetto.dev or chrome://tracing.
 
-Format: "Trace Event Format", Google, 2016: complete events (``ph`` X) in microseconds, one process of the trace for
-each process of the flow, with its busy and waiting time on separate tracks of their own.
+Format: "Trace Event Format", Google, 2016: complete events (``ph`` X) in microseconds. Each process of the flow is a process of
+the trace, with separate tracks for busy and waiting time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TRACK_NAMES: Final = {1: "busy", 2: "waiting", 3: "within"}
 
 
 def write_chrome_trace(path: Path, spans: Mapping[str, Sequence[TimeSpan]], counters: Iterable[Figures] = ()) -> None:
-    """Write the spans of each process, and counters over time, to ``path``. Times begin at the earliest of them."""
+    """Write the spans of each process, and counters over time, to `path`. Time 0 is the earliest of them."""
     counters = list(counters)
     zero = min(
         (*(span.start for of_one in spans.values() for span in of_one), *(figures.at for figures in counters)),
@@ -62,7 +62,7 @@ def _counters(figures: Figures, zero: float) -> Iterator[dict[str, Any]]:
 
 
 def busy_share(spans: Iterable[TimeSpan], start: float, end: float) -> float:
-    """Return the share of [start, end] in which one process had a batch; 0 for an empty stretch.
+    """Return the share of [start, end] in which a process worked on a batch; 0 if the interval is empty.
 
     >>> busy_share([TimeSpan(name="work", start=1.0, end=3.0)], 0.0, 4.0)
     0.5

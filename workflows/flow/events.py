@@ -1,8 +1,8 @@
-"""What the processes of a flow tell their supervisor: one line of JSON an event, over a pipe.
+"""Events that the processes of a flow send to their supervisor: one line of JSON each, over a pipe.
 
-A pipe needs no server, keeps order, loses nothing of a process that was killed, and its end says that the
-process has gone. Times are ``time.monotonic()`` seconds, which all processes of a machine share; from another machine they come as
-those of the supervisor's.
+A pipe needs no server, keeps the order, keeps what a killed process has written, and its end shows that the
+process has exited. Times are ``time.monotonic()`` seconds, which all processes of a machine share; times of another machine are
+shifted to the supervisor's clock.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any, Final
 import msgspec
 
 WAIT: Final = "wait"
-"""Name of the spans in which a stage waits for rows, or a source for room."""
+"""Span in which a stage waits for rows, or a source for room."""
 WORK: Final = "work"
-"""Name of the spans in which it has a batch."""
+"""Span in which a stage works on a batch."""
 SWAP: Final = "swap"
-"""Name of the spans in which a generating stage stood still to load a version of the weights."""
+"""Span in which a generating stage pauses generation to load a version of the weights."""
 WEIGHTS: Final = "weights"
-"""Name of the spans in which it loaded one while it went on generating."""
+"""Span in which a stage loads a version while it continues to generate."""
 PUBLISH: Final = "publish"
-"""Name of the spans in which a trainer publishes one."""
+"""Span in which a trainer publishes a version."""
 
 
 class TimeSpan(msgspec.Struct, frozen=True, kw_only=True, tag="span"):
-    """A stretch of time of one process. rows and version: of its batch; -1 where it has none."""
+    """A time span of one process. rows, version: of its batch; -1 if it has none."""
 
     name: str
     start: float
@@ -37,7 +37,7 @@ class TimeSpan(msgspec.Struct, frozen=True, kw_only=True, tag="span"):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True, tag="figures"):
-    """Figures that a stage reports under a kind of its own, such as "step"."""
+    """Metrics that a stage reports, with a kind such as "step"."""
 
     kind: str
     at: float
@@ -45,7 +45,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, tag="figures"):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
-    """A call of a stage's function raised; its rows were given back. text: the traceback."""
+    """A call of a stage's function raised, and its rows were released as failed. text: the traceback."""
 
     text: str
     rows: int
@@ -58,7 +58,7 @@ _decode = msgspec.json.Decoder(Event).decode
 
 
 def shifted(event: Event, by_s: float) -> Event:
-    """The event with its times so many seconds later."""
+    """Return the event with its times `by_s` seconds later."""
     if isinstance(event, TimeSpan):
         return msgspec.structs.replace(event, start=event.start + by_s, end=event.end + by_s)
     if isinstance(event, Figures):
@@ -67,9 +67,9 @@ def shifted(event: Event, by_s: float) -> Event:
 
 
 class Sender:
-    """Writes events to a file descriptor. Safe from any thread; raises `BrokenPipeError` when nobody listens.
+    """Writes events to a file descriptor. Safe from any thread; raises `BrokenPipeError` when the reader is gone.
 
-    shift_s: what the supervisor's monotonic clock is ahead of that of this machine.
+    shift_s: how far the supervisor's monotonic clock is ahead of this machine's.
     """
 
     def __init__(self, descriptor: int, shift_s: float = 0.0) -> None:
@@ -78,25 +78,25 @@ class Sender:
         self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
-        """Write ``event``; blocks while the pipe is full."""
+        """Write `event`; blocks while the pipe is full."""
         line = memoryview(_encode(shifted(event, self._shift_s) if self._shift_s else event) + b"\n")
         with self._lock:
             while line:
                 line = line[os.write(self._descriptor, line) :]
 
     def close(self) -> None:
-        """Close the descriptor: its listener hears the end."""
+        """Close the descriptor; the reader sees the end."""
         os.close(self._descriptor)
 
 
 class Receiver:
-    """Turns the bytes of a pipe back into events. A last line without its end belongs to a killed process."""
+    """Parses the bytes of a pipe into events. An incomplete last line comes from a killed process and is ignored."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, received: bytes) -> Iterator[Event]:
-        """Yield the events whose last byte is in ``received``."""
+        """Yield the events whose last byte is in `received`."""
         *lines, self._rest = (self._rest + received).split(b"\n")
         for line in lines:
             yield _decode(line)

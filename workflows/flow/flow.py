@@ -1,20 +1,21 @@
-"""The supervisor of a flow: starts a process for each job, hears what they tell, and leaves none behind.
+"""The supervisor of a flow: starts a process for each job, receives their events, and ends all of them.
 
 Rules:
 
-1. Processes share nothing but the queue. Each is a process group of its own, so that Ctrl-C at the terminal reaches
-   the supervisor alone, and a signal to one reaches what it started.
-2. A thread supervises them from the moment the flow is entered until it is left, whatever the program does meanwhile. The kernel wakes the
-   thread when a process tells something or dies; nothing is polled.
-3. A flow ends when all processes have ended well. A process that dies is started again, at most ``restarts_max`` times;
-   its rows have gone to others by then. Then, or when it says that another try is useless, the flow has failed with
-   `StageFailed`, which shows its last words, and its other processes are ended.
-4. Nobody waits for a stage that cannot work. When the flow has failed, `run` raises its error, and so does each put, lease or other call
+1. Processes share only the queue. Each is a process group of its own: Ctrl-C in the terminal reaches
+   the supervisor alone, and a signal to one process also reaches its children.
+2. A thread supervises them from entering the flow until leaving it, whatever the program does meanwhile. The kernel wakes the
+   thread when a process sends an event or exits; nothing is polled.
+3. A flow ends when all processes have exited with success. A process that dies is started again, at most `restarts_max` times;
+   its rows have gone to other workers by then. After the last restart, or when the process reports that a restart is
+   useless, the flow fails with
+   `StageFailed`, which shows the process's last output, and the other processes are ended.
+4. A failed flow ends every wait for it. `run` raises its error, and so does each put, lease or other call
    of the flow's queue that waits, in any thread, or that would have to wait before the flow is left. Leaving a failed flow without an error
    raises it too, unless `run` did.
-5. Rows that were tried too often (dropped, reason ``attempts``) end the flow, with the last failure's traceback.
-6. Leaving the flow, however that comes about, ends all processes: first asked (SIGTERM), then killed. If the supervisor
-   itself is killed, their lifelines close and they end by themselves.
+5. Rows that were tried too often (dropped, reason ``attempts``) fail the flow, with the last failure's traceback.
+6. Leaving the flow, for any reason, ends all processes: with SIGTERM first, then SIGKILL. If the supervisor
+   itself is killed, their lifelines close and they exit.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ from transferqueue.workflows.flow.events import Event, Failure, Receiver
 from transferqueue.workflows.flow.stage_process import EXIT_FINAL, StageJob
 
 RESTARTS_MAX: Final = 2
-"""A process killed from outside deserves another; one that dies by itself three times is broken."""
+"""Restarts of a process. One that was killed from outside deserves another try; one that dies three times is broken."""
 _FAREWELL_S: Final = 1.0
-"""Time between asking a process to end and killing it."""
+"""Seconds between SIGTERM and SIGKILL."""
 _PIPE_BYTES: Final = 1 << 16
 _LAST_WORDS_BYTES: Final = 4000
 
 Observe = Callable[[str, Event], None]
-"""Called for each event, with the label of its process, by the thread that supervises the flow. An error that it raises ends the flow."""
+"""Called for each event, with the label of its process, by the supervising thread. If it raises, the flow fails with that error."""
 
 
 class StageFailed(PeerError):
-    """A stage cannot work. ``stage``: its label. ``last_words``: its traceback, or the end of what it wrote."""
+    """A stage cannot work. stage: its label. last_words: its traceback, or the end of its output."""
 
     def __init__(self, text: str, *, stage: str = "", last_words: str = "") -> None:
         super().__init__(text)
@@ -61,7 +62,7 @@ class StageFailed(PeerError):
 
 
 class _Child:
-    """One running process: its pipes, and what it last said."""
+    """One running process: its pipes, and its last events."""
 
     def __init__(self, job: StageJob, address: str, log: Path, restarts: int) -> None:
         self.job = job
@@ -69,16 +70,16 @@ class _Child:
         self.restarts = restarts
         self.failure: Failure | None = None
         self.receiver = Receiver()
-        self.events, told = os.pipe()
+        self.events, write_end = os.pipe()
         try:
             with log.open("ab") as written:
                 self.log_start = written.tell()
                 self.process = subprocess.Popen(
-                    _command(job, address, told),
+                    _command(job, address, write_end),
                     stdin=subprocess.PIPE,
                     stdout=written,
                     stderr=written,
-                    pass_fds=(told,),
+                    pass_fds=(write_end,),
                     process_group=0,
                     env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
                 )
@@ -86,18 +87,18 @@ class _Child:
             os.close(self.events)
             raise
         finally:
-            os.close(told)
+            os.close(write_end)
         self.death = os.pidfd_open(self.process.pid)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and all it started."""
+        """Send a signal to the process and its children."""
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
             return  # the whole group has gone
 
     def wait_until(self, deadline: float) -> None:
-        """Wait for the end of the process, at most until ``deadline`` (monotonic)."""
+        """Wait for the process to exit, at most until `deadline` (monotonic)."""
         select.select([self.death], [], [], max(0.0, deadline - time.monotonic()))
 
     def end(self) -> int:
@@ -107,7 +108,7 @@ class _Child:
         return self.process.wait()
 
     def last_words(self) -> str:
-        """The traceback of its last failure, or the end of what it wrote."""
+        """The traceback of its last failure, or the end of its output."""
         if self.failure is not None:
             return self.failure.text
         with self.log.open("rb") as written:
@@ -115,7 +116,7 @@ class _Child:
             return written.read().decode(errors="replace").strip()
 
     def close(self) -> None:
-        """Close the supervisor's ends of its pipes; only after the process was waited for."""
+        """Close the supervisor's ends of its pipes. Call it only after the process was waited for."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         os.close(self.events)
@@ -123,10 +124,10 @@ class _Child:
 
 
 class Flow:
-    """Runs ``jobs``, each a process, against ``queue``. A context manager: leaving it ends them all.
+    """Runs `jobs`, each in a process, against `queue`. A context manager: leaving it ends all processes.
 
-    ``directory`` gets one log a process (what it writes to stdout and stderr). ``queue`` must accept other processes at
-    its address, and stays open. When a stage cannot work, calls of ``queue`` that wait raise `StageFailed` (rule 4).
+    directory: gets one log file a process (its stdout and stderr). queue: must accept other processes at
+    its address, and stays open. When a stage cannot work, calls of `queue` that wait raise `StageFailed` (rule 4).
     """
 
     def __init__(
@@ -173,16 +174,16 @@ class Flow:
             self._tell()
 
     def pids(self) -> dict[str, int]:
-        """Process id of each running process by label."""
+        """Process id of each running process, by label."""
         return {label: child.process.pid for label, child in list(self._children.items())}
 
     def run(self) -> None:
-        """Wait until every process has ended well; raise `StageFailed` when one cannot."""
+        """Wait until every process has exited with success; raise `StageFailed` when one cannot work."""
         self._ended.wait()
         self._tell()
 
     def close(self) -> None:
-        """End all processes and wait until they are gone: at most about a second. Again: nothing."""
+        """End all processes and wait until they have exited, about a second at most. A second call does nothing."""
         if self._left:
             return
         self._left = True
@@ -255,7 +256,7 @@ class Flow:
                 self._check_attempts(child)
 
     def _died(self, child: _Child) -> None:
-        """Hear the rest of what it told, then start it again, end the flow, or count it as finished."""
+        """Read the rest of its events, then start it again, fail the flow, or count it as finished."""
         code = child.end()
         os.set_blocking(child.events, False)
         try:
@@ -299,7 +300,7 @@ def _failed(child: _Child, code: int, last_words: str) -> StageFailed:
 
 
 def _why_no_waits(error: BaseException) -> TransferQueueError:
-    """What calls raise that would wait for stages which the flow no longer has."""
+    """Return the error for calls that would wait for stages which the flow no longer runs."""
     if isinstance(error, TransferQueueError):
         return error
     return StageFailed(f"the flow has ended its stages, because its supervisor failed: {type(error).__name__}: {error}")

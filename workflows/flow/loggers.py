@@ -1,12 +1,12 @@
-"""Figures of a run, handed on to whoever keeps them: TensorBoard, Weights & Biases, or a function of your own.
+"""Passes the metrics of a run to a logger: TensorBoard, Weights & Biases, or your own function.
 
-The law:
+Rules:
 
-- A logger is one function of a step and its figures, ``log(step, {"reward": 0.5, ...})``. Nothing else is asked of it.
-- It hangs on the flow's `observe`, in the supervisor: no stage knows of it, and none waits for it.
-- What it is told are numbers: of the events that stages report per step, those that are finite. Of rows by versions behind it
-  is told the mean, as ``staleness``; of the ages of queues one number a task.
-- The libraries are loaded when their logger is made, and are in no extra: who logs has them.
+- A logger is a function of a step and its metrics, ``log(step, {"reward": 0.5, ...})``.
+- It runs in the supervisor, as part of the flow's `observe`; stages do not know it and never wait for it.
+- It gets numbers: the finite values of the events that stages report per step. A histogram of staleness becomes
+  its mean, ``staleness``; ages of queues become one number a task.
+- A logger's library is loaded when the logger is created. No extra installs it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from transferqueue.workflows.flow.events import Event, Figures
 Observe = Callable[[str, Event], None]
 
 STEP: Final = "step"
-"""Kind of the figures of one trainer step."""
+"""Kind of the metrics of a trainer step."""
 EVALUATION: Final = "evaluation"
-"""Kind of the figures of an evaluation; it is logged at the step before it."""
+"""Kind of the metrics of an evaluation; logged at the step before it."""
 
 
 class Logger(Protocol):
-    """Keeps figures of steps. Called by one thread; steps ascend, and one may come twice."""
+    """Stores metrics of steps. Called by one thread; steps ascend, and a step may come twice."""
 
     def __call__(self, step: int, figures: Mapping[str, float], /) -> None:
-        """Keep `figures` of `step`."""
+        """Store `figures` of `step`."""
 
 
 def logged(log: Logger, observe: Observe = lambda label, event: None) -> Observe:
@@ -58,21 +58,21 @@ def logged(log: Logger, observe: Observe = lambda label, event: None) -> Observe
 
 
 def figures_of(event: Figures) -> dict[str, float]:
-    """The numbers of an event, by names that say where they are from."""
+    """Return the numbers of an event, under names with their origin."""
     within = f"{event.kind}/{event.values['when']}/" if "when" in event.values else ""
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for name, value in event.values.items():
         if name == "staleness":
-            found[name] = mean_staleness(value)
+            figures[name] = mean_staleness(value)
         elif isinstance(value, Mapping):
-            found |= {f"{name}/{one}": number for one, number in value.items()}
+            figures |= {f"{name}/{key}": number for key, number in value.items()}
         elif name != STEP:
-            found[f"{within}{name}"] = value
-    return {name: float(value) for name, value in found.items() if _number(value)}
+            figures[f"{within}{name}"] = value
+    return {name: float(value) for name, value in figures.items() if _number(value)}
 
 
 def mean_staleness(rows: Mapping[str, int]) -> float:
-    """Mean of the versions behind, of rows counted by them; 0 of none."""
+    """Return the mean staleness of a histogram (versions behind → rows); 0 if it is empty."""
     return sum(int(versions) * count for versions, count in rows.items()) / max(1, sum(rows.values()))
 
 
@@ -82,7 +82,7 @@ def _number(value: object) -> bool:
 
 @contextmanager
 def tensorboard(directory: Path) -> Generator[Logger]:
-    """Event files in `directory`, by torch's writer, which needs the package tensorboard. Closed at the end."""
+    """Write event files to `directory` by torch's writer, which needs the package tensorboard. Closed at the end."""
     writer = _library("torch.utils.tensorboard", "tensorboard").SummaryWriter(log_dir=str(directory))
 
     def log(step: int, figures: Mapping[str, float]) -> None:
@@ -97,8 +97,10 @@ def tensorboard(directory: Path) -> Generator[Logger]:
 
 @contextmanager
 def wandb(directory: Path, *, project: str = "transferqueue", **terms: Any) -> Generator[Logger]:
-    """A run of Weights & Biases. terms: as of ``wandb.init``, such as name, mode="offline", config. Finished at the end, as
-    failed if the flow raised."""
+    """Log to a run of Weights & Biases. terms: arguments of ``wandb.init``, such as name, mode="offline", config.
+
+    The run is finished at the end, as failed if the flow raised.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     run = _library("wandb", "wandb").init(project=project, dir=str(directory), **terms)
     failed = True
@@ -110,11 +112,11 @@ def wandb(directory: Path, *, project: str = "transferqueue", **terms: Any) -> G
 
 
 LOGGERS: Final = {"tensorboard": tensorboard, "wandb": wandb}
-"""Loggers by name: each is given the folder of a run."""
+"""Loggers by name; each is called with the folder of a run."""
 
 
 def logger_named(name: str) -> Callable[[Path], Any]:
-    """One of `LOGGERS`; `NotFound` says which there are."""
+    """Return one of `LOGGERS`; raises `NotFound` that lists them."""
     if name not in LOGGERS:
         raise NotFound(f"logger {name!r} is unknown; there are {', '.join(LOGGERS)}")
     return LOGGERS[name]

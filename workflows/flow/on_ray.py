@@ -1,13 +1,13 @@
-"""A flow whose jobs are Ray tasks, anywhere in the cluster, against a deployment that all of them find by its address.
+"""A flow whose jobs are Ray tasks, anywhere in the cluster, against a deployment at one address.
 
-Rules, as of `flow`:
+Rules, in addition to those of `flow`:
 
-1. The tasks share nothing but the queue. What they tell comes to the supervisor as it is told, in the order of each.
-2. A flow ends when all tasks have ended well. One whose process or node dies is started again, at most ``restarts_max``
-   times; its rows have gone to others by then. One that failed by itself is started again likewise, unless it says that
-   another try is useless. Then, or when no try is left, the flow ends with `StageFailed`.
-3. Times that are told are of the supervisor's monotonic clock: as exact as the machines agree on the time of day.
-4. However the flow ends, no task of it is left: they are cancelled by force. Their sessions die with them.
+1. Tasks share only the queue. Their events reach the supervisor as they are sent, in order for each task.
+2. A flow ends when all tasks have ended with success. A task whose process or node dies is started again, at most `restarts_max`
+   times; its rows have gone to other workers by then. A task that fails by itself is started again too, unless it reports that
+   a restart is useless. After the last restart the flow fails with `StageFailed`.
+3. Times of events are on the supervisor's monotonic clock, as exact as the machines' clocks agree.
+4. When the flow ends, for any reason, its tasks are cancelled by force. Their sessions end with them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PIECE_BYTES: Final = 1 << 16
 
 
 class _Ended(msgspec.Struct, frozen=True):
-    """How a job ended. code: 0 or as of `stage_main`; text: why."""
+    """How a job ended. code: 0, or as of `stage_process`; text: the reason."""
 
     code: int = 0
     text: str = ""
@@ -44,16 +44,23 @@ def run_on_ray(
     restarts_max: int = RESTARTS_MAX,
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Run ``jobs`` against the queue at ``address`` until all have ended well; blocks. Ray must be there (``ray.init``).
+    """Run `jobs` against the queue at `address` until all have ended with success; blocks. Ray must be initialised (``ray.init``).
 
-    observe: called for each event, with the label of its job, in this thread. options: what Ray's ``options`` takes
-    (``num_gpus``, ``resources``, ``scheduling_strategy``, …), by the name of a job or the label of one of its processes. Raises `StageFailed` (rule 2).
+    observe: called for each event, with the label of its job, in this thread. options: arguments of Ray's ``options``
+    (``num_gpus``, ``resources``, ``scheduling_strategy``, …), by the name of a job or the label of one of its
+    processes. Raises `StageFailed` (rule 2).
     """
     import ray
 
-    given = options or {}
+    options_by_label = options or {}
     running = [
-        _Running(ray, job, address, {**given.get(job.name, {}), **given.get(job.label, {})}, restarts_max)
+        _Running(
+            ray,
+            job,
+            address,
+            {**options_by_label.get(job.name, {}), **options_by_label.get(job.label, {})},
+            restarts_max,
+        )
         for job in jobs
     ]
     try:
@@ -68,7 +75,7 @@ def run_on_ray(
 
 
 class _Running:
-    """One job, and the Ray task that does it now."""
+    """One job, and the Ray task that runs it."""
 
     def __init__(self, ray: Any, job: StageJob, address: str, options: dict[str, Any], restarts: int) -> None:
         self._ray = ray
@@ -88,16 +95,16 @@ class _Running:
         self.stream = self._begin()
 
     def hear(self, observe: Observe) -> bool:
-        """Take the next thing it told. Returns whether it has ended well."""
+        """Receive its next event. Return whether it has ended with success."""
         try:
-            told = self._ray.get(next(self.stream))
+            item = self._ray.get(next(self.stream))
         except StopIteration:
             return self._ended(_Ended(1, "it ended without a word"))
         except self._ray.exceptions.RayError as error:
             return self._ended(_Ended(1, f"its process or its node died: {error}"))
-        if isinstance(told, str):
-            return self._ended(msgspec.json.decode(told, type=_Ended))
-        for event in self._receiver.feed(told):
+        if isinstance(item, str):
+            return self._ended(msgspec.json.decode(item, type=_Ended))
+        for event in self._receiver.feed(item):
             observe(self._job.label, event)
             self._failure = event if isinstance(event, Failure) else self._failure
         return False
@@ -120,29 +127,29 @@ class _Running:
 
 
 def _clock() -> float:
-    """The time of day at which this machine's monotonic clock began."""
+    """Return the time of day at which this machine's monotonic clock was 0."""
     return time.time() - time.monotonic()
 
 
-def serve_job(told: str, address: str, clock: float) -> Iterator[bytes | str]:
-    """The task: do a `StageJob` (as JSON); give what it tells in pieces, as `Receiver` takes them, then how it ended.
+def serve_job(job_json: str, address: str, clock: float) -> Iterator[bytes | str]:
+    """The Ray task: run a `StageJob` (as JSON). Yield its events as bytes for `Receiver`, then a JSON text that says how it ended.
 
     clock: `_clock` of the supervisor's machine.
     """
-    heard, events = os.pipe()
+    read_end, write_end = os.pipe()
     ended: list[_Ended] = []
     thread = threading.Thread(
         target=_do,
-        args=(msgspec.json.decode(told, type=StageJob), address, Sender(events, _clock() - clock), ended),
+        args=(msgspec.json.decode(job_json, type=StageJob), address, Sender(write_end, _clock() - clock), ended),
         name="job",
         daemon=True,
     )
     thread.start()
     try:
-        while piece := os.read(heard, _PIECE_BYTES):
+        while piece := os.read(read_end, _PIECE_BYTES):
             yield piece
     finally:
-        os.close(heard)
+        os.close(read_end)
     thread.join()
     yield msgspec.json.encode(ended[0]).decode()
 

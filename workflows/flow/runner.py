@@ -1,13 +1,13 @@
-"""The loop around the function of a stage or source: lease or reserve, renew, acknowledge or put, report, end.
+"""The loop of a stage or source: lease or reserve, call the function, ack or put, report.
 
 Rules:
 
-1. A row is acknowledged, or handed back unfinished, together with the columns that its stage gives, or not at all.
-2. While the function works, the client renews the lease (see `Table.lease`); a process that stops as a whole loses it after
+1. A row is acked, or released unfinished, together with the columns that its stage returns, in one commit.
+2. While the function works, the client renews the lease (see `Table.lease`). A process that is frozen loses it after
    ``lease_s``, a function that hangs after the task's ``time_limit_s``.
-3. A function that raises gives its rows back as failed; the queue hands them out again, at most ``attempts_max`` times.
-   As many failures in a row mean that the stage is broken, not a row: then the loop raises `StageFailedInProcess`.
-4. An ack that comes too late is refused and changes nothing: the rows are someone else's. It is reported, not fatal.
+3. When the function raises, its rows are released as failed; the queue leases them again, at most ``attempts_max`` times.
+   As many failures in a row mean that the stage is broken, and not a row: the loop raises `StageFailedInProcess`.
+4. An ack that comes too late is refused and changes nothing: the rows belong to another worker. It is reported, not fatal.
 5. The loop ends with the table (`EndOfTable`; `Sealed` for a source) or when asked to stop. It never waits longer than the stage allows.
 """
 
@@ -41,12 +41,12 @@ def run_stage(
     emit: Callable[[Event], None],
     stop: threading.Event | None = None,
 ) -> int:
-    """Serve ``stage`` until its table ends or ``stop`` is set between batches; return how many rows were done.
+    """Serve `stage` until its table ends, or until `stop` is set between batches; return the number of rows done.
 
-    Blocks. Raises `DeadlineExceeded` when no row came for ``stage.stall_s`` (the text says what is missing),
+    Blocks. Raises `DeadlineExceeded` when no row came for ``stage.stall_s`` (its text says what is missing),
     `StageFailedInProcess` (rule 3), and `PeerError` when the queue is gone.
     """
-    done = failures = 0
+    rows_done = failures = 0
     while not (stop and stop.is_set()):
         waited = time.monotonic()
         try:
@@ -57,12 +57,12 @@ def run_stage(
         emit(TimeSpan(name=WAIT, start=waited, end=started))
         rows, failure = len(batch), _serve(batch, work)
         emit(TimeSpan(name=WORK, start=started, end=time.monotonic(), rows=rows, version=batch.version))
-        done += rows if failure is None else 0
+        rows_done += rows if failure is None else 0
         failures = 0 if failure is None else failures + 1
         if failure is not None:
             emit(Failure(text="".join(traceback.format_exception(failure)), rows=rows))
             _check_broken(stage, failures, failure)
-    return done
+    return rows_done
 
 
 def run_source(
@@ -73,13 +73,12 @@ def run_source(
     stop: threading.Event | None = None,
     stall_s: float = STALL_S,
 ) -> int:
-    """Put rows as fast as the table admits them, until the source has no more or ``stop`` is set; return how many.
+    """Put rows as fast as the table admits them, until the source has no more or `stop` is set; return the number of rows put.
 
-    A table that somebody sealed takes no more: that is an end too. Blocks: room is waited for at the server, at most
-    ``stall_s`` (then `DeadlineExceeded`). Whatever ``produce`` raises
-    passes through; its reservation returns.
+    Also ends when the table is sealed. Blocks: waits for room at the server, at most `stall_s` (then `DeadlineExceeded`). An error of
+    `produce` is raised unchanged, and its reservation is released.
     """
-    done = 0
+    rows_put = 0
     while not (stop and stop.is_set()) and (rows := produce.wants()):
         waited = time.monotonic()
         try:
@@ -90,12 +89,12 @@ def run_source(
         except Sealed:
             break
         emit(TimeSpan(name=WORK, start=started, end=time.monotonic(), rows=rows, version=reservation.version))
-        done += rows
-    return done
+        rows_put += rows
+    return rows_put
 
 
 def _serve(batch: tq.Batch, work: Work) -> Exception | None:
-    """Call ``work`` and commit what it gave. A failure is given back with the rows, not raised."""
+    """Call `work` and commit its results. On a failure, release the rows as failed and return the error."""
     left = len(batch)
     try:
         for part in _parts(work(batch)):
@@ -113,7 +112,7 @@ def _serve(batch: tq.Batch, work: Work) -> Exception | None:
 
 
 def _commit(batch: tq.Batch, part: PartialResult, rows: npt.NDArray[np.int64] | None) -> None:
-    """End the lease of ``rows`` as ``part`` says."""
+    """End the lease of `rows` as `part` says."""
     if part.drop:
         batch.drop(part.drop, rows)
     elif part.unfinished:
@@ -122,11 +121,11 @@ def _commit(batch: tq.Batch, part: PartialResult, rows: npt.NDArray[np.int64] | 
         batch.ack(rows, **part.facts, **part.columns)
 
 
-def _parts(given: Mapping[str, Any] | Iterable[PartialResult]) -> Iterator[PartialResult]:
-    if isinstance(given, Mapping):
-        yield PartialResult(columns=given)
+def _parts(returned: Mapping[str, Any] | Iterable[PartialResult]) -> Iterator[PartialResult]:
+    if isinstance(returned, Mapping):
+        yield PartialResult(columns=returned)
     else:
-        yield from given
+        yield from returned
 
 
 def _give_back(batch: tq.Batch, failure: Exception) -> None:

@@ -1,13 +1,13 @@
-"""What a flow is made of: stages over one table, and the values they speak in.
+"""The parts of a flow: stages and sources over one table, and the values that they use.
 
 A *stage* is a task of a table and a function. Its process repeats: lease rows of the task, call the function with
-the batch, acknowledge the rows with the columns it gave; both commit together. A *source* is the other end: it reserves
-room for rows, calls its function, and puts them. Stages know the table, never each other.
+the batch, ack the rows together with the columns that it returned. A *source* reserves
+room for rows, calls its function, and puts the rows. Stages know the table, not each other.
 
-What runs in the process is built there, by a *factory*: a context manager that gets a `Context` and yields the function.
-What stands before the yield happens once, before the first row (load a model); what stands after it happens once the
-table has ended. A factory is named in text (``package.module:function``), so that the process that starts a stage
-imports nothing of it.
+A *factory* builds the function in the process of the stage: it is a context manager that gets a `Context` and yields the function.
+Code before the yield runs once, before the first row (load a model); code after it runs once the
+table has ended. A factory is named by text (``package.module:function``), so that the process that starts a stage
+does not import it.
 
 >>> from contextlib import contextmanager
 >>> @contextmanager
@@ -33,13 +33,13 @@ from transferqueue.workflows.flow.events import Event, Figures, TimeSpan
 T = TypeVar("T")
 
 STALL_S: Final = 300.0
-"""A stage that got no row for this long says what is missing and ends its flow; set it above the longest step."""
+"""Longest wait of a stage for a row. It then fails its flow and says what is missing; set it above the longest step."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """A task and how much of it one call gets.
+    """A task, and how many rows one call of its function gets.
 
-    Exactly one of rows, tokens and groups is positive, as in `Table.lease`; at_least: fewer are taken once this many
+    Exactly one of rows, tokens and groups is positive, as in `Table.lease`; at_least: take fewer once this many
     are ready (0: the full number). stall_s: longest wait for rows.
     """
 
@@ -60,7 +60,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
             raise Impossible(f'stage "{self.task.name}": at_least={self.at_least} is more than one call may get')
 
     def lease(self, table: tq.Table) -> tq.Batch:
-        """Lease the rows of one call; waits for them and raises as `Table.lease` does."""
+        """Lease the rows of one call. Waits and raises as `Table.lease` does."""
         return table.lease(
             self.task.name,
             rows=self.rows or None,
@@ -73,7 +73,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Work = Callable[[tq.Batch], Mapping[str, Any] | Iterable[PartialResult]]
-"""The function of a stage: columns for all rows of the batch, or parts of it as they are finished."""
+"""The function of a stage: returns columns for all rows of the batch, or yields parts of it as they are finished."""
 
 
 Produce = Producer
@@ -81,9 +81,9 @@ Produce = Producer
 
 
 class Context:
-    """What a factory and its function may use: the queue, the table, the settings, and a way to report.
+    """What a factory and its function may use: the queue, the table, the settings, and methods to report events.
 
-    ``instance`` counts the processes of one stage from 0. ``emit`` must be callable from one thread at a time.
+    instance: number of this process among those of the stage, from 0. emit: must be callable from one thread at a time.
     """
 
     def __init__(
@@ -102,19 +102,19 @@ class Context:
         self._settings = dict(settings or {})
 
     def settings(self, into: type[T]) -> T:
-        """Return the settings as ``into`` (a dataclass or struct); `UsageError` when they are not one."""
+        """Return the settings as `into` (a dataclass or struct). Raises `UsageError` if they do not fit."""
         try:
             return msgspec.convert(self._settings, into)
         except msgspec.ValidationError as error:
             raise UsageError(f"settings {self._settings} are not {into.__name__}: {error}") from error
 
     def figures(self, kind: str, **values: Any) -> None:
-        """Report figures of this stage, such as the loss of a step. Values are numbers, text and lists of them."""
+        """Report metrics of this stage, such as the loss of a step. Values are numbers, text and lists of them."""
         self.emit(Figures(kind=kind, at=time.monotonic(), values=values))
 
     @contextmanager
     def span(self, name: str, version: int = -1) -> Iterator[None]:
-        """Show what happens inside as a span of the timeline, beside the busy and waiting time; of a version, or of none."""
+        """Report the block as a span of the timeline, beside busy and waiting time. version: of the weights it is about, or -1."""
         start = time.monotonic()
         try:
             yield
@@ -126,15 +126,15 @@ Factory = Callable[[Context], AbstractContextManager[Any]]
 
 
 def load(named: str) -> Factory:
-    """Import the factory ``package.module:function``; `UsageError` or `NotFound` when it does not name one."""
+    """Import the factory ``package.module:function``. Raises `UsageError` or `NotFound` if `named` names none."""
     module_name, _, name = named.partition(":")
     if not module_name or not name:
         raise UsageError(f"factory {named!r} is not named as package.module:function")
     try:
-        found = getattr(importlib.import_module(module_name), name)
+        loaded = getattr(importlib.import_module(module_name), name)
     except AttributeError as error:
         raise NotFound(f"factory {named!r}: module {module_name} has no {name}") from error
-    if not callable(found):
-        raise UsageError(f"factory {named!r} is {type(found).__name__}; give a context manager that yields a function")
-    factory: Factory = found
+    if not callable(loaded):
+        raise UsageError(f"factory {named!r} is {type(loaded).__name__}; give a context manager that yields a function")
+    factory: Factory = loaded
     return factory

@@ -1,8 +1,8 @@
 """The process of one stage: ``python -m transferqueue.workflows.flow.stage_process --address … --events FD --job JSON``.
 
-Its standard input is its lifeline. The supervisor holds the other end and writes nothing; when that end closes, the
-supervisor is gone or wants no more, and the process ends at once, whatever it does. Nothing needs saying goodbye:
-the queue sees the death of a session and gives its rows to others.
+Its standard input is its lifeline: the supervisor holds the other end and writes nothing. When that end closes, the
+supervisor is gone or ends the flow, and the process exits at once. It needs no clean-up:
+the queue detects the death of its session and gives its rows to other workers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from transferqueue.workflows.flow.runner import StageFailedInProcess, run_source
 from transferqueue.workflows.flow.stage import STALL_S, Context, Stage, load
 
 EXIT_FINAL: Final = 65
-"""Another try in a new process would end the same way: the stage is broken, or its rows did not come."""
+"""Exit code of a process that would fail again after a restart: the stage is broken, or its rows did not come."""
 
 
 class StageJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process does. factory: ``package.module:function``. stage: None for a source.
+    """The work of one process. factory: ``package.module:function``. stage: None for a source.
 
-    settings: plain values, for the factory. instance: counts the processes of one stage.
+    settings: plain values, for the factory. instance: number of this process among those of the stage.
     """
 
     name: str
@@ -41,12 +41,12 @@ class StageJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """Name of the process: ``rollout-0``."""
+        """Name of the process, such as ``rollout-0``."""
         return f"{self.name}-{self.instance}"
 
 
 def run_job(job: StageJob, address: str, emit: Sender) -> None:
-    """Connect, build what the job names, and serve it until its table ends."""
+    """Connect, build the function that the job names, and serve it until its table ends."""
     with tq.connect(address, timeout_s=job.timeout_s, label=job.label) as queue:
         table = queue.table(job.table, timeout_s=job.timeout_s)
         context = Context(queue=queue, table=table, emit=emit, settings=job.settings, instance=job.instance)
@@ -58,7 +58,7 @@ def run_job(job: StageJob, address: str, emit: Sender) -> None:
 
 
 def end_with(descriptor: int) -> None:
-    """End this process as soon as the pipe ``descriptor`` closes at its other end."""
+    """Exit this process as soon as the other end of the pipe `descriptor` closes."""
 
     def watch() -> None:
         while os.read(descriptor, 1):
@@ -74,10 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--address", required=True)
     parser.add_argument("--events", required=True, type=int, help="file descriptor for events")
     parser.add_argument("--job", required=True, help="a Job as JSON")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     end_with(sys.stdin.fileno())
     try:
-        run_job(msgspec.json.decode(given.job, type=StageJob), given.address, Sender(given.events))
+        run_job(msgspec.json.decode(options.job, type=StageJob), options.address, Sender(options.events))
     except (StageFailedInProcess, DeadlineExceeded) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return EXIT_FINAL

@@ -113,49 +113,52 @@ def compare(runs: Sequence[ComparisonRun]) -> list[ModeFigures]:
 
 
 def _figures(mode: Mode, runs: Sequence[ComparisonRun], base: Mapping[int, float]) -> ModeFigures:
-    found = [run.summary for run in runs]
-    after = [one.heldout_reward_after for one in found]
+    summaries = [run.summary for run in runs]
+    after = [summary.heldout_reward_after for summary in summaries]
 
     def mean(of: Callable[[Summary], float]) -> float:
-        return round(fmean(map(of, found)), 4)
+        return round(fmean(map(of, summaries)), 4)
 
     return ModeFigures(
         mode=mode,
-        samples_per_s=mean(lambda one: one.samples_per_s),
+        samples_per_s=mean(lambda summary: summary.samples_per_s),
         speed=round(fmean(run.summary.samples_per_s / base[run.seed] for run in runs), 3),
-        trainer_idle=mean(lambda one: 1 - one.trainer_busy),
-        reward_before=mean(lambda one: one.heldout_reward_before),
-        reward_after=mean(lambda one: one.heldout_reward_after),
+        trainer_idle=mean(lambda summary: 1 - summary.trainer_busy),
+        reward_before=mean(lambda summary: summary.heldout_reward_before),
+        reward_after=mean(lambda summary: summary.heldout_reward_after),
         reward_after_spread=round(stdev(after), 4) if len(after) > 1 else 0.0,
-        reward_gain=mean(lambda one: one.heldout_reward_after - one.heldout_reward_before),
-        staleness=_staleness(found),
-        publish_s=mean(lambda one: one.publish_s),
-        swap_s_max=max(one.swap_s_max for one in found),
-        gap_s_max=max(one.gap_s_max for one in found),
-        request_s=mean(lambda one: one.request_s),
+        reward_gain=mean(lambda summary: summary.heldout_reward_after - summary.heldout_reward_before),
+        staleness=_staleness(summaries),
+        publish_s=mean(lambda summary: summary.publish_s),
+        swap_s_max=max(summary.swap_s_max for summary in summaries),
+        gap_s_max=max(summary.gap_s_max for summary in summaries),
+        request_s=mean(lambda summary: summary.request_s),
     )
 
 
-def _staleness(found: Sequence[Summary]) -> dict[str, float]:
+def _staleness(summaries: Sequence[Summary]) -> dict[str, float]:
     """Shares of the rows by the versions they were behind."""
-    rows = sum(sum(one.staleness_histogram.values()) for one in found)
-    versions = sorted({version for one in found for version in one.staleness_histogram}, key=int)
-    return {v: round(sum(one.staleness_histogram.get(v, 0) for one in found) / max(1, rows), 4) for v in versions}
+    rows = sum(sum(summary.staleness_histogram.values()) for summary in summaries)
+    versions = sorted({version for summary in summaries for version in summary.staleness_histogram}, key=int)
+    return {
+        v: round(sum(summary.staleness_histogram.get(v, 0) for summary in summaries) / max(1, rows), 4)
+        for v in versions
+    }
 
 
 def results(runs: Sequence[ComparisonRun]) -> list[MeasuredResult]:
     """Medians over seeds of what every run found, by mode. What single runs found is in their own files."""
     base = {run.seed: run.summary.samples_per_s for run in runs if run.mode == "sync"}
-    found = []
+    measured = []
     for mode in MODES:
-        mine = [run for run in runs if run.mode == mode]
-        found += [
-            summarize(f"{mode}/{metric}", unit, [getattr(run.summary, metric) for run in mine])
+        runs_of_mode = [run for run in runs if run.mode == mode]
+        measured += [
+            summarize(f"{mode}/{metric}", unit, [getattr(run.summary, metric) for run in runs_of_mode])
             for metric, unit in METRICS.items()
         ]
-        speeds = [run.summary.samples_per_s / base[run.seed] for run in mine]
-        found.append(summarize(f"{mode}/speed_over_sync", "ratio", speeds))
-    return found
+        speeds = [run.summary.samples_per_s / base[run.seed] for run in runs_of_mode]
+        measured.append(summarize(f"{mode}/speed_over_sync", "ratio", speeds))
+    return measured
 
 
 def details(runs: Sequence[ComparisonRun], learning: LearningSettings, *, rollouts: int) -> dict[str, Any]:

@@ -59,13 +59,15 @@ class JobSettings:
     of AsyncFlow, arXiv 2507.01663, section 4). async: up to ``depth`` batches are generated ahead, by weights at most
     ``max_staleness`` versions old, taken as soon as they are there. ``rollouts``: generating processes.
 
-    Raises `Impossible` for a sync job with depth, or with staleness unless it over-samples, an async one without depth, a delayed one with anything but 1
+    Raises `Impossible` for a sync job with depth, or with staleness unless it over-samples, an async one without depth,
+    a delayed one with anything but 1
     of both or with a real engine, whose weights change in flight.
 
     ``partial``: tokens that one lease adds to a response at most (0: no bound). What is not finished then goes back with its
     tokens, and any rollout process goes on with it, under the weights it has by then (partial rollouts; Kimi k1.5,
     arXiv 2501.12599, section 2.6.2). ``over_sample``: so many times a batch is begun in a synchronous job; when the batch is full the
-    rest is handed back, and goes on under the next weights (`over_sampling`). ``filter_zero_advantage``: groups with equal rewards are dropped, and as many prompts
+    rest is handed back, and goes on under the next weights (`over_sampling`). ``filter_zero_advantage``: groups with
+    equal rewards are dropped, and as many prompts
     are admitted in their place (dynamic sampling; DAPO, arXiv 2503.14476, section 3.2). ``replace_lost``: so it is with groups
     whose bytes are lost with a shard; without, the run ends that much shorter, or waits in vain for the rest of a batch.
     ``replicas``: shards that hold each row; it takes as many that lend memory.
@@ -189,7 +191,7 @@ class JobSettings:
 
 def fields(settings: JobSettings) -> list[tq.Field]:
     """Columns of the table."""
-    found = [
+    columns = [
         tq.Field("prompt_ids", "int32", (None,)),
         tq.Field("problem", "value"),
         tq.Field("response_ids", "int32", (None,)),
@@ -201,10 +203,10 @@ def fields(settings: JobSettings) -> list[tq.Field]:
     ]
     if settings.in_parts:
         dtypes = ("int32", "float32", "int32", "int32")
-        found += [
+        columns += [
             tq.Field(name, dtype, (None,)) for name, dtype in zip((*BEGUN, "token_versions"), dtypes, strict=True)
         ]
-    return found
+    return columns
 
 
 def stages(settings: JobSettings) -> list[Stage]:
@@ -214,7 +216,7 @@ def stages(settings: JobSettings) -> list[Stage]:
     begun, versions = (BEGUN, ("token_versions",)) if settings.in_parts else ((), ())
     per_request = settings.groups_per_request * settings.learning.group_size
     some = settings.rows_per_step
-    found = [
+    all_stages = [
         Stage(
             task=_task("rollout", needs=("prompt_ids", *begun), gives=(*generated[1:], "finish_reason", *versions)),
             rows=per_request,
@@ -238,8 +240,8 @@ def stages(settings: JobSettings) -> list[Stage]:
     ]
     if settings.with_reference:
         task = _task("reference", needs=generated[:2], gives=reference)
-        found.append(Stage(task=task, rows=per_request, at_least=1))
-    return found
+        all_stages.append(Stage(task=task, rows=per_request, at_least=1))
+    return all_stages
 
 
 def pacing(settings: JobSettings) -> tq.Pacing:
@@ -270,17 +272,17 @@ def create_table(queue: tq.Queue, settings: JobSettings) -> tq.Table:
 def jobs(settings: JobSettings) -> list[StageJob]:
     """The processes of the job."""
     plain = asdict(settings)
-    found = [StageJob(name="prompts", table=TABLE, factory=_FACTORIES["prompts"], settings=plain)]
+    stage_jobs = [StageJob(name="prompts", table=TABLE, factory=_FACTORIES["prompts"], settings=plain)]
     for stage in stages(settings):
         name = stage.task.name
         processes = settings.rollouts if name == "rollout" else 1
-        found += [
+        stage_jobs += [
             StageJob(
                 name=name, table=TABLE, factory=_factory(name, settings), stage=stage, settings=plain, instance=instance
             )
             for instance in range(processes)
         ]
-    return found
+    return stage_jobs
 
 
 def _factory(stage: str, settings: JobSettings) -> str:

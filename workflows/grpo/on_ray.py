@@ -41,15 +41,15 @@ def run_demo_on_ray(
     Raises as `run_demo` and `deploy_ray` do.
     """
     settings = replace(settings, replace_lost=True)
-    given = options or {}
-    placed = {**given, **{job.name: {**ANYWHERE, **given.get(job.name, {})} for job in jobs(settings)}}
+    chosen = options or {}
+    placed = {**chosen, **{job.name: {**ANYWHERE, **chosen.get(job.name, {})} for job in jobs(settings)}}
     with (
         tq.deploy_ray(f"grpo-{secrets.token_hex(4)}", shards="per-node") as service,
         tq.connect(service.address, label="supervisor") as queue,
     ):
 
-        def on_ray(wanted: Sequence[StageJob], hear: Callable[[str, Event], None]) -> None:
-            started(service, [job.label for job in wanted])
-            run_on_ray(service.address, wanted, observe=hear, options=placed)
+        def on_ray(stage_jobs: Sequence[StageJob], on_event: Callable[[str, Event], None]) -> None:
+            started(service, [job.label for job in stage_jobs])
+            run_on_ray(service.address, stage_jobs, observe=on_event, options=placed)
 
         return run_job(queue, settings, on_ray, directory=directory, observe=observe)

@@ -92,8 +92,8 @@ class Summary:
         ]
 
     def _aborted(self) -> list[tuple[str, str]]:
-        told = f"{self.rows_aborted:,} rows, {self.tokens_kept:,} tokens kept"
-        return [("stopped at a full batch", told)] if self.rows_aborted else []
+        counts = f"{self.rows_aborted:,} rows, {self.tokens_kept:,} tokens kept"
+        return [("stopped at a full batch", counts)] if self.rows_aborted else []
 
     def _stop(self) -> str:
         if not self.swaps:
@@ -144,8 +144,8 @@ class RunLog:
     def publish_s(self) -> float:
         """Median time of a publication of weights, in seconds; 0 without any."""
         spans = (span for spans in self.of_stage("train") for span in spans if span.name == PUBLISH)
-        found = [span.end - span.start for span in spans]
-        return median(found) if found else 0.0
+        seconds = [span.end - span.start for span in spans]
+        return median(seconds) if seconds else 0.0
 
     def staleness(self) -> dict[str, int]:
         """Rows by the versions they were behind."""
@@ -261,7 +261,7 @@ def _draw_reward(axes: Any, steps: list[int], rewards: list[float], summary: Sum
 
 def _draw_ages(axes: Any, steps: list[int], ages: list[Mapping[str, float | None]]) -> None:
     """A line for each task that rows waited for, with gaps where none did; the first rows wait while a trainer warms up."""
-    for task in dict.fromkeys(task for of_step in ages for task, one in of_step.items() if one):
+    for task in dict.fromkeys(task for of_step in ages for task, age in of_step.items() if age):
         of_task = [of_step.get(task) or math.nan for of_step in ages]
         axes.plot(steps, of_task, linewidth=1, marker=".", markersize=3, label=task, color=_COLOURS.get(task))
     axes.set_yscale("log")

@@ -47,8 +47,8 @@ def run_demo(
     """
     with tq.connect("embedded", label="supervisor") as queue:
 
-        def in_processes(wanted: Sequence[StageJob], hear: Observe) -> None:
-            with Flow(queue, wanted, directory=directory, observe=hear) as flow:
+        def in_processes(stage_jobs: Sequence[StageJob], on_event: Observe) -> None:
+            with Flow(queue, stage_jobs, directory=directory, observe=on_event) as flow:
                 started(flow)
                 flow.run()
 
@@ -70,18 +70,18 @@ def run_job(
     began = time.monotonic()
     record = RunLog()
 
-    def hear(label: str, event: Event) -> None:
+    def on_event(label: str, event: Event) -> None:
         event = aged(event, table)
         record.add(label, event)
         observe(label, event)
 
     directory.mkdir(parents=True, exist_ok=True)
     table = create_table(queue, settings)
-    run(jobs(settings), hear)
-    found, stats = audit(table), table.stats()
-    found.check_finished(TABLE)
-    summary = summarize(record, settings, found, table=stats, seconds=time.monotonic() - began)
-    return RunOutcome(summary=summary, audit=found, files=write_files(directory, record, summary))
+    run(jobs(settings), on_event)
+    audited, stats = audit(table), table.stats()
+    audited.check_finished(TABLE)
+    summary = summarize(record, settings, audited, table=stats, seconds=time.monotonic() - began)
+    return RunOutcome(summary=summary, audit=audited, files=write_files(directory, record, summary))
 
 
 def aged(event: Event, table: tq.Table) -> Event:

@@ -34,28 +34,29 @@ class Swaps:
 def measure(processes: Iterable[Sequence[TimeSpan]]) -> Swaps:
     """Measure the changes of weights of ``processes``, the spans of each in the order in which they ended.
 
-    >>> spans = [TimeSpan(name="work", start=0.0, end=2.0), TimeSpan(name="swap", start=2.5, end=2.6), TimeSpan(name="work", start=2.5, end=5.0)]
+    >>> spans = [TimeSpan(name="work", start=0.0, end=2.0), TimeSpan(name="swap", start=2.5, end=2.6),
+    TimeSpan(name="work", start=2.5, end=5.0)]
     >>> measure([spans])
     Swaps(count=1, swap_s_max=0.1, gap_s_max=0.6, request_s=2.25)
     """
     processes = list(processes)
-    found = [pair for spans in processes for pair in _changes(spans)]
+    changes = [pair for spans in processes for pair in _changes(spans)]
     requests = [span.end - span.start for spans in processes for span in spans if span.name == WORK]
     return Swaps(
-        count=len(found),
-        swap_s_max=round(max((swap for swap, _ in found), default=0.0), 4),
-        gap_s_max=round(max((gap for _, gap in found), default=0.0), 4),
+        count=len(changes),
+        swap_s_max=round(max((swap for swap, _ in changes), default=0.0), 4),
+        gap_s_max=round(max((gap for _, gap in changes), default=0.0), 4),
         request_s=round(median(requests), 4) if requests else 0.0,
     )
 
 
 def _changes(spans: Sequence[TimeSpan]) -> Iterator[tuple[float, float]]:
-    before: float | None = None
+    work_end: float | None = None
     for span in spans:
         if span.name == WORK:
-            before = span.end
-        elif span.name == SWAP and before is not None:
-            yield span.end - span.start, span.end - before
+            work_end = span.end
+        elif span.name == SWAP and work_end is not None:
+            yield span.end - span.start, span.end - work_end
 
 
 def publish_lag_s(generators: Iterable[Sequence[TimeSpan]], trainers: Iterable[Sequence[TimeSpan]]) -> float:

@@ -1,1 +1,1 @@
-"""Workflows in simulation: engines that only take their time, over the real queue."""
+"""The planner of a job, and the simulated job by which it compares plans: the production ledger in simulated time."""

@@ -48,7 +48,7 @@ class GenerationProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     lengths: list[int]
 
     def token_s(self, rows: int) -> float:
-        """Seconds of one token of each of ``rows`` rows; interpolated, and as at the end beyond it."""
+        """Seconds to decode one token of each of `rows` rows: interpolated, and constant beyond the ends."""
         at, ms = zip(*self.token_ms, strict=True)
         return float(np.interp(rows, at, ms)) / 1000
 
@@ -64,7 +64,7 @@ class StageProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a job costs, and what it may use; the module shows it as TOML."""
+    """Costs and budget of a job; the module docstring shows one as TOML."""
 
     batch_rows: int
     devices: int
@@ -75,19 +75,19 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load(path: Path) -> Profile:
-    """Read and check a profile. `NotFound` for no such file, `UsageError` for what is not a profile."""
+    """Read and check a profile. Raises `NotFound` if the file does not exist, `UsageError` if it is no valid profile."""
     try:
-        found = msgspec.toml.decode(path.read_bytes(), type=Profile)
+        profile = msgspec.toml.decode(path.read_bytes(), type=Profile)
     except FileNotFoundError as error:
         raise NotFound(f"profile {path} does not exist; docs/SIMULATION.md shows one") from error
     except msgspec.DecodeError as error:
         raise UsageError(f"profile {path} is not one: {error}; docs/SIMULATION.md shows one") from error
-    check(found)
-    return found
+    check(profile)
+    return profile
 
 
 def check(profile: Profile) -> None:
-    """`UsageError` for numbers with which no plan exists."""
+    """Raise `UsageError` for values with which no plan exists."""
     generation = profile.generation
     _need(profile.batch_rows > 0, "batch_rows", profile.batch_rows, "a positive number of rows")
     _need(bool(profile.depths) and min(profile.depths) >= 0, "depths", list(profile.depths), "numbers from 0 on")
@@ -96,11 +96,16 @@ def check(profile: Profile) -> None:
     rows = [at for at, _ in generation.token_ms]
     rising = bool(rows) and rows == sorted(set(rows)) and min(ms for _, ms in generation.token_ms) > 0
     _need(rising, "generation.token_ms", generation.token_ms, "pairs of rows, ascending, and positive milliseconds")
-    for one in (*profile.stages, profile.train):
-        _need(min(one.row_s, one.call_s, one.update_s) >= 0, one.name, one.row_s, "seconds that are not negative")
-        _need(one.devices >= 0, f"{one.name}.devices", one.devices, "a number from 0 on")
+    for stage in (*profile.stages, profile.train):
+        _need(
+            min(stage.row_s, stage.call_s, stage.update_s) >= 0,
+            stage.name,
+            stage.row_s,
+            "seconds that are not negative",
+        )
+        _need(stage.devices >= 0, f"{stage.name}.devices", stage.devices, "a number from 0 on")
     _need(profile.train.row_s > 0, "train.row_s", profile.train.row_s, "positive seconds")
-    least = generation.devices + profile.train.devices + sum(one.devices for one in profile.stages)
+    least = generation.devices + profile.train.devices + sum(stage.devices for stage in profile.stages)
     _need(min(generation.devices, profile.train.devices) > 0, "devices", 0, "positive for generation and train")
     _need(least <= profile.devices, "devices", profile.devices, f"at least {least}: one instance of everything")
 
@@ -111,39 +116,43 @@ def _need(holds: bool, subject: str, value: object, rule: str) -> None:
 
 
 def calibrated(profile: Profile, timeline: Path) -> tuple[Profile, dict[str, float]]:
-    """``profile`` with ``row_s`` of every stage that ``timeline`` (`write_chrome_trace`) shows at work, and what was found.
+    """Return `profile` with `row_s` of every stage that works in `timeline` (written by `write_chrome_trace`), and these values by stage.
 
-    The seconds a row are the busy time over the rows; ``call_s`` of such a stage becomes 0, since it is in them.
+    `row_s` is the busy time over the rows; `call_s` of such a stage becomes 0, since the busy time includes it.
     """
     try:
         events = json.loads(timeline.read_text(encoding="utf-8"))["traceEvents"]
-        found = dict(_row_seconds(events))
+        seconds_by_stage = dict(_row_seconds(events))
     except FileNotFoundError as error:
         raise NotFound(f"timeline {timeline} does not exist; a run of a flow writes one") from error
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"timeline {timeline} is not a trace of a flow: {error}") from error
-    known = [one.name for one in (*profile.stages, profile.train)]
-    if not set(found) & set(known):
+    stage_names = [stage.name for stage in (*profile.stages, profile.train)]
+    if not set(seconds_by_stage) & set(stage_names):
         raise UsageError(
-            f"timeline {timeline} shows {sorted(found)} at work, but none of {known}; name the stages alike"
+            f"timeline {timeline} shows {sorted(seconds_by_stage)} at work, but none of {stage_names}; name the stages alike"
         )
 
     def measured(work: StageProfile) -> StageProfile:
-        return msgspec.structs.replace(work, row_s=found[work.name], call_s=0.0) if work.name in found else work
+        return (
+            msgspec.structs.replace(work, row_s=seconds_by_stage[work.name], call_s=0.0)
+            if work.name in seconds_by_stage
+            else work
+        )
 
-    stages = [measured(one) for one in profile.stages]
-    return msgspec.structs.replace(profile, stages=stages, train=measured(profile.train)), found
+    stages = [measured(stage) for stage in profile.stages]
+    return msgspec.structs.replace(profile, stages=stages, train=measured(profile.train)), seconds_by_stage
 
 
 def _row_seconds(events: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Seconds a row of each stage; processes ``name-0``, ``name-1`` are replicas of one."""
-    names = {one["pid"]: one["args"]["name"] for one in events if one.get("name") == "process_name"}
+    """Yield the seconds a row of each stage; the processes ``name-0``, ``name-1`` are replicas of one stage."""
+    names = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
     busy: dict[str, list[float]] = {}
-    for one in events:
-        if one.get("ph") == "X" and one["name"] == WORK and one["args"].get("rows", 0) > 0:
-            sums = busy.setdefault(_stage(names[one["pid"]]), [0.0, 0.0])
-            sums[0] += one["dur"] / 1e6
-            sums[1] += one["args"]["rows"]
+    for event in events:
+        if event.get("ph") == "X" and event["name"] == WORK and event["args"].get("rows", 0) > 0:
+            sums = busy.setdefault(_stage(names[event["pid"]]), [0.0, 0.0])
+            sums[0] += event["dur"] / 1e6
+            sums[1] += event["args"]["rows"]
     for name, (seconds, rows) in busy.items():
         yield name, seconds / rows
 

@@ -1,4 +1,4 @@
-"""The service of the StreamRL paper: `update(weights)` and `generate(prompts)`, which gives a stream of samples."""
+"""The service of StreamRL (arXiv 2504.15930): `update(weights)`, `generate(prompts)` as a stream of samples; length rankers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The other side of a stream generation service (`streamrl`): a generator that serves it, in a process of its own.
+"""The generator side of a stream generation service: a process that serves it with any engine.
 
-Weights change between two requests to the engine. Where the service bounds staleness, an engine whose weights would be too
-old for its rows waits for newer ones first, so that nothing is generated to be thrown away.
+Weights change between two requests to the engine. If the service bounds staleness and the engine's weights are too
+old for its rows, the process waits for newer ones first, so that no generated row is thrown away.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transferqueue.workflows.flow.stage import STALL_S, Stage
 from transferqueue.workflows.streamrl.service import GENERATE, NAME, StreamService
 
 ROWS: Final = 8
-"""Prompts that an engine has at once, unless told otherwise: what it has, no other takes."""
+"""Default number of prompts that an engine has at once; prompts that it has leased cannot go to another engine."""
 
 
 def serve(
@@ -36,11 +36,11 @@ def serve(
     emit: Callable[[Event], None] = lambda event: None,
     stall_s: float = STALL_S,
 ) -> int:
-    """Generate for the service `name` until it is sealed and drained, or `stop` is set; return how many samples.
+    """Generate for the service `name` until it is sealed and drained, or until `stop` is set; return the number of samples.
 
-    rows: prompts that `engine` completes at once; finished samples leave one by one. weights: where they are pulled from, such
-    as the queue of this site (None: `queue`). stall_s: longest wait for the service, the first weights, newer ones, and prompts:
-    `DeadlineExceeded` then. Failures of the engine as `run_stage` tells. The engine is the caller's to close.
+    rows: prompts that `engine` completes at once; finished samples are committed one by one. weights: queue to pull weights from, such
+    as the one of this host (None: `queue`). stall_s: longest wait for the service, the first weights, newer ones, and prompts;
+    raises `DeadlineExceeded` then. Failures of the engine are handled as in `run_stage`. The caller closes the engine.
     """
     service = StreamService.join(queue, name=name, timeout_s=stall_s)
     follower = WeightUpdater(weights or queue, service.channel.name, engine.update_weights)
@@ -58,7 +58,7 @@ def serve(
 
 
 def _follow(follower: WeightUpdater, version: int, timeout_s: float) -> None:
-    """Have weights of `version` at least."""
+    """Wait until the engine has weights of `version` or newer."""
     while follower.version < version:
         if not follower.follow(timeout_s):
             raise DeadlineExceeded(

@@ -1,11 +1,12 @@
-"""Output-length rankers: who will be long, from the prompt or from what a prompt took before.
+"""Output-length rankers: predict which prompts get long answers, from the prompt or from its earlier answers.
 
 Rules (StreamRL, arXiv 2504.15930, section 5; RhymeRL and SPEC-RL for the history):
 
-1. Only ranks are used: a score orders rows, it is no number of tokens. So a prediction is checked by `recall` at the top.
+1. Only ranks are used: a score orders rows and is not a number of tokens. Predictions are therefore judged by `recall` at the top.
 2. `PromptRanker` is a small model of the prompt's tokens alone: hashed counts, two layers, squared error of log length. The
-   whole prompt set is scored once, offline; `fit` again on recent rows refreshes it from where it is.
-3. `HistoryRanker` is the second choice: the mean log length of a prompt's rows, drawn towards the mean of all while there are few.
+   whole prompt set is scored once, offline; a further `fit` on recent rows continues the training.
+3. `HistoryRanker` is the alternative without a model: the mean log length of a prompt's rows, shrunk towards the mean
+   of all while they are few.
 """
 
 from __future__ import annotations
@@ -21,35 +22,35 @@ from transferqueue.errors import UsageError
 
 Scores = NDArray[np.float64]
 BUCKETS: Final = 512
-"""Tokens are hashed into so many counts; the prompt's length is one more input."""
+"""Token counts are hashed into this many buckets; the prompt's length is one more input."""
 HIDDEN: Final = 64
 EPOCHS: Final = 20
 BATCH: Final = 256
 RATE: Final = 3e-3
 DECAY: Final = 1e-3
 _MULTIPLIER: Final = 2654435761
-"""Knuth's multiplicative hash: near token ids fall into different buckets."""
+"""Knuth's multiplicative hash: neighbouring token ids fall into different buckets."""
 
 
 def _features(prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Log counts of hashed tokens and log length: ``[rows, BUCKETS + 1]``."""
-    found = torch.zeros(len(prompts), BUCKETS + 1)
+    """Return log counts of hashed tokens and log length: float32 ``[rows, BUCKETS + 1]``."""
+    features = torch.zeros(len(prompts), BUCKETS + 1)
     for row, ids in enumerate(prompts):
         hashed = (np.asarray(ids, dtype=np.uint64) * np.uint64(_MULTIPLIER) % np.uint64(2**32)) >> np.uint64(23)
-        found[row, :BUCKETS] = torch.from_numpy(np.bincount(hashed.astype(np.int64), minlength=BUCKETS)).float()
-        found[row, BUCKETS] = len(ids)
-    return torch.log1p(found)
+        features[row, :BUCKETS] = torch.from_numpy(np.bincount(hashed.astype(np.int64), minlength=BUCKETS)).float()
+        features[row, BUCKETS] = len(ids)
+    return torch.log1p(features)
 
 
 def _checked(count: int, lengths: Sequence[int]) -> NDArray[np.float64]:
-    found = np.asarray(lengths, dtype=np.float64)
-    if found.shape != (count,) or not count or not found.min() >= 1:
-        raise UsageError(f"{count} prompts and lengths {found.shape}: give one positive number of tokens a prompt")
-    return np.log(found)
+    lengths_B = np.asarray(lengths, dtype=np.float64)
+    if lengths_B.shape != (count,) or not count or not lengths_B.min() >= 1:
+        raise UsageError(f"{count} prompts and lengths {lengths_B.shape}: give one positive number of tokens a prompt")
+    return np.log(lengths_B)
 
 
 class PromptRanker:
-    """Scores prompts it has never seen. ``seed`` fixes its weights and the order it learns in."""
+    """Scores prompts by a trained model. seed: fixes its weights and the order of training rows."""
 
     def __init__(self, *, seed: int = 0) -> None:
         self._random = torch.Generator().manual_seed(seed)
@@ -61,29 +62,29 @@ class PromptRanker:
         self._centre: float | None = None
 
     def fit(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int], *, epochs: int = EPOCHS) -> None:
-        """Learn from prompts (token ids) and the lengths observed; a later call goes on from there. Blocks (seconds)."""
-        wanted = torch.from_numpy(_checked(len(prompts), lengths)).float()
-        self._centre = float(wanted.mean()) if self._centre is None else self._centre
-        features, wanted = _features(prompts), wanted - self._centre
+        """Train on prompts (token ids) and the observed lengths of their answers; a further call continues. Blocks (seconds)."""
+        targets = torch.from_numpy(_checked(len(prompts), lengths)).float()
+        self._centre = float(targets.mean()) if self._centre is None else self._centre
+        features, targets = _features(prompts), targets - self._centre
         optimizer = torch.optim.AdamW(self._model.parameters(), lr=RATE, weight_decay=DECAY)
         for _ in range(epochs):
             for rows in torch.randperm(len(prompts), generator=self._random).split(BATCH):
-                loss = (self._model(features[rows]).squeeze(1) - wanted[rows]).square().mean()
+                loss = (self._model(features[rows]).squeeze(1) - targets[rows]).square().mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
 
     def score(self, prompts: Sequence[Sequence[int]]) -> Scores:
-        """Scores ``[rows]``; longer answers are expected of larger ones. `UsageError` before the first `fit`."""
+        """Return scores float64 ``[rows]``; a larger score predicts a longer answer. Raises `UsageError` before the first `fit`."""
         if self._centre is None:
             raise UsageError("this ranker has seen no lengths; fit it on observed rows first")
         with torch.no_grad():
-            found: Scores = self._model(_features(prompts)).squeeze(1).double().numpy()
-        return found
+            scores: Scores = self._model(_features(prompts)).squeeze(1).double().numpy()
+        return scores
 
 
 class HistoryRanker:
-    """Scores prompts by what they took before. ``weight``: rows that the mean of all counts for."""
+    """Scores prompts by their earlier answers. weight: number of rows that the mean of all prompts counts for."""
 
     def __init__(self, *, weight: float = 1.0) -> None:
         if not weight > 0:
@@ -93,14 +94,14 @@ class HistoryRanker:
         self._sum, self._count = 0.0, 0
 
     def fit(self, keys: Sequence[str], lengths: Sequence[int]) -> None:
-        """Remember the lengths observed of the prompts named by ``keys``; calls add up."""
+        """Add the observed lengths of the prompts named by `keys`; calls add up."""
         for key, length in zip(keys, _checked(len(keys), lengths), strict=True):
             total, count = self._seen.get(key, (0.0, 0))
             self._seen[key] = (total + float(length), count + 1)
             self._sum, self._count = self._sum + float(length), self._count + 1
 
     def score(self, keys: Sequence[str]) -> Scores:
-        """Scores ``[rows]``; an unknown prompt gets the mean of all. `UsageError` before the first `fit`."""
+        """Return scores float64 ``[rows]``; an unknown prompt gets the mean of all. Raises `UsageError` before the first `fit`."""
         if not self._count:
             raise UsageError("this history has seen no lengths; fit it on observed rows first")
         mean = self._sum / self._count
@@ -115,8 +116,11 @@ def recall(lengths: NDArray[np.int64], predicted: NDArray[np.int64], share: floa
 
 
 def as_lengths(scores: Scores, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Scores as predicted tokens: the observed ``lengths`` (``[any]``) at the same ranks; what ``tokens`` of a row holds."""
+    """Turn scores ``[rows]`` into predicted tokens int64 ``[rows]``, for the fact ``tokens``.
+
+    A row gets the quantile of the observed `lengths` at its rank.
+    """
     ranks = np.argsort(np.argsort(scores, kind="stable"), kind="stable")
     at = (ranks + 0.5) / len(scores)
-    found: NDArray[np.int64] = np.quantile(lengths, at, method="nearest").astype(np.int64)
-    return found
+    predicted: NDArray[np.int64] = np.quantile(lengths, at, method="nearest").astype(np.int64)
+    return predicted

@@ -1,18 +1,18 @@
 """The stream generation service of StreamRL (arXiv 2504.15930, section 4): `update(weights)`, and `generate(prompts)`, a stream.
 
-The law:
+Rules:
 
-1. The service is a table with two tasks, *generate* and *train*, and a weight channel. Generators lease prompts of the
-   first, in processes that come and go (`serve`); whoever asked takes finished samples of the second. None knows another.
-2. `generate` puts the prompts before it returns, so the next request is generated while the stream of this one is taken:
-   that is asynchronous pipelining; with `pacing` it is bounded, in batches and in versions.
-3. Requests are handed out one after the other, and inside a request the prompts with the largest scores first: stragglers
-   start early (section 5), and do not hold up a request before theirs (decision 0019).
-4. A stream gives samples as they finish, in any order; `CompletionStream.batches` as rows that a trainer acknowledges itself, as
-   soon as there are `at_least` (dynamic batches, section 4.1). A sample is done once the next was asked for. What was not
-   taken when a stream is closed, or its process dies, is handed back: `resume` goes on with it, in any process.
+1. The service is a table with two tasks, *generate* and *train*, and a weight channel. Generator processes come and go (`serve`) and lease
+   prompts of the first task; the process that called `generate` leases finished samples of the second.
+2. `generate` puts the prompts before it returns, so the next request is generated while the stream of the current one is consumed:
+   asynchronous pipelining. `pacing` bounds it, in batches and in versions.
+3. Requests are generated in their order, and within a request the prompts with the largest scores first: long answers
+   start early (section 5), but do not delay an earlier request (decision 0019).
+4. A stream yields samples as they finish, in any order. `CompletionStream.batches` yields them as batches that a trainer acks itself, as
+   soon as `at_least` are finished (dynamic batches, section 4.1). A sample is done when the next one is requested. When a stream is closed,
+   or its process dies, the remaining samples are released: `resume` continues with them in any process.
 5. A generator that dies loses nothing: its prompts go to others. A prompt on which generators fail as often as the task
-   allows is dropped; the stream says so, as `SamplesLost`, when nothing more comes.
+   allows is dropped; the stream then raises `SamplesLost` at its end.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from transferqueue.errors import DeadlineExceeded, EndOfTable, FlowSignal, NotFo
 GENERATE: Final = "generate"
 TRAIN: Final = "train"
 NAME: Final = "stream"
-"""Name of the table, and of the weight channel, unless told otherwise."""
+"""Default name of the table and of its weight channel."""
 BURST_ROWS: Final = 16
-"""A stream takes so many finished samples with one call, if there are as many; one is enough."""
+"""Most samples that a stream leases at once, if so many are finished."""
 LEASE_S: Final = 600.0
-"""A caller may think so long about a burst. One that dies is noticed at once, so only one that hangs delays its samples."""
+"""Lease of the samples that a stream yields. A caller's death is detected at once; one that hangs delays its samples so long."""
 WAIT_S: Final = 600.0
-"""Longest wait for the next sample: above the longest generation."""
+"""Longest wait for the next sample; must be above the longest generation."""
 _FIELDS: Final = (
     tq.Field("request", "int64"),
     tq.Field("prompt", "int32"),
@@ -54,18 +54,20 @@ _FIELDS: Final = (
 )
 _GIVEN: Final = ("response_ids", "rollout_logprobs", "finish_reason", "token_versions")
 _REQUEST_BITS: Final = 52
-"""Requests are drawn at random, and number groups from there on: ids stay exact as float64."""
+"""Request numbers are random, and a request's groups are numbered from there on; ids stay exact as float64."""
 
 B = TypeVar("B", tq.Batch, tq.AsyncBatch)
 
 
 class SamplesLost(PeerError):
-    """Samples of a request will never come: they were dropped, by failures of generators or by someone's order."""
+    """Samples of a request will never come: they were dropped, after failures of generators or by a call of `cancel`."""
 
 
 def pacing(batch_rows: int, *, depth: int = 1, max_staleness: int | None = 1, channel: str = NAME) -> tq.Pacing:
-    """How far requests may run ahead of what is taken: StreamRL's asynchronous mode is depth 1 and staleness 1, 0 and 0 its
-    synchronous one. A sample that is too old is generated again."""
+    """Return how far requests may run ahead of training; a sample that is too old is generated again.
+
+    Depth 1 and staleness 1 are StreamRL's asynchronous mode, 0 and 0 its synchronous one.
+    """
     return tq.Pacing(
         TRAIN,
         batch_rows=batch_rows,
@@ -77,7 +79,7 @@ def pacing(batch_rows: int, *, depth: int = 1, max_staleness: int | None = 1, ch
 
 
 def terms(*, groups: bool, lease_s: float, pacing: tq.Pacing | None, rows_max: int) -> dict[str, Any]:
-    """The table of a service, as `Queue.create_table` takes it."""
+    """Return the arguments of `Queue.create_table` for a service."""
     tasks = [
         tq.Task(GENERATE, needs=["prompt_ids"], gives=_GIVEN, selector=tq.Priority()),
         tq.Task(
@@ -104,7 +106,7 @@ class Request:
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], scores: Sequence[float] | None) -> Request:
-        """A row for each sample of each prompt; `UsageError` for none, for one that is begun, or scores that do not fit."""
+        """Make a row for each sample of each prompt. Raises `UsageError` for no prompts, a begun one, or scores of another length."""
         if not prompts:
             raise UsageError("a request of no prompts: give at least one")
         if any(prompt.begun is not None for prompt in prompts):
@@ -124,26 +126,26 @@ class Request:
         return cls(number, len(index), max(BURST_ROWS, *samples), columns)
 
     def behind(self, rows: int) -> dict[str, Any]:
-        """What to put when so many rows were put before: all of those go first."""
+        """Return the arguments of the put when `rows` rows were put before: all of those are generated first."""
         return {**self.columns, "priority": self.columns["priority"] - rows}
 
 
 def _places(scores: Sequence[float] | None, prompts: int) -> NDArray[np.float64]:
-    """Place of each prompt in its request: the largest score is 0. Only the order counts, as of any ranker."""
+    """Return each prompt's place in its request: the largest score is 0. Only the order counts."""
     if scores is None:
         return np.zeros(prompts)
-    given = np.asarray(scores, np.float64)
-    if given.shape != (prompts,) or np.isnan(given).any():
+    scores_P = np.asarray(scores, np.float64)
+    if scores_P.shape != (prompts,) or np.isnan(scores_P).any():
         raise UsageError(
-            f"scores {given.shape} for {prompts} prompts: give one number a prompt, the longest the largest"
+            f"scores {scores_P.shape} for {prompts} prompts: give one number a prompt, the longest the largest"
         )
     places = np.empty(prompts)
-    places[np.argsort(-given, kind="stable")] = np.arange(prompts)
+    places[np.argsort(-scores_P, kind="stable")] = np.arange(prompts)
     return places
 
 
 def completions(batch: tq.Batch | tq.AsyncBatch) -> list[Completion]:
-    """The samples of a batch of task *train*, in its order. Their arrays are views, valid for as long as they are held."""
+    """Return the samples of a batch of task *train*, in order. Their arrays are views of shared memory, valid while they are referenced."""
     columns = (list(batch[name]) for name in _GIVEN)
     index = zip(batch["prompt"].list(), batch["sample"].list(), strict=True)
     return [
@@ -155,7 +157,7 @@ def completions(batch: tq.Batch | tq.AsyncBatch) -> list[Completion]:
 
 
 def spans(versions: NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
-    """``(version, tokens)`` in order, for the version of each token ``[tokens]``.
+    """Return ``(version, tokens)`` pairs in order, from the version of each token ``[tokens]``.
 
     >>> spans(np.array([3, 3, 4], np.int32))
     ((3, 2), (4, 1))
@@ -166,7 +168,7 @@ def spans(versions: NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
 
 
 class StreamBase(Generic[B]):
-    """What the streams of both fronts share: which rows are theirs, and how far they are."""
+    """What the sync and the async stream share: which rows belong to the request, and how many are left."""
 
     def __init__(self, table: TableBase, request: int, left: int, burst: int, timeout_s: float) -> None:
         self._whole = table.tasks[TRAIN].groups is not None
@@ -185,7 +187,7 @@ class StreamBase(Generic[B]):
         return tq.Compare("request", "==", self._request)
 
     def _asking(self, rows: int, at_least: int) -> dict[str, Any]:
-        """Terms of the next lease. Never for more than is left, or it would wait for what is not there."""
+        """Return the arguments of the next lease. It never asks for more rows than are left, or it would wait for ever."""
         rows = min(rows, self._left)
         where, columns = self._mine, [*_TAKEN]
         return {
@@ -205,8 +207,10 @@ class StreamBase(Generic[B]):
         self._due.extend(completions(batch))
 
     def _split(self, failed: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows of the burst that were used, and those to hand back: the last that was given too, where using it failed, and
-        all of a group of which one goes back, where groups are taken whole."""
+        """Return the rows of the burst that were used, and those to release.
+
+        If using the last yielded sample failed, it is released too. With whole groups, a group is released whole.
+        """
         if self._batch is None or self._batch.ended:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         used = np.arange(len(self._batch)) < len(self._batch) - len(self._due) - failed
@@ -227,10 +231,10 @@ _TAKEN: Final = ("request", "prompt", "sample", "prompt_ids", *_GIVEN)
 
 
 class CompletionStream(StreamBase[tq.Batch]):
-    """Finished samples of one request: an iterator of `Completion`, and a context manager. One thread at a time.
+    """Finished samples of one request: an iterator of `Completion`, and a context manager. Use it from one thread at a time.
 
-    With groups, a sample is done with the last of its group. A wait for the next one ends after the stream's `timeout_s` (`DeadlineExceeded`, or `SamplesLost`). Leaving the ``with`` block
-    by an exception hands back the sample that was being used, too.
+    With groups, a sample is done with the last of its group. The wait for the next one ends after the stream's `timeout_s`
+    (`DeadlineExceeded`, or `SamplesLost`). Leaving the ``with`` block by an exception releases the sample in use, too.
     """
 
     def __init__(self, table: tq.Table, request: int, left: int, burst: int, timeout_s: float) -> None:
@@ -241,7 +245,7 @@ class CompletionStream(StreamBase[tq.Batch]):
         return self
 
     def __next__(self) -> Completion:
-        """The next sample that is finished."""
+        """Return the next finished sample. Blocks."""
         if not self._due:
             self._settle(failed=False)
             if not self._more():
@@ -250,9 +254,9 @@ class CompletionStream(StreamBase[tq.Batch]):
         return self._due.popleft()
 
     def batches(self, rows: int, *, at_least: int = 1) -> Iterator[tq.Batch]:
-        """Up to `rows` samples at a time, as soon as `at_least` are finished, fewer at the end: a trainer's dynamic batches.
+        """Yield up to `rows` samples at a time, as soon as `at_least` are finished, fewer at the end: a trainer's dynamic batches.
 
-        Each is the caller's to ack or release before it asks for the next; what it releases comes again. With groups, both
+        The caller acks or releases each batch before it asks for the next; released samples come again. With groups, both
         numbers count rows of whole groups.
         """
         self._settle(failed=False)
@@ -260,13 +264,13 @@ class CompletionStream(StreamBase[tq.Batch]):
             yield self._lease(rows, at_least)
 
     def close(self) -> None:
-        """Hand back what was not taken. Again: nothing."""
+        """Release the samples that were not consumed. A second call does nothing."""
         self._closed = True
         self._settle(failed=False)
         self._due.clear()
 
     def cancel(self) -> int:
-        """Close, and drop what is left of the request, also what is being generated. Returns how many rows."""
+        """Close, and drop the rest of the request, including what is being generated. Return the number of rows dropped."""
         self.close()
         while True:
             rows = self._live()
@@ -283,14 +287,14 @@ class CompletionStream(StreamBase[tq.Batch]):
             raise
 
     def _more(self) -> bool:
-        """Whether samples are left; what was given back counts again."""
+        """Whether samples are left; released ones count again."""
         if not self._left and not self._closed:
             self._left = len(self._live())
         return self._left > 0 and not self._closed
 
     def _live(self) -> NDArray[np.int64]:
-        with self._table.read(where=self._mine, fields=[]) as found:
-            return found.rows
+        with self._table.read(where=self._mine, fields=[]) as read:
+            return read.rows
 
     def _settle(self, *, failed: bool) -> None:
         used, back = self._split(failed)
@@ -312,7 +316,7 @@ class CompletionStream(StreamBase[tq.Batch]):
 
 
 class StreamService:
-    """A stream generation service, as whoever trains sees it. Any number of processes may `join` one and ask it.
+    """A stream generation service, for the training process. Any number of processes may `join` one and call `generate`.
 
     Example: ``with service.generate(prompts) as stream: for sample in stream: ...``
     """
@@ -331,16 +335,17 @@ class StreamService:
         rows_max: int = 1 << 16,
         lease_s: float = LEASE_S,
     ) -> Self:
-        """Make the service `name`, or join the same one. groups: samples of a prompt are taken together. rows_max: room.
+        """Create the service `name`, or join it if it exists with the same arguments.
 
-        pacing: how far requests may run ahead (`pacing`); without it, `generate` waits for room alone.
+        groups: samples of a prompt are consumed together. rows_max: bound of live rows. pacing: how far requests may run
+        ahead (`pacing`); without it, only the room of the table bounds `generate`.
         """
         table = queue.create_table(name, **terms(groups=groups, lease_s=lease_s, pacing=pacing, rows_max=rows_max))
         return cls(queue, table, queue.weights(channel_of(table)))
 
     @classmethod
     def join(cls, queue: tq.Queue, *, name: str = NAME, timeout_s: float = 30.0) -> Self:
-        """The service of this name, which someone makes within `timeout_s`."""
+        """Join the service of this name; wait at most `timeout_s` for its creation."""
         table = queue.table(name, timeout_s=timeout_s)
         check(table)
         return cls(queue, table, queue.weights(channel_of(table)))
@@ -352,27 +357,27 @@ class StreamService:
 
     @property
     def channel(self) -> tq.WeightChannel:
-        """Where its weights are published."""
+        """The weight channel of the service."""
         return self._channel
 
     def update(self, weights: Mapping[str, Any], *, version: int | None = None, timeout_s: float = 60.0) -> int:
-        """Publish weights for all generators, as `version` (None: the one after the newest), and return it.
+        """Publish weights for all generators, as `version` (None: the one after the newest), and return the version.
 
-        Generators take them between two requests; nothing waits for that, and generation goes on.
+        Generators load them between two requests; this call does not wait for that, and generation continues.
         """
         if version is None:
-            known = self._queue.stats()["channels"].get(self._channel.name)
-            version = 0 if known is None else known["newest"] + 1
+            channel = self._queue.stats()["channels"].get(self._channel.name)
+            version = 0 if channel is None else channel["newest"] + 1
         self._channel.publish(version, weights, timeout_s=timeout_s)
         return version
 
     def generate(
         self, prompts: Sequence[Prompt], *, scores: Sequence[float] | None = None, timeout_s: float = WAIT_S
     ) -> CompletionStream:
-        """Have `prompts` completed, and return the stream of their samples; they are being generated from now on.
+        """Request completions of `prompts`, and return the stream of their samples. Generation starts at once.
 
-        scores: of how long each prompt's answers will be, such as a ranker's; only the order counts. Blocks while there is
-        no room, or the pacing does not admit them. timeout_s: for that, and then for each wait of the stream.
+        scores: expected length of each prompt's answers, such as a ranker's scores; only the order counts. Blocks while there is
+        no room, or while the pacing does not admit the rows. timeout_s: for that, and for each wait of the stream.
         """
         request = Request.of(prompts, scores)
         with self._table.reserve(request.rows, timeout_s=timeout_s) as reservation:
@@ -381,23 +386,23 @@ class StreamService:
         return CompletionStream(self._table, request.number, request.rows, request.burst, timeout_s)
 
     def resume(self, request: int, *, timeout_s: float = WAIT_S) -> CompletionStream:
-        """The stream of what is left of a request, of whichever process. Nothing left: it ends at once."""
-        with self._table.read(where=tq.Compare("request", "==", request), fields=[]) as found:
-            burst = max(BURST_ROWS, int(found.group_size.max(initial=0)))
-            return CompletionStream(self._table, request, len(found), burst, timeout_s)
+        """Return the stream of a request's remaining samples, from any process. If nothing is left, it ends at once."""
+        with self._table.read(where=tq.Compare("request", "==", request), fields=[]) as read:
+            burst = max(BURST_ROWS, int(read.group_size.max(initial=0)))
+            return CompletionStream(self._table, request, len(read), burst, timeout_s)
 
     def seal(self) -> None:
-        """No more requests: generators end when all is generated, streams go on to their end."""
+        """Accept no more requests: generators end when everything is generated, and streams continue to their end."""
         self._table.seal()
 
 
 def channel_of(table: TableBase) -> str:
-    """The weight channel of a service."""
+    """Return the name of a service's weight channel."""
     return table.pacing.channel if table.pacing and table.pacing.channel else table.name
 
 
 def check(table: TableBase) -> None:
-    """`SchemaError` unless the table is one of a service."""
+    """Raise `SchemaError` unless the table belongs to a service."""
     if not {GENERATE, TRAIN} <= table.tasks.keys():
         raise SchemaError(
             f'table "{table.name}" is no stream generation service: it has tasks {", ".join(table.tasks)}, a service has '

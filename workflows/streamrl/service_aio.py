@@ -1,4 +1,4 @@
-"""The stream generation service (`streamrl`, which has the law) for programs that have an event loop."""
+"""The stream generation service for programs with an event loop; `service` has the rules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from transferqueue.workflows.streamrl.service import (
 
 
 class AsyncStream(StreamBase[tq.AsyncBatch]):
-    """`Stream` for an event loop: ``async for``, ``async with``; its verbs are awaited."""
+    """`CompletionStream` for an event loop: ``async for``, ``async with``; await its methods."""
 
     def __init__(self, table: tq.AsyncTable, request: int, left: int, burst: int, timeout_s: float) -> None:
         super().__init__(table, request, left, burst, timeout_s)
@@ -37,7 +37,7 @@ class AsyncStream(StreamBase[tq.AsyncBatch]):
         return self
 
     async def __anext__(self) -> Completion:
-        """As ``next`` of `Stream`. A cancelled wait takes nothing."""
+        """As ``next`` of `CompletionStream`. A cancelled wait takes no sample."""
         if not self._due:
             await self._settle(failed=False)
             if not await self._more():
@@ -46,19 +46,19 @@ class AsyncStream(StreamBase[tq.AsyncBatch]):
         return self._due.popleft()
 
     async def batches(self, rows: int, *, at_least: int = 1) -> AsyncIterator[tq.AsyncBatch]:
-        """As `Stream.batches`."""
+        """As `CompletionStream.batches`."""
         await self._settle(failed=False)
         while await self._more():
             yield await self._lease(rows, at_least)
 
     async def aclose(self) -> None:
-        """As `Stream.close`."""
+        """As `CompletionStream.close`."""
         self._closed = True
         await self._settle(failed=False)
         self._due.clear()
 
     async def cancel(self) -> int:
-        """As `Stream.cancel`."""
+        """As `CompletionStream.cancel`."""
         await self.aclose()
         while True:
             rows = await self._live()
@@ -80,8 +80,8 @@ class AsyncStream(StreamBase[tq.AsyncBatch]):
         return self._left > 0 and not self._closed
 
     async def _live(self) -> NDArray[np.int64]:
-        found = await self._table.read(where=self._mine, fields=[])
-        return found.rows
+        read = await self._table.read(where=self._mine, fields=[])
+        return read.rows
 
     async def _settle(self, *, failed: bool) -> None:
         used, back = self._split(failed)
@@ -139,14 +139,14 @@ class AsyncStreamService:
 
     @property
     def channel(self) -> tq.AsyncWeightChannel:
-        """Where its weights are published."""
+        """The weight channel of the service."""
         return self._channel
 
     async def update(self, weights: Mapping[str, Any], *, version: int | None = None, timeout_s: float = 60.0) -> int:
         """As `StreamService.update`."""
         if version is None:
-            known = (await self._queue.stats())["channels"].get(self._channel.name)
-            version = 0 if known is None else known["newest"] + 1
+            channel = (await self._queue.stats())["channels"].get(self._channel.name)
+            version = 0 if channel is None else channel["newest"] + 1
         await self._channel.publish(version, weights, timeout_s=timeout_s)
         return version
 
@@ -162,9 +162,9 @@ class AsyncStreamService:
 
     async def resume(self, request: int, *, timeout_s: float = WAIT_S) -> AsyncStream:
         """As `StreamService.resume`."""
-        found = await self._table.read(where=tq.Compare("request", "==", request), fields=[])
-        burst = max(BURST_ROWS, int(found.group_size.max(initial=0)))
-        return AsyncStream(self._table, request, len(found), burst, timeout_s)
+        read = await self._table.read(where=tq.Compare("request", "==", request), fields=[])
+        burst = max(BURST_ROWS, int(read.group_size.max(initial=0)))
+        return AsyncStream(self._table, request, len(read), burst, timeout_s)
 
     async def seal(self) -> None:
         """As `StreamService.seal`."""

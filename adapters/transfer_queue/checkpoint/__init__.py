@@ -54,16 +54,16 @@ def load_controller(ask: Ask, path: Path) -> None:
 
 def load_storage(queue: tq.Queue, ask: Ask, parent: Path, rows_max: int) -> None:
     """Make the partitions those of a checkpoint, and no other."""
-    found = stored.verified(parent)
-    stored.admit(found, rows_max)
+    manifest = stored.verified(parent)
+    stored.admit(manifest, rows_max)
     for name in ask("list_partitions"):
         ask("clear_partition", name)
-    stored.load(queue, found, parent, rows_max)
+    stored.load(queue, manifest, parent, rows_max)
 
 
 def about(path: Path, user: Mapping[str, Any] | None) -> None:
     """Write ``metadata.json`` of a checkpoint whose other files are there. `UsageError` if what the user says is not JSON."""
-    found = CheckpointMetadata(
+    metadata = CheckpointMetadata(
         True,
         dict(user or {}),
         time.time(),
@@ -71,7 +71,7 @@ def about(path: Path, user: Mapping[str, Any] | None) -> None:
         sealed.part(path / stored.FOLDER / stored.MANIFEST),
     )
     try:
-        content = msgspec.to_builtins(found)
+        content = msgspec.to_builtins(metadata)
         sealed.write(path / sealed.METADATA, _KIND, content)
     except (TypeError, ValueError) as error:
         raise UsageError(
@@ -83,8 +83,8 @@ def verify(path: Path, ask: Ask, rows_max: int) -> None:
     """Compare all files of a checkpoint, and ask the controller whether it could take it. Changes nothing."""
     if not path.is_dir():
         raise FileNotFoundError(f"checkpoint directory {path} not found")
-    found = sealed.read(path / sealed.METADATA, _KIND, CheckpointMetadata)
-    sealed.compare(path / CONTROLLER, found.controller)
-    sealed.compare(path / stored.FOLDER / stored.MANIFEST, found.storage)
+    metadata = sealed.read(path / sealed.METADATA, _KIND, CheckpointMetadata)
+    sealed.compare(path / CONTROLLER, metadata.controller)
+    sealed.compare(path / stored.FOLDER / stored.MANIFEST, metadata.storage)
     ask("check_state", msgspec.to_builtins(sealed.read(path / CONTROLLER, _KIND_CONTROLLER, ControllerState)))
     stored.admit(stored.verified(path), rows_max)

@@ -85,17 +85,17 @@ def save(queue: tq.Queue, have: Have, parent: Path) -> sealed.FileRecord:
     with sealed.directory(parent / FOLDER, MANIFEST) as path:
         names = [name for table in queue.tables() if (name := partition_of(table)) is not None]
         numbers = iter(range(1_000_000))
-        found = [_save_partition(queue, name, have, path, numbers) for name in sorted(names)]
-        return sealed.write(path / MANIFEST, KIND, msgspec.to_builtins(Manifest(found)))
+        partitions = [_save_partition(queue, name, have, path, numbers) for name in sorted(names)]
+        return sealed.write(path / MANIFEST, KIND, msgspec.to_builtins(Manifest(partitions)))
 
 
 def _save_partition(queue: tq.Queue, name: str, have: Have, path: Path, numbers: Iterator[int]) -> SampleReader:
-    for left in reversed(range(_TRIES)):
+    for tries_left in reversed(range(_TRIES)):
         table = queue.table(table_of(name))
         try:
             groups = [_save_group(table, rows, fields, path, numbers) for rows, fields in _groups(table, name, have)]
         except NotFound:  # samples were cleared meanwhile
-            if not left:
+            if not tries_left:
                 raise
             continue
         fields = [(field.name, field.dtype, list(field.shape)) for field in table.fields.values()]
@@ -105,8 +105,8 @@ def _save_partition(queue: tq.Queue, name: str, have: Have, path: Path, numbers:
 
 def _groups(table: tq.Table, name: str, have: Have) -> list[tuple[Rows, list[str]]]:
     """Samples by which fields they have."""
-    with table.read() as found:
-        rows, shared = found.rows.copy(), set(found.fields)
+    with table.read() as read:
+        rows, shared = read.rows.copy(), set(read.fields)
     if not rows.size:
         return []
     some = [field for field in table.fields if field not in shared]
@@ -137,12 +137,12 @@ def _save_group(table: tq.Table, rows: Rows, fields: list[str], path: Path, numb
 def _read(table: tq.Table, rows: Rows, fields: list[str]) -> Iterator[pa.RecordBatch]:
     """Batches over the table's own memory: each is to be written before the next is asked for."""
     for at in range(0, rows.size, _AT_ONCE):
-        with table.read(rows[at : at + _AT_ONCE], fields=fields) as found:
+        with table.read(rows[at : at + _AT_ONCE], fields=fields) as read:
             columns = {
-                "index": pa.array(found.rows),
-                "key": pa.array(found.keys, pa.string()),
-                "tags": pa.array([json.dumps(tags) for tags in found.tags], pa.string()),
-                **{f"field.{name}": found[name].arrow() for name in fields},
+                "index": pa.array(read.rows),
+                "key": pa.array(read.keys, pa.string()),
+                "tags": pa.array([json.dumps(tags) for tags in read.tags], pa.string()),
+                **{f"field.{name}": read[name].arrow() for name in fields},
             }
             yield pa.RecordBatch.from_pydict(columns)
 
@@ -156,11 +156,11 @@ def verified(parent: Path) -> Manifest:
     `Corruption` names the file and what is wrong with it, also where its checksum is right.
     """
     path = parent / FOLDER
-    found = sealed.read(path / MANIFEST, KIND, Manifest)
-    names = [partition.partition_id for partition in found.partitions]
+    manifest = sealed.read(path / MANIFEST, KIND, Manifest)
+    names = [partition.partition_id for partition in manifest.partitions]
     if len(set(names)) != len(names):
         raise _wrong(path / MANIFEST, "a partition is there twice")
-    for partition in found.partitions:
+    for partition in manifest.partitions:
         schema = _schema(partition, path / MANIFEST)
         for group in partition.groups:
             if not _FILE.fullmatch(group.file) or not set(group.fields) <= schema.keys():
@@ -169,7 +169,7 @@ def verified(parent: Path) -> Manifest:
         _check_indexes(
             partition, [_check_group(path / group.file, partition, group, schema) for group in partition.groups], path
         )
-    return found
+    return manifest
 
 
 def _wrong(path: Path, what: str) -> Corruption:
@@ -210,10 +210,10 @@ def _check_group(file: Path, partition: SampleReader, group: SampleFile, schema:
         raise error if str(file) in str(error) else _wrong(file, str(error)) from error
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, OSError, MemoryError) as error:
         raise _wrong(file, f"it cannot be read ({type(error).__name__}: {error})") from error
-    found = np.concatenate(indexes)
-    if found.size != group.rows:
-        raise _wrong(file, f"it has {found.size} rows; the manifest tells of {group.rows}")
-    return found
+    rows = np.concatenate(indexes)
+    if rows.size != group.rows:
+        raise _wrong(file, f"it has {rows.size} rows; the manifest tells of {group.rows}")
+    return rows
 
 
 def _check_indexes(partition: SampleReader, indexes: list[Rows], path: Path) -> None:
@@ -225,9 +225,9 @@ def _check_indexes(partition: SampleReader, indexes: list[Rows], path: Path) -> 
         )
 
 
-def admit(found: Manifest, rows_max: int) -> None:
+def admit(manifest: Manifest, rows_max: int) -> None:
     """`UsageError` for a partition that has more samples than one may have here."""
-    for partition in found.partitions:
+    for partition in manifest.partitions:
         if (rows := sum(group.rows for group in partition.groups)) > rows_max:
             raise UsageError(
                 f"partition {partition.partition_id!r} has {rows} samples, here one may have {rows_max}: set total_storage_size to "
@@ -235,10 +235,10 @@ def admit(found: Manifest, rows_max: int) -> None:
             )
 
 
-def load(queue: tq.Queue, found: Manifest, parent: Path, rows_max: int) -> None:
+def load(queue: tq.Queue, manifest: Manifest, parent: Path, rows_max: int) -> None:
     """Make partitions of what was `verified`; there are none by their names."""
     partitions = Partitions(queue, rows_max)
-    for partition in found.partitions:
+    for partition in manifest.partitions:
         table = partitions.make(partition.partition_id)[0]
         table.add_fields(list(partition.schema().values()))
         files = [parent / FOLDER / group.file for group in partition.groups]

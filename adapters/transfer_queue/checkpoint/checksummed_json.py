@@ -37,12 +37,12 @@ def write(path: Path, kind: str, content: Mapping[str, Any]) -> FileRecord:
     """Write a sealed file; it is on the disk when this returns. An earlier one is replaced by it, or stays."""
     content = json.loads(json.dumps(content))  # as a reader will have it: keys are text
     text = json.dumps({"format": kind, "xxh3": _seal(content), **content}, indent=1).encode()
-    made = path.with_name(path.name + ".tmp")
-    with made.open("wb") as file:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    made.replace(path)
+    temporary.replace(path)
     sync(path.parent)
     return FileRecord(len(text), xxhash.xxh3_64_hexdigest(text))
 
@@ -52,16 +52,18 @@ def read(path: Path, kind: str, into: type[T]) -> T:
     if not path.is_file():
         raise FileNotFoundError(f"{path} not found; name what save_checkpoint wrote")
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise Corruption(
             f"{path} is not as it was written: it is not JSON ({error}); take another checkpoint"
         ) from error
-    if not isinstance(found, dict) or found.get("format") != kind:
-        told = found.get("format") if isinstance(found, dict) else None
-        raise UsageError(f"{path} has format {told!r}, this reads {kind!r}: name a checkpoint that this drop-in wrote")
-    content = {name: value for name, value in found.items() if name not in _ABOUT}
-    if found.get("xxh3") != _seal(content):
+    if not isinstance(document, dict) or document.get("format") != kind:
+        kind_of_file = document.get("format") if isinstance(document, dict) else None
+        raise UsageError(
+            f"{path} has format {kind_of_file!r}, this reads {kind!r}: name a checkpoint that this drop-in wrote"
+        )
+    content = {name: value for name, value in document.items() if name not in _ABOUT}
+    if document.get("xxh3") != _seal(content):
         raise Corruption(f"{path} is not as it was written: its checksum differs; take another checkpoint")
     try:
         return msgspec.convert(content, into)
@@ -71,21 +73,21 @@ def read(path: Path, kind: str, into: type[T]) -> T:
 
 def part(path: Path) -> FileRecord:
     """A file as it is."""
-    found = xxhash.xxh3_64()
+    digest = xxhash.xxh3_64()
     with path.open("rb") as file:
         while piece := file.read(_AT_ONCE):
-            found.update(piece)
-    return FileRecord(path.stat().st_size, found.hexdigest())
+            digest.update(piece)
+    return FileRecord(path.stat().st_size, digest.hexdigest())
 
 
 def compare(path: Path, entry: FileRecord) -> None:
     """`Corruption` unless the file is as it was written."""
     if not path.is_file():
         raise Corruption(f"{path} is missing, and its checkpoint names it; take another checkpoint")
-    found = part(path)
-    if found != entry:
+    actual = part(path)
+    if actual != entry:
         raise Corruption(
-            f"{path} has {found.bytes} bytes with checksum {found.xxh3}, was written with {entry.bytes} and {entry.xxh3}; "
+            f"{path} has {actual.bytes} bytes with checksum {actual.xxh3}, was written with {entry.bytes} and {entry.xxh3}; "
             "take another checkpoint"
         )
 
@@ -100,18 +102,18 @@ def directory(path: Path, mark: str) -> Iterator[Path]:
         raise UsageError(
             f"{path} is there and is no checkpoint: it has no {mark}; name a new directory, or an earlier checkpoint"
         )
-    made, old = path.with_name(path.name + ".tmp"), path.with_name(path.name + ".old")
-    shutil.rmtree(made, ignore_errors=True)  # of a writer that died
-    made.mkdir(parents=True)
+    temporary, old = path.with_name(path.name + ".tmp"), path.with_name(path.name + ".old")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a writer that died
+    temporary.mkdir(parents=True)
     try:
-        yield made
-        sync(made)
+        yield temporary
+        sync(temporary)
         shutil.rmtree(old, ignore_errors=True)
         if path.exists():
             path.rename(old)
-        made.rename(path)
+        temporary.rename(path)
     except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         if old.exists() and not path.exists():
             old.rename(path)
         raise
@@ -121,11 +123,11 @@ def directory(path: Path, mark: str) -> Iterator[Path]:
 
 def sync(path: Path) -> None:
     """A file's bytes, or a directory's names, are on the disk."""
-    held = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(held)
+        os.fsync(descriptor)
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def _seal(content: Mapping[str, Any]) -> str:

@@ -40,7 +40,7 @@ class BaseSampler(ABC):
 
     def remembered(self, partition_id: str, task_name: str, dp_rank: int) -> dict[int, Any]:
         """What a rank was given, by batch index."""
-        found: dict[int, Any] = (
+        batches: dict[int, Any] = (
             self._states.setdefault(partition_id, {}).setdefault(task_name, {}).setdefault(dp_rank, {})
         )
-        return found
+        return batches

@@ -29,12 +29,12 @@ class GRPOGroupNSampler(BaseSampler):
         size = self.n_samples_per_prompt
         if batch_size % size:
             raise ValueError(f"batch_size {batch_size} must be a multiple of n_samples_per_prompt {size}")
-        wanted, found, run = batch_size // size, [], []  # type: tuple[int, list[list[int]], list[int]]
-        for index in sorted(ready_indexes) if wanted else ():
+        count, groups, run = batch_size // size, [], []  # type: tuple[int, list[list[int]], list[int]]
+        for index in sorted(ready_indexes) if count else ():
             run = [*run, index] if run and index == run[-1] + 1 else [index]
             if len(run) == size:
-                found.append(run)
+                groups.append(run)
                 run = []
-                if len(found) == wanted:
-                    return found
+                if len(groups) == count:
+                    return groups
         return []

@@ -24,10 +24,10 @@ class RankAwareSampler(BaseSampler):
         """The first `batch_size` ready indexes, or what was given before; nothing if there are fewer."""
         if dp_rank < 0:
             raise ValueError(f"dp_rank must be greater than or equal to 0, got {dp_rank}")
-        given = self.remembered(partition_id, task_name, dp_rank)
-        if batch_index not in given:
+        batches = self.remembered(partition_id, task_name, dp_rank)
+        if batch_index not in batches:
             chosen = ready_indexes[:batch_size]
             if not chosen or len(chosen) < batch_size:
                 return [], []
-            given[batch_index] = chosen
-        return given[batch_index], list(given[batch_index])
+            batches[batch_index] = chosen
+        return batches[batch_index], list(batches[batch_index])

@@ -40,21 +40,21 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         """The rank's share of batch `batch_index`; the first rank that asks fixes the shares of all."""
         if not 0 <= dp_rank < self.dp_size:
             return [], []
-        given = self.remembered(partition_id, task_name, dp_rank)
-        if batch_index not in given:
+        batches = self.remembered(partition_id, task_name, dp_rank)
+        if batch_index not in batches:
             shares = self._shares(ready_indexes, batch_size, partition)
             if not shares:
                 return [], []
             self._balanced_cache[partition_id, task_name, batch_index] = shares
             for rank, share in enumerate(shares):
                 self.remembered(partition_id, task_name, rank)[batch_index] = share, list(share)
-        share, consumed = given[batch_index]
+        share, consumed = batches[batch_index]
         return share, consumed
 
     def clear_cache(self, partition_id: str) -> None:
         """Forget a partition."""
         super().clear_cache(partition_id)
-        self._balanced_cache = {key: found for key, found in self._balanced_cache.items() if key[0] != partition_id}
+        self._balanced_cache = {key: shares for key, shares in self._balanced_cache.items() if key[0] != partition_id}
 
     def memory(self) -> dict[str, Any]:
         """With the shares of batches that some ranks have not asked for."""
@@ -90,8 +90,8 @@ def karmarkar_karp(seqlens: Sequence[int], k_partitions: int, equal_size: bool) 
         heapq.heappush(splits, (sets[0][0] - sets[-1][0], len(splits), sets))
     number = len(splits)
     while len(splits) > 1:
-        (_, _, one), (_, _, other) = heapq.heappop(splits), heapq.heappop(splits)
-        sets = sorted((a + b, [*x, *y]) for (a, x), (b, y) in zip(one, reversed(other), strict=True))
+        (_, _, first), (_, _, second) = heapq.heappop(splits), heapq.heappop(splits)
+        sets = sorted((a + b, [*x, *y]) for (a, x), (b, y) in zip(first, reversed(second), strict=True))
         heapq.heappush(splits, (sets[0][0] - sets[-1][0], number, sets))
         number += 1
     return [items for _, items in splits[0][2]]

@@ -62,37 +62,37 @@ def llama_config(shape: ModelShape) -> dict[str, Any]:
 
 def to_llama(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
     """A state dict of `Transformer` under Llama's names. Tensors are contiguous; those that need no change are shared."""
-    found = {theirs: weights[ours] for theirs, ours in _OUTSIDE.items()}
+    renamed = {theirs: weights[ours] for theirs, ours in _OUTSIDE.items()}
     for layer in range(shape.layers):
         theirs, ours = f"model.layers.{layer}.", f"blocks.{layer}."
-        found |= {f"{theirs}{name}.weight": weights[f"{ours}{part}.weight"] for name, part in _PARTS.items()}
+        renamed |= {f"{theirs}{name}.weight": weights[f"{ours}{part}.weight"] for name, part in _PARTS.items()}
         query, key, value = weights[f"{ours}attention.project_in.weight"].chunk(3)
-        found[f"{theirs}self_attn.q_proj.weight"] = _per_head(query, shape, _halves)
-        found[f"{theirs}self_attn.k_proj.weight"] = _per_head(key, shape, _halves)
-        found[f"{theirs}self_attn.v_proj.weight"] = value
+        renamed[f"{theirs}self_attn.q_proj.weight"] = _per_head(query, shape, _halves)
+        renamed[f"{theirs}self_attn.k_proj.weight"] = _per_head(key, shape, _halves)
+        renamed[f"{theirs}self_attn.v_proj.weight"] = value
         gate, up = weights[f"{ours}gate_in.weight"].chunk(2)
-        found[f"{theirs}mlp.gate_proj.weight"], found[f"{theirs}mlp.up_proj.weight"] = gate, up
-    return {name: tensor.contiguous() for name, tensor in found.items()}
+        renamed[f"{theirs}mlp.gate_proj.weight"], renamed[f"{theirs}mlp.up_proj.weight"] = gate, up
+    return {name: tensor.contiguous() for name, tensor in renamed.items()}
 
 
 def from_llama(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
     """The state dict of `Transformer` that `to_llama` was given."""
-    found = {ours: weights[theirs] for theirs, ours in _OUTSIDE.items()}
+    renamed = {ours: weights[theirs] for theirs, ours in _OUTSIDE.items()}
     for layer in range(shape.layers):
         theirs, ours = f"model.layers.{layer}.", f"blocks.{layer}."
-        found |= {f"{ours}{part}.weight": weights[f"{theirs}{name}.weight"] for name, part in _PARTS.items()}
+        renamed |= {f"{ours}{part}.weight": weights[f"{theirs}{name}.weight"] for name, part in _PARTS.items()}
         attention = theirs + "self_attn."
-        found[f"{ours}attention.project_in.weight"] = torch.cat(
+        renamed[f"{ours}attention.project_in.weight"] = torch.cat(
             [
                 _per_head(weights[f"{attention}q_proj.weight"], shape, _neighbours),
                 _per_head(weights[f"{attention}k_proj.weight"], shape, _neighbours),
                 weights[f"{attention}v_proj.weight"],
             ]
         )
-        found[f"{ours}gate_in.weight"] = torch.cat(
+        renamed[f"{ours}gate_in.weight"] = torch.cat(
             [weights[f"{theirs}mlp.{name}_proj.weight"] for name in ("gate", "up")]
         )
-    return found
+    return renamed
 
 
 def is_llama(weights: Mapping[str, Tensor]) -> bool:

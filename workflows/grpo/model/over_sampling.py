@@ -50,14 +50,14 @@ def hearing(queue: tq.Queue) -> Iterator[Due]:
     channel = queue.weights(FULL, keep=1)
     latest = 0
     failures: list[Exception] = []
-    left = threading.Event()
+    ended = threading.Event()
 
     def hear() -> None:
         nonlocal latest
         try:
-            while not left.is_set():
-                with suppress(DeadlineExceeded), channel.pull(above=latest, timeout_s=_FOLLOW_S) as told:
-                    latest = told.version
+            while not ended.is_set():
+                with suppress(DeadlineExceeded), channel.pull(above=latest, timeout_s=_FOLLOW_S) as weights:
+                    latest = weights.version
         except PeerError:
             return  # the queue is closed: the stage is over
         except Exception as failure:  # noqa: BLE001  (raised by `due`)
@@ -72,4 +72,4 @@ def hearing(queue: tq.Queue) -> Iterator[Due]:
     try:
         yield due
     finally:
-        left.set()
+        ended.set()

@@ -37,7 +37,7 @@ def places(responses: Sequence[Response], rows_PS: npt.NDArray[np.intp]) -> npt.
 
 def same_length(begun: Sequence[PartialResponses]) -> list[npt.NDArray[np.intp]]:
     """Positions of begun rows, as arrays ``[rows, 1]``: one for each number of tokens that are begun."""
-    lengths = np.array([len(one.ids) for one in begun])
+    lengths = np.array([len(partial.ids) for partial in begun])
     return [np.flatnonzero(lengths == length)[:, None] for length in np.unique(lengths[lengths > 0])]
 
 

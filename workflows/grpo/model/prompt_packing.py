@@ -63,10 +63,10 @@ def pack(prompt_ids: Column, response_ids: Column) -> PackedPrompts:
         for segment, row in enumerate(rows, start=1):
             response = response_ids[row]
             inner = len(response) - 1
-            here = slice(end, end + inner)
-            tokens_PS[p, here] = response[:-1]
-            positions_PS[p, here] = np.arange(len(prompt), len(prompt) + inner)
-            segments_PS[p, here] = segment
+            place = slice(end, end + inner)
+            tokens_PS[p, place] = response[:-1]
+            positions_PS[p, place] = np.arange(len(prompt), len(prompt) + inner)
+            segments_PS[p, place] = segment
             sources_BT[row, 0] = p * size + len(prompt) - 1
             sources_BT[row, 1 : inner + 1] = p * size + np.arange(end, end + inner)
             targets_BT[row, : inner + 1] = response

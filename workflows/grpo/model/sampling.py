@@ -30,7 +30,8 @@ class Response:
 
     ``prompt`` is the index of its prompt in the request and ``sample`` its number among that prompt's. ``ids`` are int32
     ``[tokens]``, eos included; ``logprobs`` float32 ``[tokens]``: log-probability of each token under the very
-    distribution it was drawn from (temperature applied). ``finish_reason`` is ``"length"`` when the limit cut it, ``"abort"`` when it is not finished.
+    distribution it was drawn from (temperature applied). ``finish_reason`` is ``"length"`` when the limit cut it,
+    ``"abort"`` when it is not finished.
     """
 
     prompt: int
@@ -124,10 +125,10 @@ class SamplingRequest:
     def _drop_finished(self, tokens_A: Tensor) -> Tensor:
         if self._busy_A.float().mean() >= _BUSY_SHARE_MIN:
             return tokens_A
-        kept = self._busy_A.nonzero().squeeze(1)
-        self._cache.select(kept)
-        self._rows_A, self._busy_A = self._rows_A[kept], self._busy_A[kept]
-        return tokens_A[kept]
+        busy = self._busy_A.nonzero().squeeze(1)
+        self._cache.select(busy)
+        self._rows_A, self._busy_A = self._rows_A[busy], self._busy_A[busy]
+        return tokens_A[busy]
 
     def _ended(self, row: int) -> Response:
         return self._response(row, "eos" if self._ids_BT[row, self._length - 1] == EOS_ID else "length")

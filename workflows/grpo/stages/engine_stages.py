@@ -97,14 +97,14 @@ def _following(context: Context, engine: Generator, version: int) -> Iterator[Ca
 
     def update(source: WeightSource, new: int) -> None:
         with updating:
-            if left.is_set():
+            if ended.is_set():
                 raise _StageOver
             with context.span(WEIGHTS, new):
                 engine.update_weights(source, new)
 
     def follow() -> None:
         try:
-            while not left.is_set():
+            while not ended.is_set():
                 follower.follow(_FOLLOW_S)
         except (PeerError, _StageOver):
             return  # the queue is closed, or the stage is over
@@ -116,12 +116,12 @@ def _following(context: Context, engine: Generator, version: int) -> Iterator[Ca
             raise failures[0]
 
     failures: list[Exception] = []
-    left, updating = threading.Event(), threading.Lock()
+    ended, updating = threading.Event(), threading.Lock()
     follower = WeightUpdater(context.queue, POLICY, update, version)
     threading.Thread(target=follow, name="weights", daemon=True).start()
     try:
         yield check
     finally:
-        left.set()
+        ended.set()
         if updating.acquire(timeout=STALL_S):  # an update that hangs longer ends with the process
             updating.release()  # one that begins now sees that the stage is over

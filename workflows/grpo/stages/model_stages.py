@@ -134,7 +134,7 @@ class Rollout:
         self._swap(batch)
         prompts = list(batch["prompt_ids"])
         begun = self._begun(batch)
-        fresh = np.flatnonzero([not len(one.ids) for one in begun])
+        fresh = np.flatnonzero([not len(partial.ids) for partial in begun])
         for rows_PS in (*same_length(begun), *same_prompt(batch.group_id, fresh)):
             read = [np.concatenate([prompts[row], begun[row].ids]) for row in rows_PS[:, 0]]
             yield from self._generate(read, rows_PS, begun)
@@ -144,8 +144,8 @@ class Rollout:
         if not self._job.in_parts:
             return [NOTHING] * len(batch)
         oldest = batch.version - self._job.max_staleness
-        found = [PartialResponses(*columns) for columns in zip(*(batch[name] for name in BEGUN), strict=True)]
-        return [one if one.versions.min(initial=oldest) >= oldest else NOTHING for one in found]
+        partials = [PartialResponses(*columns) for columns in zip(*(batch[name] for name in BEGUN), strict=True)]
+        return [partial if partial.versions.min(initial=oldest) >= oldest else NOTHING for partial in partials]
 
     def _swap(self, batch: tq.Batch) -> None:
         """Take the weights of the mode, and tell how long generation stood still for them."""
@@ -215,30 +215,30 @@ class Rollout:
     def _part(
         self, finished: Sequence[Response], rows_PS: npt.NDArray[np.intp], begun: Sequence[PartialResponses]
     ) -> PartialResult:
-        at, whole = self._with(finished, rows_PS, begun)
+        at, partials = self._with(finished, rows_PS, begun)
         columns = {
-            "response_ids": [one.ids for one in whole],
-            "rollout_logprobs": [one.logprobs for one in whole],
+            "response_ids": [partial.ids for partial in partials],
+            "rollout_logprobs": [partial.logprobs for partial in partials],
             "finish_reason": [response.finish_reason for response in finished],
         }
         if self._job.in_parts:
-            columns["token_versions"] = [one.versions for one in whole]
+            columns["token_versions"] = [partial.versions for partial in partials]
         return PartialResult(
             at=at,
             columns=columns,
             facts={
-                "policy_version": np.array([one.versions.min() for one in whole], dtype=np.int64),
+                "policy_version": np.array([partial.versions.min() for partial in partials], dtype=np.int64),
                 "policy_version_max": self._policy.version,
-                "tokens": np.array([len(one.ids) for one in whole], dtype=np.int64),
+                "tokens": np.array([len(partial.ids) for partial in partials], dtype=np.int64),
             },
         )
 
-    def _hand_back(self, at: npt.NDArray[np.intp], whole: Sequence[PartialResponses]) -> PartialResult:
+    def _hand_back(self, at: npt.NDArray[np.intp], partials: Sequence[PartialResponses]) -> PartialResult:
         """Rows that are not finished, with what they have; told, where a full batch is why."""
         if self._overdue():
-            self._context.figures(ABORTED, rows=len(whole), tokens=sum(len(one.ids) for one in whole))
+            self._context.figures(ABORTED, rows=len(partials), tokens=sum(len(partial.ids) for partial in partials))
         return PartialResult(
-            at=at, columns=dict(zip(BEGUN, map(list, zip(*whole, strict=True)), strict=True)), unfinished=True
+            at=at, columns=dict(zip(BEGUN, map(list, zip(*partials, strict=True)), strict=True)), unfinished=True
         )
 
 
@@ -315,9 +315,9 @@ class Train:
         """
         if self.version < self._settings.learning.steps:
             return
-        found = audit(self._context.table)
-        untrained = 0 if self._settings.replaces else found.dropped_rows
-        if found.done + untrained < self._settings.rows_total:
+        audited = audit(self._context.table)
+        untrained = 0 if self._settings.replaces else audited.dropped_rows
+        if audited.done + untrained < self._settings.rows_total:
             return
         with suppress(Sealed):  # an earlier life of this process did
             self._context.table.seal()
@@ -372,15 +372,15 @@ class Evaluator:
     def __call__(self, when: str) -> Evaluation:
         """Evaluate and report as figures "evaluation" of ``when``: before or after."""
         with self._context.span(f"evaluate {when}"):
-            found = evaluate(
+            evaluation = evaluate(
                 self._model,
                 problem_set(self._settings.dataset),
                 tokens_max=tokens_max(self._settings),
                 samples=self._settings.evaluation_samples,
                 seed=_EVALUATION_SEED,
             )
-        self._context.figures("evaluation", when=when, reward=found.reward, accuracy=found.accuracy)
-        return found
+        self._context.figures("evaluation", when=when, reward=evaluation.reward, accuracy=evaluation.accuracy)
+        return evaluation
 
 
 @contextmanager

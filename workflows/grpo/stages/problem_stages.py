@@ -42,17 +42,17 @@ class ProblemSource:
         """Return the next groups: prompt and problem are stored once a group and shared by its rows."""
         size = self._settings.learning.group_size
         ordinals = range(self._ordinal, self._ordinal + rows // size)
-        drawn = [self._problem(ordinal) for ordinal in ordinals]
+        problems = [self._problem(ordinal) for ordinal in ordinals]
         self._ordinal = ordinals.stop
-        counts = [size] * len(drawn)
+        counts = [size] * len(problems)
         begun = {
-            name: tq.Repeat([np.empty(0, np.float32 if name == "begun_logprobs" else np.int32)] * len(drawn), counts)
+            name: tq.Repeat([np.empty(0, np.float32 if name == "begun_logprobs" else np.int32)] * len(problems), counts)
             for name in BEGUN * self._settings.in_parts
         }
         group_id = np.repeat(np.asarray(ordinals, dtype=np.int64), size)
         return {
-            "prompt_ids": tq.Repeat([encode_prompt(problem.prompt) for problem in drawn], counts),
-            "problem": tq.Repeat([plain(problem) for problem in drawn], counts),
+            "prompt_ids": tq.Repeat([encode_prompt(problem.prompt) for problem in problems], counts),
+            "problem": tq.Repeat([plain(problem) for problem in problems], counts),
             **begun,
             "group_id": group_id,
             "ordinal": group_id,
