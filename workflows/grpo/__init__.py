@@ -1,5 +1,5 @@
-"""Asynchronous GRPO of a small transformer on procedural tasks: the main job, made of queue stages.
+"""Asynchronous GRPO of a small transformer on procedural tasks: the main job, as stages of a queue.
 
-The learning itself knows no queue: ``problems``, ``tokenizer`` and ``advantages`` need no torch, ``model``, ``sampling``,
-``packing``, ``grpo``, ``warmup`` and ``evaluate`` do. Import what a process needs from the module that has it.
+`learning` and `model` use no queue. `learning.problems`, `learning.advantages`, `learning.settings`, `model.tokenizer` and `model.shape`
+need no torch; the other modules of these two folders do. Import what a process needs from the module that has it.
 """

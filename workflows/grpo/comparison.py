@@ -1,7 +1,7 @@
-"""The same job in its three modes, at equal steps and equal seeds: run, tabulated, recorded, drawn.
+"""Compares the three modes of the job at equal steps and seeds: runs them, and writes a table, a record and a picture.
 
-Runs take turns over the modes, seed by seed, so that a machine that becomes slower does so for all of them. What is
-compared is of one machine at one time: read the ratios.
+The modes alternate, seed by seed, so that a machine that becomes slower affects all of them. The results
+are of one machine at one time: compare ratios.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ METRICS: Final[Mapping[str, str]] = {
     "rows_done": "count",
     "rows_dropped": "count",
 }
-"""Fields of a run's summary that the record has, with their units."""
+"""Fields of a run's summary that go into the record, with their units."""
 _DOTS_PER_INCH: Final = 130
 
 
@@ -54,11 +54,11 @@ class ComparisonRun:
 
 @dataclass(frozen=True, kw_only=True)
 class ModeFigures:
-    """One mode over all seeds: means; speed is the mean over seeds of its samples/s by those of sync with the same seed.
+    """One mode, as means over all seeds. speed: its samples/s over those of sync with the same seed.
 
-    reward_gain: held-out reward after less before; reward_after_spread: standard deviation over seeds (0 for one).
-    trainer_idle: share of the training time without a batch. swap_s_max, gap_s_max, request_s: see `swaps`; the longest
-    stop of all runs, and the mean of their median request.
+    reward_gain: held-out reward after minus before. reward_after_spread: standard deviation over seeds (0 for one seed).
+    trainer_idle: share of the training time without a batch. swap_s_max, gap_s_max: the longest of all runs, as `weight_swaps` defines
+    them. request_s: the mean of their median requests.
     """
 
     mode: Mode
@@ -77,7 +77,7 @@ class ModeFigures:
 
 
 def settings_of(mode: Mode, learning: LearningSettings, *, rollouts: int = 1) -> JobSettings:
-    """The job in ``mode``: staleness and depth 0 when synchronous, 1 otherwise."""
+    """Return the job in `mode`: staleness and depth are 0 when synchronous, else 1."""
     ahead = int(mode != "sync")
     return JobSettings(learning=learning, mode=mode, max_staleness=ahead, depth=ahead, rollouts=rollouts)
 
@@ -90,9 +90,9 @@ def run_all(
     rollouts: int = 1,
     told: Callable[[ComparisonRun], None] = lambda run: None,
 ) -> list[ComparisonRun]:
-    """Run each mode with each seed, one run at a time; their files go to folders of ``directory``. ``told`` after each.
+    """Run each mode with each seed, one run at a time; files go to folders of `directory`. Calls `told` after each run.
 
-    Raises `UsageError` for no seeds or the same twice, before anything runs; otherwise as `run_demo`.
+    Raises `UsageError` for no seeds or a repeated one, before anything runs; otherwise as `run_demo`.
     """
     if not seeds or len(set(seeds)) < len(seeds):
         raise UsageError(f"seeds {list(seeds)}: a comparison needs at least one, each named once")
@@ -107,7 +107,7 @@ def run_all(
 
 
 def compare(runs: Sequence[ComparisonRun]) -> list[ModeFigures]:
-    """One entry for each mode that ran, in the order of `MODES`; ``runs`` hold a sync run for each seed."""
+    """Return one entry a mode, in the order of `MODES`. `runs` must hold a sync run for each seed."""
     base = {run.seed: run.summary.samples_per_s for run in runs if run.mode == "sync"}
     return [_figures(mode, [run for run in runs if run.mode == mode], base) for mode in MODES]
 
@@ -137,7 +137,7 @@ def _figures(mode: Mode, runs: Sequence[ComparisonRun], base: Mapping[int, float
 
 
 def _staleness(summaries: Sequence[Summary]) -> dict[str, float]:
-    """Shares of the rows by the versions they were behind."""
+    """Return the share of rows by versions behind."""
     rows = sum(sum(summary.staleness_histogram.values()) for summary in summaries)
     versions = sorted({version for summary in summaries for version in summary.staleness_histogram}, key=int)
     return {
@@ -147,7 +147,7 @@ def _staleness(summaries: Sequence[Summary]) -> dict[str, float]:
 
 
 def results(runs: Sequence[ComparisonRun]) -> list[MeasuredResult]:
-    """Medians over seeds of what every run found, by mode. What single runs found is in their own files."""
+    """Return medians over seeds by mode. The values of single runs are in their own files."""
     base = {run.seed: run.summary.samples_per_s for run in runs if run.mode == "sync"}
     measured = []
     for mode in MODES:
@@ -162,7 +162,7 @@ def results(runs: Sequence[ComparisonRun]) -> list[MeasuredResult]:
 
 
 def details(runs: Sequence[ComparisonRun], learning: LearningSettings, *, rollouts: int) -> dict[str, Any]:
-    """Means over seeds of each mode, and the settings of the job."""
+    """Return means over seeds by mode, and the settings of the job."""
     return {
         "rollouts": rollouts,
         "means": [asdict(figures) for figures in compare(runs)],

@@ -1,4 +1,4 @@
-"""The GRPO job as a value: its settings, its table, its stages. Reads as the job; runs nothing and needs no torch.
+"""The GRPO job as a value: its settings, its table and its stages. Runs nothing and needs no torch.
 
 ::
 
@@ -6,9 +6,9 @@
                                   --reward---> rewards
                                   --advantage> advantages            whole groups
                                   --reference> ref_logprobs          only with KL
-                                  --train----> new weights           whole groups, sets the pace
+                                  --train----> new weights           whole groups, paces the table
 
-New weights reach ``rollout`` through the weight channel ``policy``, whose versions are the clock of the table.
+New weights reach `rollout` through the weight channel `POLICY`, whose versions are the clock of the table.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from transferqueue.workflows.grpo.learning.settings import LearningSettings
 
 TABLE: Final = "rollouts"
 POLICY: Final = f"{TABLE}/policy"
-"""Weight channel of the trained policy, the clock of the table, and so of one coordinator with it."""
+"""Weight channel of the trained policy and clock of the table; its name starts with the table's, so both have the same home coordinator."""
 REFERENCE: Final = "reference"
-"""Weight channel of the policy that KL is measured against; one version, kept for ever."""
+"""Weight channel of the reference policy for the KL term; one version, kept for ever."""
 
 Mode = Literal["sync", "delayed", "async"]
 Engine = Literal["builtin", "transformers", "vllm"]
@@ -43,34 +43,32 @@ _FACTORIES: Final = {
     "reference": f"{_HERE}.stages.model_stages:reference",
     "train": f"{_HERE}.stages.model_stages:train",
 }
-"""Where each stage is. A process loads that module only: torch, or the problems, where it needs them."""
+"""Factory of each stage. A process imports that module only, so that only stages with a model load torch."""
 
 _LEASE_S: Final = 30.0
 _ROLLOUT_ROWS: Final = 128
-"""Rows of one request: decoding gains little from larger batches, and fewer rows wait for old weights."""
+"""Rows of one request: larger batches decode little faster, and smaller ones get newer weights sooner."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings:
-    """How the job runs, besides how it learns.
+    """How the job runs; `learning` says how it learns.
 
-    ``engine`` generates. ``mode`` sync: a batch is generated, trained on, and then the next one, with the new weights. delayed: the next
-    batch is generated while one is trained on, all of it with the weights before that step (the delayed parameter update
-    of AsyncFlow, arXiv 2507.01663, section 4). async: up to ``depth`` batches are generated ahead, by weights at most
-    ``max_staleness`` versions old, taken as soon as they are there. ``rollouts``: generating processes.
+    engine: what generates. mode: *sync* generates a batch, trains on it, then generates the next one with the new weights. *delayed* generates
+    the next batch during a training step, with the weights before that step (the delayed parameter update
+    of AsyncFlow, arXiv 2507.01663, section 4). *async* generates up to `depth` batches ahead, with weights at most
+    `max_staleness` versions old, loaded as soon as they are published. rollouts: number of generating processes.
 
-    Raises `Impossible` for a sync job with depth, or with staleness unless it over-samples, an async one without depth,
-    a delayed one with anything but 1
-    of both or with a real engine, whose weights change in flight.
+    partial: tokens that one lease adds to a response at most (0: no bound). An unfinished response is released with its
+    tokens, and any rollout process continues it under its current weights (partial rollouts; Kimi k1.5,
+    arXiv 2501.12599, section 2.6.2). over_sample: a synchronous job begins this multiple of a batch; when the batch is full, the
+    rest is released and continued under the next weights (`over_sampling`). filter_zero_advantage: groups with equal rewards are
+    dropped, and other prompts are admitted in their place (dynamic sampling; DAPO, arXiv 2503.14476, section 3.2). replace_lost:
+    groups whose bytes are lost with a shard are replaced too; without it the run ends that much shorter, or waits for ever for the rest
+    of a batch. replicas: shards that store each row; at least so many must lend memory.
 
-    ``partial``: tokens that one lease adds to a response at most (0: no bound). What is not finished then goes back with its
-    tokens, and any rollout process goes on with it, under the weights it has by then (partial rollouts; Kimi k1.5,
-    arXiv 2501.12599, section 2.6.2). ``over_sample``: so many times a batch is begun in a synchronous job; when the batch is full the
-    rest is handed back, and goes on under the next weights (`over_sampling`). ``filter_zero_advantage``: groups with
-    equal rewards are dropped, and as many prompts
-    are admitted in their place (dynamic sampling; DAPO, arXiv 2503.14476, section 3.2). ``replace_lost``: so it is with groups
-    whose bytes are lost with a shard; without, the run ends that much shorter, or waits in vain for the rest of a batch.
-    ``replicas``: shards that hold each row; it takes as many that lend memory.
+    Raises `Impossible` for a sync job with depth, or with staleness unless it over-samples; for an async job without depth; and for a
+    delayed job with depth or staleness other than 1, or with a real engine, whose weights change in flight.
     """
 
     learning: LearningSettings = field(default_factory=LearningSettings)
@@ -148,34 +146,36 @@ class JobSettings:
 
     @property
     def surplus_groups(self) -> int:
-        """Groups that are begun beyond those of a batch, and beyond depth."""
+        """Groups that over-sampling begins beyond those of a batch."""
         return math.ceil(self.over_sample * self.learning.prompts_per_step) - self.learning.prompts_per_step
 
     @property
     def batches_ahead(self) -> float:
-        """Batches that may be outstanding beyond the one in work: the depth, and the part of one that is over-sampled."""
+        """Depth of the pacing: batches outstanding beyond the current one, with the surplus of over-sampling as a fraction of a batch."""
         return self.depth + self.surplus_groups / self.learning.prompts_per_step if self.surplus_groups else self.depth
 
     @property
     def in_parts(self) -> bool:
-        """Whether a response may be generated in parts, under several versions."""
+        """Whether a response may be generated in several leases, under several versions."""
         return bool(self.partial or self.surplus_groups)
 
     @property
     def groups_per_request(self) -> int:
-        """Groups of one request to a rollout process, such that all processes get some of a step."""
+        """Groups of one request to a rollout process, so that every process gets some of each step."""
         share = math.ceil(self.learning.prompts_per_step / self.rollouts)
         return max(1, min(share, _ROLLOUT_ROWS // self.learning.group_size))
 
     @property
     def replaces(self) -> bool:
-        """Whether groups may end untrained and others are trained in their place: prompts are put until the table is sealed."""
+        """Whether dropped groups are replaced. The source then puts prompts until the trainer seals the table."""
         return self.filter_zero_advantage or self.replace_lost
 
     @property
     def rows_per_put(self) -> int:
-        """Rows of one put: those of a request; fewer where the room is no multiple of them, single groups where groups are
-        replaced: room for a larger put might never be there."""
+        """Rows of one put: those of a request; fewer if they do not divide the room; one group if groups are replaced.
+
+        Room for a larger put might otherwise never come.
+        """
         if self.replaces:
             return self.learning.group_size
         if not self.surplus_groups:
@@ -190,7 +190,7 @@ class JobSettings:
 
 
 def fields(settings: JobSettings) -> list[tq.Field]:
-    """Columns of the table."""
+    """Return the columns of the table."""
     columns = [
         tq.Field("prompt_ids", "int32", (None,)),
         tq.Field("problem", "value"),
@@ -210,7 +210,7 @@ def fields(settings: JobSettings) -> list[tq.Field]:
 
 
 def stages(settings: JobSettings) -> list[Stage]:
-    """The tasks of the table, in the order in which a row meets them, and what one call of each gets."""
+    """Return the stages, one for each task of the table, in the order in which a row passes them."""
     generated = ("prompt_ids", "response_ids", "rollout_logprobs")
     reference = ("ref_logprobs",) if settings.with_reference else ()
     begun, versions = (BEGUN, ("token_versions",)) if settings.in_parts else ((), ())
@@ -245,7 +245,7 @@ def stages(settings: JobSettings) -> list[Stage]:
 
 
 def pacing(settings: JobSettings) -> tq.Pacing:
-    """How far generation runs ahead of training. A row too old to be trained is generated again, never lost."""
+    """Return how far generation runs ahead of training. A row that is too old to train on is generated again."""
     return tq.Pacing(
         "train",
         batch_rows=settings.rows_per_step,
@@ -270,7 +270,7 @@ def create_table(queue: tq.Queue, settings: JobSettings) -> tq.Table:
 
 
 def jobs(settings: JobSettings) -> list[StageJob]:
-    """The processes of the job."""
+    """Return the processes of the job."""
     plain = asdict(settings)
     stage_jobs = [StageJob(name="prompts", table=TABLE, factory=_FACTORIES["prompts"], settings=plain)]
     for stage in stages(settings):

@@ -1,8 +1,8 @@
-"""The main job on a Ray cluster: its server an actor, a shard on every other node, each stage a task somewhere.
+"""Runs the main job on a Ray cluster: its server is an actor, every other node has a shard, and each stage is a task.
 
-A node may go, but for that of the server: the shard on it is lost, and its stages are started elsewhere. Rows that the
-shard held are generated again, or their groups end as dropped (``lost``, ``incomplete``) and others take their place, so that
-as many rows are trained as the settings say, each once. With ``replicas=2`` none is lost.
+Any node but the server's may die: its shard is lost, and its stages start elsewhere. Rows of the lost
+shard are generated again, or their groups end as dropped (``lost``, ``incomplete``) and are replaced, so that
+the trainer gets as many rows as the settings say, each once. With ``replicas=2`` no row is lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transferqueue.workflows.grpo.job import JobSettings, jobs
 from transferqueue.workflows.grpo.run import RunOutcome, run_job
 
 ANYWHERE: Final = {"num_cpus": 0.1, "scheduling_strategy": "SPREAD"}
-"""A little of a core each: so the job fits on any cluster, and Ray deals its stages out over the nodes."""
+"""Ray options of each stage: a fraction of a core, so that the job fits any cluster, spread over the nodes."""
 
 
 def run_demo_on_ray(
@@ -33,11 +33,11 @@ def run_demo_on_ray(
     started: Callable[[tq.Deployment, Sequence[str]], None] = lambda service, labels: None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> RunOutcome:
-    """Run the job on the Ray cluster of this process (`ray.init`), or on one of this machine, and return its outcome.
+    """Run the job on the Ray cluster of this process (`ray.init`), or on a local one, and return its outcome.
 
-    Blocks until the run has ended; nothing of it is left on the cluster then. Files go to ``directory``, here. ``observe``
-    is called for every event, ``started`` with the service and the labels of the stages before these start. options: as of
-    `run_on_ray`; what they do not say is `ANYWHERE`. Lost groups are replaced, whatever the settings say.
+    Blocks until the run has ended; nothing of it is left on the cluster then. Files go to `directory` on this machine. observe:
+    called for every event. started: called with the deployment and the labels of the stages before they start. options: as of
+    `run_on_ray`, over the defaults `ANYWHERE`. Lost groups are replaced, whatever the settings say.
     Raises as `run_demo` and `deploy_ray` do.
     """
     settings = replace(settings, replace_lost=True)

@@ -1,4 +1,4 @@
-"""What a run of the GRPO job was like: collected from its events, summed up, written as JSON, trace and picture."""
+"""Report of a run of the GRPO job: collected from its events; written as JSON, trace and picture."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _DOTS_PER_INCH = 130
 class Summary:
     """The result of a run, with the keys of ``summary.json``.
 
-    seconds: the whole run, start and warm-up and evaluations included. samples_per_s: trained rows per second from the
+    seconds: the whole run, including start, warm-up and evaluations. samples_per_s: trained rows per second, from the
     trainer's first wait for rows to its last step. trainer_busy, rollout_busy: share of that time in which the
-    trainer, or a rollout process on average, had a batch. heldout_reward_*: mean reward at temperature 1 on problems not
-    trained on; accuracy_*: share of right greedy answers. staleness_histogram: rows by the versions they were
-    behind when handed to the trainer. staleness_in_flight, staleness_in_queue: rows handed over by the part of it from the
-    version of their first token to the trainer's version when they were put, and from then on. publish_lag_s: median time from a
-    publication to a rollout process having loaded it. publish_s: median time of a publication of weights; swaps, swap_s_max, gap_s_max and
-    request_s: how long generation stood still for them, as `transferqueue.workflows.grpo.weight_swaps` defines it. rows_aborted,
-    tokens_kept: responses that stopped because their batch was full (one may several times), and the tokens that they had.
+    trainer, or a rollout process on average, had a batch. heldout_reward_*: mean reward at temperature 1 on held-out
+    problems; accuracy_*: share of right greedy answers. staleness_histogram: rows by the versions they were
+    behind when the trainer leased them. staleness_in_flight: the part of it up to the put, in versions since a row's first
+    token; staleness_in_queue: the part after the put. publish_lag_s: median time from a
+    publication until a rollout process has loaded it. publish_s: median time of a publication; swaps, swap_s_max, gap_s_max and
+    request_s: as `transferqueue.workflows.grpo.weight_swaps` defines them. rows_aborted,
+    tokens_kept: responses stopped because their batch was full (a row may count several times), and the tokens that they had.
     """
 
     mode: str
@@ -71,7 +71,7 @@ class Summary:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     def rows(self) -> list[tuple[str, str]]:
-        """The same for people: names and values of a table."""
+        """Return names and values of a table for people."""
         return [
             ("mode", self.mode),
             ("steps", f"{self.steps}"),
@@ -114,7 +114,7 @@ def _change(before: float, after: float) -> str:
 
 @dataclass
 class RunLog:
-    """Everything the processes of a run told, by process."""
+    """All events of the processes of a run, by process."""
 
     spans: dict[str, list[TimeSpan]] = field(default_factory=dict)
     steps: list[Figures] = field(default_factory=list)
@@ -122,7 +122,7 @@ class RunLog:
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, label: str, event: Event) -> None:
-        """Take in an event of process ``label``."""
+        """Add an event of process `label`."""
         if isinstance(event, TimeSpan):
             self.spans.setdefault(label, []).append(event)
         elif isinstance(event, Figures) and event.kind == "step":
@@ -133,22 +133,22 @@ class RunLog:
             self.evaluations[event.values["when"]] = event.values
 
     def of_stage(self, name: str) -> list[list[TimeSpan]]:
-        """Spans of each process of one stage."""
+        """Return the spans of each process of a stage."""
         return [spans for label, spans in self.spans.items() if label.rpartition("-")[0] == name]
 
     def training_time(self) -> tuple[float, float]:
-        """From the trainer's first wait for rows to the end of its last step, in monotonic seconds."""
+        """Return the trainer's first wait for rows and the end of its last step, in monotonic seconds."""
         trained = [span for spans in self.of_stage("train") for span in spans if span.name in (WAIT, WORK)]
         return min((span.start for span in trained), default=0.0), max((span.end for span in trained), default=0.0)
 
     def publish_s(self) -> float:
-        """Median time of a publication of weights, in seconds; 0 without any."""
+        """Return the median duration of a publication of weights, in seconds; 0 without any."""
         spans = (span for spans in self.of_stage("train") for span in spans if span.name == PUBLISH)
         seconds = [span.end - span.start for span in spans]
         return median(seconds) if seconds else 0.0
 
     def staleness(self) -> dict[str, int]:
-        """Rows by the versions they were behind."""
+        """Return the number of rows by versions behind."""
         total: Counter[str] = Counter()
         for step in self.steps:
             total.update(step.values["staleness"])
@@ -158,7 +158,7 @@ class RunLog:
 def summarize(
     record: RunLog, settings: JobSettings, audit: Audit, *, table: Mapping[str, Any], seconds: float
 ) -> Summary:
-    """Sum a finished run up; ``audit`` and ``table`` (stats) are of its table. `InternalError` when the run told no evaluation."""
+    """Summarise a finished run; `audit` and `table` (stats) are of its table. Raises `InternalError` if an evaluation is missing."""
     missing = [when for when in ("before", "after") if when not in record.evaluations]
     if missing:
         raise InternalError(
@@ -260,7 +260,7 @@ def _draw_reward(axes: Any, steps: list[int], rewards: list[float], summary: Sum
 
 
 def _draw_ages(axes: Any, steps: list[int], ages: list[Mapping[str, float | None]]) -> None:
-    """A line for each task that rows waited for, with gaps where none did; the first rows wait while a trainer warms up."""
+    """Draw a line for each task that rows waited for, with gaps where none did. While the trainer warms up, the first rows wait."""
     for task in dict.fromkeys(task for of_step in ages for task, age in of_step.items() if age):
         of_task = [of_step.get(task) or math.nan for of_step in ages]
         axes.plot(steps, of_task, linewidth=1, marker=".", markersize=3, label=task, color=_COLOURS.get(task))

@@ -1,6 +1,6 @@
-"""The main job: asynchronous GRPO of a small transformer, every stage a process, connected by nothing but the queue.
+"""Runs the main job: asynchronous GRPO of a small transformer, with every stage a process that shares only the queue.
 
-`run_demo` runs it on this machine, `grpo.on_ray` on a cluster; `run_job` is what both have in common.
+`run_demo` runs it on this machine, `grpo.on_ray` on a cluster; both call `run_job`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transferqueue.workflows.grpo.report import RunLog, Summary, summarize, writ
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
-    """A finished run: its summary, its table's audit, and the files it left."""
+    """A finished run: its summary, the row counts of its table, and the files it wrote."""
 
     summary: Summary
     audit: Audit
@@ -39,11 +39,11 @@ def run_demo(
     observe: Callable[[str, Event], None] = lambda label, event: None,
     started: Callable[[Flow], None] = lambda flow: None,
 ) -> RunOutcome:
-    """Run the job and return its outcome; files and logs go to ``directory``.
+    """Run the job and return its outcome; files and logs go to `directory`.
 
-    Blocks until the run has ended. The queue server runs in this process; each stage is a process of its own, and none is
-    left when this returns or raises. ``observe`` is called for every event, ``started`` once the processes run.
-    Raises `StageFailed` when a stage cannot work, and `InternalError` when the rows do not balance at the end.
+    Blocks until the run has ended. The server runs in this process, each stage in its own; no process is
+    left when this returns or raises. observe: called for every event. started: called once the processes run.
+    Raises `StageFailed` when a stage cannot work, and `InternalError` when the row counts do not balance at the end.
     """
     with tq.connect("embedded", label="supervisor") as queue:
 
@@ -63,9 +63,9 @@ def run_job(
     directory: Path,
     observe: Observe,
 ) -> RunOutcome:
-    """Create the table of the job in ``queue``, let ``run`` do its jobs until all have ended, and sum up what was heard.
+    """Create the job's table in `queue`, let `run` run its processes until all have ended, and summarise their events.
 
-    Files go to ``directory``. Raises what ``run`` does, and `InternalError` when the rows do not balance at the end.
+    Files go to `directory`. Raises what `run` raises, and `InternalError` when the row counts do not balance at the end.
     """
     began = time.monotonic()
     record = RunLog()
@@ -85,8 +85,7 @@ def run_job(
 
 
 def aged(event: Event, table: tq.Table) -> Event:
-    """The figures of a step with ``queue_age_s``: for each task, how long ago the row that is next in line was put, as the
-    supervisor hears of the step; None where no row waits."""
+    """Add `queue_age_s` to the metrics of a step: for each task, how long ago its next row was put; None if no row waits."""
     if not isinstance(event, Figures) or event.kind != STEP:
         return event
     ages = {name: task["age_s"] for name, task in table.stats()["tasks"].items()}
@@ -94,6 +93,6 @@ def aged(event: Event, table: tq.Table) -> Event:
 
 
 def run_name(settings: JobSettings, now: datetime | None = None) -> str:
-    """Name of the folder of a run: data set, mode, seed and the time, in UTC."""
+    """Folder name of a run: data set, mode, seed and UTC time."""
     at = (now or datetime.now(UTC)).strftime("%Y%m%d-%H%M%S")
     return f"{settings.learning.dataset}-{settings.mode}-seed{settings.learning.seed}-{at}"

@@ -1,15 +1,15 @@
-"""How long generation stands still for new weights, from the spans of its processes.
+"""How long generation stands still for new weights, measured from the spans of its processes.
 
-A generating process changes weights between two requests. Two times are told of each change:
+A generating process changes weights between two requests. Each change has two times:
 
-- *swap*: from asking for the version to having loaded it. There is work at hand, and nothing is generated.
-- *gap*: from the end of the request before to the end of the swap. It holds the swap, and whatever time the process
-  waited for rows: with a trainer that is the slower side, that is the pacing, not the weights.
+- *swap*: from requesting the version until it is loaded. There are rows to generate, and none is generated.
+- *gap*: from the end of the request before until the end of the swap. It includes the time in which the process
+  waited for rows; if the trainer is the slower side, that wait comes from the pacing and not from the weights.
 
 Generation does not pause when the longest swap is shorter than one request.
 
-The *publish lag* of a change is from the publication of its version to when a generating process had loaded it: what a
-process generates in between is a version late when it begins. It holds the rest of the request before.
+The *publish lag* of a change is the time from the publication of its version until a generating process has loaded it; rows that begin
+in between are one version behind. It includes the rest of the request before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transferqueue.workflows.flow.events import PUBLISH, SWAP, WEIGHTS, WORK, Ti
 
 @dataclass(frozen=True, kw_only=True)
 class Swaps:
-    """Changes of weights over all processes, in seconds; all 0 where none changed. request_s: median of a request."""
+    """Changes of weights over all processes, in seconds; all 0 if there were none. request_s: median duration of a request."""
 
     count: int
     swap_s_max: float
@@ -60,7 +60,7 @@ def _changes(spans: Sequence[TimeSpan]) -> Iterator[tuple[float, float]]:
 
 
 def publish_lag_s(generators: Iterable[Sequence[TimeSpan]], trainers: Iterable[Sequence[TimeSpan]]) -> float:
-    """Median publish lag over all changes of weights, in seconds; 0 where none is known. A version has its first publication.
+    """Return the median publish lag over all changes of weights, in seconds; 0 if none is known. A version counts from its first publication.
 
     >>> publish_lag_s([[TimeSpan(name="swap", start=2.5, end=3.0, version=1)]], [[TimeSpan(name="publish", start=1.0, end=1.5, version=1)]])
     1.5

@@ -6,16 +6,16 @@ import numpy as np
 import numpy.typing as npt
 
 _STD_MIN: Final = 1e-6
-"""A group whose rewards differ by no more than rounding has nothing to teach."""
+"""Below this deviation, rewards of a group differ by rounding only."""
 
 
 def group_advantages(rewards: npt.ArrayLike, group_id: npt.ArrayLike) -> npt.NDArray[np.float32]:
-    """Return how much better than its group each row did, in standard deviations of the group: float32 ``[rows]``.
+    """Return each row's reward above its group's mean, in standard deviations of the group: float32 ``[rows]``.
 
-    ``rewards`` (float) and ``group_id`` (integer) are ``[rows]`` each; rows of one group may stand anywhere. The
+    `rewards` (float) and `group_id` (integer) are ``[rows]`` each, in any order of rows. The
     deviation is that of the population (divided by n). Rows of a group with equal rewards get exactly 0.
 
-    Raises ``ValueError`` for lengths that differ or a reward that is not finite.
+    Raises `ValueError` for lengths that differ or a reward that is not finite.
 
     >>> group_advantages([1.0, 0.0, 0.5, 0.5], [7, 7, 8, 8]).tolist()
     [1.0, -1.0, 0.0, 0.0]

@@ -1,4 +1,4 @@
-"""How good a policy is on problems it never trained on."""
+"""Evaluation of a policy on problems that it never trained on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

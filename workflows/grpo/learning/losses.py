@@ -1,18 +1,18 @@
-"""Gains per token for rows that are not of the policy being trained: what a loss sums up, for the trainer to choose from.
+"""Gains per token for rows that another policy generated, to be summed by a loss.
 
-Three policies meet in an asynchronous job. *behaviour* drew the tokens (``rollout_logprobs``), *proximal* is the policy
-that a step must stay near, *current* is being trained. Where rows are fresh the first two are one, and all gains below
-are PPO's.
+Three policies occur in an asynchronous job. *behaviour* drew the tokens (``rollout_logprobs``), *proximal* is the policy
+that a step must stay near, *current* is being trained. On fresh rows the first two are equal, and all gains below
+equal PPO's.
 
 - PPO (arXiv 1707.06347, equation 7): ``min(r A, clip(r) A)`` with ``r = current / behaviour``. The clip is around the
-  behaviour policy, so old rows leave it at once and teach nothing, or drag the policy back.
+  behaviour policy, so old rows leave it at once and teach nothing, or pull the policy back.
 - Decoupled PPO (Hilton et al., arXiv 2110.00641, equation 4; AReaL, arXiv 2505.24298): the clip is around the proximal policy,
-  ``r = current / proximal``, and ``proximal / behaviour`` weighs the token as a constant.
+  ``r = current / proximal``, and ``proximal / behaviour`` is a constant weight of the token.
 - Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
   training"; Espeholt et al., IMPALA, arXiv 1802.01561): that weight is cut at a bound, which trades variance for bias.
 
-All tensors are float32 ``[rows, tokens]``, log-probs natural, advantages broadcast against them. Whatever is on masked
-positions of the inputs stays on masked positions of the result; `grpo_loss` takes the mean.
+All tensors are float32 ``[rows, tokens]``, log-probs natural, advantages broadcast against them. Values at masked
+positions of the inputs affect only the same positions of the result; `grpo_loss` takes the mean.
 """
 
 from __future__ import annotations

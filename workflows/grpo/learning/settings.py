@@ -1,8 +1,8 @@
-"""All numbers of the job's learning in one place, each with its reason. No torch here: every process reads them.
+"""All numbers of the job's learning, each with its reason. No torch here: every process reads them.
 
 They were found by experiment, under one bound: the whole job in well under 180 s on two cores, where the trainer is the
 slower side. A step of the default costs 0.15 s of the trainer's core and 0.08 s of the generator's. Shares of right
-answers below are of chain_sum's held-out problems, sampled at temperature 1 unless called greedy, after the warm-up.
+answers below are of chain_sum's held-out problems after the warm-up, sampled at temperature 1 unless called greedy.
 """
 
 import math
@@ -17,7 +17,7 @@ from transferqueue.workflows.grpo.model.tokenizer import VOCABULARY_SIZE
 
 
 def check_weight_max(weight_max: float | None) -> None:
-    """`UsageError` unless it is none, or a finite bound of at least 1."""
+    """Raise `UsageError` unless it is None or a finite bound of at least 1."""
     if weight_max is not None and not 1 <= weight_max < math.inf:
         raise UsageError(
             f"weight_max={weight_max}: a weight is cut at a finite bound of at least 1, the weight of fresh rows"
@@ -26,7 +26,7 @@ def check_weight_max(weight_max: float | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningSettings:
-    """How the job learns. The defaults are those of ``chain_sum``; ``settings_for`` knows all data sets."""
+    """How the job learns. The defaults are those of ``chain_sum``; `settings_for` returns those of each data set."""
 
     dataset: str = "chain_sum"
     """Its reward is all or nothing but for a corner case, so reward and greedy accuracy rise together."""
@@ -109,8 +109,11 @@ SETTINGS: Final[Mapping[str, LearningSettings]] = MappingProxyType(
 
 
 def for_engine(settings: LearningSettings) -> LearningSettings:
-    """Return ``settings`` for a real engine on a CPU: heads wide enough for its attention, and smaller steps, since it
-    takes a request a row where the job's own sampler takes a batch. Fewer rows want a lower rate."""
+    """Return `settings` for a real engine on a CPU.
+
+    Its attention needs wider heads. Steps are smaller, since it takes one request a row where the job's own sampler takes a batch; fewer
+    rows need a lower learning rate.
+    """
     return replace(settings, heads=4, prompts_per_step=32, steps=240, learning_rate=settings.learning_rate / 2)
 
 

@@ -1,4 +1,4 @@
-"""A short supervised start, so that some sampled answers are right and reinforcement has something to reinforce."""
+"""A short supervised start, so that some sampled answers are right when reinforcement begins."""
 
 import math
 

@@ -1,8 +1,8 @@
-"""The job's transformer as a Llama: the same function under the names that every engine knows.
+"""Converts the job's transformer to a Llama and back: the same function, under the names that engines know.
 
-Two things differ. Ours turns neighbouring channels together, Llama a channel of the first half with its fellow of the
-second; so rows of the query and key matrices are put in another order, per head. And ours keeps queries, keys and values in one
-matrix, gate and value in another, which are cut apart. Nothing is rounded: both directions are exact.
+Two things differ. Our rotary embedding turns neighbouring channels together, Llama's turns channel i of the first half with channel i of the
+second; so the rows of query and key matrices are permuted within each head. And our model has queries, keys and values in one
+matrix, gate and value in another, which are split. Nothing is rounded: both directions are exact.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OUTSIDE = {
 
 
 def llama_config(shape: ModelShape) -> dict[str, Any]:
-    """The ``config.json`` of the same model as a ``LlamaForCausalLM``."""
+    """Return the ``config.json`` of the same model as a ``LlamaForCausalLM``."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -61,7 +61,7 @@ def llama_config(shape: ModelShape) -> dict[str, Any]:
 
 
 def to_llama(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """A state dict of `Transformer` under Llama's names. Tensors are contiguous; those that need no change are shared."""
+    """Convert a state dict of `Transformer` to Llama's names. Tensors are contiguous; those that need no change are shared."""
     renamed = {theirs: weights[ours] for theirs, ours in _OUTSIDE.items()}
     for layer in range(shape.layers):
         theirs, ours = f"model.layers.{layer}.", f"blocks.{layer}."
@@ -76,7 +76,7 @@ def to_llama(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tens
 
 
 def from_llama(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """The state dict of `Transformer` that `to_llama` was given."""
+    """Invert `to_llama`: return the state dict of `Transformer`."""
     renamed = {ours: weights[theirs] for theirs, ours in _OUTSIDE.items()}
     for layer in range(shape.layers):
         theirs, ours = f"model.layers.{layer}.", f"blocks.{layer}."
@@ -106,12 +106,12 @@ def _per_head(matrix_OI: Tensor, shape: ModelShape, reorder: Callable[[Tensor], 
 
 
 def _halves(heads_HCI: Tensor) -> Tensor:
-    """Channels 0 2 4 … 1 3 5 …: what were neighbours are half a head apart."""
+    """Reorder channels to 0 2 4 … 1 3 5 …: neighbours move half a head apart."""
     return torch.cat([heads_HCI[:, 0::2], heads_HCI[:, 1::2]], dim=1)
 
 
 def _neighbours(heads_HCI: Tensor) -> Tensor:
-    """The reverse of `_halves`."""
+    """Invert `_halves`."""
     return torch.stack(heads_HCI.chunk(2, dim=1), dim=2).flatten(1, 2)
 
 

@@ -1,12 +1,12 @@
-"""Over-sampling: more responses are begun than a batch needs, and when the batch is full the rest stops where it is.
+"""Over-sampling: rollout begins more responses than a batch needs, and stops the rest when the batch is full.
 
-The law (APRIL, arXiv 2509.18521; the stop goes through the queue here):
+Rules (APRIL, arXiv 2509.18521; here the stop signal goes through the queue):
 
-1. The trainer tells which batch it has on the channel `FULL`: version k says that batch k - 1 is full, the one that the
-   weights k are made of. Its one tensor holds the rows of the batch.
-2. A rollout process hears that at the server, in a thread of its own, and stops between two tokens. What is unfinished goes
-   back with its tokens, log-probs and versions, and what is not begun as it is: nothing is lost, and nothing done twice.
-3. From then on nothing is generated with weights older than k: the rows wait for them, and go on under them.
+1. The trainer announces each full batch on the channel `FULL`: version k says that batch k - 1 is full, the one that
+   makes weights k. Its one tensor holds the row ids of the batch.
+2. A rollout process waits for it at the server, in a separate thread, and stops between two tokens. Unfinished responses are
+   released with their tokens, log-probs and versions, and prompts that were not begun as they are: no row is lost or done twice.
+3. From then on nothing is generated with weights older than k: the rows wait for these weights and continue under them.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ import transferqueue as tq
 from transferqueue.errors import AlreadyExists, DeadlineExceeded, PeerError
 
 FULL: Final = "full"
-"""Channel on which full batches are told."""
+"""Weight channel on which full batches are announced."""
 ABORTED: Final = "aborted"
-"""Figures of responses that stopped because their batch was full: rows, and the tokens that they have."""
+"""Kind of the metrics of responses that were stopped because their batch was full: rows, and their tokens so far."""
 _FOLLOW_S: Final = 3600.0
-"""Longest wait for one batch, after which it is asked for again."""
+"""Longest wait for one announcement; then the thread waits again."""
 
 Due = Callable[[], int]
-"""The version of the weights that the newest full batch makes; 0 as long as there is none. Raises what ended the hearing."""
+"""Returns the version that the newest full batch makes; 0 before the first. Raises the error that ended the listening thread."""
 
 
 def nothing_due() -> int:
-    """Without over-sampling no batch is told of."""
+    """The `Due` of a job without over-sampling."""
     return 0
 
 
 def tell_full(queue: tq.Queue, version: int, rows: npt.NDArray[np.int64]) -> None:
-    """Tell that the batch of which weights `version` will be made is full. Again: nothing (a trainer that was started anew)."""
+    """Announce that the batch of weights `version` is full. A second announcement (by a restarted trainer) does nothing."""
     with suppress(AlreadyExists):
         queue.weights(FULL, keep=1).publish(version, {"rows": np.ascontiguousarray(rows)})
 
 
 @contextmanager
 def hearing(queue: tq.Queue) -> Iterator[Due]:
-    """Hear of full batches while entered."""
+    """Listen for full batches until the block ends."""
     channel = queue.weights(FULL, keep=1)
     latest = 0
     failures: list[Exception] = []

@@ -1,4 +1,4 @@
-"""Responses that are begun, and which rows of a batch are generated together."""
+"""Unfinished responses, and how the rows of a batch are grouped for generation."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from transferqueue.workflows.grpo.model.sampling import Response
 
 
 class PartialResponses(NamedTuple):
-    """What a row has of its response: ids int32, log-probs float32 and versions int32, ``[tokens]`` each."""
+    """A row's response so far: ids int32, log-probs float32 and versions int32, each ``[tokens]``."""
 
     ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
 
     def and_then(self, response: Response, version: int) -> PartialResponses:
-        """These tokens, and those of ``response``, drawn by weights of ``version``."""
+        """Return these tokens followed by those of `response`, which were drawn by weights of `version`."""
         return PartialResponses(
             np.concatenate([self.ids, response.ids]),
             np.concatenate([self.logprobs, response.logprobs]),
@@ -31,20 +31,20 @@ NOTHING: Final = PartialResponses(np.empty(0, np.int32), np.empty(0, np.float32)
 
 
 def places(responses: Sequence[Response], rows_PS: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """Positions in the batch of ``responses`` to ``rows_PS``."""
+    """Return the positions in the batch of `responses` to `rows_PS`."""
     return np.array([rows_PS[response.prompt, response.sample] for response in responses], dtype=np.intp)
 
 
 def same_length(begun: Sequence[PartialResponses]) -> list[npt.NDArray[np.intp]]:
-    """Positions of begun rows, as arrays ``[rows, 1]``: one for each number of tokens that are begun."""
+    """Group rows with begun responses by their number of tokens: one array ``[rows, 1]`` of positions for each length."""
     lengths = np.array([len(partial.ids) for partial in begun])
     return [np.flatnonzero(lengths == length)[:, None] for length in np.unique(lengths[lengths > 0])]
 
 
 def same_prompt(group_id: npt.NDArray[np.int64], rows: npt.NDArray[np.intp]) -> list[npt.NDArray[np.intp]]:
-    """Positions ``rows`` by group, as arrays ``[groups, rows]``: one for each size that groups have among them.
+    """Group the positions `rows` by prompt: one array ``[groups, rows]`` for each number of rows that groups have here.
 
-    A group is read once, however many of its rows are here; after a redelivery that may be fewer than all.
+    A group's prompt is read once. After a redelivery a group may have fewer rows here than its size.
     """
     _, member_B, sizes_G = np.unique(group_id[rows], return_inverse=True, return_counts=True)
     by_group = rows[np.argsort(member_B, kind="stable")]

@@ -1,8 +1,8 @@
-"""Many (prompt, response) pairs in few rows: neighbours with the same prompt share one copy of it.
+"""Packs many (prompt, response) pairs into few rows: neighbours with the same prompt share one copy of it.
 
-A group of 8 short responses to one prompt spends most of its tokens on the prompt. Here it becomes one row, ``prompt,
-response 1, … response 8``, in which each token sees the prompt and its own response only, and stands where it
-would stand alone. The log-probs are those of separate rows; the work is two to three times less.
+A group of 8 short responses to one prompt consists mostly of the prompt. It becomes one row, ``prompt,
+response 1, … response 8``, in which each token attends to the prompt and its own response only, at the position it
+would have alone. The log-probs are those of separate rows; the work is two to three times less.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class PackedPrompts:
     mask_BT: Tensor
 
     def sight(self) -> Tensor:
-        """Return what each token sees: earlier tokens of segment 0 (the prompt) and of its own segment."""
+        """Return the attention mask: each token sees earlier tokens of segment 0 (the prompt) and of its own segment."""
         segments = self.segments_PS
         size = segments.shape[1]
         causal_SS = torch.ones(size, size, dtype=torch.bool).tril()

@@ -28,10 +28,10 @@ _BUSY_SHARE_MIN: Final = 0.6
 class Response:
     """One sampled response.
 
-    ``prompt`` is the index of its prompt in the request and ``sample`` its number among that prompt's. ``ids`` are int32
-    ``[tokens]``, eos included; ``logprobs`` float32 ``[tokens]``: log-probability of each token under the very
-    distribution it was drawn from (temperature applied). ``finish_reason`` is ``"length"`` when the limit cut it,
-    ``"abort"`` when it is not finished.
+    prompt: index of its prompt in the request. sample: its number among that prompt's. ids: int32
+    ``[tokens]``, including eos. logprobs: float32 ``[tokens]``, of each token under the
+    distribution that it was drawn from, temperature applied. finish_reason: ``"eos"``, ``"length"`` when the limit ended it, ``"abort"`` when it
+    is unfinished.
     """
 
     prompt: int
@@ -105,7 +105,7 @@ class SamplingRequest:
         return responses
 
     def unfinished(self) -> list[Response]:
-        """What the rows that are not finished have so far, with finish reason abort."""
+        """Return the unfinished responses with their tokens so far and finish reason abort."""
         return [self._response(row, "abort") for row in self._rows_A[self._busy_A].tolist()]
 
     def _read(self, prompts: Sequence[npt.NDArray[np.integer]]) -> tuple[Cache, Tensor]:

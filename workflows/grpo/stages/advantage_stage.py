@@ -1,4 +1,4 @@
-"""The advantage stage: apart from the others, since it needs neither a model nor the problems."""
+"""The advantage stage, in a module of its own: it needs neither a model nor the problems."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from transferqueue.workflows.grpo.job import JobSettings
 from transferqueue.workflows.grpo.learning.advantages import group_advantages
 
 ZERO_ADVANTAGE: Final = "zero_advantage"
-"""Why a group with nothing to teach was dropped."""
+"""Drop reason of groups with equal rewards."""
 
 
 @contextmanager
 def advantage(context: Context) -> Iterator[Work]:
-    """Factory of ``advantage``: how much better than its group each row did. Its task must ask for complete groups.
+    """Factory of ``advantage``, which computes group advantages. Its task must ask for complete groups.
 
-    Where the job filters, groups with equal rewards end here, for all tasks.
+    If the job filters, groups with equal rewards are dropped here, for all tasks.
     """
     filtering = context.settings(JobSettings).filter_zero_advantage
 

@@ -1,7 +1,7 @@
 """The rollout stage with a real engine: the job's transformer, saved as a Llama, served by vLLM or transformers.
 
-Weights follow in flight: a thread beside the engine waits for the next version and hands it over while completions are being
-generated, so generation never stops for an update, and a row may carry tokens of two versions.
+Weights change in flight: a thread beside the engine waits for the next version and loads it while completions are
+generated. Generation never stops for an update, and a row may have tokens of two versions.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from transferqueue.workflows.grpo.model.tokenizer import EOS_ID
 from transferqueue.workflows.grpo.stages.model_stages import Policy, tokens_max
 
 _FOLLOW_S: Final = 3600.0
-"""Longest wait of the follower for one version, after which it asks again; it ends with the session."""
+"""Longest wait for one version; then the thread waits again. It ends with the session."""
 
 
 def vllm(directory: Path, version: int) -> Generator:
-    """The asynchronous engine of vLLM, small: on a CPU, one thread, float32."""
+    """Serve a small model by vLLM's asynchronous engine: on a CPU, one thread, float32."""
     from transferqueue.adapters.vllm.engine import VllmGenerator
 
     return VllmGenerator(
@@ -44,7 +44,7 @@ def vllm(directory: Path, version: int) -> Generator:
 
 
 def transformers(directory: Path, version: int) -> Generator:
-    """The same model in this process, by transformers."""
+    """The same model by transformers, in this process."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -85,14 +85,14 @@ def rollout(context: Context) -> Iterator[Work]:
 
 
 class _StageOver(Exception):
-    """A version came when the stage was over."""
+    """A version arrived after the end of the stage."""
 
 
 @contextmanager
 def _following(context: Context, engine: Generator, version: int) -> Iterator[Callable[[], None]]:
-    """Weights change in flight while entered. Gives a check that raises what ended that, if anything did.
+    """Update weights in flight until the block ends. Yields a check that raises the error that ended the updates, if any.
 
-    An update that has begun ends before this is left: a thread that is in an engine's C++ when Python ends aborts the process.
+    Leaving waits for an update that has begun: a thread inside an engine's C++ code aborts the process when Python ends.
     """
 
     def update(source: WeightSource, new: int) -> None:

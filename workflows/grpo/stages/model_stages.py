@@ -39,15 +39,15 @@ from transferqueue.workflows.grpo.model.sampling import Response, SamplingReques
 from transferqueue.workflows.grpo.model.transformer import Transformer
 
 _PART_ROWS: Final = 32
-"""Responses are handed on when so many are finished: the reward stage works while the rest is generated."""
+"""Responses are yielded in parts of this many, so that the reward stage works while the rest is generated."""
 SURPLUS: Final = "surplus"
-"""Why a row was dropped that the run did not need."""
+"""Drop reason of rows that the run did not need."""
 _EVALUATION_SEED: Final = 1_000_003
-"""Draws of the held-out evaluation: the same before and after, for all runs."""
+"""Seed of the held-out evaluation: the same before and after, for all runs."""
 
 
 class Policy:
-    """A model whose weights come from a channel."""
+    """A model that gets its weights from a channel."""
 
     def __init__(self, settings: LearningSettings, channel: tq.WeightChannel) -> None:
         self.model = Transformer(settings.model_shape())
@@ -55,7 +55,7 @@ class Policy:
         self._channel = channel
 
     def refresh(self, timeout_s: float = 0.0) -> bool:
-        """Load the newest version if it is newer; wait for one at most ``timeout_s``. Whether there was one."""
+        """Load the newest version if it is newer; wait at most `timeout_s` for one. Return whether it loaded one."""
         try:
             weights = self._channel.pull(above=self.version, timeout_s=timeout_s)
         except DeadlineExceeded:
@@ -66,7 +66,7 @@ class Policy:
         return True
 
     def refresh_in_turn(self, timeout_s: float) -> bool:
-        """`refresh`, while no other replica does; not at all if one still does after ``timeout_s``. Whether there was one."""
+        """Call `refresh` while no other replica changes weights; give up after `timeout_s`. Return whether it loaded a version."""
         try:
             with self._channel.turn(length_s=STALL_S, timeout_s=timeout_s):
                 return self.refresh()
@@ -76,7 +76,7 @@ class Policy:
             return False
 
     def advance(self, version: int) -> bool:
-        """Load exactly ``version``, or the newest where it is no longer kept; nothing when this is as new. Whether it loaded."""
+        """Load exactly `version`, or the newest if it is no longer kept; nothing if this version is as new. Return whether it loaded."""
         if version <= self.version:
             return False
         try:
@@ -94,18 +94,18 @@ class Policy:
 
 
 def load_weights(model: Transformer, weights: tq.Weights) -> None:
-    """Copy published weights into ``model``, whichever names they have."""
+    """Copy published weights into `model`, whether they have its names or Llama's."""
     tensors = {name: torch.as_tensor(value) for name, value in weights.items()}
     model.load_state_dict(from_llama(tensors, model.shape) if is_llama(tensors) else tensors)
 
 
 def published(settings: JobSettings, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Weights of the policy under the names that whoever generates knows."""
+    """Return the policy's weights under the names that the job's engine expects."""
     return weights if settings.engine == "builtin" else to_llama(weights, settings.learning.model_shape())
 
 
 def tokens_max(settings: LearningSettings) -> int:
-    """Length limit of a response: the longest right answer and its end."""
+    """Return the length limit of a response: the longest right answer and its end token."""
     return problem_set(settings.dataset).answer_chars_max + 1
 
 
@@ -113,10 +113,10 @@ def tokens_max(settings: LearningSettings) -> int:
 
 
 class Rollout:
-    """Generates a response for each row, all of one batch with one version of the weights.
+    """Generates a response for each row, all rows of a batch with one version of the weights.
 
-    With a budget, what is not finished within it goes back, and comes again with what was begun; so does what is not finished
-    when newer weights are due. A response that was begun under weights too old to be trained is begun anew.
+    Responses that exceed the budget are released unfinished and continued in a later lease; so are those that are unfinished
+    when newer weights are due. A response whose tokens are too old to be trained starts again.
     """
 
     def __init__(self, job: JobSettings, policy: Policy, context: Context, due: Due = nothing_due) -> None:
@@ -130,7 +130,7 @@ class Rollout:
         self._tokens_max = tokens_max(settings)
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
-        """Yield the rows as they are finished, some at a time; those that were begun first, lest they grow too old."""
+        """Yield rows in parts as they are finished. Begun responses go first, so that they do not become too old."""
         self._swap(batch)
         prompts = list(batch["prompt_ids"])
         begun = self._begun(batch)
@@ -140,7 +140,7 @@ class Rollout:
             yield from self._generate(read, rows_PS, begun)
 
     def _begun(self, batch: tq.Batch) -> list[PartialResponses]:
-        """What each row has so far: nothing where it would be too old to be trained."""
+        """Return each row's response so far; `NOTHING` if it would be too old to be trained."""
         if not self._job.in_parts:
             return [NOTHING] * len(batch)
         oldest = batch.version - self._job.max_staleness
@@ -148,13 +148,13 @@ class Rollout:
         return [partial if partial.versions.min(initial=oldest) >= oldest else NOTHING for partial in partials]
 
     def _swap(self, batch: tq.Batch) -> None:
-        """Take the weights of the mode, and tell how long generation stood still for them."""
+        """Load the weights that the mode demands, and report how long generation stood still for them."""
         start = time.monotonic()
         if self._swapped(batch):
             self._context.emit(TimeSpan(name=SWAP, start=start, end=time.monotonic(), version=self._policy.version))
 
     def _swapped(self, batch: tq.Batch) -> bool:
-        """Replicas change one after another. One that is not let generates on, while its rows stay within bound."""
+        """Replicas change weights one after another. A replica that must wait for its turn generates on, while its rows stay within the bound."""
         if self._overdue():
             while self._overdue():
                 self._policy.refresh(timeout_s=STALL_S)
@@ -169,13 +169,13 @@ class Rollout:
         return self._policy.refresh_in_turn(0.0 if behind < self._job.max_staleness else STALL_S)
 
     def _overdue(self) -> bool:
-        """Whether a batch is full that newer weights are made of: nothing more is generated with these."""
+        """Whether a full batch makes newer weights than these: nothing more is generated with these."""
         return self._due() > self._policy.version
 
     def _generate(
         self, prompts: Sequence[npt.NDArray[np.int32]], rows_PS: npt.NDArray[np.intp], begun: Sequence[PartialResponses]
     ) -> Iterator[PartialResult]:
-        """Generate from what is read; ``rows_PS`` have as many tokens begun as one another."""
+        """Generate responses to `prompts`; all rows of `rows_PS` have the same number of begun tokens."""
         if self._overdue():
             at = rows_PS.ravel()
             yield self._hand_back(at, [begun[row] for row in at.tolist()])
@@ -206,7 +206,7 @@ class Rollout:
     def _with(
         self, responses: Sequence[Response], rows_PS: npt.NDArray[np.intp], begun: Sequence[PartialResponses]
     ) -> tuple[npt.NDArray[np.intp], list[PartialResponses]]:
-        """Where the responses belong, and each with what was begun before it."""
+        """Return the positions of the responses, and each response joined to the tokens begun before it."""
         at = places(responses, rows_PS)
         return at, [
             begun[row].and_then(response, self._policy.version) for row, response in zip(at, responses, strict=True)
@@ -234,7 +234,7 @@ class Rollout:
         )
 
     def _hand_back(self, at: npt.NDArray[np.intp], partials: Sequence[PartialResponses]) -> PartialResult:
-        """Rows that are not finished, with what they have; told, where a full batch is why."""
+        """Return a part that releases unfinished rows with their tokens; report it if a full batch is the reason."""
         if self._overdue():
             self._context.figures(ABORTED, rows=len(partials), tokens=sum(len(partial.ids) for partial in partials))
         return PartialResult(
@@ -243,9 +243,9 @@ class Rollout:
 
 
 def delayed_version(batch: tq.Batch, settings: JobSettings) -> int:
-    """The version before the one that step k makes is what the rows of step k + 1 are generated with.
+    """Return the version for a batch in delayed mode: rows of step k + 1 are generated with the version before the one that step k makes.
 
-    Rows that came again are of an earlier step: the clock they were handed out at speaks for them, lest they grow stale again.
+    Rows that were requeued belong to an earlier step. The clock at their lease decides for them, or they would become stale again.
     """
     step = int(batch.group_id.max()) // settings.learning.prompts_per_step
     return max(0, step - 1, batch.version - 1)
@@ -267,7 +267,7 @@ def rollout(context: Context) -> Iterator[Work]:
 
 @contextmanager
 def reference(context: Context) -> Iterator[Work]:
-    """Factory of ``reference``: log-probs of the responses under the policy that training began with."""
+    """Factory of ``reference``: log-probs of the responses under the initial policy."""
     torch.set_num_threads(1)
     settings = context.settings(JobSettings).learning
     policy = Policy(settings, context.queue.weights(REFERENCE, keep=1))
@@ -284,9 +284,9 @@ def reference(context: Context) -> Iterator[Work]:
 
 
 class Train:
-    """Takes a step on each batch and publishes the weights before the batch is acknowledged.
+    """Takes a step on each batch and publishes the weights before the batch is acked.
 
-    So the rows that the ack makes room for are generated with the new weights: that is what makes depth 0 synchronous.
+    The ack makes room for new rows, which are then generated with the new weights: depth 0 is therefore synchronous.
     """
 
     def __init__(self, settings: JobSettings, context: Context, learner: GrpoLearner, *, version: int) -> None:
@@ -297,7 +297,7 @@ class Train:
         self.version = version
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
-        """Step, publish, report; and once the batch is acknowledged, seal the table if it was the last."""
+        """Step, publish and report; after the ack, seal the table if this was the last batch."""
         if self._settings.surplus_groups:
             tell_full(self._context.queue, self.version + 1, batch.rows)
         metrics = self._learner.step(self._train_batch(batch))
@@ -309,9 +309,9 @@ class Train:
         self.seal_if_done()
 
     def seal_if_done(self) -> None:
-        """Seal the table when all rows are done, not before: until then, a stale row may have to be generated again.
+        """Seal the table when all rows are done. Before that, a stale row may have to be generated again.
 
-        The rows decide, not the version: a trainer that died between publishing and acknowledging trains a batch twice.
+        The rows decide and not the version: a trainer that died between publishing and acking trains a batch twice.
         """
         if self.version < self._settings.learning.steps:
             return
@@ -325,7 +325,7 @@ class Train:
             self._drop_surplus()
 
     def _drop_surplus(self) -> None:
-        """Drop the rows that were admitted in case that more groups would have to be replaced. None is put any more."""
+        """Drop the rows that were admitted in case more groups had to be replaced."""
         table = self._context.table
         while len(rows := table.read(fields=[])):
             try:
@@ -362,7 +362,7 @@ class Train:
 
 
 class Evaluator:
-    """Reports how good the model is on the held-out problems."""
+    """Evaluates the model on the held-out problems and reports the result."""
 
     def __init__(self, settings: LearningSettings, context: Context, model: Transformer) -> None:
         self._settings = settings
@@ -370,7 +370,7 @@ class Evaluator:
         self._model = model
 
     def __call__(self, when: str) -> Evaluation:
-        """Evaluate and report as figures "evaluation" of ``when``: before or after."""
+        """Evaluate and report metrics of kind "evaluation". when: before or after."""
         with self._context.span(f"evaluate {when}"):
             evaluation = evaluate(
                 self._model,
@@ -387,7 +387,7 @@ class Evaluator:
 def train(context: Context) -> Iterator[Work]:
     """Factory of ``train``: warm-up, version 0, evaluation; after the last step, evaluation again.
 
-    Started again, it goes on from the newest published weights (the optimizer's moments are lost).
+    After a restart it continues from the newest published weights (the optimizer's moments are lost).
     """
     torch.set_num_threads(1)
     settings = context.settings(JobSettings)
@@ -403,7 +403,7 @@ def train(context: Context) -> Iterator[Work]:
 
 
 def _begin(settings: JobSettings, context: Context, policy: Policy, evaluator: Evaluator) -> None:
-    """Publish version 0 last: whoever finds it knows that everything before it has happened."""
+    """Publish version 0 last: a process that sees it knows that everything before has happened."""
     with context.span("warm-up"):
         weights: dict[str, Tensor] = warm_up(settings.learning)
     policy.model.load_state_dict(weights)

@@ -1,4 +1,4 @@
-"""The stages of the GRPO job that know the problems and need no tensor library: prompts in, rewards."""
+"""The stages of the GRPO job that use the problems and need no tensor library: the source of prompts, and rewards."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _WHOLE_LIMIT: Final = 2**63
 
 
 class ProblemSource:
-    """The source: groups of one prompt each, by ordinal of a stream that its seed determines, as many as training takes:
-    a number known before, or, where groups are replaced, until the trainer seals the table.
+    """The source of prompts: groups of one prompt each, by ordinal, from a stream that the seed determines.
 
-    A put holds whole groups, so the rows that the table ever got say at which ordinal a restarted source goes on.
+    It puts the known number of groups; or, if groups are replaced, puts until the trainer seals the table. A put holds whole
+    groups, so the number of rows put tells a restarted source its next ordinal.
     """
 
     def __init__(self, settings: JobSettings, problems: ProblemSet, *, rows_put: int) -> None:
@@ -32,7 +32,7 @@ class ProblemSource:
         self._ordinal = rows_put // settings.learning.group_size
 
     def wants(self) -> int:
-        """Rows of the next put: groups for one request to a rollout process, fewer at the end."""
+        """Return the rows of the next put: the groups of one request to a rollout process, fewer at the end."""
         if self._settings.replaces:
             return self._settings.rows_per_put
         left = self._settings.groups_total - self._ordinal
@@ -64,9 +64,9 @@ class ProblemSource:
 
 
 def plain(problem: Problem) -> dict[str, Any]:
-    """Return a problem as a plain value for a column, for `problem_of` to read.
+    """Convert a problem to a plain value for a column; `problem_of` reads it.
 
-    What a plain value cannot hold changes its type: tuples become lists, and whole numbers beyond 64 bits text (a
+    What a plain value cannot hold changes its type: tuples become lists, and integers beyond 64 bits become text (a
     problem's index in its data set is one; no scorer reads it).
     """
     return {"prompt": problem.prompt, "answer": problem.answer, "entry": _plain(problem.entry)}
@@ -83,13 +83,13 @@ def _plain(value: Any) -> Any:
 
 
 def problem_of(value: Mapping[str, Any]) -> Problem:
-    """Return the problem that `plain` made ``value`` of."""
+    """Return the problem that `plain` converted to `value`."""
     return Problem(prompt=value["prompt"], answer=value["answer"], entry=value["entry"])
 
 
 @contextmanager
 def prompts(context: Context) -> Iterator[Produce]:
-    """Factory of the source."""
+    """Factory of the source of prompts."""
     settings = context.settings(JobSettings)
     yield ProblemSource(settings, problem_set(settings.learning.dataset), rows_put=audit(context.table).put)
 
