@@ -1,8 +1,9 @@
 """Records in which block, and in which slot of it, each row has each column.
 
 Fields that were written together lie in one block, so they have the same place. Each distinct set of fields written
-together is a *part* of the table: a block number and a slot for each row (block 0: none). Block numbers ascend. So the
-current place of a field is the entry with the highest block number among the parts that contain the field.
+together is a *column group* (`parts` in names): a block number and a slot for each row (block 0: none). Block numbers
+ascend. So the current place of a field is the entry with the highest block number among the parts that contain the
+field.
 
 An entry is kept exactly while some field of it is still read there. Entries that are not read any more are returned as
 (block, rows), for `BlockRegistry.retire`.
@@ -31,7 +32,7 @@ Retired = list[tuple[int, int]]
 
 
 class ColumnGroup:
-    """A part: a set of fields and where each row has them."""
+    """A set of fields that were written together, and where each row has them."""
 
     __slots__ = ("block", "entries", "fields", "slot")
 
@@ -52,7 +53,7 @@ class BlockSlots:
 
 
 class ColumnGroups:
-    """All parts of a table."""
+    """All column groups of a table."""
 
     def __init__(self, rows: RowStore) -> None:
         self._rows = rows
