@@ -99,6 +99,8 @@ class Loop:
         coordinator.on_hello = self._admit
         self._stopping = False
         self._more = False
+        self._due: float | None = -math.inf
+        """When the coordinator's tick has something to do; None: nothing happens by itself. Threads that have something for it set the wake-up."""
 
     def stop(self) -> None:
         """Have `run` return soon. May be called from any thread, from a signal handler, and more than once."""
@@ -123,8 +125,9 @@ class Loop:
 
     def _patience_ms(self) -> int | None:
         if self._more:
+            self._due = -math.inf
             return 0
-        deadline = self._coordinator.next_deadline()
+        deadline = self._due = self._coordinator.next_deadline()
         waits = [self._local.patience_s()]
         if deadline is not None:
             waits.append(deadline - self._clock())
@@ -138,17 +141,19 @@ class Loop:
     def _turn(self, ready: Container[object]) -> None:
         """ready: the sockets and descriptors that `poll` found. The others are not read: a read in vain costs more than a frame."""
         self.turns += 1
-        if self._wakeup.fileno() in ready:
-            self._wakeup.clear()
         now = self._clock()
         self._meter.start(now)
         if self._port is not None and self._port.decide():
             self._coordinator.keys_changed(now)
-        self._coordinator.tick(now)
+        woken = self._wakeup.fileno() in ready
+        if woken:
+            self._wakeup.clear()
+        if woken or (self._due is not None and self._due <= now):
+            self._coordinator.tick(now)
+            self._meter.took(self._coordinator.turns.ticks, now, "tick")
         self._local.tick()
         for session in self._exits.take() if self._exits.fileno() in ready else ():
             self._coordinator.process_exited(session, now)
-        self._meter.took(self._coordinator.turns.ticks, now, "tick")
         self._send()
         drained = self._drain(self._local.recv_nowait) + self._drain(self._hub.recv_nowait)
         if self._port is not None:
