@@ -57,13 +57,13 @@ class Restorer:
         """Restore one; the error that a client would get."""
         try:
             self.asked += 1
-            work = self.snapshots.answer(1, self.asked, m.Restore(path), NOW)
+            work = self.snapshots.begin(1, self.asked, m.Restore(path), NOW)
             assert isinstance(work, m.JobProgress)
             while not work.ended:
                 assert self._stirred.wait(ENDED_S), f"the restore of {path} does not end"
                 self._stirred.clear()
                 self.snapshots.turn(NOW)
-                answer = self.snapshots.answer(1, 0, m.WatchJob(work.work, wait_s=0.0), NOW)
+                answer = self.snapshots.watch(m.WatchJob(work.work, wait_s=0.0))
                 assert isinstance(answer, m.JobProgress)
                 work = answer
         except TransferQueueError as error:

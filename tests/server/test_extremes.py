@@ -36,7 +36,7 @@ class World:
         self.lock = FileLock(root / f"lock-{id(self)}")
         self.lock.take()
         self.stirred = threading.Semaphore(0)
-        bench.coordinator.snapshots = SnapshotJobs(
+        bench.coordinator.operations.snapshots = SnapshotJobs(
             root,
             bench.coordinator.ledger,
             bench.coordinator.memory,
@@ -61,7 +61,7 @@ class World:
         self.block = pulled.blocks[0].block
 
     def close(self):
-        self.bench.coordinator.snapshots.stop()
+        self.bench.coordinator.operations.snapshots.stop()
         self.bench.close()
         self.lock.release()
 

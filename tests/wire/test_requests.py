@@ -5,6 +5,8 @@ import typing
 import pytest
 
 import transferqueue as tq
+from tests.server.nodes import Bench
+from transferqueue.ledger.dispatch import OPERATIONS
 from transferqueue.wire import messages as m
 from transferqueue.wire.messages.declarations import CHANNEL, DECLARED, TABLE
 from transferqueue.wire.requests import undo
@@ -25,6 +27,13 @@ def test_every_request_is_declared_and_nothing_else_is():
 def test_every_reply_answers_a_request_or_refuses_it():
     declared = {one.reply for one in DECLARED.values() if one.reply is not None}
     assert declared | {m.Failed} == set(REPLIES)
+
+
+def test_every_request_is_carried_out_by_the_ledger_or_by_the_server():
+    bench = Bench()
+    own = bench.coordinator.operations.by_type
+    bench.close()
+    assert set(OPERATIONS) | set(own) | {m.Hello, m.Goodbye} == set(REQUESTS)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in REQUESTS if DECLARED[kind].verb], ids=m.tag_of)

@@ -38,7 +38,6 @@ from transferqueue.errors import (
     Full,
     InternalError,
     JournalFailed,
-    OutOfMemory,
     ProtocolError,
     TransferQueueError,
     UsageError,
@@ -47,15 +46,15 @@ from transferqueue.ledger.effects import FreeExtent, LeaseEnded, MustWait, WakeW
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import CALLS_PARKED_MAX, DEFECT_PAUSE_S
 from transferqueue.server import reports
-from transferqueue.server.durability.snapshots import SnapshotJobs
 from transferqueue.server.durability.state_directory import Durability, NoDurability, without_checksum
 from transferqueue.server.identity import ServerIdentity
+from transferqueue.server.operations import Operations
 from transferqueue.server.reports import Counters
 from transferqueue.server.sessions import authorization, liveness
 from transferqueue.server.sessions.exit_status import CUT, DIED, GOODBYE
 from transferqueue.server.sessions.home_coordinator import wrong_coordinator
 from transferqueue.server.sessions.sessions import NOWHERE, OpenSession, Peer, SessionTable, encode_hello
-from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, WakeKey, wait_of
+from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, wait_of
 from transferqueue.server.sessions.workers import Workers
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.shards import ShardRegistry, live_set
@@ -69,7 +68,6 @@ from transferqueue.wire.roles import Role
 from transferqueue.wire.versions import refusal_of
 
 _log: Final = logging.getLogger("transferqueue.server")
-_MEMORY: Final[WakeKey] = ("memory",)
 _NAMES_ROWS: Final = frozenset({m.LeaseRequest, m.ReadRequest})
 """Requests whose replies name many rows, and so may be too large to send."""
 _CAUSE_CHARS: Final = 300
@@ -128,7 +126,6 @@ class Coordinator:
         """Called with each peer that has a session, so that its connection does not count as a stranger's."""
         self.bulk_port = 0
         self.bulk_plain = False
-        self.snapshots: SnapshotJobs | None = None
         self.outbox: list[tuple[Peer, bytes]] = []
         self.turns: Final = Turns()
         """Filled by the loop, which has the clock."""
@@ -155,6 +152,7 @@ class Coordinator:
             explain=self.explain,
             bulk_port=lambda: self.bulk_port,
         )
+        self.operations: Final = Operations(self._report_sources)
         ledger.explain_absence_with(partial(reports.absence, self._report_sources))
 
     # ------------------------------------------------------------ what the loop calls
@@ -226,8 +224,8 @@ class Coordinator:
         self.shards.trim(now)
 
     def _turn_works(self, now: float) -> None:
-        if self.snapshots is not None:
-            self.snapshots.turn(now)
+        if self.operations.snapshots is not None:
+            self.operations.snapshots.turn(now)
 
     def _tick_ledger(self, now: float) -> None:
         due = self.ledger.next_deadline()
@@ -485,7 +483,7 @@ class Coordinator:
         """What becomes of a newcomer that finds `ahead` others in its lane."""
         if wait_of(request) > 0:
             return MustWait(keys=())
-        why = f"{_earlier(ahead)} for the same, and this one may not wait: {self._explain(request, now)}"
+        why = f"{_earlier(ahead)} for the same, and this one may not wait: {self.operations.explain(request, now)}"
         return _failed(DeadlineExceeded(why) if isinstance(request, m.LeaseRequest) else Full(why))
 
     def _execute(self, session: OpenSession, call: int, request: m.Request, now: float) -> m.Reply | MustWait:
@@ -493,65 +491,18 @@ class Coordinator:
         if (refused := session.too_large.get(call)) is not None:
             return refused
         try:
-            if isinstance(request, m.Grant):
-                return self._grant(session, call, request, now)
-            if isinstance(request, m.SnapshotRequest | m.Restore | m.WatchJob):
-                return self._work(session, call, request, now)
-            if isinstance(request, m.PollCommands | m.ListShards | m.Drain):
-                return self._of_shards(session, request, now)
-            if isinstance(request, m.Observe):
-                return m.Observed(codec.encode_plain(reports.observe(self._report_sources, request, now)))
-            if isinstance(request, m.CreateTable) and not self.ledger.has_table(request.name):
-                self.shards.check_replicas(request.name, request.replicas)
-            reply = self.ledger.apply(request, session=session.number, call=call, now=now)
-            if isinstance(request, m.DropTable):
-                self.workers.forget_table(request.name)
-            return reply
+            operation = self.operations.by_type.get(type(request))
+            if operation is not None:
+                return operation(session, call, request, now)
+            return self.ledger.apply(request, session=session.number, call=call, now=now)
         except JournalFailed:
             raise
         except InternalError as error:
-            if isinstance(request, m.WatchJob):  # what ended the work that it asks about, and was logged by it
-                return _failed(error)
             return self._defect(m.tag_of(request), error, session)
         except TransferQueueError as error:
             return _failed(error)
         except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the caller)
             return self._defect(m.tag_of(request), error, session)
-
-    def _grant(self, session: OpenSession, call: int, request: m.Grant, now: float) -> m.Reply | MustWait:
-        if (before := self.ledger.replied(session.number, call)) is not None:
-            return before
-        try:
-            taken = self.shards.take(session, request.nbytes, request.apart, request.use)
-        except OutOfMemory:
-            if not (request.wait_s and self.shards.used):
-                raise
-            taken = None
-        if taken is not None:
-            return self.ledger.grant(session.number, *taken, now, call=call)
-        if request.wait_s:
-            return MustWait(keys=(_MEMORY,))
-        raise Full(self._explain(request, now))
-
-    def _of_shards(
-        self, session: OpenSession, request: m.PollCommands | m.ListShards | m.Drain, now: float
-    ) -> m.Reply | MustWait:
-        match request:
-            case m.PollCommands():
-                return self.shards.shard_of(session).commands(request, now)
-            case m.ListShards():
-                return self.shards.list_for(session)
-            case m.Drain():
-                return self.shards.drain(request.shard)
-
-    def _work(
-        self, session: OpenSession, call: int, request: m.SnapshotRequest | m.Restore | m.WatchJob, now: float
-    ) -> m.Reply | MustWait:
-        if self.snapshots is None:
-            raise UsageError(
-                "this server writes no snapshots: nobody named a directory for them; start it with --snapshots"
-            )
-        return self.snapshots.answer(session.number, call, request, now)
 
     # ------------------------------------------------------------ those who wait
 
@@ -613,20 +564,11 @@ class Coordinator:
         """Why a waiting request still waits: what is missing, who holds it, who is before it."""
         ahead = self.waiting.ahead_of(waiting)
         behind = f"; {_earlier(ahead)} before it" if ahead else ""
-        return self._explain(waiting.request, now) + behind
+        return self.operations.explain(waiting.request, now) + behind
 
     def _deadline_reply(self, waiting: WaitingRequest, now: float) -> m.Failed:
         waited = f"{m.tag_of(waiting.request)} waited {now - waiting.since:.3g} s: "
         return _failed(DeadlineExceeded(waited + self.explain(waiting, now)))
-
-    def _explain(self, request: m.Request, now: float) -> str:
-        if isinstance(request, m.WatchJob) and self.snapshots is not None:
-            return self.snapshots.explain(request)
-        if isinstance(request, m.Grant):
-            return self.shards.explain(request.nbytes, reports.holders(self._report_sources, now), request.use)
-        if isinstance(request, m.PollCommands):
-            return "there are no orders"
-        return self.ledger.explain(request, now)
 
     # ------------------------------------------------------------ answers
 

@@ -123,12 +123,8 @@ class SnapshotJobs:
 
     # ------------------------------------------------------------ requests
 
-    def answer(
-        self, session: int, call: int, request: m.SnapshotRequest | m.Restore | m.WatchJob, now: float
-    ) -> m.JobProgress | MustWait:
-        """Begin a work, or say how far one is."""
-        if isinstance(request, m.WatchJob):
-            return self._follow(request)
+    def begin(self, session: int, call: int, request: m.SnapshotRequest | m.Restore, now: float) -> m.JobProgress:
+        """Begin a work. The same call again: how far it is."""
         before = self._asked.get((session, call))
         if before is not None:
             return self._works[before].reply()
@@ -151,7 +147,8 @@ class SnapshotJobs:
             )
         return found
 
-    def _follow(self, request: m.WatchJob) -> m.JobProgress | MustWait:
+    def watch(self, request: m.WatchJob) -> m.JobProgress | MustWait:
+        """How far a work is; raises what ended it."""
         work = self._works.get(request.work)
         if work is None:
             raise NotFound(

@@ -93,7 +93,7 @@ class ServerProcess:
 
     def _keep_snapshots(self, made: ExitStack, root: Path, wakeup: Wakeup) -> None:
         coordinator = self.coordinator
-        coordinator.snapshots = SnapshotJobs(
+        coordinator.operations.snapshots = SnapshotJobs(
             root.absolute(),
             coordinator.ledger,
             coordinator.memory,
@@ -101,7 +101,7 @@ class ServerProcess:
             stir=wakeup.set,
             index=coordinator.index,
         )
-        made.callback(coordinator.snapshots.stop)
+        made.callback(coordinator.operations.snapshots.stop)
 
     def run(self, woken_by: Descriptor | None = None) -> None:
         """Serve until `stop`, then close everything and remove the files that do not outlive the server. Call it once. woken_by: see

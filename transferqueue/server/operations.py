@@ -1,0 +1,120 @@
+"""Requests that the server carries out itself, because they need its memory, its shards or its files.
+
+The ledger carries out all others (`transferqueue.ledger.dispatch`). A request is tried again after each change that it
+may wait for, so an operation changes nothing when it answers `MustWait`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from transferqueue.errors import Full, InternalError, OutOfMemory, UsageError
+from transferqueue.ledger.effects import MustWait
+from transferqueue.server import reports
+from transferqueue.server.durability.snapshots import SnapshotJobs
+from transferqueue.server.reports import ReportSources
+from transferqueue.server.sessions.sessions import OpenSession
+from transferqueue.server.sessions.waiting import WakeKey
+from transferqueue.wire import codec
+from transferqueue.wire import messages as m
+
+Answer = m.Reply | MustWait
+Operation = Callable[[OpenSession, int, Any, float], Answer]
+"""(session, call, request, now) -> reply."""
+
+_MEMORY: Final[WakeKey] = ("memory",)
+
+
+class Operations:
+    """One method for each request. `by_type` and `explanations` find them by the request's class."""
+
+    def __init__(self, sources: ReportSources) -> None:
+        self.snapshots: SnapshotJobs | None = None
+        """None: the server was started without a directory for snapshots."""
+        self._sources = sources
+        self._ledger, self._shards, self._workers = sources.ledger, sources.shards, sources.workers
+        self.by_type: Final[Mapping[type[m.Request], Operation]] = {
+            m.Grant: self._grant,
+            m.ListShards: self._list_shards,
+            m.Drain: self._drain,
+            m.PollCommands: self._poll_commands,
+            m.SnapshotRequest: self._begin_job,
+            m.Restore: self._begin_job,
+            m.WatchJob: self._watch_job,
+            m.Observe: self._observe,
+            m.CreateTable: self._create_table,
+            m.DropTable: self._drop_table,
+        }
+        self._explanations: Final[Mapping[type[m.Request], Callable[[Any, float], str]]] = {
+            m.Grant: self._explain_grant,
+            m.PollCommands: lambda request, now: "there are no orders",
+            m.WatchJob: lambda request, now: self._jobs().explain(request),
+        }
+
+    def explain(self, request: m.Request, now: float) -> str:
+        """Why a request waits: what is missing and who holds it."""
+        explain = self._explanations.get(type(request), self._ledger.explain)
+        return explain(request, now)
+
+    # ------------------------------------------------------------ memory and shards
+
+    def _grant(self, session: OpenSession, call: int, request: m.Grant, now: float) -> Answer:
+        if (before := self._ledger.replied(session.number, call)) is not None:
+            return before
+        try:
+            taken = self._shards.take(session, request.nbytes, request.apart, request.use)
+        except OutOfMemory:
+            if not (request.wait_s and self._shards.used):
+                raise
+            taken = None
+        if taken is not None:
+            return self._ledger.grant(session.number, *taken, now, call=call)
+        if request.wait_s:
+            return MustWait(keys=(_MEMORY,))
+        raise Full(self._explain_grant(request, now))
+
+    def _explain_grant(self, request: m.Grant, now: float) -> str:
+        return self._shards.explain(request.nbytes, reports.holders(self._sources, now), request.use)
+
+    def _list_shards(self, session: OpenSession, call: int, request: m.ListShards, now: float) -> Answer:
+        return self._shards.list_for(session)
+
+    def _drain(self, session: OpenSession, call: int, request: m.Drain, now: float) -> Answer:
+        return self._shards.drain(request.shard)
+
+    def _poll_commands(self, session: OpenSession, call: int, request: m.PollCommands, now: float) -> Answer:
+        return self._shards.shard_of(session).commands(request, now)
+
+    # ------------------------------------------------------------ snapshots
+
+    def _jobs(self) -> SnapshotJobs:
+        if self.snapshots is None:
+            raise UsageError(
+                "this server writes no snapshots: nobody named a directory for them; start it with --snapshots"
+            )
+        return self.snapshots
+
+    def _begin_job(self, session: OpenSession, call: int, request: m.SnapshotRequest | m.Restore, now: float) -> Answer:
+        return self._jobs().begin(session.number, call, request, now)
+
+    def _watch_job(self, session: OpenSession, call: int, request: m.WatchJob, now: float) -> Answer:
+        try:
+            return self._jobs().watch(request)
+        except InternalError as error:  # it ended the job, which has logged it: the session that asks met no defect
+            return m.Failed(error=type(error).__name__, text=str(error))
+
+    # ------------------------------------------------------------ before or after the ledger
+
+    def _observe(self, session: OpenSession, call: int, request: m.Observe, now: float) -> Answer:
+        return m.Observed(codec.encode_plain(reports.observe(self._sources, request, now)))
+
+    def _create_table(self, session: OpenSession, call: int, request: m.CreateTable, now: float) -> Answer:
+        if not self._ledger.has_table(request.name):
+            self._shards.check_replicas(request.name, request.replicas)
+        return self._ledger.apply(request, session=session.number, call=call, now=now)
+
+    def _drop_table(self, session: OpenSession, call: int, request: m.DropTable, now: float) -> Answer:
+        reply = self._ledger.apply(request, session=session.number, call=call, now=now)
+        self._workers.forget_table(request.name)
+        return reply
