@@ -294,7 +294,7 @@ def test_a_shard_without_pages_counts_for_no_more_than_it_has(bench):
     assert first.shard == 1
     shard.work(fail=m.AllocatePages)
     (there,) = bench.coordinator.shards
-    assert there.lendable == ARENA_STEP_BYTES
+    assert there.grantable == ARENA_STEP_BYTES
     refused = client.ask(m.Grant(ARENA_STEP_BYTES, use="rows"))
     assert refused.error == "Impossible"
 

@@ -1,22 +1,22 @@
-"""What a server writes down before it answers, so that its next life goes on where this one ended.
+"""The journal: what a server writes before it answers, so that its next run continues where this one ended.
 
-The law:
+The rules:
 
-1. A journal is an *image* (a state, whole) and a *tail*: the records that came after it, in order. The state is
-   the image with the tail carried out on it. What image and records hold is nobody's business here.
-2. `append` only remembers. `commit` makes everything appended so far durable, at once and atomically: of one
-   commit the next life finds all records or none, and never a later commit without the earlier ones.
-3. `checkpoint` replaces image and tail by a new image, atomically: the next life finds the old pair or the new.
-4. What cannot be written is a typed error. After one the journal takes nothing more: whatever the server did
-   since the last commit never happened, and it must end without telling anybody of it.
-5. Commits are *turns*, counted from 1. What a turn wrote, records or image, is stored with its number, the digest of the
-   turn before it, and the digest (xxh3) of all three. The first turn follows the *origin*: who wrote the journal, and a
-   random identity. So a changed bit, and a turn that is missing, doubled or of another time, is found by reading.
-   What reading cannot find, a missing end and an older copy of all, is found by the head (`Head`, `server.head`).
-6. `read_journal` changes no byte of the journal. What was not read whole, and checked, is not written to.
+1. A journal is an *image* (one complete state) and a *tail* (the records after it, in order). Replaying the tail on the image gives
+   the state. The journal does not interpret either.
+2. `append` only buffers. `commit` makes everything buffered durable at once and atomically: after a crash either all records of a
+   commit are found or none, and no commit without those before it.
+3. `checkpoint` replaces image and tail by a new image, atomically: after a crash either the old pair is found or the new image.
+4. A failed write raises `JournalFailed`. After one the journal accepts nothing more. The server must end without answering, since
+   whatever it did after the last commit is undone by the restart.
+5. Each commit is a *turn*, counted from 1. A turn, records or image, is stored with its number, the digest of the turn before it, and
+   the digest (xxh3) of all three. The first turn follows the *origin*: who wrote the journal, and a random identity. So a reader finds
+   a changed bit, and a turn that is missing, doubled or from another time. The head (`Head`, `journal_head`) finds what a reader
+   cannot: a missing end, and an older copy of the whole journal.
+6. `read_journal` changes no byte. A server writes only to a journal that was read and checked completely.
 
-How durable a commit is, is the level (`Level`): ``process`` hands it to the operating system, which outlives
-any process; ``disk`` waits until the device has it, which outlives the power.
+The `Level` says how durable a commit is: ``process`` hands it to the operating system, so it survives the crash of any process;
+``disk`` waits until the device has it, so it survives a power failure.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FORMAT: Final = 2
-"""Of the tables below. A journal of another format is refused. Format 1 had no digests."""
+"""The version of the tables below. A journal of another format is refused. Format 1 had no digests."""
 PAGE_BYTES: Final = 8192
-"""A turn's records mostly fit one page of the database, which is what a commit writes."""
+"""The records of a turn usually fit one page of the database, so a commit writes one page."""
 LOCK_WAIT_S: Final = 5.0
-"""Whoever looks at the database with other tools may hold it this long when a server starts."""
+"""How long another tool may lock the database when a server starts."""
 IDENTITY_BYTES: Final = 16
 SECRET_BYTES: Final = 32
 
 
 class Level(enum.StrEnum):
-    """What survives: nothing; the crash of any process; a reboot."""
+    """What the state survives: nothing; the crash of any process; a reboot."""
 
     MEMORY = "memory"
     PROCESS = "process"
@@ -58,54 +58,54 @@ class Level(enum.StrEnum):
 
 
 class Head(Protocol):
-    """Where the latest commit is noted, outside of the journal (rule 5)."""
+    """Notes the latest commit outside of the journal (rule 5)."""
 
     def begin(self, turn: int, digest: bytes) -> None:
-        """This turn is about to be written."""
+        """Note that a turn is about to be written."""
 
     def end(self, turn: int, digest: bytes) -> None:
-        """This turn was written, as durably as the level says."""
+        """Note that a turn was written, as durably as the level requires."""
 
     def sync(self) -> None:
-        """What was noted so far is on the device when this returns."""
+        """Return when all notes so far are on the device."""
 
 
 class NoHead:
-    """Notes nothing: for a journal whose end nobody could take away."""
+    """Notes nothing, for a journal without an arena."""
 
     def begin(self, turn: int, digest: bytes) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def end(self, turn: int, digest: bytes) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def sync(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class Journal(Protocol):
-    """The record of one server. Used by one thread."""
+    """The journal of one server. Used by one thread."""
 
     def append(self, record: bytes) -> None:
-        """Remember a record for the next `commit`."""
+        """Buffer a record for the next `commit`."""
 
     def commit(self) -> None:
-        """Make durable all that was appended. Blocks as long as the level says. `JournalFailed` if it cannot."""
+        """Make all appended records durable, as the level requires. Blocks until they are. `JournalFailed` if the write fails."""
 
     def checkpoint(self, image: bytes) -> None:
-        """Replace all there is, appended records too, by `image`. Atomic and durable; `JournalFailed` if it cannot."""
+        """Replace image and tail, and all appended records, by `image`. Atomic and durable. `JournalFailed` if the write fails."""
 
     def load(self) -> tuple[bytes | None, Iterable[bytes]]:
-        """The image (None: there never was one) and the records after it, in order. `Corruption` if it cannot be read."""
+        """The image (None: there is none yet) and the records after it, in order. `Corruption` if the journal cannot be read."""
 
     def close(self) -> None:
-        """Let go. What was not committed is forgotten. Closing twice is allowed."""
+        """Close the journal. Records that were not committed are dropped. Closing twice is allowed."""
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """Who began a journal. identity: random, told to whoever may see the journal's name. secret: random, told to nobody.
+    """Who began a journal. identity: random; names the journal in the head and in about.json. secret: random; the key of tickets.
 
-    version: of this package. state: what classes the image and the records have; another version may have others.
+    version: of this package. state: fingerprint of the classes in image and records, which another version may have changed.
     """
 
     identity: bytes
@@ -115,14 +115,14 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 
 
 def new_origin(state: bytes = b"") -> Origin:
-    """Of a journal that begins now."""
+    """The origin of a new journal."""
     version = metadata.version("asyncflow-transferqueue")
     return Origin(secrets.token_bytes(IDENTITY_BYTES), secrets.token_bytes(SECRET_BYTES), version, state)
 
 
 @dataclass(frozen=True)
 class JournalContents:
-    """The contents of a journal, read and checked. base: the turn of its image (0: it has none); turn: its last one."""
+    """The contents of a journal, read and checked. base: the turn of its image (0: none). turn: its last turn."""
 
     path: Path
     origin: Origin
@@ -142,19 +142,19 @@ class JournalContents:
         return self.image, self.records
 
     def digest_of(self, turn: int) -> bytes | None:
-        """The digest of a turn. None: the journal does not have that turn any more, or not yet."""
+        """The digest of a turn; None if the journal has that turn no more, or not yet."""
         return self.digests.get(turn)
 
 
 class _Blank(Exception):
-    """A database that never became a journal: its server died, or was refused, before the first word."""
+    """A database without an origin: its server ended before it wrote anything."""
 
 
 def read_journal(path: Path) -> JournalContents | None:
-    """What is in the journal at `path`; None: there is none, or one in which nothing was ever written.
+    """Read the journal at `path`. None if it does not exist, or nothing was ever written to it.
 
-    Reads all of it, checks all of it, and changes nothing. `Corruption` for what is damaged, or is no journal; `UsageError` for
-    one that an earlier version wrote.
+    Reads and checks everything, and changes nothing. `Corruption` for a file that is damaged or no journal; `UsageError` for a
+    journal of an earlier format.
     """
     log = path.with_name(path.name + "-wal")
     with _corrupt(path):
@@ -172,8 +172,8 @@ def read_journal(path: Path) -> JournalContents | None:
 
 @contextmanager
 def _reading(path: Path, log: Path) -> Iterator[sqlite3.Connection]:
-    """The database, not to be changed. "immutable" opens it without a log and makes none; one with a log needs an index of it,
-    which is removed again."""
+    """Open the database for reading. "immutable" opens a database without a log, and makes none. A database with a log needs an
+    index of the log, which is removed again."""
     logged = log.is_file() and log.stat().st_size > 0
     index = _index(path)
     made = logged and not index.exists()
@@ -191,10 +191,10 @@ def _index(path: Path) -> Path:
 
 
 def _check_pages(database: sqlite3.Connection, path: Path) -> None:
-    """Pages that are free, or that an index of pages lists twice, would damage what is written later."""
-    found = [text for (text,) in database.execute("PRAGMA integrity_check(3)").fetchall()]
-    if found != ["ok"]:
-        raise Corruption(f"journal {path} is damaged: {'; '.join(map(str, found))}")
+    """`Corruption` if the database is inconsistent, since later writes would damage it more."""
+    problems = [text for (text,) in database.execute("PRAGMA integrity_check(3)").fetchall()]
+    if problems != ["ok"]:
+        raise Corruption(f"journal {path} is damaged: {'; '.join(map(str, problems))}")
 
 
 def _read(database: sqlite3.Connection, path: Path) -> JournalContents:
@@ -207,34 +207,34 @@ def _read(database: sqlite3.Connection, path: Path) -> JournalContents:
             raise Corruption(f"journal {path}: its image (turn {base}) is damaged: the digest differs")
         digests = {base - 1: before, base: digest}
     turn, records = base, []
-    for number, data, its in database.execute("SELECT turn, records, digest FROM tail ORDER BY turn"):
-        if xxhash.xxh3_64_digest(data) != its:
+    for number, data, stored_digest in database.execute("SELECT turn, records, digest FROM tail ORDER BY turn"):
+        if xxhash.xxh3_64_digest(data) != stored_digest:
             raise Corruption(f"journal {path}: turn {number} is damaged: the digest differs")
-        told, before, found = msgspec.msgpack.decode(data, type=_Turn)
-        if (told, number, before) != (turn + 1, turn + 1, digest):
+        inner_number, before, turn_records = msgspec.msgpack.decode(data, type=_Turn)
+        if (inner_number, number, before) != (turn + 1, turn + 1, digest):
             raise Corruption(
                 f"journal {path}: turn {number} does not follow turn {turn}: turns are missing or replaced"
             )
-        turn, digest = number, its
+        turn, digest = number, stored_digest
         digests[turn] = digest
-        records += found
+        records += turn_records
     return JournalContents(path, origin, base, turn, image, records, digests)
 
 
 def _origin(database: sqlite3.Connection, path: Path) -> tuple[Origin, bytes]:
     """The origin and its digest."""
-    (found,) = database.execute("PRAGMA user_version").fetchone()
+    (version,) = database.execute("PRAGMA user_version").fetchone()
     tables = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    if found == 0 and tables == (0,):
+    if version == 0 and tables == (0,):
         raise _Blank
-    if found == 1:
+    if version == 1:
         raise UsageError(
             f"journal {path} has format 1, which earlier builds of asyncflow-transferqueue 0.1.0 wrote and this one does not read; "
             "start that build, drain its tables or take a snapshot there, and begin with an empty state directory"
         )
-    if found != FORMAT:
+    if version != FORMAT:
         raise Corruption(
-            f"journal {path} has format {found}, this version reads {FORMAT}: a later version wrote it, or it is damaged; "
+            f"journal {path} has format {version}, this version reads {FORMAT}: a later version wrote it, or it is damaged; "
             "start the version that wrote it, or name another state directory"
         )
     facts, digest = database.execute("SELECT facts, digest FROM origin").fetchone()
@@ -244,7 +244,7 @@ def _origin(database: sqlite3.Connection, path: Path) -> tuple[Origin, bytes]:
 
 
 _Turn = tuple[int, bytes, list[bytes]]
-"""Its number, the digest of the turn before, its records."""
+"""The number of the turn, the digest of the turn before it, its records."""
 
 
 def _image_digest(turn: int, before: bytes, image: bytes) -> bytes:
@@ -256,10 +256,9 @@ def _image_digest(turn: int, before: bytes, image: bytes) -> bytes:
 class SqliteJournal:
     """A journal in one SQLite database in WAL mode. See `Journal`.
 
-    path: the database, made (0600) if missing. level: ``PROCESS`` never waits for the device, ``DISK`` always. origin: of a
-    journal that begins here; None: a new one. head: where each commit is noted.
-    `JournalFailed` if it cannot be opened, `Corruption` if it is no journal. One that is there is not read whole, see
-    `read_journal`.
+    path: the database, created (0600) if missing. level: ``PROCESS`` never waits for the device, ``DISK`` always. origin: for a new
+    journal; None: a random one. head: notes each commit. An existing journal is not read completely here: see `read_journal`.
+    `JournalFailed` if it cannot be opened, `Corruption` if it is no journal.
     """
 
     def __init__(self, path: Path, level: Level, *, origin: Origin | None = None, head: Head | None = None) -> None:
@@ -273,35 +272,33 @@ class SqliteJournal:
         try:
             with _corrupt(path):
                 self._prepare("FULL" if self._disk else "OFF")
-                self.origin: Final = self._begun(origin)
+                self.origin: Final = self._open_origin(origin)
                 self.turn, self.digest = self._last()
-                _index(path).unlink(missing_ok=True)  # of a reader that was killed; with the lock, nobody uses it
+                _index(path).unlink(missing_ok=True)  # left by a reader that was killed; unused, since we hold the lock
         except BaseException:
             self._database.close()
             raise
 
     def _prepare(self, synchronous: str) -> None:
         self._database.execute(f"PRAGMA page_size={PAGE_BYTES}")
-        self._database.execute(
-            "PRAGMA locking_mode=EXCLUSIVE"
-        )  # no index of the log that others share: a commit costs less
+        self._database.execute("PRAGMA locking_mode=EXCLUSIVE")  # without a shared index of the log a commit costs less
         self._database.execute("PRAGMA journal_mode=WAL")
         self._database.execute(f"PRAGMA synchronous={synchronous}")
 
-    def _begun(self, origin: Origin | None) -> Origin:
-        """Write the origin, or find the one there is. Writes in any case: what cannot be written is found now."""
+    def _open_origin(self, origin: Origin | None) -> Origin:
+        """Read the origin, or write it to a new journal. Writes in any case, so that an unwritable file is found now."""
         with self._database:
             self._database.execute("BEGIN IMMEDIATE")
             try:
-                found, _ = _origin(self._database, self.path)
+                existing, _ = _origin(self._database, self.path)
             except _Blank:
-                found = origin or new_origin()
-                facts = msgspec.msgpack.encode(found)
+                existing = origin or new_origin()
+                facts = msgspec.msgpack.encode(existing)
                 for table in _TABLES:
                     self._database.execute(f"CREATE TABLE {table}")
                 self._database.execute("INSERT INTO origin VALUES (1, ?, ?)", (facts, xxhash.xxh3_64_digest(facts)))
             self._database.execute(f"PRAGMA user_version={FORMAT}")
-        return found
+        return existing
 
     def _last(self) -> tuple[int, bytes]:
         for table in ("tail", "image"):
@@ -315,7 +312,7 @@ class SqliteJournal:
         self._pending.append(record)
 
     def commit(self) -> None:
-        """See `Journal.commit`. One row a commit, so its cost hardly depends on how many records there are."""
+        """See `Journal.commit`. A commit is one row, so its cost hardly depends on the number of records."""
         if not self._pending:
             return
         turn = self.turn + 1
@@ -324,7 +321,7 @@ class SqliteJournal:
         self.head.begin(turn, digest)
         with _failing(self.path, "cannot be written"):
             self._database.execute("INSERT INTO tail VALUES (?, ?, ?)", (turn, data, digest))
-        self._ended(turn, digest)
+        self._turn_written(turn, digest)
 
     def checkpoint(self, image: bytes) -> None:
         """See `Journal.checkpoint`."""
@@ -339,9 +336,9 @@ class SqliteJournal:
                 "INSERT OR REPLACE INTO image VALUES (1, ?, ?, ?, ?)", (turn, self.digest, image, digest)
             )
             self._database.execute("DELETE FROM tail")
-        self._ended(turn, digest)
+        self._turn_written(turn, digest)
 
-    def _ended(self, turn: int, digest: bytes) -> None:
+    def _turn_written(self, turn: int, digest: bytes) -> None:
         self.head.end(turn, digest)
         self.turn, self.digest = turn, digest
         self._pending.clear()

@@ -1,17 +1,17 @@
-"""The latest commit of a journal, written down outside of the journal.
+"""The head of a journal: a note of its latest commit, stored outside of the journal.
 
-A journal can prove that what it holds is what was written, in that order. It cannot prove that its end is not missing, or
-that it is not an older copy of itself. So each commit is also noted in the *head*: two slots in the margin of the arena,
-which is memory that the server maps, so that a note costs no system call. The law:
+A journal proves that its contents were written, in that order. It cannot prove that its end is not missing, or that it is not an
+older copy of itself. So each commit is also noted in the *head*: two slots in the margin of the arena's file, which the server maps, so
+a note costs no system call. The rules:
 
-1. *Begun* is noted before a commit is written, *done* after it. Each note says which turn of which journal it is about, the
-   turn's digest, the level, the boot of the machine and the size of the arena's file; and it has a checksum.
-2. A process may die between any two of these steps: the journal's last turn is then the one of *begun* or the one of *done*.
-   Nothing else is accepted while the machine runs (`check`). So a journal or an arena that was replaced by an older one,
-   and a journal without its end, are found.
-3. After a reboot at level ``disk`` the head may be older than the journal, since the system writes mapped pages when it
-   likes. It is never newer than what was committed, and never older than the last image (`SqliteJournal.checkpoint`).
-4. A slot that cannot be read says nothing; the other one is enough.
+1. The slot *begun* is written before a commit, the slot *done* after it. A note contains the journal's identity, the turn and its
+   digest, the level, the boot of the machine and the size of the arena's file, and has a checksum.
+2. A process may die between any two of these steps, so the last turn of the journal is that of *begun* or that of *done*. While
+   the machine runs nothing else is accepted (`check`). That finds a journal or an arena that was replaced by an older one, and a
+   journal whose end is missing.
+3. After a reboot at level ``disk`` the head may be older than the journal, since the system writes mapped pages when it likes. It is
+   never newer than the last commit, and never older than the last image (`SqliteJournal.checkpoint`).
+4. An unreadable slot is ignored; the other one is enough.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _NOTE: Final = struct.Struct(f"<8s{IDENTITY_BYTES}s16sBQQ8s")
 _CHECKED: Final = _NOTE.size + 8
 _BEGUN: Final = 0
 _DONE: Final = PAGE_BYTES // 2
-"""In another sector than the first slot: power that fails tears one of them at most."""
+"""In another sector than the first slot, so that a power failure damages at most one of them."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """One slot. boot: a digest of the boot's name. nbytes: of the arena's file."""
+    """The contents of a slot. boot: digest of the boot's name. nbytes: size of the arena's file."""
 
     identity: bytes
     boot: bytes
@@ -54,21 +54,21 @@ class Note:
     digest: bytes
 
     def packed(self) -> bytes:
-        """The slot's bytes."""
+        """The bytes of the slot."""
         level = _LEVELS.index(self.level)
         return _checked(_NOTE.pack(_MAGIC, self.identity, self.boot, level, self.nbytes, self.turn, self.digest))
 
 
 @dataclass(frozen=True)
 class Notes:
-    """Both slots; None for one that cannot be read."""
+    """Both slots; None for an unreadable one."""
 
     begun: Note | None
     done: Note | None
 
     @property
     def any(self) -> Note | None:
-        """Either of them: for what both say."""
+        """Either note, for what both have in common; None if neither can be read."""
         return self.done or self.begun
 
 
@@ -94,46 +94,48 @@ class ArenaHead:
 
 
 def read_notes(margin: bytes) -> Notes:
-    """The head in a margin."""
+    """Read the head from the bytes of a margin."""
     return Notes(_note(margin[_BEGUN:]), _note(margin[_DONE:]))
 
 
-def check(notes: Notes, kept: JournalContents, *, rebooted: bool) -> None:
-    """`Corruption` unless `kept` is the journal that the head speaks of, whole (rules 2 and 3)."""
+def check(notes: Notes, journal: JournalContents, *, rebooted: bool) -> None:
+    """`Corruption` unless this is the journal of the head, complete (rules 2 and 3)."""
     begun, done = notes.begun, notes.done
     for note in (begun, done):
-        if note is not None and note.identity != kept.identity:
+        if note is not None and note.identity != journal.identity:
             raise Corruption(
-                f"journal {kept.path} is not the one of its arena: it is journal {kept.identity.hex()}, and the arena belongs "
+                f"journal {journal.path} is not the one of its arena: it is journal {journal.identity.hex()}, and the arena belongs "
                 f"to journal {note.identity.hex()}"
             )
-        if note is not None and kept.digest_of(note.turn) not in (None, note.digest):
+        if note is not None and journal.digest_of(note.turn) not in (None, note.digest):
             raise Corruption(
-                f"journal {kept.path} differs at turn {note.turn} from what the arena notes of it: one of the two was replaced"
+                f"journal {journal.path} differs at turn {note.turn} from what the arena notes of it: one of the two was replaced"
             )
     known = done.turn if done is not None else begun.turn - 1 if begun is not None else None
     if known is None:
-        raise Corruption(f"journal {kept.path}: the arena's last page, which notes the latest commit, cannot be read")
-    latest = begun.turn if begun is not None else known + 1
-    if kept.turn < known:
         raise Corruption(
-            f"journal {kept.path} ends at turn {kept.turn}, but turn {known} was committed: its end is missing, or it is an "
+            f"journal {journal.path}: the arena's last page, which notes the latest commit, cannot be read"
+        )
+    latest = begun.turn if begun is not None else known + 1
+    if journal.turn < known:
+        raise Corruption(
+            f"journal {journal.path} ends at turn {journal.turn}, but turn {known} was committed: its end is missing, or it is an "
             "older copy"
         )
-    oldest = kept.base - 1 if rebooted else kept.turn
+    oldest = journal.base - 1 if rebooted else journal.turn
     if max(known, latest) < oldest:
         raise Corruption(
-            f"journal {kept.path} ends at turn {kept.turn}, but its arena is of turn {latest}: the arena is an older copy"
+            f"journal {journal.path} ends at turn {journal.turn}, but its arena is of turn {latest}: the arena is an older copy"
         )
 
 
 def boot_name() -> str:
-    """Names the boot of this machine."""
+    """The name of the machine's current boot."""
     return this_boot()
 
 
 def boot_digest() -> bytes:
-    """A digest of `boot_name`."""
+    """The digest of `boot_name`."""
     return blake2b(boot_name().encode(), digest_size=16).digest()
 
 

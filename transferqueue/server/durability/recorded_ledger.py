@@ -1,12 +1,11 @@
-"""A ledger that is written down, and the ledger that comes of what was written.
+"""A ledger that records every change in a journal, and the replay of such a journal.
 
-The law: the ledger is deterministic, so its history is the sequence of the calls that changed it, each with its
-arguments and the time. A call that was refused, that must wait or that only asks changed nothing and is not written;
-a call that failed by a defect of ours may have changed something, and is. What was due by the time of any call
-happened before it, and is written before it. Nothing of a turn may be told to anybody before `commit`.
+The ledger is deterministic, so its history is the sequence of the calls that changed it, each with its arguments and the time. A call
+that was refused, that must wait, or that only reads changed nothing and is not recorded. A call that failed by a defect may have changed
+something, and is recorded. Events that were due before a call are recorded before it. Nothing may be told to a client before `commit`.
 
-A restart is then: the image, and the tail carried out on it (`replay_journal`). To bound how long that takes, `commit` makes
-a new image when the tail has outgrown the last one.
+A restart loads the image and replays the tail on it (`replay_journal`). To bound its duration, `commit` writes a new image when the
+tail has outgrown the last one.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from transferqueue.wire.requests import declaration
 
 
 class _Record(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
-    """One change, as it was asked for."""
+    """One change, with the arguments of the call that made it."""
 
 
 class _Begun(_Record):
@@ -103,7 +102,7 @@ class _Applied(_Record):
 
 
 class _Unfinished(_Record):
-    """A change that a defect ended in its middle. Carried out again it ends in the same place: the ledger is deterministic."""
+    """A change that a defect interrupted. Its replay stops at the same place, since the ledger is deterministic."""
 
     change: bytes
 
@@ -114,21 +113,21 @@ _Any = (
 STATE: Final = blake2b(
     image.FINGERPRINT + repr([(one.__name__, one.__struct_fields__) for one in get_args(_Any)]).encode(), digest_size=16
 ).digest()
-"""Of the classes that images and records are made of: what has another was written by another version."""
+"""Fingerprint of the classes in images and records. A journal with another fingerprint was written by another version."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(_Any).decode
 
 
 @dataclass(slots=True)
 class Tail:
-    """How much a next life would have to carry out again, and how large the image before it is."""
+    """How much a restart would replay, and the size of the image before it."""
 
     records: int = 0
     nbytes: int = 0
     image_nbytes: int = 0
 
     def add(self, record: bytes) -> None:
-        """One more record."""
+        """Count a record."""
         self.records += 1
         self.nbytes += len(record)
 
@@ -139,9 +138,9 @@ class Tail:
 
 
 class RecordedLedger(Ledger):
-    """`ledger` from here on, each change appended to `journal`. Nobody else may change either.
+    """Continues `ledger`, and appends each change to `journal`. Nothing else may change either.
 
-    tail: what the journal holds already, as `replay_journal` found it. epoch: of the life that begins here.
+    tail: of the journal so far, as `replay_journal` returned it. epoch: of the run that begins here.
     """
 
     def __init__(self, ledger: Ledger, journal: Journal, tail: Tail | None = None, *, epoch: int) -> None:
@@ -151,7 +150,7 @@ class RecordedLedger(Ledger):
         self._tail = tail or Tail()
         self._append(_Begun(epoch))
 
-    # ------------------------------------------------------------ what is written
+    # ------------------------------------------------------------ recorded calls
 
     def open_session(self, session: int, client: bytes, now: float, *, label: str = "", origin: bytes = b"") -> None:
         """See `Ledger.open_session`."""
@@ -205,7 +204,7 @@ class RecordedLedger(Ledger):
         return lost
 
     def tick(self, now: float) -> None:
-        """See `Ledger.tick`. Every entry point calls it first; written only if something happens."""
+        """See `Ledger.tick`. Every recorded call calls it first. Recorded only if something is due."""
         due = self.next_deadline()
         if due is None or due > now:
             super().tick(now)
@@ -216,7 +215,7 @@ class RecordedLedger(Ledger):
 
     def apply(self, request: m.Request, *, session: int, call: int, now: float) -> m.Reply | MustWait:
         """See `Ledger.apply`."""
-        self.tick(now)  # here, so that a defect in what was due is not taken for one of this request
+        self.tick(now)  # here, so that a defect in a due event is not recorded as one of this request
         try:
             reply = super().apply(request, session=session, call=call, now=now)
         except (UsageError, FlowSignal, PeerError):
@@ -230,7 +229,7 @@ class RecordedLedger(Ledger):
 
     @contextmanager
     def _unfinished(self, record: _Any) -> Iterator[None]:
-        """While `record` is carried out: a typed refusal changed nothing; what a defect ended in its middle is written as such."""
+        """Around the change of `record`: a typed refusal changed nothing; a change that a defect interrupts is recorded as such."""
         try:
             yield
         except (UsageError, FlowSignal, PeerError):
@@ -255,18 +254,18 @@ class RecordedLedger(Ledger):
         self._tail.records = TAIL_RECORDS_MAX + 1  # first: what was planted is never without an image
         super().restore_snapshot(cut, now)
 
-    # ------------------------------------------------------------ when it counts
+    # ------------------------------------------------------------ commits
 
     def commit(self) -> None:
-        """All changes so far are durable when this returns. `JournalFailed` if they cannot be: end, and tell nobody."""
+        """Return when all changes so far are durable. After `JournalFailed` the server must end without sending answers."""
         if self._tail.outgrown:
             self.checkpoint()
         else:
             self._journal.commit()
 
     def checkpoint(self) -> None:
-        """`commit`, leaving an image and no tail: the next start is quick. Takes as long as `image`."""
-        with _no_collector():
+        """Commit, and replace the tail by an image, so that the next start is quick. Takes as long as `image`."""
+        with _without_garbage_collection():
             state = self.image()
         self._journal.checkpoint(state)
         self._tail = Tail(image_nbytes=len(state))
@@ -282,35 +281,35 @@ class LoadableJournal(Protocol):
 def replay_journal(
     journal: LoadableJournal, selectors: Mapping[str, PluginFactory] | None = None
 ) -> tuple[Ledger, Tail]:
-    """The ledger as it was at the last commit, and the tail it was made with. Epoch 0: there was nothing.
+    """The ledger as at the last commit, and the tail that was replayed for it. Its epoch is 0 if the journal is empty.
 
-    `Corruption` if image or tail cannot be carried out, or as `Ledger.from_image`.
+    `Corruption` if a record cannot be replayed; otherwise raises as `Ledger.from_image`.
     """
     state, records = journal.load()
-    with _no_collector():
+    with _without_garbage_collection():
         ledger = (
             Ledger(epoch=0, selectors=selectors) if state is None else Ledger.from_image(state, selectors=selectors)
         )
         tail = Tail(image_nbytes=len(state or b""))
         for record in records:
-            _carry_out(ledger, tail.records, record)
+            _replay(ledger, tail.records, record)
             tail.add(record)
-    ledger.take_effects()  # who they concerned is gone; what is free follows from the state
+    ledger.take_effects()  # the sessions that they concern are gone, and the allocator is built from the state
     return ledger, tail
 
 
-def _carry_out(ledger: Ledger, number: int, data: bytes) -> None:
+def _replay(ledger: Ledger, number: int, data: bytes) -> None:
     try:
         record = _decode(data)
         unfinished = isinstance(record, _Unfinished) or (isinstance(record, _Applied) and record.failed)
-        with suppress(Exception) if unfinished else _nothing_refused(number):
+        with suppress(Exception) if unfinished else _refusal_is_corruption(number):
             _replay_record(ledger, _decode(record.change) if isinstance(record, _Unfinished) else record)
     except msgspec.MsgspecError as error:
         raise Corruption(f"record {number} of the journal is none: {error}; restore a snapshot") from error
 
 
 @contextmanager
-def _nothing_refused(number: int) -> Iterator[None]:
+def _refusal_is_corruption(number: int) -> Iterator[None]:
     try:
         yield
     except TransferQueueError as error:
@@ -348,12 +347,12 @@ def _replay_record(ledger: Ledger, record: _Any) -> None:
 
 
 @contextmanager
-def _no_collector() -> Iterator[None]:
-    """Making a million objects that all stay would have the collector look at them again and again."""
-    was = gc.isenabled()
+def _without_garbage_collection() -> Iterator[None]:
+    """Making a million objects that all stay alive would start many useless collections."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if enabled:
             gc.enable()

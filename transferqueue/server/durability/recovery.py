@@ -1,14 +1,14 @@
-"""What an earlier life left in a state directory: read whole, and checked, before anything there is changed.
+"""Reads what an earlier run left in a state directory, completely, and checks it before anything there is changed.
 
-The law:
+The rules:
 
-1. Whatever says that servers have lived here (``about.json``, the link ``arena``, an arena whose head tells of commits) asks
-   for a journal that can be read and that the head accepts (`server.head`). Where that fails the error is `Corruption`, which
-   says what was found, and nothing was changed.
-2. A directory is new if nothing was ever committed in it: nobody was told anything. So a server that dies while it makes its
-   files leaves a new directory. The link is made last.
-3. `about.json` is for the case that the arena is gone: at level ``process``, in another boot of the machine, that is what the
-   level says, and no damage (`LostAtReboot`). If the arena is there, the head says all that `about.json` does.
+1. If anything shows that a server ran here (``about.json``, the link ``arena``, or an arena whose head notes commits), there must be a
+   journal that can be read and that the head accepts (`journal_head`). Otherwise the result is `Corruption`, with a text that says what
+   was found, and nothing is changed.
+2. A directory in which nothing was ever committed is new: no client was told anything. So a server that dies while it makes its
+   files leaves a new directory; it makes the link last.
+3. `about.json` is for the case that the arena is missing. At level ``process``, in another boot of the machine, that is expected
+   (`LostAtReboot`) and no damage. If the arena exists, the head contains everything that `about.json` does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 
 from transferqueue.errors import Corruption, TransferQueueError, UsageError
 from transferqueue.ledger.ledger import Ledger
-from transferqueue.server.durability import journal_head as head
+from transferqueue.server.durability import journal_head
 from transferqueue.server.durability.journal import JournalContents, Level, read_journal
 from transferqueue.server.durability.journal_head import MARGIN_BYTES, Notes
 from transferqueue.server.durability.recorded_ledger import STATE, Tail, replay_journal
@@ -34,12 +34,12 @@ JOURNAL: Final = "journal.sqlite"
 LINK: Final = "arena"
 ABOUT: Final = "about.json"
 ARENAS: Final = "arena-*"
-"""Arenas that lie in the state directory."""
+"""The arenas that are files in the state directory."""
 
 
 class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``about.json``. identity: of the journal, in hexadecimal digits; "": a build without digests wrote it. arena: where
-    the link leads."""
+    """The contents of ``about.json``. identity: of the journal, in hexadecimal digits; "": a build without digests wrote it. arena:
+    the target of the link."""
 
     level: Level
     boot: str
@@ -48,12 +48,12 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Past:
-    """What the next life goes on from. allocator: of the arena's bytes, with all that is lent."""
+class PreviousState:
+    """The state from which the next run continues. allocator: of the arena, with all granted extents."""
 
     arena: Path
     allocator: Allocator
-    kept: JournalContents
+    journal: JournalContents
     ledger: Ledger
     tail: Tail
     rebooted: bool
@@ -66,12 +66,12 @@ class LostAtReboot:
     lost: str
 
 
-def examine(path: Path, level: Level) -> Past | LostAtReboot | None:
-    """What is in the state directory `path`; None: nothing was ever committed there. Changes nothing.
+def examine(path: Path, level: Level) -> PreviousState | LostAtReboot | None:
+    """Read the state directory at `path`. None if nothing was ever committed there. Changes nothing.
 
-    `Corruption` for what is damaged or missing; `UsageError` for what was made with another level or by another version.
+    `Corruption` for files that are damaged or missing; `UsageError` for a state of another level or another version.
     """
-    about, unread = read_about(path)
+    about, problem = read_about(path)
     if about is not None and not about.identity:
         raise UsageError(
             f"state directory {path} was written by an earlier build of asyncflow-transferqueue 0.1.0, whose journals have no "
@@ -79,15 +79,15 @@ def examine(path: Path, level: Level) -> Past | LostAtReboot | None:
         )
     link = path / LINK
     if not link.is_symlink():
-        return _without_link(path, level, about, unread)
+        return _without_link(path, level, about, problem)
     file = path / link.readlink()
     if not os.path.lexists(file):
-        return _without_arena(path, level, about, unread, file)
-    return _whole(path, level, file)
+        return _without_arena(path, level, about, problem, file)
+    return _with_arena(path, level, file)
 
 
 def read_about(path: Path) -> tuple[About | None, str]:
-    """What ``about.json`` says, and why it says nothing ("": there is none)."""
+    """The contents of ``about.json``, and why they cannot be read ("" if they can, or if there is no such file)."""
     try:
         return msgspec.json.decode((path / ABOUT).read_bytes(), type=About), ""
     except FileNotFoundError:
@@ -96,7 +96,7 @@ def read_about(path: Path) -> tuple[About | None, str]:
         return None, str(error)
 
 
-def _whole(path: Path, level: Level, file: Path) -> Past | LostAtReboot:
+def _with_arena(path: Path, level: Level, file: Path) -> PreviousState | LostAtReboot:
     size, notes = _notes_in(file)
     note = notes.any
     if note is None or note.nbytes != size:
@@ -104,30 +104,30 @@ def _whole(path: Path, level: Level, file: Path) -> Past | LostAtReboot:
             f"state directory {path}: {file} is not the arena it was, or was cut: its last page does not note the latest commit"
         )
     _check_level(path, note.level, level)
-    rebooted = any(one is not None and one.boot != head.boot_digest() for one in (notes.begun, notes.done))
+    rebooted = any(note is not None and note.boot != journal_head.boot_digest() for note in (notes.begun, notes.done))
     if rebooted and level is Level.PROCESS:
         return LostAtReboot(_what_was_lost(path))
-    kept = _kept(path)
-    if kept is None:
+    journal = _journal(path)
+    if journal is None:
         raise Corruption(
             f"state directory {path} has no journal ({JOURNAL} is missing or empty), though its arena {file} tells of turn {note.turn}"
         )
-    head.check(notes, kept, rebooted=rebooted)
-    ledger, tail = replay_journal(kept)
+    journal_head.check(notes, journal, rebooted=rebooted)
+    ledger, tail = replay_journal(journal)
     lent = [(extent.offset, extent.nbytes) for extent in ledger.extents_of(SHARD)]
-    return Past(file, Allocator.holding(size - MARGIN_BYTES, lent), kept, ledger, tail, rebooted)
+    return PreviousState(file, Allocator.holding(size - MARGIN_BYTES, lent), journal, ledger, tail, rebooted)
 
 
-def _without_link(path: Path, level: Level, about: About | None, unread: str) -> LostAtReboot | None:
+def _without_link(path: Path, level: Level, about: About | None, problem: str) -> LostAtReboot | None:
     if about is not None:
         _check_level(path, about.level, level)
-        if level is Level.PROCESS and about.boot != head.boot_name():
+        if level is Level.PROCESS and about.boot != journal_head.boot_name():
             return LostAtReboot(_what_was_lost(path))
-    kept = _kept(path)
+    journal = _journal(path)
     strays = [file for file in path.glob(ARENAS) if _commits_in(file)]
-    if kept is not None and kept.turn:
+    if journal is not None and journal.turn:
         where = f"the arena was at {about.arena}: if it is there, ln -s {about.arena} {path / LINK}" if about else (
-            f"{ABOUT} is {'unreadable' if unread else 'missing'} too"
+            f"{ABOUT} is {'unreadable' if problem else 'missing'} too"
         )  # fmt: skip
         raise Corruption(
             f"state directory {path} has a journal, but the link {LINK}, which says where its arena is, is missing; {where}"
@@ -136,34 +136,34 @@ def _without_link(path: Path, level: Level, about: About | None, unread: str) ->
         raise Corruption(
             f"state directory {path} has the arena {strays[0].name} of an earlier life, but no journal ({JOURNAL}) of it"
         )
-    if unread or (about is not None and kept is None):
+    if problem or (about is not None and journal is None):
         raise Corruption(
             f"state directory {path} has no journal ({JOURNAL} is missing or empty), though {ABOUT} tells of an earlier life"
         )
     return None
 
 
-def _without_arena(path: Path, level: Level, about: About | None, unread: str, file: Path) -> LostAtReboot:
+def _without_arena(path: Path, level: Level, about: About | None, problem: str, file: Path) -> LostAtReboot:
     if about is None:
-        why = f"cannot be read ({unread})" if unread else "is missing"
+        why = f"cannot be read ({problem})" if problem else "is missing"
         raise Corruption(f"state directory {path}: its arena {file} is missing, and {ABOUT} {why}")
     _check_level(path, about.level, level)
     lost = _what_was_lost(path)
-    if level is Level.PROCESS and about.boot != head.boot_name():
+    if level is Level.PROCESS and about.boot != journal_head.boot_name():
         return LostAtReboot(lost)
     raise Corruption(
         f"state directory {path}: its arena {file} is missing, though the machine was not started anew since. {lost}"
     )
 
 
-def _kept(path: Path) -> JournalContents | None:
-    kept = read_journal(path / JOURNAL)
-    if kept is not None and kept.origin.state != STATE:
+def _journal(path: Path) -> JournalContents | None:
+    journal = read_journal(path / JOURNAL)
+    if journal is not None and journal.origin.state != STATE:
         raise UsageError(
-            f"state directory {path} was written by asyncflow-transferqueue {kept.origin.version} with another state than this "
+            f"state directory {path} was written by asyncflow-transferqueue {journal.origin.version} with another state than this "
             "version's; start that version, drain its tables or take a snapshot there, and begin with an empty state directory"
         )
-    return kept
+    return journal
 
 
 def _check_level(path: Path, made: Level, level: Level) -> None:
@@ -174,7 +174,7 @@ def _check_level(path: Path, made: Level, level: Level) -> None:
 
 
 def _notes_in(file: Path) -> tuple[int, Notes]:
-    """The size of an arena's file, and its head."""
+    """The size of an arena's file, and the notes in its head."""
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -183,7 +183,7 @@ def _notes_in(file: Path) -> tuple[int, Notes]:
         try:
             size = os.fstat(fd).st_size
             arena.seek(max(size - MARGIN_BYTES, 0))
-            return size, head.read_notes(arena.read(MARGIN_BYTES))
+            return size, journal_head.read_notes(arena.read(MARGIN_BYTES))
         except OSError as error:
             raise Corruption(f"arena {file} cannot be read: {error.strerror}; its rows are lost with it") from error
 
@@ -195,8 +195,8 @@ def _commits_in(file: Path) -> bool:
 
 def _what_was_lost(path: Path) -> str:
     try:
-        kept = _kept(path)
-        rows = {} if kept is None else replay_journal(kept)[0].live_rows()
+        journal = _journal(path)
+        rows = {} if journal is None else replay_journal(journal)[0].live_rows()
     except TransferQueueError as error:
         return f"What it held cannot be told: {error}"
     return f"Rows that are lost: {json.dumps(rows)}"

@@ -1,21 +1,22 @@
-"""What of a server outlives it: a state directory, and how the next server goes on from it.
+"""The state directory: everything that outlives a server, and how the next run continues from it.
 
-The law:
+The rules:
 
-1. The state directory (0700) belongs to one server at a time, which holds its ``lock``. In it: ``journal.sqlite``,
-   the link ``arena`` to the memory that the journal speaks of, and ``about.json``, which says what is told of the arena if
-   that is gone. The arena's last page is the head of the journal (`server.head`).
-2. The arena lies on shared memory at level ``process`` (in the state directory where that has no room), and in the
-   state directory at level ``disk``. The link is made last: what it does not lead to is nobody's.
-3. A turn of the server is told only after `commit`: at level ``disk`` the bytes of its blocks are on the device, then
-   at both levels its records are in the journal. Blocks in a file of the state directory have checksums, which
-   whoever writes a block takes and commits with it: so the server hashes nothing while it serves, and a client that lies has its own
-   rows dropped. Each start compares them all. What does not match is reported, and its rows end as dropped.
-4. Time stands still while no server runs: the clock goes on from the last time that the journal has.
-5. What an earlier life left is read whole and checked before anything is changed, freed or punched (`server.past`). What is
-   damaged is `Corruption`. Whoever accepts the loss says so (`accept_loss`): the files are moved to ``lost-N`` in the state
-   directory, and a new life begins. An arena on shared memory is none of these files: it is given back.
-6. What level ``process`` held is gone with the machine's memory. The next server says so, and does as in rule 5 unasked.
+1. A state directory (0700) belongs to one server at a time, which holds its ``lock``. It contains ``journal.sqlite``, the link
+   ``arena`` to the memory that the journal describes, and ``about.json``, for the case that the arena is missing. The arena's last page
+   is the head of the journal (`journal_head`).
+2. The arena is on shared memory at level ``process`` (in the state directory if that has no room), and in the state directory at
+   level ``disk``. The link is made last: an arena to which no link leads belongs to nobody.
+3. The changes of a turn are told to clients only after `commit`. At level ``disk`` the bytes of its blocks are then on the device; at
+   both levels its records are in the journal. Blocks in an arena in the state directory have checksums. The client that writes a block
+   computes its checksum and commits both: so the server hashes nothing while it serves, and a client with a wrong checksum loses only its
+   own rows. Each start compares all checksums, reports blocks that differ, and drops their rows as lost.
+4. Time stands still while no server runs: the clock continues from the last time in the journal.
+5. Everything is read and checked before anything is changed, freed or given back (`recovery`). Damage is `Corruption`. With
+   `accept_loss` the files are moved to ``lost-N`` in the state directory, and the server starts with an empty queue. An arena on
+   shared memory is not moved: its memory is given back.
+6. A reboot loses the state of level ``process``, which was in memory. The next server says so, and starts as in rule 5 without
+   being asked.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ import msgspec
 from transferqueue.errors import AddressInUse, Corruption, UsageError
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import ARENA_BYTES_DEFAULT
-from transferqueue.server.durability import recovery as past
+from transferqueue.server.durability import recovery
 from transferqueue.server.durability.journal import Level, SqliteJournal, new_origin
 from transferqueue.server.durability.journal_head import MARGIN_BYTES, ArenaHead, boot_name
 from transferqueue.server.durability.recorded_ledger import STATE, RecordedLedger, Tail
-from transferqueue.server.durability.recovery import LostAtReboot, Past
+from transferqueue.server.durability.recovery import LostAtReboot, PreviousState
 from transferqueue.server.files import (
     SHARED_MEMORY,
     ArenaDirectory,
@@ -56,33 +57,33 @@ from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.server")
 HEAD_SYNC_S: Final = 0.25
-"""At level disk, what the head notes is on the device after this long, if commits go on: a flush at each would double them."""
+"""At level disk the head is flushed to the device this often while commits continue. A flush for each would double their cost."""
 
 
 class Durability(Protocol):
-    """How what a node does comes to outlive it."""
+    """How the state of a coordinator outlives its process."""
 
     @property
     def sessions_stay(self) -> bool:
-        """Whether clients go on with the next server."""
+        """Whether sessions continue with the next server."""
 
     def check_offer(self, hello: m.Hello) -> None:
-        """`UsageError` if memory that joins could not keep what this level promises."""
+        """`UsageError` if a shard that joins cannot keep the promise of this level."""
 
     @property
     def checksums(self) -> bool:
-        """Whether each block is committed with the checksum of its bytes."""
+        """Whether each block must be committed with the checksum of its bytes."""
 
     def commit(self) -> None:
-        """What happened so far may be told when this returns."""
+        """Return when all changes so far are durable: answers may be sent then."""
 
 
 def without_checksum(request: m.Request) -> UsageError | None:
-    """Why a request is refused where blocks are committed with their checksums; None: each of its blocks has one, or it has none."""
-    carried = request if isinstance(request, m.Publish) else getattr(request, "columns", None)
-    if not isinstance(carried, m.Publish | m.Columns):
+    """Why a server that demands checksums refuses a request: a block has none. None if the request is fine."""
+    columns = request if isinstance(request, m.Publish) else getattr(request, "columns", None)
+    if not isinstance(columns, m.Publish | m.Columns):
         return None
-    for block in carried.blocks:
+    for block in columns.blocks:
         if block.checksum == UNCHECKED:
             return UsageError(
                 f"block of {', '.join(block.fields[:12])} has no checksum: this server keeps rows on a disk, and compares each block "
@@ -92,25 +93,25 @@ def without_checksum(request: m.Request) -> UsageError | None:
 
 
 class NoDurability:
-    """Level ``memory``: nothing outlives the server."""
+    """Level ``memory``: nothing outlives the process."""
 
     sessions_stay: Final = False
     checksums: Final = False
 
     def check_offer(self, hello: m.Hello) -> None:
-        """Any will do."""
+        """Accept any."""
 
     def commit(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
 
 class StateDirectory:
-    """The state directory at `path`, held until `close`; what a server needs to go on from it.
+    """The state directory at `path`, locked until `close`, with what a server needs to continue from it.
 
-    ledger, allocator, arena: as the last life left them, or new. rebooted: the machine was started anew since. secret: the
-    same in all lives, known to nobody else. path is made if missing. accept_loss: what would be `Corruption` is kept aside, and
-    a new life begins. `UsageError` for a directory or level that it cannot be, `AddressInUse` if a server that lives
-    has it, `Corruption` if what is there cannot be read whole; nothing is changed then.
+    `ledger`, `allocator`, `arena`: as the last run left them, or new. `rebooted`: whether the machine was rebooted since. `secret`: the key
+    of tickets, the same in all runs. path: created if missing. accept_loss: where `Corruption` would be raised, move the files
+    aside and start with an empty queue. `UsageError` for a directory or level that cannot be used, `AddressInUse` if another server
+    has it, `Corruption` if it cannot be read completely; then nothing is changed.
     """
 
     def __init__(
@@ -126,16 +127,16 @@ class StateDirectory:
         self.sessions_stay: Final = True
         self.path: Final = private_directory(path.absolute(), "state directory")
         self.level: Final = level
-        self._blocks = 0
+        self._synced_blocks = 0
         self._synced_at = 0.0
         with ExitStack() as made:
             self._lock = _locked(self.path)
             made.callback(self._lock.release, unlink=False)
-            found = self._examine(accept_loss)
-            self.rebooted: Final = isinstance(found, LostAtReboot) or (found is not None and found.rebooted)
-            if isinstance(found, Past):
-                journal = self._go_on(found, made)
-                ledger, tail = found.ledger, found.tail
+            previous = self._examine(accept_loss)
+            self.rebooted: Final = isinstance(previous, LostAtReboot) or (previous is not None and previous.rebooted)
+            if isinstance(previous, PreviousState):
+                journal = self._continue(previous, made)
+                ledger, tail = previous.ledger, previous.tail
             else:
                 journal = self._begin(arena_bytes, shared, made)
                 ledger, tail = Ledger(epoch=0), Tail()
@@ -149,13 +150,13 @@ class StateDirectory:
             self._made = made.pop_all()
 
     def clock(self) -> float:
-        """Seconds that only servers of this state have lived (rule 4)."""
+        """Seconds for which servers of this state have run (rule 4)."""
         return time.monotonic() + self._behind_s
 
     # ------------------------------------------------------------ while it serves
 
     def check_offer(self, hello: m.Hello) -> None:
-        """`UsageError` at level ``disk``: what lies in the memory of other processes does not survive a reboot."""
+        """`UsageError` for a shard at level ``disk``: the memory of another process does not survive a reboot."""
         if hello.shard is not None and self.level is Level.DISK:
             raise UsageError(
                 "shard refused: durability disk survives a reboot, and the memory of a further shard does not; serve with "
@@ -169,27 +170,27 @@ class StateDirectory:
             return checksum(view)
 
     def commit(self) -> None:
-        """What happened so far may be told when this returns (rule 3)."""
+        """See `Durability.commit` and rule 3."""
         committed = self.ledger.blocks_committed
-        if self.level is Level.DISK and committed != self._blocks:
+        if self.level is Level.DISK and committed != self._synced_blocks:
             self.arena.arena.sync()
-        self._blocks = committed
+        self._synced_blocks = committed
         self.ledger.commit()
         if self.level is Level.DISK and (now := time.monotonic()) - self._synced_at > HEAD_SYNC_S:
             self._head.sync()
             self._synced_at = now
 
     def checkpoint(self) -> None:
-        """`commit`, so that the next start is quick."""
+        """Commit, and write an image, so that the next start is quick."""
         self.commit()
         self.ledger.checkpoint()
 
     def close(self) -> None:
-        """Let go of everything; it stays on disk and in shared memory as it was at the last commit. Again: nothing."""
+        """Close everything. The state on disk and in shared memory stays as at the last commit. Closing twice is allowed."""
         self._made.close()
 
     def damaged(self) -> list[int]:
-        """The blocks whose bytes are not what they were, in an arena that is a file of the state directory. Reads them all."""
+        """The numbers of blocks whose bytes do not match their checksum, if the arena is in the state directory. Reads all blocks."""
         if Path(self.arena.arena.path).parent != self.path:
             return []
         return [block.block for block in self.ledger.blocks_of(SHARD) if not self._matches(block)]
@@ -197,12 +198,12 @@ class StateDirectory:
     def _matches(self, at: m.BlockLocation) -> bool:
         return at.checksum == UNCHECKED or self._checksum(at.offset, at.nbytes) == at.checksum
 
-    # ------------------------------------------------------------ how it begins
+    # ------------------------------------------------------------ start
 
-    def _examine(self, accept_loss: bool) -> Past | LostAtReboot | None:
-        """What there is to go on from. What there was and cannot be used is kept aside."""
+    def _examine(self, accept_loss: bool) -> PreviousState | LostAtReboot | None:
+        """Read the state of the previous run; None to start anew. A state that cannot be used is moved aside, if that is allowed."""
         try:
-            found = past.examine(self.path, self.level)
+            previous = recovery.examine(self.path, self.level)
         except Corruption as error:
             if not accept_loss:
                 memory = " and gives the shared memory of its rows back" if self.level is Level.PROCESS else ""
@@ -214,33 +215,33 @@ class StateDirectory:
                 "state directory %s: %s. The loss is accepted: files kept in %s", self.path, error, self._set_aside()
             )
             return None
-        if isinstance(found, LostAtReboot):
+        if isinstance(previous, LostAtReboot):
             _log.error(
                 "state directory %s: its rows were in shared memory, which is gone with a reboot; beginning anew, files kept in "
                 "%s. %s",
                 self.path,
                 self._set_aside(),
-                found.lost,
+                previous.lost,
             )
-        return found
+        return previous
 
     def _set_aside(self) -> Path:
-        """Move all that an earlier life left to a new directory; which that is. The link and about.json go last: until then
-        they tell of it."""
+        """Move all files of earlier runs to a new directory, and return it. The link and about.json go last: as long as they
+        are here, a server that was interrupted is noticed."""
         aside = _new_directory(self.path, "lost")
-        arenas = [file.name for file in self.path.glob(past.ARENAS)]
-        for name in (past.JOURNAL, *_beside(past.JOURNAL), *arenas, past.LINK, past.ABOUT):
+        arenas = [file.name for file in self.path.glob(recovery.ARENAS)]
+        for name in (recovery.JOURNAL, *_beside(recovery.JOURNAL), *arenas, recovery.LINK, recovery.ABOUT):
             with suppress(FileNotFoundError):
                 (self.path / name).rename(aside / name)
         sync_directory(self.path)
         return aside
 
     def _begin(self, arena_bytes: int | None, shared: Path, made: ExitStack) -> SqliteJournal:
-        """The first life here, or the first after a loss. Files of one that never committed anything are replaced."""
-        arenas = [file.name for file in self.path.glob(past.ARENAS)]
-        for left in (past.JOURNAL, *_beside(past.JOURNAL), past.ABOUT, *arenas):
-            (self.path / left).unlink(missing_ok=True)
-        journal = SqliteJournal(self.path / past.JOURNAL, self.level, origin=new_origin(STATE))
+        """Start anew. Files of a run that never committed anything are replaced."""
+        arenas = [file.name for file in self.path.glob(recovery.ARENAS)]
+        for name in (recovery.JOURNAL, *_beside(recovery.JOURNAL), recovery.ABOUT, *arenas):
+            (self.path / name).unlink(missing_ok=True)
+        journal = SqliteJournal(self.path / recovery.JOURNAL, self.level, origin=new_origin(STATE))
         made.callback(journal.close)
         self.arena, self.allocator = self._make(arena_bytes, shared)
         made.callback(self.arena.close)
@@ -250,15 +251,15 @@ class StateDirectory:
         self._write_about(journal, file.name if file.parent == self.path else str(file))
         return journal
 
-    def _go_on(self, found: Past, made: ExitStack) -> SqliteJournal:
-        journal = SqliteJournal(self.path / past.JOURNAL, self.level)
+    def _continue(self, previous: PreviousState, made: ExitStack) -> SqliteJournal:
+        journal = SqliteJournal(self.path / recovery.JOURNAL, self.level)
         made.callback(journal.close)
-        if (journal.turn, journal.digest) != (found.kept.turn, found.kept.digest_of(found.kept.turn)):
+        if (journal.turn, journal.digest) != (previous.journal.turn, previous.journal.digest_of(previous.journal.turn)):
             raise Corruption(f"journal {journal.path} changed while it was read; stop whatever else writes there")
-        self.arena, self.allocator = self._attach(found), found.allocator
+        self.arena, self.allocator = self._attach(previous), previous.allocator
         made.callback(self.arena.close)
         self._take_head(journal)
-        self._write_about(journal, os.readlink(self.path / past.LINK))
+        self._write_about(journal, os.readlink(self.path / recovery.LINK))
         return journal
 
     def _take_head(self, journal: SqliteJournal) -> None:
@@ -267,34 +268,34 @@ class StateDirectory:
         journal.head.end(journal.turn, journal.digest)
 
     def _make(self, arena_bytes: int | None, shared: Path) -> tuple[ArenaDirectory, Allocator]:
-        home = _shared_arena(self.path, arena_bytes, shared) if self.level is Level.PROCESS else None
-        if home is None:
+        arena = _shared_arena(self.path, arena_bytes, shared) if self.level is Level.PROCESS else None
+        if arena is None:
             capacity = arena_bytes or min(ARENA_BYTES_DEFAULT, room(self.path))
-            home = ArenaDirectory(Arena.create(self.path, capacity, margin=MARGIN_BYTES), stays=True)
-        return home, Allocator(home.arena.capacity)
+            arena = ArenaDirectory(Arena.create(self.path, capacity, margin=MARGIN_BYTES), stays=True)
+        return arena, Allocator(arena.arena.capacity)
 
-    def _attach(self, found: Past) -> ArenaDirectory:
-        file = found.arena
+    def _attach(self, previous: PreviousState) -> ArenaDirectory:
+        file = previous.arena
         lock = None if file.parent == self.path else FileLock(file.parent / "lock", inherited=False)
         if lock is not None and not lock.take():
             raise AddressInUse(f"arena {file} is in use by another server; stop that one first")
-        arena = Arena.attach(file, found.allocator, margin=MARGIN_BYTES)
+        arena = Arena.attach(file, previous.allocator, margin=MARGIN_BYTES)
         return ArenaDirectory(arena, file.parent, lock, stays=True)
 
     def _write_about(self, journal: SqliteJournal, arena: str) -> None:
-        """Say what the head says, for the case that it is gone; then, if there is none, make the link."""
-        about = past.About(self.level, boot_name(), journal.origin.identity.hex(), arena)
-        before, _ = past.read_about(self.path)
-        if about != before:
-            write_private(self.path / past.ABOUT, msgspec.json.encode(about))
-        link = self.path / past.LINK
+        """Write about.json, which repeats the head for the case that the arena is lost. Then make the link, if there is none."""
+        about = recovery.About(self.level, boot_name(), journal.origin.identity.hex(), arena)
+        existing, _ = recovery.read_about(self.path)
+        if about != existing:
+            write_private(self.path / recovery.ABOUT, msgspec.json.encode(about))
+        link = self.path / recovery.LINK
         if not link.is_symlink():
             link.symlink_to(arena)
             sync_directory(self.path)
 
 
 def _beside(database: str) -> tuple[str, str]:
-    """The files that SQLite keeps beside a database."""
+    """The files that SQLite writes beside a database."""
     return f"{database}-wal", f"{database}-shm"
 
 
@@ -317,7 +318,7 @@ def _locked(path: Path) -> FileLock:
 
 
 def _shared_arena(state: Path, arena_bytes: int | None, shared: Path) -> ArenaDirectory | None:
-    """An arena on shared memory that names its state directory; None if there is no room for it."""
+    """Make an arena on shared memory, with a file that names its state directory. None if there is no room for it."""
     root = arena_root(shared)
     if root is None:
         return None
