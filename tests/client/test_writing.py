@@ -20,14 +20,14 @@ class Node:
     def __init__(self) -> None:
         self.granted: list[m.Grant] = []
         self.returned: list[int] = []
-        self.ground = WriteGrants(self.take_back)
+        self.grants = WriteGrants(self.take_back)
 
     def take_back(self, request: m.Request) -> None:
         assert isinstance(request, m.ReturnGrant)
         self.returned.append(request.extent)
 
-    def piece(self, nbytes: int) -> WriteRegion:
-        operation: Generator[Any, Any, WriteRegion] = self.ground.piece(nbytes, Deadline(lambda: 0.0, 1.0))
+    def region(self, nbytes: int) -> WriteRegion:
+        operation: Generator[Any, Any, WriteRegion] = self.grants.region(nbytes, Deadline(lambda: 0.0, 1.0))
         reply: Any = None
         while True:
             try:
@@ -42,48 +42,48 @@ class Node:
 
 def test_small_pieces_follow_each_other_in_one_extent() -> None:
     node = Node()
-    pieces = [node.piece(100) for _ in range(3)]
+    regions = [node.region(100) for _ in range(3)]
     assert len(node.granted) == 1
     assert node.granted[0].nbytes == SMALL_EXTENTS_BYTES
-    assert [piece.offset - pieces[0].offset for piece in pieces] == [0, 128, 256]
-    assert all(piece.offset % ALIGNMENT == 0 and piece.nbytes == 100 for piece in pieces)
+    assert [region.offset - regions[0].offset for region in regions] == [0, 128, 256]
+    assert all(region.offset % ALIGNMENT == 0 and region.nbytes == 100 for region in regions)
 
 
 def test_a_large_piece_has_an_extent_of_its_size_which_its_commit_closes() -> None:
     node = Node()
-    node.piece(SMALL_EXTENT_BYTES).done(CommitOutcome.COMMITTED)
+    node.region(SMALL_EXTENT_BYTES).done(CommitOutcome.COMMITTED)
     assert (node.granted[0].nbytes, node.returned) == (SMALL_EXTENT_BYTES, [])
 
 
-@pytest.mark.parametrize("fate", [CommitOutcome.REFUSED, CommitOutcome.UNKNOWN])
-def test_a_large_piece_that_was_not_committed_is_returned(fate: CommitOutcome) -> None:
+@pytest.mark.parametrize("outcome", [CommitOutcome.REFUSED, CommitOutcome.UNKNOWN])
+def test_a_large_piece_that_was_not_committed_is_returned(outcome: CommitOutcome) -> None:
     node = Node()
-    node.piece(5 * MIB).done(fate)
+    node.region(5 * MIB).done(outcome)
     assert node.returned == [1]
 
 
 def test_a_refused_piece_is_written_again_if_it_was_the_last() -> None:
     node = Node()
-    first = node.piece(100)
+    first = node.region(100)
     first.done(CommitOutcome.REFUSED)
-    second, third = node.piece(100), node.piece(100)
+    second, third = node.region(100), node.region(100)
     assert second.offset == first.offset
     second.done(CommitOutcome.REFUSED)
-    assert node.piece(100).offset > third.offset
+    assert node.region(100).offset > third.offset
 
 
 def test_a_piece_of_unknown_fate_is_never_written_again() -> None:
     node = Node()
-    first = node.piece(100)
+    first = node.region(100)
     first.done(CommitOutcome.UNKNOWN)
-    assert node.piece(100).offset > first.offset
+    assert node.region(100).offset > first.offset
 
 
 def test_full_extents_are_returned_when_their_last_writer_is_done() -> None:
     node = Node()
-    writing = node.piece(SMALL_EXTENT_BYTES - 1)
+    writing = node.region(SMALL_EXTENT_BYTES - 1)
     while len(node.granted) <= OPEN_MAX:
-        node.piece(SMALL_EXTENT_BYTES - 1).done(CommitOutcome.COMMITTED)
+        node.region(SMALL_EXTENT_BYTES - 1).done(CommitOutcome.COMMITTED)
     assert node.returned == []
     writing.done(CommitOutcome.COMMITTED)
     assert node.returned == [1]
@@ -93,8 +93,8 @@ def test_pieces_of_one_extent_never_overlap() -> None:
     node = Node()
     taken: dict[int, list[tuple[int, int]]] = {}
     for nbytes in (1, 63, 64, 65, 100_000, 7, 200_000, 250_000, 3, SMALL_EXTENT_BYTES - 1, 64, SMALL_EXTENT_BYTES, 1):
-        piece = node.piece(nbytes)
-        taken.setdefault(piece.extent, []).append((piece.offset, piece.offset + nbytes))
+        region = node.region(nbytes)
+        taken.setdefault(region.extent, []).append((region.offset, region.offset + nbytes))
     for spans in taken.values():
         spans.sort()
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))

@@ -67,7 +67,7 @@ class ClientSession:
         server: OwnedServer | None,
         *,
         dial: Callable[[m.ShardEndpoint], RemoteMemory] | None = None,
-        ground: WriteGrants | None = None,
+        grants: WriteGrants | None = None,
         seat: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
         checksums: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -79,7 +79,7 @@ class ClientSession:
         """Whether the server wants the checksum of each block."""
         self.memory: Final = memory
         self.shards: Final = ShardClients(memory, dial or _no_way, connection.unpin)
-        self.ground: Final = ground or WriteGrants(connection.post)
+        self.grants: Final = grants or WriteGrants(connection.post)
         self.clock: Final[Callable[[], float]] = clock
         self.tables: Final[dict[str, TableInfo]] = {}
         self.verifier: Verifier | None = None

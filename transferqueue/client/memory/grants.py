@@ -1,17 +1,17 @@
-"""Where a session writes: extents granted to it, shared by its small puts.
+"""Write grants: extents that the server lets this session write into, and the regions of them that puts write.
 
 Rules:
 
-1. A put of `SMALL_EXTENT_BYTES` or more, and any weights, ask for an extent of their size and return it when the put has ended.
-2. Smaller puts take pieces of an open extent, one after the other: one round trip each, and no page
-   wasted. An extent without room for a put is retired; the newest few stay open.
+1. A put of `SMALL_EXTENT_BYTES` or more, and any publication of weights, asks for an extent of its size and returns it at its end.
+2. Smaller puts take regions of an open extent, one after the other: one round trip each, and no page wasted. An extent without
+   room for a put is retired; the newest few stay open.
 3. A retired extent is returned when the last put that writes into it has ended, never before.
-4. A piece that was certainly not committed is given to the next put if it was the last one taken. One
-   whose fate is unknown (an interrupt, a lost server) is never written again.
-5. A piece that was to be carried to another machine and was not may still be written by what is on its way: it is never
-   written again, and its extent takes no further put.
-6. An extent that a commit filled is closed by that commit, and needs no word.
-7. The copies of a piece are pieces in other shards, with the same bytes. They end as it does.
+4. If a region was certainly not committed and was the last one taken, the next put takes it. If nobody knows whether it was
+   committed (an interrupt, a lost server), nothing writes there again.
+5. If a transfer to another machine failed, late frames of it may still write into its region. Nothing else writes there, and
+   the extent takes no further put.
+6. A commit that fills an extent also closes it: the client need not return it.
+7. The copies of a region are regions in other shards, with the same bytes. They end as it does.
 8. An extent whose shard was lost takes no further put.
 """
 
@@ -34,7 +34,7 @@ OPEN_MAX: Final = 2
 
 
 class CommitOutcome(enum.Enum):
-    """What became of the commit of a piece."""
+    """What became of the commit of a region."""
 
     COMMITTED = enum.auto()
     REFUSED = enum.auto()
@@ -52,7 +52,7 @@ class _GrantedExtent:
 
 
 class WriteRegion:
-    """Bytes [offset, offset + nbytes) of the arena of `shard`, this put's to write until `done`."""
+    """Bytes [offset, offset + nbytes) of the arena of `shard`. One put may write there until `done`."""
 
     __slots__ = ("_extent", "_grants", "copies", "extent", "nbytes", "offset", "shard")
 
@@ -67,39 +67,39 @@ class WriteRegion:
         """The extent as it was granted."""
         return self._extent.granted
 
-    def done(self, fate: CommitOutcome) -> None:
-        """The put has ended, and this has become of it."""
+    def done(self, outcome: CommitOutcome) -> None:
+        """The put has ended with this outcome."""
         for one in (self, *self.copies):
-            self._grants._done(one._extent, one, fate)
+            self._grants._done(one._extent, one, outcome)
 
 
 class WriteGrants:
-    """The extents that a session may write into. Safe from any thread. `give_back` is told extents to return.
+    """The extents that a session may write into. Safe from any thread. return_extent: sends the request that returns one.
 
     whole_from: bytes of a put that has an extent to itself. shared: bytes of the extents that smaller puts share.
     """
 
     def __init__(
         self,
-        give_back: Callable[[m.Request], object],
+        return_extent: Callable[[m.Request], object],
         whole_from: int = SMALL_EXTENT_BYTES,
         shared: int = SMALL_EXTENTS_BYTES,
     ) -> None:
-        self._give_back = give_back
+        self._return_extent = return_extent
         self._whole_from, self._shared = whole_from, shared
         self._guard = threading.RLock()
         self._open: deque[_GrantedExtent] = deque()
         self._open_max = OPEN_MAX
 
-    def piece(
+    def region(
         self, nbytes: int, deadline: Deadline, apart: Sequence[int] = (), use: m.GrantPurpose = "results"
     ) -> Operation[WriteRegion]:
         """Room for `nbytes` in a shard that is none of `apart`, waiting for memory until the deadline."""
         if nbytes >= self._whole_from or use == "weights":
             return self._whole((yield from _ask(nbytes, deadline, apart, use)), nbytes)
-        while (found := self._take(nbytes, apart)) is None:
+        while (region := self._take(nbytes, apart)) is None:
             self._adopt((yield from _ask(self._shared, deadline, apart, use)), len(apart) + 1)
-        return found
+        return region
 
     def _whole(self, granted: m.Granted, nbytes: int) -> WriteRegion:
         extent = _GrantedExtent(granted)
@@ -126,21 +126,21 @@ class WriteGrants:
                 retired.retired = True
                 self._return_if_left(retired)
 
-    def _done(self, extent: _GrantedExtent, piece: WriteRegion, fate: CommitOutcome) -> None:
+    def _done(self, extent: _GrantedExtent, region: WriteRegion, outcome: CommitOutcome) -> None:
         with self._guard:
             extent.writers -= 1
-            end = piece.offset - extent.granted.offset + align(piece.nbytes)
-            if fate is CommitOutcome.REFUSED and end == extent.used:
-                extent.used -= align(piece.nbytes)
-            if fate is CommitOutcome.TORN and extent in self._open:
+            end = region.offset - extent.granted.offset + align(region.nbytes)
+            if outcome is CommitOutcome.REFUSED and end == extent.used:
+                extent.used -= align(region.nbytes)
+            if outcome is CommitOutcome.TORN and extent in self._open:
                 self._open.remove(extent)
                 extent.retired = True
-            if fate is not CommitOutcome.COMMITTED or piece.nbytes != extent.granted.nbytes:
+            if outcome is not CommitOutcome.COMMITTED or region.nbytes != extent.granted.nbytes:
                 self._return_if_left(extent)
 
     def _return_if_left(self, extent: _GrantedExtent) -> None:
         if extent.retired and extent.writers == 0:
-            self._give_back(m.ReturnGrant(extent=extent.granted.extent))
+            self._return_extent(m.ReturnGrant(extent=extent.granted.extent))
 
 
 def _ask(nbytes: int, deadline: Deadline, apart: Sequence[int], use: m.GrantPurpose) -> Operation[m.Granted]:

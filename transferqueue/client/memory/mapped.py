@@ -69,17 +69,17 @@ class MappedMemory:
                 self._arenas.pop(number).close()
 
     torn: Final = CommitOutcome.REFUSED
-    """What a piece is whose writing failed: nobody else writes there, so it may be written again."""
+    """Outcome of a region into which a write failed: nobody else writes there, so the next put may."""
 
-    def write(self, piece: WriteRegion, nbytes: int, fill: Callable[[memoryview], object]) -> BlockingWork:
-        """Let `fill` write `nbytes` into a piece of an extent granted to this session. The lock is held until it has."""
-        return BlockingWork(nbytes, partial(self._write, piece, nbytes, fill))
+    def write(self, region: WriteRegion, nbytes: int, fill: Callable[[memoryview], object]) -> BlockingWork:
+        """Let `fill` write `nbytes` into the region. The session's lock is held until it has."""
+        return BlockingWork(nbytes, partial(self._write, region, nbytes, fill))
 
-    def _write(self, piece: WriteRegion, nbytes: int, fill: Callable[[memoryview], object]) -> None:
-        arena = self._arena(piece.shard)
+    def _write(self, region: WriteRegion, nbytes: int, fill: Callable[[memoryview], object]) -> None:
+        arena = self._arena(region.shard)
         self._count(1)
         try:
-            fill(arena.writable(piece.offset, nbytes))
+            fill(arena.writable(region.offset, nbytes))
         finally:
             self._count(-1)
 

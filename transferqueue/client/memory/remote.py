@@ -82,10 +82,10 @@ class RemoteMemory:
         self._pid = os.getpid()
 
     torn: Final = CommitOutcome.TORN
-    """What a piece is whose writing failed: late frames may still arrive in it."""
+    """Outcome of a region into which a transfer failed: late frames of it may still arrive there."""
 
-    def write(self, piece: WriteRegion, nbytes: int, fill: Callable[[memoryview], object]) -> BlockingWork:
-        """Let `fill` write `nbytes`, and carry them into a piece of an extent granted to this session.
+    def write(self, region: WriteRegion, nbytes: int, fill: Callable[[memoryview], object]) -> BlockingWork:
+        """Let `fill` write `nbytes`, and send them to the region.
 
         The work ends when they are there. `Unreachable` or `Corruption` if they did not arrive in `BULK_TRIES` attempts
         at one life of the server.
@@ -93,16 +93,16 @@ class RemoteMemory:
         caller = Caller(self._interrupt)
         return BlockingWork(
             nbytes,
-            lambda: self._write(piece, nbytes, fill, caller),
+            lambda: self._write(region, nbytes, fill, caller),
             abandon=caller.leave,
             bound=caller.bound,
         )
 
-    def _write(self, piece: WriteRegion, nbytes: int, fill: Callable[[memoryview], object], caller: Caller) -> None:
+    def _write(self, region: WriteRegion, nbytes: int, fill: Callable[[memoryview], object], caller: Caller) -> None:
         staged = self.buffers.take(nbytes)
         fill(staged.data)
         session = self._welcome.session
-        self._carry(lambda number: StoreTransfer(number, session, piece.granted, piece.offset, staged.data), caller)
+        self._carry(lambda number: StoreTransfer(number, session, region.granted, region.offset, staged.data), caller)
 
     def columns(
         self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int

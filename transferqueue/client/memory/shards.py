@@ -1,4 +1,4 @@
-"""All shards of a deployment as one session uses them: where a piece is written, where the columns of a reply come from.
+"""All shards of a deployment as one session uses them: where a put writes, where the columns of a reply come from.
 
 The law:
 
@@ -131,19 +131,19 @@ class ShardClients:
 
     # ------------------------------------------------------------ writing
 
-    def write(self, piece: WriteRegion, nbytes: int, fill: Callable[[memoryview], object]) -> Operation[None]:
-        """Let `fill` write `nbytes` into a piece of an extent granted to this session; the piece is done with if that fails."""
+    def write(self, region: WriteRegion, nbytes: int, fill: Callable[[memoryview], object]) -> Operation[None]:
+        """Let `fill` write `nbytes` into the region. If that fails, end the region."""
         torn = CommitOutcome.REFUSED
         try:
-            yield from self.know([piece.shard])
-            memory = self._memory(piece.shard)
+            yield from self.know([region.shard])
+            memory = self._memory(region.shard)
             torn = memory.torn
-            yield memory.write(piece, nbytes, fill)
+            yield memory.write(region, nbytes, fill)
         except PeerError as error:
-            piece.done(CommitOutcome.TORN)
-            yield from self._explain([piece.shard], error)
+            region.done(CommitOutcome.TORN)
+            yield from self._explain([region.shard], error)
         except BaseException:
-            piece.done(torn)
+            region.done(torn)
             raise
 
     def _explain(self, numbers: Iterable[int], error: PeerError) -> Operation[NoReturn]:

@@ -4,9 +4,9 @@
    A name never heard of is asked for first; if the table has none, the field is inferred.
 2. If a column does not fit, the table is asked once more: perhaps the field is new, or the table is another one
    than it was. If it changed, the columns are checked again; if not, the refusal stands.
-3. Inline columns travel in the message; the others are written into granted memory, one piece for the call.
-4. The commit is one message. Refused, it changed nothing, and the piece is written again by the next put; one in a shard that
-   is gone is given up, and the columns are written elsewhere.
+3. Inline columns travel in the message. The others are written into one region of granted memory.
+4. The commit is one message. If it is refused, nothing has changed, and the next put writes into the region. If the shard of the
+   region is gone, the columns are written into another shard.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CERTAIN: Final = (UsageError, FlowSignal)
 
 
 class PreparedCommit(msgspec.Struct, frozen=True):
-    """Columns of one call, checked, for `rows` rows, and what it says about them."""
+    """The checked columns and facts of one call, for `rows` rows."""
 
     rows: int
     columns: list[Prepared]
@@ -84,7 +84,7 @@ def commit(
 
 
 def retry_on_other_shard(client: ClientSession, attempt: Callable[[], Operation[R]]) -> Operation[R]:
-    """What `attempt` commits; made again, with bytes written elsewhere, where the shard that was to have them is gone."""
+    """Run `attempt`. If the shard that it wrote to is gone, run it again: it then writes to another shard."""
     for _ in range(OPEN_MAX + 1):  # each time an extent of that shard is given up, of which no more are kept
         try:
             return (yield from attempt())
@@ -122,54 +122,54 @@ def _commit(
     blocks = drafts([column for column in out.columns if not column.field.inline])
     inline = [m.Inline(column.field.name, column.inline()) for column in out.columns if column.field.inline]
     use: m.GrantPurpose = "rows" if rows is None else "results"
-    piece = (yield from write(client, blocks, deadline, use, terms.last.replicas)) if blocks else None
-    carried = m.Columns(fields=fields, blocks=placed(piece, blocks) if piece else [], inline=inline, facts=out.facts)
-    reply = yield from finish_commit(piece, request_reply(request(out.rows, carried), kind))
+    region = (yield from write(client, blocks, deadline, use, terms.last.replicas)) if blocks else None
+    carried = m.Columns(fields=fields, blocks=placed(region, blocks) if region else [], inline=inline, facts=out.facts)
+    reply = yield from finish_commit(region, request_reply(request(out.rows, carried), kind))
     terms.learn(fields)
     return reply
 
 
-def finish_commit(piece: WriteRegion | None, commit: Operation[R]) -> Operation[R]:
-    """What a commit of this piece is answered; the piece is done then, with what became of it."""
-    fate = CommitOutcome.UNKNOWN
+def finish_commit(region: WriteRegion | None, commit: Operation[R]) -> Operation[R]:
+    """Run the commit of a region, and end the region with its outcome."""
+    outcome = CommitOutcome.UNKNOWN
     try:
         reply = yield from commit
-        fate = CommitOutcome.COMMITTED
+        outcome = CommitOutcome.COMMITTED
         return reply
     except CERTAIN:
-        fate = CommitOutcome.REFUSED
+        outcome = CommitOutcome.REFUSED
         raise
     except ShardLost:
-        fate = CommitOutcome.TORN
+        outcome = CommitOutcome.TORN
         raise
     finally:
-        if piece:
-            piece.done(fate)
+        if region:
+            region.done(outcome)
 
 
 def write(
     client: ClientSession, blocks: Sequence[BlockWriter], deadline: Deadline, use: m.GrantPurpose, replicas: int = 1
 ) -> Operation[WriteRegion]:
-    """Memory for the blocks, with them in it, in `replicas` shards."""
-    piece = yield from _written(client, blocks, deadline, [], use)
+    """Write the blocks into one region, and copies of it into further shards, `replicas` in all."""
+    region = yield from _written(client, blocks, deadline, [], use)
     try:
-        while len(piece.copies) + 1 < replicas:
-            apart = [one.shard for one in (piece, *piece.copies)]
-            piece.copies.append((yield from _written(client, blocks, deadline, apart, use)))
+        while len(region.copies) + 1 < replicas:
+            apart = [one.shard for one in (region, *region.copies)]
+            region.copies.append((yield from _written(client, blocks, deadline, apart, use)))
     except BaseException:
-        piece.done(CommitOutcome.REFUSED)
+        region.done(CommitOutcome.REFUSED)
         raise
-    return piece
+    return region
 
 
 def _written(
     client: ClientSession, blocks: Sequence[BlockWriter], deadline: Deadline, apart: list[int], use: m.GrantPurpose
 ) -> Operation[WriteRegion]:
-    """One copy, in a shard that is none of `apart`."""
+    """Write one copy into a shard that is not in `apart`."""
     nbytes = sum(align(block.nbytes) for block in blocks)
-    piece = yield from client.ground.piece(nbytes, deadline, apart, use)
-    yield from client.shards.write(piece, nbytes, partial(fill, blocks=blocks, checksums=client.checksums))
-    return piece
+    region = yield from client.grants.region(nbytes, deadline, apart, use)
+    yield from client.shards.write(region, nbytes, partial(fill, blocks=blocks, checksums=client.checksums))
+    return region
 
 
 def fill(memory: memoryview, blocks: Sequence[BlockWriter], *, checksums: bool) -> None:
@@ -183,14 +183,14 @@ def fill(memory: memoryview, blocks: Sequence[BlockWriter], *, checksums: bool) 
         at += align(block.nbytes)
 
 
-def placed(piece: WriteRegion, blocks: Sequence[BlockWriter]) -> list[m.WrittenBlock]:
-    """How a commit names blocks that were written one after the other into a piece."""
+def placed(region: WriteRegion, blocks: Sequence[BlockWriter]) -> list[m.WrittenBlock]:
+    """How a commit names blocks that were written one after the other into a region."""
     found: list[m.WrittenBlock] = []
-    at = piece.offset
+    at = region.offset
     for block in blocks:
         found.append(
             m.WrittenBlock(
-                extent=piece.extent,
+                extent=region.extent,
                 offset=at,
                 nbytes=block.nbytes,
                 rows=block.stored_rows,
@@ -198,7 +198,7 @@ def placed(piece: WriteRegion, blocks: Sequence[BlockWriter]) -> list[m.WrittenB
                 counts=block.counts,
                 slots=None if block.slots is None else block.slots.astype("<i4").tobytes(),
                 checksum=block.sum,
-                copies=[m.WrittenCopy(one.extent, one.offset + at - piece.offset) for one in piece.copies],
+                copies=[m.WrittenCopy(one.extent, one.offset + at - region.offset) for one in region.copies],
             )
         )
         at += align(block.nbytes)
@@ -206,12 +206,12 @@ def placed(piece: WriteRegion, blocks: Sequence[BlockWriter]) -> list[m.WrittenB
 
 
 def _refresh(terms: TableInfo) -> Operation[bool]:
-    """Ask for the table's terms; whether its fields changed."""
+    """Ask for the table's terms. Return whether its fields changed."""
     return terms.hear((yield from request_reply(m.OpenTable(name=terms.name), m.TableTerms)))
 
 
 def _rows_of(columns: Mapping[str, Any], facts: GivenFacts) -> int:
-    """Rows of a call that does not name them: those of its first column that has rows, or of its facts."""
+    """Number of new rows: the length of the first column that has one value per row, else of the facts."""
     for value in columns.values():
         if isinstance(value, Repeat):
             return _repeated(value)
@@ -234,7 +234,7 @@ def _repeated(value: Repeat) -> int:
 
 
 def _single(value: Any) -> bool:
-    """Whether a value is one for all rows rather than a column."""
+    """Whether a value is the same for all rows, not a column."""
     return isinstance(value, str | bytes | Mapping) or not hasattr(value, "__len__") or getattr(value, "ndim", 1) == 0
 
 

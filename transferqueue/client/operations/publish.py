@@ -132,18 +132,18 @@ def _commit(
     kept = {name: block.block for name, block in _worth_keeping(unchanged, basis.extents).items()}
     written = [draft for draft in drafts if draft.field.name not in kept]
     blocks = [*beside, *kept.values()]
-    piece = (yield from write(client, written, deadline, "weights")) if written else None
+    region = (yield from write(client, written, deadline, "weights")) if written else None
     request = m.Publish(
         channel=channel,
         version=number,
         fields=[field for draft in written for field in draft.fields],
-        blocks=placed(piece, written) if piece else [],
+        blocks=placed(region, written) if region else [],
         keep=keep,
         wait_s=deadline.left(),
         base=basis.version if blocks else -1,
         kept=blocks,
     )
-    return (yield from finish_commit(piece, request_reply(request, m.DoneReply)))
+    return (yield from finish_commit(region, request_reply(request, m.DoneReply)))
 
 
 def tensor_drafts(tensors: Mapping[str, Any], prefix: str) -> list[NewTensor]:
