@@ -364,7 +364,7 @@ def test_ack_of_a_foreign_lease(opened: tq.Queue, server: Served, table: tq.Tabl
     batch = table.lease("train", rows=1)
     with tq.connect(server.ipc) as other:
         theirs = other.table(table.name).lease("train", rows=1)
-        theirs._lent.lease, theirs._lent.token = batch.lease, batch._lent.token
+        theirs._lease.number, theirs._lease.token = batch.lease, batch._lease.token
         with pytest.raises(tq.LeaseExpired, match="belongs to another session"):
             theirs.ack()
     batch.ack()

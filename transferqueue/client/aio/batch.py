@@ -62,11 +62,11 @@ class AsyncBatch(BatchBase):
             key=key,
             tags=tags,
         )
-        await self._run(lease.ack(self._lent, rows, facts, columns, step))
+        await self._run(lease.ack(self._lease, rows, facts, columns, step))
 
     async def drop(self, reason: str, rows: Any = None) -> None:
         """The rows (None: all that are left) end as dropped with this reason, for every task of the table."""
-        await self._run(lease.drop(self._lent, reason, rows))
+        await self._run(lease.drop(self._lease, reason, rows))
 
     async def release(
         self,
@@ -106,14 +106,14 @@ class AsyncBatch(BatchBase):
             priority=priority,
             tags=tags,
         )
-        await self._run(lease.release(self._lent, rows, failed, reason, facts, columns))
+        await self._run(lease.release(self._lease, rows, failed, reason, facts, columns))
 
     async def renew(self, lease_s: float | None = None) -> float:
         """Keep the rows for `lease_s` seconds from now (None: the task's). Returns how long that is.
 
         `LeaseExpired` if it is too late.
         """
-        self._lease_s = await self._run(lease.renew(self._lent, lease_s))
+        self._lease_s = await self._run(lease.renew(self._lease, lease_s))
         return self._lease_s
 
     async def __aenter__(self) -> Self:
@@ -123,7 +123,7 @@ class AsyncBatch(BatchBase):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        if error is None and not self._lent.ended:
+        if error is None and not self._lease.ended:
             try:
                 await self.ack()
             except UsageError as refused:
@@ -136,7 +136,7 @@ class AsyncBatch(BatchBase):
             return False
         if error is None or self._is_passed_over(error):
             return error is not None
-        if not self._lent.ended:
+        if not self._lease.ended:
             await self._release_after(error)
         return False
 
@@ -148,7 +148,7 @@ class AsyncBatch(BatchBase):
         except TransferQueueError as late:  # the first error is the one to see
             error.add_note(f"and its batch could not be released: {late}")
         finally:
-            self._lent.end("was released")
+            self._lease.end("was released")
 
     async def _run(self, operation: Operation[T]) -> T:
-        return await run_async(self._lent.client.connection, operation)
+        return await run_async(self._lease.client.connection, operation)

@@ -1,4 +1,4 @@
-"""What the batches of both APIs share."""
+"""What the batches of both APIs share: their properties, and the release of a batch that nobody holds any more."""
 
 from __future__ import annotations
 
@@ -20,71 +20,71 @@ GIVEN_BACK: Final = "the block of this batch has ended, so its rows go back as f
 
 
 class BatchBase(RowsBase):
-    """What the batches of both fronts share: what a batch is, and what happens when it is forgotten."""
+    """A batch without the verbs that talk to the server. A batch that is collected before its end releases its rows."""
 
-    def __init__(self, lent: BatchLease, leased: m.Leased) -> None:
-        super().__init__(leased.content, lent.source)
-        self._lent = lent
+    def __init__(self, lease: BatchLease, leased: m.Leased) -> None:
+        super().__init__(leased.content, lease.source)
+        self._lease = lease
         self._version = leased.version
         self._lease_s = leased.lease_s
         self._goes_on = False
-        """Whether it comes from a loop over batches, which goes on when this one was lost."""
-        unasked = m.ReleaseRequest(
-            table=lent.table, lease=lent.lease, token=lent.token, reason="the batch was collected"
+        """Whether the batch comes from a loop over batches, which continues if this lease is lost."""
+        release = m.ReleaseRequest(
+            table=lease.table, lease=lease.number, token=lease.token, reason="the batch was collected"
         )
-        self._forgotten = weakref.finalize(self, _give_up, lent, unasked)
-        when_gone(self, lambda: _give_up(lent, unasked))
+        self._forgotten = weakref.finalize(self, _release_at_collection, lease, release)
+        when_gone(self, lambda: _release_at_collection(lease, release))
 
     def __repr__(self) -> str:
-        state = f", {self._lent.ended}" if self._lent.ended else ""
+        state = f", {self._lease.ended}" if self._lease.ended else ""
         return f"{super().__repr__()[:-1]}; task {self.task!r} of table {self.table!r}{state}>"
 
     @property
     def table(self) -> str:
         """Name of the table."""
-        return self._lent.table
+        return self._lease.table
 
     @property
     def task(self) -> str:
         """The task that these rows were leased for."""
-        return self._lent.task
+        return self._lease.task
 
     @property
     def version(self) -> int:
-        """The table's clock (the trainer's version) when the rows were handed over; -1: it never advanced."""
+        """The table's clock (the trainer's version) when the rows were leased; -1: it never advanced."""
         return self._version
 
     @property
     def lease(self) -> int:
         """Number of the lease, as `transferqueue inspect` shows it."""
-        return self._lent.lease
+        return self._lease.number
 
     @property
     def lease_s(self) -> float:
-        """Seconds for which the rows were lent, from the hand-over or the last `renew`."""
+        """Seconds for which the rows were leased, counted from the lease or the last `renew`."""
         return self._lease_s
 
     @property
     def ended(self) -> bool:
         """Whether no row of the batch is leased here any more."""
-        return bool(self._lent.ended) or self._lent.lost
+        return bool(self._lease.ended) or self._lease.lost
 
     def _check_enter(self) -> None:
-        """Raise if the batch has ended; in a loop over batches, a lost one is found out by its ack, which ends its block alone."""
-        if not (self._goes_on and self._lent.lost):
-            self._lent.check()
+        """Raise if the batch has ended. In a loop over batches, the ack of a lost batch reports the loss, and ends only its block."""
+        if not (self._goes_on and self._lease.lost):
+            self._lease.check()
 
     def _is_passed_over(self, error: BaseException | None) -> bool:
-        """Whether the block of this batch ends because its lease was lost, which the loop that it comes from goes on after."""
-        if not (self._goes_on and isinstance(error, LeaseExpired) and self._lent.expired):
+        """Whether the batch was lost in a loop over batches: then the loop continues, and a warning is logged."""
+        if not (self._goes_on and isinstance(error, LeaseExpired) and self._lease.expired):
             return False
         _log.warning("%s; what was made of these rows here is not counted, and the next batch is leased", error)
         return True
 
 
-def _give_up(lent: BatchLease, unasked: m.ReleaseRequest) -> None:
-    """Runs in a finalizer: the rows of a batch that nobody can ack any more go back now, not at the deadline."""
-    if not lent.ended:
-        lent.terms.forgotten = lent.task  # the next lease logs it: a finalizer must not
-        lent.client.connection.post(unasked)
-        lent.end("was collected, as nothing held it")
+def _release_at_collection(lease: BatchLease, release: m.ReleaseRequest) -> None:
+    """Release the rows now: nobody can ack them any more. Runs in a finalizer."""
+    if not lease.ended:
+        lease.terms.forgotten = lease.task  # the next lease logs it: a finalizer must not
+        lease.client.connection.post(release)
+        lease.end("was collected, as nothing held it")

@@ -1,11 +1,11 @@
-"""The coordinators of a deployment as a client has them: a session with each, mostly one. Who has what, says `transferqueue.wire.home_coordinator`.
+"""The coordinators that a queue talks to: one session with each, mostly one. `transferqueue.wire.home_coordinator` says which has what.
 
-The law:
+Rules:
 
-- A queue has a session with every coordinator of its deployment, or with one alone; nothing in between.
-- What names a table or a channel goes to its coordinator, and is there all that it is with one. While that one is out of
-  reach, such a call ends as with one, with an error that names its address; calls for the others go on.
-- What looks at everything asks each, in the order of their seats.
+- A queue has a session with every coordinator of its deployment, or with exactly one.
+- A call that names a table or a channel goes to its home coordinator. While that is out of reach, the call fails with an error
+  that names its address; calls to the other coordinators work.
+- A call about the whole deployment asks each coordinator, in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ Plain = dict[str, Any]
 
 
 class QueueBase(Staying):
-    """What the queues of both fronts share: their coordinators. Those given are of one deployment, or `UsageError`."""
+    """A queue without the verbs that talk to a server. `UsageError` unless `clients` are of one deployment."""
 
     elsewhere: ClassVar[str] = "pass queue.address, and connect there: tq.connect(address)"
 
     def __init__(self, *clients: ClientSession) -> None:
         check_seats(clients)
-        self._clients = sorted(clients, key=lambda one: one.seat.number)
+        self._clients = sorted(clients, key=lambda client: client.seat.number)
 
     @property
     def address(self) -> str:
         """Where other processes connect to the same tables; of several coordinators their addresses, joined by commas."""
-        return ",".join(one.address for one in self._clients)
+        return ",".join(client.address for client in self._clients)
 
     @property
     def coordinators(self) -> list[str]:
-        """The address of each coordinator, in the order of their seats."""
-        return [one.address for one in self._clients]
+        """The address of each coordinator, in the order of their numbers."""
+        return [client.address for client in self._clients]
 
     def coordinator_of(self, name: str) -> str:
         """The address of the coordinator that a table or weight channel of this name belongs to, whether there is one or not."""
         return self._of(check_name("table", name)).address
 
     def end_waits(self, why: TransferQueueError) -> None:
-        """From now on no call of this queue waits: one that waits in any thread, or would have to, raises a copy of `why`.
+        """From now on no call of this queue waits: a call that waits in any thread, or would have to, raises a copy of `why`.
 
         What can be done at once is done as before. A supervisor calls this when whatever the calls wait for is gone, as
         `workflows.flow.Flow` does. Callable from any thread; returns at once. `UsageError` if `why` is no error of the queue.
@@ -67,20 +67,20 @@ class QueueBase(Staying):
             client.connection.allow_waits()
 
     def __repr__(self) -> str:
-        """What this client knows already; nothing is asked of a server (`tables` and `stats` do)."""
+        """What this client knows already. No server is asked (`tables` and `stats` ask)."""
         used = sum(len(client.tables) for client in self._clients)
         state = ", closed" if all(client.closed for client in self._clients) else ""
         return f"<{type(self).__name__} at {self.address}: {used} tables used here{state}>"
 
     def _of(self, name: str) -> ClientSession:
-        """The client of the coordinator that a table or channel belongs to."""
-        if len(self._clients) == 1 or not isinstance(name, str):  # what is no name, the call itself refuses
+        """The session with the home coordinator of a table or channel."""
+        if len(self._clients) == 1 or not isinstance(name, str):  # the call itself refuses what is not a name
             return self._clients[0]
         return self._clients[home_coordinator(name, len(self._clients)) - 1]
 
     @property
     def _client(self) -> ClientSession:
-        """Of the only coordinator. `UsageError` where there are more: this is nothing that they do together."""
+        """The session with the only coordinator. `UsageError` if there are several: they do nothing at the same moment."""
         if len(self._clients) > 1:
             raise UsageError(
                 f"this is for one coordinator, and the queue is of {len(self._clients)}, which do nothing at one moment; connect to "
@@ -89,7 +89,7 @@ class QueueBase(Staying):
         return self._clients[0]
 
     def _look(self, what: str) -> Operation[Plain]:
-        """What one coordinator says of itself. Where there are more, one that is out of reach is told of in its place."""
+        """Ask one coordinator. If there are several and it is out of reach, return that in place of its answer."""
         try:
             return (yield from observe(what))
         except PeerError as error:
@@ -98,29 +98,29 @@ class QueueBase(Staying):
             return {"unreachable": str(error)}
 
     def _together(self, answers: Sequence[Plain]) -> Plain:
-        """What all said: of several, their tables and channels together, and under "coordinators" each answer by its address."""
+        """Merge the answers of several coordinators: their tables and channels, and under "coordinators" each answer by its address."""
         if len(answers) == 1:
             return answers[0]
-        found: Plain = {"coordinators": dict(zip(self.coordinators, answers, strict=True))}
+        merged: Plain = {"coordinators": dict(zip(self.coordinators, answers, strict=True))}
         for kind in ("tables", "channels", "dropped_tables"):
             parts = [answer[kind] for answer in answers if kind in answer]
             if parts:
-                found[kind] = {name: value for part in parts for name, value in part.items()}
+                merged[kind] = {name: value for part in parts for name, value in part.items()}
         if all("balanced" in answer for answer in answers):
-            found["balanced"] = all(answer["balanced"] for answer in answers)
-        return found
+            merged["balanced"] = all(answer["balanced"] for answer in answers)
+        return merged
 
 
 def check_seats(clients: Sequence[ClientSession]) -> None:
     """`UsageError` unless these are one coordinator, or all of one deployment, each once."""
     if len(clients) == 1:
         return
-    seats = [one.seat for one in clients]
+    seats = [client.seat for client in clients]
     deployments = {(seat.deployment, seat.of) for seat in seats}
     if len(deployments) == 1 and sorted(seat.number for seat in seats) == list(range(1, seats[0].of + 1)):
         return
-    told = ", ".join(f"{one.address} is {one.seat}" for one in clients)
+    listed = ", ".join(f"{client.address} is {client.seat}" for client in clients)
     raise UsageError(
-        f"these {len(clients)} addresses are not all coordinators of one deployment, each once: {told}; give the addresses of all of "
+        f"these {len(clients)} addresses are not all coordinators of one deployment, each once: {listed}; give the addresses of all of "
         f"it, or start the servers as one (transferqueue serve --coordinator 1/{len(clients)} to {len(clients)}/{len(clients)})"
     )

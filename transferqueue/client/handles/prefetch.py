@@ -1,16 +1,16 @@
-"""Batches fetched ahead of their use, in one event loop: what the loaders of both fronts share.
+"""Prefetch batches in one event loop, for the loaders of both APIs.
 
 Rules:
 
-1. At most `prefetch` batches are on their way or wait. They are leased one after the other, and handed over in that order.
-2. Fetching is leasing and bringing the rows of each column together, off the loop: whoever takes the batch copies nothing more.
-3. A batch that waits is kept as any batch is (see `keeping`): renewed at each third of its lease, so that who takes it has two
-   thirds left. Its time limit is counted from when the loader was last asked for a batch; so what waits for a consumer that
-   hangs goes back too. One that was lost (the server said so) is passed over: its rows are for others now.
-4. A caller's wait begins when it asks. A fetch looks for rows that long on its own; then it rests until it is asked for, and
-   waits on for what that caller's time still allows.
-5. An error is raised where its batch would have come; asking again goes on. `EndOfTable` is the end.
-6. What was not handed over when this closes is released, not failed. A cancelled `take` takes nothing.
+1. At most `prefetch` batches are being fetched or are ready. They are leased one after the other, and taken in that order.
+2. A fetch leases the rows and gathers each column in a thread, so that `take` copies nothing.
+3. The client renews the lease of a ready batch at each third, like any other, so at least two thirds are left when it is taken.
+   Its time limit counts from the last `take`: if the consumer hangs, its ready batches expire too. A batch whose lease was lost
+   is skipped: others have its rows.
+4. A caller's wait begins with its `take`. A fetch waits as long for rows on its own; then it pauses until its batch is asked for,
+   and waits for the rest of that caller's time.
+5. An error of a fetch is raised by the `take` that would have returned its batch; the next `take` continues. `EndOfTable` is final.
+6. Closing releases the batches that were not taken, as no attempt. A cancelled `take` takes nothing.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ B = TypeVar("B", bound=BatchBase)
 
 
 class PrefetchedLease(NamedTuple, Generic[B]):
-    """A batch, and the lease that it is made of."""
+    """A batch and its lease."""
 
-    lent: BatchLease
+    lease: BatchLease
     batch: B
 
-    def hand_back(self) -> None:
-        """Nobody takes it: its rows are ready again."""
-        lent = self.lent
-        if not lent.ended:
+    def release(self) -> None:
+        """Release the rows: nobody takes the batch."""
+        lease = self.lease
+        if not lease.ended:
             reason = "its loader was closed"
-            lent.client.connection.post(
-                m.ReleaseRequest(table=lent.table, lease=lent.lease, token=lent.token, reason=reason)
+            lease.client.connection.post(
+                m.ReleaseRequest(table=lease.table, lease=lease.number, token=lease.token, reason=reason)
             )
-            lent.end("was released when its loader was closed")
+            lease.end("was released when its loader was closed")
 
 
 class PrefetchSlot(Generic[B]):
-    """One batch: leased in its turn, and loaded."""
+    """One batch that is leased when the slots before it are, and loaded."""
 
     def __init__(
         self,
@@ -68,19 +68,19 @@ class PrefetchSlot(Generic[B]):
         self._asked = asyncio.Event()
         self._until = math.inf
         self.task = asyncio.create_task(self._fetch())
-        self.task.add_done_callback(_see)
+        self.task.add_done_callback(_retrieve_error)
 
     def ask(self) -> None:
-        """Somebody waits for this batch, from now on (rule 4)."""
+        """A caller waits for this batch from now on (rule 4)."""
         self._until = self._client.clock() + self._wait_s
         self._asked.set()
 
     def stop(self) -> None:
-        """Nobody will have it."""
+        """Nobody takes this batch: end its fetch, or release it."""
         if not self.task.done():
             self.task.cancel()
         elif not self.task.cancelled() and self.task.exception() is None:
-            self.task.result().hand_back()
+            self.task.result().release()
 
     async def _fetch(self) -> PrefetchedLease[B]:
         async with self._turn:
@@ -99,7 +99,7 @@ class PrefetchSlot(Generic[B]):
 
 
 class Prefetcher(Generic[B]):
-    """Batches of one lease request, fetched ahead (see the rules above). make: what a batch is, to its front."""
+    """Prefetches batches of one lease request (see the rules above). make: makes a batch of the API."""
 
     def __init__(
         self,
@@ -119,19 +119,19 @@ class Prefetcher(Generic[B]):
 
     @property
     def name(self) -> str:
-        """What it loads, for people."""
+        """What it loads, for error texts."""
         return f'loader of task "{self._spec.request.task}" (table "{self._terms.name}")'
 
     async def take(self) -> B:
         """The next batch. Waits up to the request's time; raises what its fetching raised, `EndOfTable` at the end."""
         async with self._taking:
             while True:
-                found = await self._next()
-                if found is not None:
-                    return found.batch
+                prefetched = await self._next()
+                if prefetched is not None:
+                    return prefetched.batch
 
     async def aclose(self) -> None:
-        """Release what was not taken; whoever waits in `take` is told. Again: nothing."""
+        """Release the batches that were not taken, and end each waiting `take` with an error. Again: nothing."""
         tasks = [fetch.task for fetch in self._fetches]
         self._close()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -139,7 +139,7 @@ class Prefetcher(Generic[B]):
             pass
 
     def abandon(self) -> None:
-        """The same from a finalizer, in any thread; nobody waits for it."""
+        """Close from a finalizer, in any thread, without waiting."""
         if self._loop is not None:
             try:
                 self._loop.call_soon_threadsafe(self._close)
@@ -147,12 +147,12 @@ class Prefetcher(Generic[B]):
                 return
 
     async def _next(self) -> PrefetchedLease[B] | None:
-        """The next batch; None: it was lost while it waited."""
+        """The next batch; None if its lease was lost before it was taken."""
         self._fill()
         fetch = self._fetches[0]
         fetch.ask()
         try:
-            found = await asyncio.shield(fetch.task)
+            prefetched = await asyncio.shield(fetch.task)
         except asyncio.CancelledError:
             self._check()
             raise
@@ -165,19 +165,19 @@ class Prefetcher(Generic[B]):
             raise
         self._fetches.popleft()
         self._fill()
-        if found.lent.overdue:
-            found.hand_back()
+        if prefetched.lease.overdue:
+            prefetched.release()
             return None
-        for waiting in (found, *self._waiting()):
-            waiting.lent.restart()
-        found.batch._goes_on = True
-        return found
+        for waiting in (prefetched, *self._ready()):
+            waiting.lease.restart()
+        prefetched.batch._goes_on = True
+        return prefetched
 
-    def _waiting(self) -> Iterator[PrefetchedLease[B]]:
-        """The batches that are here, and that nobody has taken."""
+    def _ready(self) -> Iterator[PrefetchedLease[B]]:
+        """The batches that are ready and not taken."""
         for fetch in self._fetches:
             task = fetch.task
-            if task.done() and not task.cancelled() and task.exception() is None and not task.result().lent.overdue:
+            if task.done() and not task.cancelled() and task.exception() is None and not task.result().lease.overdue:
                 yield task.result()
 
     def _fill(self) -> None:
@@ -195,7 +195,7 @@ class Prefetcher(Generic[B]):
     def _lease(self, wait_s: float) -> Operation[PrefetchedLease[B]]:
         spec = self._spec._replace(request=msgspec.structs.replace(self._spec.request, wait_s=wait_s))
         return lease.lease(
-            self._client, self._terms, spec, lambda lent, leased: PrefetchedLease(lent, self._make(lent, leased))
+            self._client, self._terms, spec, lambda lease, leased: PrefetchedLease(lease, self._make(lease, leased))
         )
 
     def _close(self) -> None:
@@ -208,14 +208,14 @@ class Prefetcher(Generic[B]):
 
 
 def _loaded(lease: Operation[PrefetchedLease[B]]) -> Operation[PrefetchedLease[B]]:
-    """A batch with its columns loaded; if that fails, its rows go back."""
-    found = yield from lease
+    """Lease a batch and load its columns. If that fails, release it."""
+    prefetched = yield from lease
     try:
-        yield BlockingWork(INLINE_WORK_BYTES + 1, lambda: _load(found.batch))
+        yield BlockingWork(INLINE_WORK_BYTES + 1, lambda: _load(prefetched.batch))
     except BaseException:
-        found.hand_back()
+        prefetched.release()
         raise
-    return found
+    return prefetched
 
 
 def _load(batch: BatchBase) -> None:
@@ -223,7 +223,7 @@ def _load(batch: BatchBase) -> None:
         batch[name].load()
 
 
-def _see(task: asyncio.Task[PrefetchedLease[B]]) -> None:
-    """An error that nobody asked for is no news of the loop's."""
+def _retrieve_error(task: asyncio.Task[PrefetchedLease[B]]) -> None:
+    """Retrieve the error of a fetch that nobody awaits, so that the loop does not log it."""
     if not task.cancelled():
         task.exception()

@@ -14,7 +14,7 @@ from transferqueue.wire import messages as m
 
 
 class _ReservationRemainder:
-    """Rows of a reservation that were neither put nor returned yet; apart from it, for its finalizer."""
+    """Number of rows that were neither put nor returned yet. Its own object, so that a finalizer can hold it without the reservation."""
 
     __slots__ = ("rows",)
 
@@ -23,17 +23,17 @@ class _ReservationRemainder:
 
 
 class ReservationBase(Staying):
-    """What the reservations of both fronts share."""
+    """A reservation without the verbs that talk to the server."""
 
     elsewhere: ClassVar[str] = "pass queue.address, and reserve where the rows are put"
 
     def __init__(self, client: ClientSession, terms: TableInfo, reserved: m.Reserved) -> None:
         self._client, self._terms, self._reserved = client, terms, reserved
         self._left = _ReservationRemainder(reserved.rows)
-        self._unasked = m.Unreserve(table=terms.name, reservation=reserved.reservation)
-        weakref.finalize(self, _give_up, client, self._left, self._unasked)
-        left, unasked = self._left, self._unasked
-        when_gone(self, lambda: _give_up(client, left, unasked))
+        self._unreserve = m.Unreserve(table=terms.name, reservation=reserved.reservation)
+        weakref.finalize(self, _return_at_collection, client, self._left, self._unreserve)
+        left, unreserve = self._left, self._unreserve
+        when_gone(self, lambda: _return_at_collection(client, left, unreserve))
 
     def __repr__(self) -> str:
         table = self._terms.name
@@ -70,18 +70,18 @@ class ReservationBase(Staying):
 
     def give_up(self) -> None:
         """Return what is left without waiting for an answer, as after an error, which is the one to see."""
-        _give_up(self._client, self._left, self._unasked)
+        _return_at_collection(self._client, self._left, self._unreserve)
 
 
-def _give_up(client: ClientSession, left: _ReservationRemainder, unasked: m.Unreserve) -> None:
-    """Return what is left, in a finalizer too. Returned twice, because an interrupt came between, it is refused to nobody."""
+def _return_at_collection(client: ClientSession, left: _ReservationRemainder, unreserve: m.Unreserve) -> None:
+    """Return the rows that are left. Runs in finalizers too. If an interrupt makes it run twice, the server ignores the second."""
     if left.rows:
-        client.connection.post(unasked)
+        client.connection.post(unreserve)
         left.rows = 0
 
 
 def reservation_id(terms: TableInfo, reservation: ReservationBase | None) -> int:
-    """The number that a put names; 0 for none."""
+    """The number of the reservation for a put; 0: none. `UsageError` if it is of another table."""
     if reservation is None:
         return 0
     if not isinstance(reservation, ReservationBase) or reservation._terms is not terms:

@@ -13,7 +13,7 @@ from transferqueue.storage.elements.process_bound import Staying
 
 
 class TableBase(Staying):
-    """What the tables of both fronts share: the terms, as last heard of."""
+    """A table without the verbs that talk to the server: its terms, as this client last heard them."""
 
     elsewhere: ClassVar[str] = (
         "pass queue.address and the name of the table, and open it there: tq.connect(address).table(name)"

@@ -1,4 +1,4 @@
-"""Operations on leases: ask for rows, and end or prolong what was lent."""
+"""Operations on leases: lease rows, renew the lease, and end it by ack, drop or release."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _log: Final = logging.getLogger("transferqueue.client")
 
 REASON_CHARS_MAX = 4096
 LOST_MAX = 8
-"""Rows of lost shards that are given back, or asked for again, before the loss is told; each time they are, or lie, elsewhere."""
+"""How often rows of a lost shard are leased or read again before `ShardLost` is raised. Each time they may lie in another shard."""
 
 
 class LeaseSpec(NamedTuple):
@@ -60,11 +60,11 @@ def lease_spec(
     replica: Sequence[int] | None,
 ) -> LeaseSpec:
     """Check the arguments of a lease one by one."""
-    given = {"rows": rows, "tokens": tokens, "groups": groups}
-    wanted = {name: checks.positive(name, size) for name, size in given.items() if size is not None}
+    sizes = {"rows": rows, "tokens": tokens, "groups": groups}
+    wanted = {name: checks.positive(name, size) for name, size in sizes.items() if size is not None}
     if len(wanted) != 1:
-        said = " and ".join(f"{name}={size}" for name, size in wanted.items()) or "none of them"
-        raise UsageError(f"lease of task {task!r}: give exactly one of rows=, tokens=, groups=; {said} was given")
+        given = " and ".join(f"{name}={size}" for name, size in wanted.items()) or "none of them"
+        raise UsageError(f"lease of task {task!r}: give exactly one of rows=, tokens=, groups=; {given} was given")
     peer, peers = checks.peer(replica)
     request = m.LeaseRequest(
         table=table,
@@ -91,13 +91,13 @@ def predicates(where: Predicate | Iterable[Predicate]) -> list[Predicate]:
             f"where={where!r} is {type(where).__name__}; give TagIs, VersionBetween or Compare, or a list of these: rows are chosen at the "
             "server, which carries out no code of clients"
         )
-    found = [where] if isinstance(where, Predicate) else list(where)
-    for predicate in found:
+    chosen = [where] if isinstance(where, Predicate) else list(where)
+    for predicate in chosen:
         if not isinstance(predicate, Predicate):
             raise UsageError(
                 f"where={predicate!r} is {type(predicate).__name__}; give TagIs, VersionBetween or Compare, or a list of these"
             )
-    return [checks.policy("where", predicate, Predicate) for predicate in found]
+    return [checks.policy("where", predicate, Predicate) for predicate in chosen]
 
 
 def lease(
@@ -121,7 +121,7 @@ def lease(
 
 
 def _log_forgotten(terms: TableInfo) -> None:
-    """A loop that drops its batches gets the same rows again for ever. Logged once for each table."""
+    """Warn, once for each table: a loop that does not end its batches gets the same rows again for ever."""
     task, terms.forgotten = terms.forgotten, ""
     if not terms.forgotten_logged:
         terms.forgotten_logged = True
@@ -142,11 +142,11 @@ def _lease(
 ) -> Operation[B]:
     leased = yield from request_reply(request, m.Leased)
     try:
-        kept = yield from _kept(terms, request, leased, time_limit_s)
+        renewal = yield from _renewed_lease(terms, request, leased, time_limit_s)
         source = yield from content_source(
             client, leased.content, terms, f'task "{request.task}" (table "{terms.name}")'
         )
-        return batch(BatchLease(client, terms, request.task, leased, source, kept), leased)
+        return batch(BatchLease(client, terms, request.task, leased, source, renewal), leased)
     except BaseException as error:
         if isinstance(error, Damaged):  # these count as failed, or they would come again for ever
             client.connection.post(
@@ -163,10 +163,10 @@ def _lease(
         raise
 
 
-def _kept(
+def _renewed_lease(
     terms: TableInfo, request: m.LeaseRequest, leased: m.Leased, time_limit_s: float | None
 ) -> Operation[RenewedLease | None]:
-    """How the lease is renewed. A task that another client declared since the terms were heard is asked for."""
+    """How the client renews the lease; None: not at all. Asks for the table's terms if another client has added the task since."""
     if time_limit_s is None:
         task = terms.task(request.task)
         if task is None:
@@ -178,110 +178,110 @@ def _kept(
     return RenewedLease(terms.name, leased.lease, leased.token, max(request.lease_s, leased.lease_s), time_limit_s)
 
 
-def ack(lent: BatchLease, rows: object, facts: GivenFacts, columns: Mapping[str, Any], step: int) -> Operation[None]:
-    """The rows are done; results and facts about them are committed with that."""
-    lent.check()
-    chosen = lent.chosen(rows)
+def ack(lease: BatchLease, rows: object, facts: GivenFacts, columns: Mapping[str, Any], step: int) -> Operation[None]:
+    """Ack the rows, and commit results and facts about them in the same request."""
+    lease.check()
+    chosen = lease.chosen(rows)
 
     def request(_: int, carried: m.Columns | None) -> m.Request:
         return m.Ack(
-            table=lent.table,
-            lease=lent.lease,
-            token=lent.token,
+            table=lease.table,
+            lease=lease.number,
+            token=lease.token,
             rows=chosen,
             columns=carried,
             step=checks.step(step, -1),
         )
 
-    yield from _ending_lease_on_expiry(lent, _request_with_columns(lent, chosen, facts, columns, request, "ack"))
-    lent.take(chosen, "was acked")
+    yield from _ending_lease_on_expiry(lease, _request_with_columns(lease, chosen, facts, columns, request, "ack"))
+    lease.take(chosen, "was acked")
 
 
-def drop(lent: BatchLease, reason: str, rows: object) -> Operation[None]:
-    """The rows end as dropped, for every task."""
-    lent.check()
-    chosen = lent.chosen(rows)
+def drop(lease: BatchLease, reason: str, rows: object) -> Operation[None]:
+    """Drop the rows for every task."""
+    lease.check()
+    chosen = lease.chosen(rows)
     request = m.Ack(
-        table=lent.table, lease=lent.lease, token=lent.token, rows=chosen, drop=check_name("drop reason", reason)
+        table=lease.table, lease=lease.number, token=lease.token, rows=chosen, drop=check_name("drop reason", reason)
     )
-    yield from _ending_lease_on_expiry(lent, request_reply(request, m.DoneReply))
-    lent.take(chosen, "was dropped")
+    yield from _ending_lease_on_expiry(lease, request_reply(request, m.DoneReply))
+    lease.take(chosen, "was dropped")
 
 
 def release(
-    lent: BatchLease, rows: object, failed: bool, reason: str, facts: GivenFacts, columns: Mapping[str, Any]
+    lease: BatchLease, rows: object, failed: bool, reason: str, facts: GivenFacts, columns: Mapping[str, Any]
 ) -> Operation[None]:
-    """The rows go back to ready; what was made of them so far is committed with that."""
-    lent.check()
-    chosen = lent.chosen(rows)
+    """Release the rows, and commit how far they are in the same request."""
+    lease.check()
+    chosen = lease.chosen(rows)
 
     def request(_: int, carried: m.Columns | None) -> m.Request:
         return m.ReleaseRequest(
-            table=lent.table,
-            lease=lent.lease,
-            token=lent.token,
+            table=lease.table,
+            lease=lease.number,
+            token=lease.token,
             rows=chosen,
             failed=bool(failed),
             reason=str(reason)[:REASON_CHARS_MAX],
             columns=carried,
         )
 
-    yield from _ending_lease_on_expiry(lent, _request_with_columns(lent, chosen, facts, columns, request, "release"))
-    lent.take(chosen, "was released")
+    yield from _ending_lease_on_expiry(lease, _request_with_columns(lease, chosen, facts, columns, request, "release"))
+    lease.take(chosen, "was released")
 
 
 def _request_with_columns(
-    lent: BatchLease,
+    lease: BatchLease,
     chosen: bytes | None,
     facts: GivenFacts,
     columns: Mapping[str, Any],
     request: Callable[[int, m.Columns | None], m.Request],
     call: str,
 ) -> Operation[m.DoneReply]:
-    """A request about rows of a lease, with columns and facts about them where there are any."""
-    count = len(lent.left) if chosen is None else len(chosen) // 8
+    """Send a request about rows of a lease, with the columns and facts that were given, if any."""
+    count = len(lease.left) if chosen is None else len(chosen) // 8
     if not (columns or facts.said()):
         return request_reply(request(count, None), m.DoneReply)
-    deadline = Deadline(lent.client.clock, TIMEOUT_S_DEFAULT)
-    return commit(lent.client, lent.terms, facts, columns, count, deadline, request, m.DoneReply, call)
+    deadline = Deadline(lease.client.clock, TIMEOUT_S_DEFAULT)
+    return commit(lease.client, lease.terms, facts, columns, count, deadline, request, m.DoneReply, call)
 
 
-def renew(lent: BatchLease, lease_s: float | None) -> Operation[float]:
-    """The lease lasts `lease_s` from now; returns for how long it was granted."""
-    lent.check()
+def renew(lease: BatchLease, lease_s: float | None) -> Operation[float]:
+    """Renew the lease for `lease_s` from now. Returns for how long the server granted it."""
+    lease.check()
     request = m.Renew(
-        table=lent.table, lease=lent.lease, token=lent.token, lease_s=0.0 if lease_s is None else _duration(lease_s)
+        table=lease.table, lease=lease.number, token=lease.token, lease_s=0.0 if lease_s is None else _duration(lease_s)
     )
-    renewed = yield from _ending_lease_on_expiry(lent, request_reply(request, m.Renewed))
-    lent.renewed(renewed.lease_s)
+    renewed = yield from _ending_lease_on_expiry(lease, request_reply(request, m.Renewed))
+    lease.renewed(renewed.lease_s)
     return renewed.lease_s
 
 
 def failure(error: BaseException) -> tuple[bool, str]:
-    """Whether an exception that left a batch's block counts as an attempt, and its text. An interrupt or a
-    cancelled task is no fault of the rows."""
+    """Whether an exception that left a batch's block counts as a failed attempt, and its text. An interrupt or a cancelled
+    task does not count."""
     return isinstance(error, Exception), f"{type(error).__name__}: {error}"[:REASON_CHARS_MAX]
 
 
-def _ending_lease_on_expiry(lent: BatchLease, verb: Operation[B]) -> Operation[B]:
-    """Run a verb; a refusal that says the lease is gone ends the batch."""
+def _ending_lease_on_expiry(lease: BatchLease, verb: Operation[B]) -> Operation[B]:
+    """Run a verb. If the server refuses it with `LeaseExpired`, end the lease here too."""
     try:
         return (yield from verb)
     except LeaseExpired:
-        lent.expire()
+        lease.expire()
         raise
 
 
 def _duration(lease_s: float) -> float:
-    found = checks.seconds("lease_s", lease_s)
-    if found == 0:
+    duration_s = checks.seconds("lease_s", lease_s)
+    if duration_s == 0:
         raise UsageError("lease_s=0 would end at once; give a positive number of seconds")
-    return found
+    return duration_s
 
 
 class BatchLease:
-    """Rows lent to this process. `left`: ids of those that are not acked, dropped or released yet. kept: how the lease is
-    renewed; None: only by its holder."""
+    """A lease of this process. left: ids of its rows that are not acked, dropped or released yet. renewal: how the client renews
+    it; None: only the caller does."""
 
     def __init__(
         self,
@@ -290,40 +290,40 @@ class BatchLease:
         task: str,
         leased: m.Leased,
         source: ColumnSource,
-        kept: RenewedLease | None = None,
+        renewal: RenewedLease | None = None,
     ) -> None:
         self.client, self.terms, self.task, self.source = client, terms, task, source
         self.table = terms.name
-        self.lease, self.token = leased.lease, leased.token
+        self.number, self.token = leased.lease, leased.token
         self.left: NDArray[np.int64] = np.frombuffer(leased.content.rows, "<i8")
         self.ended = ""
         self.expired = False
-        self._kept = kept
-        if kept is not None:
-            client.connection.keep(kept, leased.lease_s)
+        self._renewal = renewal
+        if renewal is not None:
+            client.connection.keep(renewal, leased.lease_s)
 
     @property
     def lost(self) -> bool:
-        """Whether the server has said that the lease is not ours any more."""
-        return self.expired or (self._kept is not None and self._kept.lost)
+        """Whether the server has said that this session no longer holds the lease."""
+        return self.expired or (self._renewal is not None and self._renewal.lost)
 
     @property
     def overdue(self) -> bool:
-        """Whether the time limit has passed: by now the rows are, or will soon be, with others."""
-        return self.lost or (self._kept is not None and self.client.clock() >= self._kept.until)
+        """Whether the time limit has passed: others have the rows by now, or will soon."""
+        return self.lost or (self._renewal is not None and self.client.clock() >= self._renewal.until)
 
     def renewed(self, lease_s: float) -> None:
-        """The holder itself has renewed the lease, which lasts `lease_s` from now: its time limit is counted from here."""
-        if self._kept is not None:
-            self.client.connection.keep(self._kept, lease_s)
+        """The caller has renewed the lease, which lasts `lease_s` from now. Its time limit counts from here."""
+        if self._renewal is not None:
+            self.client.connection.keep(self._renewal, lease_s)
 
     def restart(self) -> None:
-        """The holder has shown that it lives: its time limit is counted from here."""
-        if self._kept is not None:
-            self.client.connection.keep_on(self._kept)
+        """The caller has used the lease, so it does not hang. Its time limit counts from here."""
+        if self._renewal is not None:
+            self.client.connection.keep_on(self._renewal)
 
     def chosen(self, rows: object) -> bytes | None:
-        """Rows that a verb speaks of: None while it is all of the lease; else ids, which must be of the lease."""
+        """Ids of the rows that a verb names; None: all rows of the lease. `NotFound` for a row that is not in it."""
         if rows is None:
             return None if len(self.left) * 8 == self._whole else self.left.tobytes()
         wanted = np.frombuffer(checks.row_ids(rows), "<i8")
@@ -340,7 +340,7 @@ class BatchLease:
         return self.source.rows * 8
 
     def take(self, rows: bytes | None, how: str) -> None:
-        """These rows are no longer of the lease; without any left it has ended."""
+        """Remove rows from the lease, and end it when none is left."""
         if rows is not None:
             self.left = self.left[~np.isin(self.left, np.frombuffer(rows, "<i8"))]
         if rows is None or not len(self.left):
@@ -349,21 +349,21 @@ class BatchLease:
             self.restart()
 
     def end(self, how: str) -> None:
-        """The lease is over: `how` completes "the batch ..." in later errors. Its memory returns."""
-        if self._kept is not None:
-            self._kept.end()
+        """End the lease and return its memory. how: completes "the batch ..." in later errors."""
+        if self._renewal is not None:
+            self._renewal.end()
         if not self.ended:
             self.ended = how
             self.left = self.left[:0]
             self.source.end(how)
 
     def expire(self) -> None:
-        """The server says that the lease is not ours any more."""
+        """The server has given the rows to others: end the lease."""
         self.expired = True
         self.end("has expired")
 
     def _limit(self) -> str:
-        return f" ({self._kept.limit_s:g} s)" if self._kept is not None else ""
+        return f" ({self._renewal.limit_s:g} s)" if self._renewal is not None else ""
 
     def check(self) -> None:
         """Raise `LeaseExpired` if the lease was lost, `BatchEnded` if the holder ended it."""
@@ -371,11 +371,11 @@ class BatchLease:
             self.expire()
         if self.expired:
             raise LeaseExpired(
-                f'lease {self.lease} of task "{self.task}" (table "{self.table}") has expired, and its rows went back to '
+                f'lease {self.number} of task "{self.task}" (table "{self.table}") has expired, and its rows went back to '
                 f"others; lease other rows. A lease is renewed for a worker that lives, up to the time limit of its task{self._limit()}"
             )
         if self.ended:
             raise BatchEnded(
-                f'the batch of task "{self.task}" (table "{self.table}", lease {self.lease}) {self.ended}; '
+                f'the batch of task "{self.task}" (table "{self.table}", lease {self.number}) {self.ended}; '
                 "lease another one"
             )

@@ -63,11 +63,11 @@ class Batch(BatchBase):
             key=key,
             tags=tags,
         )
-        self._run(lease.ack(self._lent, rows, facts, columns, step))
+        self._run(lease.ack(self._lease, rows, facts, columns, step))
 
     def drop(self, reason: str, rows: Any = None) -> None:
         """The rows (None: all that are left) end as dropped with this reason, for every task of the table."""
-        self._run(lease.drop(self._lent, reason, rows))
+        self._run(lease.drop(self._lease, reason, rows))
 
     def release(
         self,
@@ -107,14 +107,14 @@ class Batch(BatchBase):
             priority=priority,
             tags=tags,
         )
-        self._run(lease.release(self._lent, rows, failed, reason, facts, columns))
+        self._run(lease.release(self._lease, rows, failed, reason, facts, columns))
 
     def renew(self, lease_s: float | None = None) -> float:
         """Keep the rows for `lease_s` seconds from now (None: the task's). Returns how long that is.
 
         `LeaseExpired` if it is too late.
         """
-        self._lease_s = self._run(lease.renew(self._lent, lease_s))
+        self._lease_s = self._run(lease.renew(self._lease, lease_s))
         return self._lease_s
 
     def __enter__(self) -> Self:
@@ -124,7 +124,7 @@ class Batch(BatchBase):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        if error is None and not self._lent.ended:
+        if error is None and not self._lease.ended:
             try:
                 self.ack()
             except UsageError as refused:
@@ -137,7 +137,7 @@ class Batch(BatchBase):
             return False
         if error is None or self._is_passed_over(error):
             return error is not None
-        if not self._lent.ended:
+        if not self._lease.ended:
             self._release_after(error)
         return False
 
@@ -149,7 +149,7 @@ class Batch(BatchBase):
         except TransferQueueError as late:  # the first error is the one to see
             error.add_note(f"and its batch could not be released: {late}")
         finally:
-            self._lent.end("was released")
+            self._lease.end("was released")
 
     def _run(self, operation: Operation[T]) -> T:
-        return run_sync(self._lent.client.connection, operation)
+        return run_sync(self._lease.client.connection, operation)
