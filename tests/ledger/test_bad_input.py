@@ -354,7 +354,7 @@ def test_update_of_a_row_that_was_dropped_and_stays_readable(client: Driver, wor
     client.put(2, inline={"y": 1.0}, table="kept")
     client.drop([0], table="kept")
     act = lambda: client.update([0], inline={"z": 1.0}, table="kept")  # noqa: E731
-    refused(world, NotFound, 'row 0 of table "kept" has ended: it was dropped; it takes no more', act)
+    refused(world, NotFound, 'row 0 of table "kept" has ended: it was dropped; it cannot be changed any more', act)
 
 
 def test_update_of_a_field_already_set(world: World, client: Driver) -> None:
@@ -504,7 +504,7 @@ def test_a_put_or_row_larger_than_the_table(world: World, client: Driver) -> Non
 
 
 def test_no_room_and_no_wish_to_wait(world: World, client: Driver) -> None:
-    text = 'table "t" has no room: 28 rows do not fit: 5 are there and 0 are reserved, of at most 32; task "grade" has'
+    text = 'table "t" has no room: 28 rows do not fit: 5 are resident and 0 reserved, of at most 32; task "grade" has'
     refused(world, Full, text, lambda: client.put(28))
     refused(world, Full, "28 rows cannot be reserved", lambda: client.reserve(28))
     refused(world, Impossible, "33 rows can never be reserved", lambda: client.reserve(33, wait_s=60))
@@ -629,5 +629,5 @@ def test_a_session_that_is_not_open(world: World, client: Driver) -> None:
 
 def test_messages_that_are_not_for_the_ledger(world: World, client: Driver) -> None:
     refused(world, ProtocolError, "Hello is not a request for the ledger", lambda: client.apply(m.Hello(b"")))
-    refused(world, UsageError, "there is nothing to observe as 'x'", lambda: client.observe("x"))
+    refused(world, UsageError, "'x' cannot be observed", lambda: client.observe("x"))
     refused(world, NotFound, "row 99 was never put", lambda: client.observe("row", "t", 99))

@@ -39,7 +39,7 @@ def test_a_channel_is_told_version_by_version() -> None:
         "fast generates with version 2",
         "slow generates with version 0, 2 behind",
         "reader has pulled a version and never applied one",
-        "fast has the turn to change weights",
+        "fast has an update slot",
     ]
 
 
@@ -59,8 +59,8 @@ def test_who_waits_for_which_version_and_for_whose_turn_is_told() -> None:
         with first.weights("policy").turn(length_s=60):
             waiting = threading.Thread(target=wait)
             waiting.start()
-            why = _told_with(queue, "change weights at once")
-            assert why.startswith('channel "policy" lets 1 change weights at once, and first do;')
+            why = _told_with(queue, "update at once")
+            assert why.startswith('channel "policy" lets 1 update at once, and first do;')
         why = _told_with(queue, "version 1")
         assert why.startswith('channel "policy" does not have version 1: its latest is 0 (second has waited')
         policy.publish(1, {"w": np.zeros(4)})

@@ -245,7 +245,7 @@ def test_reservations_return_with_their_session() -> None:
 def test_what_is_reserved_finds_room_and_others_do_not_take_it() -> None:
     world, client = paced(rows=10)
     promise = client.reserve(8)
-    with pytest.raises(Full, match="0 are there and 8 are reserved, of at most 10"):
+    with pytest.raises(Full, match="0 are resident and 8 reserved, of at most 10"):
         client.put(3)
     client.put(2)
     client.put(8, reservation=promise.reservation)

@@ -77,7 +77,7 @@ def test_a_duplicate_that_arrives_after_its_reply_was_seen_is_refused(world: Wor
     lease = m.LeaseRequest("t", "x", rows=1)
     client.apply(lease)
     world.ledger.seen(client.session, client.call)
-    with pytest.raises(ProtocolError, match="was answered before, and its reply is kept no more"):
+    with pytest.raises(ProtocolError, match="was answered before, and its reply is not kept any more"):
         client.apply(lease, call=client.call)
     assert world.stats()["tasks"]["x"]["leased"] == 1
     assert client.apply(m.Observe("audit"), call=1)  # what changes nothing is answered anew
@@ -91,7 +91,7 @@ def test_a_call_parked_long_ago_is_not_taken_for_a_duplicate(world: World, clien
     for _ in range(REPLIES_KEPT_MAX + 50):
         rows += client.put(1)
     old = call + 1
-    with pytest.raises(ProtocolError, match="is kept no more"):
+    with pytest.raises(ProtocolError, match="is not kept any more"):
         client.apply(m.Drop("t", rows[0].to_bytes(8, "little"), "x"), call=old)
     assert isinstance(client.apply(parked, call=call), m.Leased)
 
@@ -141,7 +141,7 @@ def test_sessions_are_numbered_once_and_bounded(world: World, client: Driver) ->
         world.ledger.open_session(1, b"", 0.0)
     for number in range(2, SESSIONS_MAX + 1):
         world.ledger.open_session(number, b"", 0.0)
-    with pytest.raises(Exception, match="4096 sessions are open, the most there may be"):
+    with pytest.raises(Exception, match="4096 sessions are open, which is the maximum"):
         world.ledger.open_session(SESSIONS_MAX + 1, b"", 0.0)
 
 

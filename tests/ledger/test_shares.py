@@ -338,7 +338,7 @@ def test_replicas_end_the_lease_as_a_whole_and_ask_for_the_same_fields() -> None
     _, clients = ranks(2)
     clients[0].put(4, inline={"s": 1.0})
     first = replica(clients, 0)
-    with pytest.raises(UsageError, match="replicas ask alike"):
+    with pytest.raises(UsageError, match="all replicas must ask for the same"):
         replica(clients, 1, fields=["s"])
     second = replica(clients, 1)
     with pytest.raises(UsageError, match="who ack all of its rows together"):

@@ -47,7 +47,7 @@ def test_a_rollback_before_the_last_checkpoint_is_refused(world: World, client: 
     client.checkpointed(4)
     held = client.lease("train", 1)
     with pytest.raises(
-        UsageError, match=r"cannot go back to step 3: rows up to step 4 are done for good.*restore that"
+        UsageError, match=r"cannot go back to step 3: rows up to step 4 are final since checkpointed.*restore that"
     ):
         client.rollback(3)
     assert client.ack(held).rows == 1  # nothing was changed

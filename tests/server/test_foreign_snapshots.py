@@ -117,9 +117,9 @@ def test_shapes_that_are_not_those_of_the_elements(restorer: Restorer, size: int
 @pytest.mark.parametrize(
     ("column", "word", "match"),
     [
-        ("row_id", 1 << 60, "do not ascend"), ("stamped", -7, "stamped at no version"), ("group_id", 5, "not told of"),
-        ("at/ids", 99, "has value 99 of field 'ids', of 3"), ("task/train/order", -1, "has no order"),
-        ("tokens", -1, "tokens -1 is out of range"), ("task/train/step", 3, "and was acked with none"),
+        ("row_id", 1 << 60, "do not ascend"), ("stamped", -7, "stamped at a version out of range"), ("group_id", 5, "not listed"),
+        ("at/ids", 99, "has value 99 of field 'ids', of 3"), ("task/train/order", -1, "has an order out of range"),
+        ("tokens", -1, "tokens -1 is out of range"), ("task/train/step", 3, "but was not acked with one"),
     ],
 )  # fmt: skip
 def test_numbers_of_rows(restorer: Restorer, column: str, word: int, match: str) -> None:

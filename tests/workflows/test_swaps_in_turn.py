@@ -19,7 +19,7 @@ def test_who_is_not_let_goes_on_with_the_weights_it_has() -> None:
         with other.weights("policy").turn():
             assert not policy.refresh_in_turn(0.0)
             assert policy.version == -1
-            with pytest.raises(tq.DeadlineExceeded, match="change weights at once"):
+            with pytest.raises(tq.DeadlineExceeded, match="update at once"):
                 policy.refresh_in_turn(0.01)
         assert policy.refresh_in_turn(0.0)
         assert policy.version == 0

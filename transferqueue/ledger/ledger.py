@@ -101,7 +101,7 @@ class Ledger:
         if session in sessions or session < 1:
             raise UsageError(f"session {session} is open already, or not a positive number")
         if len(sessions) >= SESSIONS_MAX:
-            raise Full(f"{SESSIONS_MAX} sessions are open, the most there may be; close some")
+            raise Full(f"{SESSIONS_MAX} sessions are open, which is the maximum; close some")
         sessions[session] = SessionState(session, client, label, self.state.now, origin)
         self.state.core.labels[session] = label or f"session {session}"
         self.state.core.last_message_at[session] = self.state.now

@@ -61,7 +61,7 @@ class ReplyCache:
         reply = self._kept.get(call)
         if reply is None and call > 0 and (call <= self._seen or call in self._given):
             raise ProtocolError(
-                f"call {call} was answered before, and its reply is kept no more; use a new id for a new call"
+                f"call {call} was answered before, and its reply is not kept any more; use a new id for a new call"
             )
         return reply
 

@@ -157,7 +157,7 @@ class GraphWriter:
         if kind is MethodType:
             return self._methods(values)
         raise InternalError(
-            f"{kind.__module__}.{kind.__qualname__} has no form in an image of the state: {values[0]!r}"
+            f"{kind.__module__}.{kind.__qualname__} cannot be written to an image of the state: {values[0]!r}"
         )
 
     def _refer(self, number: int, values: Values) -> list[int]:
@@ -174,7 +174,7 @@ class GraphWriter:
     def _methods(self, values: Values) -> Column:
         names = [method.__func__.__name__ for method in values]
         if not set(names) <= set(self._known.methods):
-            raise InternalError(f"methods {sorted(set(names))} have no form in an image of the state")
+            raise InternalError(f"methods {sorted(set(names))} cannot be written to an image of the state")
         return [
             "method",
             [self._known.methods.index(name) for name in names],

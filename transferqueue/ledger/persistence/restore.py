@@ -72,7 +72,7 @@ def _check_terms(state: LedgerState, snapshot: TableSnapshot) -> None:
     except NotFound:
         raise  # this server lacks a selector plugin: the files may be intact
     except UsageError as error:
-        raise Corruption(f'table "{snapshot.terms.name}" has terms that no table has: {error}') from error
+        raise Corruption(f'table "{snapshot.terms.name}" has terms that no table can have: {error}') from error
 
 
 def _restore(state: LedgerState, snapshot: LedgerSnapshot, now: float) -> None:

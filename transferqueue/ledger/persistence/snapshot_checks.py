@@ -49,7 +49,7 @@ PAGES_MAX: Final = 1 << 24
 def check(snapshot: LedgerSnapshot) -> None:
     """Raise `Corruption` unless a ledger could have written this snapshot. O(rows)."""
     if len(snapshot.tables) > TABLES_MAX:
-        raise Corruption(f"{len(snapshot.tables)} tables are told of; a deployment has at most {TABLES_MAX}")
+        raise Corruption(f"the snapshot has {len(snapshot.tables)} tables; a deployment has at most {TABLES_MAX}")
     _once("table", [table.terms.name for table in snapshot.tables])
     _once("channel", [channel.name for channel in snapshot.channels])
     for table in snapshot.tables:
@@ -67,13 +67,13 @@ def _once(kind: str, names: list[str]) -> None:
         except UsageError as error:
             raise Corruption(str(error)) from error
     if len(set(names)) != len(names):
-        raise Corruption(f"two {kind}s have one name; they have {', '.join(sorted(names))}")
+        raise Corruption(f"two {kind}s have the same name; the names are {', '.join(sorted(names))}")
 
 
 def _within(what: str, values: Iterable[int], lowest: int, highest: int = COUNT_MAX) -> None:
     wrong = next((value for value in values if not lowest <= value <= highest), None)
     if wrong is not None:
-        raise Corruption(f"{what} is {wrong}; it is {lowest} to {highest}")
+        raise Corruption(f"{what} is {wrong}; it must be {lowest} to {highest}")
 
 
 def _check_channel(channel: ChannelSnapshot) -> None:
@@ -83,13 +83,19 @@ def _check_channel(channel: ChannelSnapshot) -> None:
     numbers = [version.version for version in channel.versions]
     _within(f"{subject}: a version", numbers, 0, channel.latest)
     if sorted(set(numbers)) != numbers or len(numbers) > channel.keep:
-        raise Corruption(f"{subject}: its versions are {numbers}; they ascend, and {channel.keep} are kept")
+        raise Corruption(
+            f"{subject}: its versions are {numbers}; they must ascend, and at most {channel.keep} are kept"
+        )
     for version in channel.versions:
         names = [field.name for field in version.fields]
         if not names or len(set(names)) != len(names):
-            raise Corruption(f"{subject}: version {version.version} has the fields {names}; it has some, each once")
+            raise Corruption(
+                f"{subject}: version {version.version} has the fields {names}; it must have at least one, each once"
+            )
         if not abs(version.age_s) <= AGE_S_MAX:
-            raise Corruption(f"{subject}: version {version.version} is {version.age_s} s old")
+            raise Corruption(
+                f"{subject}: version {version.version} is {version.age_s} s old; ages are at most {AGE_S_MAX:g} s"
+            )
 
 
 class _Checks:
@@ -135,7 +141,9 @@ class _Checks:
             self._numbers("a lag", lags, -VERSION_MAX, VERSION_MAX)
             self._numbers("rows of a lag", lags.values())
         if set(counts.tasks) != set(self._tasks):
-            raise self._wrong(f"it counts for the tasks {sorted(counts.tasks)}, and has {sorted(self._tasks)}")
+            raise self._wrong(
+                f"it has counters of the tasks {sorted(counts.tasks)}, but the tasks {sorted(self._tasks)}"
+            )
         for task in counts.tasks.values():
             self._numbers("a checkpoint", [task.checkpoint], -1)
             self._numbers("a count of a task", [task.given, task.done, task.failed, task.dropped])
@@ -154,14 +162,14 @@ class _Checks:
     def _check_rows(self) -> None:
         ids, next_row = self._ids, self._counts.next_row
         if ids.size and (ids[0] < 0 or ids[-1] >= next_row or (ids[1:] <= ids[:-1]).any()):
-            raise self._wrong(f"its rows do not ascend from 0 to {next_row - 1}, as the manifest says of them")
+            raise self._wrong(f"its rows do not ascend from 0 to {next_row - 1}, as the manifest states")
         if ids.size and (int(ids[-1]) >> SHIFT) - (int(ids[0]) >> SHIFT) >= PAGES_MAX:
             raise self._wrong(f"its rows are {ids[0]} to {ids[-1]}, which takes more than {PAGES_MAX} pages")
         fate = self._snapshot.rows["fate"]
-        self._rows((fate < LIVE) | (fate > DROPPED), "has no fate")
-        self._rows(~(np.abs(self._snapshot.rows["age_s"]) <= AGE_S_MAX), "has no age")
+        self._rows((fate < LIVE) | (fate > DROPPED), "has an unknown fate")
+        self._rows(~(np.abs(self._snapshot.rows["age_s"]) <= AGE_S_MAX), "has an age out of range")
         stamped = self._snapshot.rows["stamped"]
-        self._rows((stamped < -1) | (stamped > VERSION_MAX), "was stamped at no version")
+        self._rows((stamped < -1) | (stamped > VERSION_MAX), "was stamped at a version out of range")
 
     def _check_facts(self) -> None:
         try:
@@ -173,7 +181,7 @@ class _Checks:
     def _check_names(self) -> None:
         keys = list(self._snapshot.keys.values())
         if len(set(keys)) != len(keys):
-            raise self._wrong("two rows have one key")
+            raise self._wrong("two rows have the same key")
         wrong = next((key for key in keys if not 0 < len(key) <= KEY_CHARS_MAX), None)
         if wrong is not None:
             raise self._wrong(f"a key has {len(wrong)} characters; 1 to {KEY_CHARS_MAX}")
@@ -189,19 +197,19 @@ class _Checks:
         groups, ids = self._snapshot.groups, self._snapshot.rows["group_id"]
         known, sizes, present = (groups[name] for name in ("group_id", "group_size", "present"))
         if np.unique(known).size != known.size or (known < 0).any():
-            raise self._wrong("a group is told of twice, or has a negative id")
+            raise self._wrong("a group is listed twice, or has a negative id")
         members = self._live & (ids >= 0)
         order = np.argsort(known, kind="stable")
         at = np.searchsorted(known, ids[members], sorter=order)
         at = order[np.minimum(at, known.size - 1)] if known.size else at
         missing = np.ones(at.size, np.bool_) if not known.size else known[at] != ids[members]
         if missing.any():
-            raise self._wrong(f"row {some(self._ids[members][missing])} is of a group that is not told of")
+            raise self._wrong(f"row {some(self._ids[members][missing])} is in a group that is not listed")
         if (sizes[at] != self._snapshot.rows["group_size"][members]).any():
-            raise self._wrong("a row and its group differ about the group's size")
+            raise self._wrong("a row and its group state different group sizes")
         members_live = np.bincount(at, minlength=known.size)
         if ((members_live < 1) | (present < members_live) | (present > sizes)).any():
-            raise self._wrong("a group has no row, or counts other members than it has")
+            raise self._wrong("a group has no row, or a wrong number of members")
         self._check_refills(dict(zip(known.tolist(), sizes.tolist(), strict=True)))
 
     def _check_refills(self, sizes: dict[int, int]) -> None:
@@ -210,7 +218,9 @@ class _Checks:
             count,
         ) in self._counts.refills.items():  # may exceed what the group lacks: another put may have filled it
             if not 0 < count <= sizes.get(group, 0):
-                raise self._wrong(f"{count} members of group {group} are asked for, which is of {sizes.get(group, 0)}")
+                raise self._wrong(
+                    f"{count} members of group {group} are asked for; it has {sizes.get(group, 0)} members"
+                )
 
     # ------------------------------------------------------------ tasks
 
@@ -219,23 +229,26 @@ class _Checks:
         state, step = columns["state"], columns["step"]
         if state.size and int(state.max()) >= len(STATES):
             raise self._wrong(f'task "{name}" has a row in no state')
-        self._rows(columns["attempts"] < 0, f'has less than no attempt in task "{name}"')
+        self._rows(columns["attempts"] < 0, f'has a negative number of attempts in task "{name}"')
         order = columns["order"]
-        self._rows((order < 0) | (order > COUNT_MAX), f'has no order in task "{name}"')
+        self._rows((order < 0) | (order > COUNT_MAX), f'has an order out of range in task "{name}"')
         stepped = state == ACKED_WITH_STEP
         checkpoint = self._counts.tasks[name].checkpoint
-        self._rows(stepped & ((step <= checkpoint) | (step > COUNT_MAX)), f'was acked in "{name}" with no step to come')
-        self._rows(~stepped & (step != -1), f'has a step in "{name}", and was acked with none')
-        self._rows(self._live & (state == GONE), f'is live, and gone for task "{name}"')
-        self._rows(~self._live & (state < DONE), f'has ended, and not for task "{name}"')
+        self._rows(
+            stepped & ((step <= checkpoint) | (step > COUNT_MAX)),
+            f'was acked in "{name}" with a step that is covered or out of range',
+        )
+        self._rows(~stepped & (step != -1), f'has a step in "{name}", but was not acked with one')
+        self._rows(self._live & (state == GONE), f'is live, but gone for task "{name}"')
+        self._rows(~self._live & (state < DONE), f'has ended, but not for task "{name}"')
         complete = self._complete(task)
         self._rows(
             ~complete & ((state == READY) | (state == WAITING_FOR_GROUP)),
-            f'is ready for "{name}" without what that needs',
+            f'is ready for "{name}" without the fields that it needs',
         )
-        self._rows(complete & (state == PENDING), f'has what "{name}" needs, and is pending')
+        self._rows(complete & (state == PENDING), f'has the fields that "{name}" needs, but is pending')
         if task.groups is None:
-            self._rows(state == WAITING_FOR_GROUP, f'is held for a group in "{name}", which takes rows')
+            self._rows(state == WAITING_FOR_GROUP, f'waits for a group in "{name}", which takes single rows')
         else:
             self._check_forming(name, state)
 
@@ -256,7 +269,7 @@ class _Checks:
         self._numbers(f'task "{name}": the order of a group', every["order"])
         left = self._snapshot.forming[name]["left_s"]
         if not (np.isnan(left) | (np.abs(left) <= AGE_S_MAX)).all():
-            raise self._wrong(f'task "{name}": a group has no deadline and not none')
+            raise self._wrong(f'task "{name}": a group has a deadline out of range')
         units = np.where(self._snapshot.rows["group_id"] < 0, -2 - self._ids, self._snapshot.rows["group_id"])
         strange = set(known) - set(units[self._live].tolist())
         if strange:
@@ -273,7 +286,7 @@ class _Checks:
         wrong = [unit for unit in of(WAITING_FOR_GROUP) if known.get(unit) not in (FORMING, OUT)]
         wrong += [unit for unit in of(LEASED) | of(ACKED_WITH_STEP) if unit not in known]
         if wrong:
-            raise self._wrong(f'task "{name}": group {min(wrong)} is not as its rows are')
+            raise self._wrong(f'task "{name}": the state of group {min(wrong)} contradicts its rows')
 
     def _check_open(self) -> None:
         """A live row with which no task has work would stay for ever."""
@@ -281,7 +294,7 @@ class _Checks:
             return
         states = np.stack([columns["state"] for columns in self._snapshot.tasks.values()])
         left = ((states <= ACKED_WITH_STEP) | (states == KEPT_STALE) | (states == ABSENT)).any(axis=0)
-        self._rows(self._live & ~left, "is live, and no task has work with it")
+        self._rows(self._live & ~left, "is live, but no task has work with it")
 
     def _check_ordinals(self) -> None:
         spans = self._snapshot.ordinals

@@ -23,7 +23,7 @@ def observed(state: LedgerState, request: m.Observe) -> dict[str, Any]:
     """Plain values; `UsageError` lists what can be observed."""
     view = _VIEWS.get(request.what)
     if view is None:
-        raise UsageError(f"there is nothing to observe as {request.what!r}; ask for {listing(_VIEWS)}")
+        raise UsageError(f"{request.what!r} cannot be observed; ask for {listing(_VIEWS)}")
     chosen: Mapping[str, TableState] = {request.table: state.table(request.table)} if request.table else state.tables
     return view(state, request, chosen)
 
@@ -92,22 +92,22 @@ def _of_lease(state: LedgerState, request: m.LeaseRequest) -> str:
 def _of_put(state: LedgerState, request: m.PutRequest) -> str:
     table = state.table(request.table)
     why = no_room(table, request.rows, table.replicas * sum(block.nbytes for block in request.columns.blocks))
-    return explain_room(table, why or "there is room by now")
+    return explain_room(table, why or "there is room now")
 
 
 def _of_reserve(state: LedgerState, request: m.Reserve) -> str:
     table = state.table(request.table)
-    why = flow_control.why_reserve_waits(table, request) or "nothing hinders them by now"
+    why = flow_control.why_reserve_waits(table, request) or "nothing prevents it now"
     return f'{request.rows} rows are not reserved in table "{table.name}": {why}; {rows_by_holder(table)}'
 
 
 def _of_advance(state: LedgerState, request: m.AdvanceClock) -> str:
-    return flow_control.why_clock_is_held(state.table(request.table), request.version) or "the clock may move by now"
+    return flow_control.why_clock_is_held(state.table(request.table), request.version) or "the clock may advance now"
 
 
 def _of_publish(state: LedgerState, request: m.Publish) -> str:
     held = [flow_control.why_clock_is_held(table, request.version) for table in state.followers(request.channel)]
-    return "; ".join(why for why in held if why) or "nothing holds the clock by now"
+    return "; ".join(why for why in held if why) or "nothing holds the clock now"
 
 
 def _of_pull(state: LedgerState, request: m.Pull) -> str:

@@ -338,11 +338,11 @@ def _of_table(table: TableState) -> list[str]:
     lines = lost_rows(table)
     if table.rows.pages.resident + table.flow.reserved >= table.limits.rows:
         lines.append(
-            f"puts wait: {table.limits.rows} rows are there or reserved, the most there may be; {rows_by_holder(table)}"
+            f"puts wait: {table.limits.rows} rows are resident or reserved, which is the limit; {rows_by_holder(table)}"
         )
     most = table.limits.bytes_max
     if most is not None and table.usage.bytes >= most:
-        lines.append(f"puts wait: {table.usage.bytes} bytes are there, of at most {most}; {rows_by_holder(table)}")
+        lines.append(f"puts wait: {table.usage.bytes} bytes are in use, of at most {most}; {rows_by_holder(table)}")
     if table.pacing is not None and table.outstanding >= table.pacing.rows_ahead_max:
         lines.append(
             f'reserves wait for task "{table.pacing.task}": {table.outstanding} rows are outstanding, of at most '

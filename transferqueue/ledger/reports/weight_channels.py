@@ -59,7 +59,7 @@ def _never_applied(channel: WeightChannelState, core: SharedState, now: float) -
 def _update_slots(channel: WeightChannelState, core: SharedState, now: float) -> Iterator[str]:
     for session, turn in channel.update_slots.items():
         left = "" if turn.deadline is None else f", for {max(turn.deadline - now, 0):.0f} s more at most"
-        yield f"{_names([session], core, now)} has the turn to change weights{left}"
+        yield f"{_names([session], core, now)} has an update slot{left}"
 
 
 def _names(sessions: Iterable[int], core: SharedState, now: float) -> str:

@@ -244,7 +244,7 @@ def _check_progress(
         )
     if not lease.held[named].any():
         raise LeaseExpired(
-            f"row {some(lease.rows[named])} of lease {lease.id} was dropped meanwhile; there is nothing to give back"
+            f"row {some(lease.rows[named])} of lease {lease.id} was dropped meanwhile; there is nothing to release"
         )
     return staged
 

@@ -79,7 +79,7 @@ def _check_rollback(table: TableState, task: TaskState, request: Rollback) -> No
     if request.step < task.checkpoint:
         raise UsageError(
             f'task "{task.task.name}" of table "{table.name}" cannot go back to step {request.step}: rows up to step '
-            f"{task.checkpoint} are done for good, as checkpointed({task.checkpoint}) said; restore that checkpoint, or a later one"
+            f"{task.checkpoint} are final since checkpointed({task.checkpoint}); restore that checkpoint, or a later one"
         )
     if request.version > table.clock:
         raise UsageError(

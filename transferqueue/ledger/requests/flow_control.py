@@ -39,7 +39,7 @@ def why_reserve_waits(table: TableState, request: Reserve) -> str:
         return why
     held = table.rows.pages.resident + table.flow.reserved
     if new and held + request.rows > table.limits.rows:
-        return f"{held} rows are there or reserved, and {held} + {request.rows} > {table.limits.rows}"
+        return f"{held} rows are resident or reserved, and {held} + {request.rows} > {table.limits.rows}"
     return ""
 
 

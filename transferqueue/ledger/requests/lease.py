@@ -220,7 +220,7 @@ def _join_share(table: TableState, lease: LeaseState, request: LeaseRequest, ses
     if lease.reply is not None and lease.fields != request.fields:
         raise UsageError(
             f"replica {request.replica} asks for fields {request.fields}, the first replica asked for {lease.fields}; "
-            "replicas ask alike"
+            "all replicas must ask for the same"
         )
     first = not lease.holders
     table.core.leases.hold(lease, session, request.replica)

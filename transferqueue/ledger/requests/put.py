@@ -109,12 +109,12 @@ def no_room(table: TableState, rows: int, nbytes: int) -> str:
     held = table.rows.pages.resident + table.flow.reserved
     if held + rows > table.limits.rows:
         return (
-            f"{rows} rows do not fit: {table.rows.pages.resident} are there and {table.flow.reserved} are reserved, "
+            f"{rows} rows do not fit: {table.rows.pages.resident} are resident and {table.flow.reserved} reserved, "
             f"of at most {table.limits.rows}"
         )
     most = table.limits.bytes_max
     if most is not None and nbytes and table.usage.bytes + nbytes > most:
-        return f"{nbytes} bytes do not fit: {table.usage.bytes} are there, of at most {most}"
+        return f"{nbytes} bytes do not fit: {table.usage.bytes} are in use, of at most {most}"
     return ""
 
 

@@ -87,7 +87,7 @@ def _check_requeue(pacing: Pacing, target: str, tasks: dict[str, Task]) -> None:
         raise Impossible(f'Requeue names task "{target}", which is not declared; it has {listing(tasks)}')
     if not tasks[target].gives:
         raise Impossible(
-            f'Requeue("{target}"): that task declares no gives, so it would give nothing anew; declare them'
+            f'Requeue("{target}"): that task declares no gives, so it would regenerate nothing; declare them'
         )
     if pacing.task not in downstream(list(tasks.values()), tasks[target])[1]:
         raise Impossible(
@@ -137,7 +137,7 @@ def add_task(table: TableState, task: Task, now: float) -> TableTerms:
             return table.terms()
         raise AlreadyExists(f'task "{task.name}" of table "{table.name}" exists with other terms: {existing.task}')
     if len(table.tasks) >= TASKS_MAX:
-        raise UsageError(f'table "{table.name}" has {TASKS_MAX} tasks, the most there may be')
+        raise UsageError(f'table "{table.name}" has {TASKS_MAX} tasks, which is the maximum')
     _check_task(table.core, task)
     _introduce(table, task, now)
     apply_group_and_stale_rules(table, now)

@@ -255,16 +255,14 @@ def explain_turn(
     """Which sessions hold the update slots. labels: their names."""
     holders = listing(labels.get(number) or f"session {number}" for number in channel.update_slots)
     return (
-        f'channel "{channel.name}" lets {request.at_once} change weights at once, and {holders} do; a turn ends by its '
-        "holder, or when it expires"
+        f'channel "{channel.name}" lets {request.at_once} update at once, and {holders} do; an '
+        "update slot ends when its holder releases it, or when it expires"
     )
 
 
 def explain_lost(channel: WeightChannelState, version: int) -> str:
     """Why a version was lost, and which versions exist instead."""
-    whole = (
-        f"the versions that are whole are {listing(channel.versions)}" if channel.versions else "no version is whole"
-    )
+    whole = f"the complete versions are {listing(channel.versions)}" if channel.versions else "no version is complete"
     return f'version {version} of channel "{channel.name}" is gone ({channel.lost[version]}), and {whole}'
 
 

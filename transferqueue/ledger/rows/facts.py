@@ -91,7 +91,7 @@ def _numbers(name: str, data: bytes, rows: int) -> AnyArray:
 def _check_range(name: str, values: AnyArray) -> None:
     if name == "priority":
         if np.isnan(values).any():
-            raise UsageError("priority has a NaN, which has no place in an order; give numbers")
+            raise UsageError("priority has a NaN, which cannot be ordered; give numbers")
         return
     lowest, highest = _LOWEST.get(name, -_HIGHEST), _TOKENS_MAX if name == "tokens" else _HIGHEST
     if values.size and (int(values.min()) < lowest or int(values.max()) > highest):
@@ -112,7 +112,7 @@ def _check_groups(numbers: dict[str, AnyArray]) -> None:
         return
     if ids is None or sizes is None:
         present, missing = ("group_size", "group_id") if ids is None else ("group_id", "group_size")
-        raise UsageError(f"{present} is given without {missing}; a group is known by both")
+        raise UsageError(f"{present} is given without {missing}; give both")
     if sizes.size and int(sizes.max()) > ROWS_PER_REQUEST_MAX:
         raise UsageError(
             f"group_size {int(sizes.max())} is above {ROWS_PER_REQUEST_MAX}, the most rows one lease may have"

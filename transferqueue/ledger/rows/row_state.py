@@ -181,7 +181,7 @@ class RowStore:
         if ended.any():
             fate = "done" if self.pages.fate.a[at[ended][0]] == DONE else "dropped"
             raise NotFound(
-                f'row {some(rows[ended])} of table "{self.table}" has ended: it was {fate}; it takes no more'
+                f'row {some(rows[ended])} of table "{self.table}" has ended: it was {fate}; it cannot be changed any more'
             )
         return at
 

@@ -228,7 +228,7 @@ def _given_by_nobody(table: TableState, name: str, givers: Sequence[TaskState], 
     for task in givers:
         has |= np.isin(task.state.a[at], OPEN)
     gone = int((~has).sum())
-    return [f'"{name}" of {_noun(gone, "row")} is given by nobody any more'] if gone else []
+    return [f'no task will give "{name}" of {_noun(gone, "row")} any more'] if gone else []
 
 
 def _forming(table: TableState, task: GroupTaskState) -> list[str]:

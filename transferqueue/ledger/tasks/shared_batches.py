@@ -56,7 +56,7 @@ class SharedBatches:
             if batch.terms != terms_of(request):
                 raise UsageError(
                     f"rank {request.rank} asks for {_terms_text(terms_of(request))}, but batch {number} was agreed with "
-                    f"{_terms_text(batch.terms)}; all ranks of a world ask alike"
+                    f"{_terms_text(batch.terms)}; all ranks of a world must ask for the same"
                 )
             return number, batch
         return None
