@@ -6,6 +6,7 @@ import numpy as np
 
 from transferqueue.errors import LeaseExpired, UsageError
 from transferqueue.ledger.requests.put import check_reason, rows_changed
+from transferqueue.ledger.requests.registry import in_table
 from transferqueue.ledger.rows.arrays import IntArray, decode_rows, some
 from transferqueue.ledger.rows.commit import (
     StagedCommit,
@@ -29,6 +30,7 @@ from transferqueue.wire.messages import Ack, DoneReply, ReleaseRequest, Renew, R
 # ---------------------------------------------------------------- ack
 
 
+@in_table(Ack)
 def ack(table: TableState, request: Ack, session: int, now: float) -> DoneReply:
     """End rows of a lease as done, together with their results; or as dropped."""
     lease = table.core.leases.get(request.lease, request.token, table.name, session)
@@ -206,6 +208,7 @@ def _commit_last_replica_ack(table: TableState, lease: LeaseState, request: Ack,
 # ---------------------------------------------------------------- release, renew
 
 
+@in_table(ReleaseRequest)
 def release(table: TableState, request: ReleaseRequest, session: int, now: float) -> DoneReply:
     """Make rows of a lease ready again. Columns of the request (partial results) replace those of the rows."""
     lease = table.core.leases.get(request.lease, request.token, table.name, session)
@@ -249,6 +252,7 @@ def _check_progress(
     return staged
 
 
+@in_table(Renew)
 def renew(table: TableState, request: Renew, session: int, now: float) -> Renewed:
     """Restart the lease time."""
     lease = table.core.leases.get(request.lease, request.token, table.name, session)

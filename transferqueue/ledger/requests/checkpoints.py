@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from transferqueue.errors import NotFound, UsageError, listing
 from transferqueue.ledger.requests.ack import expire_lease
+from transferqueue.ledger.requests.registry import in_table
 from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.ledger.rules.finish import finish_rows
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, return_rows
@@ -29,7 +30,8 @@ from transferqueue.ledger.tasks.task_state import ACKED_WITH_STEP, TaskState
 from transferqueue.wire.messages import CommitCheckpoint, DoneReply, Rollback
 
 
-def checkpointed(table: TableState, request: CommitCheckpoint, now: float) -> DoneReply:
+@in_table(CommitCheckpoint)
+def checkpointed(table: TableState, request: CommitCheckpoint, session: int, now: float) -> DoneReply:
     """Mark rows of steps up to `request.step` as done. Repeating it for a covered step changes nothing."""
     task = _task(table, request.task)
     rows = task.stepped.take(lambda step: step <= request.step)
@@ -41,7 +43,8 @@ def checkpointed(table: TableState, request: CommitCheckpoint, now: float) -> Do
     return DoneReply(rows.size)
 
 
-def rollback(table: TableState, request: Rollback, now: float) -> DoneReply:
+@in_table(Rollback)
+def rollback(table: TableState, request: Rollback, session: int, now: float) -> DoneReply:
     """Make rows of steps above `request.step` ready again, and end the leases of the task."""
     task = _task(table, request.task)
     _check_rollback(table, task, request)

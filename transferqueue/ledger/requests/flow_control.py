@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from transferqueue.errors import DeadlineExceeded, Full, NotFound, Sealed, UsageError
 from transferqueue.ledger.effects import MustWait
+from transferqueue.ledger.requests.registry import in_table
 from transferqueue.ledger.rows.arrays import IntArray, tally
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.reservations import check_reserve, why_not
 from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
 from transferqueue.policies import HoldClock
-from transferqueue.wire.messages import AdvanceClock, DoneReply, Reserve, Reserved, Unreserve
+from transferqueue.wire.messages import AdvanceClock, DoneReply, Reserve, Reserved, Seal, Unreserve
 
 VERSION_MAX = 1 << 53
 """Highest version, as for rows: exact as int64 and as float64."""
 
 
-def reserve(table: TableState, request: Reserve, session: int) -> Reserved | MustWait:
+@in_table(Reserve)
+def reserve(table: TableState, request: Reserve, session: int, now: float) -> Reserved | MustWait:
     """Answer a `Reserve`."""
     if table.sealed:
         raise Sealed(f'table "{table.name}" is sealed; no row may enter it, so none can be reserved')
@@ -43,7 +45,8 @@ def why_reserve_waits(table: TableState, request: Reserve) -> str:
     return ""
 
 
-def unreserve(table: TableState, request: Unreserve, session: int) -> DoneReply:
+@in_table(Unreserve)
+def unreserve(table: TableState, request: Unreserve, session: int, now: float) -> DoneReply:
     """Release rows of a reservation that will not be produced."""
     reservation = table.flow.reservations.get(request.reservation)
     if reservation is None or reservation.session != session:
@@ -63,8 +66,13 @@ def unreserve(table: TableState, request: Unreserve, session: int) -> DoneReply:
     return DoneReply(count)
 
 
-def advance(table: TableState, request: AdvanceClock, now: float) -> DoneReply | MustWait:
+@in_table(AdvanceClock)
+def advance(table: TableState, request: AdvanceClock, session: int, now: float) -> DoneReply | MustWait:
     """Advance the policy version clock of the table to `version`."""
+    if table.pacing is not None and table.pacing.channel is not None:
+        raise UsageError(
+            f'the clock of table "{table.name}" is weight channel "{table.pacing.channel}"; publish a version there'
+        )
     if request.version > VERSION_MAX:
         raise UsageError(f"version {request.version} is above {VERSION_MAX}; versions count trainer steps")
     if request.version < table.clock:
@@ -116,7 +124,8 @@ def set_clock(table: TableState, version: int, now: float) -> None:
     apply_group_and_stale_rules(table, now)
 
 
-def seal(table: TableState, now: float) -> DoneReply:
+@in_table(Seal)
+def seal(table: TableState, request: Seal, session: int, now: float) -> DoneReply:
     """Let no more rows enter. Rules for incomplete groups apply; waiting consumers get the rest, or the end."""
     if table.sealed:
         raise Sealed(f'table "{table.name}" is sealed already')

@@ -6,6 +6,7 @@ import numpy as np
 
 from transferqueue.errors import Full, Impossible, NotFound, ProtocolError, Sealed, UsageError
 from transferqueue.ledger.effects import MustWait
+from transferqueue.ledger.requests.registry import in_table
 from transferqueue.ledger.rows.arrays import Index, IntArray, decode_rows, some
 from transferqueue.ledger.rows.commit import (
     StagedCommit,
@@ -169,6 +170,7 @@ def _remember(table: TableState, author: tuple[bytes, int], first: int, rows: in
 # ---------------------------------------------------------------- update
 
 
+@in_table(Update)
 def update(table: TableState, request: Update, session: int, now: float) -> DoneReply:
     """Add columns or facts to live rows."""
     rows = decode_rows(request.rows)
@@ -246,7 +248,8 @@ def check_reason(table: TableState, reason: str) -> None:
         )
 
 
-def drop(table: TableState, request: Drop, now: float) -> DoneReply:
+@in_table(Drop)
+def drop(table: TableState, request: Drop, session: int, now: float) -> DoneReply:
     """Drop rows for every task, leased or not."""
     rows = decode_rows(request.rows)
     check_reason(table, request.reason)
@@ -256,7 +259,8 @@ def drop(table: TableState, request: Drop, now: float) -> DoneReply:
     return DoneReply(rows.size)
 
 
-def delete(table: TableState, request: Delete, now: float) -> DoneReply:
+@in_table(Delete)
+def delete(table: TableState, request: Delete, session: int, now: float) -> DoneReply:
     """Free rows. Live rows are dropped as "deleted" first."""
     rows = decode_rows(request.rows)
     at = table.rows.places(rows)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from transferqueue.errors import NotFound
+from transferqueue.ledger.requests.registry import in_table
 from transferqueue.ledger.requests.reply_rows import complete_fields, describe_rows
 from transferqueue.ledger.rows.arrays import IntArray, decode_rows, run_of, some
 from transferqueue.ledger.rows.pages import DROPPED
@@ -14,16 +15,18 @@ from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.predicates import check_where, matches
 from transferqueue.limits import ROWS_PER_REQUEST_MAX
 from transferqueue.policies import Predicate
-from transferqueue.wire.messages import Find, Found, ReadRequest, ReadRows
+from transferqueue.wire.messages import Cursor, CursorValue, Find, Found, ReadRequest, ReadRows
 
 
-def find(table: TableState, request: Find) -> Found:
+@in_table(Find)
+def find(table: TableState, request: Find, session: int, now: float) -> Found:
     """Row ids of keys; -1 if no resident row has the key."""
     rows = [table.rows.row_of_key.get(key, -1) if key else -1 for key in request.keys]
     return Found(np.array(rows, np.int64).tobytes())
 
 
-def read(table: TableState, request: ReadRequest, session: int) -> ReadRows:
+@in_table(ReadRequest)
+def read(table: TableState, request: ReadRequest, session: int, now: float) -> ReadRows:
     """Resident rows by id, in the order of the request; or all rows that are not dropped and match, ascending."""
     check_where(table.rows, request.where, table.expected_fields())
     for name in request.fields or ():
@@ -39,6 +42,12 @@ def read(table: TableState, request: ReadRequest, session: int) -> ReadRows:
     content, blocks = describe_rows(table, rows, run_of(at), fields)
     table.core.blocks.pin(session, blocks)
     return ReadRows(content)
+
+
+@in_table(Cursor)
+def cursor(table: TableState, request: Cursor, session: int, now: float) -> CursorValue:
+    """The lowest ordinal from `request.start` on that was not put yet or of which a row is live."""
+    return CursorValue(table.ordinals.cursor(request.start))
 
 
 def _named(table: TableState, request: ReadRequest) -> IntArray:

@@ -1,0 +1,43 @@
+"""Operations of the ledger: one function for each request, registered by a decorator beside its code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from transferqueue.ledger.effects import MustWait
+from transferqueue.ledger.sessions import SessionState
+from transferqueue.ledger.table import TableState
+from transferqueue.wire import messages as m
+
+Answer = m.Reply | MustWait
+Operation = Callable[[Any, Any, SessionState, int], Answer]
+"""(state of the ledger, request, session, call) -> reply, or what the request must wait for."""
+TableOperation = TypeVar("TableOperation", bound=Callable[[TableState, Any, int, float], Answer])
+AnyOperation = TypeVar("AnyOperation", bound=Operation)
+
+OPERATIONS: Final[dict[type[m.Request], Operation]] = {}
+"""Filled when `transferqueue.ledger.dispatch` is imported."""
+
+
+def carries_out(kind: type[m.Request]) -> Callable[[AnyOperation], AnyOperation]:
+    """Register the decorated function for requests of this class."""
+
+    def register(operation: AnyOperation) -> AnyOperation:
+        OPERATIONS[kind] = operation
+        return operation
+
+    return register
+
+
+def in_table(kind: type[m.Request]) -> Callable[[TableOperation], TableOperation]:
+    """Register the decorated function for requests whose `table` must exist: it gets (table, request, session, now)."""
+
+    def register(operation: TableOperation) -> TableOperation:
+        def carry_out(state: Any, request: Any, session: SessionState, call: int) -> Answer:
+            return operation(state.table(request.table), request, session.id, state.now)
+
+        OPERATIONS[kind] = carry_out
+        return operation
+
+    return register
