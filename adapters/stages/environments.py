@@ -121,18 +121,20 @@ class Episodes:
         options = {name: row[name] for name in self._fields} or None
         seed = None if self._seed is None else int(row[self._seed])
         observation, _ = episode.environment.reset(seed=seed, options=options)
-        episode.trajectory.told(self._encode(observation, 0))
+        episode.trajectory.add_input(self._encode(observation, 0))
 
     def _turn(self, playing: Sequence[_Episode]) -> None:
         """Generate one completion for each episode and pass it to its environment."""
         for episode, completion in zip(playing, self._completions(playing), strict=True):
-            episode.trajectory.said(completion.ids, completion.logprobs, [version for version, _ in completion.spans])
+            episode.trajectory.add_output(
+                completion.ids, completion.logprobs, [version for version, _ in completion.spans]
+            )
             episode.turns += 1
             observation, reward, ended, cut, _ = episode.environment.step(self._decode(completion.ids))
             episode.reward += float(reward)
             episode.over = bool(ended or cut or episode.turns >= self._turns_max)
             if not episode.over:
-                episode.trajectory.told(self._encode(observation, episode.turns))
+                episode.trajectory.add_input(self._encode(observation, episode.turns))
 
     def _completions(self, playing: Sequence[_Episode]) -> list[Completion]:
         """Return one completion for each episode; those cut short are requested again, with their tokens so far."""

@@ -62,8 +62,8 @@ class Recording:
         trajectories: list[Trajectory] = []
         for call in self.calls:
             trajectory = _goes_on_with(trajectories, call.prompt_ids)
-            trajectory.told(call.prompt_ids[len(trajectory.ids) :])
-            trajectory.said(call.ids, call.logprobs, call.versions)
+            trajectory.add_input(call.prompt_ids[len(trajectory.ids) :])
+            trajectory.add_output(call.ids, call.logprobs, call.versions)
         return trajectories
 
     def columns(self) -> Mapping[str, Any]:

@@ -28,14 +28,14 @@ class Trajectory:
     logprobs: list[float] = field(default_factory=list)
     versions: set[int] = field(default_factory=set)
 
-    def told(self, ids: Sequence[int] | Ids) -> None:
-        """Add what the model was told."""
+    def add_input(self, ids: Sequence[int] | Ids) -> None:
+        """Append tokens that the model read: int ``[tokens]``."""
         self.ids += [int(token) for token in ids]
         self.drawn += [False] * len(ids)
         self.logprobs += [0.0] * len(ids)
 
-    def said(self, ids: Sequence[int] | Ids, logprobs: Iterable[float], versions: Iterable[int]) -> None:
-        """Add what the model said, and under which versions of its weights."""
+    def add_output(self, ids: Sequence[int] | Ids, logprobs: Iterable[float], versions: Iterable[int]) -> None:
+        """Append tokens that the model drew, with their log-probabilities and the versions of the weights that drew them."""
         self.ids += [int(token) for token in ids]
         self.drawn += [True] * len(ids)
         self.logprobs += [float(value) for value in logprobs]

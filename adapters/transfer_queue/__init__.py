@@ -1,8 +1,8 @@
 """A drop-in for TransferQueue 0.1.11 (PyPI ``TransferQueue``, ``import transfer_queue``) on this queue.
 
-A stack that was written for it runs unchanged: `activate()` before its imports puts this package in the module's place, in
+Programs written for it run unchanged. `activate()` before their imports makes ``transfer_queue`` this package, in
 this process and those it starts (Ray's workers too); ``transferqueue shim on`` does so for a whole environment. Written from
-the documented behaviour, not from the code. Needs torch, tensordict and omegaconf, and Ray where more than one process takes part.
+the documented behaviour, not from the code. Needs torch, tensordict and omegaconf, and Ray if more than one process takes part.
 """
 
 from transferqueue.adapters.transfer_queue.client import TransferQueueClient
@@ -39,7 +39,7 @@ from transferqueue.adapters.transfer_queue.sampler import (
 from transferqueue.adapters.transfer_queue_hook import activate
 
 __version__ = "0.1.11"
-"""The version whose behaviour this has."""
+"""The version whose behaviour this package has."""
 
 __all__ = [
     "BaseSampler",

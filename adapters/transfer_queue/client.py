@@ -1,4 +1,4 @@
-"""The drop-in's client: bytes go straight to the tables, questions of who was given what to the controller."""
+"""The drop-in's client. It reads and writes tables directly, and asks the controller about consumption."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tensordict import NonTensorStack, TensorDict
 
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue import checkpoint
-from transferqueue.adapters.transfer_queue.checkpoint import arrow_samples as stored
+from transferqueue.adapters.transfer_queue.checkpoint import arrow_samples
 from transferqueue.adapters.transfer_queue.columns import schema_of_field, stacked
 from transferqueue.adapters.transfer_queue.errors import StorageKeyNotFoundError
 from transferqueue.adapters.transfer_queue.metadata import READY, BatchMeta, schema_of
@@ -25,9 +25,9 @@ Parser = Callable[[Any], Any]
 
 
 class TransferQueueClient:
-    """A process's way to the partitions. Every method may be called from any thread, and has an ``async_`` twin for any loop.
+    """A process's access to the partitions. Every method may be called from any thread, and has an ``async_`` twin for any event loop.
 
-    ask: calls a method of the controller by name. rows_max: of a partition that this client makes.
+    ask: calls a method of the controller by name. rows_max: bound of a partition that this client creates.
     """
 
     def __init__(self, queue: tq.Queue, ask: Callable[..., Any], rows_max: int, client_id: str = "") -> None:
@@ -48,8 +48,8 @@ class TransferQueueClient:
     ) -> BatchMeta:
         """Choose samples of a partition that have all `data_fields`, and count them as consumed by `task_name`.
 
-        mode ``fetch``: as the sampler chooses; an empty batch, or with ``polling_mode`` off a wait, while there are too
-        few. ``force_fetch``: all samples, ready or not, consumed or not. ``insert``: new samples without data.
+        mode ``fetch``: the sampler chooses; while there are too few samples, returns an empty batch, or with ``polling_mode`` off waits.
+        ``force_fetch``: all samples, ready or not, consumed or not. ``insert``: new samples without data.
         """
         meta: BatchMeta = self._ask(
             "get_meta", list(data_fields), batch_size, partition_id, mode, task_name, sampling_config
@@ -63,7 +63,7 @@ class TransferQueueClient:
         partition_id: str | None = None,
         data_parser: Parser | None = None,
     ) -> BatchMeta:
-        """Write columns of samples: of those that `metadata` names, or of new ones in `partition_id`."""
+        """Write columns of samples: of those in `metadata`, or of new ones in `partition_id`."""
         data = _parsed(data, data_parser)
         if metadata is None:
             if partition_id is None:
@@ -79,7 +79,7 @@ class TransferQueueClient:
         return metadata.add_fields(data)
 
     def get_data(self, metadata: BatchMeta) -> TensorDict:
-        """Columns of the samples that `metadata` names, in its order."""
+        """Read the columns of the samples in `metadata`, in its order."""
         if not len(metadata):
             return TensorDict({}, batch_size=[0])
         if len(set(metadata.partition_ids)) == 1:
@@ -90,7 +90,7 @@ class TransferQueueClient:
     def wait_for(
         self, data_fields: list[str], batch_size: int, partition_id: str, task_name: str, wait_s: float
     ) -> None:
-        """Return when `task_name` has `batch_size` ready samples before it, or after `wait_s`."""
+        """Return when `task_name` has `batch_size` ready samples that it has not consumed, or after `wait_s`."""
         self._ask("wait_for", list(data_fields), batch_size, partition_id, task_name, wait_s)
 
     def set_custom_meta(self, metadata: BatchMeta) -> None:
@@ -104,7 +104,7 @@ class TransferQueueClient:
             self._ask("clear_samples", part.global_indexes, part.partition_ids[0])
 
     def clear_partition(self, partition_id: str) -> None:
-        """Delete a partition. One that is not there: nothing."""
+        """Delete a partition. Does nothing if it does not exist."""
         self._ask("clear_partition", partition_id)
 
     # ------------------------------------------------------------ status
@@ -112,17 +112,17 @@ class TransferQueueClient:
     def get_consumption_status(
         self, task_name: str, partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Indexes of a partition, and 1 for those that `task_name` was given; two None for one that is not there."""
+        """Return the indexes of a partition, and 1 for those that `task_name` has consumed; two None if the partition does not exist."""
         return self._ask("consumption", task_name, partition_id) or (None, None)
 
     def get_production_status(
         self, data_fields: list[str], partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Indexes of a partition, and 1 for those that have all `data_fields`; two None for one that is not there."""
+        """Return the indexes of a partition, and 1 for those that have all `data_fields`; two None if the partition does not exist."""
         return self._ask("production", list(data_fields), partition_id) or (None, None)
 
     def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
-        """Whether there are samples, and all were given to `task_name`."""
+        """Whether there are samples, and `task_name` has consumed all of them."""
         return _all(self.get_consumption_status(task_name, partition_id)[1])
 
     def check_production_status(self, data_fields: list[str], partition_id: str) -> bool:
@@ -130,7 +130,7 @@ class TransferQueueClient:
         return _all(self.get_production_status(data_fields, partition_id)[1])
 
     def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
-        """Forget what `task_name` (None: any task) was given. Whether the partition is there."""
+        """Forget what `task_name` (None: any task) has consumed. Return whether the partition exists."""
         return bool(self._ask("reset_consumption", partition_id, task_name))
 
     def get_partition_list(self) -> list[str]:
@@ -140,9 +140,9 @@ class TransferQueueClient:
     # ------------------------------------------------------------ by key
 
     def kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
-        """Metadata of samples by key; create: those that do not exist are made, without data.
+        """Return metadata of samples by key. create: create missing samples, without data.
 
-        Without `create`, keys that do not exist are `ValueError`.
+        Without `create`, missing keys are `ValueError`.
         """
         keys = _keys(keys)
         if create:
@@ -153,7 +153,7 @@ class TransferQueueClient:
         return _meta(table, rows_of(table, keys), partition_id)
 
     def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str]:
-        """Keys of samples by index. ``RuntimeError`` for a sample without one."""
+        """Return keys of samples by index. ``RuntimeError`` for a sample without one."""
         indexes = [global_indexes] if isinstance(global_indexes, int) else global_indexes
         if not isinstance(indexes, list) or not all(isinstance(index, int) for index in indexes):
             raise TypeError(f"global_indexes is {type(global_indexes).__name__}; give an int or a list of int")
@@ -167,7 +167,7 @@ class TransferQueueClient:
         return keys
 
     def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
-        """Keys and tags, by partition; a partition that is not there is not in it."""
+        """Return keys and tags by partition; a partition that does not exist is left out."""
         tags_by_key: dict[str, dict[str, Any]] = {}
         for name in self.get_partition_list() if partition_id is None else [partition_id]:
             table = self._partitions.find(name)
@@ -181,7 +181,7 @@ class TransferQueueClient:
     def kv_put(
         self, keys: list[str], partition_id: str, fields: TensorDict | None, tags: Sequence[Mapping[str, Any]] | None
     ) -> list[str]:
-        """Write columns and merge tags of samples by key, made if they are new; return all fields that they have now."""
+        """Write columns and merge tags of samples by key; creates new ones. Return all fields that they have now."""
         put = self._partitions.put_keyed(partition_id, keys, fields, tags)
         if put is None:  # all were new
             return [] if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118
@@ -190,13 +190,13 @@ class TransferQueueClient:
             return list(read.fields)
 
     def kv_get(self, keys: list[str], partition_id: str, select_fields: Sequence[str] | None) -> TensorDict:
-        """Columns of samples by key: all that each of them has, or those of `select_fields` (unknown ones dropped)."""
+        """Read columns of samples by key: all fields that each has, or those in `select_fields` (unknown ones are ignored)."""
         if not keys:
             raise ValueError(f"no keys for partition {partition_id!r}; name at least one")
         return self._partitions.get(partition_id, keys, select_fields)
 
     def kv_clear(self, keys: list[str], partition_id: str) -> None:
-        """Delete samples by key; those that are not there are passed over."""
+        """Delete samples by key; missing ones are ignored."""
         table = self._partitions.find(partition_id)
         if table is not None and keys:
             rows = [row for row in table.find(keys).tolist() if row >= 0]
@@ -206,30 +206,30 @@ class TransferQueueClient:
     # ------------------------------------------------------------ checkpoints
 
     def save_controller_checkpoint(self, path: str | Path) -> None:
-        """Write who was given what to a file of this process's machine, as JSON."""
+        """Write the consumption state to a file on this process's machine, as JSON."""
         checkpoint.save_controller(self._ask, Path(path))
 
     def load_controller_checkpoint(self, path: str | Path) -> None:
-        """Continue from such a file. Damaged or foreign ones: `Corruption`, `UsageError`, and nothing changed."""
+        """Restore the consumption state from such a file. A damaged or foreign file is `Corruption` or `UsageError` and changes nothing."""
         checkpoint.load_controller(self._ask, Path(path))
 
     def save_storage_checkpoint(self, checkpoint_dir: str | Path) -> None:
         """Write all partitions to ``checkpoint_dir/storage``, as Arrow files, from this process."""
-        stored.save(self._queue, self._have, Path(checkpoint_dir))
+        arrow_samples.save(self._queue, self._have, Path(checkpoint_dir))
 
     def load_storage_checkpoint(self, checkpoint_dir: str | Path) -> None:
-        """Make the partitions those of such a directory, and no others. To be called while nobody else writes.
+        """Replace all partitions by those of such a directory. Call it while no other process writes.
 
-        Damaged or foreign ones: `Corruption`, `UsageError`, ``FileNotFoundError``, and nothing changed.
+        Damaged or foreign files are `Corruption`, `UsageError` or ``FileNotFoundError`` and change nothing.
         """
         checkpoint.load_storage(self._queue, self._ask, Path(checkpoint_dir), self._rows_max)
 
     def verify_checkpoint(self, checkpoint_dir: str | Path) -> None:
-        """Refuse a checkpoint that could not be loaded whole, as `load_storage_checkpoint` does. Changes nothing."""
+        """Raise what `load_storage_checkpoint` would raise for a checkpoint that cannot be loaded completely. Changes nothing."""
         checkpoint.verify(Path(checkpoint_dir), self._ask, self._rows_max)
 
     def close(self) -> None:
-        """Detach; the service goes on for others."""
+        """Detach; the service stays for others."""
         self._queue.close()
 
     # ------------------------------------------------------------ tables
@@ -293,7 +293,7 @@ def _all(status: torch.Tensor | None) -> bool:
 
 
 def _parsed(data: TensorDict, parser: Parser | None) -> TensorDict:
-    """What `parser` makes of the columns, in place: tensors as they are, nested ones and plain values as lists."""
+    """Apply `parser` to the columns, in place: tensors as they are, nested ones and plain values as lists."""
     if parser is None:
         return data
     columns: dict[str, Any] = {}
@@ -311,7 +311,7 @@ def _parsed(data: TensorDict, parser: Parser | None) -> TensorDict:
 
 
 def _stacked(parts: Iterable[TensorDict], names: Sequence[str]) -> TensorDict:
-    """Samples of several partitions, one after the other."""
+    """Concatenate samples of several partitions."""
     parts = list(parts)
     columns: dict[str, Any] = {}
     for name in names:

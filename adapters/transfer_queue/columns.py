@@ -1,7 +1,7 @@
-"""A TensorDict as columns of a table, and back.
+"""Converts a TensorDict to columns of a table, and back.
 
-A tensor of one number a sample is a scalar field. Any other is ragged in its first dimension, also if all samples of one put
-are as long: the next put may differ, and what is read comes back jagged, as documented. What is no tensor is a plain value.
+A tensor with one number a sample is a scalar field. Any other tensor is ragged in its first dimension, even if all samples of one put
+have one length: the next put may differ, and reads return jagged tensors, as documented. Anything else is a plain value.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ TORCH_DTYPE = {
 }
 
 _field: Final = lru_cache(1 << 12)(Field)
-"""A field made before: what follows from its dtype and shape is known, and each partition is a table with its fields anew."""
+"""Cached fields: computing a field's dtype and shape costs time, and every partition is a new table with the same fields."""
 
 
 def columns_of(data: TensorDict, known: Mapping[str, Field]) -> tuple[list[Field], dict[str, Any]]:
-    """Fields that `known` lacks, and all columns as `Table.put` takes them."""
+    """Return the fields that `known` lacks, and all columns as `Table.put` takes them."""
     new: list[Field] = []
     columns: dict[str, Any] = {}
     for name in data.keys():  # noqa: SIM118  (a TensorDict is no mapping)
@@ -45,8 +45,11 @@ def columns_of(data: TensorDict, known: Mapping[str, Field]) -> tuple[list[Field
 
 
 def tensordict_of(rows: Any, names: Sequence[str]) -> TensorDict:
-    """Columns of `transferqueue.Rows` as a TensorDict ``[samples]``: scalars dense, other tensors jagged (strided where
-    more than the first dimension varies), the rest as non-tensor data. Nothing that lies together is copied."""
+    """Convert columns of `transferqueue.Rows` to a TensorDict ``[samples]``.
+
+    Scalars are dense, other tensors jagged (strided if more than the first dimension varies), the rest is non-tensor data. Columns that lie
+    together in memory are not copied.
+    """
     columns: dict[str, Any] = {}
     for name in names:
         column = rows[name]
@@ -62,7 +65,7 @@ def tensordict_of(rows: Any, names: Sequence[str]) -> TensorDict:
 
 
 def single(fields: TensorDict | Mapping[str, Any]) -> TensorDict:
-    """The fields of one sample as a TensorDict ``[1]``; those of a dict get the dimension of the batch."""
+    """Convert the fields of one sample to a TensorDict ``[1]``; values of a dict get a batch dimension."""
     if isinstance(fields, TensorDict):
         return fields
     columns: dict[str, Any] = {}
@@ -77,7 +80,7 @@ def single(fields: TensorDict | Mapping[str, Any]) -> TensorDict:
 
 
 def rows_of_tensordict(data: TensorDict, places: range) -> TensorDict:
-    """Some samples, next to each other."""
+    """Return a range of samples."""
     columns: dict[str, Any] = {}
     for name in data.keys():  # noqa: SIM118
         value = data.get(name)
@@ -92,7 +95,7 @@ def rows_of_tensordict(data: TensorDict, places: range) -> TensorDict:
 
 
 def stacked(values: Any) -> Any:
-    """A column of a TensorDict from one value for each sample, or from a tensor of all."""
+    """Make a column of a TensorDict from one value for each sample, or from a tensor of all."""
     if isinstance(values, Tensor):
         return values
     if all(isinstance(each, Tensor) for each in values):
@@ -101,7 +104,7 @@ def stacked(values: Any) -> Any:
 
 
 def schema_of_field(field: Field) -> dict[str, Any]:
-    """A field as an entry of ``BatchMeta.field_schema``."""
+    """Return a field as an entry of ``BatchMeta.field_schema``."""
     if field.blob:
         return {"dtype": None, "shape": (), "is_nested": False, "is_non_tensor": True}
     dense = None not in field.shape
@@ -137,7 +140,7 @@ def _nested(name: str, value: Tensor, known: Field | None) -> tuple[Field, Any]:
 
 
 def flat(value: Any) -> bool:
-    """Whether a nested tensor is one tensor of all values, row after row, ragged in its first dimension."""
+    """Whether a nested tensor stores all values in one tensor, row after row, ragged in its first dimension."""
     return value.layout == torch.jagged and value._ragged_idx == 1 and value.lengths() is None
 
 
@@ -146,7 +149,7 @@ def _dtype(value: Tensor) -> str:
 
 
 def _each(value: Any) -> list[Any]:
-    """Values that are no tensors, one for each sample. An array or list with as many elements as there are samples is one of each."""
+    """Return non-tensor values, one for each sample. An array or list with one element a sample is split."""
     if isinstance(value, NonTensorStack):
         return list(value.tolist())
     if isinstance(value, NonTensorData):
@@ -157,7 +160,7 @@ def _each(value: Any) -> list[Any]:
 
 
 def _value(value: Any) -> Any:
-    """Numbers and arrays of numpy as plain ones; the queue refuses what it cannot store, by name."""
+    """Convert numbers and arrays of numpy to plain ones; the queue refuses by name what it cannot store."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, np.generic):

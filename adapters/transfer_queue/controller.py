@@ -1,11 +1,11 @@
-"""Who was given what: the drop-in's controller. It owns the server, and the state that tables do not have.
+"""The drop-in's controller: records which samples each task has consumed. It owns the server.
 
-Bytes, keys, tags and readiness are the tables' affair, and clients read and write those directly. What this keeps is
-consumption: per partition and task, which samples a call of ``get_meta`` has handed out (at hand-out, as documented), and the
+Bytes, keys, tags and readiness are in the tables, which clients read and write directly. The controller keeps
+consumption: by partition and task, the samples that calls of ``get_meta`` have returned (consumed when returned, as documented), and the
 samplers' memories.
 
-Readiness is heard, not looked for: for each set of fields that somebody asked for, the partition's table gets a task that needs
-them, and this leases what has become ready since. A call that may wait does so in such a lease, so it ends when rows come.
+Readiness comes by leases, without scans: for each requested set of fields, the partition's table gets a task that needs
+them, and the controller leases what has become ready since. A call that may wait does so in such a lease, so it ends when rows arrive.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WAIT_S: Final = 60.0
 
 @dataclass
 class PartitionSnapshot:
-    """A partition as it was at one moment, for inspection. production_status: ``[index + 1, fields]``."""
+    """A partition at one moment, for inspection. production_status: ``[index + 1, fields]``."""
 
     partition_id: str
     global_indexes: set[int]
@@ -49,7 +49,7 @@ class PartitionSnapshot:
 
 
 class Partition:
-    """One partition: its table, and who was given which of its samples."""
+    """One partition: its table, and the samples that each task has consumed."""
 
     def __init__(self, queue: tq.Queue, partition_id: str, rows_max: int, guard: threading.RLock) -> None:
         self.partition_id = partition_id
@@ -60,35 +60,35 @@ class Partition:
         self._ready: dict[tuple[str, ...], ReadySamples] = {}
 
     def ready(self, fields: Iterable[str]) -> ReadySamples:
-        """Readiness of a set of fields; `ReadySamples.hear` brings it up to date."""
+        """Return the ready samples of a set of fields; `ReadySamples.collect` brings them up to date."""
         names = tuple(sorted(fields))
         if names not in self._ready:
             self._ready[names] = ReadySamples(self.table, f"ready.{len(self._ready)}", names, self._guard)
         return self._ready[names]
 
     def have(self, fields: Iterable[str]) -> set[int]:
-        """Samples that have all of some fields by now."""
+        """Return the samples that have all of these fields now."""
         ready = self.ready(fields)
-        ready.hear()
+        ready.collect()
         return ready.rows
 
     def consume(self, task: str, rows: Sequence[int]) -> None:
-        """These were given to `task`."""
+        """Record that `task` has consumed these samples."""
         samples = set(rows)
         self.consumed.setdefault(task, set()).update(samples)
         for ready in self._ready.values():
             if task in ready.before:
                 ready.before[task] = without(ready.before[task], samples)
 
-    def given(self, consumed: dict[str, list[int]]) -> None:
-        """By task: these were given to it, as far as they are there."""
+    def restore_consumed(self, consumed: dict[str, list[int]]) -> None:
+        """Record consumed samples by task; samples that do not exist are ignored."""
         with self.table.read(fields=()) as rows:
             existing = set(rows.rows.tolist())
         for task, those in consumed.items():
             self.consume(task, [row for row in those if row in existing])
 
     def reset(self, task: str | None) -> None:
-        """Nothing was given to `task` (None: to any)."""
+        """Forget what `task` (None: any task) has consumed."""
         for name in list(self.consumed) if task is None else [task]:
             self.consumed.pop(name, None)
             for ready in self._ready.values():
@@ -99,18 +99,18 @@ class Partition:
         self.table.delete(indexes_of(rows))
         gone = set(rows)
         for ready in self._ready.values():
-            ready.gone(gone)
+            ready.remove(gone)
         for consumed in self.consumed.values():
             consumed -= gone
 
     def get_custom_meta(self, global_indices: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Tags of samples, by index: what samplers look at."""
+        """Return tags of samples by index, for samplers."""
         with self.table.read(indexes_of(global_indices), fields=()) as rows:
             tagged = zip(rows.rows.tolist(), rows.tags, strict=True)
             return {row: given_tags(tags) if tags else tags for row, tags in tagged}
 
     def describe(self, rows: Sequence[int], fields: Sequence[str], ready: set[int] | None) -> BatchMeta:
-        """Metadata of samples. ready: those with all fields (None: all of them)."""
+        """Return metadata of samples. ready: those with all fields (None: all of them)."""
         schema = self.table.fields
         tags = self.get_custom_meta(rows) if rows else {}
         return BatchMeta(
@@ -216,7 +216,7 @@ class Controller:
     def wait_for(
         self, data_fields: Sequence[str], batch_size: int, partition_id: str, task_name: str, wait_s: float
     ) -> None:
-        """Return when `task_name` has `batch_size` samples before it, or after `wait_s`."""
+        """Return when `task_name` has `batch_size` ready samples that it has not consumed, or after `wait_s`."""
         deadline = time.monotonic() + wait_s
         while (left_s := deadline - time.monotonic()) > 0:
             with self._guard:
@@ -228,7 +228,7 @@ class Controller:
             self._wait(partition, ready, changes, left_s)
 
     def _heard(self, partition_id: str, fields: Sequence[str]) -> tuple[Partition, ReadySamples]:
-        """A partition, and what has become ready in it by now."""
+        """Return a partition and its samples that are ready now."""
         with self._guard:
             partition = self._partition(partition_id)
         try:
@@ -240,7 +240,7 @@ class Controller:
     def _ready(self, partition: Partition, fields: Sequence[str]) -> ReadySamples:
         with self._guard:
             ready = partition.ready(fields)
-        ready.hear()
+        ready.collect()
         return ready
 
     def _wait(self, partition: Partition, ready: ReadySamples, changes: int, wait_s: float) -> None:
@@ -250,7 +250,7 @@ class Controller:
             self._anew(partition)
 
     def _anew(self, partition: Partition) -> Partition:
-        """The partition that there is now that the table of this one is gone."""
+        """Return the current partition of this name; the table of `partition` is gone."""
         with self._guard:
             if self._partitions.get(partition.partition_id) is partition:
                 del self._partitions[partition.partition_id]
@@ -259,11 +259,11 @@ class Controller:
     # ------------------------------------------------------------ status
 
     def consumption(self, task: str, partition_id: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Indexes of a partition, and which were given to a task; None for a partition that is not there."""
+        """Return the indexes of a partition, and which a task has consumed; None if the partition does not exist."""
         return self._status(partition_id, lambda partition: partition.consumed.get(task, set()))
 
     def production(self, fields: Sequence[str], partition_id: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Indexes of a partition, and which have all of some fields; None for a partition that is not there."""
+        """Return the indexes of a partition, and which have all of these fields; None if the partition does not exist."""
         return self._status(partition_id, lambda partition: partition.have(fields))
 
     def _status(self, partition_id: str, which: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -277,7 +277,7 @@ class Controller:
         return torch.tensor(every, dtype=torch.int64), torch.tensor([row in those for row in every], dtype=torch.int8)
 
     def reset_consumption(self, partition_id: str, task: str | None) -> bool:
-        """Forget what was given to a task (None: to all). Whether the partition is there."""
+        """Forget what a task (None: any task) has consumed. Return whether the partition exists."""
         with self._guard:
             if partition_id not in self.list_partitions():
                 return False
@@ -286,7 +286,7 @@ class Controller:
             return True
 
     def get_partition_snapshot(self, partition_id: str) -> PartitionSnapshot | None:
-        """A partition as it is now; None if it is not there."""
+        """Return a partition as it is now; None if it does not exist."""
         with self._guard:
             if partition_id not in self.list_partitions():
                 return None
@@ -310,7 +310,7 @@ class Controller:
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Who was given what, as plain JSON. `UsageError` for a sampler's memory that has no such form."""
+        """Return the consumption state as plain JSON. Raises `UsageError` for a sampler's memory without such a form."""
         with self._guard:
             return {
                 "consumed": {
@@ -322,7 +322,7 @@ class Controller:
             }
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """`UsageError` for a `state` of another sampler, `Corruption` for a memory that is none. Changes nothing."""
+        """Raise `UsageError` for the state of another sampler, `Corruption` for an invalid memory. Changes nothing."""
         if state["sampler"] != type(self.sampler).__name__:
             raise UsageError(
                 f"the checkpoint has the memory of a {state['sampler']}, the sampler here is a {type(self.sampler).__name__}: "
@@ -331,14 +331,14 @@ class Controller:
         remembered(state["memory"], "the sampler's memory")
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `state`: of samples that are not there, nothing."""
+        """Restore a state; entries of samples that do not exist are ignored."""
         self.check_state(state)
         with self._guard:
             existing = self.list_partitions()
             for name in existing:
                 self._partition(name).reset(None)
             for name in (name for name in state["consumed"] if name in existing):
-                self._partition(name).given(state["consumed"][name])
+                self._partition(name).restore_consumed(state["consumed"][name])
             self.sampler.remember(remembered(state["memory"], "the sampler's memory"))
 
     # ------------------------------------------------------------ clearing
@@ -349,7 +349,7 @@ class Controller:
             self._partition(partition_id).clear(rows)
 
     def clear_partition(self, partition_id: str) -> None:
-        """Delete a partition. One that is not there: nothing."""
+        """Delete a partition. Does nothing if it does not exist."""
         with self._guard:
             self._partitions.pop(partition_id, None)
             self.sampler.clear_cache(partition_id)
@@ -357,9 +357,9 @@ class Controller:
                 self._queue.drop_table(table_of(partition_id))
 
     def renew(self, partition_id: str, fields: dict[str, str]) -> None:
-        """Drop the table of a partition that has no samples and, by their types, still these fields. Else: nothing.
+        """Drop the table of a partition if it has no samples and still has these fields, by their types. Otherwise do nothing.
 
-        Who waits for samples of it goes on waiting, on the table that the next put makes.
+        Calls that wait for its samples continue to wait, on the table that the next put creates.
         """
         with self._guard, contextlib.suppress(UsageError):  # it has samples after all, or is gone
             table = self._queue.table(table_of(partition_id))

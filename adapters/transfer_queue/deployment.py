@@ -1,8 +1,8 @@
-"""Where the drop-in's server and controller live, and how a process finds them.
+"""Starts or finds the drop-in's server and controller.
 
-With Ray, the first process that calls `init` makes the named actor ``TransferQueueController``, which holds both; every other
-process on that cluster finds it by its name. Without Ray (it is not installed, or ``TRANSFERQUEUE_SHIM_LOCAL=1``) they live in
-the calling process. A process that attached closes its own connection and nothing else; the one that made the service ends it.
+With Ray, the first process that calls `init` creates the named actor ``TransferQueueController``, which holds both; every other
+process of that cluster finds it by name. Without Ray (not installed, or ``TRANSFERQUEUE_SHIM_LOCAL=1``) they live in
+the calling process. `close` in an attached process closes its own connection only; in the process that started the service it ends the service.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ class DropInServer:
             self._ending = ending.pop_all()
 
     def _measure(self, settings: Mapping[str, Any], ending: ExitStack) -> None:
-        """Start the endpoint, which the configuration then names, if it is asked for."""
+        """Start the metrics endpoint if the configuration enables it, and add its address to the configuration."""
         if settings.get("enabled"):
             metrics = Metrics(self._queue, settings.get("port", 0))
             ending.callback(metrics.close)
             self._config["metrics"] = {**settings, "endpoint": metrics.address}
 
     def hello(self) -> tuple[str, dict[str, Any]]:
-        """The address of the queue, and the configuration."""
+        """Return the address of the queue and the configuration."""
         return self._queue.address, self._config
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.controller, name)
 
     def shutdown(self) -> None:
-        """End both."""
+        """Stop server and controller."""
         self._ending.close()
 
 
 class DropInConnection:
-    """A process's connection with the deployment. end: ends the deployment, for its maker."""
+    """A process's connection to the deployment. end: ends the deployment, in the process that started it."""
 
     def __init__(self, ask: Callable[..., Any], end: Callable[[], object] | None) -> None:
         address, self.config = ask("hello")
@@ -78,7 +78,7 @@ class DropInConnection:
         self._end = end
 
     def close(self) -> None:
-        """Detach, and end the deployment if it is ours."""
+        """Detach, and end the deployment if this process started it."""
         self.queue.close()
         if self._end is not None:
             self._end()
@@ -86,11 +86,11 @@ class DropInConnection:
 
 _guard: Final = threading.Lock()
 _services: Final[dict[int, DropInConnection]] = {}
-"""By process: a forked child has none."""
+"""Connections by process id: a forked child has none."""
 
 
 def start(config: Mapping[str, Any] | None) -> DropInConnection:
-    """The service of this process: attached to one that is there, or made. Again: the same."""
+    """Return this process's connection: to an existing service, or to one that this call starts. A second call returns the same."""
     with _guard:
         connection = _services.get(os.getpid())
         if connection is None:
@@ -101,7 +101,7 @@ def start(config: Mapping[str, Any] | None) -> DropInConnection:
 
 
 def current() -> DropInConnection:
-    """The service of this process. ``RuntimeError`` before `start`."""
+    """Return this process's connection. ``RuntimeError`` before `start`."""
     connection = _services.get(os.getpid())
     if connection is None:
         raise RuntimeError("TransferQueue is not initialized in this process; call init() first")
@@ -109,7 +109,7 @@ def current() -> DropInConnection:
 
 
 def stop() -> None:
-    """Close the service of this process. Not started: nothing."""
+    """Close this process's connection. Does nothing if there is none."""
     with _guard:
         connection = _services.pop(os.getpid(), None)
         if connection is not None:
@@ -117,7 +117,7 @@ def stop() -> None:
 
 
 def make_sampler(named: Any) -> BaseSampler:
-    """A sampler from the name of one of ours, a class, or an instance. ``TypeError`` for anything else."""
+    """Create a sampler from the name of one of ours, a class, or an instance. ``TypeError`` for anything else."""
     if named is None:
         return samplers.SequentialSampler()
     if isinstance(named, str):
@@ -129,7 +129,7 @@ def make_sampler(named: Any) -> BaseSampler:
 
 
 def _unknown(name: str) -> Any:
-    raise ValueError(f"sampler {name!r} is unknown; there are {', '.join(samplers.__all__)}")
+    raise ValueError(f"sampler {name!r} is unknown; there are {', '.join(sampler.__all__)}")
 
 
 def _ray_wanted() -> bool:
@@ -159,7 +159,7 @@ def _with_ray(config: Mapping[str, Any]) -> DropInConnection:
 
 
 def _actor(config: Mapping[str, Any]) -> tuple[Any, bool]:
-    """The named actor, and whether this call made it."""
+    """Return the named actor, and whether this call created it."""
     import ray
 
     try:
@@ -204,7 +204,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _merged(defaults: Mapping[str, Any], overrides: Any) -> dict[str, Any]:
-    """`given` over `defaults`, dict by dict. Other values (a sampler's class) stay what they are."""
+    """Merge `overrides` over `defaults`, dict by dict. Other values (a sampler's class) stay unchanged."""
     if loaded("omegaconf") is not None and not isinstance(overrides, dict):
         from omegaconf import OmegaConf
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class StorageKeyNotFoundError(KeyError, ValueError):
-    """Data that a sample does not have, or no longer has."""
+    """A sample does not have this data, or no longer has it."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""

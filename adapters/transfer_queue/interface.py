@@ -1,4 +1,4 @@
-"""The drop-in's functions: what ``import transfer_queue`` gives. Each has an ``async_`` twin for any event loop."""
+"""The functions that ``import transfer_queue`` provides. Each has an ``async_`` twin for any event loop."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from transferqueue.adapters.transfer_queue import checkpoint
-from transferqueue.adapters.transfer_queue import deployment as service
-from transferqueue.adapters.transfer_queue.checkpoint import checksummed_json as sealed
+from transferqueue.adapters.transfer_queue import checkpoint, deployment
+from transferqueue.adapters.transfer_queue.checkpoint import checksummed_json
 from transferqueue.adapters.transfer_queue.client import Parser, TransferQueueClient, _keys, _parsed
 from transferqueue.adapters.transfer_queue.columns import single
 from transferqueue.adapters.transfer_queue.metadata import KVBatchMeta
@@ -20,29 +19,29 @@ Tags = dict[str, Any]
 
 
 def init(conf: Any = None) -> Any:
-    """Start the service, or attach this process to the one that is there (then `conf` is ignored).
+    """Start the service, or attach this process to a running one (`conf` is then ignored).
 
     conf: an ``OmegaConf`` or a dict, merged over ``config.yaml``. Returns the merged configuration.
     """
     from omegaconf import OmegaConf
 
-    config = service.start(conf).config
+    config = deployment.start(conf).config
     return OmegaConf.create(config, flags={"allow_objects": True})
 
 
 def close() -> None:
-    """Detach this process; the one that started the service ends it. Not started: nothing."""
-    service.stop()
+    """Detach this process; in the process that started the service, end it. Does nothing if not started."""
+    deployment.stop()
 
 
 def get_client() -> TransferQueueClient:
     """The client of this process."""
-    return service.current().client
+    return deployment.current().client
 
 
 def get_metrics_endpoint() -> str | None:
     """``host:port`` of the Prometheus endpoint; None while metrics are disabled."""
-    endpoint = (service.current().config.get("metrics") or {}).get("endpoint")
+    endpoint = (deployment.current().config.get("metrics") or {}).get("endpoint")
     return None if endpoint is None else str(endpoint)
 
 
@@ -53,7 +52,7 @@ def kv_put(
     tag: Tags | None = None,
     data_parser: Parser | None = None,
 ) -> KVBatchMeta:
-    """Write fields and merge the tag of one sample. Values of a dict get the dimension of the batch."""
+    """Write fields and merge the tag of one sample. Values of a dict get a batch dimension."""
     if fields is None and tag is None:
         raise ValueError("kv_put needs fields or tag; both are missing")
     return kv_batch_put(
@@ -84,12 +83,12 @@ def kv_batch_put(
 def kv_batch_get(
     keys: list[str] | str, partition_id: str, select_fields: Sequence[str] | str | None = None
 ) -> TensorDict:
-    """Fields of samples by key: all that each has, or those selected; unknown ones are dropped."""
+    """Read fields of samples by key: all that each has, or those selected; unknown ones are ignored."""
     return get_client().kv_get(_keys(keys), partition_id, _names(select_fields))
 
 
 def kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None) -> TensorDict:
-    """Fields of the samples that a put returned. ``ValueError`` for a selected field that `meta` does not name."""
+    """Read fields of the samples that a put returned. ``ValueError`` for a selected field that is not in `meta`."""
     names = _names(select_fields)
     unknown = [name for name in names or () if name not in (meta.fields or ())]
     if unknown:
@@ -100,26 +99,26 @@ def kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: Sequence[str] | str |
 
 
 def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
-    """Keys and their tags, by partition."""
+    """Return keys and their tags, by partition."""
     return get_client().kv_list(partition_id)
 
 
 def kv_clear(keys: list[str] | str, partition_id: str) -> None:
-    """Delete samples by key. Keys and partitions that are not there: nothing."""
+    """Delete samples by key. Keys and partitions that do not exist are ignored."""
     get_client().kv_clear(_keys(keys), partition_id)
 
 
 def save_checkpoint(
     checkpoint_dir: str | Path, *, include_storage: bool = True, metadata: Mapping[str, Any] | None = None
 ) -> None:
-    """Write all partitions and who was given what to a directory of this process's machine; an earlier checkpoint is replaced.
+    """Write all partitions and the consumption state to a directory on this process's machine; replaces an earlier checkpoint.
 
     metadata: JSON, kept as ``user_metadata`` of ``metadata.json``. include_storage: ignored, as documented for storage in
-    memory. Blocks until the files are on the disk; the directory is there whole or not at all. `UsageError` where something
-    else is there, for metadata or a sampler's memory that is not JSON.
+    memory. Blocks until the files are on the disk; the directory is complete or absent. Raises `UsageError` if `checkpoint_dir` is
+    something else, or if the metadata or a sampler's memory is not JSON.
     """
     client = get_client()
-    with sealed.directory(Path(checkpoint_dir).absolute(), sealed.METADATA) as path:
+    with checksummed_json.directory(Path(checkpoint_dir).absolute(), checksummed_json.METADATA) as path:
         # In this order what is handed out meanwhile is handed out again after a load, rather than lost.
         client.save_controller_checkpoint(path / checkpoint.CONTROLLER)
         client.save_storage_checkpoint(path)
@@ -127,10 +126,10 @@ def save_checkpoint(
 
 
 def load_checkpoint(checkpoint_dir: str | Path) -> None:
-    """Make everything what it was when `save_checkpoint` wrote the directory: indexes, keys, tags, fields, consumption.
+    """Restore the state that `save_checkpoint` wrote: indexes, keys, tags, fields, consumption.
 
-    To be called while nobody else writes. ``FileNotFoundError`` for one that is not there, `Corruption` for a file that is not
-    as it was written, `UsageError` for a directory of another origin, another sampler or more samples than fit: nothing is changed.
+    Call it while no other process writes. ``FileNotFoundError`` for a missing directory, `Corruption` for a changed file,
+    `UsageError` for a directory of another program, another sampler or more samples than fit; nothing is changed then.
     """
     client, path = get_client(), Path(checkpoint_dir)
     client.verify_checkpoint(path)

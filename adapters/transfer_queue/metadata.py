@@ -1,6 +1,6 @@
-"""What the drop-in's calls give and take: metadata of rows, by index and by key. Plain values, no connection inside.
+"""Metadata of samples, by index and by key, which the drop-in's calls take and return. Plain values without a connection.
 
-Written from the documented behaviour of TransferQueue 0.1.11; its words: a *sample* is a row, a *partition* a table, a
+Written from the documented behaviour of TransferQueue 0.1.11, in its words: a *sample* is a row, a *partition* a table, a
 *global index* a row id, *custom meta* the tags of a row.
 """
 
@@ -24,10 +24,10 @@ NOT_READY = 0
 
 
 class BatchMeta:
-    """Metadata of a batch of samples, columnar: what each list holds is aligned with `global_indexes`.
+    """Metadata of a batch of samples, by column: every list is aligned with `global_indexes`.
 
     field_schema: by field ``{dtype, shape, is_nested, is_non_tensor, per_sample_shapes}``. production_status: int8
-    ``[samples]``, 1 where all fields are there.
+    ``[samples]``, 1 if the sample has all fields.
     """
 
     __slots__ = (
@@ -82,7 +82,7 @@ class BatchMeta:
 
     @property
     def custom_meta(self) -> list[dict[str, Any]]:
-        """The tags of each sample. Made when they are asked for: thousands of empty dicts cost more than the rest of a put's answer."""
+        """Tags of each sample. Created on first use: thousands of empty dicts would cost more than the rest of a put's answer."""
         if self._tags is None:
             self._tags = [{} for _ in self.global_indexes]
         return self._tags
@@ -142,7 +142,7 @@ class BatchMeta:
         self.extra_info.update(info_dict)
 
     def remove_extra_info(self, key: str) -> Any:
-        """Remove an entry and return its value; None if it was not there."""
+        """Remove an entry and return its value; None if it does not exist."""
         return self.extra_info.pop(key, None)
 
     def clear_extra_info(self) -> None:
@@ -169,13 +169,13 @@ class BatchMeta:
             tags.update(new)
 
     def clear_custom_meta(self) -> None:
-        """Forget the custom meta of all samples."""
+        """Remove the custom meta of all samples."""
         self._tags = None
 
     # ------------------------------------------------------------ fields and samples
 
     def add_fields(self, tensor_dict: TensorDict, set_all_ready: bool = True) -> BatchMeta:
-        """Add the fields of a TensorDict to all samples, in place; set_all_ready: they are ready for consumption."""
+        """Add the fields of a TensorDict to all samples, in place. set_all_ready: mark the samples as ready."""
         for name, value in tensor_dict.items():
             self.field_schema[str(name)] = schema_of(value)
         if set_all_ready:
@@ -183,11 +183,11 @@ class BatchMeta:
         return self
 
     def select_samples(self, sample_indices: Sequence[int]) -> BatchMeta:
-        """A new batch of some samples, by their place in this one."""
+        """Return a new batch of some samples, by their position in this one."""
         return self._of([int(at) for at in sample_indices])
 
     def select_fields(self, field_names: Sequence[str]) -> BatchMeta:
-        """A new batch with some fields; unknown names are passed over."""
+        """Return a new batch with some fields; unknown names are ignored."""
         selected = self.copy()
         selected.field_schema = {
             name: selected.field_schema[name] for name in field_names if name in selected.field_schema
@@ -204,7 +204,7 @@ class BatchMeta:
         return copy.deepcopy(self)
 
     def chunk(self, chunks: int) -> list[BatchMeta]:
-        """Split into `chunks` batches, the first ones one sample larger where it does not divide."""
+        """Split into `chunks` batches; the first ones are one sample larger if the number does not divide."""
         return [self._of(places) for places in _cut(len(self), chunks)]
 
     def chunk_by_partition(self) -> list[BatchMeta]:
@@ -215,7 +215,7 @@ class BatchMeta:
         return [self._of(positions) for positions in places.values()]
 
     def union(self, other: BatchMeta) -> BatchMeta:
-        """The fields of both, of the same samples; `other` wins where both have one. A sample is ready if it is in both."""
+        """Join the fields of two batches of the same samples; `other` wins for common fields. A sample is ready if it is ready in both."""
         if not len(other):
             return self.copy()
         if not len(self):
@@ -232,7 +232,7 @@ class BatchMeta:
 
     @classmethod
     def concat(cls, data: list[BatchMeta], validate: bool = True) -> BatchMeta:
-        """One batch of the samples of several, in order; they must have the same fields."""
+        """Concatenate the samples of several batches; they must have the same fields."""
         parts = [part for part in data if len(part)]
         if not parts:
             return cls.empty(_agreed([part.extra_info for part in data]))
@@ -248,14 +248,14 @@ class BatchMeta:
         )
 
     def reorder(self, indices: Sequence[int]) -> None:
-        """Put the samples in another order, in place."""
+        """Reorder the samples in place."""
         reordered = self._of([int(at) for at in indices])
         for name in self.__slots__:
             setattr(self, name, getattr(reordered, name))
 
     @classmethod
     def empty(cls, extra_info: dict[str, Any] | None = None) -> BatchMeta:
-        """A batch of no samples."""
+        """Return a batch without samples."""
         return cls(global_indexes=[], partition_ids=[], extra_info=extra_info)
 
     def _of(self, places: Sequence[int]) -> BatchMeta:
@@ -297,7 +297,7 @@ class SampleView:
 
 @dataclass
 class KVBatchMeta:
-    """Metadata of samples by key: what the key-value calls return."""
+    """Metadata of samples by key, which the key-value calls return."""
 
     keys: list[str] = field(default_factory=list)
     tags: list[dict[str, Any]] = field(default_factory=list)
@@ -326,7 +326,7 @@ class KVBatchMeta:
         return len(self.keys)
 
     def select_keys(self, keys_to_select: list[str]) -> KVBatchMeta:
-        """The samples of some keys, in the order asked for."""
+        """Return the samples of some keys, in the order of `keys_to_select`."""
         if len(set(keys_to_select)) != len(keys_to_select):
             raise ValueError("Contain duplicate keys: each may be selected once")
         place = {key: at for at, key in enumerate(self.keys)}
@@ -336,7 +336,7 @@ class KVBatchMeta:
         return self._of([place[key] for key in keys_to_select])
 
     def reorder(self, indexes: list[int]) -> None:
-        """Put the samples in another order, in place."""
+        """Reorder the samples in place."""
         if len(indexes) != len(self):
             raise ValueError(f"{len(indexes)} indexes: their number does not match the batch of {len(self)}")
         if len(set(indexes)) != len(indexes):
@@ -345,12 +345,12 @@ class KVBatchMeta:
         self.tags = [self.tags[at] for at in indexes]
 
     def chunk(self, chunks: int) -> list[KVBatchMeta]:
-        """Split into `chunks` batches, the first ones one sample larger where it does not divide."""
+        """Split into `chunks` batches; the first ones are one sample larger if the number does not divide."""
         return [self._of(places) for places in _cut(len(self), chunks)]
 
     @classmethod
     def concat(cls, data: list[KVBatchMeta]) -> KVBatchMeta:
-        """One batch of the samples of several, in order; they must have the same fields and partition."""
+        """Concatenate the samples of several batches; they must have the same fields and partition."""
         parts = [part for part in data if len(part)]
         if not parts:
             return cls()
@@ -379,7 +379,7 @@ class KVBatchMeta:
 
 
 def schema_of(value: Any) -> dict[str, Any]:
-    """The schema of one column of a TensorDict."""
+    """Return the schema of one column of a TensorDict."""
     if not hasattr(value, "dtype") or not hasattr(value, "is_nested"):
         return {"dtype": None, "shape": (), "is_nested": False, "is_non_tensor": True}
     if value.is_nested:
@@ -394,7 +394,7 @@ def schema_of(value: Any) -> dict[str, Any]:
 
 
 def _shapes(value: Any) -> list[tuple[int, ...]]:
-    """The shape of each sample of a nested tensor."""
+    """Return the shape of each sample of a nested tensor."""
     from transferqueue.adapters.transfer_queue.columns import flat
 
     if flat(value):
@@ -437,7 +437,7 @@ def _joined_schema(parts: Sequence[BatchMeta]) -> dict[str, dict[str, Any]]:
 
 
 def _agreed(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All entries; `ValueError` where two batches say different things."""
+    """Merge mappings; `ValueError` for a key with different values."""
     entries: dict[str, Any] = {}
     for info in infos:
         for key, value in info.items():

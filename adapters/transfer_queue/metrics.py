@@ -1,8 +1,8 @@
-"""The drop-in's Prometheus endpoint: ``GET /metrics`` of its server, at the loopback of the server's machine.
+"""The drop-in's Prometheus endpoint: ``GET /metrics`` at the loopback address of the server's machine.
 
-It shows counts, sizes and the names of tables to whoever may open a connection on that machine, so it is there only if the
-configuration asks for it. At most `OPEN_MAX` connections are open: when one more comes, the oldest is closed. So peers that send half
-a request, or a byte now and then, shut nobody out. A peer that is silent for `PATIENCE_S` is left.
+Anyone who may open a connection on that machine sees counts, sizes and the names of tables, so the endpoint exists only if the
+configuration enables it. At most `OPEN_MAX` connections are open: a further one closes the oldest, so peers that send
+incomplete or slow requests shut nobody out. A connection that is silent for `PATIENCE_S` is closed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from transferqueue.observe.prometheus import CONTENT_TYPE, exposition
 HOST: Final = "127.0.0.1"
 PATIENCE_S: Final = 10.0
 OPEN_MAX: Final = 16
-"""Each is a thread, for the milliseconds that an answer takes."""
+"""Each connection is a thread, for the milliseconds of an answer."""
 
 
 class Metrics:
-    """An endpoint that answers with what `queue` counts at that moment. port: 0 for a free one.
+    """An endpoint that answers with the current statistics of `queue`. port: 0 for a free one.
 
-    `UsageError` for a port that is none, or that cannot be listened at.
+    Raises `UsageError` for an invalid port, or one that is in use.
     """
 
     def __init__(self, queue: tq.Queue, port: int = 0) -> None:
@@ -51,7 +51,7 @@ class Metrics:
         self._thread.start()
 
     def close(self) -> None:
-        """Listen no more; returns when the request in work is answered. Again: nothing."""
+        """Stop listening; return when the current request is answered. A second call does nothing."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -66,7 +66,7 @@ class Metrics:
 
 
 class _Server(ThreadingHTTPServer):
-    """A thread for each connection, and a bound on their number."""
+    """A thread for each connection, with a bound on their number."""
 
     daemon_threads = False  # closing waits for them
     request_queue_size = 128  # a connection that finds no room there is tried again only after a second
@@ -77,7 +77,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer over a new connection, for which the oldest makes room."""
+        """Answer a new connection; closes the oldest if there are too many."""
         with self._lock:
             if len(self._open) >= OPEN_MAX:
                 oldest = next(iter(self._open))
@@ -87,13 +87,13 @@ class _Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """The connection is over."""
+        """Forget a connection that has ended."""
         with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A peer that went away, or was closed for others, is no news."""
+        """Ignore peers that went away or were closed for others."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 

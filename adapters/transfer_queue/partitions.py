@@ -1,12 +1,12 @@
-"""The tables of partitions, and samples in them by key. What clients write and read here, no controller has to hear of.
+"""The tables of partitions, and samples in them by key. Clients use them without the controller.
 
-A table that was opened is remembered: a put of known fields is one question for the keys and one commit, and none is asked for a
-table that this very call made. Another process may drop a table, and make it again with other fields; its name is the same. So
-what fails since something is gone is tried once more on the table that is there now, and a field that a remembered table lacks is
-asked for before it counts as unknown.
+Opened tables are cached: a put of known fields asks once for the keys and commits once, and does not ask at all for a
+table that the same call created. Another process may drop a table and create it again with other fields under the same name. A call that
+fails because something is gone is therefore repeated once on the current table, and a field that a cached table lacks is
+looked up before it counts as unknown.
 
-A table keeps the types of its fields, a partition without samples does not: a stack may name its fields by a put of placeholders that
-it clears at once. So columns that do not fit an empty table are given a new one.
+A table keeps the types of its fields; a partition without samples does not, since a program may put placeholders and
+clear them at once. Columns that do not fit an empty table therefore get a new table.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Columns = dict[str, Any]
 Renew = Callable[[str, dict[str, str]], object]
 
 _KEPT: Final = tq.Task("kept", needs=("never.",))
-"""A task that gets nothing, so that a sample is never done: tasks that are added later still see it."""
+"""A task that never gets rows, so that a sample is never done: tasks that are added later still see it."""
 _TRIES: Final = 8
-"""A key that two clients put for the first time at once is new to one of them; the other updates it."""
+"""If two clients put a new key at once, one of them creates it and the other updates it."""
 
 
 def indexes_of(rows: Sequence[int] | Rows) -> Rows:
-    """Global indexes as an array. `NotFound` for a number that no sample can have."""
+    """Return global indexes as an array. `NotFound` for a number that no sample can have."""
     try:
         return np.asarray(rows, np.int64)
     except OverflowError as error:
@@ -49,8 +49,8 @@ def indexes_of(rows: Sequence[int] | Rows) -> Rows:
 class Partitions:
     """The partitions of a deployment. Every method may be called from any thread.
 
-    rows_max: samples of a partition that is made here. renew: drops the table of a partition if it has no samples and still the
-    fields named, by their types.
+    rows_max: bound of samples of a partition that is created here. renew: drops the table of a partition if it has no samples and still has
+    the given fields, by their types.
     """
 
     def __init__(self, queue: tq.Queue, rows_max: int, renew: Renew | None = None) -> None:
@@ -62,7 +62,7 @@ class Partitions:
         return [name for table in self._queue.tables() if (name := partition_of(table)) is not None]
 
     def find(self, partition_id: str) -> tq.Table | None:
-        """A partition's table as it is now; None for one that is not there."""
+        """Return a partition's current table; None if it does not exist."""
         try:
             table = self._tables[partition_id] = self._queue.table(table_of(partition_id))
         except NotFound:
@@ -71,7 +71,7 @@ class Partitions:
         return table
 
     def make(self, partition_id: str, fields: Sequence[Field] = ()) -> tuple[tq.Table, bool]:
-        """A partition's table, made with `fields` if it is missing, and whether it was."""
+        """Return a partition's table, created with `fields` if it is missing, and whether it was created."""
         name, limits = table_of(partition_id), tq.Limits(rows=self._rows_max)
         for _ in range(_TRIES):
             try:
@@ -93,7 +93,7 @@ class Partitions:
         raise AlreadyExists(f"partition {partition_id!r} is made and cleared by others all the time; try again")
 
     def put(self, partition_id: str, data: TensorDict) -> Rows:
-        """New samples without keys; their indexes."""
+        """Put new samples without keys; return their indexes."""
         return self._on(partition_id, data, lambda table, made: _put(table, made or _columns(table, data), None, None))
 
     def update(self, partition_id: str, rows: Sequence[int], data: TensorDict | None, tags: Tags | None) -> None:
@@ -103,26 +103,26 @@ class Partitions:
     def put_keyed(
         self, partition_id: str, keys: Sequence[str], data: TensorDict | None, tags: Tags | None
     ) -> tuple[tq.Table, Rows] | None:
-        """Write columns and merge tags of samples by key, made if they are new; where they are, or None if all were."""
+        """Write columns and merge tags of samples by key; creates new ones. Return table and indexes, or None if all samples were new."""
         return self._on(partition_id, data, lambda table, made: _put_keyed(table, made, keys, data, tags))
 
     def keyed(self, partition_id: str, keys: Sequence[str]) -> tuple[tq.Table, Rows]:
-        """Indexes of samples by key, made without data if they are new."""
+        """Return indexes of samples by key; creates missing ones without data."""
         return self._on(partition_id, None, lambda table, _: (table, _create(table, keys)))
 
     def get(self, partition_id: str, keys: Sequence[str], names: Sequence[str] | None) -> TensorDict:
-        """Columns of samples by key: all that each has, or those of `names` that the partition knows.
+        """Read columns of samples by key: all that each has, or those of `names` that the partition has.
 
-        `NotFound` for a partition or keys that are not there.
+        `NotFound` for a partition or keys that do not exist.
         """
         return self._read(partition_id, names, lambda table: columns_at(table, rows_of(table, keys), names))
 
     def get_rows(self, partition_id: str, rows: Sequence[int], names: Sequence[str]) -> TensorDict:
-        """Columns of samples by index, as `get`."""
+        """Read columns of samples by index, as `get`."""
         return self._read(partition_id, names, lambda table: columns_at(table, indexes_of(rows), names))
 
     def _read(self, partition_id: str, names: Sequence[str] | None, work: Callable[[tq.Table], T]) -> T:
-        """What `work` finds in the table, which is asked for its fields if `names` has others."""
+        """Return the result of `work` on the table, after refreshing its fields if `names` has unknown ones."""
         remembered = self._tables.get(partition_id)
         if remembered is not None and all(name in remembered.fields for name in names or ()):
             try:
@@ -135,7 +135,7 @@ class Partitions:
         return work(table)
 
     def _on(self, partition_id: str, data: TensorDict | None, work: Callable[[tq.Table, Columns | None], T]) -> T:
-        """What `work` does with the table; it is given the columns of `data` if this call made the table for them."""
+        """Return the result of `work` on the table; it gets the columns of `data` if this call created the table for them."""
         try:
             return self._tried(partition_id, data, work)
         except SchemaError:
@@ -159,12 +159,12 @@ class Partitions:
 
 
 def described(table: tq.Table) -> dict[str, str]:
-    """The fields of a table by their types."""
+    """Return the fields of a table by their types."""
     return {name: field.describe() for name, field in table.fields.items()}
 
 
 def rows_of(table: tq.Table, keys: Sequence[str]) -> Rows:
-    """Indexes of samples by key. `NotFound` names keys that are not there."""
+    """Return indexes of samples by key. `NotFound` names keys that do not exist."""
     rows = table.find(keys) if keys else np.empty(0, np.int64)
     if (rows < 0).any():
         missing = [key for key, row in zip(keys, rows.tolist(), strict=True) if row < 0]
@@ -173,7 +173,7 @@ def rows_of(table: tq.Table, keys: Sequence[str]) -> Rows:
 
 
 def columns_at(table: tq.Table, rows: Rows, names: Sequence[str] | None) -> TensorDict:
-    """Columns of samples by index: all that each has, or those of `names` that the table knows."""
+    """Read columns of samples by index: all that each has, or those of `names` that the table has."""
     chosen = None if names is None else [name for name in names if name in table.fields]
     with table.read(rows, fields=chosen) as read:
         return tensordict_of(read, read.fields if chosen is None else chosen)
@@ -204,7 +204,7 @@ def _put(table: tq.Table, columns: Columns, keys: Sequence[str] | None, tags: Ta
 
 
 def _create(table: tq.Table, keys: Sequence[str]) -> Rows:
-    """Rows of all keys; those that do not exist are made, in one put."""
+    """Return the rows of all keys; missing ones are created in one put."""
     for _ in range(_TRIES):
         rows = table.find(keys)
         new = [key for key, row in zip(keys, rows.tolist(), strict=True) if row < 0]

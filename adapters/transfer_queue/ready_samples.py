@@ -1,4 +1,4 @@
-"""What is ready of a partition: heard by leasing what has become so, never looked for."""
+"""The ready samples of a partition, collected by leasing them as they become ready."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from transferqueue.errors import DeadlineExceeded
 
 _AT_ONCE: Final = 1 << 16
 _HEARING_S: Final = 0.05
-"""How long one thread waits for another that takes in what is there; one that waits for more takes longer, and is not waited for."""
+"""How long one thread waits for another that collects samples which are ready now; a thread that waits for more is not waited for."""
 
 
 class ReadySamples:
-    """Samples that have a set of fields: those that are ready, and what each task still has before it, ascending.
+    """Samples that have a set of fields, and by task those that it has not consumed, ascending.
 
-    One thread at a time listens to the table, since what it hears it alone has heard, until it is taken in under `guard`.
+    One thread at a time leases from the table. Only it has its leased samples, until it adds them under `guard`.
     """
 
     def __init__(self, table: tq.Table, name: str, fields: Sequence[str], guard: threading.RLock) -> None:
@@ -29,8 +29,8 @@ class ReadySamples:
         self._ear = threading.Lock()
         table.add_task(tq.Task(name, needs=tuple(fields)))
 
-    def hear(self) -> None:
-        """Take in what has become ready by now. If another thread waits for more, it takes that in."""
+    def collect(self) -> None:
+        """Add the samples that are ready now. Returns early if another thread, which waits for more, will add them."""
         if self._ear.acquire(timeout=_HEARING_S):
             try:
                 while self._listen(0.0) == _AT_ONCE:
@@ -39,7 +39,7 @@ class ReadySamples:
                 self._ear.release()
 
     def wait(self, changes: int, wait_s: float) -> None:
-        """Return when something was taken in since there were `changes` of them, or after `wait_s`. Holds no guard."""
+        """Return when samples were added since `changes` additions, or after `wait_s`. Does not hold the guard."""
         deadline = time.monotonic() + wait_s
         if self._ear.acquire(timeout=wait_s):
             try:
@@ -49,7 +49,7 @@ class ReadySamples:
                 self._ear.release()
 
     def _listen(self, wait_s: float) -> int:
-        """Take in what is ready, or becomes so within `wait_s`; how many samples that were."""
+        """Add the samples that are ready, or that become ready within `wait_s`; return how many."""
         try:
             batch = self._table.lease(self._name, rows=_AT_ONCE, at_least=1, timeout_s=wait_s, fields=())
         except DeadlineExceeded:
@@ -63,20 +63,20 @@ class ReadySamples:
         return len(new)
 
     def of_task(self, task: str, consumed: set[int]) -> list[int]:
-        """What `task` has before it."""
+        """Return the ready samples that `task` has not consumed."""
         if task not in self.before:
             self.before[task] = sorted(self.rows - consumed)
         return self.before[task]
 
-    def gone(self, rows: set[int]) -> None:
-        """These samples were cleared."""
+    def remove(self, rows: set[int]) -> None:
+        """Remove samples that were cleared."""
         self.rows -= rows
         for task in self.before:
             self.before[task] = without(self.before[task], rows)
 
 
 def _merge(waiting: list[int], new: list[int]) -> None:
-    """Add to an ascending list; what comes mostly belongs at its end."""
+    """Add to an ascending list; new samples mostly belong at its end."""
     in_order = not waiting or not new or min(new) > waiting[-1]
     waiting.extend(new)
     if not in_order or new != sorted(new):
@@ -84,7 +84,7 @@ def _merge(waiting: list[int], new: list[int]) -> None:
 
 
 def without(waiting: list[int], gone: set[int]) -> list[int]:
-    """An ascending list without some: mostly its first."""
+    """Return an ascending list without some of its elements, which are mostly the first."""
     if set(waiting[: len(gone)]) == gone:
         return waiting[len(gone) :]
     return [row for row in waiting if row not in gone]

@@ -1,7 +1,7 @@
-"""Names and tags of a stack as names and tags of a table, and back.
+"""Converts partition names and tags to names and tags of tables, and back.
 
-A partition's name may hold any character, a table's only some: others are written as ``/XX`` (their bytes in hexadecimal). A
-tag may be any plain value, a row's only text, number or truth: others are written as JSON behind a mark.
+A partition's name may contain any character, a table's only some: others are written as ``/XX`` (their bytes in hexadecimal). A
+tag may be any plain value, a row's tag only text, a number or a bool: others are written as JSON with a prefix.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ _MARK: Final = "\x01json:"
 
 
 def table_of(partition_id: str) -> str:
-    """The table of a partition."""
+    """Return the table of a partition."""
     return _TABLE + name_of(partition_id)
 
 
 def name_of(text: str) -> str:
-    """Any text in the characters of a name; it needs one before it that names may begin with."""
+    """Encode any text in the characters of a name; callers add a prefix that a name may begin with."""
     return quote(text, safe="").replace("~", "%7E").replace("%", "/")
 
 
 def partition_of(table: str) -> str | None:
-    """The partition of a table; None for a table that is none."""
+    """Return the partition of a table; None if the table is not one of a partition."""
     return unquote(table.removeprefix(_TABLE).replace("/", "%")) if table.startswith(_TABLE) else None
 
 
 def stored_tags(tags: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
-    """Tags as a row keeps them. `TypeError` for values that JSON does not have."""
+    """Return tags as a row stores them. `TypeError` for values that JSON does not have."""
     return {
         str(name): value if isinstance(value, str | int | float | bool) else _MARK + json.dumps(value)
         for name, value in tags.items()
@@ -39,7 +39,7 @@ def stored_tags(tags: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
 
 
 def given_tags(tags: Mapping[str, Any]) -> dict[str, Any]:
-    """Tags as they were given."""
+    """Return tags as they were given."""
     return {
         name: json.loads(value[len(_MARK) :]) if isinstance(value, str) and value.startswith(_MARK) else value
         for name, value in tags.items()

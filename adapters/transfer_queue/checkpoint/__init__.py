@@ -1,7 +1,7 @@
-"""Checkpoints: all partitions and who was given what, in one directory, as Arrow files and JSON. docs/DROP_IN.md has the layout.
+"""Checkpoints: all partitions and their consumption in one directory, as Arrow files and JSON. docs/DROP_IN.md has the layout.
 
-A save writes beside the directory and renames, so it is there whole or not at all. A load compares every file with its size and
-checksum first: one that is damaged or foreign changes nothing. Nothing is pickled, so a checkpoint of another is only data.
+A save writes to a temporary directory and renames it, so a checkpoint is complete or absent. A load first compares every file with its size and
+checksum; a damaged or foreign file changes nothing. Nothing is pickled, so loading a foreign checkpoint runs no code.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any, Final
 import msgspec
 
 import transferqueue as tq
-from transferqueue.adapters.transfer_queue.checkpoint import arrow_samples as stored
-from transferqueue.adapters.transfer_queue.checkpoint import checksummed_json as sealed
+from transferqueue.adapters.transfer_queue.checkpoint import arrow_samples, checksummed_json
 from transferqueue.errors import UsageError
 
 CONTROLLER: Final = "controller.json"
@@ -25,7 +24,7 @@ Ask = Callable[..., Any]
 
 
 class ControllerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the controller keeps: consumed indexes by partition and task, and the sampler's class and memory (`plain.plain`)."""
+    """The controller's state: consumed indexes by partition and task, and the sampler's class and memory (`tagged_json.plain`)."""
 
     consumed: dict[str, dict[str, list[int]]]
     sampler: str
@@ -33,46 +32,46 @@ class ControllerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CheckpointMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``metadata.json``: what belongs together, and what the user says of it. timestamp: seconds since 1970."""
+    """``metadata.json``: records of the other files, and the user's metadata. timestamp: seconds since 1970."""
 
     storage_saved: bool
     user_metadata: dict[str, Any]
     timestamp: float
-    controller: sealed.FileRecord
-    storage: sealed.FileRecord
+    controller: checksummed_json.FileRecord
+    storage: checksummed_json.FileRecord
 
 
-def save_controller(ask: Ask, path: Path) -> sealed.FileRecord:
-    """Write what the controller keeps to a file."""
-    return sealed.write(path, _KIND_CONTROLLER, ask("state"))
+def save_controller(ask: Ask, path: Path) -> checksummed_json.FileRecord:
+    """Write the controller's state to a file."""
+    return checksummed_json.write(path, _KIND_CONTROLLER, ask("state"))
 
 
 def load_controller(ask: Ask, path: Path) -> None:
-    """Let the controller keep what is in a file; of samples that are not there, nothing."""
-    ask("restore", msgspec.to_builtins(sealed.read(path, _KIND_CONTROLLER, ControllerState)))
+    """Restore the controller's state from a file; entries of samples that do not exist are ignored."""
+    ask("restore", msgspec.to_builtins(checksummed_json.read(path, _KIND_CONTROLLER, ControllerState)))
 
 
 def load_storage(queue: tq.Queue, ask: Ask, parent: Path, rows_max: int) -> None:
-    """Make the partitions those of a checkpoint, and no other."""
-    manifest = stored.verified(parent)
-    stored.admit(manifest, rows_max)
+    """Replace all partitions by those of a checkpoint."""
+    manifest = arrow_samples.verified(parent)
+    arrow_samples.admit(manifest, rows_max)
     for name in ask("list_partitions"):
         ask("clear_partition", name)
-    stored.load(queue, manifest, parent, rows_max)
+    arrow_samples.load(queue, manifest, parent, rows_max)
 
 
 def about(path: Path, user: Mapping[str, Any] | None) -> None:
-    """Write ``metadata.json`` of a checkpoint whose other files are there. `UsageError` if what the user says is not JSON."""
+    """Write ``metadata.json`` of a checkpoint whose other files exist. Raises `UsageError` if the user's metadata is not JSON."""
     metadata = CheckpointMetadata(
         True,
         dict(user or {}),
         time.time(),
-        sealed.part(path / CONTROLLER),
-        sealed.part(path / stored.FOLDER / stored.MANIFEST),
+        checksummed_json.part(path / CONTROLLER),
+        checksummed_json.part(path / arrow_samples.FOLDER / arrow_samples.MANIFEST),
     )
     try:
         content = msgspec.to_builtins(metadata)
-        sealed.write(path / sealed.METADATA, _KIND, content)
+        checksummed_json.write(path / checksummed_json.METADATA, _KIND, content)
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"metadata {user!r} is not JSON ({error}); give a dict of numbers, text, lists and dicts"
@@ -80,11 +79,11 @@ def about(path: Path, user: Mapping[str, Any] | None) -> None:
 
 
 def verify(path: Path, ask: Ask, rows_max: int) -> None:
-    """Compare all files of a checkpoint, and ask the controller whether it could take it. Changes nothing."""
+    """Compare all files of a checkpoint, and check that the controller could load its state. Changes nothing."""
     if not path.is_dir():
         raise FileNotFoundError(f"checkpoint directory {path} not found")
-    metadata = sealed.read(path / sealed.METADATA, _KIND, CheckpointMetadata)
-    sealed.compare(path / CONTROLLER, metadata.controller)
-    sealed.compare(path / stored.FOLDER / stored.MANIFEST, metadata.storage)
-    ask("check_state", msgspec.to_builtins(sealed.read(path / CONTROLLER, _KIND_CONTROLLER, ControllerState)))
-    stored.admit(stored.verified(path), rows_max)
+    metadata = checksummed_json.read(path / checksummed_json.METADATA, _KIND, CheckpointMetadata)
+    checksummed_json.compare(path / CONTROLLER, metadata.controller)
+    checksummed_json.compare(path / arrow_samples.FOLDER / arrow_samples.MANIFEST, metadata.storage)
+    ask("check_state", msgspec.to_builtins(checksummed_json.read(path / CONTROLLER, _KIND_CONTROLLER, ControllerState)))
+    arrow_samples.admit(arrow_samples.verified(path), rows_max)

@@ -1,10 +1,10 @@
-"""Samples of all partitions in a directory, and back: Arrow files, and ``manifest.json``, sealed, that names them.
+"""Writes the samples of all partitions to a directory, and reads them: Arrow files, and a checksummed ``manifest.json``.
 
-Samples that have the same fields are one file: ``index``, ``key`` (empty: none), ``tags`` (JSON), and ``field.NAME`` for each field, as
-`transferqueue.Column.arrow` gives it. Indexes are kept: an index is a row's number in its table, so a load puts rows without data for
-all indexes up to the last, deletes those that were cleared before the save, and gives the others what they had.
+Samples with the same fields are one file: ``index``, ``key`` (empty: none), ``tags`` (JSON), and ``field.NAME`` for each field, as
+`transferqueue.Column.arrow` returns it. Indexes are kept. An index is a row's number in its table, so a load puts rows without data for
+all indexes up to the last, deletes those that were cleared before the save, and sets the fields of the others.
 
-The process that calls writes and reads the files, not the controller: its paths are its own, and need no shared file system.
+The calling process writes and reads the files, not the controller: paths are those of its machine, and no shared file system is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pyarrow as pa
 import torch
 
 import transferqueue as tq
-from transferqueue.adapters.transfer_queue.checkpoint import checksummed_json as sealed
+from transferqueue.adapters.transfer_queue.checkpoint import checksummed_json
 from transferqueue.adapters.transfer_queue.partitions import Partitions
 from transferqueue.adapters.transfer_queue.tags import partition_of, table_of
 from transferqueue.errors import Corruption, NotFound, UsageError
@@ -39,24 +39,24 @@ _FILE: Final = re.compile(r"\d{6}\.arrow")
 _AT_ONCE: Final = 4096
 """Rows of a record batch, and of a put of rows without data."""
 _END_MAX: Final = 1 << 31
-"""Indexes are reached by putting rows without data: half a million puts, minutes. No training gives so many."""
+"""Bound of an index. A load reaches it by puts of rows without data: half a million puts, minutes. No training has so many samples."""
 _TRIES: Final = 8
-"""A save begins a partition again when samples of it are cleared meanwhile."""
+"""A save reads a partition again if samples of it are cleared meanwhile, at most so often."""
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 Have = Callable[[str, str], set[int]]
 
 
 class SampleFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Samples of one partition with the same fields, in one file."""
+    """A file of samples of one partition that have the same fields."""
 
     file: str
     rows: int
     fields: list[str]
-    part: sealed.FileRecord
+    part: checksummed_json.FileRecord
 
 
 class SampleReader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A partition. end: one more than the last index that it ever gave. fields: name, dtype, shape."""
+    """A partition of the manifest. end: one more than the last index ever assigned. fields: name, dtype, shape."""
 
     partition_id: str
     end: int
@@ -64,7 +64,7 @@ class SampleReader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: list[SampleFile]
 
     def schema(self) -> dict[str, Field]:
-        """The fields, by name."""
+        """Return the fields by name."""
         return {name: Field(name, dtype, tuple(shape)) for name, dtype, shape in self.fields}
 
 
@@ -77,16 +77,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # ---------------------------------------------------------------- writing
 
 
-def save(queue: tq.Queue, have: Have, parent: Path) -> sealed.FileRecord:
-    """Write all partitions to ``parent/storage``; the seal of its manifest. Each sample is as it was at one moment of the save.
+def save(queue: tq.Queue, have: Have, parent: Path) -> checksummed_json.FileRecord:
+    """Write all partitions to ``parent/storage`` and return the record of the manifest. Each sample is as it was at one moment of the save.
 
-    have: samples of a partition that have a field.
+    have: returns the samples of a partition that have a field.
     """
-    with sealed.directory(parent / FOLDER, MANIFEST) as path:
+    with checksummed_json.directory(parent / FOLDER, MANIFEST) as path:
         names = [name for table in queue.tables() if (name := partition_of(table)) is not None]
         numbers = iter(range(1_000_000))
         partitions = [_save_partition(queue, name, have, path, numbers) for name in sorted(names)]
-        return sealed.write(path / MANIFEST, KIND, msgspec.to_builtins(Manifest(partitions)))
+        return checksummed_json.write(path / MANIFEST, KIND, msgspec.to_builtins(Manifest(partitions)))
 
 
 def _save_partition(queue: tq.Queue, name: str, have: Have, path: Path, numbers: Iterator[int]) -> SampleReader:
@@ -104,7 +104,7 @@ def _save_partition(queue: tq.Queue, name: str, have: Have, path: Path, numbers:
 
 
 def _groups(table: tq.Table, name: str, have: Have) -> list[tuple[Rows, list[str]]]:
-    """Samples by which fields they have."""
+    """Group samples by the fields that they have."""
     with table.read() as read:
         rows, shared = read.rows.copy(), set(read.fields)
     if not rows.size:
@@ -130,12 +130,12 @@ def _save_group(table: tq.Table, rows: Rows, fields: list[str], path: Path, numb
         out.write_batch(first)
         for batch in batches:
             out.write_batch(batch)
-    sealed.sync(file)
-    return SampleFile(file.name, rows.size, fields, sealed.part(file))
+    checksummed_json.sync(file)
+    return SampleFile(file.name, rows.size, fields, checksummed_json.part(file))
 
 
 def _read(table: tq.Table, rows: Rows, fields: list[str]) -> Iterator[pa.RecordBatch]:
-    """Batches over the table's own memory: each is to be written before the next is asked for."""
+    """Yield record batches over the table's own memory: write each before requesting the next."""
     for at in range(0, rows.size, _AT_ONCE):
         with table.read(rows[at : at + _AT_ONCE], fields=fields) as read:
             columns = {
@@ -151,12 +151,12 @@ def _read(table: tq.Table, rows: Rows, fields: list[str]) -> Iterator[pa.RecordB
 
 
 def verified(parent: Path) -> Manifest:
-    """The manifest of ``parent/storage``, every file compared with it and checked fully: files are foreign input. Changes nothing.
+    """Return the manifest of ``parent/storage`` after a full check of every file: files are foreign input. Changes nothing.
 
-    `Corruption` names the file and what is wrong with it, also where its checksum is right.
+    Raises `Corruption` with the file and its defect, even where the checksum is right.
     """
     path = parent / FOLDER
-    manifest = sealed.read(path / MANIFEST, KIND, Manifest)
+    manifest = checksummed_json.read(path / MANIFEST, KIND, Manifest)
     names = [partition.partition_id for partition in manifest.partitions]
     if len(set(names)) != len(names):
         raise _wrong(path / MANIFEST, "a partition is there twice")
@@ -165,7 +165,7 @@ def verified(parent: Path) -> Manifest:
         for group in partition.groups:
             if not _FILE.fullmatch(group.file) or not set(group.fields) <= schema.keys():
                 raise _wrong(path / MANIFEST, f"it names file {group.file!r} of {group.fields}, which no save writes")
-            sealed.compare(path / group.file, group.part)
+            checksummed_json.compare(path / group.file, group.part)
         _check_indexes(
             partition, [_check_group(path / group.file, partition, group, schema) for group in partition.groups], path
         )
@@ -187,7 +187,7 @@ def _schema(partition: SampleReader, manifest: Path) -> dict[str, Field]:
 
 
 def _check_group(file: Path, partition: SampleReader, group: SampleFile, schema: dict[str, Field]) -> Rows:
-    """The indexes of a file whose columns, texts and values are as `save` writes them."""
+    """Return the indexes of a file after checking that its columns, texts and values are as `save` writes them."""
     fields = {f"field.{name}": schema[name] for name in group.fields}
     types = {"index": pa.int64(), "key": pa.string(), "tags": pa.string()}
     indexes = [np.empty(0, np.int64)]
@@ -226,7 +226,7 @@ def _check_indexes(partition: SampleReader, indexes: list[Rows], path: Path) -> 
 
 
 def admit(manifest: Manifest, rows_max: int) -> None:
-    """`UsageError` for a partition that has more samples than one may have here."""
+    """Raise `UsageError` for a partition with more samples than a partition may have here."""
     for partition in manifest.partitions:
         if (rows := sum(group.rows for group in partition.groups)) > rows_max:
             raise UsageError(
@@ -236,7 +236,7 @@ def admit(manifest: Manifest, rows_max: int) -> None:
 
 
 def load(queue: tq.Queue, manifest: Manifest, parent: Path, rows_max: int) -> None:
-    """Make partitions of what was `verified`; there are none by their names."""
+    """Create the partitions of a manifest that was `verified`; none of these names may exist."""
     partitions = Partitions(queue, rows_max)
     for partition in manifest.partitions:
         table = partitions.make(partition.partition_id)[0]
@@ -257,7 +257,7 @@ def _batches(file: Path) -> Iterator[pa.RecordBatch]:
 
 
 def _plant(table: tq.Table, wanted: Rows, end: int, rows_max: int) -> None:
-    """Rows without data at `wanted` (ascending) and at no other index; the next one is `end`, where there is room to get there."""
+    """Put rows without data at `wanted` (ascending) and at no other index. The next index is `end`, if the room allows it."""
     at = 0
     while at < end:
         size = min(_AT_ONCE, end - at, rows_max - int(np.searchsorted(wanted, at)))
@@ -288,7 +288,7 @@ def _fill(table: tq.Table, schema: dict[str, Field], batch: pa.RecordBatch) -> N
 
 
 def _column(field: Field, array: pa.Array) -> Any:
-    """A column as `Table.update` takes it, from what `Column.arrow` gave."""
+    """Convert what `Column.arrow` returned into a column for `Table.update`."""
     if field.blob:
         values = array.to_pylist()
         return [decode(each, f"field {field.name!r}") for each in values] if field.dtype == "value" else values

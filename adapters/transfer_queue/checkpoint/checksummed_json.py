@@ -1,7 +1,7 @@
-"""JSON that says what it is and whether it is whole, and directories that are there whole or not at all.
+"""JSON files with a format and a checksum, and directories that are written completely or not at all.
 
-A sealed file is one JSON object with ``format`` (what it is, and of which version), ``xxh3`` (XXH3-64 of the rest, in compact JSON)
-and the rest. A file that is none of ours is `UsageError`, one of ours that was changed is `Corruption`; both name the file.
+A checksummed file is one JSON object with ``format`` (kind and version), ``xxh3`` (XXH3-64 of the rest, in compact JSON)
+and the rest. Another format is `UsageError`, a wrong checksum `Corruption`; both name the file.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import xxhash
 from transferqueue.errors import Corruption, UsageError
 
 METADATA: Final = "metadata.json"
-"""What a checkpoint has at its top, as documented."""
+"""The file at the top of a checkpoint, as documented."""
 _ABOUT: Final = frozenset({"format", "xxh3"})
 _AT_ONCE: Final = 1 << 20
 T = TypeVar("T")
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file as it was written."""
+    """Size and checksum of a file as it was written."""
 
     bytes: int
     xxh3: str
 
 
 def write(path: Path, kind: str, content: Mapping[str, Any]) -> FileRecord:
-    """Write a sealed file; it is on the disk when this returns. An earlier one is replaced by it, or stays."""
+    """Write a checksummed file and sync it to the disk. It replaces an earlier one atomically."""
     content = json.loads(json.dumps(content))  # as a reader will have it: keys are text
     text = json.dumps({"format": kind, "xxh3": _seal(content), **content}, indent=1).encode()
     temporary = path.with_name(path.name + ".tmp")
@@ -48,7 +48,7 @@ def write(path: Path, kind: str, content: Mapping[str, Any]) -> FileRecord:
 
 
 def read(path: Path, kind: str, into: type[T]) -> T:
-    """The content of a sealed file. `FileNotFoundError` names the file that is missing."""
+    """Return the content of a checksummed file. Raises `FileNotFoundError` with the name of a missing file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} not found; name what save_checkpoint wrote")
     try:
@@ -72,7 +72,7 @@ def read(path: Path, kind: str, into: type[T]) -> T:
 
 
 def part(path: Path) -> FileRecord:
-    """A file as it is."""
+    """Return the record of a file as it is now."""
     digest = xxhash.xxh3_64()
     with path.open("rb") as file:
         while piece := file.read(_AT_ONCE):
@@ -81,7 +81,7 @@ def part(path: Path) -> FileRecord:
 
 
 def compare(path: Path, entry: FileRecord) -> None:
-    """`Corruption` unless the file is as it was written."""
+    """Raise `Corruption` unless the file is as it was written."""
     if not path.is_file():
         raise Corruption(f"{path} is missing, and its checkpoint names it; take another checkpoint")
     actual = part(path)
@@ -94,9 +94,9 @@ def compare(path: Path, entry: FileRecord) -> None:
 
 @contextmanager
 def directory(path: Path, mark: str) -> Iterator[Path]:
-    """A directory to write to, which becomes `path` when the block ends well, and is nothing otherwise.
+    """Yield a temporary directory, which is renamed to `path` when the block ends without an error, and removed otherwise.
 
-    mark: a file that a directory of this kind has. One at `path` is replaced; anything else there is `UsageError`.
+    mark: a file that every directory of this kind has. An existing one at `path` is replaced; anything else at `path` is `UsageError`.
     """
     if path.exists() and not (path / mark).is_file() and not (path.is_dir() and not any(path.iterdir())):
         raise UsageError(
@@ -122,7 +122,7 @@ def directory(path: Path, mark: str) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """A file's bytes, or a directory's names, are on the disk."""
+    """Sync a file's bytes, or a directory's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What a sampler remembers, as plain JSON and back: dicts with any keys, tuples and sets are marked, the rest is JSON's own."""
+"""A sampler's memory as plain JSON, and back: dicts with any keys, tuples and sets are tagged, the rest is JSON's own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transferqueue.errors import Corruption, UsageError
 
 
 def plain(value: Any, subject: str) -> Any:
-    """A value as JSON. `UsageError` names what has no such form."""
+    """Convert a value to JSON. Raises `UsageError` that names a value without such a form."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, list):
@@ -26,7 +26,7 @@ def plain(value: Any, subject: str) -> Any:
 
 
 def remembered(stored: Any, subject: str) -> Any:
-    """The value that `plain` made JSON of."""
+    """Return the value that `plain` converted."""
     if isinstance(stored, list):
         return [remembered(each, subject) for each in stored]
     if not isinstance(stored, dict):

@@ -1,4 +1,4 @@
-"""A torch ``DataLoader`` over `StreamingDataset`, which makes the batches itself."""
+"""A torch ``DataLoader`` over `StreamingDataset`, which makes the batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _as_it_is(item: Item) -> Item:
 
 
 class StreamingDataLoader(DataLoader[Item]):
-    """Micro-batches as ``(TensorDict, BatchMeta)``; arguments as of ``DataLoader``, without those about batches."""
+    """Yields micro-batches as ``(TensorDict, BatchMeta)``. Arguments are those of ``DataLoader``, without those about batches."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class StreamingDataLoader(DataLoader[Item]):
         )
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Start again."""
         self.tq_dataset.reset()
 
     def step(self, partition_id: str) -> None:
-        """Go on with another partition."""
+        """Continue with another partition."""
         self.tq_dataset.step(partition_id)
 
     def get_buffer(self) -> list[list[Item]]:
-        """Batches that were fetched."""
+        """Return the batches fetched so far."""
         return self.tq_dataset.buffer

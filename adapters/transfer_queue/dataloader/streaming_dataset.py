@@ -1,4 +1,4 @@
-"""A partition as a torch ``IterableDataset``: batches as they become ready, cut into micro-batches."""
+"""A partition as a torch ``IterableDataset``: batches as they become ready, split into micro-batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tensordict import TensorDict
 from torch.utils.data import IterableDataset
 
-from transferqueue.adapters.transfer_queue import deployment as service
+from transferqueue.adapters.transfer_queue import deployment
 from transferqueue.adapters.transfer_queue.client import TransferQueueClient
 from transferqueue.adapters.transfer_queue.columns import rows_of_tensordict
 from transferqueue.adapters.transfer_queue.metadata import BatchMeta
@@ -20,7 +20,7 @@ Process = Callable[..., list[Item]]
 
 
 def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1) -> list[Item]:
-    """Cut a batch into micro-batches, the last one smaller where it does not divide."""
+    """Split a batch into micro-batches; the last one is smaller if the size does not divide."""
     if not isinstance(td, TensorDict):
         raise TypeError(f"batch is {type(td).__name__}; give a TensorDict")
     if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
@@ -43,7 +43,7 @@ def default_fetch_batch_fn(
     sampling_config: Mapping[str, Any],
     batch_index: int,
 ) -> tuple[TensorDict | None, BatchMeta]:
-    """Ask for batch `batch_index` and read it; no data where there is none."""
+    """Request batch `batch_index` and read it; the data is None if there is no batch."""
     meta = tq_client.get_meta(
         data_fields=data_fields,
         batch_size=batch_size,
@@ -56,10 +56,10 @@ def default_fetch_batch_fn(
 
 
 class StreamingDataset(IterableDataset[Item]):
-    """Micro-batches of a partition for one data-parallel rank, as ``(TensorDict, BatchMeta)``.
+    """Yields micro-batches of a partition for one data-parallel rank, as ``(TensorDict, BatchMeta)``.
 
-    All who name the same `dp_rank` get the same batches, if the sampler is rank-aware. should_check_consumption_status:
-    end once all samples of the partition were given to the task; otherwise it goes on for ever.
+    All datasets with the same `dp_rank` yield the same batches, if the sampler is rank-aware. should_check_consumption_status:
+    end when the task has consumed all samples of the partition; otherwise iteration never ends.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class StreamingDataset(IterableDataset[Item]):
         self.batch_index = 0
 
     def __iter__(self) -> Iterator[Item]:
-        client = service.start(None).client
+        client = deployment.start(None).client
         while not self._over(client):
             if self.batch_index == len(self.buffer) and not self._fetch(client):
                 continue
@@ -101,11 +101,11 @@ class StreamingDataset(IterableDataset[Item]):
             self.batch_index += 1
 
     def reset(self) -> None:
-        """Begin anew: forget what was fetched."""
+        """Start again: forget fetched batches."""
         self.buffer, self.batch_index = [], 0
 
     def step(self, partition_id: str) -> None:
-        """Go on with another partition."""
+        """Continue with another partition."""
         self.reset()
         self.partition_id = partition_id
 
@@ -117,7 +117,7 @@ class StreamingDataset(IterableDataset[Item]):
         )
 
     def _fetch(self, client: TransferQueueClient) -> bool:
-        """One more batch. Whether it came; if not, it was waited for at the server."""
+        """Fetch one more batch. Return whether there was one; if not, this has waited for it at the server."""
         data, meta = self.fetch_batch_fn(
             client,
             self.data_fields,
@@ -135,4 +135,4 @@ class StreamingDataset(IterableDataset[Item]):
 
 
 _PATIENCE_S = float(os.environ.get("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", "1"))
-"""Where a batch does not come, this long after the last look it is looked for again, whatever was heard."""
+"""Longest time between two requests for a batch that is not ready."""

@@ -1,4 +1,4 @@
-"""Samplers of the drop-in: which of the ready samples next."""
+"""Samplers of the drop-in: they choose among the ready samples."""
 
 from transferqueue.adapters.transfer_queue.sampler.base import BaseSampler
 from transferqueue.adapters.transfer_queue.sampler.grpo_group_n_sampler import GRPOGroupNSampler

@@ -1,6 +1,6 @@
-"""What a sampler is: which of the ready samples next, and which of them are consumed by it.
+"""The base class of samplers, which choose among the ready samples and say which of them are consumed.
 
-A sampler runs where the partition's state is kept, one call at a time. It is a class, so users bring their own.
+A sampler runs in the controller, one call at a time. Users may write their own class.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class BaseSampler(ABC):
-    """Chooses samples. `_states`: what it remembers, by partition, as it likes."""
+    """Chooses samples. `_states`: its memory by partition."""
 
     def __init__(self) -> None:
         self._states: dict[str, Any] = {}
@@ -19,10 +19,10 @@ class BaseSampler(ABC):
     def sample(
         self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any
     ) -> tuple[list[int], list[int]]:
-        """Return the chosen indexes and those that are consumed by it; both empty if it cannot choose yet."""
+        """Return the chosen indexes and the consumed ones; both empty if there are too few samples."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[list[int], list[int]]:
-        """The same as `sample`."""
+        """Same as `sample`."""
         return self.sample(*args, **kwargs)
 
     def clear_cache(self, partition_id: str) -> None:
@@ -30,16 +30,16 @@ class BaseSampler(ABC):
         self._states.pop(partition_id, None)
 
     def memory(self) -> dict[str, Any]:
-        """What a checkpoint keeps: dicts, lists, tuples, sets, text and numbers. A sampler that remembers more adds it."""
+        """Return what a checkpoint stores: dicts, lists, tuples, sets, text and numbers. A sampler with more memory adds it."""
         return {"_states": self._states}
 
     def remember(self, memory: dict[str, Any]) -> None:
-        """Remember what `memory` gave, and nothing else."""
+        """Replace the memory by one that `memory` returned."""
         for name, value in memory.items():
             setattr(self, name, value)
 
     def remembered(self, partition_id: str, task_name: str, dp_rank: int) -> dict[int, Any]:
-        """What a rank was given, by batch index."""
+        """Return the batches that a rank got, by batch index."""
         batches: dict[int, Any] = (
             self._states.setdefault(partition_id, {}).setdefault(task_name, {}).setdefault(dp_rank, {})
         )

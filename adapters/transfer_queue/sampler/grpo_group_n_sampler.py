@@ -1,4 +1,4 @@
-"""Whole groups: n samples with consecutive indexes, as a producer that puts a prompt's samples together numbers them."""
+"""Whole groups: n samples with consecutive indexes, as a producer numbers a prompt's samples that it puts together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transferqueue.adapters.transfer_queue.sampler.base import BaseSampler
 
 
 class GRPOGroupNSampler(BaseSampler):
-    """Groups of `n_samples_per_prompt` consecutive indexes, lowest first; an incomplete group waits."""
+    """Chooses groups of `n_samples_per_prompt` consecutive indexes, lowest first; incomplete groups wait."""
 
     def __init__(self, n_samples_per_prompt: int = 1) -> None:
         super().__init__()
@@ -19,13 +19,13 @@ class GRPOGroupNSampler(BaseSampler):
     def sample(
         self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any
     ) -> tuple[list[int], list[int]]:
-        """As many groups as make up `batch_size`; nothing if there are not that many."""
+        """Choose enough groups for `batch_size`; nothing if there are too few."""
         groups = self.groups(ready_indexes, batch_size)
         chosen = [index for group in groups for index in group]
         return chosen, list(chosen)
 
     def groups(self, ready_indexes: list[int], batch_size: int) -> list[list[int]]:
-        """The groups of a batch, or none."""
+        """Return the groups of a batch, or none."""
         size = self.n_samples_per_prompt
         if batch_size % size:
             raise ValueError(f"batch_size {batch_size} must be a multiple of n_samples_per_prompt {size}")

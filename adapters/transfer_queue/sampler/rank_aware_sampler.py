@@ -1,4 +1,4 @@
-"""The same batch for all who ask as one data-parallel rank, other batches for other ranks."""
+"""The same batch for all processes of one data-parallel rank, other batches for other ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transferqueue.adapters.transfer_queue.sampler.base import BaseSampler
 
 
 class RankAwareSampler(BaseSampler):
-    """Remembers what a rank was given as its batch number `batch_index`, and gives it again to whoever asks as that."""
+    """Remembers the batch that a rank got as its number `batch_index`, and returns it again to every process of that rank."""
 
     def sample(  # noqa: PLR0913, PLR0917, RUF100  (documented so)
         self,
@@ -21,7 +21,7 @@ class RankAwareSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[list[int], list[int]]:
-        """The first `batch_size` ready indexes, or what was given before; nothing if there are fewer."""
+        """Choose the first `batch_size` ready indexes, or return the rank's batch again; nothing if there are too few."""
         if dp_rank < 0:
             raise ValueError(f"dp_rank must be greater than or equal to 0, got {dp_rank}")
         batches = self.remembered(partition_id, task_name, dp_rank)

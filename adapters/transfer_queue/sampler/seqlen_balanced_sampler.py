@@ -1,4 +1,4 @@
-"""One batch for all data-parallel ranks together, split by length so that they are equally busy."""
+"""One batch for all data-parallel ranks together, split by length so that the ranks have equal work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LENGTH = "total_lengths"
 
 
 class SeqlenBalancedSampler(GRPOGroupNSampler):
-    """Takes ``batch_size * dp_size`` samples at once and gives each rank an equal number with about equal length.
+    """Takes ``batch_size * dp_size`` samples at once and gives each rank the same number with about the same total length.
 
     Lengths are the tag ``total_lengths``; without them the split is by number alone. Groups stay whole.
     """
@@ -37,7 +37,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         partition: Any = None,
         **kwargs: Any,
     ) -> tuple[list[int], list[int]]:
-        """The rank's share of batch `batch_index`; the first rank that asks fixes the shares of all."""
+        """Return the rank's share of batch `batch_index`; the first rank that asks fixes the shares of all."""
         if not 0 <= dp_rank < self.dp_size:
             return [], []
         batches = self.remembered(partition_id, task_name, dp_rank)
@@ -57,7 +57,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         self._balanced_cache = {key: shares for key, shares in self._balanced_cache.items() if key[0] != partition_id}
 
     def memory(self) -> dict[str, Any]:
-        """With the shares of batches that some ranks have not asked for."""
+        """Return the memory, including shares that some ranks have not requested yet."""
         return {**super().memory(), "_balanced_cache": self._balanced_cache}
 
     def _shares(self, ready_indexes: list[int], batch_size: int, partition: Any) -> list[list[int]]:
@@ -78,9 +78,11 @@ def _lengths(groups: Sequence[Sequence[int]], partition: Any) -> list[int]:
 
 
 def karmarkar_karp(seqlens: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Split items into `k_partitions` sets of about equal sums, by the largest differencing method (Karmarkar and Karp,
-    "The differencing method of set partitioning", 1982): repeatedly join the two partial splits that differ most,
-    largest sets with smallest. With equal_size every split holds as many items in each set, so their joins do too."""
+    """Split items into `k_partitions` sets of about equal sums, by the largest differencing method.
+
+    Karmarkar and Karp, "The differencing method of set partitioning", 1982: repeatedly join the two partial splits that differ most,
+    largest sets with smallest. With equal_size every split has the same number of items in each set, so joined ones do too.
+    """
     order = sorted(range(len(seqlens)), key=lambda item: seqlens[item])
     splits: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     step = k_partitions if equal_size else 1
@@ -98,9 +100,9 @@ def karmarkar_karp(seqlens: Sequence[int], k_partitions: int, equal_size: bool) 
 
 
 def get_seqlen_balanced_partitions(seqlens: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Item numbers in `k_partitions` sets of about equal sums, each ascending. equal_size: as many items in each.
+    """Return item numbers in `k_partitions` sets of about equal sums, each ascending. equal_size: the same number of items in each.
 
-    Raises ``AssertionError`` (as documented) when there are fewer items than sets, or they do not divide.
+    Raises ``AssertionError`` (as documented) when there are fewer items than sets, or the number does not divide.
     """
     if len(seqlens) < k_partitions:
         raise AssertionError(f"{len(seqlens)} items cannot fill {k_partitions} sets")

@@ -1,4 +1,4 @@
-"""The samples in the order in which they are listed."""
+"""The samples in the order of their list."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from transferqueue.adapters.transfer_queue.sampler.base import BaseSampler
 
 
 class SequentialSampler(BaseSampler):
-    """The first ones."""
+    """Chooses the first ones."""
 
     def sample(
         self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any
     ) -> tuple[list[int], list[int]]:
-        """The first `batch_size` of the ready indexes, or all if there are fewer; a negative number is one of a slice."""
+        """Return the first `batch_size` ready indexes, or all if there are fewer; a negative number counts from the end, as in a slice."""
         chosen = ready_indexes[:batch_size]
         return chosen, list(chosen)

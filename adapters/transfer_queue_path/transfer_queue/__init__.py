@@ -1,4 +1,4 @@
-"""Stands before an installed ``transfer_queue`` on the path, and gives the drop-in (see ``transfer_queue_hook``)."""
+"""Comes before an installed ``transfer_queue`` on the path, and installs the drop-in (see ``transfer_queue_hook``)."""
 
 import importlib
 import sys
