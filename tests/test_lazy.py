@@ -1,6 +1,9 @@
 """Names that are looked up late: every name of `__all__` is there, and old names work and warn."""
 
+import ast
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +46,28 @@ def test_an_old_name_works_and_warns(module, old, new):
 def test_a_name_that_never_was_is_an_attribute_error(package):
     with pytest.raises(AttributeError, match="has no attribute 'never_was'"):
         import_module(package).never_was  # noqa: B018
+
+
+LAZY = [*PACKAGES, "transferqueue.adapters.engines", "transferqueue.adapters.stages", "transferqueue.adapters.trainers"]
+
+
+def _imported_for_type_checkers(tree):
+    """Names that a package imports under `TYPE_CHECKING`, by module."""
+    guarded = [
+        node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+    ]
+    imports = [node for guard in guarded for node in guard.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module for node in imports for alias in node.names}
+
+
+@pytest.mark.parametrize("package", LAZY[2:])
+def test_names_that_need_an_engine_are_listed_as_they_are_looked_up(package):
+    """Their engines need not be installed: what is compared is the text of the package."""
+    tree = ast.parse(Path(find_spec(package).origin).read_text())
+    call = next(
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "lazy_names"
+    )
+    modules = ast.literal_eval(call.args[1])
+    looked_up = {name: f"{package}.{module}" for module, names in modules.items() for name in names.split()}
+    assert looked_up == _imported_for_type_checkers(tree)
+    assert sorted(looked_up) == sorted(import_module(package).__all__)

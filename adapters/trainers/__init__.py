@@ -1,1 +1,44 @@
 """Trainers and data loaders as consumers. Each module needs its framework; `packing` needs torch only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transferqueue.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from transferqueue.adapters.trainers.device import on_device
+    from transferqueue.adapters.trainers.learners import LossSum, TorchLearner, rank_leases
+    from transferqueue.adapters.trainers.nemo_rl import QueueDataPlaneClient
+    from transferqueue.adapters.trainers.packing import Packed, pack, packed
+    from transferqueue.adapters.trainers.torch_data import QueueDataset, QueueLoader, tensors
+    from transferqueue.adapters.trainers.trl import QueueRollouts, queued_reward, rollout_tasks
+
+__all__ = [
+    "LossSum",
+    "Packed",
+    "QueueDataPlaneClient",
+    "QueueDataset",
+    "QueueLoader",
+    "QueueRollouts",
+    "TorchLearner",
+    "on_device",
+    "pack",
+    "packed",
+    "queued_reward",
+    "rank_leases",
+    "rollout_tasks",
+    "tensors",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "learners": "LossSum TorchLearner rank_leases",
+        "torch_data": "QueueDataset QueueLoader tensors",
+        "device": "on_device",
+        "packing": "Packed pack packed",
+        "trl": "QueueRollouts queued_reward rollout_tasks",
+        "nemo_rl": "QueueDataPlaneClient",
+    },
+)

@@ -129,7 +129,7 @@ def make_sampler(named: Any) -> BaseSampler:
 
 
 def _unknown(name: str) -> Any:
-    raise ValueError(f"sampler {name!r} is unknown; there are {', '.join(sampler.__all__)}")
+    raise ValueError(f"sampler {name!r} is unknown; there are {', '.join(samplers.__all__)}")
 
 
 def _ray_wanted() -> bool:

@@ -7,17 +7,26 @@ from typing import TYPE_CHECKING
 from transferqueue.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from transferqueue.workflows.asyncflow.declaration import Engines, EngineStage, GroupSpec, PacingSpec
-    from transferqueue.workflows.asyncflow.service import AsyncFlowService
+    from transferqueue.workflows.asyncflow.declaration import ColumnSpec, Engines, EngineStage, GroupSpec, PacingSpec
+    from transferqueue.workflows.asyncflow.service import AsyncFlowService, notice_of
     from transferqueue.workflows.asyncflow.service_aio import AsyncService
 
-__all__ = ["AsyncFlowService", "AsyncService", "EngineStage", "Engines", "GroupSpec", "PacingSpec"]
+__all__ = [
+    "AsyncFlowService",
+    "AsyncService",
+    "ColumnSpec",
+    "EngineStage",
+    "Engines",
+    "GroupSpec",
+    "PacingSpec",
+    "notice_of",
+]
 
 __getattr__ = lazy_names(
     __name__,
     {
-        "service": "AsyncFlowService",
+        "service": "AsyncFlowService notice_of",
         "service_aio": "AsyncService",
-        "declaration": "Engines EngineStage GroupSpec PacingSpec",
+        "declaration": "ColumnSpec Engines EngineStage GroupSpec PacingSpec",
     },
 )

@@ -34,8 +34,8 @@ class Swaps:
 def measure(processes: Iterable[Sequence[TimeSpan]]) -> Swaps:
     """Measure the changes of weights of ``processes``, the spans of each in the order in which they ended.
 
-    >>> spans = [TimeSpan(name="work", start=0.0, end=2.0), TimeSpan(name="swap", start=2.5, end=2.6),
-    TimeSpan(name="work", start=2.5, end=5.0)]
+    >>> spans = [TimeSpan(name="work", start=0.0, end=2.0), TimeSpan(name="swap", start=2.5, end=2.6)]
+    >>> spans += [TimeSpan(name="work", start=2.5, end=5.0)]
     >>> measure([spans])
     Swaps(count=1, swap_s_max=0.1, gap_s_max=0.6, request_s=2.25)
     """

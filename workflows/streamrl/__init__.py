@@ -7,12 +7,31 @@ from typing import TYPE_CHECKING
 from transferqueue.lazy import lazy_names, renamed_names
 
 if TYPE_CHECKING:
-    from transferqueue.workflows.streamrl.service import CompletionStream, SamplesLost, StreamService
+    from transferqueue.workflows.streamrl.generator_process import serve
+    from transferqueue.workflows.streamrl.ranker import HistoryRanker, PromptRanker, as_lengths
+    from transferqueue.workflows.streamrl.service import CompletionStream, SamplesLost, StreamService, pacing
     from transferqueue.workflows.streamrl.service_aio import AsyncStream, AsyncStreamService
 
-__all__ = ["AsyncStream", "AsyncStreamService", "CompletionStream", "SamplesLost", "StreamService"]
+__all__ = [
+    "AsyncStream",
+    "AsyncStreamService",
+    "CompletionStream",
+    "HistoryRanker",
+    "PromptRanker",
+    "SamplesLost",
+    "StreamService",
+    "as_lengths",
+    "pacing",
+    "serve",
+]
 
 _lazy = lazy_names(
-    __name__, {"service": "StreamService CompletionStream SamplesLost", "service_aio": "AsyncStreamService AsyncStream"}
+    __name__,
+    {
+        "service": "StreamService CompletionStream SamplesLost pacing",
+        "service_aio": "AsyncStreamService AsyncStream",
+        "generator_process": "serve",
+        "ranker": "HistoryRanker PromptRanker as_lengths",
+    },
 )
 __getattr__ = renamed_names(__name__, {"Stream": "CompletionStream"}, otherwise=_lazy)
