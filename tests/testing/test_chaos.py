@@ -17,7 +17,7 @@ from tests.scale import only_long, sizes
 from transferqueue.errors import UsageError
 from transferqueue.observe.measurement_record import load_record
 from transferqueue.testing.chaos.fault_plan import PROXY, SERVER, SERVER_GAP_S, Fault, plan, settings
-from transferqueue.testing.chaos.log import ProcessLog, ReadLog, read
+from transferqueue.testing.chaos.log import ProcessLog, ReadLog, read_logs
 from transferqueue.testing.chaos.payload import LARGE_WORDS, SMALL_WORDS, Payload
 from transferqueue.testing.chaos.recovery import of_leases, of_server
 from transferqueue.testing.chaos.server_process import ServerUnderTest
@@ -82,29 +82,29 @@ def test_every_byte_of_a_row_is_compared(words: tuple[int, int]) -> None:
     assert not payload.matches(1 << 30, row)
 
 
-# ---------------------------------------------------------------- the judge
+# ---------------------------------------------------------------- the check
 
 
 class Written:
-    """Diaries of a run that never was."""
+    """Event logs of a run that never was."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.lives = directory, 0
 
     def life(self, role: str, *lines: list[Any]) -> None:
         self.lives += 1
-        diary = ProcessLog(self.directory, role, self.lives)
+        log = ProcessLog(self.directory, role, self.lives)
         for kind, *values in lines:
-            diary.write(kind, *values)
+            log.write(kind, *values)
 
-    def judged(self, **audit: Any) -> Account:
+    def checked(self, **audit: Any) -> Account:
         flood = {"rows_put": 0, "rows_done": 0, "rows_live": 0, "rows_dropped": 0, "dropped": {}, "balanced": True}
         self.life("probe", ["audit", {"rollouts": {**flood, **audit}, "flood": flood}])
-        return Account(read(self.directory), drained=True)
+        return Account(read_logs(self.directory), drained=True)
 
 
 @pytest.fixture
-def told(tmp_path: Path) -> Written:
+def logs(tmp_path: Path) -> Written:
     found = Written(tmp_path)
     found.life("producer-0", ["put?", "rollouts", 10, 2, 0], ["put", 10], ["put?", "rollouts", 12, 2, 0])
     return found
@@ -114,64 +114,64 @@ def worked(*numbers: int, step: int = -1, lease: int = 1) -> list[list[Any]]:
     return [["lease", lease, list(numbers)], ["ack?", lease], ["ack", lease, step]]
 
 
-def test_what_was_put_and_done_once_is_right_and_an_unknown_put_may_not_have_been(told: Written) -> None:
-    told.life("reward-0", *worked(10, 11))
-    told.life("trainer-0", *worked(10, 11, step=0))
-    account = told.judged(rows_put=2, rows_done=2)
+def test_what_was_put_and_done_once_is_right_and_an_unknown_put_may_not_have_been(logs: Written) -> None:
+    logs.life("reward-0", *worked(10, 11))
+    logs.life("trainer-0", *worked(10, 11, step=0))
+    account = logs.checked(rows_put=2, rows_done=2)
     assert (account.violations, account.lost, account.duplicates, account.verified) == ([], 0, 0, 4)
 
 
-def test_an_unknown_put_that_was_seen_must_be_done_whole(told: Written) -> None:
-    told.life("reward-0", *worked(10, 11, 12))
-    told.life("trainer-0", *worked(10, 11, 12, step=0))
-    account = told.judged(rows_put=4, rows_done=4)
+def test_an_unknown_put_that_was_seen_must_be_done_whole(logs: Written) -> None:
+    logs.life("reward-0", *worked(10, 11, 12))
+    logs.life("trainer-0", *worked(10, 11, 12, step=0))
+    account = logs.checked(rows_put=4, rows_done=4)
     assert account.lost == 2
     assert "task reward: rows lost: 1, such as 13" in account.violations
 
 
-def test_a_row_done_twice_is_a_duplicate(told: Written) -> None:
-    told.life("reward-0", *worked(10, 11))
-    told.life("reward-1", *worked(11))
-    told.life("trainer-0", *worked(10, 11, step=0))
-    account = told.judged(rows_put=2, rows_done=2)
+def test_a_row_done_twice_is_a_duplicate(logs: Written) -> None:
+    logs.life("reward-0", *worked(10, 11))
+    logs.life("reward-1", *worked(11))
+    logs.life("trainer-0", *worked(10, 11, step=0))
+    account = logs.checked(rows_put=2, rows_done=2)
     assert account.duplicates == 1
     assert account.violations == ["task reward: rows done twice: 1, such as 11"]
 
 
-def test_a_lost_row_is_found_and_an_ack_nobody_lived_to_see_is_none(told: Written) -> None:
-    told.life("reward-0", *worked(10), ["lease", 2, [11]], ["ack?", 2])
-    told.life("trainer-0", *worked(10, step=0))
-    account = told.judged(rows_put=2, rows_done=2)
+def test_a_lost_row_is_found_and_an_ack_nobody_lived_to_see_is_none(logs: Written) -> None:
+    logs.life("reward-0", *worked(10), ["lease", 2, [11]], ["ack?", 2])
+    logs.life("trainer-0", *worked(10, step=0))
+    account = logs.checked(rows_put=2, rows_done=2)
     assert account.violations == ["task train: rows lost: 1, such as 11"]
 
 
-def test_a_rollback_undoes_later_steps_so_that_they_are_done_again_once(told: Written) -> None:
-    told.life("reward-0", *worked(10, 11))
-    told.life("trainer-0", *worked(10, step=0), *worked(11, step=1, lease=2))
-    told.life("trainer-0", ["rollback", 0], *worked(11, step=1))
-    assert told.judged(rows_put=2, rows_done=2).violations == []
+def test_a_rollback_undoes_later_steps_so_that_they_are_done_again_once(logs: Written) -> None:
+    logs.life("reward-0", *worked(10, 11))
+    logs.life("trainer-0", *worked(10, step=0), *worked(11, step=1, lease=2))
+    logs.life("trainer-0", ["rollback", 0], *worked(11, step=1))
+    assert logs.checked(rows_put=2, rows_done=2).violations == []
 
 
-def test_a_step_that_was_rolled_back_and_not_done_again_is_lost(told: Written) -> None:
-    told.life("reward-0", *worked(10, 11))
-    told.life("trainer-0", *worked(10, 11, step=1))
-    told.life("trainer-0", ["rollback", 0])
-    assert told.judged(rows_put=2, rows_done=2).lost == 2
+def test_a_step_that_was_rolled_back_and_not_done_again_is_lost(logs: Written) -> None:
+    logs.life("reward-0", *worked(10, 11))
+    logs.life("trainer-0", *worked(10, 11, step=1))
+    logs.life("trainer-0", ["rollback", 0])
+    assert logs.checked(rows_put=2, rows_done=2).lost == 2
 
 
-def test_an_audit_that_disagrees_and_a_broken_promise_are_violations(told: Written) -> None:
-    told.life("reward-0", *worked(10, 11), ["broken", "other bytes"])
-    told.life("trainer-0", *worked(10, 11, step=0))
-    account = told.judged(rows_put=3, rows_done=3)
+def test_an_audit_that_disagrees_and_a_broken_promise_are_violations(logs: Written) -> None:
+    logs.life("reward-0", *worked(10, 11), ["broken", "other bytes"])
+    logs.life("trainer-0", *worked(10, 11, step=0))
+    account = logs.checked(rows_put=3, rows_done=3)
     assert account.violations[0] == "reward-0, life 2: other bytes"
-    assert "by the diaries 2 rows were put" in account.violations[1]
+    assert "by the logs 2 rows were put" in account.violations[1]
 
 
 def test_rows_of_a_frozen_producer_may_be_stale_and_no_others(tmp_path: Path) -> None:
-    told = Written(tmp_path)
-    told.life("trainer-0", ["advance?", 9])
-    told.life("producer-0", ["put?", "rollouts", 10, 2, 0], ["put", 10], ["put?", "rollouts", 20, 1, 5], ["put", 20])
-    account = told.judged(rows_put=3, rows_done=1, rows_dropped=2, dropped={"stale": 2})
+    logs = Written(tmp_path)
+    logs.life("trainer-0", ["advance?", 9])
+    logs.life("producer-0", ["put?", "rollouts", 10, 2, 0], ["put", 10], ["put?", "rollouts", 20, 1, 5], ["put", 20])
+    account = logs.checked(rows_put=3, rows_done=1, rows_dropped=2, dropped={"stale": 2})
     assert account.lost == 2, "row 20, of both tasks"
     assert account.stale == 2
 
@@ -192,7 +192,7 @@ def written(tmp_path: Path, role: str, life: int, *lines: list[Any]) -> None:
 
 def test_recovery_ends_with_the_first_call_that_began_after_the_death(tmp_path: Path) -> None:
     written(tmp_path, "probe", 1, ["call", 10.4, 9.9], ["call", 10.6, 10.5])
-    (found,) = of_server([Fault(10.0, "kill", "server")], read(tmp_path)).samples
+    (found,) = of_server([Fault(10.0, "kill", "server")], read_logs(tmp_path)).samples
     assert found == pytest.approx(0.6)
 
 
@@ -201,7 +201,7 @@ def test_rows_are_leased_again_by_another_worker_of_the_task(tmp_path: Path) -> 
     written(tmp_path, "trainer-0", 2, ["lease", 2.1, 3, [6]])
     written(tmp_path, "reward-1", 3, ["lease", 2.2, 4, [5]], ["lease", 2.5, 5, [6]])
     kills = [Fault(2.0, "kill", "reward-0"), Fault(1.5, "freeze", "reward-2", 3.0)]
-    (found,) = of_leases(kills, read(tmp_path), remote=False).samples
+    (found,) = of_leases(kills, read_logs(tmp_path), remote=False).samples
     assert found == pytest.approx(0.5)
 
 
@@ -209,7 +209,7 @@ def test_a_death_that_nobody_unhurt_could_take_over_is_no_sample(tmp_path: Path)
     written(tmp_path, "drainer-0", 1, ["lease", 1.2, 2, [6]])
     written(tmp_path, "drainer-1", 3, ["lease", 4.0, 5, [6]])
     kills = [Fault(2.0, "kill", "drainer-0"), Fault(1.5, "fill", "drainer", 2.0)]
-    assert of_leases(kills, read(tmp_path), remote=False).samples == []
+    assert of_leases(kills, read_logs(tmp_path), remote=False).samples == []
 
 
 # ---------------------------------------------------------------- real runs

@@ -1,4 +1,4 @@
-"""Deliberate bugs, planted into the production code from outside: the test of the tests.
+"""Deliberate bugs that are put into the production code from outside, to test the tests.
 
 Each entry of `FAULTS` replaces one attribute for as long as `planted` lasts; production code has no switch.
 """
@@ -32,7 +32,7 @@ from transferqueue.testing.simulator.machine import SimJournal
 from transferqueue.wire import messages as m
 
 Plant = tuple[object, str, Callable[[Any], Any]]
-"""Where, which attribute, and what takes its place, given what was there."""
+"""The object, the name of its attribute, and a function from the attribute to its replacement."""
 
 
 def _nothing(_was: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``python -m transferqueue.testing.simulate``: many seeds on demand, or one again."""
+"""``python -m transferqueue.testing.simulate``: run many seeds, or repeat one."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from transferqueue.testing.simulator import Result, replay_command, simulate
 def sweep(first: int, seeds: int, jobs: int = 2) -> tuple[Counter[str], list[Result]]:
     """Run `seeds` seeds from `first` in `jobs` processes: faults by kind, and the results that broke a promise.
 
-    Each process takes every `jobs`-th seed and says what came of it, a line of JSON a seed.
+    Each process takes every `jobs`-th seed and writes one line of JSON for each result.
     """
     faults: Counter[str] = Counter()
     broken = []
     with ExitStack() as running:
         processes = [running.enter_context(_process(first + at, seeds - at, jobs)) for at in range(jobs)]
-        for process, said in processes:
+        for process, results in processes:
             if process.wait() != 0:
                 raise InternalError(f"a process of the simulator ended with {process.returncode}")
-            said.seek(0)
-            for line in said:
+            results.seek(0)
+            for line in results:
                 result = msgspec.json.decode(line, type=Result, dec_hook=lambda kind, value: kind(value))
                 faults += result.faults
                 if result.broken:
@@ -41,18 +41,18 @@ def sweep(first: int, seeds: int, jobs: int = 2) -> tuple[Counter[str], list[Res
 
 @contextmanager
 def _process(first: int, seeds: int, jobs: int) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
-    """It says what it finds into a file: into a pipe that is read later it would stop when that is full."""
+    """Start a process that writes its results to a file. It would block on a full pipe, which is read only later."""
     command = [sys.executable, "-m", "transferqueue.testing.simulate", "--every", str(jobs)]
     command += ["--first", str(first), "--seeds", str(seeds)]
-    with TemporaryFile() as said, subprocess.Popen(command, stdout=said) as process:
+    with TemporaryFile() as results, subprocess.Popen(command, stdout=results) as process:
         try:
-            yield process, said
+            yield process, results
         finally:
             process.kill()
 
 
 def _each(first: int, seeds: int, every: int) -> int:
-    """What a process of `sweep` does."""
+    """The work of a process of `sweep`."""
     for seed in range(first, first + seeds, every):
         sys.stdout.write(msgspec.json.encode(simulate(seed)).decode() + "\n")
         sys.stdout.flush()

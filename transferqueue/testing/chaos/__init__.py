@@ -1,14 +1,14 @@
-"""Chaos: a real queue of real processes, killed, frozen, starved and cut apart by one seed, and an account of every row.
+"""Chaos: run a real queue of real processes, hurt it by a seeded plan of faults, and account for every row.
 
-The law:
+Rules:
 
-1. Nothing here is simulated. The server is ``transferqueue serve --supervise``, each role is a process of its own, faults
-   are signals, limits of the kernel and a TCP proxy. The seed decides the faults and when each is due (`plan`); what
-   the machine makes of them differs from run to run.
-2. Every byte of a row follows from its key (`payload`). Whoever leases a row computes them again.
-3. Each process keeps a diary (`diary`): a line before it tries to change something, a line once it was told that it is
-   changed. A line that was written outlives the process.
-4. After the faults everything heals, the tables are sealed and must drain. Then the diaries and the server's own audit
-   are judged together (`judge`): what was said to be there was done once by each task, and nothing else was.
-5. Whatever a run made, it removes: processes, sockets, shared memory, directories.
+1. Nothing here is simulated. The server is ``transferqueue serve --supervise``, each role is a process of its own, and faults
+   are signals, limits of the kernel and a TCP proxy. The seed decides the faults and when each is due (`fault_plan`); their effect
+   on the machine differs from run to run.
+2. The bytes of a row follow from its key (`payload`). Whoever leases a row computes them again and compares.
+3. Each process writes an event log (`log`): a line before it tries to change something, and a line when the change was
+   confirmed. Lines that were written outlive the process.
+4. After the last fault the run ends all faults, seals the tables and waits until they are drained. Then it checks the event logs
+   against the server's own audit (`verify`): each task did each confirmed row once, and nothing else.
+5. A run removes everything that it made: processes, sockets, shared memory, directories.
 """

@@ -1,4 +1,4 @@
-"""Which faults, on whom, when: drawn from one seed before anything runs."""
+"""The plan of faults (kind, target, time), drawn from one seed before anything runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from transferqueue.server.durability.journal import Level
 
 FAULTS_PER_S: Final = 3.0
 LEASE_S: Final = 2.0
-"""Of every task: short, so that a worker can be frozen beyond it."""
+"""Lease duration of every task: short, so that a worker can be frozen for longer."""
 WITHIN_S: Final = (0.05, 0.8)
 BEYOND_S: Final = (2.3, 3.2)
 SERVER_GAP_S: Final = 1.5
-"""Faults of the server are at least so far apart: each is to be seen, and the supervisor is not to give up."""
+"""Least time between two faults of the server: each must show its effect, and the supervisor must not give up."""
 
 PRODUCERS: Final = ("producer-0", "producer-1")
 CONSUMERS: Final = ("reward-0", "reward-1", "reward-2")
@@ -23,7 +23,7 @@ TRAINER: Final = "trainer-0"
 FLOODERS: Final = ("flooder-0",)
 DRAINERS: Final = ("drainer-0", "drainer-1")
 REMOTE: Final = ("producer-9", "reward-9")
-"""Behind the proxy, by tcp, every byte over the network."""
+"""Roles that reach the server by TCP through the proxy."""
 SERVER: Final = "server"
 PROXY: Final = "proxy"
 
@@ -34,7 +34,7 @@ _CUT_WEIGHT: Final = 4.0
 
 
 class ChaosSettings(NamedTuple):
-    """One run. seconds: for how long faults come. tcp: with remote workers behind a proxy."""
+    """Settings of one run. seconds: for how long faults are injected. tcp: with remote workers behind a proxy."""
 
     seconds: float
     seed: int
@@ -43,13 +43,13 @@ class ChaosSettings(NamedTuple):
 
     @property
     def command(self) -> str:
-        """What runs it again."""
+        """The command that repeats the run."""
         tcp = " --tcp" if self.tcp else ""
         return f"transferqueue chaos --seconds {self.seconds:g} --seed {self.seed} --durability {self.durability.value}{tcp}"
 
 
 def settings(seconds: float, seed: int, durability: str, tcp: bool) -> ChaosSettings:
-    """A run as a person asks for it; `UsageError` for one that cannot be."""
+    """Check the options of the command; `UsageError` for values that no run can have."""
     if not 1 <= seconds <= 86_400:
         raise UsageError(f"seconds={seconds:g} of chaos cannot be run; give 1 to 86400")
     if not 0 <= seed < 1 << 32:
@@ -63,7 +63,7 @@ def settings(seconds: float, seed: int, durability: str, tcp: bool) -> ChaosSett
 
 
 class Fault(NamedTuple):
-    """One fault. at: seconds after the start. for_s: how long it lasts, 0 for what is done at once."""
+    """One fault. at: seconds after the start. for_s: how long it lasts, 0 for an instant."""
 
     at: float
     kind: str
@@ -72,12 +72,12 @@ class Fault(NamedTuple):
 
 
 def roles(run: ChaosSettings) -> tuple[str, ...]:
-    """The slots of all processes of a run that may be killed."""
+    """The roles of a run whose processes may be killed."""
     return (*PRODUCERS, *CONSUMERS, TRAINER, *FLOODERS, *DRAINERS, *(REMOTE if run.tcp else ()))
 
 
 def plan(run: ChaosSettings) -> list[Fault]:
-    """The faults of a run, in order."""
+    """The faults of a run, by time."""
     chance = random.Random(run.seed)
     found: list[Fault] = []
     server_at = at = 0.0

@@ -1,4 +1,4 @@
-"""What the bytes of a row must be, from its number alone."""
+"""Compute the bytes that a row must have from its number."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LARGE_WORDS: Final = (6 << 10, 10 << 10)
 
 
 class Payload:
-    """Ragged rows of 8-byte words: a piece of one seeded noise, chosen by the row's number, xor that number.
+    """Ragged rows of 8-byte words: a slice of seeded noise, chosen by the row's number, each word xor that number.
 
-    words: bounds of a row's length. Two numbers share a piece only if they differ in their words.
+    words: bounds of a row's length. No two numbers give the same bytes: where they share a slice, the xor differs.
     """
 
     def __init__(self, seed: int, words: tuple[int, int]) -> None:
@@ -31,10 +31,10 @@ class Payload:
         return self._noise[start : start + length] ^ number
 
     def matches(self, number: int, found: NDArray[np.int64]) -> bool:
-        """Whether every byte of a row is what it must be."""
+        """Whether every byte of a row is right."""
         return bool(np.array_equal(found, self.of(number)))
 
 
 def reward_of(number: int) -> float:
-    """What the reward task must have given to row `number`."""
+    """The reward that row `number` must have."""
     return number % 1009 / 1009

@@ -1,7 +1,8 @@
-"""The one process that no fault touches: it asks the server again and again, and so knows when it answers.
+"""The probe: the one process that no fault touches. It calls the server all the time, and so records when the server answers.
 
-Lines of its diary: ``call`` with when each answered call began; ``again`` where there was no answer; ``audit`` with the
-server's own account; ``turns`` with how long its turns took; ``broken``. Its parent tells it ``seal`` and ``end`` in lines, and reads what it says of the tables.
+Lines of its event log: ``call`` with the time at which each answered call began; ``again`` where there was no answer; ``audit`` with the
+server's own account; ``turns`` with how long the server's turns took; ``broken``. The parent sends it the lines ``seal`` and
+``end``, and reads its reports on the tables.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ AUDIT_EVERY: Final = 25
 
 
 class Probe:
-    """commands, news: descriptors of pipes, from and to the parent."""
+    """The work of the probe. commands: a pipe from the parent; news: a pipe to the parent."""
 
-    def __init__(self, post: ProcessContext, commands: int, news: int) -> None:
-        self._post, self._commands, self._news = post, commands, news
+    def __init__(self, context: ProcessContext, commands: int, news: int) -> None:
+        self._context, self._commands, self._news = context, commands, news
 
     def run(self) -> None:
-        """Make the tables, ask until told to end, and leave the last audit in the diary."""
-        with self._post.way.connect() as queue:
+        """Make the tables, call the server until the command to end, and write the last audit to the event log."""
+        with self._context.endpoint.connect() as queue:
             make_tables(queue)
             self._tell("ready", {})
             calls = 0
@@ -40,7 +41,7 @@ class Probe:
                         queue.table(name).seal()
                 self._ask(queue, calls)
                 calls += 1
-            self._post.diary.write("audit", queue.audit()["tables"])
+            self._context.log.write("audit", queue.audit()["tables"])
             self._turns(queue)
 
     def _command(self) -> str:
@@ -51,34 +52,34 @@ class Probe:
         began = time.monotonic()
         try:
             queue.tables()
-            self._post.diary.write("call", began)
+            self._context.log.write("call", began)
             if calls % AUDIT_EVERY == 0:
                 self._audit(queue)
         except tq.PeerError as error:
-            self._post.diary.write("broken", f"a server of this machine was lost: {type(error).__name__}: {error}")
+            self._context.log.write("broken", f"a server of this machine was lost: {type(error).__name__}: {error}")
             raise
 
     def _audit(self, queue: tq.Queue) -> None:
         tables = queue.audit()["tables"]
         for name, rows in tables.items():
             if not rows["balanced"]:
-                self._post.diary.write("broken", f"table {name} does not balance: {rows}")
+                self._context.log.write("broken", f"table {name} does not balance: {rows}")
             if rows["rows_live"] > ROWS_MAX[name]:
-                self._post.diary.write(
+                self._context.log.write(
                     "broken", f"table {name} has {rows['rows_live']} live rows, of at most {ROWS_MAX[name]}"
                 )
         self._turns(queue)
         self._tell("rows", {name: rows["rows_done"] for name, rows in tables.items()})
 
     def _turns(self, queue: tq.Queue) -> None:
-        told = queue.stats()
-        turns = told["server"]["turns"]
-        self._post.diary.write("turns", told["epoch"], {kind: _longest(one) for kind, one in turns.items()})
+        stats = queue.stats()
+        turns = stats["server"]["turns"]
+        self._context.log.write("turns", stats["epoch"], {kind: _longest(one) for kind, one in turns.items()})
 
     def _tell(self, kind: str, what: dict[str, Any]) -> None:
         os.write(self._news, msgspec.json.encode([kind, what]) + b"\n")
 
 
 def _longest(turns: dict[str, Any]) -> dict[str, Any]:
-    """Of the turns of one kind, what a report says."""
+    """The members of the figures of one kind of turns that the report needs."""
     return {name: turns[name] for name in ("longest_s", "longest_of", "busiest_s", "busiest_of", "late")}

@@ -1,7 +1,7 @@
-"""What one process of a run is given: who it is, its diary, and a bell that its parent rings to have it stop.
+"""What one process of a run has: its role, its event log, and a wake-up when its parent tells it to stop.
 
-A member is forked from a process that has loaded everything, so a new one works within milliseconds. It dies with its
-parent: nothing of a run outlives the run.
+Processes are forked from one that has loaded everything, so a new one works within milliseconds. Each is killed when its
+parent ends: nothing of a run outlives the run.
 """
 
 from __future__ import annotations
@@ -21,52 +21,52 @@ import transferqueue as tq
 from transferqueue.testing.chaos.log import ProcessLog
 
 CONNECT_S: Final = 60.0
-NUMBERS_OF_LIFE: Final = 1 << 24
-"""Rows that one producer puts at most."""
+NUMBERS_PER_PROCESS: Final = 1 << 24
+"""Rows that one process puts at most."""
 _PR_SET_PDEATHSIG: Final = 1
 
 
 class ServerEndpoint:
-    """How a role reaches the server. key: its join token; None: none is asked for."""
+    """How a role reaches the server. key: its join token; None: the server asks for none."""
 
     def __init__(self, address: str, key: str | None = None) -> None:
         self.address, self.key = address, key
 
     def connect(self) -> tq.Queue:
-        """A queue; `Unreachable` if nothing answers within `CONNECT_S`."""
+        """Connect to the queue; `Unreachable` if nothing answers within `CONNECT_S`."""
         data: Any = "auto" if self.key is None else "remote"
         return tq.connect(self.address, timeout_s=CONNECT_S, data=data, key=self.key)
 
 
 class ProcessContext:
-    """Of one life of one role. directory: that of the run."""
+    """The context of one process of a role. directory: that of the run. life: number of the process, ascending over the run."""
 
-    def __init__(self, directory: Path, way: ServerEndpoint, role: str, life: int, seed: int) -> None:
-        self.directory, self.way, self.role, self.life, self.seed = directory, way, role, life, seed
+    def __init__(self, directory: Path, endpoint: ServerEndpoint, role: str, life: int, seed: int) -> None:
+        self.directory, self.endpoint, self.role, self.life, self.seed = directory, endpoint, role, life, seed
         self.stopping = False
-        self.diary = ProcessLog(directory / "diaries", role, life)
-        self._next = life * NUMBERS_OF_LIFE
-        self._bell, ring = os.pipe()
-        os.set_blocking(ring, False)
-        signal.set_wakeup_fd(ring, warn_on_full_buffer=False)
+        self.log = ProcessLog(directory / "diaries", role, life)
+        self._next = life * NUMBERS_PER_PROCESS
+        self._wakeup, signalled = os.pipe()
+        os.set_blocking(signalled, False)
+        signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._stop)
 
     def numbers(self, count: int) -> range:
-        """Numbers that no row of the run has."""
+        """Numbers for `count` rows, which no other row of the run has."""
         first, self._next = self._next, self._next + count
         return range(first, first + count)
 
     def pace(self, seconds: float) -> None:
-        """Let time pass, so that the load is this and no more; not when told to stop."""
+        """Pause between two pieces of work, to bound the load on the machine. Returns at once when the process is told to stop."""
         if not self.stopping:
-            select.select([self._bell], [], [], seconds)
+            select.select([self._wakeup], [], [], seconds)
 
     def _stop(self, *_: object) -> None:
         self.stopping = True
 
 
 def fork(work: Callable[[], object], log: Path) -> int:
-    """Run `work` in a child; its process number. What goes wrong there is told in `log`, and is exit code 1."""
+    """Run `work` in a child process; its process number. An exception there goes to the file `log`, and the exit code is 1."""
     parent = os.getpid()
     child = os.fork()
     if child:
@@ -75,21 +75,21 @@ def fork(work: Callable[[], object], log: Path) -> int:
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _die_with(parent)
+        _end_with(parent)
         _write_to(log)
         gc.freeze()
         work()
         code = 0
-    except BaseException:  # noqa: BLE001  (told, and an exit code)
+    except BaseException:  # noqa: BLE001  (written to the log, and the exit code says so)
         traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(code)
 
 
-def _die_with(parent: int) -> None:
+def _end_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before
+    if os.getppid() != parent:  # the parent ended before prctl
         os._exit(1)
 
 

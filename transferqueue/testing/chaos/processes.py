@@ -13,7 +13,7 @@ from transferqueue.testing.chaos.process_context import fork
 
 
 class ManagedProcess:
-    """One process. role: its slot. pidfd: readable once it has ended."""
+    """One child process. role: its place in the run, such as ``reward-1``. pidfd: readable once the process has ended."""
 
     def __init__(self, role: str, work: Callable[[], object], log: Path) -> None:
         self.role: Final = role
@@ -22,14 +22,14 @@ class ManagedProcess:
         self._lives = True
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal; nothing if it has ended."""
+        """Send a signal; does nothing if the process has ended."""
         if not self._lives:
             return
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
-    def ended(self) -> int:
-        """After its end, which is waited for: its exit code, or minus the signal that killed it."""
+    def wait(self) -> int:
+        """Wait for the end of the process. Its exit code, or minus the signal that killed it."""
         _, status = os.waitpid(self.pid, 0)
         os.close(self.pidfd)
         self._lives = False
@@ -37,18 +37,18 @@ class ManagedProcess:
 
 
 class Pipe:
-    """Lines to or from a member: `here` is the end of this process, `there` that of the member."""
+    """A pipe for lines to or from a child. parent_end, child_end: the descriptor that each of them uses."""
 
-    def __init__(self, *, to_member: bool) -> None:
+    def __init__(self, *, to_child: bool) -> None:
         reading, writing = os.pipe()
-        self.here, self.there = (writing, reading) if to_member else (reading, writing)
+        self.parent_end, self.child_end = (writing, reading) if to_child else (reading, writing)
 
-    def say(self, line: bytes) -> None:
-        """Send a line; nothing if nobody reads any more."""
+    def send(self, line: bytes) -> None:
+        """Send a line; does nothing if nobody reads any more."""
         with suppress(BrokenPipeError):
-            os.write(self.here, line + b"\n")
+            os.write(self.parent_end, line + b"\n")
 
     def close(self) -> None:
         """Close both ends."""
-        os.close(self.here)
-        os.close(self.there)
+        os.close(self.parent_end)
+        os.close(self.child_end)

@@ -1,8 +1,8 @@
-"""A TCP proxy that can be a bad network: it delays, stalls, resets, and changes bytes, as it is told.
+"""A TCP proxy that acts as a bad network: on command it delays, stalls, resets, or changes bytes.
 
-It listens at another host of the loopback network, at the ports that the server has: clients take the port of bulk
-transfers from the server and the host from their own address, so both kinds of connection come through here.
-Commands are lines of JSON, ``[kind, seconds or port]``: ``port`` (carry this one too), ``delay``, ``stall``, ``reset``, ``flip``.
+It listens at another host of the loopback network, at the ports of the server. Clients take the port for bulk
+transfers from the server and the host from their own address, so both kinds of connection pass through the proxy.
+Commands are lines of JSON, ``[kind, seconds or port]``: ``port`` (forward this one too), ``delay``, ``stall``, ``reset``, ``flip``.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Final
 
 import msgspec
 
-HERE: Final = "127.0.0.2"
-THERE: Final = "127.0.0.1"
+PROXY_HOST: Final = "127.0.0.2"
+SERVER_HOST: Final = "127.0.0.1"
 CHUNK_BYTES: Final = 1 << 16
 DELAY_S: Final = 0.03
 FLIPPED: Final = 3
-"""Chunks that lose a byte at one command."""
+"""Chunks in which one command changes a byte."""
 _RESET: Final = struct.pack("ii", 1, 0)
 
 
 class Proxy:
-    """Carries ports until its commands end."""
+    """Forwards connections until its commands end."""
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
@@ -39,7 +39,7 @@ class Proxy:
         self._open.set()
 
     async def run(self, commands: int) -> None:
-        """Obey `commands`, a descriptor, until it is closed."""
+        """Carry out commands from the descriptor `commands` until it is closed."""
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(commands, "rb"))
@@ -52,10 +52,10 @@ class Proxy:
 
     async def _obey(self, kind: str, value: float, loop: asyncio.AbstractEventLoop) -> None:
         if kind == "port":
-            await self._carry(int(value))
+            await self._forward(int(value))
         elif kind == "delay":
             self._delay_s = DELAY_S
-            loop.call_later(value, self._hurry)
+            loop.call_later(value, self._end_delay)
         elif kind == "stall":
             self._open.clear()
             loop.call_later(value, self._open.set)
@@ -64,27 +64,29 @@ class Proxy:
         else:
             self._reset()
 
-    def _hurry(self) -> None:
+    def _end_delay(self) -> None:
         self._delay_s = 0.0
 
-    async def _carry(self, port: int) -> None:
+    async def _forward(self, port: int) -> None:
         if port not in self._listening:
-            self._listening[port] = await asyncio.start_server(lambda r, w: self._link(port, r, w), HERE, port)
+            self._listening[port] = await asyncio.start_server(lambda r, w: self._link(port, r, w), PROXY_HOST, port)
 
     async def _link(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            further, back = await asyncio.open_connection(THERE, port)
-        except OSError:  # no server now
+            server_reader, server_writer = await asyncio.open_connection(SERVER_HOST, port)
+        except OSError:  # no server runs now
             writer.close()
             return
-        self._writers |= {writer, back}
-        pumps = [asyncio.ensure_future(self._pump(*ends)) for ends in ((reader, back), (further, writer))]
+        self._writers |= {writer, server_writer}
+        pumps = [
+            asyncio.ensure_future(self._pump(*ends)) for ends in ((reader, server_writer), (server_reader, writer))
+        ]
         await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         for pump in pumps:
             pump.cancel()
-        self._writers -= {writer, back}
+        self._writers -= {writer, server_writer}
         writer.close()
-        back.close()
+        server_writer.close()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError):
@@ -109,6 +111,6 @@ class Proxy:
             writer.transport.abort()
 
 
-def carry(seed: int, commands: int) -> None:
-    """The whole life of the proxy's process."""
+def run_proxy(seed: int, commands: int) -> None:
+    """Run the proxy: the work of its process."""
     asyncio.run(Proxy(seed).run(commands))

@@ -1,4 +1,4 @@
-"""How long a run took to go on after a death, from the times in its diaries."""
+"""Measure how long recovery took after each death of a process, from the times in the event logs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transferqueue.testing.chaos.fault_plan import CONSUMERS, DRAINERS, REMOTE, 
 from transferqueue.testing.chaos.log import ReadLog
 
 DEATHS: Final = ("kill", "restart", "disk_full")
-"""Faults after which another life of the server goes on."""
+"""Faults after which the supervisor starts another serving process."""
 
 SHARED: Final = {"reward": CONSUMERS, "drainer": DRAINERS}
 CALM_S: Final = 1.0
@@ -26,12 +26,12 @@ class Times(NamedTuple):
         return self.samples[min(len(self.samples) - 1, int(share * len(self.samples)))] if self.samples else 0.0
 
 
-def of_server(faults: Sequence[Fault], told: Sequence[ReadLog]) -> Times:
-    """From a SIGKILL of the server to the end of the first call that began after it and was answered.
+def of_server(faults: Sequence[Fault], logs: Sequence[ReadLog]) -> Times:
+    """The times from a SIGKILL of the server to the end of the first call that began later and was answered.
 
-    A death during the recovery from an earlier one begins anew.
+    A death during the recovery from an earlier one starts the measurement anew.
     """
-    calls = sorted((line[2], line[1]) for diary in told for line in diary.of("call"))
+    calls = sorted((line[2], line[1]) for log in logs for line in log.of("call"))
     begun = [began for began, _ in calls]
     deaths = [(at, kind) for at, kind, target, _ in faults if target == "server" and kind in DEATHS]
     found = []
@@ -45,25 +45,26 @@ def of_server(faults: Sequence[Fault], told: Sequence[ReadLog]) -> Times:
     return Times(sorted(found))
 
 
-def of_leases(faults: Sequence[Fault], told: Sequence[ReadLog], *, remote: bool) -> Times:
-    """From a SIGKILL of a worker that held rows to the first lease of one of these by another.
+def of_leases(faults: Sequence[Fault], logs: Sequence[ReadLog], *, remote: bool) -> Times:
+    """The times from a SIGKILL of a worker that held rows to the first lease of one of these rows by another worker.
 
-    Of tasks with several workers: the rows of the only trainer wait for its successor. remote: of workers on another machine, whose death only their silence or their lease tells; else of those whose
-    socket the kernel closes. Deaths while no server lived, or while no other worker was unhurt, are left out: there
-    was nobody to give rows back, or to take them.
+    Only tasks with several workers count: the rows of the only trainer wait for its successor. remote: measure workers that
+    reach the server over TCP, whose death the server knows from their silence or the end of their lease; else workers whose
+    socket the kernel closes. Deaths while no server ran, or while every other worker was hurt, are left out: nobody could
+    requeue the rows, or take them.
     """
     away = [at for at, _, target, _ in faults if target == "server"]
     found = []
     for at, kind, role, _ in faults:
         if kind != "kill" or role.partition("-")[0] not in SHARED or (role in REMOTE) != remote:
             continue
-        ended = _leased_again(at, role, told) if _can_be_told(at, role, faults) else None
+        ended = _leased_again(at, role, logs) if _is_measurable(at, role, faults) else None
         if ended is not None and not any(at - 1.0 < gone < ended for gone in away):
             found.append(ended - at)
     return Times(sorted(found))
 
 
-def _can_be_told(at: float, role: str, faults: Sequence[Fault]) -> bool:
+def _is_measurable(at: float, role: str, faults: Sequence[Fault]) -> bool:
     """Whether another worker of the task was neither frozen nor new within `CALM_S` of this death."""
     task = role.partition("-")[0]
     hurt = {
@@ -74,9 +75,9 @@ def _can_be_told(at: float, role: str, faults: Sequence[Fault]) -> bool:
     return task not in hurt and any(other not in hurt for other in SHARED[task] if other != role)
 
 
-def _leased_again(at: float, role: str, told: Sequence[ReadLog]) -> float | None:
+def _leased_again(at: float, role: str, logs: Sequence[ReadLog]) -> float | None:
     task = role.partition("-")[0]
-    lives = [diary for diary in told if diary.role == role and diary.lines and diary.lines[0][1] <= at]
+    lives = [log for log in logs if log.role == role and log.lines and log.lines[0][1] <= at]
     if not lives:
         return None
     dead = lives[-1]
@@ -87,11 +88,11 @@ def _leased_again(at: float, role: str, told: Sequence[ReadLog]) -> float | None
     rows = set[int]().union(*held.values())
     again = [
         line[1]
-        for diary in told
-        if diary is not dead and diary.role.partition("-")[0] == task
-        for line in diary.of("lease")
+        for log in logs
+        if log is not dead and log.role.partition("-")[0] == task
+        for line in log.of("lease")
         if rows.intersection(line[3])
     ]
-    if any(when <= at for when in again):  # it was frozen, and lost its rows before its life
+    if any(when <= at for when in again):  # it was frozen, and its rows were leased to others before it was killed
         return None
     return min(again, default=None)

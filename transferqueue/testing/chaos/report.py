@@ -1,4 +1,4 @@
-"""What is told of a run: numbers, the verdict, and the command that runs it again."""
+"""The report of a run: its figures, its verdict, and the command that repeats it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from transferqueue.testing.chaos.recovery import Times
 from transferqueue.testing.chaos.verify import Account
 
 VIOLATIONS_MAX: Final = 20
-"""How many violations a record has in words, which is of limited size. All are printed when the run ends."""
+"""Violations that a record quotes, since records have a limited size. All are printed when the run ends."""
 VIOLATION_CHARACTERS_MAX: Final = 200
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Of some times, in seconds."""
+    """Percentiles of a list of times, in seconds."""
 
     samples: int
     p10: float
@@ -33,19 +33,20 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, times: Times) -> Spread:
-        """These times."""
+        """The percentiles of these times."""
         return cls(len(times.samples), *(round(times.at(share), 4) for share in (0.1, 0.5, 0.9, 0.99, 1.0)))
 
     def results(self, name: str) -> list[MeasuredResult]:
-        """As results of a record."""
+        """These figures as results of a record."""
         middle = rounded(MeasuredResult(name, "s", self.samples, self.p50, self.p10, self.p90))
         return [middle, single(f"{name}_p99", "s", self.p99), single(f"{name}_most", "s", self.most)]
 
 
 class Longest(msgspec.Struct, frozen=True):
-    """Of the turns of the server's loops of one kind, over all its lives as far as it was asked: the longest by the clock, which has
-    the time in which the server was frozen or the machine ran something else; the longest by processor time, of those above 20 ms by
-    the clock (0: none); and how many were above it by processor time, by what they were for."""
+    """The longest turns of one kind of the server's loop, over all serving processes, as far as the probe asked.
+
+    seconds: by the clock, so with the time for which the server was frozen or the machine ran something else. busy_s: by processor time,
+    of the turns above 20 ms by the clock (0: there was none). late: turns above 20 ms by processor time, counted by their subject."""
 
     seconds: float
     of: str
@@ -55,8 +56,8 @@ class Longest(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A run. load: of the machine, in processes that run on average over its
-    last minute, by core. faults: how often each kind was done. verified: rows leased, every byte computed again. turns: by kind."""
+    """The figures of a run. load: load average of the machine over the last minute, by core. faults: count of each kind. verified: rows
+    leased, of which every byte was compared. turns: by kind."""
 
     command: str
     load: float
@@ -81,7 +82,7 @@ class Report(msgspec.Struct, frozen=True):
         return not self.violations
 
     def lines(self) -> Iterator[str]:
-        """The report, to be read."""
+        """The report as lines of text."""
         kinds = ", ".join(f"{kind} {times}" for kind, times in self.faults.items())
         yield f"load of the machine   {self.load} processes a core, over its last minute"
         yield f"faults of processes   {self.faults_of_processes} ({kinds})"
@@ -99,7 +100,7 @@ class Report(msgspec.Struct, frozen=True):
         yield f"again                 {self.command}"
 
     def results(self) -> list[MeasuredResult]:
-        """The figures, for a record."""
+        """The figures as results of a record."""
         counts = {
             "faults_of_processes": self.faults_of_processes,
             **{f"faults/{kind}": times for kind, times in self.faults.items()},
@@ -125,7 +126,7 @@ class Report(msgspec.Struct, frozen=True):
         ]
 
     def details(self) -> dict[str, Any]:
-        """The verdict, and what the figures do not say, for a record."""
+        """The verdict and the texts of violations, as details of a record."""
         return {
             "kept": self.kept,
             "violations": [text[:VIOLATION_CHARACTERS_MAX] for text in self.violations[:VIOLATIONS_MAX]],
@@ -134,9 +135,9 @@ class Report(msgspec.Struct, frozen=True):
         }
 
 
-def report(run: ChaosSettings, faults: Sequence[Fault], told: Sequence[ReadLog], violations: Sequence[str]) -> Report:
-    """Judge a run by its diaries. violations: what was seen while it ran; with any, it ended where it was."""
-    account = Account(told, drained=not violations)
+def report(run: ChaosSettings, faults: Sequence[Fault], logs: Sequence[ReadLog], violations: Sequence[str]) -> Report:
+    """Check the event logs of a run and sum it up. violations: found while it ran; with any, the run ended early."""
+    account = Account(logs, drained=not violations)
     return Report(
         command=run.command,
         load=round(os.getloadavg()[0] / (os.cpu_count() or 1), 1),
@@ -150,16 +151,16 @@ def report(run: ChaosSettings, faults: Sequence[Fault], told: Sequence[ReadLog],
         duplicates=account.duplicates,
         bounds_broken=account.bounds,
         violations=[*violations, *account.violations],
-        server_recovery_s=Spread.of(recovery.of_server(faults, told)),
-        redelivery_s=Spread.of(recovery.of_leases(faults, told, remote=False)),
-        redelivery_remote_s=Spread.of(recovery.of_leases(faults, told, remote=True)),
-        turns=longest_turns(told),
+        server_recovery_s=Spread.of(recovery.of_server(faults, logs)),
+        redelivery_s=Spread.of(recovery.of_leases(faults, logs, remote=False)),
+        redelivery_remote_s=Spread.of(recovery.of_leases(faults, logs, remote=True)),
+        turns=longest_turns(logs),
     )
 
 
-def longest_turns(told: Sequence[ReadLog]) -> dict[str, Longest]:
-    """By kind, over all lives of the server. What the last half second before a death had is not known."""
-    lives: dict[int, dict[str, Any]] = {line[2]: line[3] for diary in told for line in diary.of("turns")}
+def longest_turns(logs: Sequence[ReadLog]) -> dict[str, Longest]:
+    """The longest turns of each kind, over all serving processes. The last half second before a death is not covered."""
+    lives: dict[int, dict[str, Any]] = {line[2]: line[3] for log in logs for line in log.of("turns")}
     kinds = {kind for turns in lives.values() for kind in turns}
     found = {}
     for kind in sorted(kinds):

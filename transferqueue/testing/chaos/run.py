@@ -1,4 +1,4 @@
-"""One run: everything started, hurt by plan, healed, drained, judged and removed."""
+"""One run: start everything, inject the planned faults, end them, drain the tables, check the event logs, and clean up."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from typing import Final, Self
 
 import msgspec
 
-from transferqueue.testing.chaos import log as diary
 from transferqueue.testing.chaos import proxy
-from transferqueue.testing.chaos.crew_loop import CrewLoop
 from transferqueue.testing.chaos.fault_plan import (
     DRAINERS,
     FLOODERS,
@@ -31,36 +29,37 @@ from transferqueue.testing.chaos.fault_plan import (
     plan,
     roles,
 )
+from transferqueue.testing.chaos.log import read_logs
 from transferqueue.testing.chaos.probe import Probe
 from transferqueue.testing.chaos.process_context import ProcessContext, ServerEndpoint
+from transferqueue.testing.chaos.process_loop import ProcessLoop
 from transferqueue.testing.chaos.processes import ManagedProcess, Pipe
 from transferqueue.testing.chaos.report import Report, report
-from transferqueue.testing.chaos.roles import live
+from transferqueue.testing.chaos.roles import run_role
 from transferqueue.testing.chaos.server_process import ServerUnderTest
 from transferqueue.transport.security import keyring
 from transferqueue.transport.security.keys import write_token
 
 START_S: Final = 60.0
 DRAIN_S: Final = 150.0
-"""More than a wait of a role, so that one that is stuck says itself why."""
-TOLD_EVERY_S: Final = 5.0
+"""Longer than any wait of a role, so that a role that is stuck reports why itself."""
+PROGRESS_EVERY_S: Final = 5.0
 _PROBE: Final = "probe"
 _SOURCES: Final = {*PRODUCERS, *FLOODERS, REMOTE[0]}
 
 
 def chaos(run: ChaosSettings, say: Callable[[str], object], keep: Path | None = None) -> Report:
-    """Run it; blocks for its time and that of the drain after it. say: told of the progress in lines.
+    """Run it; blocks until the tables are drained after the last fault. say: called with each line of progress.
 
-    keep: a directory that gets the diaries and the logs; None: nothing is left. To be called in the main thread of a process that has no other
-    thread: it forks. `KeyboardInterrupt`, by SIGINT or
-    SIGTERM, ends and removes everything too.
+    keep: a directory for the event logs and the output of all processes; None: nothing is left. It forks, so call it in the main
+    thread of a process without other threads. SIGINT and SIGTERM (`KeyboardInterrupt`) end and remove everything too.
     """
     directory = Path(tempfile.mkdtemp(prefix="tq-chaos-"))
     before = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with Chaos(run, directory, say) as going:
-            going.go()
-            return report(run, going.faults, diary.read(directory / "diaries"), going.violations)
+        with Chaos(run, directory, say) as chaos_run:
+            chaos_run.go()
+            return report(run, chaos_run.faults, read_logs(directory / "diaries"), chaos_run.violations)
     finally:
         if keep is not None:
             shutil.copytree(directory / "diaries", keep / "diaries", dirs_exist_ok=True)
@@ -78,40 +77,40 @@ class Chaos:
         self._run, self._directory, self._say = run, directory, say
         self.faults: Final[list[Fault]] = []
         self.violations: Final[list[str]] = []
-        self._stage = CrewLoop()
+        self._loop = ProcessLoop()
         self._life = itertools.count(1)
-        self._pipes: Final = {name: Pipe(to_member=name != "news") for name in ("commands", "news", "network")}
+        self._pipes: Final = {name: Pipe(to_child=name != "news") for name in ("commands", "news", "network")}
         self._ready = self._probed = False
         self._rows: dict[str, int] = {}
-        self._draining = self._server_leaves = False
+        self._draining = self._server_restarts = False
         (directory / "diaries").mkdir()
         self._port = _free_port() if run.tcp else None
         self._remote = self._token() if run.tcp else None
-        self._served = ServerUnderTest(directory, run, self._port)
-        self._local = ServerEndpoint(self._served.address)
+        self._server = ServerUnderTest(directory, run, self._port)
+        self._local = ServerEndpoint(self._server.address)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):  # what is left takes a moment, and is to be done whole
+        for number in (signal.SIGINT, signal.SIGTERM):  # the clean-up must not be interrupted
             signal.signal(number, signal.SIG_IGN)
-        for member in list(self._stage.members.values()):
-            member.signal(signal.SIGKILL)
-            member.ended()
-        self._served.remove()
-        self._stage.close()
+        for process in list(self._loop.processes.values()):
+            process.signal(signal.SIGKILL)
+            process.wait()
+        self._server.remove()
+        self._loop.close()
         for pipe in self._pipes.values():
             pipe.close()
 
     def go(self) -> None:
-        """From the start to the end in order of everything."""
+        """Run from the start to the drained end; stops early at a violation."""
         self._start()
         began = time.monotonic()
         for fault in plan(self._run):
-            self._stage.at(began + fault.at, partial(self._do, fault))
-        self._stage.at(began + TOLD_EVERY_S, partial(self._tell, began))
-        if not self._stage.until(lambda: bool(self.violations), began + self._run.seconds):
+            self._loop.at(began + fault.at, partial(self._do, fault))
+        self._loop.at(began + PROGRESS_EVERY_S, partial(self._tell, began))
+        if not self._loop.run_until(lambda: bool(self.violations), began + self._run.seconds):
             self._drain()
 
     # ------------------------------------------------------------ start
@@ -119,23 +118,23 @@ class Chaos:
     def _token(self) -> ServerEndpoint:
         keys = self._directory / "keys"
         keyring.add(keys, "remote", "admin")
-        address = f"tcp://{proxy.HERE}:{self._port}"
+        address = f"tcp://{proxy.PROXY_HOST}:{self._port}"
         return ServerEndpoint(address, write_token(keyring.token_of(keys, "remote", address)))
 
     def _start(self) -> None:
-        self._stage.hear(self._served.said, self._hear_server)
-        self._stage.hear(self._pipes["news"].here, self._hear_probe)
+        self._loop.watch_descriptor(self._server.output, self._read_server)
+        self._loop.watch_descriptor(self._pipes["news"].parent_end, self._read_probe)
         if self._run.tcp:
-            self._fork(PROXY, lambda: proxy.carry(self._run.seed, self._pipes["network"].there))
+            self._fork(PROXY, lambda: proxy.run_proxy(self._run.seed, self._pipes["network"].child_end))
         self._await(lambda: self._ready, "the server did not listen")
-        self._member(_PROBE)
+        self._start_role(_PROBE)
         self._await(lambda: self._probed, "the probe got no answer")
         for role in roles(self._run):
-            self._member(role)
+            self._start_role(role)
 
     def _await(self, reached: Callable[[], bool], otherwise: str) -> None:
         if (
-            not self._stage.until(lambda: reached() or bool(self.violations), time.monotonic() + START_S)
+            not self._loop.run_until(lambda: reached() or bool(self.violations), time.monotonic() + START_S)
             or not reached()
         ):
             raise RuntimeError(f"{otherwise} within {START_S:g} s; {self._log_tail()}")
@@ -144,24 +143,24 @@ class Chaos:
         logs = sorted(self._directory.glob("*.log"))
         return " | ".join(f"{log.name}: {log.read_text(errors='replace')[-500:]}" for log in logs)
 
-    def _member(self, role: str) -> None:
+    def _start_role(self, role: str) -> None:
         life = next(self._life)
         self._fork(role, lambda: self._live(role, life))
 
     def _live(self, role: str, life: int) -> None:
-        way = self._remote if role in REMOTE and self._remote is not None else self._local
-        post = ProcessContext(self._directory, way, role, life, self._run.seed)
+        endpoint = self._remote if role in REMOTE and self._remote is not None else self._local
+        context = ProcessContext(self._directory, endpoint, role, life, self._run.seed)
         if role == _PROBE:
-            Probe(post, self._pipes["commands"].there, self._pipes["news"].there).run()
+            Probe(context, self._pipes["commands"].child_end, self._pipes["news"].child_end).run()
         else:
-            live(post)
+            run_role(context)
 
     def _fork(self, role: str, work: Callable[[], object]) -> None:
-        self._stage.watch(ManagedProcess(role, self._alone(work), self._directory / f"{role}.log"), self._ended)
+        self._loop.watch(ManagedProcess(role, self._alone(work), self._directory / f"{role}.log"), self._ended)
 
     def _alone(self, work: Callable[[], object]) -> Callable[[], object]:
-        """`work` of a child, which closes its copies of what only this process may hold open."""
-        ends = [pipe.here for pipe in self._pipes.values()]
+        """`work` for a child, which first closes its copies of the descriptors that only the parent may hold."""
+        ends = [pipe.parent_end for pipe in self._pipes.values()]
 
         def alone() -> None:
             for end in ends:
@@ -170,21 +169,21 @@ class Chaos:
 
         return alone
 
-    def _ended(self, member: ManagedProcess, code: int) -> None:
-        in_order = code == 0 and (self._draining or member.role == PROXY)
+    def _ended(self, process: ManagedProcess, code: int) -> None:
+        in_order = code == 0 and (self._draining or process.role == PROXY)
         if not in_order and code != -signal.SIGKILL:
-            self.violations.append(f"{member.role} ended by itself with exit code {code}; {self._why(member.role)}")
-        elif not in_order and not (self._draining and member.role in _SOURCES):
-            self._member(member.role)
+            self.violations.append(f"{process.role} ended by itself with exit code {code}; {self._why(process.role)}")
+        elif not in_order and not (self._draining and process.role in _SOURCES):
+            self._start_role(process.role)
 
     def _why(self, role: str) -> str:
         lines = (self._directory / f"{role}.log").read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
 
-    # ------------------------------------------------------------ what is heard
+    # ------------------------------------------------------------ events
 
-    def _hear_server(self) -> None:
-        said = os.read(self._served.said, 1 << 16)
+    def _read_server(self) -> None:
+        said = os.read(self._server.output, 1 << 16)
         with (self._directory / "server.log").open("ab") as log:
             log.write(said)
         if not said:
@@ -192,37 +191,37 @@ class Chaos:
         elif b"ready" in said:
             self._ready = True
             if self._run.tcp:
-                for port in self._served.ports():
+                for port in self._server.ports():
                     self._network("port", port)
 
     def _server_ended(self) -> None:
-        self._stage.ignore(self._served.said)
-        code = self._served.process.wait()
-        if code or not self._server_leaves:
+        self._loop.ignore_descriptor(self._server.output)
+        code = self._server.process.wait()
+        if code or not self._server_restarts:
             self.violations.append(f"the server ended with exit code {code}; {self._why(SERVER)}")
         else:
-            self._served.close()
-            self._served.start()
-            self._stage.hear(self._served.said, self._hear_server)
-        self._server_leaves = False
+            self._server.close()
+            self._server.start()
+            self._loop.watch_descriptor(self._server.output, self._read_server)
+        self._server_restarts = False
 
-    def _hear_probe(self) -> None:
-        for line in os.read(self._pipes["news"].here, 1 << 16).splitlines():
-            kind, told = msgspec.json.decode(line, type=tuple[str, dict[str, int]])
+    def _read_probe(self) -> None:
+        for line in os.read(self._pipes["news"].parent_end, 1 << 16).splitlines():
+            kind, figures = msgspec.json.decode(line, type=tuple[str, dict[str, int]])
             if kind == "ready":
                 self._probed = True
             else:
-                self._rows = told
+                self._rows = figures
 
     def _network(self, kind: str, value: float) -> None:
-        self._pipes["network"].say(msgspec.json.encode([kind, value]))
+        self._pipes["network"].send(msgspec.json.encode([kind, value]))
 
     def _tell(self, began: float) -> None:
         now = time.monotonic() - began
         rows = ", ".join(f"{name} {done:,}" for name, done in self._rows.items())
         self._say(f"{now:5.0f} s  {len(self.faults):4} faults  rows done: {rows}")
-        if now + TOLD_EVERY_S < self._run.seconds:
-            self._stage.at(began + now + TOLD_EVERY_S, partial(self._tell, began))
+        if now + PROGRESS_EVERY_S < self._run.seconds:
+            self._loop.at(began + now + PROGRESS_EVERY_S, partial(self._tell, began))
 
     # ------------------------------------------------------------ faults
 
@@ -241,62 +240,62 @@ class Chaos:
             self.faults.append(fault._replace(at=at))
 
     def _kill(self, role: str) -> bool:
-        member = self._stage.members.get(role)
-        if member is not None:
-            member.signal(signal.SIGKILL)
-        return member is not None
+        process = self._loop.processes.get(role)
+        if process is not None:
+            process.signal(signal.SIGKILL)
+        return process is not None
 
     def _freeze(self, targets: Iterable[str], for_s: float) -> bool:
-        members = [member for role in targets if (member := self._stage.members.get(role)) is not None]
-        for member in members:
-            member.signal(signal.SIGSTOP)
-            self._stage.at(time.monotonic() + for_s, partial(member.signal, signal.SIGCONT))
-        return bool(members)
+        processes = [process for role in targets if (process := self._loop.processes.get(role)) is not None]
+        for process in processes:
+            process.signal(signal.SIGSTOP)
+            self._loop.at(time.monotonic() + for_s, partial(process.signal, signal.SIGCONT))
+        return bool(processes)
 
     def _hurt_server(self, fault: Fault) -> bool:
         if fault.kind == "restart":
-            if not self._ready:  # it only begins, and has not said yet what a signal is to it
+            if not self._ready:  # the server has not installed its signal handlers yet
                 return False
-            self._server_leaves, self._ready = True, False
-            self._served.ask_to_stop()
+            self._server_restarts, self._ready = True, False
+            self._server.ask_to_stop()
             return True
         if fault.kind == "disk_full":
-            return self._served.fill_disk()
+            return self._server.fill_disk()
         if fault.kind == "freeze":
-            self._stage.at(time.monotonic() + fault.for_s, partial(self._served.signal, signal.SIGCONT))
-        return self._served.signal(signal.SIGSTOP if fault.kind == "freeze" else signal.SIGKILL)
+            self._loop.at(time.monotonic() + fault.for_s, partial(self._server.signal, signal.SIGCONT))
+        return self._server.signal(signal.SIGSTOP if fault.kind == "freeze" else signal.SIGKILL)
 
     # ------------------------------------------------------------ the end
 
     def _drain(self) -> None:
-        """Heal everything, end the sources, seal, and wait until all have done what there is."""
+        """End all faults, stop the producers, seal the tables, and wait until all rows are done."""
         self._draining = True
-        self._served.signal(signal.SIGCONT)
-        for member in self._stage.members.values():
-            member.signal(signal.SIGCONT)
-        for role in _SOURCES & self._stage.members.keys():
-            self._stage.members[role].signal(signal.SIGTERM)
+        self._server.signal(signal.SIGCONT)
+        for process in self._loop.processes.values():
+            process.signal(signal.SIGCONT)
+        for role in _SOURCES & self._loop.processes.keys():
+            self._loop.processes[role].signal(signal.SIGTERM)
         self._await_end(_SOURCES)
-        self._pipes["commands"].say(b"seal")
+        self._pipes["commands"].send(b"seal")
         self._await_end(set(roles(self._run)))
-        self._pipes["commands"].say(b"end")
+        self._pipes["commands"].send(b"end")
         self._await_end({_PROBE})
         if not self.violations:
-            self._stage.ignore(self._served.said)
-            if code := self._served.stop():
+            self._loop.ignore_descriptor(self._server.output)
+            if code := self._server.stop():
                 self.violations.append(f"the server was told to stop and ended with exit code {code}")
 
     def _await_end(self, who: set[str]) -> None:
         def left() -> set[str]:
-            return who & self._stage.members.keys()
+            return who & self._loop.processes.keys()
 
         deadline = time.monotonic() + DRAIN_S
-        if not self._stage.until(lambda: not left() or bool(self.violations), deadline):
+        if not self._loop.run_until(lambda: not left() or bool(self.violations), deadline):
             self.violations.append(
                 f"stuck: {', '.join(sorted(left()))} had not ended {DRAIN_S:g} s after the last fault"
             )
 
 
 def _free_port() -> int:
-    with socket.create_server((proxy.THERE, 0)) as listening:
+    with socket.create_server((proxy.SERVER_HOST, 0)) as listening:
         return int(listening.getsockname()[1])

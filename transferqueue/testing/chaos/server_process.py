@@ -1,7 +1,7 @@
-"""The server of a run: the command that a person gives, in a process of its own, and what can be done to it.
+"""The server of a run: ``transferqueue serve --supervise`` as a child process, and the faults that can be done to it.
 
-Linux says of a process which children it has and which ports it listens at; so the life that serves is found under its
-supervisor, and the port of bulk transfers, which each life chooses, without asking the server.
+The supervisor starts one serving process after the other. Linux lists the children of a process and the ports at which it listens. So
+this module finds the serving process, and the port for bulk transfers that it chose, without asking the server.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from transferqueue.testing.chaos.fault_plan import ChaosSettings
 ARENA_BYTES: Final = 64 << 20
 STOP_S: Final = 30.0
 DISK_BYTES: Final = 4096
-"""A journal of any content is larger: with this as the largest size of a file, its next page finds the disk full."""
+"""Smaller than any journal: with this limit on the size of a file, the next write to the journal fails as on a full disk."""
 
 
 class ServerUnderTest:
-    """``transferqueue serve --supervise`` under `directory`. tcp: the port it listens at too, with keys."""
+    """``transferqueue serve --supervise`` in `directory`. tcp: a TCP port to listen at too, with keys; None: none."""
 
     def __init__(self, directory: Path, run: ChaosSettings, tcp: int | None) -> None:
         self.directory: Final = directory
@@ -40,17 +40,17 @@ class ServerUnderTest:
         self.start()
 
     def start(self) -> None:
-        """Start it; it says on `said` when it is ready."""
+        """Start the server. It prints "ready" to the descriptor `output`."""
         self.process = subprocess.Popen(
             self._command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, cwd=self.directory
         )
         if self.process.stdout is None:
             raise RuntimeError("a pipe was asked for")
-        self.said = self.process.stdout.fileno()
+        self.output = self.process.stdout.fileno()
 
     @property
-    def life(self) -> int | None:
-        """Process number of the life that serves now; None between two."""
+    def serving_pid(self) -> int | None:
+        """Process number of the serving process; None between two."""
         supervisor = self.process.pid
         try:
             children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
@@ -59,55 +59,57 @@ class ServerUnderTest:
         return int(children[0]) if children else None
 
     def signal(self, number: signal.Signals) -> bool:
-        """Send a signal to the life that serves; whether there was one."""
-        life = self.life
-        if life is None:
+        """Send a signal to the serving process. False if there is none."""
+        pid = self.serving_pid
+        if pid is None:
             return False
         with suppress(ProcessLookupError):
-            os.kill(life, number)
+            os.kill(pid, number)
             return True
         return False
 
     def fill_disk(self) -> bool:
-        """No file of this life may grow any more: its next commit fails as on a full disk. Needs no privilege."""
-        life = self.life
-        if life is None:
+        """Forbid the serving process to let files grow: its next commit fails as on a full disk. Needs no privilege."""
+        pid = self.serving_pid
+        if pid is None:
             return False
-        _, most = resource.prlimit(life, resource.RLIMIT_FSIZE)
-        resource.prlimit(life, resource.RLIMIT_FSIZE, (DISK_BYTES, most))
+        _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (DISK_BYTES, most))
         return True
 
     def ports(self) -> list[int]:
-        """All tcp ports at which the life that serves listens."""
-        life = self.life
-        return [] if life is None else sorted(_listening(life))
+        """All TCP ports at which the serving process listens."""
+        pid = self.serving_pid
+        return [] if pid is None else sorted(_listening(pid))
 
     def ask_to_stop(self) -> None:
-        """SIGTERM, as a service does it."""
+        """Send SIGTERM, as a service manager does."""
         self.signal(signal.SIGCONT)
         self.process.terminate()
 
     def stop(self) -> int:
-        """Have it end in order; its exit code."""
+        """Stop the server in order; its exit code."""
         self.ask_to_stop()
         return self.process.wait(STOP_S)
 
     def close(self) -> None:
-        """Hear it no more; after its end."""
+        """Close the pipe from the server, after its end."""
         if self.process.stdout is not None:
             self.process.stdout.close()
 
     def remove(self) -> None:
-        """End it however, and remove what it keeps: its state, and its arena on shared memory."""
+        """Kill the server if it runs, and remove its state and its arena in shared memory."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(STOP_S)
         self.close()
         with suppress(OSError):
-            arena = (self._state / (self._state / "arena").readlink()).parent  # the link is relative to where it is
+            arena = (
+                self._state / (self._state / "arena").readlink()
+            ).parent  # the link is relative to its own directory
             if arena != self._state:
                 shutil.rmtree(arena)
-                arena.parent.rmdir()  # unless other servers have theirs there
+                arena.parent.rmdir()  # fails if other servers have arenas there
 
 
 def _listening(process: int) -> Iterator[int]:

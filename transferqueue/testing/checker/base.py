@@ -1,4 +1,4 @@
-"""What every judge of a history is, and the operations they all look up."""
+"""The base of all judges of a history, and the operations that they look up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transferqueue.testing.history import history as h
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """A promise that was not kept. kind: which; op: of the operation by which it was seen, 0: of none."""
+    """A broken promise. kind: which promise. op: number of the operation that showed it, 0: none."""
 
     kind: str
     text: str
@@ -24,7 +24,7 @@ Found = Iterable[Violation]
 
 
 class Operation:
-    """One operation as far as it is known. end: None while it is under way."""
+    """One operation so far. end: None while it is under way."""
 
     __slots__ = ("begun", "end")
 
@@ -34,17 +34,17 @@ class Operation:
 
     @property
     def number(self) -> int:
-        """Its number."""
+        """The number of the operation."""
         return self.begun.op
 
     @property
     def failed(self) -> bool:
-        """Whether it certainly was not carried out."""
+        """Whether the operation certainly changed nothing."""
         return self.end is not None and self.end.outcome == "fail"
 
 
 class Judge:
-    """Sees every event in order. Knows only the history, nothing of how the queue works."""
+    """Checks one kind of promise. It gets every event in order and knows only the history, not how the queue works."""
 
     def declared(self, event: h.Declared) -> Found:
         """A table was made."""
@@ -55,15 +55,15 @@ class Judge:
         return ()
 
     def ended(self, op: Operation, end: h.Ended) -> Found:
-        """It ended; `op.end` is set."""
+        """An operation ended; `op.end` is set."""
         return ()
 
     def died(self, process: str) -> Found:
-        """A process is gone."""
+        """A process died."""
         return ()
 
     def counted(self, event: h.Counted) -> Found:
-        """The server was asked."""
+        """The server reported its counts."""
         return ()
 
     def finished(self) -> Found:

@@ -1,26 +1,26 @@
-"""Is a history one that the promises allow? Pure: events in, violations out.
+"""Check a history against the promises. Pure: events in, violations out.
 
-The checker knows nothing of how the queue works, only what it promises (docs/DESIGN, section 3). What nobody can know
-it takes to be as the queue would have it: a put without an answer may be there or not. So whatever it finds is wrong
+The checker does not know how the queue works, only what it promises (the README's table). Where the history leaves something
+open, it assumes what favours the queue: a put without an answer may have happened or not. So each violation that it reports is one
 under every order of events that fits the history.
 
 ============================  ====================================================================================
-kind                          what was seen
+kind                          violation
 ============================  ====================================================================================
-``lost``                      counts that do not add up; a row without a fate, or with one that nobody gave
+``lost``                      counts that do not add up; a row that did not end, or whose end nobody asked for
 ``invented row``, ``row ids`` a row that nobody put; one id for two rows
-``duplicated effect``         a row done twice by a task, or lent after it was done or dropped; one put, two sets of rows
+``duplicated effect``         a row done twice by a task, or leased after it was done or dropped; one put, two sets of rows
 ``fencing``                   the ack of a lease that had ended was accepted
-``attempts``                  a row that failed too often was lent again
+``attempts``                  a row that failed too often was leased again
 ``readiness``                 a row without a field that the task needs
-``atomic put``                something refused was seen
+``atomic put``                data of a refused call was visible
 ``torn read``                 a value that nobody wrote, or memory that changed under a view
 ``split group``               part of a group
-``staleness bound``           a row too old at its hand-over
-``memory bound``, ``pacing    more rows, bytes or promises than there may be
+``staleness bound``           a row that was too old when it was leased
+``memory bound``, ``pacing    more rows, bytes or reservations than the bound
 bound``
 ``seal``                      a row entered after the seal
-``weights``                   a version that was not asked for
+``weights``                   a version that the call did not ask for
 ``stuck``                     a wait that did not end
 ============================  ====================================================================================
 """
@@ -56,7 +56,7 @@ class Checker:
         ]
 
     def see(self, line: h.Line) -> list[Violation]:
-        """The next event; what is wrong with it, which `violations` keeps too."""
+        """Take in the next event. Returns its violations, and adds them to `violations`."""
         found = [violation for judge in self._judges_of(line) for violation in judge]
         self.violations += found
         return found
@@ -86,7 +86,7 @@ class Checker:
 
 
 def check(history: Iterable[h.Line], late_s: float | None = None) -> list[Violation]:
-    """All that is wrong with a history. late_s: how late a wait may end; None: any time before the history does."""
+    """All violations in a history. late_s: how late a wait may end; None: any time before the end of the history."""
     checker = Checker(late_s)
     for line in history:
         checker.see(line)

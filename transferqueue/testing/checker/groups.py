@@ -10,7 +10,7 @@ from transferqueue.testing.history import history as h
 
 
 class GroupJudge(Judge):
-    """Split groups."""
+    """Reports split groups."""
 
     def __init__(self) -> None:
         self._rules: dict[str, dict[str, Complete]] = defaultdict(dict)

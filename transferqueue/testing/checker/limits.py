@@ -1,8 +1,8 @@
-"""What may never be exceeded: staleness, rows, bytes, reservations; and what may never happen after a seal.
+"""Bounds are kept: on staleness, rows, bytes and reservations; and no row enters after the seal.
 
-Only what is certain counts. A row is certainly there from the moment its put was answered until somebody tries to end
-it, in a table that ends none by itself; a reservation holds from its answer until somebody tries to use or return it, or
-its process is gone.
+Only certain facts count. A row certainly exists from the answer to its put until a client tries to end
+it, in a table that drops no rows on its own. A reservation holds from its answer until a client tries to use or return it, or
+its process dies.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from transferqueue.testing.history import history as h
 
 
 class _Table:
-    """Terms of one table, and what certainly holds in it."""
+    """Terms of one table, and the rows and reservations that certainly exist in it."""
 
     def __init__(self) -> None:
         self.terms: h.Declared | None = None
         self.clock = -1
         self.sealed = False
         self.rows: dict[int, set[str]] = {}
-        """Row that is certainly there -> tasks that may have ended it."""
+        """Row that certainly exists -> tasks that may have ended it."""
         self.pace: set[int] = set()
         """Rows that the pacing task is certainly not done with."""
         self.reserved: dict[int, tuple[str, int]] = {}
@@ -32,13 +32,13 @@ class _Table:
 
 
 class LimitJudge(Judge):
-    """Staleness, memory, reservations, seal."""
+    """Reports broken bounds on staleness, memory and reservations, and rows that entered after the seal."""
 
     def __init__(self) -> None:
         self._tables: dict[str, _Table] = defaultdict(_Table)
         self._channels: dict[str, int] = {}
         self._clock_at: dict[int, int] = {}
-        """Lease under way -> the clock that was certainly reached when it began."""
+        """Lease call under way -> the policy version that was certainly reached when it began."""
         self._sealed_before: set[int] = set()
 
     def declared(self, event: h.Declared) -> Found:
@@ -72,7 +72,7 @@ class LimitJudge(Judge):
     def ended(self, op: Operation, end: h.Ended) -> Found:
         """See `Judge`."""
         if end.error == "Disconnected":
-            self.died(op.begun.process)  # its session is over, and what that held has returned
+            self.died(op.begun.process)  # its session is over, and its leases and reservations returned
         if end.outcome != "ok":
             return
         match op.begun.call:
@@ -110,7 +110,7 @@ class LimitJudge(Judge):
         if terms.bytes_max is not None and event.bytes > terms.bytes_max:
             yield Violation("memory bound", f'table "{event.table}" holds {event.bytes} bytes, above {terms.bytes_max}')
 
-    # ------------------------------------------------------------ one by one
+    # ------------------------------------------------------------ checks
 
     def _clock(self, table: _Table) -> int:
         pacing = table.terms.pacing if table.terms else None
@@ -188,7 +188,7 @@ def _check_ahead(table: _Table, op: Operation) -> Found:
         return
     pacer = next((task for task in terms.tasks if task.name == terms.pacing.task), None)
     if pacer is not None and pacer.groups is not None and isinstance(pacer.groups.incomplete, Refill):
-        return  # members are asked for again though others have taken their places since
+        return  # members are refilled even after others took their places
     ahead = promised + len(table.pace)
     if ahead > terms.pacing.rows_ahead_max:
         yield Violation(

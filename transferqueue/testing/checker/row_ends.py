@@ -1,8 +1,8 @@
 """Each row is done once in each task, and ends once: never lost, never twice.
 
-The numbers of leases ascend in the order in which the server made them. So if a row is in two leases of a task, the
-one with the lower number had ended before the other began: its ack must fail, and had it been acked, there would be no
-other. Rows that a task may rightly be given again (requeued when stale, rolled back) are exempt from that.
+The server numbers leases in ascending order. So if a row is in two leases of a task, the
+lease with the lower number ended before the other began: its ack must fail, since after an ack there would be no
+second lease. Rows that a task may rightly lease again (requeued when stale, rolled back) are exempt.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from transferqueue.testing.checker.base import Found, Judge, Operation, Violatio
 from transferqueue.testing.history import history as h
 
 ALONE: tuple[str, ...] = ("stale", "attempts", "group_incomplete", "lost", "table_dropped")
-"""Reasons for which the queue drops rows by itself."""
+"""Reasons for which the queue drops rows on its own."""
 
 
 class _Lent:
-    """One hand-over of a row: by whom it was let go, if it was."""
+    """One lease of a row: which replicas ended it, if any."""
 
     __slots__ = ("lease", "let_go", "replicas")
 
@@ -28,7 +28,7 @@ class _Lent:
 
 
 class _Table:
-    """Fates of the rows of one table."""
+    """How the rows of one table ended."""
 
     def __init__(self) -> None:
         self.tasks: dict[str, Task] = {}
@@ -39,14 +39,14 @@ class _Table:
         """(task, row) -> the lease whose ack was accepted."""
         self.maybe_acked: set[tuple[str, int]] = set()
         self.dropped: dict[int, tuple[str, int]] = {}
-        """Row -> why it ended, and the last operation that had begun when that was known."""
+        """Row -> why it ended, and the last operation that had begun when the end was known."""
         self.maybe_dropped: dict[int, str] = {}
         self.put = self.maybe_put = 0
         self.rows: set[int] = set()
 
 
 class RowEndJudge(Judge):
-    """Duplicated effects, broken fences, rows without a fate."""
+    """Reports duplicated effects, accepted acks of ended leases, and rows that did not end."""
 
     def __init__(self) -> None:
         self._tables: dict[str, _Table] = defaultdict(_Table)
@@ -122,7 +122,7 @@ class RowEndJudge(Judge):
 
 
 def _let_go(table: _Table, task: str, row: int, lease: int, *, failed: bool) -> None:
-    """The holder tries to end it; a failed release is an attempt that counts."""
+    """The holder tries to end its lease of a row; a failed release counts as an attempt."""
     for one in table.lent[task, row]:
         if one.lease == lease and not failed:
             one.let_go = True
@@ -147,7 +147,7 @@ def _leased(table: _Table, op: Operation, call: h.LeaseCall, got: h.LeasedResult
 
 
 def _attempts(table: _Table, op: Operation, call: h.LeaseCall, row: int, before: list[_Lent]) -> Found:
-    """A row that was lent and never let go failed: its holder died, was late, or said so."""
+    """A lease of a row that did not end with its holder failed: the holder died, was late, or reported a failure."""
     task = table.tasks.get(call.task)
     if task is None or not task.attempts_max or task.groups is not None or table.again or call.world > 1:
         return
@@ -195,7 +195,7 @@ def _row_acked(table: _Table, op: Operation, call: h.AckCall, row: int) -> Found
 
 
 def _drained(table: _Table, event: h.Counted) -> Found:
-    """Everybody has had the end: every row has its fate, and somebody gave it."""
+    """All tasks reached the end of the table: every row ended, and a client or the table's terms ended it."""
     if event.rows_live:
         yield Violation("lost", f'table "{event.table}" is drained, and {event.rows_live} rows have no fate')
     fates = Counter(reason for reason in event.dropped for _ in range(event.dropped[reason]))
@@ -217,7 +217,7 @@ def _seen(table: _Table) -> set[int]:
 
 
 def may_drop_alone(event: h.Declared) -> bool:
-    """Whether rows of the table may end without anybody having asked for it."""
+    """Whether rows of the table may be dropped without a request of a client."""
     stale = event.pacing is not None and event.pacing.max_staleness is not None
     return stale or any(
         task.attempts_max or (task.groups is not None and not isinstance(task.groups.incomplete, Refill))

@@ -1,7 +1,7 @@
-"""Rows are what was put, whole, under ids of their own; and their values are what was written.
+"""Each row that is read was put, is whole, and has an id of its own; its values are those that were written.
 
-A put whose answer nobody heard may be there or not. Its rows are recognised when they are first seen, by their values,
-and from then on their ids are known: one put has consecutive ids.
+A put without an answer may have happened or not. The checker recognises its rows by their values when they are first read,
+and knows their ids from then on, because the ids of one put are consecutive.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from transferqueue.testing.history import history as h
 
 
 class _Table:
-    """What is known of the rows and values of one table."""
+    """The known rows and values of one table."""
 
     def __init__(self) -> None:
         self.put_of: dict[int, tuple[Operation, int]] = {}
-        """Row -> the put it came of, and its place there."""
+        """Row -> its put, and its position there."""
         self.first_of: dict[int, int] = {}
         """Put -> its first row, once known."""
         self.open_puts: dict[int, Operation] = {}
-        """Puts whose ids are not known and that may have happened."""
+        """Puts that may have happened, and whose row ids are not known."""
         self.writes: dict[tuple[int, str], list[tuple[str, Operation]]] = defaultdict(list)
-        """(row, field) -> values that updates and acks gave, or tried to give."""
+        """(row, field) -> values that updates and acks wrote, or tried to write."""
         self.seen: dict[tuple[int, str], set[str]] = defaultdict(set)
         self.needs: dict[str, tuple[str, ...]] = {}
         self.whole = True
 
 
 class ValueJudge(Judge):
-    """Invented, reused, partial and torn rows."""
+    """Reports invented, reused, partial and torn rows."""
 
     def __init__(self) -> None:
         self._tables: dict[str, _Table] = defaultdict(_Table)
@@ -113,7 +113,7 @@ class ValueJudge(Judge):
         if row not in table.put_of and not table.whole:
             return
         if row not in table.put_of and any(not _digests_of(op) for op in table.open_puts.values()):
-            return  # of a put without values to know it by, perhaps
+            return  # perhaps a row of a put whose values cannot identify it
         if row not in table.put_of:
             yield Violation("invented row", f"row {row} of lease {lease} was never put", op.number)
             return
@@ -156,7 +156,7 @@ def _explained(table: _Table, row: int, name: str, value: str) -> bool:
 
 
 def _refused(table: _Table, op: Operation, call: h.UpdateCall | h.AckCall) -> Found:
-    """What was refused must not have been seen, unless somebody else wrote the same."""
+    """Values of a refused call must never be read, unless another call wrote the same values."""
     for name, found in call.digests.items():
         for row, value in zip(call.rows, found, strict=True):
             if value in table.seen[row, name] and row in table.put_of and not _explained(table, row, name, value):

@@ -1,4 +1,4 @@
-"""Every wait ends: nobody waits when all is over, and nobody is told much later than he asked to be."""
+"""Every wait ends: none lasts to the end of the history, and none ends much later than its deadline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from transferqueue.testing.history import history as h
 
 
 class WaitJudge(Judge):
-    """Stuck operations. late_s: how much later than its own deadline a wait may end; None: that is not asked."""
+    """Reports stuck operations. late_s: how much later than its deadline a wait may end; None: not checked."""
 
     def __init__(self, late_s: float | None) -> None:
         self._late_s = late_s
@@ -35,5 +35,5 @@ class WaitJudge(Judge):
     def finished(self) -> Found:
         """See `Judge`."""
         for op in self._open.values():
-            name = type(op.begun.call).__name__
+            name = h.name_of(op.begun.call)
             yield Violation("stuck", f"{op.begun.process} still waits for {name} when all is over", op.number)

@@ -1,4 +1,4 @@
-"""Weights: what is pulled was published, whole, and is not older than what was certainly there."""
+"""Weights: a pulled version was published, is whole, and is not older than one whose publication was confirmed before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transferqueue.testing.history import history as h
 
 
 class WeightJudge(Judge):
-    """Invented, torn and late weights."""
+    """Reports invented, torn and outdated weights."""
 
     def __init__(self) -> None:
         self._digests: dict[tuple[str, int], list[tuple[str, Operation]]] = defaultdict(list)

@@ -1,11 +1,11 @@
-"""Histories: what clients asked of a queue and what they were told, one JSON line each.
+"""Histories: the calls of clients and their results, one JSON line for each event.
 
-A history is a sequence of events in the order in which they happened as one observer saw them. `Invoked` says that a
-process is about to do something; `Ended` how that went: ``ok`` with what it was told, ``fail`` if it was certainly not
-done, ``unknown`` if nobody can say (a lost server, a killed process, an interrupt). An operation without end is under
-way, or its process is gone. Values of columns appear as digests, one a row, so a history holds no data.
+A history is a sequence of events in the order in which one recorder saw them. `Invoked` is written before a
+process makes a call, `Ended` after it: ``ok`` with the result, ``fail`` if the call certainly changed nothing,
+``unknown`` otherwise (a lost server, a killed process, an interrupt). An operation without an end is under
+way, or its process died. Values of columns appear as digests, one for each row, so a history contains no data.
 
-`Recorder` writes one from a real queue, the simulator from a simulated one, `checker.check` judges both.
+`HistoryRecorder` writes a history of a real queue; `checker.check` checks it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,16 @@ class HistoryEvent(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, fo
     """Base of events, calls and results: a tagged JSON object."""
 
 
+def name_of(event: HistoryEvent) -> str:
+    """The name of an event, call or result in history files and in texts. It stays when a class is renamed."""
+    return str(event.__struct_config__.tag)
+
+
 # ---------------------------------------------------------------- calls
 
 
 class PutCall(HistoryEvent, tag="Put"):
-    """New rows. group_size, group_id, versions: one a row, -1 where unsaid."""
+    """Put new rows. group_size, group_id, versions: one for each row, -1 where not given."""
 
     table: str
     rows: int
@@ -48,7 +53,7 @@ class PutCall(HistoryEvent, tag="Put"):
 
 
 class UpdateCall(HistoryEvent, tag="Update"):
-    """More columns for rows that exist."""
+    """Add columns to existing rows."""
 
     table: str
     rows: list[int]
@@ -56,7 +61,7 @@ class UpdateCall(HistoryEvent, tag="Update"):
 
 
 class LeaseCall(HistoryEvent, tag="Lease"):
-    """Rows of a task. replicas, world: as in `m.Lease`."""
+    """Lease rows of a task. replicas, world: as in `m.LeaseRequest`."""
 
     table: str
     task: str
@@ -66,7 +71,7 @@ class LeaseCall(HistoryEvent, tag="Lease"):
 
 
 class AckCall(HistoryEvent, tag="Ack"):
-    """Rows of a lease are done, or dropped with a reason; with results. step: the trainer's, -1: none."""
+    """End rows of a lease as done, or as dropped for a reason; with results. step: the trainer's, -1: none."""
 
     table: str
     task: str
@@ -78,7 +83,7 @@ class AckCall(HistoryEvent, tag="Ack"):
 
 
 class ReleaseCall(HistoryEvent, tag="Release"):
-    """Rows of a lease go back. failed: as a failed attempt."""
+    """Release rows of a lease. failed: count it as a failed attempt."""
 
     table: str
     task: str
@@ -88,7 +93,7 @@ class ReleaseCall(HistoryEvent, tag="Release"):
 
 
 class DropCall(HistoryEvent, tag="Drop"):
-    """Rows end as dropped."""
+    """Drop rows."""
 
     table: str
     rows: list[int]
@@ -96,33 +101,33 @@ class DropCall(HistoryEvent, tag="Drop"):
 
 
 class AdvanceCall(HistoryEvent, tag="Advance"):
-    """The clock of a table moves."""
+    """Advance the policy version of a table."""
 
     table: str
     version: int
 
 
 class RollbackCall(HistoryEvent, tag="Rollback"):
-    """The model is as it was: rows of later steps are given out again."""
+    """Return to an earlier step of the model: rows of later steps are leased again."""
 
     table: str
 
 
 class SealCall(HistoryEvent, tag="Seal"):
-    """No more rows enter."""
+    """Seal the table."""
 
     table: str
 
 
 class ReserveCall(HistoryEvent, tag="Reserve"):
-    """Permission to produce rows."""
+    """Reserve room to produce rows."""
 
     table: str
     rows: int
 
 
 class UnreserveCall(HistoryEvent, tag="Unreserve"):
-    """Rows of a reservation will not come. rows 0: all that are left."""
+    """Return rows of a reservation that will not be produced. rows 0: all that are left."""
 
     table: str
     reservation: int
@@ -130,7 +135,7 @@ class UnreserveCall(HistoryEvent, tag="Unreserve"):
 
 
 class PublishCall(HistoryEvent, tag="Publish"):
-    """A version of the weights."""
+    """Publish a version of the weights."""
 
     channel: str
     version: int
@@ -138,7 +143,7 @@ class PublishCall(HistoryEvent, tag="Publish"):
 
 
 class PullCall(HistoryEvent, tag="Pull"):
-    """A version of the weights above `above`, or exactly `version`."""
+    """Pull a version of the weights above `above`, or exactly `version`."""
 
     channel: str
     above: int = -1
@@ -146,7 +151,7 @@ class PullCall(HistoryEvent, tag="Pull"):
 
 
 class LookCall(HistoryEvent, tag="Look"):
-    """What the process sees of a lease that it still views: the digests of its first look, or those of another one."""
+    """Read the rows of a lease again. Contains the digests of the first read, or those of this one."""
 
     table: str
     lease: int
@@ -180,7 +185,7 @@ class RowsResult(HistoryEvent, tag="Rows"):
 
 
 class LeasedResult(HistoryEvent, tag="Leased"):
-    """Rows lent. clock: the trainer's version at the hand-over, -1: none."""
+    """The leased rows. clock: the trainer's version when they were leased, -1: none."""
 
     lease: int
     rows: list[int]
@@ -199,14 +204,14 @@ class ReservedResult(HistoryEvent, tag="Reserved"):
 
 
 class PulledResult(HistoryEvent, tag="Pulled"):
-    """Weights, as they were read."""
+    """The pulled weights."""
 
     version: int
     digest: str
 
 
 class LookedResult(HistoryEvent, tag="Looked"):
-    """What was seen. same: whether it is what was seen first."""
+    """The values that were read. same: whether they equal those of the first read."""
 
     same: bool
 
@@ -218,7 +223,7 @@ Result = RowsResult | LeasedResult | ReservedResult | PulledResult | LookedResul
 
 
 class Declared(HistoryEvent):
-    """A table and its terms. whole: everything that was ever put into it is in the history."""
+    """A table and its terms. whole: the history has every row that was ever put into it."""
 
     table: str
     tasks: list[Task]
@@ -230,7 +235,7 @@ class Declared(HistoryEvent):
 
 
 class Invoked(HistoryEvent):
-    """A process begins an operation. op: its number, used once. at: seconds of the observer's clock."""
+    """A process begins an operation. op: the number of the operation, used once. at: seconds of the recorder's clock."""
 
     op: int
     process: str
@@ -239,7 +244,7 @@ class Invoked(HistoryEvent):
 
 
 class Ended(HistoryEvent):
-    """How an operation went."""
+    """An operation ended, with this outcome."""
 
     op: int
     at: float
@@ -249,14 +254,14 @@ class Ended(HistoryEvent):
 
 
 class Died(HistoryEvent):
-    """A process is gone: what it had not heard the end of is unknown, and what it held returns."""
+    """A process died. Its operations under way have an unknown outcome; its leases and reservations return."""
 
     process: str
     at: float
 
 
 class Counted(HistoryEvent):
-    """What the server says of a table. drained: sealed, every task has had the end, and nobody does anything more."""
+    """The server's counts of a table. drained: it is sealed, every task reached its end, and no operation is under way."""
 
     table: str
     at: float
@@ -270,7 +275,7 @@ class Counted(HistoryEvent):
 
 
 class Finished(HistoryEvent):
-    """The observation is over. Whoever still waits has waited too long."""
+    """The history is over. A wait that has not ended is stuck."""
 
     at: float
 
@@ -286,7 +291,7 @@ def write_line(line: Line) -> bytes:
 
 
 def read(path: Path) -> Iterator[Line]:
-    """The events of a history file. `UsageError` names the first line that is none."""
+    """The events of a history file. `UsageError` names the first line that is not an event."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -303,7 +308,7 @@ def _read_line(path: Path, number: int, line: bytes) -> Line:
 
 
 def merge(histories: Iterable[Iterable[Line]]) -> Iterator[Line]:
-    """One history of several that were observed at the same time by the same clock; operations are numbered anew."""
+    """Merge histories that were recorded at the same time by the same clock; operations are numbered anew."""
     numbers: dict[tuple[int, int], int] = {}
     tagged = [[(line.at, at, line) for line in history] for at, history in enumerate(histories)]
     for _, at, line in heapq.merge(*tagged, key=lambda one: one[0]):
@@ -322,7 +327,7 @@ def certain(error: BaseException) -> bool:
 
 
 def digest(value: Any) -> str:
-    """Digest of one row's value: its bytes, whatever dense array, tensor, text, bytes or plain value it is."""
+    """Digest of one row's value: a dense array, tensor, text, bytes or plain value."""
     if isinstance(value, dict | list | tuple | None):
         value = msgspec.msgpack.encode(value, order="deterministic")
     elif hasattr(value, "detach"):
@@ -348,5 +353,5 @@ def digests(values: Iterable[Any]) -> list[str]:
 
 
 def digest_of_mapping(values: Mapping[str, Any]) -> str:
-    """One digest of named values, in whatever order they are named."""
+    """One digest of named values; their order does not matter."""
     return digest({name: digest(values[name]) for name in sorted(values)})

@@ -1,12 +1,12 @@
-"""A recorder: wraps tables and channels of a real queue, and writes down what was asked of them and what they said.
+"""A recorder: wraps tables and channels of a real queue, and writes their calls and results to a history file.
 
-    with Recorder("worker-3.jsonl", process="worker-3") as recorder:
+    with HistoryRecorder("worker-3.jsonl", process="worker-3") as recorder:
         table = recorder.table(queue.table("rollouts"))     # put, update, lease, reserve, ... as ever
         ...
         recorder.count(table, drained=True)
 
-Each process writes a file of its own; ``transferqueue check *.jsonl`` judges them together. Values are written as digests.
-A recorder costs a pass over all bytes, there and back: it is for tests and for hunts.
+Each process writes a file of its own; ``transferqueue check *.jsonl`` checks them together. Values are written as digests.
+A recorder reads all bytes, of puts and of leases: use it in tests and to search for defects.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class RecordedResult:
 class HistoryRecorder:
     """Writes the history of one process to `path`, replacing it. Safe from any thread.
 
-    process: its name, no other's. clock: seconds, the same clock in all processes whose histories are checked together
-    (the default is, on one machine). whole: everything that is put into its tables is put through recorders, from the
-    first row on; else rows that nobody was seen to put are no violation.
+    process: a unique name. clock: seconds, by the same clock in all processes whose histories are checked together
+    (on one machine the default is). whole: all rows of its tables are put through recorders, from the
+    first row on; else rows whose put is not in a history are no violation.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class HistoryRecorder:
         self._numbers = itertools.count(1)
         self._file: IO[bytes] = Path(path).open("wb")  # noqa: SIM115  (closed by `close`)
 
-    # ------------------------------------------------------------ what is wrapped
+    # ------------------------------------------------------------ wrapping
 
     def table(self, table: Table) -> RecordedTable:
         """The same table, recorded."""
@@ -80,7 +80,7 @@ class HistoryRecorder:
         return RecordedChannel(self, channel)
 
     def count(self, table: RecordedTable, *, drained: bool = False) -> None:
-        """Write what the server says of a table. drained: sealed, every task has had the end, nobody does anything more."""
+        """Write the server's counts of a table. drained: it is sealed, every task reached its end, and no operation is under way."""
         found = table.table.stats()
         self._write(
             h.Counted(
@@ -97,7 +97,7 @@ class HistoryRecorder:
         )
 
     def close(self) -> None:
-        """The observation is over. Twice: nothing."""
+        """End the history. A second call does nothing."""
         if not self._file.closed:
             self._write(h.Finished(self._clock()))
             self._file.close()
@@ -110,11 +110,11 @@ class HistoryRecorder:
     ) -> None:
         self.close()
 
-    # ------------------------------------------------------------ what is written
+    # ------------------------------------------------------------ writing
 
     @contextmanager
     def during(self, call: h.Call) -> Iterator[RecordedResult]:
-        """Write that an operation begins and, however the block ends, how it did."""
+        """Write the begin of an operation and, when the block ends in any way, its outcome."""
         op = next(self._numbers)
         self._write(h.Invoked(op, self.process, self._clock(), call))
         ending = RecordedResult()

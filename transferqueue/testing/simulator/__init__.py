@@ -1,13 +1,13 @@
-"""One thread, one seed: the production server and client state machines under faults, in simulated time.
+"""Simulate the production server and client state machines under faults: one thread, one seed, simulated time.
 
-The law:
+Rules:
 
-1. Everything that decides is production code: ledger, recorded ledger and its recovery, node, parking, allocator,
-   codec, and the client's `Calls`. Simulated are the clock, the network, the disk, the arena's bytes and the kernel.
+1. All decisions are made by production code: the ledger, its record and recovery, the coordinator with its waiting requests, the
+   allocator, the codec, and the client's `PendingCalls`. The clock, the network, the disk, the arena's bytes and the kernel are simulated.
 2. A run is a pure function of its seed: no clock, no thread, no hash order, no second source of chance.
-3. After every step the server's books must balance; every outcome that a client sees is held against
-   books of the job's own, which know nothing of the ledger.
-4. Then all faults end (*heal*), and everything must drain: every wait ends, every row has its fate.
+3. After every step the server's accounts must balance. Every reply to a client is compared with the accounts of a job
+   (`ClientAccount`), which knows nothing of the ledger.
+4. At the end all faults stop, and everything must drain: every wait ends, every row is done or dropped.
 """
 
 from transferqueue.testing.simulator.run import Result, replay_command, simulate

@@ -1,4 +1,4 @@
-"""A table whose rows lie in further shards, once or in two; the shards crash, and their bytes with them."""
+"""A job on a table whose rows lie in remote shards, with one copy or two. Shards crash, and their bytes are lost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from transferqueue.testing.simulator.job import (
 )
 from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import messages as m
-from transferqueue.wire import run_length as short
+from transferqueue.wire import run_length
 
 if TYPE_CHECKING:
     from transferqueue.ledger.state import LedgerState
@@ -46,11 +46,11 @@ ROWS: Final = 2
 FIRST_STAMP: Final = 4_000_000
 CAPACITY: Final = 8 * PAGE_BYTES
 LATER: Final = (FlowSignal, OutOfMemory, Unreachable, NotFound, ShardLost, Impossible)
-"""Try again in a while: among other things a shard is there no more, or not yet again."""
+"""Errors after which a process tries again later: a shard is gone, or not there yet."""
 
 
 class ReplicatedShardsJob(SimJob):
-    """One process puts, two use the rows; each of the others is a further shard, a new one after each death."""
+    """One process puts, two use the rows. Each other process is a remote shard, and a new shard after each death."""
 
     table = "copied"
 
@@ -58,11 +58,11 @@ class ReplicatedShardsJob(SimJob):
         self.replicas: Final = chance.choice((1, 2, 2))
         self._further: Final = chance.choice((1, 2))
         self._arenas: dict[str, tuple[Process, int, bytearray]] = {}
-        """By path: the process, its number in the life whose memory it was, and that memory."""
-        self._told = self._sent = 0
+        """By path of the memory: the process, its number when it joined with that memory, and the memory."""
+        self._confirmed = self._sent = 0
         self._used: set[int] = set()
         self._maybe_used: set[int] = set()
-        """Stamps whose ack was confirmed, or sent."""
+        """Stamps whose ack was confirmed, and stamps whose ack was sent."""
         self._over = False
 
     def roles(self) -> dict[str, Callable[[Process], Steps]]:
@@ -77,7 +77,7 @@ class ReplicatedShardsJob(SimJob):
         return m.ShardOffer(str(number), CAPACITY, "tcp://simulated:1", "", bytes(32))
 
     def judge(self, state: LedgerState) -> None:
-        """See `SimJob`. What has a copy in the server's own memory, which is not lost, is not lost."""
+        """See `SimJob`. Rows with a copy in the server's own memory must not be lost, because that memory is never lost."""
         table = state.tables[self.table]
         lost = table.rows_dropped.get("lost", 0)
         if table.rows_live or table.rows_put != table.rows_done + lost:
@@ -90,15 +90,15 @@ class ReplicatedShardsJob(SimJob):
             raise PromiseBroken(
                 f"{table.rows_done} rows are done; clients finished {len(self._used)} to {len(self._maybe_used)}"
             )
-        if not self._told <= table.rows_put <= self._sent:
+        if not self._confirmed <= table.rows_put <= self._sent:
             raise PromiseBroken(
-                f"{table.rows_put} rows were put; clients were told of {self._told}, and sent {self._sent}"
+                f"{table.rows_put} rows were put; clients were told of {self._confirmed}, and sent {self._sent}"
             )
 
     # ------------------------------------------------------------ shards
 
     def _lend(self, process: Process) -> Steps:
-        """Memory that is there as long as the process. It has all its pages, so orders about them are carried out at once."""
+        """Memory that exists as long as the process. All its pages exist too, so commands about them are answered at once."""
         self._arenas[str(process.number)] = process, process.number, bytearray(CAPACITY)
         epoch = done = 0
         while not self._over:
@@ -109,7 +109,7 @@ class ReplicatedShardsJob(SimJob):
             epoch, done = orders.epoch, orders.first + len(orders.orders) - 1
 
     def _bytes(self, process: Process, shard: int) -> Steps:
-        """Memory of a shard, as a process that maps it sees it."""
+        """The memory of a shard, as a process maps it."""
         if shard == SHARD:
             return process.server.arena.bytes
         there = yield m.ListShards()
@@ -138,7 +138,7 @@ class ReplicatedShardsJob(SimJob):
 
     def _write(self, process: Process) -> Steps:
         yield from self._insist(self._open)
-        while self._told < PUTS * ROWS:
+        while self._confirmed < PUTS * ROWS:
             yield from self._insist(partial(self._write_once, process))
         try:
             yield m.Seal(self.table)
@@ -156,11 +156,11 @@ class ReplicatedShardsJob(SimJob):
             placed = m.WrittenBlock(first.extent, first.offset, ROWS * ROW_BYTES, ROWS, ["body"], [0], copies=copies)
             self._sent += ROWS
             yield m.PutRequest(self.table, ROWS, m.Columns([BODY], [placed]), wait_s=3.0)
-            self._told += ROWS
+            self._confirmed += ROWS
         finally:
             process.sights.clear()
             for grant in grants if process.alive else ():
-                process.post(m.ReturnGrant(grant.extent))
+                process.send_unawaited(m.ReturnGrant(grant.extent))
         yield process.world.random.uniform(0.0, 0.5)
 
     def _write_to(self, process: Process, grants: list[m.Granted], stamps: list[int]) -> Steps:
@@ -199,17 +199,17 @@ class ReplicatedShardsJob(SimJob):
                 raise PromiseBroken(f"the acks of rows {sorted(again)} were accepted twice")
             self._used.update(stamps)
         except ShardLost:
-            process.post(m.ReleaseRequest(self.table, lease.lease, lease.token))
+            process.send_unawaited(m.ReleaseRequest(self.table, lease.lease, lease.token))
             raise
         finally:
             let_go(process, blocks_of(lease.content))
 
     def _seen(self, process: Process, content: m.ReplyRows) -> Steps:
-        """The stamps of the rows, in their order, which were put."""
+        """The stamps of the rows, in order. Each must have been put."""
         rows, found = len(content.rows) // 8, []
         (part,) = content.parts
-        blocks = short.encode_rows(part.block_of_row, "<i4", rows).tolist()
-        slots = short.each_ascending(part.slot_of_row, "<i4", rows).tolist()
+        blocks = run_length.encode_rows(part.block_of_row, "<i4", rows).tolist()
+        slots = run_length.each_ascending(part.slot_of_row, "<i4", rows).tolist()
         for block, slot in zip(blocks, slots, strict=True):
             at = part.blocks[block]
             memory = yield from self._bytes(process, at.shard)

@@ -1,4 +1,4 @@
-"""A table whose rows stay until they are deleted, in bounded bytes; found by key, leased by predicate, read by id."""
+"""A job on a table whose rows stay until they are deleted, in bounded bytes: found by key, leased by predicate, read by id."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LIMITS: Final = Limits(rows=4 * ROWS, bytes=3 * ROWS * 64)
 
 
 class ManualRetentionJob(SimJob):
-    """One process puts, one uses the rows of even puts and one of odd, one reads all again and deletes them."""
+    """One process puts, one uses the rows of even puts, one those of odd puts, and one reads all rows again and deletes them."""
 
     table = "kept"
 
@@ -47,7 +47,7 @@ class ManualRetentionJob(SimJob):
         self._put = 0
         self._used: set[int] = set()
         self._maybe_used: set[int] = set()
-        """Numbers whose ack was confirmed, or sent."""
+        """Numbers whose ack was confirmed, and numbers whose ack was sent."""
         self._deleting: set[int] = set()
         self._deleted = 0
 
@@ -57,7 +57,7 @@ class ManualRetentionJob(SimJob):
         return {"author": self._write, **users, "reader": self._read}
 
     def judge(self, state: LedgerState) -> None:
-        """See `SimJob`. Keys make every put one, whoever said it again."""
+        """See `SimJob`. Keys make a repeated put one put, whoever repeats it."""
         table = state.tables[self.table]
         if (table.rows_put, table.rows_live, table.rows.pages.resident) != (PUTS * ROWS, 0, 0) or table.usage.bytes:
             raise PromiseBroken(
@@ -81,7 +81,7 @@ class ManualRetentionJob(SimJob):
             return
 
     def _write_once(self, process: Process) -> Steps:
-        """A reader waits for the put of which this was told, so a row whose key is not there was never put."""
+        """Put rows. A reader waits for confirmed puts only, so it must find the key of each of their rows."""
         at = self._put
         numbers = _numbers(at)
         block = yield from write(process, [FIRST_STAMP + number for number in numbers])
@@ -93,7 +93,7 @@ class ManualRetentionJob(SimJob):
             pass
         finally:
             if process.alive:
-                process.post(m.ReturnGrant(block.extent))
+                process.send_unawaited(m.ReturnGrant(block.extent))
         self._put = at + 1
         yield process.world.random.uniform(0.0, 0.6)
 
@@ -122,7 +122,7 @@ class ManualRetentionJob(SimJob):
             let_go(process, blocks_of(lease.content))
 
     def _seen(self, process: Process, content: m.ReplyRows, rows: list[int]) -> list[int]:
-        """The numbers that the bytes of rows say, which their keys must say too."""
+        """The numbers in the bytes of rows, which must equal the numbers in their keys."""
         stamps = stamps_of(process, content)
         numbers = [stamps[row] - FIRST_STAMP for row in rows]
         if [str(number) for number in numbers] != content.keys:
@@ -140,7 +140,7 @@ class ManualRetentionJob(SimJob):
                 yield 0.1
 
     def _read_once(self, process: Process) -> Steps:
-        """Read the oldest put and, once it was used, delete it."""
+        """Read the rows of the oldest put and, once they were used, delete them."""
         numbers = _numbers(self._deleted)
         rows = unpack((yield m.Find(self.table, [str(number) for number in numbers])).rows)
         if -1 in rows and not self._deleting.issuperset(numbers):
@@ -157,7 +157,7 @@ class ManualRetentionJob(SimJob):
         self._deleting.update(numbers)
         try:
             yield m.Delete(self.table, pack(rows))
-        except UsageError as error:  # an ack was refused, and somebody has the rows again
+        except UsageError as error:  # an ack was refused, and another process has the rows on lease
             raise Full(str(error)) from error
 
     def _read_rows(self, process: Process, rows: list[int], numbers: list[int]) -> Steps:

@@ -1,8 +1,8 @@
-"""The server's machine: production node, ledger and recovery over a simulated disk, arena and kernel.
+"""The simulated server machine: production coordinator, ledger and recovery over a simulated disk, arena and kernel.
 
-A server ends by a crash at any instruction that another process could tell apart: before a commit, within it (its
+The server may crash at every point that makes a difference to other processes: before a commit, within it (its
 record is torn: recovery must not see it), after it and before the answers leave, between two answers, or because the
-disk is full. The arena's bytes and the disk outlive it; all else is gone, and the next one recovers.
+disk is full. The disk and the arena's bytes outlive the crash; all else is lost, and the next server recovers.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class PromiseBroken(Exception):
 
 
 class Crashed(Exception):
-    """The server ended here."""
+    """The simulated server ends at this point."""
 
 
 class Disk:
-    """What outlives the server: an image, and commits after it, each whole or torn."""
+    """A disk, which outlives the server: an image, and the commits after it, each whole or torn."""
 
     def __init__(self) -> None:
         self.image: bytes | None = None
@@ -41,7 +41,7 @@ class Disk:
 
 
 class SimJournal:
-    """A journal on a `Disk`. See `server.journal.Journal`."""
+    """A journal on a `Disk`. See `server.durability.journal.Journal`."""
 
     def __init__(self, disk: Disk, world: World) -> None:
         self._disk, self._world = disk, world
@@ -73,7 +73,7 @@ class SimJournal:
         self._disk.image, self._disk.commits, self._pending = image, [], []
 
     def load(self) -> tuple[bytes | None, Iterable[bytes]]:
-        """See `Journal.load`. A torn commit is none, and is the last."""
+        """See `Journal.load`. A torn commit ends the journal and is left out."""
         self._disk.commits = [(records, True) for records, whole in self._disk.commits if whole]
         return self._disk.image, [record for records, _ in self._disk.commits for record in records]
 
@@ -83,7 +83,7 @@ class SimJournal:
 
 
 class SimArena:
-    """An arena in one bytearray. `in_sight` names the ranges that somebody may still read or write."""
+    """An arena in one bytearray. in_sight: returns the ranges that a process may still read or write."""
 
     path: Final = "simulated"
 
@@ -94,7 +94,7 @@ class SimArena:
         self.in_sight: Callable[[], Iterable[tuple[int, int, str]]] = tuple
 
     def ensure(self, offset: int, nbytes: int) -> None:
-        """`OwnShardMemory` lends [offset, offset + nbytes): nobody else may see it."""
+        """`OwnShardMemory` grants [offset, offset + nbytes). `PromiseBroken` if another process still views part of it."""
         for start, size, who in self.in_sight():
             if start < offset + nbytes and offset < start + size:
                 raise PromiseBroken(
@@ -102,16 +102,16 @@ class SimArena:
                 )
 
     def grow(self, start: int, end: int) -> bool:
-        """All pages are there."""
+        """Does nothing: all pages exist."""
         return False
 
     def trim(self, allocator: Allocator) -> int:
-        """Nothing is given back."""
+        """Does nothing: no pages return to the system."""
         return 0
 
 
 class SimEvidence(ProcessHandle):
-    """What the simulated kernel says of one process."""
+    """The answers of the simulated kernel about one process."""
 
     def __init__(self, number: int, lives: Callable[[int], bool]) -> None:
         self._number, self._lives = number, lives
@@ -190,7 +190,7 @@ class SimServer:
     # ------------------------------------------------------------ life and death
 
     def start(self) -> None:
-        """A new life, from what is on the disk; at level ``memory`` from nothing."""
+        """Start a server from the disk; at level ``memory`` an empty one."""
         self._watched = {}
         if self._durable:
             self._resume()
@@ -257,15 +257,15 @@ class SimServer:
         self._watched.pop(pidfd, None)
 
     def process_ended(self, number: int) -> None:
-        """The kernel tells of the end of a process."""
+        """The kernel reports the end of a process."""
         self._guarded(
             lambda node: node.process_exited(self._watched[number], self._clock()) if number in self._watched else None
         )
 
-    # ------------------------------------------------------------ what the loop does
+    # ------------------------------------------------------------ the loop
 
     def receive(self, peer: bytes, frame: bytes) -> None:
-        """A frame arrives; it is lost if no server runs."""
+        """Take in a frame; it is lost if no server runs."""
         self._guarded(lambda node: node.receive(peer, frame, self._clock()))
 
     def _tick(self, when: float) -> None:
@@ -312,5 +312,5 @@ class SimServer:
 
     @property
     def ledger(self) -> Ledger | None:
-        """The ledger of the life that runs."""
+        """The ledger of the server that runs; None between two."""
         return self.node.ledger if self.node is not None else None

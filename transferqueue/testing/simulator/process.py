@@ -1,8 +1,8 @@
-"""A client process: the production `PendingCalls` and codec under one role, which is a generator of requests.
+"""A simulated client process: the production `PendingCalls` and codec, driven by one role, which is a generator of requests.
 
-A role yields requests and is sent their replies, or thrown what they were refused with; it yields a number to pass
-that many seconds. What `client.connection` does in its thread is done here in simulated time: greet, send again,
-give back what nobody waits for.
+A role yields requests and receives their replies, or the error that refused them; it yields a number to wait
+that many seconds. This module does in simulated time what `client/session/connection.py` does in its thread: greet, resend,
+undo replies for which nobody waits.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Role = Generator[m.Request | float, Any, Any]
 
 
 class Process:
-    """One client, one life after the other. `sights`: ranges of the server's own arena that it may see now.
+    """One client, which is started again after each death. sights: ranges of the server's own arena that it may view now.
 
-    offer: the memory that it joins with, by its number.
+    offer: the memory with which process `number` joins as a shard, if any.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Process:
         self._role: Final = role
         self._offer: Final = offer
         self._running: Role | None = None
-        self._ways = 0
+        self._connections = 0
         self._jumped = 0.0
         self._paused = False
         self._missed: list[Callable[[], None]] = []
@@ -53,7 +53,7 @@ class Process:
     # ------------------------------------------------------------ life and death
 
     def start(self, number: int) -> None:
-        """A new life, as process `number`."""
+        """Start again, as process `number`."""
         self.number = number
         self.sights, self._missed, self._paused = {}, [], False
         self._calls, self._late_at = PendingCalls(), -1.0
@@ -70,21 +70,21 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Whether this life goes on."""
+        """Whether the process runs."""
         return self._running is not None
 
     def kill(self) -> None:
-        """End at once."""
-        number, self._running, self.sights, self.way.broken = self.number, None, {}, True
+        """End at once, as by SIGKILL."""
+        number, self._running, self.sights, self.connection.broken = self.number, None, {}, True
         self.world.after(self.world.random.uniform(0.0, 0.3), lambda: self.server.process_ended(number))
 
     def pause(self, seconds: float) -> None:
-        """Do nothing for a while."""
+        """Stop for some seconds, as by SIGSTOP."""
         self._paused, number = True, self.number
         self.world.after(seconds, lambda: self._wake(number))
 
     def jump(self, seconds: float) -> None:
-        """Its clock leaps forward."""
+        """Move the clock of this process forward."""
         self._jumped += seconds
         self._plan()
 
@@ -105,16 +105,16 @@ class Process:
     # ------------------------------------------------------------ the connection
 
     def _connect(self) -> None:
-        self._ways += 1
-        self.way = SimConnection(self.world, b"%d.%d" % (self.number, self._ways))
+        self._connections += 1
+        self.connection = SimConnection(self.world, b"%d.%d" % (self.number, self._connections))
 
-    def find_way(self) -> None:
-        """The connection broke, and a new one is there: greet it."""
-        self.way.broken = True
+    def reconnect(self) -> None:
+        """Replace the broken connection by a new one, and greet the server on it."""
+        self.connection.broken = True
         self._do(self._greet, self.number)
 
     def _greet(self) -> None:
-        self.way.broken = True
+        self.connection.broken = True
         self._connect()
         self._say(self._calls.greet(self._hello, self._clock()))
         self._plan()
@@ -127,13 +127,13 @@ class Process:
             self._say(frame, notice=notice)
 
     def _say(self, frame: bytes, *, notice: bool = False) -> None:
-        peer = self.way.peer
-        self.way.carry(frame, lambda data: self.server.receive(peer, data), up=True, notice=notice)
+        peer = self.connection.peer
+        self.connection.carry(frame, lambda data: self.server.receive(peer, data), up=True, notice=notice)
 
     def hear(self, frame: bytes) -> None:
-        """An answer leaves the server for this process."""
+        """Carry an answer from the server to this process."""
         number = self.number
-        self.way.carry(frame, lambda data: self._do(lambda: self._receive(data), number), up=False)
+        self.connection.carry(frame, lambda data: self._do(lambda: self._receive(data), number), up=False)
 
     def _receive(self, frame: bytes) -> None:
         answer = decode_answer(frame)
@@ -150,12 +150,12 @@ class Process:
             pending.settle(reply)
         elif pending is not None and not isinstance(reply, TransferQueueError):
             for undo in give_back(pending.request, reply):
-                self.post(undo)
+                self.send_unawaited(undo)
 
     # ------------------------------------------------------------ the role
 
-    def post(self, request: m.Request) -> None:
-        """Send what nobody waits for."""
+    def send_unawaited(self, request: m.Request) -> None:
+        """Send a request for whose reply nobody waits."""
         if is_notice(request):
             self._send(self._calls.notice(request), notice=True)
         else:
@@ -167,18 +167,18 @@ class Process:
         self._send(self._calls.send(pending, self._clock()))
         self._plan()
 
-    def _resume(self, given: Any) -> None:
+    def _resume(self, reply: Any) -> None:
         if self._running is None:
             return
         number = self.number
         try:
-            failed = isinstance(given, TransferQueueError)
-            wanted = self._running.throw(given) if failed else self._running.send(given)
+            failed = isinstance(reply, TransferQueueError)
+            wanted = self._running.throw(reply) if failed else self._running.send(reply)
         except StopIteration:
             self.done = True
             self.kill()
             return
-        except TransferQueueError:  # as a worker whose code does not catch it: the process ends
+        except TransferQueueError:  # the role did not catch it: the process ends, as a worker does
             self.kill()
             return
         if isinstance(wanted, float | int):
@@ -202,5 +202,5 @@ class Process:
         for frame in again:
             self._say(frame)
         for pending in overdue:
-            pending.settle(Unreachable(f"{type(pending.request).__name__} was not answered; the server may be gone"))
+            pending.settle(Unreachable(f"{m.tag_of(pending.request)} was not answered; the server may be gone"))
         self._plan()

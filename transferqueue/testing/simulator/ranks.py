@@ -1,4 +1,4 @@
-"""Two ranks of two replicas train from agreed batches: replicas see the same rows, ranks different ones, no row twice."""
+"""A job of two ranks with two replicas each, on shared batches: replicas get the same rows, ranks different rows, and no row is done twice."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class SharedBatchJob(SimJob):
         self._feed = Feed(self.table, puts=PUTS, rows=ROWS, limits=Limits(rows=3 * ROWS), tasks=[task])
         self._number_of: dict[int, int] = {}
         self._share: dict[int, tuple[int, list[int]]] = {}
-        """Lease -> whose rank it is, and its rows."""
+        """Lease -> its rank, and its rows."""
         self._acks: dict[int, set[int]] = {}
         self._maybe: dict[int, set[int]] = {}
-        """Lease -> replicas whose acks were confirmed, or sent."""
+        """Lease -> replicas whose acks were confirmed, and replicas whose acks were sent."""
         self._latest: dict[int, int] = {}
         self._done: dict[int, int] = {}
 
@@ -47,7 +47,7 @@ class SharedBatchJob(SimJob):
         return made | {f"rank {rank}.{replica}": partial(self._train, peer=(rank, replica)) for rank, replica in PEERS}
 
     def judge(self, state: LedgerState) -> None:
-        """See `SimJob`. Done is what all replicas acked."""
+        """See `SimJob`. A row is done when all replicas acked it."""
         acked = {row for lease, by in self._maybe.items() if len(by) == REPLICAS for row in self._share[lease][1]}
         self._feed.judge(state.tables[self.table], len(acked))
 

@@ -1,4 +1,4 @@
-"""What the simulated workers do, and what each outcome is held against: books of its own, from clients' sight only."""
+"""The workers of `Rollouts`, and the account that each reply is compared with. The account knows only what clients know."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ if TYPE_CHECKING:
 
 GROUPS: Final = 11
 ALONE: Final = ("stale", "group_incomplete", "attempts")
-"""Reasons for which the queue drops rows by itself."""
+"""Reasons for which the queue drops rows on its own."""
 SCORE: Final = Field("score", "int64")
 
 
 class ClientAccount:
-    """What clients were told. Knows nothing of the ledger; raises `PromiseBroken` at the first contradiction.
+    """Everything that replies told clients. Knows nothing of the ledger; raises `PromiseBroken` at the first contradiction.
 
-    roomy: the arena holds a page for each part of each group that may be ahead, so groups may come in parts. With less,
-    the parts of unfinished groups can fill it, and then what is missing can never come.
+    roomy: the arena has a page for each part of each group that may be ahead, so groups may be put in parts. A smaller arena
+    could fill with parts of unfinished groups, and the missing rows could never be put.
     """
 
     def __init__(self, chance: random.Random, *, roomy: bool) -> None:
@@ -92,23 +92,23 @@ class ClientAccount:
         self.clock = 0
 
     def new(self, rows: int, version: int) -> list[int]:
-        """Stamps of rows that are about to be put."""
+        """Make stamps for rows that are about to be put."""
         made = list(range(self.stamps + 1, self.stamps + rows + 1))
         self.stamps += rows
         self.version_of.update(dict.fromkeys(made, version))
         return made
 
     def advanced(self, version: int) -> None:
-        """The clock certainly reached this version."""
+        """The clock reached at least this version."""
         self.clock = max(self.clock, version)
 
     def next_group(self) -> int:
-        """The number of a group that nobody has put yet."""
+        """The number of a new group."""
         self.groups += 1
         return self.groups
 
-    def same(self, row: int, stamp: int) -> None:
-        """A row was seen with this stamp: always this one, and no other row has it."""
+    def record_stamp(self, row: int, stamp: int) -> None:
+        """A row was read with this stamp. Each row has one stamp, and each stamp one row."""
         if stamp not in self.version_of:
             raise PromiseBroken(f"torn or strange bytes: row {row} holds {stamp}, which nobody wrote")
         if self.stamp_of.setdefault(row, stamp) != stamp or self.row_of.setdefault(stamp, row) != row:
@@ -116,13 +116,15 @@ class ClientAccount:
                 f"row {row} holds {stamp}; before, row {self.row_of.get(stamp)} did, or it held another"
             )
 
-    def lent(self, task: str, rows: list[int], lease: m.Leased, groups: list[int], clock: int) -> None:
-        """A worker was given rows; clock: confirmed before it asked."""
+    def record_lease(self, task: str, rows: list[int], lease: m.Leased, groups: list[int], clock: int) -> None:
+        """A worker leased rows. clock: the version that was confirmed before it asked."""
         for row in rows:
             key = task, row
             if self.is_redone(task):
                 continue
-            if lease.token > self.acked.get(key, lease.token):  # a lower one was given before, and told late
+            if lease.token > self.acked.get(
+                key, lease.token
+            ):  # a lower token belongs to an earlier lease whose reply came late
                 raise PromiseBroken(f'row {row} is given to task "{task}" again though its ack was confirmed')
             if lease.token > self.token.get(key, 0):
                 self.token[key] = lease.token
@@ -145,11 +147,11 @@ class ClientAccount:
                     raise PromiseBroken(f"row {row} was given {lag} versions late; the bound is {self.staleness}")
 
     def is_redone(self, task: str) -> bool:
-        """Whether rows may rightly come to this task again: they are scored anew, with newer weights, when they are stale."""
+        """Whether this task may rightly lease rows again: stale rows are scored again with newer weights."""
         return task == "score" and isinstance(self.on_stale, Requeue)
 
     def released(self, task: str, rows: list[int]) -> None:
-        """A worker gives rows back, which is no attempt."""
+        """A worker releases rows, which does not count as an attempt."""
         for row in rows if not self.is_redone(task) else ():
             self.leases[task, row] -= 1
 
@@ -168,151 +170,151 @@ class ClientAccount:
 
 
 class Rollouts(SimJob):
-    """Groups are produced, scored and trained, in bounds of rows, pace and staleness."""
+    """Groups are produced, scored and trained, within bounds on rows, pace and staleness."""
 
     table = "t"
 
     def __init__(self, chance: random.Random, *, roomy: bool) -> None:
-        self.books = ClientAccount(chance, roomy=roomy)
+        self.account = ClientAccount(chance, roomy=roomy)
 
     def roles(self) -> dict[str, Callable[[Process], Steps]]:
         """See `SimJob`."""
-        books = self.books
-        work: list[Callable[[Process], Steps]] = [partial(producer, books=books)] * 2
-        work += [partial(consumer, books=books, task="score")] * 2
-        work += [partial(consumer, books=books, task="train")] * 2
-        work.append(partial(closer, books=books))
+        account = self.account
+        work: list[Callable[[Process], Steps]] = [partial(producer, account=account)] * 2
+        work += [partial(consumer, account=account, task="score")] * 2
+        work += [partial(consumer, account=account, task="train")] * 2
+        work.append(partial(closer, account=account))
         return {f"worker {at}": partial(self._opened, role=role) for at, role in enumerate(work)}
 
     def _opened(self, process: Process, role: Callable[[Process], Steps]) -> Steps:
-        yield create(self.books)
+        yield create(self.account)
         yield from role(process)
 
     def judge(self, state: LedgerState) -> None:
         """See `SimJob`."""
-        table, books = state.tables[self.table], self.books
+        table, account = state.tables[self.table], self.account
         if table.rows_live:
             raise PromiseBroken(f"{table.rows_live} rows are without a fate after the end")
-        if not books.put <= table.rows_put <= books.maybe_put:
+        if not account.put <= table.rows_put <= account.maybe_put:
             raise PromiseBroken(
-                f"{table.rows_put} rows were put; producers were told of {books.put}, and sent {books.maybe_put}"
+                f"{table.rows_put} rows were put; producers were told of {account.put}, and sent {account.maybe_put}"
             )
-        sure = sum(("score", row) in books.acked for task, row in books.acked if task == "train")
-        might = sum(task == "train" for task, _ in books.maybe_acked)
+        sure = sum(("score", row) in account.acked for task, row in account.acked if task == "train")
+        might = sum(task == "train" for task, _ in account.maybe_acked)
         if not sure <= table.rows_done <= might or not set(table.rows_dropped) <= set(ALONE):
             raise PromiseBroken(
                 f"{table.rows_done} rows are done; {sure} to {might} were acked; dropped: {table.rows_dropped}"
             )
 
 
-def create(books: ClientAccount) -> m.CreateTable:
-    """The table of a run."""
+def create(account: ClientAccount) -> m.CreateTable:
+    """The request that makes the table of a run."""
     score = Task(
-        "score", needs=["body"], gives=["score"], selector=books.selector, lease_s=2.0, attempts_max=books.attempts
+        "score", needs=["body"], gives=["score"], selector=account.selector, lease_s=2.0, attempts_max=account.attempts
     )
-    groups = Complete(deadline_s=8.0, min_size=books.least, incomplete=books.incomplete)
-    train = Task("train", needs=["body", "score"], lease_s=2.5, attempts_max=books.attempts, groups=groups)
+    groups = Complete(deadline_s=8.0, min_size=account.least, incomplete=account.incomplete)
+    train = Task("train", needs=["body", "score"], lease_s=2.5, attempts_max=account.attempts, groups=groups)
     pacing = Pacing(
-        "train", batch_rows=2 * books.size, depth=2, max_staleness=books.staleness,
-        on_stale=books.on_stale, channel=books.channel,
+        "train", batch_rows=2 * account.size, depth=2, max_staleness=account.staleness,
+        on_stale=account.on_stale, channel=account.channel,
     )  # fmt: skip
-    return m.CreateTable("t", [BODY, SCORE], [score, train], Limits(rows=books.rows_max), pacing, exist_ok=True)
+    return m.CreateTable("t", [BODY, SCORE], [score, train], Limits(rows=account.rows_max), pacing, exist_ok=True)
 
 
-def producer(process: Process, books: ClientAccount) -> Steps:
-    """Puts groups until there are enough."""
-    while books.groups_left > 0:
-        yield from persistently(process, partial(_produce, process, books))
-    books.producing -= 1
+def producer(process: Process, account: ClientAccount) -> Steps:
+    """Put groups until there are enough."""
+    while account.groups_left > 0:
+        yield from persistently(process, partial(_produce, process, account))
+    account.producing -= 1
 
 
-def _produce(process: Process, books: ClientAccount) -> Steps:
-    """One group or, where the queue asks for it, what groups of before lack. Now and then in two puts."""
-    reserved = yield m.Reserve("t", books.size, wait_s=3.0)
-    books.groups_left -= 1
+def _produce(process: Process, account: ClientAccount) -> Steps:
+    """Put one group or, where the queue asks for refills, the missing rows of earlier groups. Sometimes in two puts."""
+    reserved = yield m.Reserve("t", account.size, wait_s=3.0)
+    account.groups_left -= 1
     wanted = [group for group, missing in reserved.refills for _ in range(missing)]
-    wanted = wanted or [books.next_group()] * books.size
-    first = process.world.random.choice((len(wanted), len(wanted), 1)) if books.in_parts else len(wanted)
+    wanted = wanted or [account.next_group()] * account.size
+    first = process.world.random.choice((len(wanted), len(wanted), 1)) if account.in_parts else len(wanted)
     for part in (wanted[:first], wanted[first:]):
         if part:
-            yield from _put(process, books, reserved, part)
-    if len(wanted) < books.size:
+            yield from _put(process, account, reserved, part)
+    if len(wanted) < account.size:
         yield m.Unreserve("t", reserved.reservation)
 
 
-def _put(process: Process, books: ClientAccount, reserved: m.Reserved, groups: list[int]) -> Steps:
+def _put(process: Process, account: ClientAccount, reserved: m.Reserved, groups: list[int]) -> Steps:
     chance, rows = process.world.random, len(groups)
-    stamps = books.new(rows, reserved.version)
+    stamps = account.new(rows, reserved.version)
     block = yield from write(process, stamps)
     facts = m.RowFacts(
-        group_id=pack(groups), group_size=struct.pack(f"<{rows}i", *[books.size] * rows),
+        group_id=pack(groups), group_size=struct.pack(f"<{rows}i", *[account.size] * rows),
         policy_version=pack([reserved.version] * rows), tokens=pack([chance.randint(1, 9) for _ in groups]),
         priority=struct.pack(f"<{rows}d", *[chance.random() for _ in groups]),
     )  # fmt: skip
-    books.maybe_put += rows
+    account.maybe_put += rows
     try:
         reply = yield m.PutRequest("t", rows, m.Columns([BODY], [block], facts=facts), reserved.reservation)
     finally:
         if process.alive:
-            process.post(m.ReturnGrant(block.extent))
-    books.put += rows
+            process.send_unawaited(m.ReturnGrant(block.extent))
+    account.put += rows
     for row, stamp in zip(range(reply.first, reply.first + rows), stamps, strict=True):
-        books.same(row, stamp)
+        account.record_stamp(row, stamp)
 
 
-def consumer(process: Process, books: ClientAccount, task: str) -> Steps:
-    """Leases, reads, reads again, acks with results; the trainer moves the clock too."""
-    yield from until_end(process, partial(_consume, process, books, task))
+def consumer(process: Process, account: ClientAccount, task: str) -> Steps:
+    """Lease, read, read again, and ack with results; the trainer advances the clock too."""
+    yield from until_end(process, partial(_consume, process, account, task))
 
 
-def _consume(process: Process, books: ClientAccount, task: str) -> Steps:
-    clock, chance = books.clock, process.world.random
-    lease = yield _lease_of(process, books, task)
+def _consume(process: Process, account: ClientAccount, task: str) -> Steps:
+    clock, chance = account.clock, process.world.random
+    lease = yield _lease_of(process, account, task)
     rows, groups = unpack(lease.content.rows), fact(lease.content, "group_id")
     blocks = blocks_of(lease.content)
     view(process, blocks)
     try:
-        _read(process, books, lease)
+        _read(process, account, lease)
         if task == "train" and rows and "score" not in {one.field for one in lease.content.inline}:
             raise PromiseBroken(f"rows {rows} were given to task train without the score that it needs")
-        books.lent(task, rows, lease, groups, clock)
+        account.record_lease(task, rows, lease, groups, clock)
         yield chance.uniform(0.01, 0.4)
         if chance.random() < 0.1:
             yield m.Renew("t", lease.lease, lease.token)
-        _read(process, books, lease)
+        _read(process, account, lease)
         if task == "score" and rows and chance.random() < 0.05:
-            yield from _forget(lease)
+            yield from _ack_without_result(lease)
         if task == "score" and chance.random() < 0.08:
-            yield from _give_back(process, books, lease, rows)
+            yield from _give_back(process, account, lease, rows)
         else:
-            yield from _ack(books, task, lease, rows)
+            yield from _ack(account, task, lease, rows)
     finally:
         let_go(process, blocks)
-    if task == "train" and books.channel is None:
+    if task == "train" and account.channel is None:
         version = lease.version + 1
         yield m.AdvanceClock("t", version, wait_s=1.0)
-        books.advanced(version)
+        account.advanced(version)
 
 
-def _lease_of(process: Process, books: ClientAccount, task: str) -> m.LeaseRequest:
+def _lease_of(process: Process, account: ClientAccount, task: str) -> m.LeaseRequest:
     chance = process.world.random
     wait_s = 60.0 if process.world.healed else 2.0
     if task == "train":
         return m.LeaseRequest("t", task, groups=1, wait_s=wait_s)
     if chance.random() < 0.2:
         return m.LeaseRequest("t", task, tokens=chance.randint(9, 20), at_least=1, wait_s=wait_s)
-    return m.LeaseRequest("t", task, rows=books.size, at_least=chance.randint(1, books.size), wait_s=wait_s)
+    return m.LeaseRequest("t", task, rows=account.size, at_least=chance.randint(1, account.size), wait_s=wait_s)
 
 
-def _give_back(process: Process, books: ClientAccount, lease: m.Leased, rows: list[int]) -> Steps:
+def _give_back(process: Process, account: ClientAccount, lease: m.Leased, rows: list[int]) -> Steps:
     failed = process.world.random.random() < 0.5
     if not failed:
-        books.released("score", rows)
+        account.released("score", rows)
     yield m.ReleaseRequest("t", lease.lease, lease.token, failed=failed, reason="for a change")
 
 
-def _forget(lease: m.Leased) -> Steps:
-    """An ack without the result that the next task needs: refused, and the rows stay on lease."""
+def _ack_without_result(lease: m.Leased) -> Steps:
+    """Send an ack without the result that the next task needs: it must be refused, and the rows stay on lease."""
     try:
         yield m.Ack("t", lease.lease, lease.token)
     except UsageError:
@@ -320,32 +322,32 @@ def _forget(lease: m.Leased) -> Steps:
     raise PromiseBroken("an ack of task score was accepted without the score that task train needs")
 
 
-def _ack(books: ClientAccount, task: str, lease: m.Leased, rows: list[int]) -> Steps:
+def _ack(account: ClientAccount, task: str, lease: m.Leased, rows: list[int]) -> Steps:
     columns = None
     if task == "score":
-        scores = pack([books.stamp_of[row] * 7 for row in rows])
-        facts = m.RowFacts(policy_version=pack([lease.version] * len(rows)) if books.is_redone(task) else None)
+        scores = pack([account.stamp_of[row] * 7 for row in rows])
+        facts = m.RowFacts(policy_version=pack([lease.version] * len(rows)) if account.is_redone(task) else None)
         columns = m.Columns([SCORE], inline=[m.Inline("score", scores)], facts=facts)
-    books.maybe_acked.update((task, row) for row in rows)
+    account.maybe_acked.update((task, row) for row in rows)
     if rows:
         ended = yield m.Ack("t", lease.lease, lease.token, columns=columns)
         if ended.rows == len(
             rows
-        ):  # less: some were taken from the lease, dropped or for a refill, and which is not said
-            books.done(task, rows, lease.token)
+        ):  # fewer: some rows left the lease, dropped or refilled, and the reply does not say which
+            account.done(task, rows, lease.token)
 
 
-def _read(process: Process, books: ClientAccount, lease: m.Leased) -> None:
+def _read(process: Process, account: ClientAccount, lease: m.Leased) -> None:
     for row, stamp in stamps_of(process, lease.content).items():
-        books.same(row, stamp)
+        account.record_stamp(row, stamp)
     for row, score in zip(unpack(lease.content.rows), inline(lease.content, "score"), strict=False):
-        if score != books.stamp_of[row] * 7:
+        if score != account.stamp_of[row] * 7:
             raise PromiseBroken(f"row {row} has the result of another: {score}")
 
 
-def closer(process: Process, books: ClientAccount) -> Steps:
-    """Seals the table when all is produced; in some runs only when all faults have ended."""
-    while books.producing or not (books.seals_early or process.world.healed):
+def closer(process: Process, account: ClientAccount) -> Steps:
+    """Seal the table when all groups are put; in some runs only after all faults have ended."""
+    while account.producing or not (account.seals_early or process.world.healed):
         yield 0.25
     try:
         yield m.Seal("t")

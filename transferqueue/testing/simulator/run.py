@@ -1,4 +1,4 @@
-"""One seed: chaos, then heal, then everything must drain."""
+"""Run one seed: inject faults, end them all, then everything must drain."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from transferqueue.testing.simulator.world import Rates, World
 
 CHAOS_S: Final = 9.0
 DRAIN_S: Final = 45.0
-"""Less than a lease request waits: who is not woken is late."""
+"""Shorter than the wait of a lease request, so that a waiter that is not woken is reported as stuck."""
 SHARDED: Final = 0.12
-"""How many worlds have further shards, and nothing else: what the other uses write must not be lost."""
+"""Share of the seeds with remote shards. They run no other job, because the rows of other jobs must not be lost with a shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a seed. broken: the promise that was; "" if none. rows: put, as the server says."""
+    """The result of a seed. broken: the promise that was broken, "" if none. rows: rows put, by the server's count."""
 
     seed: int
     broken: str
@@ -43,7 +43,7 @@ class Result:
 
 
 def replay_command(seed: int) -> str:
-    """The one command that shows a seed again."""
+    """The command that repeats a seed."""
     return f"python -m transferqueue.testing.simulate --seed {seed}"
 
 
@@ -61,7 +61,7 @@ def simulate(seed: int, rates: Rates | None = None) -> Result:
 
 
 def rows_ahead_max(table: TableState) -> float:
-    """How many rows may be ahead of training. A group is refilled though others have taken its members' places since: at worst
+    """Bound on the rows that may be ahead of training. A group is refilled even after other rows took the places of its members, so at worst
     each row ahead is the last of its group."""
     if table.pacing is None:
         return math.inf
@@ -71,7 +71,7 @@ def rows_ahead_max(table: TableState) -> float:
 
 
 class SimRun:
-    """A deployment of one seed: its server, its clients and what they are used for."""
+    """The deployment of one seed: the server, the clients, and their jobs."""
 
     def __init__(self, seed: int, rates: Rates | None = None) -> None:
         self.world = World(seed, rates)
@@ -82,68 +82,68 @@ class SimRun:
         self.server = SimServer(self.world, pages * PAGE_BYTES, self._lives, durable=self.durable)
         self.server.arena.in_sight = self._in_sight
         self.server.deliver, self.server.checked = self._deliver, self._check
-        self.server.on_down, self.server.on_up = self._bereave, self._reconnect
+        self.server.on_down, self.server.on_up = self._server_ended, self._reconnect
         self.numbers = self.rows_put = 0
-        self._employ()
+        self._make_jobs()
 
-    def _employ(self) -> None:
-        """What the deployment is used for, and who works there: rollouts always, and something else beside."""
+    def _make_jobs(self) -> None:
+        """Choose the jobs of the deployment and make their workers: `Rollouts` and one other job, or remote shards alone."""
         chance = self.world.random
         if chance.random() < SHARDED:
             self.jobs: list[SimJob] = [ReplicatedShardsJob(chance)]
         else:
-            self._employ_all(chance)
+            self._choose_jobs(chance)
         self.workers = [
             Process(self.world, self.server, name, role, partial(job.offer, name))
             for job in self.jobs
             for name, role in job.roles().items()
         ]
 
-    def _employ_all(self, chance: random.Random) -> None:
+    def _choose_jobs(self, chance: random.Random) -> None:
         rollouts = Rollouts(chance, roomy=self.roomy)
         beside: list[SimJob] = [SharedBatchJob(), CheckpointJob(), ManualRetentionJob()]
         self.jobs = [rollouts, chance.choice(beside)]
         if self.roomy and chance.random() < 0.5:
-            rollouts.books.channel = CHANNEL
-            self.jobs[1] = WeightChannelJob(chance.randint(1, 3), rollouts.books.advanced)
+            rollouts.account.channel = CHANNEL
+            self.jobs[1] = WeightChannelJob(chance.randint(1, 3), rollouts.account.advanced)
 
-    def _bereave(self) -> None:
-        """The server is gone and, at level ``memory``, all that it knew: its clients end, and all begins anew."""
+    def _server_ended(self) -> None:
+        """The server ended. At level ``memory`` its state is lost too, so all clients end and new jobs begin."""
         if not self.durable:
-            for one in self.workers:
-                if one.alive:
-                    one.kill()
-            self._employ()
+            for process in self.workers:
+                if process.alive:
+                    process.kill()
+            self._make_jobs()
 
     def _lives(self, number: int) -> bool:
-        return any(one.number == number and one.alive for one in self.workers)
+        return any(process.number == number and process.alive for process in self.workers)
 
     def _in_sight(self) -> list[tuple[int, int, str]]:
-        return [(at, size, one.name) for one in self.workers for at, size in one.sights.values()]
+        return [(at, size, process.name) for process in self.workers for at, size in process.sights.values()]
 
     def _deliver(self, peer: bytes, frame: bytes) -> None:
-        for one in self.workers:
-            if one.alive and one.way.peer == peer:
-                one.hear(frame)
+        for process in self.workers:
+            if process.alive and process.connection.peer == peer:
+                process.hear(frame)
 
     def _reconnect(self) -> None:
-        for one in self.workers:
-            if one.alive:
-                one.way.broken = True
-                self.world.after(self.world.random.uniform(0.0, 0.1), one.find_way)
+        for process in self.workers:
+            if process.alive:
+                process.connection.broken = True
+                self.world.after(self.world.random.uniform(0.0, 0.1), process.reconnect)
 
-    def _start(self, one: Process) -> None:
-        if not one.alive and not one.done:
+    def _start(self, process: Process) -> None:
+        if not process.alive and not process.done:
             self.numbers += 1
-            one.start(self.numbers)
+            process.start(self.numbers)
 
     # ------------------------------------------------------------ the course of a run
 
     def whole(self) -> None:
-        """From the first process to the last judgement; `PromiseBroken` at the first promise that is."""
+        """Run the seed to its end; `PromiseBroken` at the first broken promise."""
         self.server.start()
-        for one in self.workers:
-            self._start(one)
+        for process in self.workers:
+            self._start(process)
         until = CHAOS_S
         while self.world.now < until:
             self._strike(0.1)
@@ -152,37 +152,37 @@ class SimRun:
         if self.server.node is None:
             self.server._restart()
         self._drain(self.world.now + DRAIN_S)
-        self._judge()
+        self._check_end()
 
     def _run_until(self, when: float) -> None:
         while self.world.step(when):
             pass
-        for one in self.workers:
-            if not one.alive and not one.done:
-                self._start(one)
+        for process in self.workers:
+            if not process.alive and not process.done:
+                self._start(process)
 
     def _strike(self, seconds: float) -> None:
         world, rates = self.world, self.world.rates
         if world.strikes(rates.server_per_s * seconds, "server crashed"):
             self.server.kill()
-        for one in [one for one in self.workers if one.alive]:
+        for process in [process for process in self.workers if process.alive]:
             if world.strikes(rates.crash_per_s * seconds, "client crashed"):
-                one.kill()
+                process.kill()
             elif world.strikes(rates.pause_per_s * seconds, "client paused"):
                 pause = world.random.choice((0.3, 1.0, 4.0))
                 world.faults["client resumed late"] += pause > 2.5
-                one.pause(pause)
+                process.pause(pause)
             elif world.strikes(rates.partition_per_s * seconds, "partition begun"):
-                one.way.hold(world.now + world.random.uniform(0.2, 3.0))
+                process.connection.hold(world.now + world.random.uniform(0.2, 3.0))
                 if world.random.random() < 0.5:
-                    world.after(0.5, one.find_way)
+                    world.after(0.5, process.reconnect)
             elif world.strikes(rates.jump_per_s * seconds, "clock jump"):
-                one.jump(world.random.choice((0.5, 5.0, 50.0)))
+                process.jump(world.random.choice((0.5, 5.0, 50.0)))
 
     def _drain(self, until: float) -> None:
-        while self.world.now < until and not all(one.done for one in self.workers):
+        while self.world.now < until and not all(process.done for process in self.workers):
             self._run_until(self.world.now + 0.25)
-        if waiting := [one.name for one in self.workers if not one.done]:
+        if waiting := [process.name for process in self.workers if not process.done]:
             raise PromiseBroken(f"stuck: {', '.join(waiting)} did not end within {DRAIN_S:g} s after all faults ended")
 
     # ------------------------------------------------------------ what must hold
@@ -198,7 +198,7 @@ class SimRun:
                 )
             if table.outstanding > (most := rows_ahead_max(table)):
                 raise PromiseBroken(f"{table.outstanding} rows are ahead of training, above {most}")
-            left = [one.left for one in table.flow.reservations.values()]
+            left = [reservation.left for reservation in table.flow.reservations.values()]
             if table.flow.reserved != sum(left) or table.flow.reserved < 0:
                 raise PromiseBroken(f"{table.flow.reserved} rows are reserved, by reservations of {sum(left)}")
             if table.rows.pages.resident + table.flow.reserved > table.limits.rows:
@@ -207,11 +207,11 @@ class SimRun:
                 )
             if table.limits.bytes_max is not None and table.usage.bytes > table.limits.bytes_max:
                 raise PromiseBroken(f"{table.usage.bytes} bytes are in a table, above {table.limits.bytes_max}")
-        extents = sum(one.nbytes for one in own_extents(node.ledger))
+        extents = sum(extent.nbytes for extent in own_extents(node.ledger))
         if node.memory.used != extents:
             raise PromiseBroken(f"{node.memory.used} bytes are lent, by extents of {extents}")
 
-    def _judge(self) -> None:
+    def _check_end(self) -> None:
         ledger = self.server.ledger
         if ledger is None:
             raise PromiseBroken("no server runs")

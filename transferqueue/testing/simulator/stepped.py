@@ -1,4 +1,4 @@
-"""A trainer that acks with its steps, saves its model now and then, and goes back to the last save when it dies.
+"""A job whose trainer acks with its steps, saves its model now and then, and rolls back to the last save after its death.
 
 Whatever happens, the saved model has learned from each row once: rows of steps after the last save are given out again,
 rows of those before it never.
@@ -27,7 +27,7 @@ SAVE_EVERY: Final = 3
 
 
 class CheckpointJob(SimJob):
-    """A table whose task acks with steps. saved: what outlives the trainer, the step of the last save and the rows in it."""
+    """A table whose task acks with steps. saved: outlives the trainer: the step of the last save, and the rows in it."""
 
     table = "stepped"
 
@@ -52,14 +52,14 @@ class CheckpointJob(SimJob):
             yield from persistently(process, partial(self._go_back, step))
             try:
                 ended = yield from self._learn(process, step, set(rows))
-            except Unreachable:  # nobody knows whether that step counts
+            except Unreachable:  # the server may have counted that step or not
                 yield 0.05
 
     def _go_back(self, step: int) -> Steps:
         yield m.Rollback(self.table, step)
 
     def _learn(self, process: Process, step: int, model: set[int]) -> Steps:
-        """From this model on: True when the table has ended and all is saved, False to go back to the last save."""
+        """Train from this model on. True when the table has ended and all is saved, False to roll back to the last save."""
         while True:
             try:
                 rows = yield from self._learn_once(process, step + 1, model)
@@ -71,7 +71,7 @@ class CheckpointJob(SimJob):
             step += 1
             unsaved = step, frozenset(model)
             model.update(rows)
-            if step and step % SAVE_EVERY == 0:  # the save that was begun before this step is there now
+            if step and step % SAVE_EVERY == 0:  # the save that began before this step is complete now
                 yield from self._save(step - 1, unsaved[1])
             if process.world.strikes(0.02, "trainer went back"):
                 return False
@@ -93,7 +93,7 @@ class CheckpointJob(SimJob):
         yield m.CommitCheckpoint(self.table, step)
 
     def _is_all(self, model: set[int]) -> Steps:
-        """Every ordinal that was put has its fate: the cursor is at the first that was not."""
+        """Every ordinal that was put is done or dropped: the cursor is at the first ordinal that was not put."""
         first = next(number for number in range(len(model) + 1) if number not in model)
         cursor = yield m.Cursor(self.table)
         if cursor.ordinal != first:

@@ -1,4 +1,4 @@
-"""A channel of weights: whole versions, none invented, none older than what was certainly there; the clock of a table."""
+"""A job on a weight channel: versions are whole, none is invented, none is older than a version published before. It is the clock of a table."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ CHANNEL: Final = "policy"
 
 
 class WeightChannelJob(SimJob):
-    """One process publishes, two pull. told: hears each version that was certainly published."""
+    """One process publishes, two pull. on_published: called with each version that was certainly published."""
 
     table = CHANNEL
 
-    def __init__(self, keep: int, told: Callable[[int], None]) -> None:
+    def __init__(self, keep: int, on_published: Callable[[int], None]) -> None:
         self._keep: Final = keep
-        self._told = told
+        self._on_published = on_published
         self._newest = -1
 
     def roles(self) -> dict[str, Callable[[Process], Steps]]:
@@ -47,7 +47,7 @@ class WeightChannelJob(SimJob):
             yield from persistently(process, partial(self._publish_once, process))
 
     def _publish_once(self, process: Process) -> Steps:
-        """The next version. That it is there already is known by the error: a reply before was lost."""
+        """Publish the next version. `AlreadyExists` means that an earlier try succeeded and its reply was lost."""
         version = self._newest + 1
         block = yield from write(process, [FIRST_STAMP + version])
         try:
@@ -56,9 +56,9 @@ class WeightChannelJob(SimJob):
             pass
         finally:
             if process.alive:
-                process.post(m.ReturnGrant(block.extent))
+                process.send_unawaited(m.ReturnGrant(block.extent))
         self._newest = version
-        self._told(version)
+        self._on_published(version)
         yield process.world.random.uniform(0.1, 1.5)
 
     def _pull(self, process: Process) -> Steps:

@@ -1,8 +1,8 @@
 """Simulated time, chance and network.
 
-The law of the network, which is that of a socket: frames of one *way* may be late, lost with the way, repeated by
-a client that sends again. On top of that single calls and answers are lost, doubled and overtaken, which the protocol
-promises to bear. A notice is never overtaken by a later frame of its way nor lost without it (`Calls`, rule 5).
+The network behaves as a socket does: frames on one connection may be late, or lost with the connection, and a client may resend
+them. Beyond that, single calls and replies are lost, duplicated and reordered, which the protocol must bear. A notice is never
+overtaken by a later frame of its connection, nor lost while the connection lasts (`PendingCalls`, rule 5).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LATENCY_S: Final = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """How likely each fault is, per frame or per second."""
+    """Probability of each fault, per frame or per second."""
 
     lost: float = 0.03
     doubled: float = 0.04
@@ -39,7 +39,7 @@ class Rates:
 
 
 class World:
-    """The clock, what happens when, and what goes wrong. `faults` counts by kind."""
+    """The clock, the calls that are due, and the source of chance. `faults` counts the faults of each kind."""
 
     def __init__(self, seed: int, rates: Rates | None = None) -> None:
         self.now = 0.0
@@ -51,16 +51,16 @@ class World:
         self._count = 0
 
     def at(self, when: float, act: Callable[[], None]) -> None:
-        """`act` happens at `when`, after what was asked for that time before."""
+        """Call `act` at `when`, after earlier calls for the same time."""
         self._count += 1
         heapq.heappush(self._agenda, (max(when, self.now), self._count, act))
 
     def after(self, seconds: float, act: Callable[[], None]) -> None:
-        """`act` happens that much later."""
+        """Call `act` that many seconds from now."""
         self.at(self.now + seconds, act)
 
     def step(self, until: float) -> bool:
-        """Let the next thing happen that is due by `until`; False if there is none."""
+        """Make the next call that is due by `until`; False if there is none."""
         if not self._agenda or self._agenda[0][0] > until:
             self.now = max(self.now, until)
             return False
@@ -69,7 +69,7 @@ class World:
         return True
 
     def strikes(self, probability: float, kind: str) -> bool:
-        """Whether a fault of this kind happens now; it is counted if so. Never once healed."""
+        """Whether a fault of this kind happens now, which counts it. Never after all faults have ended."""
         if self.healed or self.random.random() >= probability:
             return False
         self.faults[kind] += 1
@@ -77,7 +77,7 @@ class World:
 
 
 class SimConnection:
-    """One connection of a client with the server. `peer`: how the server names it."""
+    """One connection of a client to the server. peer: the name by which the server knows it."""
 
     def __init__(self, world: World, peer: bytes) -> None:
         self.peer: Final = peer
@@ -87,11 +87,11 @@ class SimConnection:
         self._floor = {True: 0.0, False: 0.0}
 
     def hold(self, until: float) -> None:
-        """Nothing arrives before `until`, in either direction: a partition."""
+        """Deliver no frame before `until`, in either direction: a partition."""
         self._held_until = max(self._held_until, until)
 
     def carry(self, frame: bytes, arrive: Callable[[bytes], None], *, up: bool, notice: bool = False) -> None:
-        """Bring a frame to the other side, unless the way breaks before. up: towards the server."""
+        """Deliver a frame to the other side, unless the connection breaks first. up: towards the server."""
         world = self._world
         rates = world.rates
         if not notice and world.strikes(rates.lost, "message lost"):
