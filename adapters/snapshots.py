@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from transferqueue.errors import NotFound, listing
 from transferqueue.server.durability.snapshot_directory import SnapshotReader
-from transferqueue.server.durability.snapshot_files import TableManifest, read_about, read_rows, read_values
+from transferqueue.server.durability.snapshot_files import TableManifest, read_manifest, read_rows, read_values
 
 INLINE, PLACED = "field/", "at/"
 """Prefixes in the file of rows: of a field stored in it, and of the position of a value in the field's own file."""
@@ -69,7 +69,7 @@ def _is_field(column: str) -> bool:
 
 
 def _about(snapshot: SnapshotReader, table: str) -> TableManifest:
-    tables = {body.name: body for body in read_about(snapshot).tables}
+    tables = {body.name: body for body in read_manifest(snapshot).tables}
     if table not in tables:
         raise NotFound(f"table {table!r} is not in snapshot {snapshot.path}; it has {listing(tables)}")
     return tables[table]

@@ -30,7 +30,7 @@ ROOMS = (
     str(Path(planting.__file__).parent),
     *(str(module.__file__) for module in (cutfiles, snapshots, from_snapshot, snapshot_directory)),
 )
-WORK = frozenset({"_read", "_settle", "_plant"})
+WORK = frozenset({"_read", "_write_block", "_restore_tables"})
 """Of the functions that begin, follow and clean up a work, those that do it."""
 
 
@@ -156,7 +156,7 @@ def test_memory_of_a_planted_table_is_not_given_back(restorer: Restorer) -> None
 
 
 def test_what_nobody_waits_for_any_more_is_not_done(restorer: Restorer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "TURN_S", 0.0)
+    monkeypatch.setattr(snapshots, "LOOP_ANSWER_S", 0.0)
     before = restorer.state()
     error = restorer.restore("s")
     assert error is None or restorer.state() == before
@@ -164,13 +164,13 @@ def test_what_nobody_waits_for_any_more_is_not_done(restorer: Restorer, monkeypa
 
 def test_a_table_that_came_meanwhile_stays_and_the_memory_returns(restorer: Restorer) -> None:
     """A table is created between the reading of the files and the planting."""
-    plain = restorer.snapshots._plant
+    plain = restorer.snapshots._restore_tables
 
     def late(*given: Any) -> None:
         restorer.ledger.apply(m.CreateTable("mine"), session=1, call=50, now=NOW)
         return plain(*given)
 
-    restorer.snapshots._plant = late  # type: ignore[method-assign]
+    restorer.snapshots._restore_tables = late  # type: ignore[method-assign]
     used = restorer.memory.used
     error = restorer.restore("s")
     assert isinstance(error, UsageError)

@@ -71,7 +71,7 @@ _log: Final = logging.getLogger("transferqueue.server")
 _NAMES_ROWS: Final = frozenset({m.LeaseRequest, m.ReadRequest})
 """Requests whose replies name many rows, and so may be too large to send."""
 _CAUSE_CHARS: Final = 300
-"""So much of the text of an error that nobody expected is told to a client; the log has all of it."""
+"""How much of the text of an unexpected exception a client gets. The log has all of it."""
 
 
 class Watcher(Protocol):
@@ -158,12 +158,12 @@ class Coordinator:
     # ------------------------------------------------------------ what the loop calls
 
     def receive(self, peer: Peer, frame: bytes, now: float) -> None:
-        """A frame came from `peer`."""
+        """Handle a frame from `peer`."""
         try:
             self._receive(peer, frame, now)
         except JournalFailed:
             raise
-        except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the caller)
+        except Exception as error:  # noqa: BLE001  (logged with its cause, and sent to the client)
             session, call = codec.call_of(frame)
             failed = self._defect(self.handled, error, self._session_of(peer, session))
             self._answer(peer, call, failed)
@@ -193,13 +193,13 @@ class Coordinator:
             self._call(peer, role, call, now)
 
     def tick(self, now: float) -> None:
-        """Time has passed: whatever was due at or before `now` happens."""
+        """Do everything that was due at or before `now`."""
         due = self.memory.next_deadline()
         if due is not None and due <= now:
-            self.commit()  # what was freed is free for good before its pages are given back
+            self.commit()  # a free must be durable before its pages are given back
         for part in (
             self._trim,
-            self._turn_works,
+            self._run_jobs,
             self._tick_ledger,
             self._end_silent,
             self._free_lingering,
@@ -211,7 +211,7 @@ class Coordinator:
                 part(now)
             except JournalFailed:
                 raise
-            except Exception as error:  # noqa: BLE001  (logged with its cause; nobody asked)
+            except Exception as error:  # noqa: BLE001  (logged with its cause)
                 self._paused[part.__name__] = now + DEFECT_PAUSE_S
                 self._defect(f"tick ({part.__name__.strip('_')})", error)
         if self._paused:
@@ -223,7 +223,7 @@ class Coordinator:
             self.memory.trim(now)
         self.shards.trim(now)
 
-    def _turn_works(self, now: float) -> None:
+    def _run_jobs(self, now: float) -> None:
         if self.operations.snapshots is not None:
             self.operations.snapshots.turn(now)
 
@@ -248,17 +248,17 @@ class Coordinator:
             self._run_until_idle(now)
 
     def _refuse(self, waiting: WaitingRequest, now: float) -> None:
-        """The wait ended by its deadline. It leaves whatever happens, or it would be refused for ever."""
+        """End a wait whose deadline has come. It is removed even after a defect, or it would be refused again at each tick."""
         try:
             reply = self._deadline_reply(waiting, now)
         except JournalFailed:
             raise
-        except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the caller)
+        except Exception as error:  # noqa: BLE001  (logged with its cause, and sent to the client)
             reply = self._defect(m.tag_of(waiting.request), error)
         self._complete_waiting(waiting, reply)
 
     def next_deadline(self) -> float | None:
-        """When `tick` must be called next; None: nothing will happen by itself."""
+        """When `tick` must be called next; None: nothing is due."""
         at = self._next_deadline()
         return at if at is None or not self._paused else max(at, min(self._paused.values()))
 
@@ -273,13 +273,13 @@ class Coordinator:
         return min((at for at in deadlines if at is not None), default=None)
 
     def process_exited(self, number: int, now: float) -> None:
-        """The process of a session is gone."""
+        """The process of a session ended: end the session."""
         session = self.sessions.get(number)
         if session is not None:
             self.end(session, now)
 
     def peer_lost(self, peer: Peer, now: float) -> None:
-        """`peer` does not read its answers, or closed its channel without a word: its sessions are dropped."""
+        """`peer` does not read its answers, or closed its channel without Goodbye: end its sessions."""
         self.handled = "lost"
         for session in self.sessions.of_peer(peer):
             self.counters.sessions_dropped += 1
@@ -287,18 +287,18 @@ class Coordinator:
         self._run_until_idle(now)
 
     def keys_changed(self, now: float) -> None:
-        """The sessions of keys that are not known any more end; nobody is told."""
-        for session in [one for one in self.sessions if self._authorizer.role(one.peer) is None]:
+        """End the sessions whose key was withdrawn. Their clients get no answer."""
+        for session in [session for session in self.sessions if self._authorizer.role(session.peer) is None]:
             self.counters.sessions_dropped += 1
             self._end(session, now, "", how="its key was withdrawn")
         self._run_until_idle(now)
 
     def commit(self) -> None:
-        """Blocks until what happened so far outlives the server as its level says. Call it before the outbox is sent."""
+        """Make all changes so far durable, as the level requires. Blocks until they are. Call it before sending the outbox."""
         self._durability.commit()
 
     def stop(self) -> None:
-        """Watch nobody any more, and tell every session that the server stops, unless sessions outlive it."""
+        """Stop watching processes. Tell every session that the server stops, unless sessions outlive it."""
         if not self._durability.sessions_stay:
             self._fail_everyone(_failed(Disconnected(f"the server at {self.identity.address} was stopped")))
         self.workers.close()
@@ -316,12 +316,12 @@ class Coordinator:
     # ------------------------------------------------------------ sessions
 
     def watch(self, session: OpenSession) -> None:
-        """The end of the session's process ends the session."""
+        """Watch the process of a session, so that its end ends the session."""
         if session.process.pidfd >= 0:
             self._watcher.watch(session.number, session.process.pidfd)
 
     def end(self, session: OpenSession, now: float) -> None:
-        """Close a session whose process is gone."""
+        """End a session whose process has ended."""
         self._end(session, now, "", how=DIED)
         self._run_until_idle(now)
 
@@ -358,7 +358,7 @@ class Coordinator:
         except JournalFailed:
             raise
         except Exception:
-            self._end(session, now, "")  # a session is open at the node and in the ledger, or in neither
+            self._end(session, now, "")  # a session is open here and in the ledger, or in neither
             raise
         return session
 
@@ -377,15 +377,15 @@ class Coordinator:
             checksums=self._durability.checksums,
         )
 
-    def _end(self, session: OpenSession, now: float, told: str, *, how: str = "") -> None:
-        """Close a session. told: why, for those who wait in it; "" if nobody is left to hear. how: the same, for those who ask
-        later who worked here."""
+    def _end(self, session: OpenSession, now: float, reason: str, *, how: str = "") -> None:
+        """End a session. reason: the answer to its waiting requests; "" if its client cannot be reached. how: the reason that
+        reports give; "": the same."""
         number, shard = session.number, session.hello.shard
-        said, pidfd = how or told or CUT, session.process.pidfd
-        self._guard("note of a worker", partial(self.workers.record_end, number, session.label, said, pidfd, now))
+        ending, pidfd = how or reason or CUT, session.process.pidfd
+        self._guard("note of a worker", partial(self.workers.record_end, number, session.label, ending, pidfd, now))
         for waiting in self.waiting.remove_session(number):
-            if told:
-                self._answer(session.peer, waiting.call, _failed(Disconnected(f"session closed: {told}")))
+            if reason:
+                self._answer(session.peer, waiting.call, _failed(Disconnected(f"session closed: {reason}")))
         if session.process.pidfd >= 0:
             self._guard("end of a watch", partial(self._watcher.unwatch, session.process.pidfd))
         self._guard("end of a shard", partial(self.shards.close, session))
@@ -399,16 +399,16 @@ class Coordinator:
     # ------------------------------------------------------------ defects
 
     def _guard(self, what: str, act: Callable[[], object]) -> None:
-        """Do one step of several, of which the others must happen whatever becomes of this one."""
+        """Do one step of several. A defect in it is logged, and the other steps still happen."""
         try:
             act()
         except JournalFailed:
             raise
-        except Exception as error:  # noqa: BLE001  (logged with its cause; nobody asked)
+        except Exception as error:  # noqa: BLE001  (logged with its cause)
             self._defect(what, error)
 
     def _defect(self, what: str, error: Exception, session: OpenSession | None = None) -> m.Failed:
-        """Count and log what nobody expected, end the session that met it, and return what its client is told."""
+        """Count and log an unexpected exception, end the session in which it occurred, and return the error for its client."""
         self.counters.internal_errors += 1
         number = f"{self.identity.epoch}-{self.counters.internal_errors}"
         _log.error("defect %s: %s failed%s", number, what, f" for {session.label}" if session else "", exc_info=error)
@@ -421,7 +421,7 @@ class Coordinator:
         )
 
     def _session_of(self, peer: Peer, number: int) -> OpenSession | None:
-        """The open session of this number, if `peer` speaks for it."""
+        """The open session of this number, if `peer` is its connection."""
         session = self.sessions.get(number)
         return session if session is not None and session.peer == peer else None
 
@@ -436,13 +436,13 @@ class Coordinator:
         try:
             session = self.sessions.of_call(call.session)
             if session.peer == NOWHERE:
-                return  # it has not greeted this life of the server: what ZeroMQ kept from before comes ahead of that
+                return  # its client has not said Hello since the restart: ZeroMQ delivered an older frame first
             authorization.check_owner(session, peer)
         except Disconnected as error:
             self._answer(peer, call.id, _failed(error))
             return
         if peer != session.peer:
-            return  # sent by a way that is lost, or before the greeting on a new one: it comes again, in its order
+            return  # sent on a lost connection, or before Hello on a new one: the client sends it again, in order
         if call.seen > session.seen:
             self.ledger.seen(session.number, call.seen)
         session.heard(peer, call.seen, now)
@@ -459,7 +459,7 @@ class Coordinator:
             self._accept_call(session, call.id, call.request, now)
 
     def _refused(self, role: Role, request: m.Request) -> TransferQueueError | None:
-        """Why a request may not even be tried; None: it may."""
+        """Why a request is refused before it is tried; None: it is not."""
         if self._durability.checksums and (unchecked := without_checksum(request)) is not None:
             return unchecked
         return authorization.why_not_allowed(role, request) or wrong_coordinator(self.index, request)
@@ -480,14 +480,14 @@ class Coordinator:
             self._reply(session, call, request, outcome)
 
     def _queue_or_refuse(self, session: OpenSession, request: m.Request, ahead: int, now: float) -> MustWait | m.Failed:
-        """What becomes of a newcomer that finds `ahead` others in its lane."""
+        """The outcome of a new request with `ahead` others before it in its lane."""
         if wait_of(request) > 0:
             return MustWait(keys=())
         why = f"{_earlier(ahead)} for the same, and this one may not wait: {self.operations.explain(request, now)}"
         return _failed(DeadlineExceeded(why) if isinstance(request, m.LeaseRequest) else Full(why))
 
     def _execute(self, session: OpenSession, call: int, request: m.Request, now: float) -> m.Reply | MustWait:
-        """Carry a request out, or learn what it must wait for. A refusal is a reply too."""
+        """Carry out a request. Returns its reply, which may be a refusal, or the keys on which it must wait."""
         if (refused := session.too_large.get(call)) is not None:
             return refused
         try:
@@ -501,30 +501,30 @@ class Coordinator:
             return self._defect(m.tag_of(request), error, session)
         except TransferQueueError as error:
             return _failed(error)
-        except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the caller)
+        except Exception as error:  # noqa: BLE001  (logged with its cause, and sent to the client)
             return self._defect(m.tag_of(request), error, session)
 
-    # ------------------------------------------------------------ those who wait
+    # ------------------------------------------------------------ waiting requests
 
     def _run_until_idle(self, now: float) -> None:
-        """Carry out what the ledger asked for and try whoever is due, until nothing is left to do."""
+        """Apply the ledger's effects and try due requests, until nothing is left to do."""
         more = True
         while more:
             try:
                 more = self._run_next(now)
             except JournalFailed:
                 raise
-            except Exception as error:  # noqa: BLE001  (logged with its cause; what is left is settled next time)
+            except Exception as error:  # noqa: BLE001  (logged with its cause; the rest is done next time)
                 self._defect(f"what follows {self.handled}", error)
                 return
 
     def _run_next(self, now: float) -> bool:
-        """Carry out what was asked for, and try the next who is due; whether anything may be left."""
+        """Apply the ledger's effects, and try the next due request. False if there was none."""
         self._apply_effects(self.ledger.take_effects(), now)
         while self._failed_sessions:
-            number, told = self._failed_sessions.pop()
-            if (doomed := self.sessions.get(number)) is not None:
-                self._end(doomed, now, told)
+            number, reason = self._failed_sessions.pop()
+            if (session := self.sessions.get(number)) is not None:
+                self._end(session, now, reason)
         waiting = self.waiting.next_due()
         if waiting is not None:
             self._try_again(waiting, now)
@@ -557,14 +557,14 @@ class Coordinator:
             self._reply(session, waiting.call, waiting.request, reply)
         except JournalFailed:
             raise
-        except Exception as error:  # noqa: BLE001  (logged with its cause, and told to the caller)
+        except Exception as error:  # noqa: BLE001  (logged with its cause, and sent to the client)
             self._answer(session.peer, waiting.call, self._defect(m.tag_of(waiting.request), error, session))
 
     def explain(self, waiting: WaitingRequest, now: float) -> str:
-        """Why a waiting request still waits: what is missing, who holds it, who is before it."""
+        """Why a request still waits: what is missing, who holds it, and how many requests are before it."""
         ahead = self.waiting.ahead_of(waiting)
-        behind = f"; {_earlier(ahead)} before it" if ahead else ""
-        return self.operations.explain(waiting.request, now) + behind
+        queue = f"; {_earlier(ahead)} before it" if ahead else ""
+        return self.operations.explain(waiting.request, now) + queue
 
     def _deadline_reply(self, waiting: WaitingRequest, now: float) -> m.Failed:
         waited = f"{m.tag_of(waiting.request)} waited {now - waiting.since:.3g} s: "
@@ -581,7 +581,7 @@ class Coordinator:
             refused = _failed(error)
             returns = undo(request, reply, "the reply was too large to send") if type(request) in _NAMES_ROWS else ()
             for undoing in returns:
-                with suppress(UsageError, FlowSignal):  # what is gone already needs no undoing
+                with suppress(UsageError, FlowSignal):  # already undone, such as by a lease that expired
                     self.ledger.apply(undoing, session=session.number, call=0, now=session.heard_at)
             session.refuse(call, refused)
             self._answer(session.peer, call, refused)
@@ -591,7 +591,7 @@ class Coordinator:
     def _answer(self, peer: Peer, call: int, reply: m.Reply) -> None:
         try:
             frame = codec.encode_answer(m.AnswerFrame(self.identity.epoch, call, reply))
-        except UsageError as error:  # such as a text of the system's that is no Unicode
+        except UsageError as error:  # such as a text of the system that is no Unicode
             frame = codec.encode_answer(m.AnswerFrame(self.identity.epoch, call, _failed(error)))
         self.outbox.append((peer, frame))
 

@@ -1,8 +1,9 @@
-"""A cut of the ledger as Arrow files, and back: which file has which columns. docs/SNAPSHOTS.md tells the same to readers.
+"""Writes the snapshot of a ledger as Arrow files, and reads it back. Defines which file has which columns; docs/SNAPSHOTS.md tells users.
 
-Per table ``tables/N/rows.arrow`` has one row for each resident row; ``tables/N/groups.arrow`` and ``tables/N/forming-M.arrow`` the
-groups; ``tables/N/field-M.arrow`` the values of a field, each stored once however many rows share it: column ``at/<field>`` of
-the rows says which. ``weights/N/V.arrow`` is a version of weights, one row with a column for each tensor.
+Of each table, ``tables/N/rows.arrow`` has one row for each resident row; ``tables/N/groups.arrow`` and ``tables/N/forming-M.arrow``
+have the groups; ``tables/N/field-M.arrow`` has the values of a field, each stored once even if several rows share it. The column
+``at/<field>`` of the rows file says which value a row has. ``weights/N/V.arrow`` is a version of weights: one row, with a column for
+each tensor.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from transferqueue.wire.messages import BlockLocation, TableTerms
 
 CHUNK_ROWS: Final = 1 << 16
 CHUNK_BYTES: Final = 64 * MIB
-"""A record batch has no more of either, unless one row has."""
+"""The most rows and bytes of a record batch, unless a single row has more."""
 FATES: Final = ("free", "live", "done", "dropped")
 _INT64_MAX: Final = (1 << 63) - 1
 Memory = Callable[[BlockLocation], U8]
-"""The bytes of a block, which stay as they are while the files are written."""
+"""Returns the bytes of a block. They do not change while the files are written."""
 
 
 class TableManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the manifest says of a table. directory: of its files. placed: the fields that have a file, in order."""
+    """A table in the manifest. directory: of its files. placed: the fields that have a file, in order. gatherers: the tasks with groups."""
 
     name: str
     directory: str
@@ -59,7 +60,7 @@ class TableManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class VersionManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A version of weights and its file."""
+    """A version of weights in the manifest."""
 
     version: int
     age_s: float
@@ -68,7 +69,7 @@ class VersionManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChannelManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the manifest says of a weight channel."""
+    """A weight channel in the manifest."""
 
     name: str
     keep: int
@@ -77,7 +78,7 @@ class ChannelManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LedgerManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the manifest says beside the files. made_at: seconds since 1970. package: the version that wrote it."""
+    """The manifest, apart from the list of files. made_at: seconds since 1970. package: the version that wrote it."""
 
     made_at: float
     package: str
@@ -86,22 +87,26 @@ class LedgerManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dropped_tables: dict[str, int]
 
 
-# ---------------------------------------------------------------- out
+# ---------------------------------------------------------------- writing
 
 
-def write_cut(
-    writer: SnapshotWriter, cut: LedgerSnapshot, memory: Memory, made_at: float, package: str
+def write_contents(
+    writer: SnapshotWriter, contents: LedgerSnapshot, memory: Memory, made_at: float, package: str
 ) -> LedgerManifest:
-    """Write all files of a cut. Reads every block once."""
-    tables = [_write_table(writer, cut, table, f"tables/{number}", memory) for number, table in enumerate(cut.tables)]
-    channels = [
-        _write_channel(writer, cut, channel, f"weights/{number}", memory) for number, channel in enumerate(cut.channels)
+    """Write all files of a snapshot. Reads every block once."""
+    tables = [
+        _write_table(writer, contents, table, f"tables/{number}", memory)
+        for number, table in enumerate(contents.tables)
     ]
-    return LedgerManifest(made_at, package, tables, channels, cut.dropped_tables)
+    channels = [
+        _write_channel(writer, contents, channel, f"weights/{number}", memory)
+        for number, channel in enumerate(contents.channels)
+    ]
+    return LedgerManifest(made_at, package, tables, channels, contents.dropped_tables)
 
 
 def _write_table(
-    writer: SnapshotWriter, cut: LedgerSnapshot, table: TableSnapshot, directory: str, memory: Memory
+    writer: SnapshotWriter, contents: LedgerSnapshot, table: TableSnapshot, directory: str, memory: Memory
 ) -> TableManifest:
     values = {name: _Values(*place) for name, place in table.places.items()}
     fields = {field.name: field for field in table.terms.fields}
@@ -109,8 +114,8 @@ def _write_table(
     _write_columns(writer, f"{directory}/groups.arrow", table.groups)
     for number, columns in enumerate(table.forming.values()):
         _write_columns(writer, f"{directory}/forming-{number}.arrow", columns)
-    for number, (name, found) in enumerate(values.items()):
-        _write_field(writer, f"{directory}/field-{number}.arrow", fields, name, found, cut, memory)
+    for number, (name, distinct) in enumerate(values.items()):
+        _write_field(writer, f"{directory}/field-{number}.arrow", fields, name, distinct, contents, memory)
     ordinals = [(first, last) for first, last in table.ordinals.tolist()]
     return TableManifest(
         table.terms.name, directory, table.terms, table.counts, ordinals, list(values), list(table.forming)
@@ -118,15 +123,17 @@ def _write_table(
 
 
 class _Values:
-    """The distinct values of a field: block and slot of each, and for each row which of them it has (-1: none)."""
+    """The distinct values of a field: the block and slot of each, and for each row the index of its value (-1: none)."""
 
     def __init__(self, blocks: IntArray, slots: AnyArray) -> None:
-        there = blocks > 0
-        pairs = np.stack([blocks[there], slots[there].astype(np.int64)], axis=1)
-        found, index = np.unique(pairs, axis=0, return_inverse=True) if len(pairs) else (pairs, np.empty(0, np.int64))
-        self.blocks, self.slots = found[:, 0], found[:, 1]
+        present = blocks > 0
+        pairs = np.stack([blocks[present], slots[present].astype(np.int64)], axis=1)
+        distinct, index = (
+            np.unique(pairs, axis=0, return_inverse=True) if len(pairs) else (pairs, np.empty(0, np.int64))
+        )
+        self.blocks, self.slots = distinct[:, 0], distinct[:, 1]
         self.of_row = np.full(len(blocks), -1, np.int64)
-        self.of_row[there] = index.reshape(-1)
+        self.of_row[present] = index.reshape(-1)
 
 
 def _row_columns(table: TableSnapshot, values: dict[str, _Values]) -> dict[str, Any]:
@@ -140,16 +147,16 @@ def _row_columns(table: TableSnapshot, values: dict[str, _Values]) -> dict[str, 
     columns["tags"] = pa.array(tags, pa.large_string())
     for name, column in table.inline.items():
         columns[f"field/{name}"] = pa.array(_bits(column), mask=~table.has[name])
-    for name, found in values.items():
-        columns[f"at/{name}"] = pa.array(found.of_row, mask=found.of_row < 0)
+    for name, distinct in values.items():
+        columns[f"at/{name}"] = pa.array(distinct.of_row, mask=distinct.of_row < 0)
     for name, task in table.tasks.items():
         columns[f"task/{name}/state"] = _coded(task["state"], STATES)
-        columns |= {f"task/{name}/{one}": task[one] for one in ("attempts", "order", "step")}
+        columns |= {f"task/{name}/{column}": task[column] for column in ("attempts", "order", "step")}
     return columns
 
 
 def _bits(values: AnyArray) -> AnyArray:
-    """Arrow has no complex numbers: their bits."""
+    """The bits of complex numbers, which Arrow does not have; other values as they are."""
     return values.view(np.int64) if values.dtype.kind == "c" else values
 
 
@@ -172,7 +179,7 @@ def _write_field(
     fields: dict[str, Field],
     name: str,
     values: _Values,
-    cut: LedgerSnapshot,
+    contents: LedgerSnapshot,
     memory: Memory,
 ) -> None:
     import pyarrow as pa
@@ -180,17 +187,17 @@ def _write_field(
     schema = pa.schema([(name, arrow_type(fields[name]))])
 
     def batches() -> Iterator[Any]:
-        for chunk in _chunks(values.blocks, cut):
-            placement = _placement(fields, values.blocks[chunk], values.slots[chunk], cut, memory)
+        for chunk in _chunks(values.blocks, contents):
+            placement = _placement(fields, values.blocks[chunk], values.slots[chunk], contents, memory)
             yield pa.RecordBatch.from_arrays([Column(fields[name], placement).arrow()], schema=schema)
 
     writer.write(file, schema, batches())
 
 
-def _chunks(blocks: IntArray, cut: LedgerSnapshot) -> Iterator[slice]:
-    """Stretches of values of bounded size, as far as the mean row of each block tells."""
+def _chunks(blocks: IntArray, contents: LedgerSnapshot) -> Iterator[slice]:
+    """Ranges of values of bounded size. The size of a value is estimated by the mean of its block."""
     numbers, index = np.unique(blocks, return_inverse=True)
-    means = np.array([cut.blocks[one].nbytes / cut.blocks[one].rows for one in numbers.tolist()])
+    means = np.array([contents.blocks[block].nbytes / contents.blocks[block].rows for block in numbers.tolist()])
     reach = np.cumsum(means[index]) if len(numbers) else np.empty(0)
     start = 0
     while start < len(blocks):
@@ -202,58 +209,60 @@ def _chunks(blocks: IntArray, cut: LedgerSnapshot) -> Iterator[slice]:
 
 
 def _placement(
-    fields: dict[str, Field], blocks: IntArray, slots: IntArray, cut: LedgerSnapshot, memory: Memory
+    fields: dict[str, Field], blocks: IntArray, slots: IntArray, contents: LedgerSnapshot, memory: Memory
 ) -> RowPlacement:
     numbers, index = np.unique(blocks, return_inverse=True)
-    at = [cut.blocks[number] for number in numbers.tolist()]
-    held = MappedBlocks(at, [memory(one) for one in at], fields)
-    return RowPlacement(held, index.reshape(-1).astype(np.int32), slots.astype(np.int32))
+    at = [contents.blocks[number] for number in numbers.tolist()]
+    mapped = MappedBlocks(at, [memory(block) for block in at], fields)
+    return RowPlacement(mapped, index.reshape(-1).astype(np.int32), slots.astype(np.int32))
 
 
 def _write_channel(
-    writer: SnapshotWriter, cut: LedgerSnapshot, channel: ChannelSnapshot, directory: str, memory: Memory
+    writer: SnapshotWriter, contents: LedgerSnapshot, channel: ChannelSnapshot, directory: str, memory: Memory
 ) -> ChannelManifest:
     import pyarrow as pa
 
     versions = []
-    for one in channel.versions:
-        fields = {field.name: field for field in one.fields}
+    for version in channel.versions:
+        fields = {field.name: field for field in version.fields}
         arrays: dict[str, Any] = {}
-        for number in one.blocks:
+        for number in version.blocks:
             numbers = np.array([number], np.int64)
-            placement = _placement(fields, numbers, np.zeros(1, np.int64), cut, memory)
-            arrays |= {name: Column(fields[name], placement).arrow() for name in cut.blocks[number].fields}
+            placement = _placement(fields, numbers, np.zeros(1, np.int64), contents, memory)
+            arrays |= {name: Column(fields[name], placement).arrow() for name in contents.blocks[number].fields}
         batch = pa.RecordBatch.from_pydict(arrays)
-        versions.append(VersionManifest(one.version, one.age_s, f"{directory}/{one.version}.arrow", one.fields))
+        versions.append(
+            VersionManifest(version.version, version.age_s, f"{directory}/{version.version}.arrow", version.fields)
+        )
         writer.write(versions[-1].file, batch.schema, [batch])
     return ChannelManifest(channel.name, channel.keep, channel.latest, versions)
 
 
-# ---------------------------------------------------------------- in
+# ---------------------------------------------------------------- reading
 
 
 class ValueChunk:
-    """A record batch of values that will be one block. number: of the block in the cut. file: where it is from."""
+    """A record batch of values that becomes one block. number: of the block in the snapshot. file: that it was read from."""
 
     def __init__(self, number: int, file: str, fields: list[Field], batch: Any) -> None:
         self.number, self.file, self.fields, self.batch = number, file, fields, batch
 
 
-def read_about(snapshot: SnapshotReader) -> LedgerManifest:
-    """What the manifest says. `Corruption` unless it names tables, fields and files as `write_cut` does."""
+def read_manifest(snapshot: SnapshotReader) -> LedgerManifest:
+    """Read the manifest. `Corruption` unless its tables, fields and files are as `write_contents` writes them."""
     try:
-        about = msgspec.json.decode(snapshot.about, type=LedgerManifest)
+        manifest = msgspec.json.decode(snapshot.about, type=LedgerManifest)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Corruption(
             f"snapshot {snapshot.path}: the manifest says what this version does not know: {error}"
         ) from error
-    wanted = {name for number, table in enumerate(about.tables) for name in _files_of_table(snapshot, number, table)}
-    for number, channel in enumerate(about.channels):
+    wanted = {name for number, table in enumerate(manifest.tables) for name in _files_of_table(snapshot, number, table)}
+    for number, channel in enumerate(manifest.channels):
         wanted.update(_files_of_channel(snapshot, number, channel))
     if wanted != snapshot.files.keys():
-        strange = min(wanted ^ snapshot.files.keys())
-        raise _not_written(snapshot, f"file {strange} belongs to no table or channel, or is missing")
-    return about
+        file = min(wanted ^ snapshot.files.keys())
+        raise _not_written(snapshot, f"file {file} belongs to no table or channel, or is missing")
+    return manifest
 
 
 def _not_written(snapshot: SnapshotReader, what: str) -> Corruption:
@@ -272,7 +281,7 @@ def _files_of_table(snapshot: SnapshotReader, number: int, table: TableManifest)
         )
     if len(set(fields)) != len(fields) or (table.placed, table.gatherers) != (placed, gatherers):
         raise _not_written(snapshot, f"table {table.name!r} has fields or tasks that differ from its terms")
-    if any(not -_INT64_MAX <= one <= _INT64_MAX for span in table.ordinals for one in span):
+    if any(not -_INT64_MAX <= ordinal <= _INT64_MAX for span in table.ordinals for ordinal in span):
         raise _not_written(snapshot, f"table {table.name!r} has ordinals beyond 64 bits")
     names = ["rows", "groups", *(f"forming-{at}" for at in range(len(gatherers)))]
     names += [f"field-{at}" for at in range(len(placed))]
@@ -280,23 +289,23 @@ def _files_of_table(snapshot: SnapshotReader, number: int, table: TableManifest)
 
 
 def _files_of_channel(snapshot: SnapshotReader, number: int, channel: ChannelManifest) -> list[str]:
-    files = [f"weights/{number}/{one.version}.arrow" for one in channel.versions]
-    if [one.file for one in channel.versions] != files or len(set(files)) != len(files):
+    files = [f"weights/{number}/{version.version}.arrow" for version in channel.versions]
+    if [version.file for version in channel.versions] != files or len(set(files)) != len(files):
         raise _not_written(snapshot, f"versions of channel {channel.name!r} lie in files of other names")
     return files
 
 
-def pieces(snapshot: SnapshotReader, about: LedgerManifest) -> Iterator[ValueChunk]:
-    """All values, in the order in which `read_cut` counts their blocks: from 1."""
+def chunks(snapshot: SnapshotReader, manifest: LedgerManifest) -> Iterator[ValueChunk]:
+    """Read all values as chunks, numbered from 1 in the order that `read_contents` expects."""
     number = 0
-    for table in about.tables:
+    for table in manifest.tables:
         fields = {field.name: field for field in table.terms.fields}
         for at, name in enumerate(table.placed):
             file = f"{table.directory}/field-{at}.arrow"
             for batch in snapshot.batches(file, {name: _type_of(snapshot, file, fields[name])}):
                 number += 1
                 yield ValueChunk(number, file, [fields[name]], batch)
-    for channel in about.channels:
+    for channel in manifest.channels:
         for version in channel.versions:
             types = {field.name: _type_of(snapshot, version.file, field) for field in version.fields}
             if snapshot.rows(version.file) != 1:
@@ -312,78 +321,78 @@ def _type_of(snapshot: SnapshotReader, file: str, field: Field) -> Any:
         return arrow_type(field)
 
 
-def read_tables(snapshot: SnapshotReader, about: LedgerManifest) -> list[TableSnapshot]:
-    """The tables, without the places of their values: `read_cut` adds them."""
-    return [_read_table(snapshot, table) for table in about.tables]
+def read_tables(snapshot: SnapshotReader, manifest: LedgerManifest) -> list[TableSnapshot]:
+    """Read the tables, without the locations of their values: `read_contents` adds those."""
+    return [_read_table(snapshot, table) for table in manifest.tables]
 
 
-def read_cut(
-    snapshot: SnapshotReader, about: LedgerManifest, tables: list[TableSnapshot], blocks: dict[int, BlockLocation]
+def read_contents(
+    snapshot: SnapshotReader, manifest: LedgerManifest, tables: list[TableSnapshot], blocks: dict[int, BlockLocation]
 ) -> LedgerSnapshot:
-    """The cut, its values in `blocks`, which are those of `pieces`, written. tables: of `read_tables`."""
-    cut = LedgerSnapshot(tables=tables, blocks=blocks, dropped_tables=about.dropped_tables)
+    """Read the snapshot. blocks: those written from `chunks`, by number. tables: of `read_tables`."""
+    contents = LedgerSnapshot(tables=tables, blocks=blocks, dropped_tables=manifest.dropped_tables)
     numbers = iter(sorted(blocks))
-    for told, table in zip(about.tables, tables, strict=True):
-        for at, name in enumerate(told.placed):
-            mine = _of_file(blocks, numbers, snapshot.rows(f"{told.directory}/field-{at}.arrow"))
-            table.places[name] = _places(table.places[name][0], mine)
-    for channel in about.channels:
+    for listed, table in zip(manifest.tables, tables, strict=True):
+        for at, name in enumerate(listed.placed):
+            file_blocks = _blocks_of_file(blocks, numbers, snapshot.rows(f"{listed.directory}/field-{at}.arrow"))
+            table.places[name] = _locate(table.places[name][0], file_blocks)
+    for channel in manifest.channels:
         versions = [
-            VersionSnapshot(one.version, one.fields, [next(numbers) for _ in one.fields], one.age_s)
-            for one in channel.versions
+            VersionSnapshot(version.version, version.fields, [next(numbers) for _ in version.fields], version.age_s)
+            for version in channel.versions
         ]
-        cut.channels.append(ChannelSnapshot(channel.name, channel.keep, channel.latest, versions))
-    return cut
+        contents.channels.append(ChannelSnapshot(channel.name, channel.keep, channel.latest, versions))
+    return contents
 
 
-def check_cut(about: LedgerManifest, tables: list[TableSnapshot]) -> None:
-    """`Corruption` unless tables and channels are such as a ledger is cut into. Needs no values."""
+def check_contents(manifest: LedgerManifest, tables: list[TableSnapshot]) -> None:
+    """`Corruption` unless tables and channels are such as a ledger can have. Needs no values."""
     channels = [
         ChannelSnapshot(
             one.name, one.keep, one.latest, [VersionSnapshot(v.version, v.fields, [], v.age_s) for v in one.versions]
         )
-        for one in about.channels
+        for one in manifest.channels
     ]
-    check(LedgerSnapshot(tables, channels, dropped_tables=about.dropped_tables))
+    check(LedgerSnapshot(tables, channels, dropped_tables=manifest.dropped_tables))
 
 
-def _row_types(about: TableManifest) -> dict[str, Any]:
-    """Columns of a rows file."""
+def _row_types(manifest: TableManifest) -> dict[str, Any]:
+    """The columns of a rows file."""
     import pyarrow as pa
 
     code = pa.dictionary(pa.int8(), pa.string())
     types = {"row_id": pa.int64(), "fate": code, "age_s": pa.float64(), "stamped": pa.int64()}
     types |= {name: pa.from_numpy_dtype(np.dtype(DTYPES[name])) for name in UNSET}
     types |= {"key": pa.large_string(), "tags": pa.large_string()}
-    for field in about.terms.fields:
+    for field in manifest.terms.fields:
         if field.inline:
             dtype = np.dtype(field.dtype)
             types[f"field/{field.name}"] = pa.from_numpy_dtype(np.int64 if dtype.kind == "c" else dtype)
         else:
             types[f"at/{field.name}"] = pa.int64()
-    for task in about.terms.tasks:
+    for task in manifest.terms.tasks:
         types[f"task/{task.name}/state"] = code
         types[f"task/{task.name}/attempts"] = pa.int32()
-        types |= {f"task/{task.name}/{one}": pa.int64() for one in ("order", "step")}
+        types |= {f"task/{task.name}/{column}": pa.int64() for column in ("order", "step")}
     return types
 
 
-def _read_table(snapshot: SnapshotReader, about: TableManifest) -> TableSnapshot:
-    file = f"{about.directory}/rows.arrow"
-    types = _row_types(about)
+def _read_table(snapshot: SnapshotReader, manifest: TableManifest) -> TableSnapshot:
+    file = f"{manifest.directory}/rows.arrow"
+    types = _row_types(manifest)
     with snapshot.reading(file):
         rows = _Rows(snapshot, file, _whole(snapshot, file, types, optional=("stamped",)))
-        inline = {field.name: field for field in about.terms.fields if field.inline}
+        inline = {field.name: field for field in manifest.terms.fields if field.inline}
         has = {name: rows.given(f"field/{name}") for name in inline}
         places = {}
-        for at, name in enumerate(about.placed):
+        for at, name in enumerate(manifest.placed):
             has[name] = rows.given(f"at/{name}")
             index = np.where(has[name], rows.numbers(f"at/{name}", np.int64, nulls=True), -1)
-            places[name] = _check_index(snapshot, file, about, at, name, has[name], index), np.empty(0, np.int32)
+            places[name] = _check_index(snapshot, file, manifest, at, name, has[name], index), np.empty(0, np.int32)
         tags = rows.texts("tags")
         return TableSnapshot(
-            terms=about.terms,
-            counts=about.counts,
+            terms=manifest.terms,
+            counts=manifest.counts,
             rows={
                 "row_id": rows.numbers("row_id", np.int64),
                 "fate": rows.codes("fate", FATES),
@@ -398,31 +407,31 @@ def _read_table(snapshot: SnapshotReader, about: TableManifest) -> TableSnapshot
                 name: rows.numbers(f"field/{name}", np.dtype(field.dtype), nulls=True) for name, field in inline.items()
             },
             places=places,
-            tasks={task.name: _read_task(rows, task.name) for task in about.terms.tasks},
-            groups=_read_columns(snapshot, f"{about.directory}/groups.arrow", _GROUP_COLUMNS),
+            tasks={task.name: _read_task(rows, task.name) for task in manifest.terms.tasks},
+            groups=_read_columns(snapshot, f"{manifest.directory}/groups.arrow", _GROUP_COLUMNS),
             forming={
-                name: _read_columns(snapshot, f"{about.directory}/forming-{at}.arrow", _FORMING_DTYPES)
-                for at, name in enumerate(about.gatherers)
+                name: _read_columns(snapshot, f"{manifest.directory}/forming-{at}.arrow", _FORMING_DTYPES)
+                for at, name in enumerate(manifest.gatherers)
             },
-            ordinals=np.array(about.ordinals, np.int64).reshape(-1, 2),
+            ordinals=np.array(manifest.ordinals, np.int64).reshape(-1, 2),
         )
 
 
 def _check_index(
-    snapshot: SnapshotReader, file: str, about: TableManifest, at: int, name: str, there: AnyArray, index: IntArray
+    snapshot: SnapshotReader, file: str, manifest: TableManifest, at: int, name: str, present: AnyArray, index: IntArray
 ) -> IntArray:
-    """Which value of the field's file each row has: one that is there, and each is some row's."""
-    count = snapshot.rows(f"{about.directory}/field-{at}.arrow")
-    wrong = there & ((index < 0) | (index >= count))
+    """Check which value of the field's file each row has: all values exist, and each belongs to some row."""
+    count = snapshot.rows(f"{manifest.directory}/field-{at}.arrow")
+    wrong = present & ((index < 0) | (index >= count))
     if wrong.any():
         raise snapshot.wrong(file, f"a row has value {index[wrong][0]} of field {name!r}, of {count}")
-    if np.unique(index[there]).size != count:
+    if np.unique(index[present]).size != count:
         raise snapshot.wrong(file, f"no row has some of the {count} values of field {name!r}")
     return index
 
 
-def _of_file(blocks: dict[int, BlockLocation], numbers: Iterator[int], rows: int) -> list[BlockLocation]:
-    """The next blocks, which have the rows of a file together: `SnapshotReader.batches` has counted them."""
+def _blocks_of_file(blocks: dict[int, BlockLocation], numbers: Iterator[int], rows: int) -> list[BlockLocation]:
+    """Take the blocks of the next file, which have `rows` rows together."""
     taken: list[BlockLocation] = []
     while rows > 0:
         taken.append(blocks[next(numbers)])
@@ -430,42 +439,42 @@ def _of_file(blocks: dict[int, BlockLocation], numbers: Iterator[int], rows: int
     return taken
 
 
-def _places(index: IntArray, blocks: list[BlockLocation]) -> tuple[IntArray, AnyArray]:
-    """Block and slot of the values that rows have (-1: none), which lie in `blocks` one after the other."""
-    starts = np.cumsum([0, *(one.rows for one in blocks)])
-    found = np.searchsorted(starts, index, "right") - 1
-    numbers = np.array([0, *(one.block for one in blocks)], np.int64)
-    there = index >= 0
-    return np.where(there, numbers[np.where(there, found + 1, 0)], 0), np.where(there, index - starts[found], 0).astype(
-        np.int32
-    )
+def _locate(index: IntArray, blocks: list[BlockLocation]) -> tuple[IntArray, AnyArray]:
+    """The block and slot of each row's value. index: of the value, counted through all `blocks` (-1: none)."""
+    starts = np.cumsum([0, *(block.rows for block in blocks)])
+    which = np.searchsorted(starts, index, "right") - 1
+    numbers = np.array([0, *(block.block for block in blocks)], np.int64)
+    present = index >= 0
+    return np.where(present, numbers[np.where(present, which + 1, 0)], 0), np.where(
+        present, index - starts[which], 0
+    ).astype(np.int32)
 
 
-def read_rows(snapshot: SnapshotReader, about: TableManifest) -> Any:
-    """The rows file of a table as an Arrow table, mapped and checked: each value that a row has is in its field's file."""
+def read_rows(snapshot: SnapshotReader, manifest: TableManifest) -> Any:
+    """Read the rows file of a table as an Arrow table, mapped and checked: each row's value is in its field's file."""
     import pyarrow as pa
 
-    file = f"{about.directory}/rows.arrow"
-    types = _row_types(about)
-    found = _whole(snapshot, file, types, optional=("stamped",))
-    if found is None:
+    file = f"{manifest.directory}/rows.arrow"
+    types = _row_types(manifest)
+    table = _whole(snapshot, file, types, optional=("stamped",))
+    if table is None:
         return pa.table({name: pa.array([], kind) for name, kind in types.items()})
-    rows = _Rows(snapshot, file, found)
-    for at, name in enumerate(about.placed):
-        there = rows.given(f"at/{name}")
-        _check_index(snapshot, file, about, at, name, there, rows.numbers(f"at/{name}", np.int64, nulls=True))
-    return found
+    rows = _Rows(snapshot, file, table)
+    for at, name in enumerate(manifest.placed):
+        present = rows.given(f"at/{name}")
+        _check_index(snapshot, file, manifest, at, name, present, rows.numbers(f"at/{name}", np.int64, nulls=True))
+    return table
 
 
-def read_values(snapshot: SnapshotReader, about: TableManifest, name: str) -> Any:
-    """The values of a field that has a file of its own, mapped and checked."""
+def read_values(snapshot: SnapshotReader, manifest: TableManifest, name: str) -> Any:
+    """Read the values of a field that has a file, mapped and checked."""
     import pyarrow as pa
 
-    file = f"{about.directory}/field-{about.placed.index(name)}.arrow"
-    (field,) = (one for one in about.terms.fields if one.name == name)
+    file = f"{manifest.directory}/field-{manifest.placed.index(name)}.arrow"
+    (field,) = (field for field in manifest.terms.fields if field.name == name)
     kind = _type_of(snapshot, file, field)
-    found = _whole(snapshot, file, {name: kind})
-    return pa.chunked_array([], kind) if found is None else found[name]
+    table = _whole(snapshot, file, {name: kind})
+    return pa.chunked_array([], kind) if table is None else table[name]
 
 
 def _read_task(rows: _Rows, name: str) -> Columns:
@@ -500,7 +509,7 @@ def _read_columns(snapshot: SnapshotReader, file: str, dtypes: dict[str, str]) -
 
 
 def _whole(snapshot: SnapshotReader, file: str, types: dict[str, Any], optional: tuple[str, ...] = ()) -> Any:
-    """All batches of a file as one table; None if it has no row."""
+    """Read all batches of a file as one table; None if it has no row."""
     import pyarrow as pa
 
     batches = list(snapshot.batches(file, types, optional))
@@ -508,7 +517,7 @@ def _whole(snapshot: SnapshotReader, file: str, types: dict[str, Any], optional:
 
 
 class _Rows:
-    """The columns of a file of numbers, names and texts. table: None if it has no row."""
+    """The columns of a file with numbers, names and texts. table: None if it has no row."""
 
     def __init__(self, snapshot: SnapshotReader, file: str, table: Any) -> None:
         self._snapshot, self._file = snapshot, file
@@ -521,8 +530,8 @@ class _Rows:
         return column
 
     def numbers(self, name: str, dtype: Any, *, missing: int | None = None, nulls: bool = False) -> AnyArray:
-        """The values, whatever they are where there is none. missing: all of them, where an older snapshot lacks the column. nulls:
-        whether there may be none."""
+        """The numbers of a column. nulls: whether values may be null; null values are arbitrary. missing: the value of all rows if an
+        older snapshot lacks the column."""
         if missing is not None and self._table is not None and name not in self._table.column_names:
             return np.full(self._table.num_rows, missing, dtype)
         column, dtype = self._column(name, nulls=nulls), np.dtype(dtype)
@@ -534,25 +543,25 @@ class _Rows:
         return np.frombuffer(data, dtype, len(column), column.offset * dtype.itemsize).copy()
 
     def given(self, name: str) -> Any:
-        """Which rows have a value."""
+        """Whether each row has a value."""
         column = self._column(name, nulls=True)
         return np.empty(0, np.bool_) if column is None else column.is_valid().to_numpy(zero_copy_only=False)
 
     def codes(self, name: str, names: tuple[str, ...]) -> AnyArray:
-        """Of a column of names, the place of each in `names`."""
+        """The index in `names` of each value of a column of names."""
         column = self._column(name)
         if column is None:
             return np.empty(0, np.uint8)
-        place = {one: at for at, one in enumerate(names)}
-        strange = [one for one in column.dictionary.to_pylist() if one not in place]
-        if strange:
-            raise self._snapshot.wrong(self._file, f"column {name!r} has {strange[0]!r}; known are {', '.join(names)}")
-        codes = np.array([place[one] for one in column.dictionary.to_pylist()], np.uint8)
-        found: AnyArray = codes[column.indices.to_numpy(zero_copy_only=False)]
-        return found
+        index = {name: at for at, name in enumerate(names)}
+        unknown = [value for value in column.dictionary.to_pylist() if value not in index]
+        if unknown:
+            raise self._snapshot.wrong(self._file, f"column {name!r} has {unknown[0]!r}; known are {', '.join(names)}")
+        codes = np.array([index[value] for value in column.dictionary.to_pylist()], np.uint8)
+        result: AnyArray = codes[column.indices.to_numpy(zero_copy_only=False)]
+        return result
 
     def texts(self, name: str) -> dict[int, str]:
-        """By row id, the text of those rows that have one."""
+        """The text of each row that has one, by row id."""
         column = self._column(name, nulls=True)
         if column is None or column.null_count == len(column):
             return {}

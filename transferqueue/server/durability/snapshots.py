@@ -1,16 +1,17 @@
-"""Snapshots and restores: a cut in one turn of the loop, the files in a thread beside it.
+"""Snapshots and restores: the state is copied in one turn of the loop, and a thread beside the loop reads or writes the files.
 
-The law:
+The rules:
 
-- The cut is one moment: the ledger copies its columns (see `Ledger.take_snapshot`) between two requests. Nobody waits for the files.
-- The extents of the cut are held: what is freed meanwhile is lent to nobody until the files are written. The ledger knows
-  nothing of it, so a server that dies here leaves nothing pinned.
-- The server writes, not the client: its memory is here, its death is the client's too, and paths stay under `root`, which
-  only who starts the server can name. One work at a time.
-- A restore goes into memory that is lent to nobody else, and becomes visible in one turn, or not at all: everything is
-  checked before memory is taken, and the ledger changes by one assignment. The turn that plants a table also takes its memory off
-  the list of what is given back when the work fails, so no memory that a table refers to is ever given back.
-- A thread touches neither ledger nor allocator: it posts what the loop is to do (`turn`), and waits for that with a deadline. What
+- A snapshot is of one moment: the ledger copies its columns (`Ledger.take_snapshot`) between two requests. No client waits for the
+  files.
+- The extents of the snapshot are held until its files are written: memory that is freed meanwhile is not granted again. The ledger is
+  not told of it, so a server that dies during a snapshot leaves nothing pinned.
+- The server writes, not the client: it has the memory, and paths stay under `root`, which only the operator can choose. One job runs
+  at a time.
+- A restore writes into memory that nobody else has. Its tables become visible in one turn, or not at all: everything is checked before
+  memory is taken, and the ledger changes by one assignment. The turn that does so also empties the list of extents that are freed
+  when the job fails, so memory to which a table refers is never freed.
+- A thread touches neither ledger nor allocator. It posts what the loop must do (`turn`), and waits for the result with a deadline. What
   the loop has not begun by then it never does.
 """
 
@@ -49,12 +50,12 @@ from transferqueue.limits import MIB
 from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter
 from transferqueue.server.durability.snapshot_files import (
     ValueChunk,
-    check_cut,
-    pieces,
-    read_about,
-    read_cut,
+    check_contents,
+    chunks,
+    read_contents,
+    read_manifest,
     read_tables,
-    write_cut,
+    write_contents,
 )
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.storage.elements.dtypes import U8
@@ -66,39 +67,39 @@ from transferqueue.wire.home_coordinator import CoordinatorIndex
 
 _log: Final = logging.getLogger("transferqueue.server")
 SNAPSHOTS_VARIABLE: Final = "TRANSFERQUEUE_SNAPSHOTS"
-"""Names the root for a server that is given none."""
-TOLD_BYTES: Final = 8 * MIB
-"""Whoever follows a work hears of its progress in steps of about this."""
-TURN_S: Final = 60.0
-"""The loop answers a thread within milliseconds; one that does not for so long is gone."""
-KEPT_WORKS: Final = 16
+"""The environment variable that names the root, for a server without the option."""
+PROGRESS_BYTES: Final = 8 * MIB
+"""A client that watches a job is told of its progress in steps of about this size."""
+LOOP_ANSWER_S: Final = 60.0
+"""The loop answers a thread within milliseconds. If it takes this long, it has ended."""
+JOBS_KEPT: Final = 16
 T = TypeVar("T")
 
 
 class SnapshotJob:
-    """One snapshot or restore. done, total: bytes."""
+    """One snapshot or restore. done, total: bytes. reported: the value of `done` at the last wake-up of its watchers."""
 
     def __init__(self, number: int, path: Path, total: int) -> None:
         self.number, self.path, self.total = number, path, total
-        self.done = self.told = 0
+        self.done = self.reported = 0
         self.ended = False
         self.error: TransferQueueError | None = None
         self.cancelled = threading.Event()
 
     def expect_twice(self, nbytes: int) -> None:
-        """All files are read to be compared, and once more."""
+        """A restore reads all files twice: to compare checksums, and to load them."""
         self.total = 2 * nbytes
 
     def reply(self) -> m.JobProgress:
-        """How far it is."""
+        """The progress of the job."""
         return m.JobProgress(self.number, str(self.path), self.done, self.total, self.ended)
 
 
 class SnapshotJobs:
-    """The works of one server. Used by the loop's thread, but for `_post` and `_ask`.
+    """The snapshot jobs of one server. Used by the loop's thread, except for `_post` and `_call_loop`.
 
-    root: paths that clients name stay under it. wake: makes those who rest under a key due. stir: has the loop call `turn`.
-    seat: of the coordinator; a snapshot of what belongs to others is not restored.
+    root: the directory of all snapshots; paths of clients are relative to it. wake: makes the requests due that wait on a key. stir: has
+    the loop call `turn` soon. index: of this coordinator; a snapshot of tables that belong to another one is not restored.
     """
 
     def __init__(
@@ -113,11 +114,11 @@ class SnapshotJobs:
     ) -> None:
         self.root: Final = root
         self._ledger, self._memory = ledger, memory
-        self._wake, self._stir = wake, stir
+        self._wake, self._wake_loop = wake, stir
         self._index = index
-        self._works: dict[int, SnapshotJob] = {}
-        self._asked: dict[tuple[int, int], int] = {}
-        """(session, call) -> the work it began: for a request that is sent again."""
+        self._jobs: dict[int, SnapshotJob] = {}
+        self._begun: dict[tuple[int, int], int] = {}
+        """(session, call) -> the job that the call began, for a call that is sent again."""
         self._posted: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
         self._last = 0
 
@@ -125,102 +126,100 @@ class SnapshotJobs:
 
     def begin(self, session: int, call: int, request: m.SnapshotRequest | m.Restore, now: float) -> m.JobProgress:
         """Begin a work. The same call again: how far it is."""
-        before = self._asked.get((session, call))
+        before = self._begun.get((session, call))
         if before is not None:
-            return self._works[before].reply()
-        path = self.place(request.path)
-        if (busy := next((one for one in self._works.values() if not one.ended), None)) is not None:
+            return self._jobs[before].reply()
+        path = self.path_of(request.path)
+        if (busy := next((job for job in self._jobs.values() if not job.ended), None)) is not None:
             raise Full(f"{busy.path} is being written or read; begin another when that has ended")
-        work = (
-            self._snapshot(path, request.keep, now) if isinstance(request, m.SnapshotRequest) else self._restore(path)
-        )
-        self._asked[session, call] = work.number
-        return work.reply()
+        job = self._snapshot(path, request.keep, now) if isinstance(request, m.SnapshotRequest) else self._restore(path)
+        self._begun[session, call] = job.number
+        return job.reply()
 
-    def place(self, path: str) -> Path:
-        """The path under the root; `UsageError` if it is not."""
-        found = (self.root / path).resolve() if "\0" not in path else Path("/")
-        if not found.is_relative_to(self.root.resolve()):
+    def path_of(self, path: str) -> Path:
+        """The path under the root. `UsageError` if it is outside."""
+        resolved = (self.root / path).resolve() if "\0" not in path else Path("/")
+        if not resolved.is_relative_to(self.root.resolve()):
             raise UsageError(
                 f"snapshot path {path!r} is outside {self.root}, where this server keeps snapshots; name one under it, or "
                 "start the server with another --snapshots"
             )
-        return found
+        return resolved
 
     def watch(self, request: m.WatchJob) -> m.JobProgress | MustWait:
         """How far a work is; raises what ended it."""
-        work = self._works.get(request.work)
-        if work is None:
+        job = self._jobs.get(request.work)
+        if job is None:
             raise NotFound(
-                f"work {request.work} is not known to this server; it has {listing(self._works)}: begin again"
+                f"work {request.work} is not known to this server; it has {listing(self._jobs)}: begin again"
             )
-        if work.error is not None:
-            raise work.error
-        if work.ended or work.told > request.done or not request.wait_s:
-            return work.reply()
-        return MustWait((("work", str(work.number)),))
+        if job.error is not None:
+            raise job.error
+        if job.ended or job.reported > request.done or not request.wait_s:
+            return job.reply()
+        return MustWait((("work", str(job.number)),))
 
     def explain(self, request: m.WatchJob) -> str:
-        """How far a work is, for a wait that ends."""
-        work = self._works.get(request.work)
-        return f"{work.path}: {work.done:,} of {work.total:,} bytes so far" if work else f"work {request.work} is gone"
+        """The progress of a job, for the error of a wait that reached its deadline."""
+        job = self._jobs.get(request.work)
+        return f"{job.path}: {job.done:,} of {job.total:,} bytes so far" if job else f"work {request.work} is gone"
 
     # ------------------------------------------------------------ the loop's side
 
     def turn(self, now: float) -> None:
-        """Do what threads have asked for."""
+        """Carry out what threads have posted."""
         with suppress(queue.Empty):
             while True:
                 self._posted.get_nowait()(now)
 
     def stop(self) -> None:
-        """End the work there is; blocks until its thread has, which it does at the next piece that it writes or reads."""
-        for work in self._works.values():
-            work.cancelled.set()
-        while any(not work.ended for work in self._works.values()):
+        """Cancel the running job. Blocks until its thread has ended, which it does at the next piece that it reads or writes."""
+        for job in self._jobs.values():
+            job.cancelled.set()
+        while any(not job.ended for job in self._jobs.values()):
             try:
-                self._posted.get(timeout=TURN_S)(time.monotonic())
+                self._posted.get(timeout=LOOP_ANSWER_S)(time.monotonic())
             except queue.Empty:
-                _log.error("a snapshot did not end within %g s; left to the end of the process", TURN_S)
+                _log.error("a snapshot did not end within %g s; left to the end of the process", LOOP_ANSWER_S)
                 return
 
     def _begin(
         self, path: Path, total: int, run: Callable[[SnapshotJob], None], after: Callable[[float], None]
     ) -> SnapshotJob:
         self._last += 1
-        work = self._works[self._last] = SnapshotJob(self._last, path, total)
-        while len(self._works) > KEPT_WORKS:
-            gone = next(iter(self._works))
-            del self._works[gone]
-            self._asked = {key: number for key, number in self._asked.items() if number != gone}
+        job = self._jobs[self._last] = SnapshotJob(self._last, path, total)
+        while len(self._jobs) > JOBS_KEPT:
+            oldest = next(iter(self._jobs))
+            del self._jobs[oldest]
+            self._begun = {key: number for key, number in self._begun.items() if number != oldest}
 
-        def whole() -> None:
-            error = _failure(run, work)
-            self._post(lambda now: self._end(work, error, after, now))
+        def run_and_report() -> None:
+            error = _failure(run, job)
+            self._post(lambda now: self._end(job, error, after, now))
 
-        threading.Thread(target=whole, name=f"transferqueue work {work.number}", daemon=True).start()
-        return work
+        threading.Thread(target=run_and_report, name=f"transferqueue work {job.number}", daemon=True).start()
+        return job
 
     def _end(
-        self, work: SnapshotJob, error: TransferQueueError | None, after: Callable[[float], None], now: float
+        self, job: SnapshotJob, error: TransferQueueError | None, after: Callable[[float], None], now: float
     ) -> None:
         after(now)
-        work.ended, work.error = True, error
-        self._wake(("work", str(work.number)))
+        job.ended, job.error = True, error
+        self._wake(("work", str(job.number)))
 
     # ------------------------------------------------------------ the thread's side
 
     def _post(self, act: Callable[[float], None]) -> None:
         self._posted.put(act)
-        self._stir()
+        self._wake_loop()
 
-    def _ask(self, work: SnapshotJob, act: Callable[[float], T]) -> T:
-        """Have the loop do something; its result."""
+    def _call_loop(self, job: SnapshotJob, act: Callable[[float], T]) -> T:
+        """Have the loop call `act`, and return its result. Raises what `act` raises."""
         future: Future[T] = Future()
 
         def answer(now: float) -> None:
             if not future.set_running_or_notify_cancel():
-                return  # whoever asked has given up
+                return  # the thread has given up waiting
             try:
                 future.set_result(act(now))
             except Exception as error:  # noqa: BLE001  (raised again, in the thread that asked)
@@ -228,53 +227,53 @@ class SnapshotJobs:
 
         self._post(answer)
         try:
-            return future.result(TURN_S)
+            return future.result(LOOP_ANSWER_S)
         except TimeoutError:
             if future.cancel():
                 raise
-            return future.result()  # the loop has begun it: it ends
+            return future.result()  # the loop has begun the call, and will finish it
 
-    def _advance(self, work: SnapshotJob, nbytes: int) -> None:
-        if work.cancelled.is_set():
-            raise Disconnected(f"{work.path} was given up: the server stops")
-        work.done += nbytes
-        if work.done - work.told >= TOLD_BYTES:
-            work.told = work.done
-            self._post(lambda now: self._wake(("work", str(work.number))))
+    def _add_progress(self, job: SnapshotJob, nbytes: int) -> None:
+        if job.cancelled.is_set():
+            raise Disconnected(f"{job.path} was given up: the server stops")
+        job.done += nbytes
+        if job.done - job.reported >= PROGRESS_BYTES:
+            job.reported = job.done
+            self._post(lambda now: self._wake(("work", str(job.number))))
 
     # ------------------------------------------------------------ a snapshot
 
     def _snapshot(self, path: Path, keep: int, now: float) -> SnapshotJob:
-        cut = self._ledger.take_snapshot(now)
-        if further := {at.shard for at in cut.blocks.values()} - {SHARD}:
+        contents = self._ledger.take_snapshot(now)
+        if remote := {at.shard for at in contents.blocks.values()} - {SHARD}:
             raise UsageError(
-                f"snapshot {path} refused: rows of it lie in further shards ({listing(further)}), and only the server's own "
+                f"snapshot {path} refused: rows of it lie in further shards ({listing(remote)}), and only the server's own "
                 "memory is written to snapshots; drain those first (transferqueue shard drain NUMBER)"
             )
-        extents = {at.extent for at in cut.blocks.values()}
+        extents = {at.extent for at in contents.blocks.values()}
         self._memory.hold({extent.offset for extent in self._ledger.extents_of(SHARD) if extent.id in extents})
         try:
-            return self._begin(path, cut.nbytes, lambda work: self._write(work, cut, keep), self._let_go)
+            return self._begin(path, contents.nbytes, lambda job: self._write(job, contents, keep), self._release_held)
         except BaseException:
             self._memory.release_held(now)
             raise
 
-    def _let_go(self, now: float) -> None:
+    def _release_held(self, now: float) -> None:
         self._memory.release_held(now)
         self._wake(("memory",))
 
-    def _write(self, work: SnapshotJob, cut: LedgerSnapshot, keep: int) -> None:
+    def _write(self, job: SnapshotJob, contents: LedgerSnapshot, keep: int) -> None:
         arena = _mapped(self._memory, mmap.PROT_READ)
-        writer = SnapshotWriter(work.path, lambda nbytes: self._advance(work, nbytes))
+        writer = SnapshotWriter(job.path, lambda nbytes: self._add_progress(job, nbytes))
         try:
-            about = write_cut(
+            manifest = write_contents(
                 writer,
-                cut,
+                contents,
                 lambda at: arena[at.offset : at.offset + at.nbytes],
                 time.time(),
                 metadata.version("asyncflow-transferqueue"),
             )
-            work.path = writer.publish(about, keep)
+            job.path = writer.publish(manifest, keep)
         finally:
             writer.abandon()
 
@@ -284,91 +283,93 @@ class SnapshotJobs:
         self._ledger.check_empty()
         return self._begin(path, 0, self._read, lambda now: None)
 
-    def _read(self, work: SnapshotJob) -> None:
-        snapshot = SnapshotReader.open(work.path, lambda nbytes: self._advance(work, nbytes), work.expect_twice)
-        work.path, about = snapshot.path, read_about(snapshot)
-        tables, channels = ([one.name for one in kept] for kept in (about.tables, about.channels))
-        self._index.check_kept(tables, channels, f"snapshot {work.path}")
-        cuts = read_tables(snapshot, about)
-        with _named(work.path):
-            check_cut(about, cuts)
+    def _read(self, job: SnapshotJob) -> None:
+        snapshot = SnapshotReader.open(job.path, lambda nbytes: self._add_progress(job, nbytes), job.expect_twice)
+        job.path, manifest = snapshot.path, read_manifest(snapshot)
+        tables, channels = ([entry.name for entry in entries] for entries in (manifest.tables, manifest.channels))
+        self._index.check_kept(tables, channels, f"snapshot {job.path}")
+        table_snapshots = read_tables(snapshot, manifest)
+        with _named(job.path):
+            check_contents(manifest, table_snapshots)
         arena = _mapped(self._memory, mmap.PROT_READ | mmap.PROT_WRITE)
-        taken: list[tuple[int, int]] = []
+        extents: list[tuple[int, int]] = []
         try:
             blocks: dict[int, m.BlockLocation] = {}
-            for piece in pieces(snapshot, about):
-                with _named(snapshot.path / piece.file):
-                    blocks[piece.number] = self._settle(work, piece, arena, taken)
-            cut = read_cut(snapshot, about, cuts, blocks)
-            with _named(work.path):
-                self._ask(work, lambda now: self._plant(cut, taken, now))
+            for chunk in chunks(snapshot, manifest):
+                with _named(snapshot.path / chunk.file):
+                    blocks[chunk.number] = self._write_block(job, chunk, arena, extents)
+            contents = read_contents(snapshot, manifest, table_snapshots, blocks)
+            with _named(job.path):
+                self._call_loop(job, lambda now: self._restore_tables(contents, extents, now))
         except BaseException:
-            self._ask(work, lambda now: self._give_back(taken, now))
+            self._call_loop(job, lambda now: self._give_back(extents, now))
             raise
 
-    def _plant(self, cut: LedgerSnapshot, taken: list[tuple[int, int]], now: float) -> None:
-        """Have the tables refer to the memory that was taken. It is theirs, or stays in the list: never both, never neither."""
-        mine = taken.copy()
+    def _restore_tables(self, contents: LedgerSnapshot, extents: list[tuple[int, int]], now: float) -> None:
+        """Restore the tables. An extent then belongs to a table, or, if this fails, stays in the list: never both, never neither."""
+        owned = extents.copy()
         try:
-            taken.clear()
-            self._ledger.restore_snapshot(cut, now)
+            extents.clear()
+            self._ledger.restore_snapshot(contents, now)
         except BaseException:
-            taken[:] = mine
+            extents[:] = owned
             raise
 
-    def _give_back(self, taken: list[tuple[int, int]], now: float) -> None:
-        """Free memory that was taken for a restore that failed. Of one that did not, nothing is in the list."""
-        while taken:
-            self._memory.give_back(*taken.pop(), now)
+    def _give_back(self, extents: list[tuple[int, int]], now: float) -> None:
+        """Free the extents of a restore that failed. After a restore that succeeded the list is empty."""
+        while extents:
+            self._memory.give_back(*extents.pop(), now)
         self._wake(("memory",))
 
-    def _settle(self, work: SnapshotJob, piece: ValueChunk, arena: U8, taken: list[tuple[int, int]]) -> m.BlockLocation:
-        """Values of a file become a block in memory."""
-        draft = BlockWriter([columns_from_arrow(field, piece.batch.column(field.name)) for field in piece.fields])
-        offset = self._ask(work, lambda now: self._take(work, draft.nbytes, taken))
+    def _write_block(
+        self, job: SnapshotJob, chunk: ValueChunk, arena: U8, extents: list[tuple[int, int]]
+    ) -> m.BlockLocation:
+        """Write the values of a chunk into a block in memory."""
+        draft = BlockWriter([columns_from_arrow(field, chunk.batch.column(field.name)) for field in chunk.fields])
+        offset = self._call_loop(job, lambda now: self._take(job, draft.nbytes, extents))
         block = arena[offset : offset + draft.nbytes]
         draft.write(block)
-        self._advance(work, draft.nbytes)
+        self._add_progress(job, draft.nbytes)
         names = [field.name for field in draft.fields]
         return m.BlockLocation(
-            piece.number, SHARD, 0, offset, draft.nbytes, draft.stored_rows, names, draft.counts, checksum(block)
+            chunk.number, SHARD, 0, offset, draft.nbytes, draft.stored_rows, names, draft.counts, checksum(block)
         )
 
-    def _take(self, work: SnapshotJob, nbytes: int, taken: list[tuple[int, int]]) -> int:
-        found = self._memory.take(max(nbytes, 1))
-        if found is None:
+    def _take(self, job: SnapshotJob, nbytes: int, extents: list[tuple[int, int]]) -> int:
+        extent = self._memory.take(max(nbytes, 1))
+        if extent is None:
             raise OutOfMemory(
-                f"snapshot {work.path} does not fit an arena of {self._memory.arena.capacity:,} bytes; start a server with "
+                f"snapshot {job.path} does not fit an arena of {self._memory.arena.capacity:,} bytes; start a server with "
                 "a larger --arena-bytes"
             )
-        taken.append(found)
-        return found[0]
+        extents.append(extent)
+        return extent[0]
 
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """`Corruption` names the file, or the snapshot, that it is of."""
+    """Add the path of the file or snapshot to a `Corruption` that is raised inside."""
     try:
         yield
     except Corruption as error:
         raise Corruption(f"{path} was not written by a server, or is damaged: {error}; restore another") from error
 
 
-def _failure(run: Callable[[SnapshotJob], None], work: SnapshotJob) -> TransferQueueError | None:
+def _failure(run: Callable[[SnapshotJob], None], job: SnapshotJob) -> TransferQueueError | None:
     try:
-        run(work)
+        run(job)
     except TransferQueueError as error:
-        return error.with_traceback(None)  # its frames hold the arena, and whoever follows holds the error
+        return error.with_traceback(None)  # its frames refer to the arena, and the job keeps the error
     except MemoryError:
-        return OutOfMemory(f"work on {work.path} needs more memory than this server can get; nothing was changed")
+        return OutOfMemory(f"work on {job.path} needs more memory than this server can get; nothing was changed")
     except Exception as error:  # noqa: BLE001  (logged with its cause, and told to whoever follows)
-        _log.exception("work on %s failed", work.path)
-        return InternalError(f"work on {work.path} failed: {error!r}; please report it")
+        _log.exception("work on %s failed", job.path)
+        return InternalError(f"work on {job.path} failed: {error!r}; please report it")
     return None
 
 
 def _mapped(memory: OwnShardMemory, protection: int) -> U8:
-    """The arena, mapped for a thread of its own: unmapped with the last view of it."""
+    """Map the arena for another thread. It is unmapped when the last view of it is collected."""
     fd = os.open(memory.arena.path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return np.frombuffer(mmap.mmap(fd, memory.arena.capacity, mmap.MAP_SHARED, protection), np.uint8)
