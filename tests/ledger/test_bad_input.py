@@ -1,4 +1,4 @@
-"""Bad input gets a clear typed error, and nothing changes: every case of issue 2 that the ledger sees."""
+"""Bad input gets a clear typed error, and nothing changes: every case that the ledger sees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an explanation says when a great many leases are out: the oldest by name, the rest by number."""
+"""Explanations when very many leases are open: they name the holders of the oldest, and count the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Staleness, reservations, capacity, seal: what bounds the table, and how every wait ends."""
+"""Staleness, reservations, capacity, seal: bounds of the table, and the end of every wait."""
 
 from __future__ import annotations
 

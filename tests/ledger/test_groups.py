@@ -1,4 +1,4 @@
-"""Groups: whole or not at all, and what is declared happens to those that never become whole."""
+"""Groups are leased whole or not at all, and their policy applies to those that never become whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A ledger made from an image goes on as the other would have; what is no image is refused."""
+"""A ledger read from an image continues as the first one would; damaged images are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shard that is gone: its memory is nobody's, its rows end or are made again, and what others hold in it is void."""
+"""A lost shard: nobody reuses its memory, its rows are dropped or regenerated, and grants and pins in it are void."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows given back with what was made of them so far: columns of a release."""
+"""Partial results: columns of a release replace those of its rows."""
 
 from __future__ import annotations
 

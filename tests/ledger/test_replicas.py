@@ -1,4 +1,4 @@
-"""Blocks in several shards: committed whole, freed whole, and read from what is left when a shard is lost."""
+"""Blocks with copies in several shards: committed and freed together, and read from a copy when a shard is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request that comes twice is carried out once; a request that is refused, or waits, leaves no trace."""
+"""A retried request is executed once; a request that is refused, or waits, changes nothing."""
 
 from __future__ import annotations
 

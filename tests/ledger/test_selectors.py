@@ -1,4 +1,4 @@
-"""Every selector: its order, no row twice, no row lost, no group cut."""
+"""Every selector: its order, each row once, no row lost, no group split."""
 
 from __future__ import annotations
 

@@ -8,6 +8,13 @@ from transferqueue.testing.simulator import simulate
 SEEDS = 60
 
 
+def test_each_fault_replaces_an_attribute_that_exists():
+    missing = [
+        (fault, name) for fault, plants in FAULTS.items() for where, name, _ in plants if not hasattr(where, name)
+    ]
+    assert not missing
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -25,7 +25,7 @@ from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseTable
 from transferqueue.ledger.tasks.reservations import FlowControl
 from transferqueue.ledger.tasks.task_state import TaskState
-from transferqueue.server.durability import recorded_ledger as recording
+from transferqueue.server.durability import recorded_ledger
 from transferqueue.server.sessions.waiting import WaitQueue
 from transferqueue.server.shards.own_memory import OwnShardMemory
 from transferqueue.testing.simulator.machine import SimJournal
@@ -150,7 +150,7 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "a seal forgets those who wait": ((TableState, "wake_tasks", _nothing), (TableState, "wake_task", _nothing)),
     "a wake-up is lost": ((WaitQueue, "wake", _nothing),),
     "an extent is given back twice": ((OwnShardMemory, "give_back", _twice),),
-    "replay skips a record": ((recording, "_carry_out", _skip),),
+    "replay skips a record": ((recorded_ledger, "_replay", _skip),),
     "an extent is never given back": ((OwnShardMemory, "give_back", _nothing),),
     "producers are not held back": ((put, "no_room", lambda _was: lambda *_args: ""), (flow_control, "why_reserve_waits", lambda _was: lambda *_args: "")),
     "a share is done when its first replica is": ((ack, "_ack_replica", _first_replica),),

@@ -1,4 +1,6 @@
-"""What `doctor` says of a weight channel: versions, who generates with which, who never applied, turns, waits."""
+"""What `doctor` says about a weight channel: versions, who generates with which, who never applied one, update slots,
+waits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cut keeps, planted in an empty ledger: rows, states, groups, steps, clock, counts; leases end."""
+"""What a snapshot restores in an empty ledger: rows, states, groups, steps, clock, counts; leases end."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from transferqueue.schema import Field, align
 from transferqueue.wire import messages as m
 
 
-def moved(cut: LedgerSnapshot, world: World) -> LedgerSnapshot:
-    """The same cut with every block in an extent of its own in the arena of `world`."""
+def moved(snapshot: LedgerSnapshot, world: World) -> LedgerSnapshot:
+    """The same snapshot, with every block in an extent of its own in the arena of `world`."""
     blocks = {}
-    for number, at in cut.blocks.items():
+    for number, at in snapshot.blocks.items():
         offset, nbytes = world.allocate(max(at.nbytes, 1))
         world.taken[-number] = (offset, nbytes)
         blocks[number] = msgspec.structs.replace(at, offset=offset, nbytes=at.nbytes)
-    cut.blocks = blocks
-    return cut
+    snapshot.blocks = blocks
+    return snapshot
 
 
-def planted(world: World) -> tuple[World, Driver]:
+def restored(world: World) -> tuple[World, Driver]:
     other = World(now=100.0)
-    cut = moved(world.ledger.take_snapshot(world.now), other)
-    other.ledger.restore_snapshot(cut, other.now)
+    snapshot = moved(world.ledger.take_snapshot(world.now), other)
+    other.ledger.restore_snapshot(snapshot, other.now)
     extents = other.ledger.state.core.blocks.extents
     other.taken = {one.id: (one.offset, align(max(one.nbytes, 1), PAGE_BYTES)) for one in extents.values()}
     return other, other.client()
@@ -50,11 +50,11 @@ def client(world: World) -> Driver:
     return world.client()
 
 
-def test_only_an_empty_ledger_takes_a_cut(world: World, client: Driver) -> None:
+def test_a_snapshot_is_restored_only_into_an_empty_ledger(world: World, client: Driver) -> None:
     client.create("rollouts")
-    cut = world.ledger.take_snapshot(world.now)
+    snapshot = world.ledger.take_snapshot(world.now)
     with pytest.raises(UsageError, match=r"into an empty deployment; this one has rollouts: start another server"):
-        world.ledger.restore_snapshot(cut, world.now)
+        world.ledger.restore_snapshot(snapshot, world.now)
 
 
 def test_rows_keep_ids_facts_values_keys_and_tags(world: World, client: Driver) -> None:
@@ -62,7 +62,7 @@ def test_rows_keep_ids_facts_values_keys_and_tags(world: World, client: Driver) 
     client.put(PAGE_ROWS + 3, inline={"x": range(PAGE_ROWS + 3)}, tokens=range(PAGE_ROWS + 3))
     client.put(2, keys=["a", "b"], tags=[{"n": 1}, {}], policy_version=4, priority=2.5)
     client.ack(client.lease("train", PAGE_ROWS))
-    other, again = planted(world)
+    other, again = restored(world)
     content, wanted = again.read(), client.read()
     assert content == wanted
     assert again.put(1) == [PAGE_ROWS + 5]
@@ -75,7 +75,7 @@ def test_leases_end_as_no_attempt_and_attempts_are_kept(world: World, client: Dr
     client.put(3)
     client.release(client.lease("train", 1), failed=True)
     client.lease("train", 2)
-    other, again = planted(world)
+    other, again = restored(world)
     assert again.lease("train", 3).rows == [0, 1, 2]
     assert other.table().tasks["train"].attempts.a[:3].tolist() == [1, 0, 0]
 
@@ -86,7 +86,7 @@ def test_steps_the_checkpoint_and_the_cursor_are_kept(world: World, client: Driv
     for step in range(3):
         client.ack(client.lease("train", 1), step=step)
     client.checkpointed(0)
-    _other, again = planted(world)
+    _other, again = restored(world)
     assert again.cursor() == 1
     assert again.rollback(1).rows == 1
     assert again.checkpointed(1).rows == 1
@@ -100,7 +100,7 @@ def test_order_is_that_of_the_selector_and_of_arrival(world: World, client: Driv
     rows = client.put(4, tokens=[1, 3, 2, 3])
     client.update([rows[2]], inline={"x": 1.0})
     client.update([rows[0]], inline={"x": 1.0})
-    _other, again = planted(world)
+    _other, again = restored(world)
     assert again.lease("long", 4).rows == [1, 3, 2, 0]
     assert again.lease("fifo", 2).rows == [2, 0]
 
@@ -113,7 +113,7 @@ def test_groups_go_on_as_they_were(world: World, client: Driver) -> None:
     out = client.lease("train", groups=1)
     assert out.rows == [3, 4]
     world.pass_time(5)
-    other, again = planted(world)
+    other, again = restored(world)
     lease = again.lease("train", groups=2)
     assert sorted(lease.rows) == [3, 4, 5, 6]
     assert other.ledger.next_deadline() == 104.0
@@ -128,7 +128,7 @@ def test_promised_refills_are_asked_for_again(world: World, client: Driver) -> N
     rows = client.put(2, group_id=0, group_size=2)
     client.drop([rows[0]])
     assert client.reserve(1).refills == [(0, 1)]
-    other, again = planted(world)
+    other, again = restored(world)
     assert again.reserve(1).refills == [(0, 1)]
     assert other.table().flow.reserved == 1
 
@@ -139,7 +139,7 @@ def test_terms_clock_seal_and_counts_are_kept(world: World, client: Driver) -> N
     client.ack(client.lease("train", 1))
     client.advance(2)
     client.seal()
-    other, again = planted(world)
+    other, again = restored(world)
     before, after = world.stats(), other.stats()
     for name in (
         "rows_put",
@@ -161,7 +161,7 @@ def test_bytes_are_freed_when_their_last_row_is(world: World, client: Driver) ->
     client.create(tasks=[Task("train")])
     client.put(3, ["a", "b"])
     client.put(2, ["a"])
-    other, again = planted(world)
+    other, again = restored(world)
     assert other.table().usage.bytes >= world.table().usage.bytes
     again.ack(again.lease("train", 3))
     again.ack(again.lease("train", 2))
@@ -172,7 +172,7 @@ def test_bytes_are_freed_when_their_last_row_is(world: World, client: Driver) ->
 def test_weights_are_kept(world: World, client: Driver) -> None:
     block = client.block([Field("w", "float32", (4,))], 1)
     client.apply(m.Publish("actor", 3, [Field("w", "float32", (4,))], [block]))
-    _other, again = planted(world)
+    _other, again = restored(world)
     weights = again.apply(m.Pull("actor"))
     assert (weights.version, [one.name for one in weights.fields], weights.blocks[0].nbytes) == (3, ["w"], block.nbytes)
     with pytest.raises(UsageError):
@@ -180,14 +180,14 @@ def test_weights_are_kept(world: World, client: Driver) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_histories_balance_and_a_second_cut_is_the_same(seed: int) -> None:
+def test_random_histories_balance_and_a_second_snapshot_is_the_same(seed: int) -> None:
     _, fuzz = run(seed, 300)
     check(fuzz.ledger.take_snapshot(fuzz.now))
-    cut = fuzz.ledger.take_snapshot(1e6)
-    check(cut)
+    snapshot = fuzz.ledger.take_snapshot(1e6)
+    check(snapshot)
     other = Ledger()
     arena = World()
-    other.restore_snapshot(moved(cut, arena), 0.0)
+    other.restore_snapshot(moved(snapshot, arena), 0.0)
     assert other.observe(m.Observe("audit"), 0.0)["balanced"]
     second = other.take_snapshot(0.0)
     third = Ledger()

@@ -1,4 +1,4 @@
-"""What a task declares to give comes with its ack, and who waits for what nobody gives any more learns it."""
+"""An ack must bring the fields that its task gives; tasks learn when no task will give a field any more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that are gone: rows go back to the task that gave them, where that can be, and end otherwise."""
+"""Lost bytes: rows are requeued to the task that gave them if possible, and dropped as lost otherwise."""
 
 from __future__ import annotations
 

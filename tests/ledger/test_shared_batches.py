@@ -1,4 +1,4 @@
-"""One batch for many: how ranks and replicas share it, and stay in step."""
+"""Shared batches: how ranks and replicas divide them, and stay in step."""
 
 from __future__ import annotations
 

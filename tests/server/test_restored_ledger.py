@@ -12,17 +12,17 @@ from transferqueue.server.durability.recorded_ledger import RecordedLedger, repl
 from transferqueue.wire import messages as m
 
 
-def test_what_was_planted_is_there_in_the_next_life(tmp_path: Path) -> None:
+def test_a_restored_snapshot_is_there_in_the_next_run(tmp_path: Path) -> None:
     world = World()
     client = world.client()
     client.create(tasks=[Task("train")])
     client.put(3, inline={"x": [1.0, 2.0, 3.0]}, ordinal=[0, 1, 2])
     client.ack(client.lease("train", 1), step=4)
-    cut = world.ledger.take_snapshot(0.0)
+    snapshot = world.ledger.take_snapshot(0.0)
 
     journal = SqliteJournal(tmp_path / "journal.sqlite", Level.PROCESS)
     first = RecordedLedger(Ledger(), journal, epoch=1)
-    first.restore_snapshot(cut, 5.0)
+    first.restore_snapshot(snapshot, 5.0)
     first.commit()
     first.open_session(1, b"c" * 16, 6.0)
     assert first.apply(m.Rollback("t", 3), session=1, call=1, now=6.0) == m.DoneReply(1)
