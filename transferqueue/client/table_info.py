@@ -1,4 +1,4 @@
-"""What a client knows of a table: its terms as last heard. Fields may have been added since by others."""
+"""Cached description of a table. Other clients may have added fields since."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ C = TypeVar("C")
 
 
 class TableInfo:
-    """The terms of one table, shared by all handles of a client on it."""
+    """The terms and fields of one table, shared by all handles of a client on it."""
 
-    def __init__(self, found: m.TableTerms) -> None:
-        self.name: Final = found.name
-        self.last = found
+    def __init__(self, terms: m.TableTerms) -> None:
+        self.name: Final = terms.name
+        self.last = terms
         self.fields: dict[str, Field] = {}
-        self._told: tuple[bytes, dict[str, Field], dict[str, Field]] = b"", {}, {}
-        """Definitions, what was known when they came, and both together."""
+        self._last_reply: tuple[bytes, dict[str, Field], dict[str, Field]] = b"", {}, {}
+        """Definitions of the last reply, the fields known when it came, and both together."""
         self._placed: tuple[dict[str, Field], dict[str, int]] = {}, {}
-        """Fields, and the place of each among them."""
+        """Fields, and the position of each."""
         self.forgotten = ""
-        """A task of which a batch was collected that was neither acked nor released; "": none was, or it was logged."""
+        """Task of a batch that was collected before it was acked or released, until the next lease logs it; "": none."""
         self.forgotten_logged = False
-        self.hear(found)
+        self.hear(terms)
 
     def task(self, name: str) -> Task | None:
-        """The task of that name, as last heard of; None if it was not."""
+        """The task of that name; None if this client has not heard of it."""
         return next((task for task in self.last.tasks if task.name == name), None)
 
-    def hear(self, found: m.TableTerms) -> bool:
-        """Take over what the server says now; whether the fields differ from what was known."""
-        fields = {field.name: known(field) for field in found.fields}
+    def hear(self, terms: m.TableTerms) -> bool:
+        """Take over the terms that the server sent. Return whether the fields differ from those known before."""
+        fields = {field.name: known(field) for field in terms.fields}
         changed = fields != self.fields
-        self.last = found
+        self.last = terms
         if changed or list(fields) != list(self.fields):
             self.fields = fields
         return changed
@@ -53,13 +53,13 @@ class TableInfo:
         return {name: columns[name] for name in sorted(columns, key=lambda name: at.get(name, len(at)))}
 
     def learn(self, fields: Iterable[Field]) -> None:
-        """The server has accepted a commit with these fields, so this is what they are."""
+        """Add the fields of a commit that the server has accepted."""
         new = {field.name: field for field in fields if self.fields.get(field.name) != field}
         if new:
-            self.fields = self.fields | new  # not changed in place: others compare and iterate
+            self.fields = self.fields | new  # a new dict: other threads iterate over the old one
 
     def check_added(self, names: Iterable[str]) -> None:
-        """`SchemaError` for a name that rows of the table may not add. The server refuses it too; here it costs no bytes."""
+        """`SchemaError` for a field that rows of the table may not add. The server refuses it too, but only after the bytes are written."""
         if self.last.extra_fields is not False or self.fields.keys() >= set(names):
             return
         takes = {*self.fields, *(name for task in self.last.tasks for name in (*task.needs, *task.gives))}
@@ -67,14 +67,14 @@ class TableInfo:
             if name not in takes:
                 raise SchemaError(not_taken(self.name, name, takes))
 
-    def told(self, definitions: bytes) -> Mapping[str, Field]:
-        """All fields that are known, and those that a reply defines as it does. `ProtocolError` if `definitions` are none.
+    def reply_fields(self, definitions: bytes) -> Mapping[str, Field]:
+        """All known fields, replaced by those that a reply defines. `ProtocolError` if `definitions` cannot be decoded.
 
-        Kept for the next reply: step after step both are the same.
+        Cached for the next reply, which mostly defines the same.
         """
-        before, fields, both = self._told
+        before, fields, both = self._last_reply
         if before != definitions or fields is not self.fields:
             fields = self.fields
             both = fields | {field.name: known(field) for field in decode_fields(definitions)}
-            self._told = definitions, fields, both
+            self._last_reply = definitions, fields, both
         return both

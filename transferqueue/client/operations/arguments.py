@@ -1,4 +1,4 @@
-"""Arguments that would not survive the message decoder, refused before they are sent, by name."""
+"""Check arguments before they are sent: the errors name the argument, which those of the message decoder could not."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def seconds(name: str, value: object) -> float:
 
 
 def within(timeout_s: object) -> Operation[Deadline]:
-    """The deadline of the operation: so many seconds from now, as the caller gave them. `UsageError` if that is no time."""
+    """Start the deadline of the operation, `timeout_s` seconds from now. `UsageError` if it is not a time."""
     deadline = yield Within(seconds("timeout_s", timeout_s))
     if not isinstance(deadline, Deadline):
         raise InternalError(f"a deadline was answered with {type(deadline).__name__}")
@@ -60,7 +60,7 @@ def whole(name: str, value: object, least: int = 0, most: int = _WHOLE_MAX) -> i
 
 
 def shown(value: object) -> str:
-    """A value for a message; of a number of thousands of digits, how long it is."""
+    """A value for an error text; a number of thousands of digits is given by its length."""
     return short_number(value) if isinstance(value, int) else repr(value)
 
 
@@ -77,47 +77,47 @@ def positive(name: str, value: object) -> int:
 def row_ids(rows: object) -> bytes:
     """Row ids as a message carries them: one id, a sequence, an array or a tensor of ids."""
     try:
-        found = np.asarray(rows)
+        ids = np.asarray(rows)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise UsageError(
             f"rows cannot be read as an array: {error}; give row ids: integers, in one dimension"
         ) from error
-    if found.size == 0:
-        found = found.astype(np.int64)
-    if found.dtype.kind not in "iu" or found.ndim > 1:
-        raise UsageError(f"rows are {found.dtype}{list(found.shape)}; give row ids: integers, in one dimension")
-    if found.size > ROWS_PER_REQUEST_MAX:
-        raise UsageError(f"{found.size} rows in one request; at most {ROWS_PER_REQUEST_MAX}: send them in pieces")
-    return found.astype("<i8").tobytes()
+    if ids.size == 0:
+        ids = ids.astype(np.int64)
+    if ids.dtype.kind not in "iu" or ids.ndim > 1:
+        raise UsageError(f"rows are {ids.dtype}{list(ids.shape)}; give row ids: integers, in one dimension")
+    if ids.size > ROWS_PER_REQUEST_MAX:
+        raise UsageError(f"{ids.size} rows in one request; at most {ROWS_PER_REQUEST_MAX}: send them in pieces")
+    return ids.astype("<i8").tobytes()
 
 
 def few(subject: str, values: Iterable[T], most: int) -> tuple[T, ...]:
-    """The values, of which there may be at most `most`: no more are even taken."""
-    found = tuple(islice(values, most + 1))
-    if len(found) > most:
+    """Take the values, at most `most` of them: an endless iterator is refused too."""
+    taken = tuple(islice(values, most + 1))
+    if len(taken) > most:
         count = len(values) if isinstance(values, Sized) else f"more than {most}"
         raise UsageError(f"{count} {subject} are given; at most {most} are allowed")
-    return found
+    return taken
 
 
 def names(kind: str, values: Iterable[str] | None) -> list[str] | None:
-    """Names of fields wanted, None for the default set."""
+    """Names of the fields that a caller wants; None: the default set."""
     if values is None:
         return None
     if isinstance(values, str):
         raise UsageError(f"{kind}s are one string, {values!r}; give a list of names")
     if not isinstance(values, Iterable):
         raise UsageError(f"{kind}s are {type(values).__name__}, {values!r}; give a list of names")
-    found = few(f"{kind}s", values, FIELDS_MAX)
+    taken = few(f"{kind}s", values, FIELDS_MAX)
     try:
-        return list(_checked(kind, found))
-    except TypeError:  # one is a list or the like: remembered can only be what has a hash
-        return [check_name(kind, name) for name in found]
+        return list(_checked(kind, taken))
+    except TypeError:  # a value without a hash, such as a list, cannot be cached
+        return [check_name(kind, name) for name in taken]
 
 
 @lru_cache(maxsize=64)
 def _checked(kind: str, values: tuple[str, ...]) -> tuple[str, ...]:
-    """Step after step the same names are asked for."""
+    """Cached, since each step asks for the same names."""
     return tuple(check_name(kind, name) for name in values)
 
 
@@ -132,7 +132,7 @@ def peer(replica: object) -> tuple[int, int]:
 
 
 def policy(name: str, value: Any, kind: Any) -> Any:
-    """A value of `kind` whose parts are of their declared types; a struct made by hand does not check that."""
+    """Check that a value is of `kind`, and its parts of their declared types: msgspec does not check structs that are made by hand."""
     if (error := _refusal(value, kind)) is not None:
         raise UsageError(f"{name}: {_misfit(value) or f'{value!r} cannot be used: {error}'}")
     return value
@@ -147,7 +147,7 @@ def _refusal(value: Any, kind: Any) -> Exception | None:
 
 
 def _misfit(value: Any) -> str:
-    """The part of a struct that is not of its declared type: ``selector='fifo' is not Fifo | Priority; give one``. "": none."""
+    """Name the part of a struct that is not of its declared type: ``selector='fifo' is not Fifo | Priority; give one``. "": none."""
     for field in getattr(value, "__struct_fields__", ()):
         part, kind = getattr(value, field), get_type_hints(type(value))[field]
         if _refusal(part, kind) is not None:

@@ -1,4 +1,4 @@
-"""Where the columns of a reply come from: values inside the reply, or blocks pinned for as long as they are in use."""
+"""The columns of a reply: values inside the reply, or blocks that stay pinned while they are in use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transferqueue.wire import messages as m
 
 
 class ColumnSource:
-    """Columns of the rows of one reply. Made at their first use; kept, with what they have gathered."""
+    """The columns of one reply's rows. `end` returns their memory."""
 
     def __init__(self, subject: str, rows: int, columns: dict[str, Column], blocks: list[MappedBlocks]) -> None:
         self.subject, self.rows = subject, rows
@@ -24,19 +24,19 @@ class ColumnSource:
         """How it ended; empty while it lasts."""
 
     def without(self, fields: list[str]) -> ColumnSource:
-        """This, knowing that these fields did not come since not all rows have them."""
+        """Note fields that did not come because not all rows have them, for the error of `column`. Returns this source."""
         self._left_out = fields
         return self
 
     @property
     def fields(self) -> dict[str, Field]:
-        """Fields that came, by name."""
+        """The fields of the columns, by name."""
         return {name: column.field for name, column in self._columns.items()}
 
     def column(self, name: str) -> Column:
         """The column of a field."""
-        found = self._columns.get(name)
-        if found is None:
+        column = self._columns.get(name)
+        if column is None:
             raise NotFound(
                 f'field "{name}" is left out of these rows of {self.subject}, since not all of them have it; read those that do, '
                 f"or wait for whoever gives it; they have {listing(self._columns)}"
@@ -44,10 +44,10 @@ class ColumnSource:
                 else f'field "{name}" is not in this batch of {self.subject}; it has {listing(self._columns)}; name others with '
                 "fields="
             )
-        return found
+        return column
 
     def end(self, how: str) -> None:
-        """Return the memory, as soon as no view of it is left. What a column has given stays; the rest is `BatchEnded`."""
+        """Return the memory as soon as no view of it is left. Views that were taken stay valid; taking another one is `BatchEnded`."""
         self.ended = self.ended or how
         for blocks in self._blocks:
             blocks.end(
@@ -59,17 +59,17 @@ class ColumnSource:
 def content_source(
     client: ClientSession, content: m.ReplyRows, terms: TableInfo, subject: str
 ) -> Operation[ColumnSource]:
-    """Columns of a reply. Its pins return when the source has ended and no view is left, or at once if this fails."""
+    """The columns of a reply. Its pins return when the source has ended and no view is left, or at once if this fails."""
     rows = len(content.rows) // 8
     named = {block.block: block for part in content.parts for block in part.blocks}
-    fields = terms.told(content.definitions)
+    fields = terms.reply_fields(content.definitions)
     if not all(all(map(fields.__contains__, block.fields)) for block in named.values()):
-        try:  # a block may hold fields that were not asked for, of which this client never heard
+        try:  # a block may hold further fields, which this client has not heard of
             terms.hear((yield from request_reply(m.OpenTable(name=terms.name), m.TableTerms)))
         except BaseException:
             client.connection.unpin(list(named))
             raise
-        fields = terms.told(content.definitions)
+        fields = terms.reply_fields(content.definitions)
     columns = {value.field: Column.of_inline(fields[value.field], value.data) for value in content.inline}
     placed, held = yield from client.shards.columns(content.parts, fields, rows)
     if client.verifier is not None:

@@ -36,7 +36,7 @@ class GivenFacts(msgspec.Struct, kw_only=True):
     tags: Any = None
 
     def rows(self) -> int | None:
-        """How many rows the facts speak of; None if each is the same for all rows."""
+        """How many rows the facts are for; None if each fact is the same for all rows."""
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if isinstance(value, str | Mapping) or value is None:
@@ -50,9 +50,9 @@ class GivenFacts(msgspec.Struct, kw_only=True):
         return any(getattr(self, name) is not None for name in self.__struct_fields__)
 
     def with_table(self, given: object, columns: dict[str, Any]) -> tuple[GivenFacts, dict[str, Any]]:
-        """These facts and columns, with those of a whole table: of Arrow, or a mapping. A column with a fact's name is that fact.
+        """Add the columns of a whole table: an Arrow table, or a mapping. A column with a fact's name is that fact.
 
-        `UsageError` for what is no table, and for a name that was given beside it too.
+        `UsageError` if it is not a table, and for a name that is both in the table and beside it.
         """
         if given is None:
             return self, columns
@@ -68,8 +68,8 @@ class GivenFacts(msgspec.Struct, kw_only=True):
         return [name for name in self.__struct_fields__ if getattr(self, name) is not None]
 
     def message(self, rows: int, tokens: npt.NDArray[np.int64] | None = None) -> m.RowFacts:
-        """For `rows` rows. tokens: what to say if the caller did not. `SchemaError` for a fact that does
-        not fit its type or the number of rows."""
+        """The facts of `rows` rows as a message carries them. tokens: used if the caller gave none. `SchemaError` for a fact that
+        does not fit its type or the number of rows."""
         return m.RowFacts(
             group_id=_ints("group_id", self.group_id, rows),
             group_size=_ints("group_size", self.group_size, rows, "<i4"),
@@ -86,25 +86,25 @@ class GivenFacts(msgspec.Struct, kw_only=True):
 def columns_of(given: object) -> dict[str, Any]:
     """The columns of a table: `pyarrow.Table`, `pyarrow.RecordBatch`, or a mapping of names to columns."""
     if isinstance(given, Mapping):
-        found = dict(given)
+        columns = dict(given)
     elif hasattr(given, "column_names") and hasattr(given, "column"):
-        found = {name: given.column(at) for at, name in enumerate(given.column_names)}
-        if len(found) < len(given.column_names):
+        columns = {name: given.column(at) for at, name in enumerate(given.column_names)}
+        if len(columns) < len(given.column_names):
             raise UsageError("the table has two columns of one name; rename one")
     else:
         raise UsageError(
             f"put was given {type(given).__name__} without a name, which is no table; give each column by name, put(name=values), or a "
             "pyarrow.Table, a RecordBatch or a dict of columns"
         )
-    if "row_id" in found:
+    if "row_id" in columns:
         raise UsageError(
             'column "row_id" is the id that rows had before, and these get new ones; leave it out: .drop_columns(["row_id"])'
         )
-    return found
+    return columns
 
 
 def _plain(value: Any) -> Any:
-    """A fact as an array or list, of an Arrow column too."""
+    """A fact as an array or list, also from an Arrow column."""
     return value.to_pylist() if hasattr(value, "to_pylist") else value
 
 
@@ -185,7 +185,7 @@ def _tags(value: object, rows: int) -> list[Tags] | None:
 
 
 def _checked(tags: object) -> Tags:
-    found = check_tags(dict(tags) if isinstance(tags, Mapping) else tags)
-    if len(found) > TAGS_MAX:
-        raise UsageError(f"a row has {len(found)} tags; at most {TAGS_MAX} are allowed: use a column")
-    return found
+    checked = check_tags(dict(tags) if isinstance(tags, Mapping) else tags)
+    if len(checked) > TAGS_MAX:
+        raise UsageError(f"a row has {len(checked)} tags; at most {TAGS_MAX} are allowed: use a column")
+    return checked

@@ -1,6 +1,6 @@
-"""What a publication of weights writes, and what it keeps of the newest version.
+"""Publish weights: what a publication writes, and what it keeps of the newest version.
 
-The law:
+Rules:
 
 - A tensor is a block of its own, and its checksum is that of its block: xxh3-64 of the bytes, whose padding is zeros. Two
   tensors are the same if their names, dtypes, shapes and checksums are.
@@ -37,11 +37,11 @@ from transferqueue.storage.memory.checksum import UNCHECKED
 from transferqueue.wire import messages as m
 
 BASE: Final = "_"
-"""What the names of fields of the base begin with; those of adapters never do."""
+"""Names of fields of the base begin with it; those of adapters never do."""
 
 
 class NewTensor(BlockWriter):
-    """A tensor that will lie in a block of its own."""
+    """A tensor that is written into a block of its own."""
 
     __slots__ = ()
 
@@ -60,8 +60,8 @@ class NewTensor(BlockWriter):
 
 
 class ReusedTensor(NewTensor):
-    """What lies in a block of another channel, byte for byte. Its checksum goes along: what is damaged on the way, or in this
-    process, is refused by whoever pulls it from here."""
+    """A copy of a block of another channel, byte for byte, with its checksum. If the bytes were damaged on the way or in this
+    process, whoever pulls them from here refuses them."""
 
     __slots__ = ("memory",)
 
@@ -91,7 +91,7 @@ def publish_weights(
     adapter: str | None,
     timeout_s: float,
 ) -> Operation[None]:
-    """One version, in one commit."""
+    """Publish one version, in one commit."""
     deadline = yield from checks.within(timeout_s)
     number = checks.whole("version", version)
     yield from _publish(client, channel, keep, number, tensor_drafts(tensors, _prefix(adapter)), adapter, deadline)
@@ -100,7 +100,7 @@ def publish_weights(
 def mirror_version(
     client: ClientSession, channel: str, keep: int, version: int, copies: Sequence[ReusedTensor], timeout_s: float
 ) -> Operation[None]:
-    """One version of base and adapters, from that of another channel."""
+    """Publish base and adapters of another channel as the same version here."""
     deadline = yield from checks.within(timeout_s)
     yield from _publish(client, channel, keep, version, copies, None, deadline)
 
@@ -147,16 +147,16 @@ def _commit(
 
 
 def tensor_drafts(tensors: Mapping[str, Any], prefix: str) -> list[NewTensor]:
-    """Tensors as blocks, their fields named with `prefix`."""
+    """Check the tensors. Each becomes a block, with a field named with `prefix`."""
     if not isinstance(tensors, Mapping) or not tensors:
         raise UsageError(f"weights are {type(tensors).__name__} of no tensors; give a mapping of names to tensors")
-    found: list[NewTensor] = []
+    drafts: list[NewTensor] = []
     for name, tensor in tensors.items():
         check_name("tensor", f"{BASE}{name}")
         if not hasattr(tensor, "shape"):
             raise SchemaError(f'tensor "{name}" is {type(tensor).__name__}; weights are torch tensors or numpy arrays')
-        found.append(NewTensor(check_name("tensor", f"{prefix}{name}"), tensor))
-    return found
+        drafts.append(NewTensor(check_name("tensor", f"{prefix}{name}"), tensor))
+    return drafts
 
 
 def _prefix(adapter: str | None) -> str:
@@ -168,7 +168,7 @@ def _prefix(adapter: str | None) -> str:
 
 
 def _beside(channel: str, adapter: str, basis: m.LatestVersion) -> list[int]:
-    """Blocks of everything but the adapter; `NotFound` without a base for it, `ShardLost` if that is gone."""
+    """Blocks of everything but the adapter. `NotFound` if nothing is published for it to build on, `ShardLost` if that is lost."""
     if basis.lost:
         raise ShardLost(
             f'adapter "{adapter}" has no base: version {basis.version} of channel "{channel}" is gone ({basis.lost}); '
@@ -182,16 +182,16 @@ def _beside(channel: str, adapter: str, basis: m.LatestVersion) -> list[int]:
 
 
 def _unchanged(drafts: Iterable[NewTensor], basis: m.LatestVersion) -> Operation[dict[str, m.BlockLocation]]:
-    """Tensors that are the same in the newest version, with their blocks there. Reads those that may be."""
+    """Find tensors that are the same in the newest version, with their blocks there. Reads only those whose field and size match."""
     fields = {field.name: field for field in basis.fields}
-    there = {block.fields[0]: block for block in basis.blocks if len(block.fields) == 1 and block.checksum}
-    likely = [one for one in drafts if _alike(one, there.get(one.field.name), fields)]
+    newest = {block.fields[0]: block for block in basis.blocks if len(block.fields) == 1 and block.checksum}
+    likely = [draft for draft in drafts if _alike(draft, newest.get(draft.field.name), fields)]
     unseen = [draft for draft in likely if draft.sum == UNCHECKED]
     yield BlockingWork(sum(draft.nbytes for draft in unseen), lambda: _sum(unseen))
     return {
-        one.field.name: there[one.field.name]
-        for one in likely
-        if is_unchanged(fields[one.field.name], there[one.field.name], one.field, one.nbytes, one.sum)
+        draft.field.name: newest[draft.field.name]
+        for draft in likely
+        if is_unchanged(fields[draft.field.name], newest[draft.field.name], draft.field, draft.nbytes, draft.sum)
     }
 
 
@@ -200,15 +200,15 @@ def _alike(draft: NewTensor, block: m.BlockLocation | None, fields: Mapping[str,
 
 
 def _sum(drafts: Sequence[NewTensor]) -> None:
-    """Their checksums, by way of one buffer of the largest."""
+    """Compute checksums, in one buffer of the size of the largest."""
     room = np.empty(max((draft.nbytes for draft in drafts), default=0), np.uint8)
     for draft in drafts:
         draft.write(room[: draft.nbytes])
 
 
 def _worth_keeping(unchanged: Mapping[str, m.BlockLocation], extents: Mapping[int, int]) -> dict[str, m.BlockLocation]:
-    """Those in extents of which at least half is kept."""
+    """The unchanged tensors in extents of which at least half is kept."""
     kept_bytes: Counter[int] = Counter()
     for block in unchanged.values():
         kept_bytes[block.extent] += block.nbytes
-    return {name: one for name, one in unchanged.items() if 2 * kept_bytes[one.extent] >= extents[one.extent]}
+    return {name: block for name, block in unchanged.items() if 2 * kept_bytes[block.extent] >= extents[block.extent]}

@@ -1,4 +1,4 @@
-"""Rows that came in a reply: their facts as arrays, their columns as they are asked for."""
+"""Rows of a reply: their facts as arrays, their columns made when they are first used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transferqueue.storage.columns.column import Column
 from transferqueue.storage.elements.process_bound import Staying
 from transferqueue.storage.elements.torch_interop import require_torch
 from transferqueue.wire import messages as m
-from transferqueue.wire import run_length as short
+from transferqueue.wire import run_length
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -77,42 +77,42 @@ class RowsBase(Staying):
     @cached_property
     def rows(self) -> NDArray[np.int64]:
         """Row ids ``[rows]``."""
-        return short.encode_rows(self._content.rows, "<i8", len(self))
+        return run_length.encode_rows(self._content.rows, "<i8", len(self))
 
     @cached_property
     def policy_version(self) -> NDArray[np.int64]:
         """Oldest policy version that produced a trainable token of each row ``[rows]``; -1: never stamped."""
-        return short.encode_rows(self._content.policy_version, "<i8", len(self))
+        return run_length.encode_rows(self._content.policy_version, "<i8", len(self))
 
     @cached_property
     def policy_version_max(self) -> NDArray[np.int64]:
         """Newest policy version that produced a token of each row ``[rows]``; -1: never stamped."""
-        return short.encode_rows(self._content.policy_version_max, "<i8", len(self))
+        return run_length.encode_rows(self._content.policy_version_max, "<i8", len(self))
 
     @cached_property
     def group_id(self) -> NDArray[np.int64]:
         """Group of each row ``[rows]``; -1: none."""
-        return short.encode_rows(self._content.group_id, "<i8", len(self))
+        return run_length.encode_rows(self._content.group_id, "<i8", len(self))
 
     @cached_property
     def group_size(self) -> NDArray[np.int32]:
         """Rows that the group of each row has when it is whole ``[rows]``."""
-        return short.encode_rows(self._content.group_size, "<i4", len(self))
+        return run_length.encode_rows(self._content.group_size, "<i4", len(self))
 
     @cached_property
     def ordinal(self) -> NDArray[np.int64]:
         """Place of each row in its group, or in a data set, as its producer numbered it ``[rows]``; -1: not said."""
-        return short.encode_rows(self._content.ordinal, "<i8", len(self))
+        return run_length.encode_rows(self._content.ordinal, "<i8", len(self))
 
     @cached_property
     def tokens(self) -> NDArray[np.int64]:
         """Tokens of each row ``[rows]``, as told or taken at the put."""
-        return short.encode_rows(self._content.tokens, "<i8", len(self))
+        return run_length.encode_rows(self._content.tokens, "<i8", len(self))
 
     @cached_property
     def priority(self) -> NDArray[np.float64]:
         """Priority of each row ``[rows]``."""
-        return short.encode_rows(self._content.priority, "<f8", len(self))
+        return run_length.encode_rows(self._content.priority, "<f8", len(self))
 
     @property
     def keys(self) -> RowKeys:
@@ -140,12 +140,12 @@ class RowsBase(Staying):
         """
         import pyarrow as pa
 
-        told = self._facts() if facts else {}
-        if both := told.keys() & set(self.fields):
+        fact_columns = self._facts() if facts else {}
+        if both := fact_columns.keys() & set(self.fields):
             raise UsageError(
                 f"column {min(both)!r} has the name of a fact, so the table would have it twice; leave facts=True out"
             )
-        return pa.table(told | {name: self[name].arrow() for name in self.fields})
+        return pa.table(fact_columns | {name: self[name].arrow() for name in self.fields})
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -164,16 +164,16 @@ class RowsBase(Staying):
         """All columns as a `tensordict.TensorDict` of batch size ``[rows]``: dense columns as tensors, ragged ones as
         jagged nested tensors, text, bytes and plain values as non-tensor data. Needs torch and tensordict."""
         tensordict = require_torch("tensordict")
-        found: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         for name, field in self._source.fields.items():
             column = self[name]
             if field.dense:
-                found[name] = column.torch()
+                columns[name] = column.torch()
             elif field.ragged:
-                found[name] = column.nested()
+                columns[name] = column.nested()
             else:
-                found[name] = tensordict.NonTensorStack(*column.list())
-        return cast("TensorDict", tensordict.TensorDict(found, batch_size=[len(self)]))
+                columns[name] = tensordict.NonTensorStack(*column.list())
+        return cast("TensorDict", tensordict.TensorDict(columns, batch_size=[len(self)]))
 
 
 class Rows(RowsBase):

@@ -1,4 +1,4 @@
-"""Snapshots as a client asks for them: begun, then followed to the end."""
+"""Snapshots and restores: start the job at the server, then follow it to its end."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from transferqueue.limits import SNAPSHOTS_KEPT_MAX
 from transferqueue.wire import messages as m
 
 SNAPSHOT_S: Final = 600.0
-"""Patience with a snapshot or a restore, unless the caller says how long."""
+"""Default timeout of a snapshot or a restore."""
 Progress = Callable[[int, int], object]
-"""Told, in the order of time, how many bytes are done of about how many in all."""
+"""Called with bytes done and about how many in all, in ascending order."""
 
 
 def snapshot(
     client: ClientSession, path: str | os.PathLike[str], keep: int, timeout_s: float, progress: Progress | None
 ) -> Operation[str]:
-    """Write all there is; where it is."""
+    """Write a snapshot. Returns its path."""
     request = m.SnapshotRequest(path=os.fspath(path), keep=checks.whole("keep", keep, least=1, most=SNAPSHOTS_KEPT_MAX))
     return (yield from _followed(client, request, timeout_s, progress))
 
@@ -29,7 +29,7 @@ def snapshot(
 def restore(
     client: ClientSession, path: str | os.PathLike[str], timeout_s: float, progress: Progress | None
 ) -> Operation[str]:
-    """Become what a snapshot is of; where that is."""
+    """Restore a snapshot. Returns its path."""
     return (yield from _followed(client, m.Restore(path=os.fspath(path)), timeout_s, progress))
 
 

@@ -1,4 +1,4 @@
-"""Operations on queues and tables, one for each verb of the public face (leases: `lease`, weights: `weights` and `publish`)."""
+"""Operations on queues and tables, one for each method of `Queue` and `Table` (leases: `lease`, weights: `weights`, `publish`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
-from transferqueue.client.operations import near_misses as slips
+from transferqueue.client.operations import near_misses
 from transferqueue.client.operations.column_source import content_source
 from transferqueue.client.operations.commit import commit
 from transferqueue.client.operations.facts import GivenFacts, check_key
@@ -43,7 +43,7 @@ def create_table(
     replicas: int,
     extra_fields: bool | None,
 ) -> Operation[TableInfo]:
-    """A new table, or an existing one with the same terms."""
+    """Create a table, or open an existing one with the same terms."""
     if extra_fields is not None and not isinstance(extra_fields, bool):
         raise UsageError(f"extra_fields={extra_fields!r} is {type(extra_fields).__name__}; give True, False or None")
     request = m.CreateTable(
@@ -57,13 +57,13 @@ def create_table(
         replicas=checks.whole("replicas", replicas, least=1),
         extra_fields=extra_fields,
     )
-    slips.check_declared(name, request.fields, request.tasks)
-    slips.check_needs(request.tasks, {field.name for field in request.fields})
+    near_misses.check_declared(name, request.fields, request.tasks)
+    near_misses.check_needs(request.tasks, {field.name for field in request.fields})
     return client.terms((yield from request_reply(request, m.TableTerms)))
 
 
 def open_table(client: ClientSession, name: str, timeout_s: float | None) -> Operation[TableInfo]:
-    """A table that exists, or will within `timeout_s`; None: that exists."""
+    """Open a table, waiting up to `timeout_s` until it exists; None: it must exist now."""
     check_name("table", name)
     wait_s = 0.0 if timeout_s is None else (yield from checks.within(timeout_s)).wait_s
     request = m.OpenTable(name=name, wait_s=wait_s)
@@ -71,7 +71,7 @@ def open_table(client: ClientSession, name: str, timeout_s: float | None) -> Ope
 
 
 def drop_table(client: ClientSession, name: str, empty: bool) -> Operation[None]:
-    """The table and its rows end."""
+    """Drop a table with its rows."""
     yield from request_reply(m.DropTable(name=check_name("table", name), empty=bool(empty)), m.DoneReply)
     client.tables.pop(name, None)
 
@@ -82,7 +82,7 @@ def tables() -> Operation[list[str]]:
 
 
 def observe(what: str, table: str = "", row: int = -1) -> Operation[dict[str, Any]]:
-    """A snapshot of one kind, as plain values."""
+    """Ask for a report (stats, audit, doctor, row, sessions) as plain values."""
     if table != "" or what == "row":
         check_name("table", table)
     request = m.Observe(what=what, table=table, row=checks.whole("row", row, least=-1))
@@ -93,9 +93,9 @@ def observe(what: str, table: str = "", row: int = -1) -> Operation[dict[str, An
 
 
 def observe_table(what: str, table: str) -> Operation[dict[str, Any]]:
-    """What a snapshot says of one table."""
-    found = yield from observe(what, table)
-    return dict(found["tables"][table])
+    """The part of a report that is about one table."""
+    report = yield from observe(what, table)
+    return dict(report["tables"][table])
 
 
 # ---------------------------------------------------------------- rows
@@ -109,7 +109,7 @@ def put(
     reservation: int,
     timeout_s: float | None,
 ) -> Operation[NDArray[np.int64]]:
-    """New rows; their ids."""
+    """Put new rows. Returns their ids."""
     deadline = Deadline(client.clock, 0.0) if timeout_s is None else (yield from checks.within(timeout_s))
 
     def request(rows: int, carried: m.Columns) -> m.PutRequest:
@@ -117,8 +117,8 @@ def put(
             table=terms.name, rows=rows, columns=carried, reservation=reservation, wait_s=deadline.left()
         )
 
-    found = yield from commit(client, terms, facts, columns, None, deadline, request, m.PutRows, "put")
-    return np.arange(found.first, found.first + found.rows, dtype=np.int64)
+    put_rows = yield from commit(client, terms, facts, columns, None, deadline, request, m.PutRows, "put")
+    return np.arange(put_rows.first, put_rows.first + put_rows.rows, dtype=np.int64)
 
 
 def update(
@@ -129,7 +129,7 @@ def update(
     columns: Mapping[str, Any],
     overwrite: bool,
 ) -> Operation[None]:
-    """More columns or facts for existing rows."""
+    """Give existing rows more columns or facts."""
     ids = checks.row_ids(rows)
     if not ids or not (columns or facts.said()):
         raise UsageError("an update without rows, or without columns and facts, would change nothing; give both")
@@ -149,7 +149,7 @@ def read(
     fields: Sequence[str] | None,
     limit: int | None,
 ) -> Operation[Rows]:
-    """Rows without a lease."""
+    """Read rows without a lease."""
     request = m.ReadRequest(
         table=terms.name,
         rows=None if rows is None else checks.row_ids(rows),
@@ -161,7 +161,7 @@ def read(
         try:
             return (yield from _read(client, terms, request))
         except ShardLost:
-            continue  # the next answer names copies, or says that the rows are gone
+            continue  # the next reply names copies in other shards, or says that the rows are gone
     return (yield from _read(client, terms, request))
 
 
@@ -173,23 +173,23 @@ def _read(client: ClientSession, terms: TableInfo, request: m.ReadRequest) -> Op
 
 
 def find(terms: TableInfo, keys: str | Sequence[str]) -> Operation[NDArray[np.int64]]:
-    """Row ids of keys."""
+    """Find the row id of each key."""
     if not isinstance(keys, Iterable):
         raise UsageError(f"keys={keys!r} is {type(keys).__name__}; give a key, or a list of keys")
     wanted = [keys] if isinstance(keys, str) else list(keys)
     request = m.Find(table=terms.name, keys=[check_key(key) for key in wanted])
-    found = yield from request_reply(request, m.Found)
-    return np.frombuffer(found.rows, "<i8").astype(np.int64)
+    reply = yield from request_reply(request, m.Found)
+    return np.frombuffer(reply.rows, "<i8").astype(np.int64)
 
 
 def drop(terms: TableInfo, rows: object, reason: str) -> Operation[int]:
-    """Rows end as dropped."""
+    """Drop rows. Returns how many."""
     request = m.Drop(table=terms.name, rows=checks.row_ids(rows), reason=check_name("drop reason", reason))
     return (yield from request_reply(request, m.DoneReply)).rows
 
 
 def delete(terms: TableInfo, rows: object) -> Operation[int]:
-    """Rows of a table with manual retention are freed."""
+    """Free rows of a table with manual retention. Returns how many."""
     return (yield from request_reply(m.Delete(table=terms.name, rows=checks.row_ids(rows)), m.DoneReply)).rows
 
 
@@ -216,27 +216,27 @@ def reserve(
 
 
 def unreserve(terms: TableInfo, reservation: int, rows: int | None) -> Operation[int]:
-    """Rows that will not be produced."""
+    """Return rows of a reservation that will not be produced."""
     count = 0 if rows is None else checks.positive("rows", rows)
     request = m.Unreserve(table=terms.name, reservation=reservation, rows=count)
     return (yield from request_reply(request, m.DoneReply)).rows
 
 
 def advance(terms: TableInfo, version: int, timeout_s: float) -> Operation[None]:
-    """The trainer's version is now this."""
+    """Advance the table's clock to the trainer's version."""
     deadline = yield from checks.within(timeout_s)
     request = m.AdvanceClock(table=terms.name, version=checks.whole("version", version), wait_s=deadline.wait_s)
     yield from request_reply(request, m.DoneReply)
 
 
 def checkpointed(terms: TableInfo, step: int, task: str | None) -> Operation[int]:
-    """The model is safe up to `step`."""
+    """Report a checkpoint of the model at `step`. Returns how many rows are done now."""
     request = m.CommitCheckpoint(table=terms.name, step=checks.step(step), task=_task_name(task))
     return (yield from request_reply(request, m.DoneReply)).rows
 
 
 def rollback(terms: TableInfo, step: int, task: str | None, version: int | None) -> Operation[int]:
-    """The model is again as it was at `step`."""
+    """Roll back to the checkpoint at `step`. Returns how many rows are ready again."""
     request = m.Rollback(
         table=terms.name,
         step=checks.step(step, -1),
@@ -251,29 +251,29 @@ def _task_name(task: str | None) -> str:
 
 
 def cursor(terms: TableInfo, start: int) -> Operation[int]:
-    """Up to which ordinal all is final."""
+    """The lowest ordinal, from `start` on, that was not put or whose row is live."""
     return (
         yield from request_reply(m.Cursor(table=terms.name, start=checks.whole("start", start)), m.CursorValue)
     ).ordinal
 
 
 def seal(terms: TableInfo) -> Operation[None]:
-    """No more rows will enter."""
+    """Seal the table: it takes no more rows."""
     yield from request_reply(m.Seal(table=terms.name), m.DoneReply)
 
 
 def add_task(client: ClientSession, terms: TableInfo, task: Task) -> Operation[None]:
-    """One more task."""
+    """Declare one more task."""
     request = m.AddTask(table=terms.name, task=_one("task", task, Task))
-    slips.check_declared(terms.name, (), [request.task])
-    slips.check_new_task(request.task, terms)
+    near_misses.check_declared(terms.name, (), [request.task])
+    near_misses.check_new_task(request.task, terms)
     client.terms((yield from request_reply(request, m.TableTerms)))
 
 
 def add_fields(client: ClientSession, terms: TableInfo, fields: Sequence[Field]) -> Operation[None]:
-    """More fields."""
+    """Declare more fields."""
     request = m.AddFields(table=terms.name, fields=_each("fields", fields, Field, FIELDS_MAX))
-    slips.check_declared(terms.name, request.fields, ())
+    near_misses.check_declared(terms.name, request.fields, ())
     client.terms((yield from request_reply(request, m.TableTerms)))
 
 
@@ -291,5 +291,5 @@ def _each(name: str, values: Any, kind: Any, most: int) -> list[Any]:
 
 
 def drain_shard(number: int) -> Operation[None]:
-    """Have a further shard end once it is empty."""
+    """Drain a remote shard: its process ends when it is empty."""
     yield from request_reply(m.Drain(checks.whole("number", number)), m.DoneReply)

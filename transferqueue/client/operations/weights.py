@@ -1,7 +1,7 @@
 """Operations on weight channels, and the weights that a pull gives.
 
-A version is a composition of blocks, one a tensor (`publish` has the law of what is written). A pull names them all, and
-reads nothing but to compare checksums; what the caller has already is neither fetched nor read again.
+A version is a composition of blocks, one a tensor (`publish` has the law of what is written). A pull names them all, and it
+reads bytes only to compare checksums; tensors that the caller has already are neither fetched nor read again.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     import torch
 
 TRIES: Final = 2
-"""How often a version is pulled whose bytes do not match their checksums."""
+"""How often a pull is tried if bytes do not match their checksums."""
 
 
 TURN_S: Final = 30.0
-"""Length of a turn: above the time in which weights are loaded, below that for which the others may wait for a dead one."""
+"""Default length of a turn: longer than loading weights takes, short enough for the others to wait for a dead process."""
 
 
 class SharedTensor:
-    """One tensor in this process's memory, which several versions may share. It is let go by the last of them."""
+    """One tensor in this process's memory, which several versions may share. The last of them frees it."""
 
     __slots__ = ("_users", "block", "blocks", "column")
     _guard: Final = threading.Lock()
@@ -48,13 +48,13 @@ class SharedTensor:
         self._users = 1
 
     def share(self) -> bool:
-        """One more version has it; False if it was let go."""
+        """Count one more version; False if the tensor was freed already."""
         with self._guard:
             self._users += self._users > 0
             return self._users > 0
 
     def release(self, message: str) -> None:
-        """One version less has it."""
+        """Count one version less. The last one frees the memory; `message` is the error of later reads."""
         with self._guard:
             self._users -= 1
             if self._users:
@@ -112,7 +112,9 @@ class Weights(Staying, Mapping[str, Any]):
 
     def _columns(self, adapter: str | None) -> Iterator[tuple[str, Column]]:
         prefix = self._prefix(adapter)
-        return ((name[len(prefix) :], one.column) for name, one in self._tensors.items() if name.startswith(prefix))
+        return (
+            (name[len(prefix) :], tensor.column) for name, tensor in self._tensors.items() if name.startswith(prefix)
+        )
 
     def _prefix(self, adapter: str | None) -> str:
         if adapter is None:
@@ -125,17 +127,19 @@ class Weights(Staying, Mapping[str, Any]):
         return f"{adapter}/"
 
     def _copies(self) -> list[publish.ReusedTensor]:
-        """All tensors, of base and adapters, as they lie: what `mirror` publishes."""
-        found = {id(one.blocks): one for one in self._tensors.values()}.values()
+        """All tensors of base and adapters, as blocks for `mirror` to publish."""
+        tensors = {id(tensor.blocks): tensor for tensor in self._tensors.values()}.values()
         return [
             publish.ReusedTensor(
-                [self._tensors[name].column.field for name in one.block.fields], one.block, one.blocks.living()[0]
+                [self._tensors[name].column.field for name in tensor.block.fields],
+                tensor.block,
+                tensor.blocks.living()[0],
             )
-            for one in found
+            for tensor in tensors
         ]
 
     def _shared(self, field: Field, block: m.BlockLocation) -> SharedTensor | None:
-        """The tensor in `block`, if it is here, for another version to have as well."""
+        """This version's tensor, counted once more, if `block` has the same; else None."""
         mine = self._tensors.get(field.name)
         if mine is None:
             return None
@@ -143,12 +147,12 @@ class Weights(Staying, Mapping[str, Any]):
         return mine if same and not self._released and mine.share() else None
 
     def __getitem__(self, name: str) -> Any:
-        found = self._tensors.get(f"{publish.BASE}{name}")
-        if found is None:
+        tensor = self._tensors.get(f"{publish.BASE}{name}")
+        if tensor is None:
             raise NotFound(
                 f'tensor "{name}" is not in version {self._version} of channel "{self._channel}"; it has {listing(self)}'
             )
-        return found.column.torch()[0] if _has_torch() else found.column.numpy()[0]
+        return tensor.column.torch()[0] if _has_torch() else tensor.column.numpy()[0]
 
     def __iter__(self) -> Iterator[str]:
         return (name[1:] for name in self._tensors if name.startswith(publish.BASE))
@@ -176,14 +180,14 @@ class Weights(Staying, Mapping[str, Any]):
 
 
 def channel_name(channel: str, keep: int) -> tuple[str, int]:
-    """The two, checked."""
+    """Check the name of a channel and the number of versions to keep."""
     return check_name("channel", channel), checks.positive("keep", keep)
 
 
 def mirror_weights(
     client: ClientSession, channel: str, keep: int, weights: Weights, timeout_s: float
 ) -> Operation[None]:
-    """A version of another channel, as a version of this."""
+    """Publish weights that were pulled from another channel."""
     if not isinstance(weights, Weights):
         raise UsageError(f"weights are {type(weights).__name__}; mirror what was pulled, or publish tensors")
     return publish.mirror_version(client, channel, keep, weights.version, weights._copies(), timeout_s)
@@ -192,7 +196,7 @@ def mirror_weights(
 def pull_weights(
     client: ClientSession, channel: str, above: int, version: int | None, since: Weights | None, timeout_s: float
 ) -> Operation[Weights]:
-    """A version, waited for; pulled again if its bytes do not match their checksums."""
+    """Wait for a version and pull it. Pull it again if bytes do not match their checksums."""
     deadline = yield from checks.within(timeout_s)
     request = m.Pull(
         channel=channel,
@@ -204,54 +208,54 @@ def pull_weights(
         try:
             return (yield from _pull(client, request, since))
         except Corruption:
-            continue  # bytes changed on the way: they may not, another time
+            continue  # bytes changed on the way, and may arrive whole next time
     return (yield from _pull(client, request, since))
 
 
 def _pull(client: ClientSession, request: m.Pull, since: Weights | None) -> Operation[Weights]:
-    found = yield from request_reply(request, m.WeightsReply)
-    fields = {field.name: field for field in found.fields}
-    shared = _shared(found, fields, since)
+    reply = yield from request_reply(request, m.WeightsReply)
+    fields = {field.name: field for field in reply.fields}
+    shared = _shared(reply, fields, since)
     try:
-        client.connection.unpin([block.block for block in found.blocks if block.fields[0] in shared])
-        new = [block for block in found.blocks if block.fields[0] not in shared]
-        fetched = yield from _fetch(client, new, fields, f'version {found.version} of channel "{request.channel}"')
+        client.connection.unpin([block.block for block in reply.blocks if block.fields[0] in shared])
+        new = [block for block in reply.blocks if block.fields[0] not in shared]
+        fetched = yield from _fetch(client, new, fields, f'version {reply.version} of channel "{request.channel}"')
     except BaseException:
         for tensor in shared.values():
             tensor.release("the pull that shared it failed")
         raise
     tensors = shared | fetched
-    ordered = {field.name: tensors[field.name] for field in found.fields}
-    return Weights(request.channel, found.version, ordered, frozenset(fetched))
+    ordered = {field.name: tensors[field.name] for field in reply.fields}
+    return Weights(request.channel, reply.version, ordered, frozenset(fetched))
 
 
-def _shared(found: m.WeightsReply, fields: Mapping[str, Field], since: Weights | None) -> dict[str, SharedTensor]:
-    """Tensors of the reply that the caller has."""
+def _shared(reply: m.WeightsReply, fields: Mapping[str, Field], since: Weights | None) -> dict[str, SharedTensor]:
+    """Tensors of the reply that are the same in `since`, by name."""
     if since is None:
         return {}
-    there = {block.fields[0]: since._shared(fields[block.fields[0]], block) for block in found.blocks}
-    return {name: tensor for name, tensor in there.items() if tensor is not None}
+    tensors = {block.fields[0]: since._shared(fields[block.fields[0]], block) for block in reply.blocks}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def _fetch(
     client: ClientSession, blocks: list[m.BlockLocation], fields: dict[str, Field], subject: str
 ) -> Operation[dict[str, SharedTensor]]:
-    """The tensors in `blocks`, whole."""
+    """Fetch the tensors in `blocks`, and compare their checksums."""
     zero = bytes(4)
     parts = [m.ReplyColumns(block.fields, [block], block_of_row=zero, slot_of_row=zero) for block in blocks]
     columns, held = yield from client.shards.columns(parts, fields, 1)
-    found = {
+    tensors = {
         name: SharedTensor(columns[name], memory, block)
         for memory, block in zip(held, blocks, strict=True)
         for name in block.fields
     }
     try:
-        yield BlockingWork(sum(block.nbytes for block in blocks), lambda: _verify(found, subject))
+        yield BlockingWork(sum(block.nbytes for block in blocks), lambda: _verify(tensors, subject))
     except BaseException:
-        for tensor in found.values():
+        for tensor in tensors.values():
             tensor.release(f"{subject} did not arrive whole; pull it again")
         raise
-    return found
+    return tensors
 
 
 def _verify(tensors: Mapping[str, SharedTensor], subject: str) -> None:
@@ -260,12 +264,12 @@ def _verify(tensors: Mapping[str, SharedTensor], subject: str) -> None:
 
 
 def report_applied(channel: str, version: int) -> Operation[None]:
-    """This session generates with the version."""
+    """Report that this session generates with the version."""
     yield from request_reply(m.ReportApplied(channel=channel, version=checks.whole("version", version)), m.DoneReply)
 
 
 def acquire_update_slot(channel: str, at_once: int, length_s: float, timeout_s: float) -> Operation[None]:
-    """Leave for this session to change weights, waited for."""
+    """Wait for an update slot: leave for this session to change its weights."""
     deadline = yield from checks.within(timeout_s)
     request = m.AcquireUpdateSlot(
         channel=channel,
@@ -277,7 +281,7 @@ def acquire_update_slot(channel: str, at_once: int, length_s: float, timeout_s: 
 
 
 def release_update_slot(channel: str) -> Operation[None]:
-    """The turn of this session is over."""
+    """Give the update slot back before its length has passed."""
     yield from request_reply(m.ReleaseUpdateSlot(channel=channel), m.DoneReply)
 
 
