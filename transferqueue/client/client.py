@@ -1,4 +1,4 @@
-"""What all handles of one connection share, and how a connection comes to be.
+"""A session with one coordinator, shared by all handles of its queue, and how it is opened.
 
 A handle (queue, table, batch, reservation, weights) holds a `ClientSession`; when the last handle is collected, or
 the interpreter exits, the connection is closed.
@@ -34,11 +34,11 @@ from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import CoordinatorIndex
 
 Data = Literal["auto", "remote"]
-"""Whether bytes are mapped where they can be, or always cross the network (for tests and measurements)."""
+"""auto: map memory where possible. remote: send all bytes over the network (for tests and measurements)."""
 
 
 class OwnedServer(Protocol):
-    """A server that lives and ends with a client."""
+    """A server that ends with its client."""
 
     @property
     def address(self) -> str:
@@ -53,10 +53,10 @@ class OwnedServer(Protocol):
 
 
 class ClientSession:
-    """One session, shared by its handles: its connection, memory, places to write, and known tables.
+    """One session, shared by its handles: its connection, memory, write grants, and known tables.
 
-    memory: of the coordinator's own shard. dial: the way to a further shard that is not mapped; None: there are none.
-    seat: which of the coordinators of its deployment this one is.
+    memory: of the coordinator's own shard. dial: connects to a remote shard that is not mapped; None: there are none.
+    seat: the number of this coordinator among those of its deployment.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class ClientSession:
         self._end: Final = weakref.finalize(self, _close, os.getpid(), connection, self.shards, server)
 
     def verify(self) -> None:
-        """From now on compare blocks with their checksums before they are handed out. `UsageError` where they have none, or cross
-        a network."""
+        """From now on compare blocks with their checksums before a caller gets them. `UsageError` if they have none, or cross a
+        network."""
         if not self.checksums:
             raise UsageError(
                 f"verify=True compares blocks with their checksums, and those of the server at {self.address} have none: it does not "
@@ -101,11 +101,11 @@ class ClientSession:
             )
         self.verifier = Verifier()
 
-    def terms(self, found: m.TableTerms) -> TableInfo:
-        """The terms of a table as just heard, shared by all handles on it."""
-        known = self.tables.setdefault(found.name, TableInfo(found))
-        known.hear(found)
-        return known
+    def table_info(self, terms: m.TableTerms) -> TableInfo:
+        """The cached description of a table, updated with the terms that just came."""
+        table = self.tables.setdefault(terms.name, TableInfo(terms))
+        table.hear(terms)
+        return table
 
     @property
     def closed(self) -> bool:
@@ -113,7 +113,7 @@ class ClientSession:
         return not self._end.alive or self.connection.over is not None
 
     def close(self) -> None:
-        """Say goodbye, stop the thread, tell whoever waits. Again, or in a forked child: nothing."""
+        """Say goodbye to the server, end all waits, stop the thread. Again, or in a forked child: nothing."""
         self._end()
 
 
@@ -126,10 +126,10 @@ def open_client(
     data: Data = "auto",
     known_as: str = "",
 ) -> ClientSession:
-    """A session with the server at `address`, waiting up to `timeout_s` for it to answer. It takes `server` over.
+    """Open a session with the server at `address`, waiting up to `timeout_s` for its answer. The session owns `server`.
 
-    keys: what to show there; None: nothing. data: whether bytes go over the network even if the memory could be mapped.
-    known_as: what others connect to, where that is not `address` (a name that leads there).
+    keys: to show there; None: none. data: whether bytes go over the network even if the memory could be mapped.
+    known_as: the address that others connect to, if it is not `address` (a name that leads there).
     """
     _check_data(address, data)
     deadline = Deadline(time.monotonic, timeout_s)
@@ -161,7 +161,7 @@ def open_client(
         connection,
         memory,
         server,
-        dial=lambda at: _further(at, welcome, keys, connection),
+        dial=lambda at: _remote_shard(at, welcome, keys, connection),
         seat=welcome.seat,
         checksums=welcome.checksums,
     )
@@ -183,14 +183,14 @@ def _memory(
     lock: SessionLock | None,
     deadline: Deadline,
 ) -> MappedMemory | RemoteMemory:
-    """The server's memory: mapped if it can be seen from here, else by way of its bulk endpoint."""
+    """The server's memory: mapped if this process can open its files, else through its bulk endpoint."""
     place = parse_address(address)
     if not isinstance(place, TcpAddress) or (all(map(_can_map, welcome.arenas.values())) and welcome.arenas):
         return MappedMemory(welcome.arenas, welcome.arena_bytes, connection.unpin, lock)
     if welcome.arenas:  # the server sees this process, but this process not its files
         welcome = connection.greet_again(msgspec.structs.replace(hello, remote=True), deadline)
     return RemoteMemory(
-        lambda told: _line(place.host, told.bulk_port, told.epoch, None if told.bulk_plain else keys),
+        lambda welcome: _line(place.host, welcome.bulk_port, welcome.epoch, None if welcome.bulk_plain else keys),
         welcome,
         unpin=_unpinned_by_shards,
         over=lambda: connection.over,
@@ -198,14 +198,16 @@ def _memory(
     )
 
 
-def _further(at: m.ShardEndpoint, welcome: m.Welcome, keys: ClientKeys | None, connection: Connection) -> RemoteMemory:
-    """The memory of a further shard, which asks for a key of ours only so that nobody else can listen."""
+def _remote_shard(
+    at: m.ShardEndpoint, welcome: m.Welcome, keys: ClientKeys | None, connection: Connection
+) -> RemoteMemory:
+    """The memory of a remote shard. Its key only keeps others from listening, so a new key of ours will do."""
     place = parse_address(at.endpoint)
     if not isinstance(place, TcpAddress):
         raise Unreachable(f"shard {at.number} says that it is reached at {at.endpoint!r}, which is no tcp address")
     mine = ClientKeys(at.key, keys.own if keys else KeyPair.new()) if at.key else None
     return RemoteMemory(
-        lambda told: _line(place.host, place.port, told.epoch, mine),
+        lambda welcome: _line(place.host, place.port, welcome.epoch, mine),
         msgspec.structs.replace(welcome, bulk_port=place.port),
         unpin=_unpinned_by_shards,
         over=ShardLivenessCheck(connection, at.number).over,

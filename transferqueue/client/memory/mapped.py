@@ -1,8 +1,8 @@
-"""The arenas of a deployment as one session sees them, and what it still holds of them.
+"""The arenas that one session maps, and the pins that it holds.
 
 The session's lock file stays locked for as long as a view lives in this process, also after the queue was
 closed: the server reuses pinned memory only once it can take that lock (decision 4). So an array that a
-program keeps is never overwritten by strangers, however the session ended.
+program keeps is never overwritten, however the session ended.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.memory.mapping import Pins, Release
 from transferqueue.wire import messages as m
-from transferqueue.wire import run_length as short
+from transferqueue.wire import run_length
 
 _ONE: Final = 4
 """Bytes of one item of `Part`."""
 
 
 class MappedMemory:
-    """Writes into granted extents, and pins of blocks that replies named. Safe from any thread.
+    """Writes into granted extents, and pins blocks that replies named. Safe from any thread.
 
-    arenas: shard -> path. on_release: told blocks whose pins return; runs in finalizers. open_arena: as `Mapping.open`.
+    arenas: shard -> path. on_release: called with blocks whose pins return; runs in finalizers. open_arena: as `Mapping.open`.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class MappedMemory:
         self._guard = threading.RLock()  # reentrant: a finalizer may run inside
         self._pins = 0
         self._returned: list[int] = []
-        """How many pins each finalizer gave back that `_pins` still counts. Appending is one step, which nothing interrupts."""
+        """Pins that finalizers returned and `_pins` still counts. Appending is one step, which nothing interrupts."""
         self._closed = False
 
     def map(self, further: Mapping[int, tuple[str, int]]) -> None:
-        """Beside its own the deployment has these shards now: path and capacity by number. Views of others stay valid."""
+        """Map these remote shards too: path and capacity by number. Views of shards that are gone stay valid."""
         with self._guard:
             paths = self._own | {number: path for number, (path, _) in further.items()}
             gone = [number for number in self._arenas if paths.get(number) != self._paths[number]]
@@ -86,8 +86,8 @@ class MappedMemory:
     def columns(
         self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int
     ) -> Operation[tuple[dict[str, Column], list[MappedBlocks]]]:
-        """Columns of the parts of one reply, and what holds their memory. No bytes are read. The pins return when the
-        last view is collected, or at once if this fails."""
+        """The columns of one reply, and the blocks that hold their memory. Reads no bytes. The pins return when the last view is
+        collected, or at once if this fails."""
         yield from ()  # an operation that asks for nothing
         memory = self.pin({block.block: block for part in parts for block in part.blocks}.values())
         columns: dict[str, Column] = {}
@@ -100,23 +100,23 @@ class MappedMemory:
         return columns, held
 
     def pin(self, blocks: Iterable[m.BlockLocation]) -> dict[int, NDArray[np.uint8]]:
-        """The bytes of each block that one reply named. The pin returns when the last view is collected."""
+        """The bytes of each block that a reply named. Its pin returns when the last view is collected."""
         by_shard: dict[int, dict[int, m.BlockLocation]] = {}
         for block in blocks:
             by_shard.setdefault(block.shard, {})[block.block] = block
-        found: dict[int, NDArray[np.uint8]] = {}
+        memory: dict[int, NDArray[np.uint8]] = {}
         for shard, members in by_shard.items():
             arena = self._arena(shard)
             self._count(len(members))
             try:
-                found |= arena.pin(members.values())
+                memory |= arena.pin(members.values())
             except BaseException:
                 self._released(Pins(members))
                 raise
-        return found
+        return memory
 
     def close(self) -> None:
-        """Nothing is written or pinned any more. Views stay valid, and the lock is held until the last is gone."""
+        """End writing and pinning. Views stay valid, and the session's lock is held until the last one is collected."""
         with self._guard:
             self._closed = True
             for arena in self._arenas.values():
@@ -125,13 +125,13 @@ class MappedMemory:
 
     def _arena(self, shard: int) -> Arena:
         with self._guard:
-            found = self._arenas.get(shard)
-            if found is None:
+            arena = self._arenas.get(shard)
+            if arena is None:
                 if shard not in self._paths:
                     raise Unreachable(f"shard {shard} is not one that the server named ({sorted(self._paths)})")
-                found = self._open(self._paths[shard], self._capacities[shard], self._released)
-                self._arenas[shard] = found
-        return found
+                arena = self._open(self._paths[shard], self._capacities[shard], self._released)
+                self._arenas[shard] = arena
+        return arena
 
     def _released(self, pins: Pins) -> None:
         """Runs in finalizers: takes no lock, since an interrupt could leave it taken. May be called again with the same pins, where
@@ -141,27 +141,29 @@ class MappedMemory:
             pins.counted = True
             self._returned.append(pins.total)
         if self._closed:
-            self._let_go()
+            self._unlock_if_unused()
 
     def _count(self, change: int) -> None:
         with self._guard:
             back = self._returned[:]
-            del self._returned[: len(back)]  # first: what looks meanwhile must not see fewer pins than there are
+            del self._returned[: len(back)]  # first: other threads must not see fewer pins than there are
             self._pins += change - sum(back)
             if self._closed:
-                self._let_go()
+                self._unlock_if_unused()
 
-    def _let_go(self) -> None:
-        """Of the session's lock, if nobody views or writes anything here. Letting go twice is allowed."""
+    def _unlock_if_unused(self) -> None:
+        """Release the session's lock if nobody views or writes anything. Releasing it twice is allowed."""
         if self._lock_file is not None and self._pins == sum(self._returned):
             self._lock_file.release()
 
 
 def placement_of(part: m.ReplyColumns, blocks: MappedBlocks, rows: int) -> RowPlacement:
-    """Where the rows of a reply are, as its part says; one run of one block needs no array."""
+    """Where the rows of a part lie. One run of one block needs no array."""
     if rows and len(part.block_of_row) == len(part.slot_of_row) == _ONE:
         block, first = (int.from_bytes(item, "little", signed=True) for item in (part.block_of_row, part.slot_of_row))
         return RowPlacement.of_run(blocks, block, first, rows)
     return RowPlacement(
-        blocks, short.encode_rows(part.block_of_row, "<i4", rows), short.each_ascending(part.slot_of_row, "<i4", rows)
+        blocks,
+        run_length.encode_rows(part.block_of_row, "<i4", rows),
+        run_length.each_ascending(part.slot_of_row, "<i4", rows),
     )

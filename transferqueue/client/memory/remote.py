@@ -1,8 +1,8 @@
-"""The data plane of a session that cannot map the arena: its bytes go over the bulk endpoint of the shard.
+"""Memory that this process cannot map: its bytes are sent and received through the shard's bulk endpoint.
 
-A read fetches all columns of a reply in one transfer, when the reply comes; then their blocks are unpinned, and the columns
-are this process's own. A write is put together in a buffer here and crosses before its commit. Both block the calling
-thread, and each has a connection of its own while it lasts (`transport.bulk` has the rules).
+A read fetches all columns of a reply in one transfer as soon as the reply comes. Then the blocks are unpinned, and the columns are
+this process's own. A write is gathered in a buffer and sent before its commit. Both block the calling thread, and each uses a
+connection alone (`transport.bulk` has the rules).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from transferqueue.wire import messages as m
 
 T = TypeVar("T", bound=ClientTransfer)
 Line = TcpBulkClient | ZmqBulkClient
-"""What carries one transfer at a time: the latter where keys are asked for."""
+"""A connection to a bulk endpoint, for one transfer at a time: ZeroMQ if the server asks for keys."""
 
 ASK_S: Final = 1.0
 """After this silence the shard is asked whether it still knows of a transfer: a connection that was lost and found
@@ -50,7 +50,7 @@ ASK_S: Final = 1.0
 class RemoteMemory:
     """Reads and writes of one session over connections that `dial` makes. Safe from any thread.
 
-    unpin: told blocks whose pins return. over: why the session has ended, or None. on_close: called at the end of `close`.
+    unpin: called with blocks whose pins return. over: why the session has ended, or None. on_close: called at the end of `close`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class RemoteMemory:
     def columns(
         self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int
     ) -> Operation[tuple[dict[str, Column], list[MappedBlocks]]]:
-        """Columns of the parts of one reply, received, and what holds them. The pins return in any case."""
+        """Receive the columns of one reply. Also returns the blocks that hold them. The pins return in any case."""
         try:
             asked = [rows_of(part, rows) for part in parts]
             found: list[FetchTransfer] = []
@@ -124,12 +124,12 @@ class RemoteMemory:
         return _columns(parts, asked, fields, found[0] if found else None)
 
     def welcomed(self, welcome: m.Welcome) -> None:
-        """The server was found again, or one that took its place: what is under way is begun again with that one."""
+        """Begin all transfers again: this session has reconnected, perhaps to the next server."""
         self._welcome = welcome
         self._interrupt()
 
     def close(self) -> None:
-        """End transfers under way (`Disconnected`), and close. What was received stays. Again, or in a forked child: nothing."""
+        """End all transfers with `Disconnected`, and close. Received columns stay valid. Again, or in a forked child: nothing."""
         if os.getpid() != self._pid or self._closed:
             return
         self._closed = True
@@ -139,7 +139,7 @@ class RemoteMemory:
         self._on_close()
 
     def _interrupt(self) -> None:
-        """Let whoever waits for bytes look at what has changed."""
+        """Wake all transfers, so that they check whether they should end."""
         self._news.set()
         for line in self._busy.copy():
             line.interrupt()
@@ -151,10 +151,10 @@ class RemoteMemory:
         return self._carry(lambda number: FetchTransfer(number, session, shard, fields, asked, self.buffers), caller)
 
     def _carry(self, begin: Callable[[int], T], caller: Caller) -> T:
-        """One transfer, begun again over another connection when it fails on the way.
+        """Run one transfer. If it fails on the way, run it again over another connection, `BULK_TRIES` times.
 
-        What fails because the server was started anew is no attempt: with the next life of it they are counted afresh. Attempts
-        are a while apart: a server that dies still takes connections until all of it is gone.
+        When the server is started again, the count starts again too. Attempts are a while apart: a server that dies still accepts
+        connections until its process is gone.
         """
         failed: Corruption | Unreachable | None = None
         life, left = self._welcome.epoch, BULK_TRIES
@@ -191,7 +191,7 @@ class RemoteMemory:
                 line.ask(transfer.ask())
 
     def _check(self, line: Line, heard: _ConnectionProgress, caller: Caller) -> None:
-        """Whether it is worth going on with this connection."""
+        """Raise if it makes no sense to wait longer on this connection."""
         self._check_living(caller)
         silence_s = heard.silence_s
         if silence_s >= STALLED_S:
@@ -215,7 +215,7 @@ class RemoteMemory:
 
     @contextmanager
     def _line(self, caller: Caller) -> Iterator[Line]:
-        """A connection for one transfer. Kept for the next one if all went well, closed otherwise."""
+        """A connection for one transfer. Kept for the next transfer if this one succeeds, closed if it fails."""
         self._check_living(caller)
         patience_s = caller.patience_s(TIMEOUT_S_DEFAULT)
         if not self._room.acquire(timeout=patience_s):
@@ -255,7 +255,7 @@ class RemoteMemory:
 
 
 class _ConnectionProgress:
-    """How long a connection has stood still. A slow one moves: what counts is bytes, not messages."""
+    """Measures how long no byte has arrived or left on a connection."""
 
     def __init__(self, line: Line, clock: Callable[[], float]) -> None:
         self._line, self._clock = line, clock
@@ -263,7 +263,7 @@ class _ConnectionProgress:
 
     @property
     def silence_s(self) -> float:
-        """Seconds since this was last called and anything had moved."""
+        """Seconds since a call of this property last saw bytes moved."""
         moved, now = self._line.moved, self._clock()
         if moved > self._moved:
             self._moved, self._at = moved, now
@@ -271,9 +271,9 @@ class _ConnectionProgress:
 
 
 class Caller:
-    """Whoever waits for a transfer: until when, and whether it went away. interrupt: has the transfer look at that now.
+    """The caller that waits for a transfer: its deadline, and whether it went away. interrupt: makes the transfer check both now.
 
-    Past the deadline a transfer goes on while its bytes move: rows that are on their way are not thrown away.
+    After the deadline a transfer continues while its bytes move, so that rows on their way are not thrown away.
     """
 
     def __init__(self, interrupt: Callable[[], object]) -> None:
@@ -282,26 +282,26 @@ class Caller:
         self._deadline: Deadline | None = None
 
     def leave(self) -> None:
-        """Nobody waits any more."""
+        """The caller went away."""
         self.gone = True
         self._interrupt()
 
     def bound(self, deadline: Deadline) -> None:
-        """The caller waits no longer than this."""
+        """Set the caller's deadline."""
         self._deadline = deadline
 
     def step_s(self) -> float:
-        """Seconds to wait for bytes before the caller's time is looked at again."""
+        """Seconds to wait for bytes before the deadline is checked again."""
         if self._deadline is None:
             return ASK_S
         return STALLED_S / 4 if self._deadline.over else min(ASK_S, self._deadline.left())
 
     def patience_s(self, most: float) -> float:
-        """Seconds to wait for room, of at most so many."""
+        """Seconds to wait for a free connection, at most `most`."""
         return most if self._deadline is None else min(most, self._deadline.patience())
 
     def check_time(self, why: str) -> None:
-        """`DeadlineExceeded` if the caller's time has passed."""
+        """`DeadlineExceeded` if the deadline has passed."""
         if self._deadline is not None and self._deadline.over:
             raise DeadlineExceeded(
                 f"the bytes did not cross within the {self._deadline.wait_s:g} s that the call was given: {why}; nothing was changed"

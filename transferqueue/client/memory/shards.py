@@ -1,12 +1,12 @@
-"""All shards of a deployment as one session uses them: where a put writes, where the columns of a reply come from.
+"""The shards of a deployment as one session uses them: where a put writes, where the columns of a reply come from.
 
-The law:
+Rules:
 
-- What the session maps is viewed in place; from every other shard the rows of a reply cross in one transfer, and all of them
-  at once. Rows that lie in several places are one column: its blocks are simply from here and there.
-- Shards come and go. One that a reply names and this session has not heard of is asked for, once, with all others; the
-  server never tells of its own accord.
-- Pins of what was received return when it has been received; pins of what is mapped, with the last view.
+- Blocks of mapped shards are viewed in place. From each other shard the rows of a reply arrive in one transfer, from all shards at
+  the same time. A column may have blocks of several shards.
+- Shards come and go. If a reply names a shard that this session has not heard of, it asks for the list of all, once; the server
+  never sends the list unasked.
+- Pins of received blocks return when they have been received; pins of mapped blocks, with the last view.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transferqueue.schema import Field
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.wire import messages as m
-from transferqueue.wire import run_length as short
+from transferqueue.wire import run_length
 
 OWN: Final = 0
 """The coordinator's shard."""
@@ -42,13 +42,13 @@ Rows = NDArray[np.intp] | None
 """Which rows of a reply; None: all."""
 Found = tuple[Rows, MappedBlocks, RowPlacement]
 Key = tuple[int, int]
-"""Where rows lie, and how many of them."""
+"""Shard number or `_MAPPED`, and number of rows."""
 
 
 class ShardClients:
-    """Safe from any thread. own: the coordinator's memory. dial: the way to another shard. unpin: told blocks whose pins return.
+    """Safe from any thread. own: the coordinator's memory. dial: connects to a remote shard. unpin: called with blocks whose pins return.
 
-    What `dial` makes, and `own` if it is remote, returns no pins itself.
+    The remote memories, `own` included if it is remote, return no pins themselves.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ShardClients:
     # ------------------------------------------------------------ which there are
 
     def know(self, numbers: Iterable[int]) -> Operation[None]:
-        """Hear of these shards, if that is not done. `ShardLost` for one that is there no more."""
+        """Ask for the list of shards if one of these is unknown. `ShardLost` if one is gone."""
         unknown = [number for number in numbers if number != OWN and number not in self._known]
         if unknown:
             yield from self.look()
@@ -75,11 +75,11 @@ class ShardClients:
             self._at(number)
 
     def look(self) -> Operation[None]:
-        """Hear which shards there are now."""
-        found = yield from request_reply(m.ListShards(), m.ShardList)
-        self._heard({at.number: at for at in found.shards})
+        """Ask which shards there are now."""
+        reply = yield from request_reply(m.ListShards(), m.ShardList)
+        self._update({shard.number: shard for shard in reply.shards})
 
-    def _heard(self, found: dict[int, m.ShardEndpoint]) -> None:
+    def _update(self, found: dict[int, m.ShardEndpoint]) -> None:
         with self._guard:
             gone = [number for number, at in self._known.items() if found.get(number) != at]
             closing = [line for number in gone if (line := self._lines.pop(number, None)) is not None]
@@ -90,11 +90,11 @@ class ShardClients:
             line.close()
 
     def has(self, number: int) -> bool:
-        """Whether the shard was there when this session last heard."""
+        """Whether the shard was in the last list."""
         return number == OWN or number in self._known
 
     def welcomed(self, welcome: m.Welcome) -> None:
-        """The server was found again, or one that took its place: what is known of shards may not be true any more."""
+        """Forget the list of shards: this session has reconnected, perhaps to the next server."""
         with self._guard:
             self._known = {}
             lines = list(self._lines.values())
@@ -103,7 +103,7 @@ class ShardClients:
                 memory.welcomed(welcome)
 
     def close(self) -> None:
-        """Let go of all of them."""
+        """Close the connections to all shards, and the mapped memory."""
         self._own.close()
         with self._guard:
             lines, self._lines = list(self._lines.values()), {}
@@ -111,10 +111,10 @@ class ShardClients:
             line.close()
 
     def _at(self, number: int) -> m.ShardEndpoint:
-        found = self._known.get(number)
-        if found is None:
+        shard = self._known.get(number)
+        if shard is None:
             raise _lost(number)
-        return found
+        return shard
 
     def _place(self, number: int) -> int:
         """The shard, or `_MAPPED` if it is mapped here."""
@@ -147,7 +147,7 @@ class ShardClients:
             raise
 
     def _explain(self, numbers: Iterable[int], error: PeerError) -> Operation[NoReturn]:
-        """`ShardLost` if that is why bytes did not cross, else `error`."""
+        """Raise `ShardLost` if a shard is gone, else `error`."""
         if not isinstance(error, ShardLost | Corruption) and any(number != OWN for number in numbers):
             yield from self.look()
             for number in numbers:
@@ -160,7 +160,7 @@ class ShardClients:
     def columns(
         self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int
     ) -> Operation[tuple[dict[str, Column], list[MappedBlocks]]]:
-        """Columns of the parts of one reply, and what holds the memory of each part. The pins return at once if this fails."""
+        """The columns of one reply, and for each part the blocks that hold its memory. The pins return at once if this fails."""
         named = {block.block: block for part in parts for block in part.blocks}
         shards = {block.shard for block in named.values()}
         received = list(named)
@@ -182,7 +182,7 @@ class ShardClients:
     def _gathered(
         self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int
     ) -> Operation[list[list[Found]]]:
-        """What each part has here and there."""
+        """The rows of each part, by the shards that hold them."""
         found: list[list[Found]] = [[] for _ in parts]
         wanted: dict[Key, list[tuple[int, Rows, m.ReplyColumns]]] = {}
         for at, part in enumerate(parts):
@@ -215,12 +215,12 @@ class ShardClients:
 
 
 PRESENCE_S: Final = 0.1
-"""How long a transfer of bytes pauses for the coordinator to say whether the shard is there."""
+"""How long a transfer pauses for the coordinator to say whether the shard is there."""
 
 
 class ShardLivenessCheck:
-    """Whether a further shard is still there, as the coordinator sees it: asked while bytes are on their way, not more often than
-    `ASK_S`. So who waits for a shard that was killed hears of it sooner than by its silence."""
+    """Asks the coordinator, at most every `ASK_S` of a transfer, whether a remote shard is there. So a caller learns that the shard
+    was killed sooner than by its silence."""
 
     def __init__(self, connection: Connection, number: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._connection = connection
@@ -229,17 +229,17 @@ class ShardLivenessCheck:
         self._asked_at = clock()
 
     def over(self) -> TransferQueueError | None:
-        """Why nothing crosses any more: the session is over, or the shard is gone; None: neither."""
+        """Why the transfer cannot go on: the session is over, or the shard is gone; None: neither."""
         if self._connection.over is not None:
             return self._connection.over
         if self._clock() - self._asked_at < ASK_S:
             return None
         self._asked_at = self._clock()
         try:
-            found = self._connection.call(m.ListShards(), Deadline(self._clock, 0.0, PRESENCE_S))
-        except DeadlineExceeded:  # a coordinator that says nothing says nothing of the shard either
+            reply = self._connection.call(m.ListShards(), Deadline(self._clock, 0.0, PRESENCE_S))
+        except DeadlineExceeded:  # a coordinator that does not answer says nothing about the shard
             return None
-        if isinstance(found, m.ShardList) and all(at.number != self._number for at in found.shards):
+        if isinstance(reply, m.ShardList) and all(shard.number != self._number for shard in reply.shards):
             return _lost(self._number)
         return None
 
@@ -249,13 +249,13 @@ def _lost(number: int) -> ShardLost:
 
 
 def _split(part: m.ReplyColumns, rows: int, place: Callable[[int], int]) -> list[tuple[int, Rows, m.ReplyColumns]]:
-    """The part as parts, each of which lies in one place."""
+    """Split a part into parts that each lie in one shard."""
     place_of_block = np.array([place(block.shard) for block in part.blocks], np.int64)
     places = np.unique(place_of_block)
     if places.size == 1:
         return [(int(places[0]), None, part)]
-    block_of_row = short.encode_rows(part.block_of_row, "<i4", rows)
-    slot_of_row = short.each_ascending(part.slot_of_row, "<i4", rows)
+    block_of_row = run_length.encode_rows(part.block_of_row, "<i4", rows)
+    slot_of_row = run_length.each_ascending(part.slot_of_row, "<i4", rows)
     found: list[tuple[int, Rows, m.ReplyColumns]] = []
     for one in places.tolist():
         there = place_of_block == one
@@ -282,7 +282,7 @@ def _joined(
 
 
 def _one(pieces: Sequence[Found], fields: Mapping[str, Field], rows: int) -> tuple[MappedBlocks, RowPlacement]:
-    """One placement for rows that lie here and there."""
+    """One placement for rows that lie in several shards."""
     if len(pieces) == 1:
         return pieces[0][1:]
     shapes = [shape for _, blocks, _ in pieces for shape in blocks.shapes]
@@ -297,7 +297,7 @@ def _one(pieces: Sequence[Found], fields: Mapping[str, Field], rows: int) -> tup
 
 
 def run_concurrently(operations: Sequence[Operation[T]]) -> Operation[list[T]]:
-    """The results of operations that ask for one `BlockingWork` each, or for nothing; all works at once. If one fails, all end."""
+    """Run operations that yield at most one `BlockingWork` each, all works at the same time. If one fails, all end."""
     begun: list[tuple[Operation[T], BlockingWork]] = []
     results: dict[int, T] = {}
     try:

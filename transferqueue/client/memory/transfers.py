@@ -1,8 +1,8 @@
-"""The two kinds of transfer of the bulk protocol, at the client: columns that arrive, and bytes that leave. No I/O.
+"""The client's side of the two bulk transfers: columns that it reads, and bytes that it writes. No I/O.
 
-Both are driven alike: send `opening`, let a connection hand over what arrives (`expect`, `fill`), send what `receive` answers
-to each message, until `done`. Bytes go from the connection to where they belong. What is wrong with what arrives is
-`Corruption`, after which the transfer is begun again, from nothing, over another connection.
+Both are run alike: send `opening`; for each message that arrives call `expect`, then `fill` with its bytes, and send what `receive`
+returns, until `done`. Bytes are read straight to their place. A message that does not fit is `Corruption`; the caller then
+begins the transfer again over another connection.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.buffer_pool import Buffers
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire import messages as m
-from transferqueue.wire import run_length as short
+from transferqueue.wire import run_length
 
 
 class ClientTransfer(Protocol):
@@ -30,26 +30,26 @@ class ClientTransfer(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it has come to its end."""
+        """Whether the transfer has ended."""
 
     def opening(self) -> list[b.Message]:
-        """What to send first."""
+        """The messages to send first."""
 
     def expect(self, head: bytes, nbytes: int) -> None:
         """A message begins to arrive. Raises what the shard refused the transfer with, or `Corruption`."""
 
     def fill(self, read: b.Reader) -> int:
-        """Its next bytes arrive."""
+        """Read the next bytes of the message to their place. Returns how many."""
 
     def receive(self) -> list[b.Message]:
-        """It has arrived whole, and matches: what to send now."""
+        """The message has arrived whole, and its checksum matches. Returns the messages to send now."""
 
     def ask(self) -> b.Message:
-        """What to send when nothing has come for a while: does the shard still know of this?"""
+        """The message to send after a silence: it asks whether the shard still knows of the transfer."""
 
 
 class RequestedRows(msgspec.Struct, frozen=True):
-    """Distinct rows of one part, as they are asked for, and which of them each row of the reply is."""
+    """The distinct rows of one part, as the request names them, and for each row of the reply which of them it is."""
 
     wanted: b.RowSelection
     count: int
@@ -57,10 +57,10 @@ class RequestedRows(msgspec.Struct, frozen=True):
 
 
 def rows_of(part: m.ReplyColumns, rows: int) -> RequestedRows:
-    """A row that several rows of the reply share crosses once."""
+    """The rows to ask for: a stored row that several rows of the reply share is sent once."""
     blocks, slots = (
-        short.encode_rows(part.block_of_row, "<i4", rows),
-        short.each_ascending(part.slot_of_row, "<i4", rows),
+        run_length.encode_rows(part.block_of_row, "<i4", rows),
+        run_length.each_ascending(part.slot_of_row, "<i4", rows),
     )
     keys = blocks.astype(np.int64) << 32 | slots
     index = np.arange(len(keys), dtype=np.int32)
@@ -89,7 +89,7 @@ def _located(at: m.BlockLocation, layouts: dict[tuple[str, ...], int]) -> b.Bulk
 
 
 class ReceivedBlock(msgspec.Struct, frozen=True):
-    """A part that arrived: a block of `rows` rows. Has the shape that `storage.placement.Blocks` asks for."""
+    """A part that arrived: a block of `rows` rows."""
 
     block: int
     nbytes: int
@@ -100,7 +100,7 @@ class ReceivedBlock(msgspec.Struct, frozen=True):
 
 
 class FetchTransfer:
-    """Columns of rows, from one shard. `landed`: the block of each part, by its number, complete once `done`."""
+    """Reads columns of rows from one shard. landed: the block of each part, by its number, complete once `done`."""
 
     def __init__(
         self,
@@ -133,9 +133,9 @@ class FetchTransfer:
         return b.message(b.FlowAck(self._number, self._intake.taken))
 
     def expect(self, head: bytes, nbytes: int) -> None:
-        """A frame begins to arrive: from now on there is a place for each of its bytes."""
-        told = _believed(head, self._number)
-        self._arriving = told if isinstance(told, b.ReadFrame) and told.transfer == self._number else None
+        """A frame begins to arrive: make room for its bytes."""
+        message = _checked(head, self._number)
+        self._arriving = message if isinstance(message, b.ReadFrame) and message.transfer == self._number else None
         if self._arriving is not None:
             self._intake.take(self._arriving.number)
             for begun in self._arriving.begun:
@@ -144,7 +144,7 @@ class FetchTransfer:
             raise Corruption(f"{nbytes} bytes came that belong to no part")
 
     def fill(self, read: b.Reader) -> int:
-        """Put bytes where they belong."""
+        """Read bytes to their place."""
         into = self._due.popleft()
         try:
             size = read(into)
@@ -155,7 +155,7 @@ class FetchTransfer:
         return size
 
     def receive(self) -> list[b.Message]:
-        """A frame is where it belongs."""
+        """A frame has arrived whole."""
         if self._arriving is None:
             return []
         last = self._arriving.last
@@ -177,7 +177,7 @@ class FetchTransfer:
             self._due.append(memory.data)
 
     def _bound(self, part: RequestedRows) -> int:
-        """Rows are distinct, so their values are no more than the blocks have; offsets, shapes and padding come on top."""
+        """Most bytes that a part may have: rows are distinct, so at most the bytes of their blocks, and offsets, shapes and padding."""
         extra = sum(8 * (part.count + 1) * (1 + len(self._fields[name].shape)) + 256 for name in part.wanted.fields)
         return sum(at.nbytes for at in part.wanted.blocks) + extra
 
@@ -190,7 +190,7 @@ class FetchTransfer:
 
 
 class StoreTransfer:
-    """Bytes into an extent that was granted. They must not change before it is `done`."""
+    """Writes bytes into a granted extent. The bytes must not change before it is `done`."""
 
     def __init__(self, number: int, session: int, granted: m.Granted, at: int, data: memoryview) -> None:
         self.done = False
@@ -210,7 +210,7 @@ class StoreTransfer:
         self._left = self._frames(data)
 
     def opening(self) -> list[b.Message]:
-        """The request, with the first bytes, and as many more frames as may follow at once."""
+        """The request with the first bytes, and as many more frames as the window allows."""
         return self._more()
 
     def ask(self) -> b.Message:
@@ -218,16 +218,16 @@ class StoreTransfer:
         return b.message(b.FlowAck(self._number, self._window.taken))
 
     def expect(self, head: bytes, nbytes: int) -> None:
-        """The shard tells what it has taken."""
-        told = _believed(head, self._number)
+        """The shard says which frames it has taken."""
+        message = _checked(head, self._number)
         if nbytes:
             raise Corruption(f"{nbytes} bytes came where a write was under way")
-        if isinstance(told, b.FlowAck) and told.transfer == self._number:
-            self._window.took(told.frames)
-            self.done = told.done
+        if isinstance(message, b.FlowAck) and message.transfer == self._number:
+            self._window.took(message.frames)
+            self.done = message.done
 
     def fill(self, read: b.Reader) -> int:
-        """Nothing has a place here."""
+        """A write receives no bytes."""
         raise Corruption("bytes came where a write was under way")
 
     def receive(self) -> list[b.Message]:
@@ -235,11 +235,11 @@ class StoreTransfer:
         return self._more()
 
     def _more(self) -> list[b.Message]:
-        found = []
+        frames = []
         while self._window.open and (frame := next(self._left, None)) is not None:
             self._window.send()
-            found.append(frame)
-        return found
+            frames.append(frame)
+        return frames
 
     def _frames(self, data: memoryview) -> Iterator[b.Message]:
         yield b.message(self._head, [data[:FRAME_BYTES]])
@@ -247,9 +247,9 @@ class StoreTransfer:
             yield b.message(b.WriteFrame(self._number, number), [data[start : start + FRAME_BYTES]])
 
 
-def _believed(head: bytes, number: int) -> b.ToClient:
-    told = b.to_client(head)
-    if isinstance(told, b.TransferFailed) and told.transfer in (0, number):
-        error = from_wire(told.error, told.text)
-        raise Unreachable(str(error)) if told.error == "ProtocolError" and not told.transfer else error
-    return told
+def _checked(head: bytes, number: int) -> b.ToClient:
+    message = b.to_client(head)
+    if isinstance(message, b.TransferFailed) and message.transfer in (0, number):
+        error = from_wire(message.error, message.text)
+        raise Unreachable(str(error)) if message.error == "ProtocolError" and not message.transfer else error
+    return message

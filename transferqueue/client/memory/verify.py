@@ -1,8 +1,8 @@
-"""Comparing the bytes of blocks with the checksums that they were put with, for a client that asks for it (``connect(verify=True)``).
+"""Compare blocks with the checksums that they were put with, if the client asks for it (``connect(verify=True)``).
 
 A server at level ``disk`` compares all blocks when it starts, and none while it serves. A client that maps its memory reads the bytes
-anyway: here it reads them once more, when a reply first names them, and never again in its session. What fails is `Damaged`,
-before anybody has a view.
+anyway: here it reads them once more, when a reply first names them, and never again in its session. A block that does not match is
+`Damaged`, before the caller has a view of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Damaged(Corruption):
 
 
 class Verifier:
-    """What one session has compared. Safe from any thread: at worst a block is compared twice."""
+    """Compares each block once in a session. Safe from any thread: at worst a block is compared twice."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[int, int]] = set()

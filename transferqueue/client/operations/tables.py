@@ -59,7 +59,7 @@ def create_table(
     )
     near_misses.check_declared(name, request.fields, request.tasks)
     near_misses.check_needs(request.tasks, {field.name for field in request.fields})
-    return client.terms((yield from request_reply(request, m.TableTerms)))
+    return client.table_info((yield from request_reply(request, m.TableTerms)))
 
 
 def open_table(client: ClientSession, name: str, timeout_s: float | None) -> Operation[TableInfo]:
@@ -67,7 +67,7 @@ def open_table(client: ClientSession, name: str, timeout_s: float | None) -> Ope
     check_name("table", name)
     wait_s = 0.0 if timeout_s is None else (yield from checks.within(timeout_s)).wait_s
     request = m.OpenTable(name=name, wait_s=wait_s)
-    return client.terms((yield from request_reply(request, m.TableTerms)))
+    return client.table_info((yield from request_reply(request, m.TableTerms)))
 
 
 def drop_table(client: ClientSession, name: str, empty: bool) -> Operation[None]:
@@ -267,14 +267,14 @@ def add_task(client: ClientSession, terms: TableInfo, task: Task) -> Operation[N
     request = m.AddTask(table=terms.name, task=_one("task", task, Task))
     near_misses.check_declared(terms.name, (), [request.task])
     near_misses.check_new_task(request.task, terms)
-    client.terms((yield from request_reply(request, m.TableTerms)))
+    client.table_info((yield from request_reply(request, m.TableTerms)))
 
 
 def add_fields(client: ClientSession, terms: TableInfo, fields: Sequence[Field]) -> Operation[None]:
     """Declare more fields."""
     request = m.AddFields(table=terms.name, fields=_each("fields", fields, Field, FIELDS_MAX))
     near_misses.check_declared(terms.name, request.fields, ())
-    client.terms((yield from request_reply(request, m.TableTerms)))
+    client.table_info((yield from request_reply(request, m.TableTerms)))
 
 
 def _one(name: str, value: Any, kind: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The ways to servers: their addresses, and the keys to show there. From addresses, join tokens, or the environment."""
+"""Find the addresses of servers and the keys to show there, from arguments, join tokens or the environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKEN_VARIABLE: Final = "TRANSFERQUEUE_TOKEN"  # noqa: S105  (its name)
 
 ADDRESS_VARIABLE: Final = "TRANSFERQUEUE_ADDRESS"
 EMBEDDED: Final = "embedded"
-"""In place of an address: a server of one's own, whatever the environment says."""
+"""In place of an address: an embedded server, whatever the environment says."""
 
 
 def named_server() -> str | None:
@@ -26,27 +26,29 @@ def named_server() -> str | None:
 
 
 def endpoints(address: str | Sequence[str] | None, key: str | None = None) -> list[tuple[str, ClientKeys | None]]:
-    """`endpoint` for each of several coordinators, given joined by commas or in a list; none, if nowhere was said.
+    """`endpoint` for each of several coordinators, joined by commas or in a list. Empty if neither arguments nor environment say where.
 
-    Where several tokens are the key, or in the environment, each is for the address that it names; one is for all.
+    If the key or the environment has several tokens, each is for the address that it names; a single token is for all.
     """
     tokens = split_addresses(os.environ.get(TOKEN_VARIABLE, "") if key is None else key)
     if address is None:
-        found = [endpoint(None, token if len(tokens) > 1 else key) for token in tokens]
+        pairs = [endpoint(None, token if len(tokens) > 1 else key) for token in tokens]
     else:
-        found = [endpoint(one, _key_at(one, tokens) if len(tokens) > 1 else key) for one in listed(address)]
-    return [(place, keys) for place, keys in found if place is not None]
+        pairs = [endpoint(text, _key_at(text, tokens) if len(tokens) > 1 else key) for text in listed(address)]
+    return [(place, keys) for place, keys in pairs if place is not None]
 
 
 def listed(address: str | Sequence[str]) -> list[str]:
-    """The addresses of coordinators, one by one. `UsageError` for a list of none."""
+    """The addresses of the coordinators as a list. `UsageError` for an empty one."""
     texts = [address] if isinstance(address, str) or not isinstance(address, Sequence) else address
-    found = [one for text in texts for one in (split_addresses(text) if isinstance(text, str) else [_refused(text)])]
-    if not found:
+    addresses = [
+        one for text in texts for one in (split_addresses(text) if isinstance(text, str) else [_refused(text)])
+    ]
+    if not addresses:
         raise UsageError(
             "the list of addresses is empty; give those of all coordinators, or none for an embedded server"
         )
-    return found
+    return addresses
 
 
 def _refused(text: object) -> str:
@@ -54,7 +56,7 @@ def _refused(text: object) -> str:
 
 
 def _key_at(address: str, tokens: list[str]) -> str | None:
-    """The token that is for this address; None: it is a token itself, or asks for none."""
+    """The token for this address; None if it is a token itself, or needs none."""
     if not address.startswith("tcp://"):
         return None
     for token in tokens:
@@ -64,11 +66,11 @@ def _key_at(address: str, tokens: list[str]) -> str | None:
 
 
 def endpoint(address: str | None, key: str | None = None) -> tuple[str | None, ClientKeys | None]:
-    """Where to connect (None: nowhere was said) and the keys for it (None: none).
+    """Where to connect (None: not given) and the keys for it (None: none).
 
-    A token instead of an address says both. Else `key`, a token too, says who the client is, at a tcp address or, with
-    none given, at its own. Where it is None, it is that of ``$TRANSFERQUEUE_TOKEN``; ``""`` is none.
-    `UsageError` for what is no token, and for a key beside a token or an address that asks for none.
+    A token in place of the address gives both. Otherwise `key`, also a token, says who the client is: at the tcp address, or at the
+    token's own address if none is given. key: None: the token of ``$TRANSFERQUEUE_TOKEN``; ``""``: none.
+    `UsageError` for an invalid token, and for a key beside a token or beside an address that needs none.
     """
     if is_token(address):
         if key:

@@ -1,8 +1,8 @@
-"""The time that a caller gave an operation of several requests: what the server is told of it, and when the caller stops waiting.
+"""The deadline of an operation that may need several requests.
 
-The server ends a wait itself, with an error that says what was missing. But a server that is stopped, or out of reach, ends
-nothing. So the deadline belongs to the caller: past it an answer has `LATE_ANSWER_S` in all to arrive, whatever the server does.
-Time that this process takes for its own work, such as copying columns, is not waiting, and counts for neither.
+The server ends a wait itself, with an error that says what was missing. But a server that is stopped or out of reach ends nothing.
+So the caller keeps the deadline too: after it, replies have `LATE_ANSWER_S` in all to arrive, whatever the server does. Time that
+this process spends on its own work, such as copying columns, does not count as lateness.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Deadline:
         self._late_s = late_s
 
     def left(self) -> float:
-        """Seconds until then. 0 only for a caller who would not wait: one who did is told that its time has passed
-        (`DeadlineExceeded`), not that it asked for none (`Full`)."""
+        """Seconds left, for the next request. 0 only if the caller gave 0: the server answers 0 with `Full`, and a wait that has
+        passed with `DeadlineExceeded`."""
         return max(self._least, self._at - self._clock())
 
     @property
@@ -36,9 +36,9 @@ class Deadline:
         return self._clock() >= self._at
 
     def patience(self) -> float:
-        """Seconds for which the caller waits for what it asks of another process now."""
+        """Seconds for which the caller waits for the reply to a request that it sends now."""
         return max(0.0, self._at - self._clock()) + self._late_s
 
     def waited(self, since: float) -> None:
-        """The caller has waited from `since` until now for another process."""
+        """Count the wait for another process from `since` until now."""
         self._late_s = max(0.0, self._late_s - max(0.0, self._clock() - max(since, self._at)))

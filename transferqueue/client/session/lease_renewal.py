@@ -1,4 +1,4 @@
-"""Leases that are renewed while the worker that holds them lives. Decides without I/O; the connection's thread sends.
+"""Renew leases while the worker that holds them lives. Decides without I/O; the connection's thread sends.
 
 Rules:
 

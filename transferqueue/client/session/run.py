@@ -1,8 +1,9 @@
-"""Operations and the two ways to drive them.
+"""Operations, and how the two APIs run them.
 
-An operation is a generator: it yields requests and is sent their replies, or thrown the errors they were
-refused with. It begins with the time that its caller gave it, if any (`Within`). Bulk copying it yields too, as `BlockingWork`, so that an event loop can do it in a thread. It does
-no I/O and knows no thread or loop (decision 7), so the sync and the async front cannot differ.
+An operation is a generator. It yields requests; the runner sends each, and sends its reply back into the generator or throws the
+error that it was refused with. An operation with a timeout first yields `Within` and gets its deadline. Copies of many bytes it
+yields as `BlockingWork`, which an event loop runs in a thread. It does no I/O and knows no thread or loop (decision 7), so the two
+APIs cannot differ.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ R = TypeVar("R", bound=m.Message)
 E = TypeVar("E", bound=TransferQueueError)
 
 INLINE_WORK_BYTES: Final = 4 * MIB
-"""An event loop copies up to this much itself (under a millisecond); a thread takes what is more."""
+"""An event loop copies up to this much itself (under a millisecond), and has a thread copy more."""
 
 
 class BlockingWork(msgspec.Struct, frozen=True):
-    """Something to carry out that takes time in proportion to `nbytes`.
+    """Work whose time is in proportion to `nbytes`.
 
-    abandon: of work that waits for others, and so never belongs into an event loop: has `run` end soon.
-    bound: of such work too: tells it the deadline of the caller, before `run`.
+    abandon, bound: of work that waits for other processes, and so never runs in an event loop. abandon makes `run` end soon;
+    bound is called before `run` with the deadline of the caller.
     """
 
     nbytes: int
@@ -41,7 +42,7 @@ class BlockingWork(msgspec.Struct, frozen=True):
 
 
 class Within(msgspec.Struct, frozen=True):
-    """The caller gave this operation so many seconds, from now on. Whoever drives it answers with the `Deadline`, and keeps it."""
+    """The operation has `wait_s` seconds from now. The runner answers with the `Deadline`, and ends waits by it."""
 
     wait_s: float
 
@@ -50,7 +51,7 @@ Operation = Generator[m.Request | BlockingWork | Within, Any, T]
 
 
 def request_reply(request: m.Request, kind: type[R]) -> Operation[R]:
-    """The reply to `request`, which is a `kind`."""
+    """Send `request`, and check that its reply is a `kind`."""
     reply = yield request
     if not isinstance(reply, kind):
         raise ProtocolError(f"{m.tag_of(request)} was answered with {m.tag_of(reply)}, not {m.tag_of(kind)}")
@@ -60,62 +61,60 @@ def request_reply(request: m.Request, kind: type[R]) -> Operation[R]:
 def run_sync(connection: Connection, operation: Operation[T]) -> T:
     """Run an operation in this thread."""
     step: Callable[[Any], m.Request | BlockingWork | Within] = operation.send
-    given: Any = None
+    sent: Any = None
     deadline: Deadline | None = None
     try:
         while True:
             try:
-                wanted = step(given)
+                wanted = step(sent)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
             except TransferQueueError as error:
                 raise trimmed(error) from error.__cause__
             try:
                 if isinstance(wanted, Within):
-                    given = deadline = Deadline(connection.clock, wanted.wait_s)
+                    sent = deadline = Deadline(connection.clock, wanted.wait_s)
                 elif isinstance(wanted, BlockingWork):
-                    given = _bounded(wanted, deadline).run()  # type: ignore[func-returns-value]
+                    sent = _bounded(wanted, deadline).run()  # type: ignore[func-returns-value]
                 else:
-                    given = connection.call(wanted, deadline)
+                    sent = connection.call(wanted, deadline)
                 step = operation.send
             except BaseException as error:  # noqa: BLE001  (thrown into the operation, which cleans up and raises it)
-                step, given = operation.throw, error
+                step, sent = operation.throw, error
     finally:
-        given = (
-            None  # an error knows this frame, and so what was put: if the frame knew it too, both would stay for long
-        )
+        sent = None  # an error holds this frame: if the frame held the error too, what was put would stay for long
 
 
 async def run_async(connection: Connection, operation: Operation[T]) -> T:
     """Run an operation in this event loop."""
     step: Callable[[Any], m.Request | BlockingWork | Within] = operation.send
-    given: Any = None
+    sent: Any = None
     deadline: Deadline | None = None
     try:
         while True:
             try:
-                wanted = step(given)
+                wanted = step(sent)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
             except TransferQueueError as error:
                 raise trimmed(error) from error.__cause__
             try:
                 if isinstance(wanted, Within):
-                    given = deadline = Deadline(connection.clock, wanted.wait_s)
+                    sent = deadline = Deadline(connection.clock, wanted.wait_s)
                 elif isinstance(wanted, BlockingWork):
-                    given = await _work(_bounded(wanted, deadline))  # type: ignore[func-returns-value]
+                    sent = await _work(_bounded(wanted, deadline))  # type: ignore[func-returns-value]
                 else:
-                    given = await connection.acall(wanted, deadline)
+                    sent = await connection.acall(wanted, deadline)
                 step = operation.send
             except BaseException as error:  # noqa: BLE001  (thrown into the operation, which cleans up and raises it)
-                step, given = operation.throw, error
+                step, sent = operation.throw, error
     finally:
-        given = None  # as in `run_sync`
+        sent = None  # as in `run_sync`
 
 
 def trimmed(error: E) -> E:
-    """The error without the frames of this package that it passed: its text is complete, and what helps is the caller's own
-    line, which comes first then. A defect of the queue keeps them."""
+    """The error without the frames of this package: its text says everything, and the traceback then begins with the caller's line.
+    An `InternalError` keeps them."""
     return error if isinstance(error, InternalError) else error.with_traceback(None)
 
 
@@ -126,7 +125,7 @@ def _bounded(work: BlockingWork, deadline: Deadline | None) -> BlockingWork:
 
 
 async def _work(work: BlockingWork) -> None:
-    """Carry it out. A cancelled caller still waits for a copy to end: its memory is given back after that."""
+    """Run it. A cancelled caller still waits until a copy has ended, since its memory is returned after that."""
     if work.nbytes <= INLINE_WORK_BYTES and work.abandon is None:
         work.run()
         return

@@ -14,11 +14,11 @@ from transferqueue.errors import UsageError
 from transferqueue.transport import FileLock, IpcAddress, TcpAddress, parse_address, runtime_directory
 
 TRIES_MAX: Final = 100
-"""A server that stops removes an empty ``sessions/`` under our hands; it does so once."""
+"""A server that stops removes an empty ``sessions/``, perhaps just before the lock file is made; it does so once."""
 
 
 class SessionLock:
-    """A lock that is held from construction until `release`, or the end of this process and its forked children."""
+    """A lock, held from construction until `release` or the end of this process and its forked children."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self._made = _missing(directory / "sessions")
@@ -38,11 +38,11 @@ class SessionLock:
         return self._lock.path
 
     def release(self) -> None:
-        """Let go, and remove the file. Again: nothing."""
+        """Unlock and remove the file. Again: nothing."""
         self._lock.release()
 
     def give_up(self) -> None:
-        """`release`, where there turned out to be no server: directories made for it are removed too."""
+        """`release`, and remove the directories made for it: no server answered."""
         self.release()
         self._remove_directories()
 
@@ -62,7 +62,7 @@ class SessionLock:
 
 
 def session_lock(address: str, name: str) -> SessionLock | None:
-    """The lock of a session with the server at `address`; None for an embedded one, which dies with us."""
+    """The lock of a session with the server at `address`; None for an embedded server, which ends with this process."""
     match parse_address(address):
         case IpcAddress(path=path):
             return SessionLock(path.parent, name)
@@ -72,5 +72,5 @@ def session_lock(address: str, name: str) -> SessionLock | None:
 
 
 def _missing(directory: Path) -> list[Path]:
-    """Directories to be made for `directory` to exist, the outermost first."""
-    return [found for found in (*reversed(directory.parents), directory) if not found.exists()]
+    """Directories that must be made for `directory` to exist, the outermost first."""
+    return [parent for parent in (*reversed(directory.parents), directory) if not parent.exists()]
