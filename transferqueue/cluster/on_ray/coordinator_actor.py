@@ -129,7 +129,7 @@ class CoordinatorActorBase:
 
     def _foundation(self) -> ArenaDirectory | StateDirectory:
         level, size = Level(self._deploy.durability), self._deploy.arena_bytes or None
-        if level is Level.MEMORY:
+        if not level.survives_crash:
             return served_arena(size)
         return StateDirectory(self._directory, level, first_epoch=first_epoch(), arena_bytes=size)
 

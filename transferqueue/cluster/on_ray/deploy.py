@@ -38,9 +38,10 @@ from transferqueue.cluster.on_ray.nodes import choose
 from transferqueue.cluster.on_ray.shard_actors import check_shards, places, start_shards, stop_shards
 from transferqueue.errors import AlreadyExists, UsageError
 from transferqueue.limits import COORDINATORS_MAX, RESTARTS_MAX, parse_bytes
+from transferqueue.server.durability.journal import Level
 from transferqueue.wire.home_coordinator import CoordinatorIndex
 
-LEVELS: Final = ("memory", "process", "disk")
+LEVELS: Final = tuple(Level)
 
 
 class Deployment:
@@ -214,7 +215,7 @@ def _checked_deploy(
 ) -> DeploySpec:
     if durability not in LEVELS:
         raise UsageError(f"durability {durability!r} is none; there are {', '.join(LEVELS)}")
-    if durability == "memory" and state is not None:
+    if not Level(durability).survives_crash and state is not None:
         raise UsageError(
             f"state {os.fspath(state)!r} is given with durability memory, which keeps nothing; leave it out, or ask for process"
         )

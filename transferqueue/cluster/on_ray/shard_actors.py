@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 from transferqueue.cluster.on_ray.messages import REPLY, DeploymentName, DeployRefused, ShardSpec, read, write
 from transferqueue.errors import UsageError, from_wire
 from transferqueue.limits import SESSIONS_MAX
+from transferqueue.server.durability.journal import Level
 
 PER_NODE: Final = "per-node"
 END_S: Final = 30.0
@@ -24,7 +25,7 @@ def check_shards(shards: int | Literal["per-node"], durability: str) -> None:
         not isinstance(shards, int) or isinstance(shards, bool) or not 0 <= shards < SESSIONS_MAX
     ):
         raise UsageError(f'shards {shards!r} is no number of shards; give 0 to {SESSIONS_MAX - 1}, or "{PER_NODE}"')
-    if shards and durability == "disk":
+    if shards and Level(durability).survives_reboot:
         raise UsageError(
             f"shards {shards!r} and durability disk do not go together: their memory does not survive a reboot; give durability "
             '"process", or a larger arena_bytes'

@@ -56,6 +56,16 @@ class Level(enum.StrEnum):
     PROCESS = "process"
     DISK = "disk"
 
+    @property
+    def survives_crash(self) -> bool:
+        """Whether a server that starts again continues from the state."""
+        return self is not Level.MEMORY
+
+    @property
+    def survives_reboot(self) -> bool:
+        """Whether each commit waits for the device."""
+        return self is Level.DISK
+
 
 class Head(Protocol):
     """Notes the latest commit outside of the journal (rule 5)."""
@@ -264,7 +274,7 @@ class SqliteJournal:
     def __init__(self, path: Path, level: Level, *, origin: Origin | None = None, head: Head | None = None) -> None:
         self.path: Final = path
         self.head: Head = head or NoHead()
-        self._disk: Final = level is Level.DISK
+        self._disk: Final = level.survives_reboot
         self._pending: list[bytes] = []
         with _failing(path, "cannot be opened"):
             path.touch(0o600)

@@ -157,7 +157,7 @@ class StateDirectory:
 
     def check_offer(self, hello: m.Hello) -> None:
         """`UsageError` for a shard at level ``disk``: the memory of another process does not survive a reboot."""
-        if hello.shard is not None and self.level is Level.DISK:
+        if hello.shard is not None and self.level.survives_reboot:
             raise UsageError(
                 "shard refused: durability disk survives a reboot, and the memory of a further shard does not; serve with "
                 "--durability process, or give the server itself a larger --arena-bytes"
@@ -172,11 +172,11 @@ class StateDirectory:
     def commit(self) -> None:
         """See `Durability.commit` and rule 3."""
         committed = self.ledger.blocks_committed
-        if self.level is Level.DISK and committed != self._synced_blocks:
+        if self.level.survives_reboot and committed != self._synced_blocks:
             self.arena.arena.sync()
         self._synced_blocks = committed
         self.ledger.commit()
-        if self.level is Level.DISK and (now := time.monotonic()) - self._synced_at > HEAD_SYNC_S:
+        if self.level.survives_reboot and (now := time.monotonic()) - self._synced_at > HEAD_SYNC_S:
             self._head.sync()
             self._synced_at = now
 

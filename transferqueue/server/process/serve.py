@@ -95,12 +95,12 @@ def _level(durability: Level | str, state: Path | None, ports: Iterable[TcpAddre
     if durability not in list(Level):
         raise UsageError(f"durability {str(durability)!r} is none; there are {', '.join(Level)}")
     level = Level(durability)
-    if (state is None) != (level is Level.MEMORY):
+    if (state is not None) != level.survives_crash:
         raise UsageError(
             f"durability {level} and state {state and str(state)!r} do not go together: memory keeps nothing, and process and "
             "disk need a directory to keep it in; give both --durability and --state, or neither"
         )
-    if level is not Level.MEMORY and any(port.port == 0 for port in ports):
+    if level.survives_crash and any(port.port == 0 for port in ports):
         raise UsageError(
             f"a server of durability {level} cannot listen at port 0: its clients come back to it; name a port"
         )

@@ -54,7 +54,7 @@ def settings(seconds: float, seed: int, durability: str, tcp: bool) -> ChaosSett
         raise UsageError(f"seconds={seconds:g} of chaos cannot be run; give 1 to 86400")
     if not 0 <= seed < 1 << 32:
         raise UsageError(f"seed={seed} is out of range; give 0 to {(1 << 32) - 1}")
-    if durability not in (Level.PROCESS, Level.DISK):
+    if durability not in [level for level in Level if level.survives_crash]:
         raise UsageError(
             f"durability {durability!r} cannot be judged by chaos: the server is killed, and only process and disk outlive that; "
             "give one of them"
