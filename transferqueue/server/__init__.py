@@ -1,1 +1,1 @@
-"""The loops around the ledger and the arena: coordinator, shard, node."""
+"""The coordinator process: sessions, shards, durability, and the loop around the ledger."""

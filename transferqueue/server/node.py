@@ -234,7 +234,7 @@ class Coordinator:
 
     def _end_silent(self, now: float) -> None:
         for session in self.sessions.silent(now):
-            self._end(session, now, f"silent for {now - session.heard_at:.0f} s")
+            self._end(session, now, f"silent for {now - session.last_message_at:.0f} s")
 
     def _free_lingering(self, now: float) -> None:
         for session in self.sessions.released_by_dead_process(now):
@@ -445,7 +445,7 @@ class Coordinator:
             return  # sent on a lost connection, or before Hello on a new one: the client sends it again, in order
         if call.seen > session.seen:
             self.ledger.seen(session.number, call.seen)
-        session.heard(peer, call.seen, now)
+        session.message_received(peer, call.seen, now)
         self.ledger.message_received(session.number, now)
         if call.id <= session.seen or self.waiting.holds(session.number, call.id):
             self.counters.repeated += 1
@@ -582,7 +582,7 @@ class Coordinator:
             returns = undo(request, reply, "the reply was too large to send") if type(request) in _NAMES_ROWS else ()
             for undoing in returns:
                 with suppress(UsageError, FlowSignal):  # already undone, such as by a lease that expired
-                    self.ledger.apply(undoing, session=session.number, call=0, now=session.heard_at)
+                    self.ledger.apply(undoing, session=session.number, call=0, now=session.last_message_at)
             session.refuse(call, refused)
             self._answer(session.peer, call, refused)
         else:

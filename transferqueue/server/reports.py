@@ -204,7 +204,7 @@ def _session(session: OpenSession, state: str, now: float) -> Plain:
         "pid": session.hello.pid,
         "host": session.hello.host,
         "opened_s": now - session.opened_at,
-        "silent_s": now - session.heard_at,
+        "silent_s": now - session.last_message_at,
         "state": state,
         "remote": session.remote,
     }

@@ -249,10 +249,10 @@ class RecordedLedger(Ledger):
                 "anybody. Start the server again"
             ) from error
 
-    def restore_snapshot(self, cut: LedgerSnapshot, now: float) -> None:
+    def restore_snapshot(self, snapshot: LedgerSnapshot, now: float) -> None:
         """See `Ledger.restore_snapshot`. No record: the next commit leaves an image of what there is then."""
-        self._tail.records = TAIL_RECORDS_MAX + 1  # first: what was planted is never without an image
-        super().restore_snapshot(cut, now)
+        self._tail.records = TAIL_RECORDS_MAX + 1  # first: so a restored state is never without an image
+        super().restore_snapshot(snapshot, now)
 
     # ------------------------------------------------------------ commits
 

@@ -114,8 +114,8 @@ def _with_arena(path: Path, level: Level, file: Path) -> PreviousState | LostAtR
         )
     journal_head.check(notes, journal, rebooted=rebooted)
     ledger, tail = replay_journal(journal)
-    lent = [(extent.offset, extent.nbytes) for extent in ledger.extents_of(SHARD)]
-    return PreviousState(file, Allocator.holding(size - MARGIN_BYTES, lent), journal, ledger, tail, rebooted)
+    granted = [(extent.offset, extent.nbytes) for extent in ledger.extents_of(SHARD)]
+    return PreviousState(file, Allocator.holding(size - MARGIN_BYTES, granted), journal, ledger, tail, rebooted)
 
 
 def _without_link(path: Path, level: Level, about: About | None, problem: str) -> LostAtReboot | None:

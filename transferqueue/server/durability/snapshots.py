@@ -362,7 +362,7 @@ def _failure(run: Callable[[SnapshotJob], None], job: SnapshotJob) -> TransferQu
         return error.with_traceback(None)  # its frames refer to the arena, and the job keeps the error
     except MemoryError:
         return OutOfMemory(f"work on {job.path} needs more memory than this server can get; nothing was changed")
-    except Exception as error:  # noqa: BLE001  (logged with its cause, and told to whoever follows)
+    except Exception as error:  # noqa: BLE001  (logged with its cause, and sent to the clients that watch the job)
         _log.exception("work on %s failed", job.path)
         return InternalError(f"work on {job.path} failed: {error!r}; please report it")
     return None

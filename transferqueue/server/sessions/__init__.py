@@ -1,1 +1,1 @@
-"""Who is connected, who waits, who may do what."""
+"""Sessions: who is connected, what waits, and who may send what."""

@@ -1,13 +1,13 @@
-"""Whether a client may send a request: by its role, and by the key that opened its session. The node asks before anything else sees a request.
+"""Which client may send a request: its role decides, and the key that opened its session. Checked before anything else.
 
-The law:
+The rules:
 
-- A client that came by the socket file, from inside the process, or over loopback tcp of a server without keys is of the
-  same user and machine: `admin`.
-- Any other showed a key, and has the role that the key file gives it, at every message anew: once it is revoked, it has
-  none, its sessions end, and it gets no answer.
-- A session belongs to the key that opened it. To any other it does not exist.
-- Each request declares the roles that may send it (`transferqueue.wire.messages`). Roles: `transferqueue.wire.roles`.
+- A client on the socket file, inside the process, or on loopback tcp of a server without keys belongs to the same user on the same
+  machine: its role is `admin`.
+- Any other client authenticated with a key. It has the role that the key file gives the key, looked up for each message. A withdrawn key
+  has no role: its sessions end, and it gets no answer.
+- A session belongs to the key that opened it. For any other key it does not exist.
+- Each request declares the roles that may send it (`transferqueue.wire.messages`, `transferqueue.wire.roles`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Authorizer:
         self._keyring = keyring
 
     def role(self, peer: Peer) -> Role | None:
-        """The role of whoever sent a frame; None: nobody, not to be answered."""
+        """The role of a peer; None if its key is unknown or withdrawn: then it gets no answer."""
         if not isinstance(peer, KeyedPeer):
             return "admin"
         owner = self._keyring.owner(peer.key) if self._keyring is not None else None
@@ -38,7 +38,7 @@ class Authorizer:
 
 
 def check_lock(peer: Peer, hello: m.Hello) -> None:
-    """`UsageError` if a key holder names a lock that is no session file: it would learn which files there are."""
+    """`UsageError` if a client with a key names a lock that is no session file. It could find out which files exist otherwise."""
     if key_of(peer) and hello.lock and PurePath(hello.lock).parent.name != "sessions":
         raise UsageError(
             f"session refused: lock {hello.lock!r} is no session file; keep it in a directory named sessions"
@@ -46,7 +46,7 @@ def check_lock(peer: Peer, hello: m.Hello) -> None:
 
 
 def check_offer(role: Role, hello: m.Hello) -> None:
-    """`PermissionDenied` if the memory of a session is offered by one whose key is not for that."""
+    """`PermissionDenied` if a client offers a shard and its role does not allow that."""
     if hello.shard is not None and role not in SHARDS:
         raise PermissionDenied(
             f"a shard may not join with a key of role {role}; join with a token of role shard "
@@ -55,16 +55,16 @@ def check_offer(role: Role, hello: m.Hello) -> None:
 
 
 def key_of(peer: Peer) -> str:
-    """The public key that a peer showed; "" for one of the same user, who needs none."""
+    """The public key of a peer; "" for a client of the same user, which needs none."""
     return peer.key if isinstance(peer, KeyedPeer) else ""
 
 
 def why_not_allowed(role: Role, request: m.Request) -> PermissionDenied | None:
-    """Why `role` may not send this, naming those that may; None: it may."""
-    may = declaration(request).roles
-    if role in may:
+    """The refusal if `role` may not send this request; it names the roles that may. None: it may."""
+    roles = declaration(request).roles
+    if role in roles:
         return None
-    allowed = " and ".join(one for one in ROLES if one in may)
+    allowed = " and ".join(name for name in ROLES if name in roles)
     return PermissionDenied(
         f"{m.tag_of(request)} is not for a client whose key has role {role}; {allowed} may send it: join with a token "
         "of such a role (transferqueue keys new NAME --role ROLE)"
@@ -72,10 +72,10 @@ def why_not_allowed(role: Role, request: m.Request) -> PermissionDenied | None:
 
 
 def check_owner(session: OpenSession, peer: Peer, *, by_client: bool = False) -> None:
-    """`Disconnected` if `peer` showed another key than the client of `session` did.
+    """`Disconnected` if `peer` has another key than the client that opened the session.
 
-    by_client: it named the session by its client id, which nobody else knows: that is enough where the server was
-    restarted and has not heard of the session since.
+    by_client: the peer named the session by its client id, which is secret. After a restart of the server that is enough, until the
+    client has said Hello again.
     """
     if key_of(peer) != key_of(session.peer) and not (by_client and session.peer == NOWHERE):
         raise Disconnected(f"session {session.number} is not open to this key; connect again")

@@ -9,7 +9,7 @@ from transferqueue.wire.requests import declaration
 
 
 def wrong_coordinator(index: CoordinatorIndex, request: m.Request) -> TransferQueueError | None:
-    """Why this coordinator will not carry out a request that makes, or waits for, a table or channel; None: it will."""
+    """The refusal if a request makes or waits for a table or channel of another coordinator. None: it is for this one."""
     home = declaration(request).home
     if home is None:
         return None

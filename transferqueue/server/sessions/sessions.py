@@ -57,9 +57,9 @@ class OpenSession:
     with the refusal that each got instead, until the client has seen it."""
 
     __slots__ = (
-        "heard_at",
         "hello",
         "hello_call",
+        "last_message_at",
         "number",
         "opened_at",
         "peer",
@@ -75,7 +75,7 @@ class OpenSession:
         self.process: Final = process
         self.opened_at: Final = now
         self.peer = peer
-        self.heard_at = now
+        self.last_message_at = now
         self.seen = self.hello_call = 0
         self.remote = hello.remote or not process.is_local
         self.too_large: dict[int, m.Failed] = {}
@@ -85,9 +85,9 @@ class OpenSession:
         """Its name for people: the label that the client gave, else its process number."""
         return visible(self.hello.label) or (f"pid {self.hello.pid}" if self.hello.pid else f"session {self.number}")
 
-    def heard(self, peer: Peer, seen: int, now: float) -> None:
+    def message_received(self, peer: Peer, seen: int, now: float) -> None:
         """Record that a frame came from `peer`, whose client has all replies up to `seen`."""
-        self.peer, self.heard_at = peer, now
+        self.peer, self.last_message_at = peer, now
         self.seen = max(self.seen, seen)
         if self.too_large:
             self.too_large = {call: refused for call, refused in self.too_large.items() if call > self.seen}
@@ -96,7 +96,7 @@ class OpenSession:
         """Record a Hello from `peer`. False if a later Hello came before it, on another connection: then this one is ignored."""
         if call >= self.hello_call:
             self.hello_call = call
-            self.heard(peer, self.seen, now)
+            self.message_received(peer, self.seen, now)
         return peer == self.peer
 
     def refuse(self, call: int, refused: m.Failed) -> None:
@@ -196,13 +196,13 @@ class SessionTable:
         unwatched = [session for session in self._open.values() if session.process.pidfd < 0]
         dead = []
         for session in unwatched:
-            if now - session.heard_at < SESSION_SILENCE_S:
+            if now - session.last_message_at < SESSION_SILENCE_S:
                 continue
             if session.process.may_see_memory():
-                session.heard_at = now  # its lock is held: check again later
+                session.last_message_at = now  # its lock is held: check again later
             else:
                 dead.append(session)
-        alive = [session.heard_at for session in unwatched if session not in dead]
+        alive = [session.last_message_at for session in unwatched if session not in dead]
         self._check_silence_at = min(alive) + SESSION_SILENCE_S if alive else None
         return dead
 
