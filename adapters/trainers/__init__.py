@@ -1,4 +1,4 @@
-"""Trainers and data loaders as consumers. Each module needs its framework; `packing` needs torch only."""
+"""Trainers and data loaders as consumers. Each module needs its framework; `packing` needs none."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ if TYPE_CHECKING:
     from transferqueue.adapters.trainers.device import on_device
     from transferqueue.adapters.trainers.learners import LossSum, TorchLearner, rank_leases
     from transferqueue.adapters.trainers.nemo_rl import QueueDataPlaneClient
-    from transferqueue.adapters.trainers.packing import Packed, pack, packed
+    from transferqueue.adapters.trainers.packing import pack
     from transferqueue.adapters.trainers.torch_data import QueueDataset, QueueLoader, tensors
     from transferqueue.adapters.trainers.trl import QueueRollouts, queued_reward, rollout_tasks
 
 __all__ = [
     "LossSum",
-    "Packed",
     "QueueDataPlaneClient",
     "QueueDataset",
     "QueueLoader",
@@ -24,7 +23,6 @@ __all__ = [
     "TorchLearner",
     "on_device",
     "pack",
-    "packed",
     "queued_reward",
     "rank_leases",
     "rollout_tasks",
@@ -37,7 +35,7 @@ __getattr__ = lazy_names(
         "learners": "LossSum TorchLearner rank_leases",
         "torch_data": "QueueDataset QueueLoader tensors",
         "device": "on_device",
-        "packing": "Packed pack packed",
+        "packing": "pack",
         "trl": "QueueRollouts queued_reward rollout_tasks",
         "nemo_rl": "QueueDataPlaneClient",
     },

@@ -155,17 +155,6 @@ class VllmServer(OpenAIGenerator):
             await self._endpoint.ask("POST", "/resume")
             self._held = False
 
-    def sleep(self, level: int = 1, *, timeout_s: float = PAUSE_S) -> None:
-        """Free device memory: level 1 keeps the weights on the host, level 2 keeps none.
-
-        Pause first. The server must be started with ``--enable-sleep-mode``; on a CPU this frees nothing.
-        """
-        self._beside.wait(self._endpoint.ask("POST", f"/sleep?level={level}"), timeout_s, "the server was not asleep")
-
-    def wake_up(self, *, timeout_s: float = PAUSE_S) -> None:
-        """Take the memory back. After level 2, update the weights before generating."""
-        self._beside.wait(self._endpoint.ask("POST", "/wake_up"), timeout_s, "the server was not awake")
-
     def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
         """Load new weights between two tokens (`protocols.Generator.update_weights`).
 

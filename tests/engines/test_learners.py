@@ -19,7 +19,7 @@ from tests.engines.conform import against, conform
 from tests.scale import only_long
 from transferqueue.adapters.protocols import Learner
 from transferqueue.adapters.trainers.learners import LossSum, TorchLearner
-from transferqueue.adapters.trainers.packing import pack, packed
+from transferqueue.adapters.trainers.packing import pack
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.testing.conformance.learners import LEARNER_CHECKS, LearnerSubject
 
@@ -153,13 +153,3 @@ def test_packing_keeps_the_budget_and_loses_no_row() -> None:
         pack([65], 64)
     with pytest.raises(UsageError, match="tokens_max"):
         pack([1], 0)
-
-
-def test_packed_sequences_start_at_position_0_and_do_not_see_each_other() -> None:
-    found = packed([np.array([5, 6, 7]), np.array([8]), np.array([9, 10])])
-    assert found.ids.tolist() == [[5, 6, 7, 8, 9, 10]]
-    assert found.positions.tolist() == [[0, 1, 2, 0, 0, 1]]
-    assert found.starts.tolist() == [0, 3, 4, 6]
-    assert found.mask()[0, 0].int().tolist()[4] == [0, 0, 0, 0, 1, 0]
-    with pytest.raises(UsageError, match="empty"):
-        packed([np.array([], np.int32)])

@@ -114,14 +114,6 @@ def test_another_client_of_the_server_finds_its_version(served: Served, url: str
     other.close()
 
 
-def test_the_server_sleeps_and_wakes(served: Served) -> None:
-    served.open()
-    served.engine.pause(Pause.WAIT)
-    served.engine.sleep()
-    served.engine.wake_up()
-    served.engine.resume()
-
-
 class Late:
     """A way to the server on which one request for tokens is held back until it has been paused."""
 
