@@ -1,4 +1,4 @@
-"""What the coordinators of a deployment said, one by one; of most deployments there is one (docs/CLUSTER.md)."""
+"""The answers of the coordinators of a deployment. Most deployments have one coordinator (docs/CLUSTER.md)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 class UnreachableCoordinator(msgspec.Struct, frozen=True, kw_only=True):
-    """A coordinator that is out of reach, and what was heard instead of it."""
+    """A coordinator that did not answer, and the error instead of its answer."""
 
     address: str
     unreachable: str
@@ -20,11 +20,11 @@ class UnreachableCoordinator(msgspec.Struct, frozen=True, kw_only=True):
 def by_coordinator(
     address: str, answer: dict[str, Any], read: Callable[[dict[str, Any]], _T]
 ) -> dict[str, _T | UnreachableCoordinator]:
-    """What each said, read, by its address. answer: of `Queue.stats` and its like, of the queue at `address`."""
-    found: dict[str, dict[str, Any]] = answer.get("coordinators", {address: answer})
+    """The answer of each coordinator, parsed by `read`, by its address. answer: of `Queue.stats` and its like, of the queue at `address`."""
+    answers: dict[str, dict[str, Any]] = answer.get("coordinators", {address: answer})
     return {
-        one: UnreachableCoordinator(address=one, unreachable=said["unreachable"])
-        if "unreachable" in said
-        else read(said)
-        for one, said in found.items()
+        coordinator: UnreachableCoordinator(address=coordinator, unreachable=reply["unreachable"])
+        if "unreachable" in reply
+        else read(reply)
+        for coordinator, reply in answers.items()
     }

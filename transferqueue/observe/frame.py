@@ -1,4 +1,4 @@
-"""What `top` shows at one moment: a snapshot, and the rates since the one before it."""
+"""One frame of `top`: the statistics at one moment, and the rates since the previous frame."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transferqueue.observe.coordinators import UnreachableCoordinator
 
 
 class StatsFrame(msgspec.Struct, frozen=True, kw_only=True):
-    """One frame. interval_s: what the rates were measured over, None in the first frame, which has none."""
+    """One frame. interval_s: the time over which the rates were measured; None in the first frame, which has no rates."""
 
     address: str
     interval_s: float | None
@@ -29,7 +29,7 @@ def frame(address: str, before: Stats | None, after: Stats) -> StatsFrame:
 def frames(
     before: Mapping[str, Stats | UnreachableCoordinator], after: Mapping[str, Stats | UnreachableCoordinator]
 ) -> list[StatsFrame | UnreachableCoordinator]:
-    """The frame of each coordinator, by address; rates of those that were seen before."""
+    """The frame of each coordinator, by address. Only coordinators in `before` have rates."""
     return [
         now if isinstance(now, UnreachableCoordinator) else _since(address, before.get(address), now)
         for address, now in after.items()
@@ -41,7 +41,7 @@ def _since(address: str, before: Stats | UnreachableCoordinator | None, after: S
 
 
 class TaskRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows per second handed to a task, done by it, and come back failed."""
+    """Rows per second that a task leased, finished, and failed."""
 
     given_s: float
     done_s: float
@@ -49,7 +49,7 @@ class TaskRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TableRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows per second into a table and out of it; tasks that are in both snapshots."""
+    """Rows per second into a table and out of it. tasks: those in both frames."""
 
     put_s: float
     done_s: float

@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes, counts, spans of time, rates. Pure, and shared by sentences and screens."""
+"""Format numbers for people: bytes, counts, spans of time, rates. Pure; used by sentences and screens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 _SIZES: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _COUNTS: Final = ((10**9, "G"), (10**6, "M"), (10**3, "k"))
 _COUNT_EXACT_BELOW: Final = 100_000
-"""Below this a count is written in full: a person compares it with a limit."""
+"""A count below this is written in full, so that a person can compare it with a limit."""
 
 
 def size(nbytes: float) -> str:
@@ -67,5 +67,5 @@ def _scale(number: float) -> tuple[int, str]:
 
 
 def _short(number: float) -> str:
-    """Three digits at most, none of them an idle zero: ``1.2``, ``24``, ``310``."""
+    """At most three digits, without a useless zero: ``1.2``, ``24``, ``310``."""
     return f"{number:.1f}".removesuffix(".0") if abs(number) < 99.95 else f"{number:.0f}"

@@ -1,1 +1,1 @@
-"""A page that shows a running queue. It only looks: see `app` for who may see it, `__main__` for its process."""
+"""The web page that shows a running queue, and the HTTP service. `access` decides who may use them; `__main__` is their process."""

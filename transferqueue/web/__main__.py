@@ -1,8 +1,8 @@
 """The process of the page, ``python -m transferqueue.web page ADDRESS HOST:PORT``, and, with ``service``, of the HTTP service.
 Started by ``transferqueue serve --web`` and ``--http``.
 
-A process of its own, so that it costs the server no more than one client does. Its standard input is its lifeline: first one line
-with its token and that of the metrics, then nothing; when the other end closes, the server is gone, and so is this process.
+It is a process of its own, so that it costs the server no more than one client does. It reads one line with its token and that of the
+metrics from its standard input. When the other end of that pipe closes, the server is gone, and this process ends.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from transferqueue.web.token import TOKEN_CHARS_MAX
 
 Make = Callable[[tq.AsyncQueue, AccessPolicy], Gate]
 APPS: Final[dict[str, tuple[Make, int]]] = {"page": (make_app, 128), "service": (make_service, 512)}
-"""What is served, and how many connections it has at most (`connections`): each of the service may be a
-wait for rows, of which a session has at most 1024, those that were given up and are not over yet among them."""
+"""The application of each kind, and its limit of connections (`connections`). Each connection of the service may wait for
+rows, and a session has at most 1024 waits, which include abandoned waits that have not ended yet."""
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until standard input ends; the exit code. 1: it cannot be, and stderr says why."""
+    """Serve until standard input ends. The exit code is 1 if serving is impossible; stderr says why."""
     kind, address, where = arguments
     token, metrics_token = sys.stdin.readline(2 * (TOKEN_CHARS_MAX + 1)).split()
     try:
@@ -45,7 +45,9 @@ async def _serve(kind: str, address: str, place: TcpAddress, token: str, metrics
     make, most = APPS[kind]
     with _listening(place) as listener:
         here = TcpAddress(place.host, listener.getsockname()[1])
-        sys.stdout.write(f"http://{here.host}:{here.port}/\n")  # now: the server that waits for this answers only then
+        sys.stdout.write(
+            f"http://{here.host}:{here.port}/\n"
+        )  # before the connection: the server waits for this line, and answers only after it
         sys.stdout.flush()
         async with tq.aconnect(address, label=f"web {kind}") as queue:
             server = Server(configured(make(queue, AccessPolicy(here, token, metrics_token)), most))
@@ -67,7 +69,7 @@ def _listening(place: TcpAddress) -> socket.socket:
         raise AddressInUse(
             f"web address {place.host}:{place.port} cannot be listened at: {error.strerror}; take another"
         ) from error
-    # Inherited by connections. Head and body leave apart, and without it the body waits 40 ms for the peer to have the head.
+    # Connections inherit it. Head and body are sent apart; without it the body waits 40 ms for the acknowledgement of the head.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 

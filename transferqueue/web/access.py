@@ -1,17 +1,17 @@
-"""Who may see the page, and who may ask the HTTP service. Pure.
+"""Access to the page and to the HTTP service. Pure.
 
-The law:
+Rules:
 
-- The page is at a loopback host only: what is not encrypted stays on the machine (others come by ``ssh -L``).
-- Every request must name, as its Host, an address that the page is at: so a site whose name was pointed at this machine
-  gets nothing. One that says where it comes from (Origin) must come from the page itself.
-- Every request must bring a token: in the link that `serve` printed, in a cookie that the link is exchanged for (not readable
-  by scripts, sent to no other site), or as ``Authorization: Bearer``. Compared in constant time.
-- There are three tokens. That of the page opens the page, and that of the service the service, each at its own port only. That of the
-  metrics opens `/metrics` at both, and nothing else, so that a Prometheus holds no token that opens more.
-- The link leads to ``/`` only, and its token is exchanged there only: so no address that somebody else wrote is followed.
-- The door looks at a request before anything else does. What is not let in is not parsed, and reaches no route.
-- A page may load nothing but its own files, and be framed by nobody.
+- The page listens at a loopback host only: unencrypted data stays on the machine (use ``ssh -L`` from elsewhere).
+- Every request must name, as its Host, an address at which the page listens. So a site whose name resolves to this machine
+  gets nothing. A request with an Origin must come from the page itself.
+- Every request must bring a token: in the link that `serve` printed, in the cookie that replaces the link (not readable
+  by scripts, sent to no other site), or as ``Authorization: Bearer``. Tokens are compared in constant time.
+- There are three tokens. The token of the page opens the page, and that of the service the service, each at its own port only. The token of
+  the metrics opens `/metrics` at both and nothing else, so that a Prometheus needs no token that opens more.
+- The link leads to ``/`` only, and its token is exchanged there only, so the redirect never follows an address from the request.
+- `AccessPolicy` sees a request before any other code does. A refused request is not parsed and reaches no route.
+- A page may load only its own files, and no other page may frame it.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ HEADERS: Final = {
 
 METRICS: Final = "/metrics"
 LINK: Final = "/"
-"""Where the link leads, and its token is exchanged for a cookie."""
+"""The path of the link, where its token is exchanged for a cookie."""
 
 
 class AccessDenied(NamedTuple):
-    """What a request gets instead of an answer."""
+    """The answer to a refused request."""
 
     status: HTTPStatus
     why: str
 
 
 def web_place(text: str) -> TcpAddress:
-    """Where the page is to be: ``PORT`` or ``HOST:PORT``, of a loopback host; else `UsageError`."""
+    """Parse the address of the page, ``PORT`` or ``HOST:PORT``. `UsageError` unless the host is a loopback host."""
     where = text if ":" in text else f"127.0.0.1:{text}"
     place = parse_address(f"tcp://{where}")
     if not isinstance(place, TcpAddress) or place.host == "*" or not is_loopback(place.host):
@@ -59,18 +59,18 @@ def web_place(text: str) -> TcpAddress:
 
 
 class AccessPolicy:
-    """Lets in whoever brings `token` to a page at `place`, and to its metrics whoever brings `metrics_token`."""
+    """Admits requests with `token` to a page at `place`, and requests with `metrics_token` to its metrics."""
 
     def __init__(self, place: TcpAddress, token: str, metrics_token: str) -> None:
         self._token, self._metrics_token = token.encode(), metrics_token.encode()
         self._hosts = {f"{host}:{place.port}" for host in (place.host, "127.0.0.1", "localhost", "[::1]")}
         self.cookie: Final = f"transferqueue_{place.port}"
-        """Named by the port: browsers keep one jar for all ports of a host."""
+        """The name of the cookie contains the port, because browsers share cookies between all ports of a host."""
 
     def refuses(
-        self, path: str, headers: Mapping[str, str], cookies: Mapping[str, str], asked: str | None = None
+        self, path: str, headers: Mapping[str, str], cookies: Mapping[str, str], link_token: str | None = None
     ) -> AccessDenied | None:
-        """Why a request is not answered; None: it is. asked: the token in its link, if any."""
+        """The refusal of a request; None if it is admitted. link_token: the token in its link, if any."""
         if headers.get("host", "") not in self._hosts:
             return AccessDenied(
                 HTTPStatus.MISDIRECTED_REQUEST, f"this page is at {', '.join(sorted(self._hosts))} only"
@@ -78,7 +78,7 @@ class AccessPolicy:
         origin = headers.get("origin")
         if origin is not None and origin.removeprefix("http://") not in self._hosts:
             return AccessDenied(HTTPStatus.FORBIDDEN, "another site may not ask this page")
-        shown = asked or headers.get("authorization", "").removeprefix("Bearer ") or cookies.get(self.cookie, "")
+        shown = link_token or headers.get("authorization", "").removeprefix("Bearer ") or cookies.get(self.cookie, "")
         opens = hmac.compare_digest(shown.encode(), self._token)
         opens_metrics = hmac.compare_digest(shown.encode(), self._metrics_token)
         if opens or (opens_metrics and path == METRICS):

@@ -1,10 +1,10 @@
-"""The connections of the page and of the HTTP service: how many there may be, and how long each may keep its place.
+"""The connections of the page and of the HTTP service: how many there may be, and how long each may take.
 
 Rules:
 
-1. The server keeps at most ``most`` connections. When one more comes, it closes the oldest connection that has no request which the
-   door let in: a connection that is idle, that has sent half a head, or whose request was refused. So strangers displace
-   strangers, and never somebody who brought the token. Where every connection has a request that was let in, the new one gets 503.
+1. The server keeps at most ``most`` connections. When one more comes, it closes the oldest connection that has no admitted
+   request: a connection that is idle, that has sent half a head, or whose request was refused. So connections without a token displace
+   each other, and never a client that brought the token. If every connection has an admitted request, the new one gets 503.
 2. A connection sends the whole head of its first request within `head_s` seconds, and of each later one within `head_s` seconds of
    its first byte. The deadline is for the whole head, so a byte now and then does not extend it.
 3. A connection that sends nothing after an answer is closed after `idle_s` seconds.
@@ -12,7 +12,7 @@ Rules:
    connection that is closed at once may lose the answer.
 5. A client takes its answer at `answer_bytes_per_s` or faster, after `stall_s` seconds of grace. A slower one is cut off.
 
-A request that was let in and waits for rows has no deadline here: its own ``timeout_s`` ends it. `bodies` bounds the time and the size of a
+An admitted request that waits for rows has no deadline here: its own ``timeout_s`` ends it. `bodies` bounds the time and the size of a
 body that is read. h11 refuses a head of more than `HEAD_BYTES_MAX`.
 """
 
@@ -35,12 +35,12 @@ PENDING_MAX: Final = 1024
 """Connections that the kernel keeps until they are accepted. One that finds no room there is tried again only after a second."""
 HEAD_BYTES_MAX: Final = 16 << 10
 LET_IN: Final = "transferqueue.let_in"
-"""Name of the ASGI extension by which `app.Gate` says that it let the request in."""
+"""Name of the ASGI extension by which `app.Gate` reports that it admitted the request."""
 _TOO_LATE: Final = h11.Response(status_code=408, headers=[("connection", "close"), ("content-length", "0")])
 
 
 def configured(app: ASGIApp, most: int, deadlines: ConnectionDeadlines | None = None) -> uvicorn.Config:
-    """How uvicorn serves `app`: over at most `most` connections that keep the rules."""
+    """Configure uvicorn to serve `app` over at most `most` connections, by the rules of this module."""
     places = ConnectionPlaces(most, deadlines or ConnectionDeadlines())
     return uvicorn.Config(
         app,
@@ -48,8 +48,8 @@ def configured(app: ASGIApp, most: int, deadlines: ConnectionDeadlines | None = 
         timeout_keep_alive=places.deadlines.idle_s,
         h11_max_incomplete_event_size=HEAD_BYTES_MAX,
         backlog=ACCEPTED_MAX,
-        limit_concurrency=most + 1,  # reached when each of the others was let in
-        log_level="error",  # a warning for every request that is none: strangers would fill the log
+        limit_concurrency=most + 1,  # reached when each of the others has an admitted request
+        log_level="error",  # uvicorn warns about every malformed request: strangers could fill the log
         access_log=False,
         server_header=False,
         lifespan="off",
@@ -59,7 +59,7 @@ def configured(app: ASGIApp, most: int, deadlines: ConnectionDeadlines | None = 
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, with a longer queue of connections that wait to be accepted than it accepts at once."""
+    """uvicorn's server, with a queue of unaccepted connections that is longer than the number it accepts at once."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
@@ -69,7 +69,7 @@ class Server(uvicorn.Server):
 
 
 class ConnectionDeadlines(NamedTuple):
-    """How long a connection may take; the rules say for what. idle_s: longer than the interval of a Prometheus that asks often."""
+    """Time limits of a connection, as the rules say. idle_s: longer than the usual interval of a Prometheus."""
 
     head_s: float = 5.0
     idle_s: int = 15
@@ -85,21 +85,21 @@ class ConnectionPlaces:
         self.deadlines: Final = deadlines
         self.taken = 0
         self._strangers: dict[HttpConnection, None] = {}
-        """Connections without a request that was let in, the oldest first."""
+        """Connections without an admitted request, the oldest first."""
 
     def take(self, connection: HttpConnection) -> None:
-        """Give a new connection a place, which the oldest stranger leaves if none is free."""
+        """Give a new connection a place. If none is free, cut off the oldest connection without an admitted request."""
         self.taken += 1
         if self.taken > self.most and self._strangers:
             next(iter(self._strangers)).cut_off()
         self._strangers[connection] = None
 
     def let_in(self, connection: HttpConnection) -> None:
-        """The door let in the request of the connection: it keeps its place until it has its answer."""
+        """The request of the connection was admitted: it keeps its place until it is answered."""
         self._strangers.pop(connection, None)
 
     def answered(self, connection: HttpConnection) -> None:
-        """The connection has its answer, and is the newest of those that may lose their places."""
+        """The request was answered: the connection is now the newest of those that may be cut off."""
         self._strangers.pop(connection, None)
         self._strangers[connection] = None
 
@@ -110,7 +110,7 @@ class ConnectionPlaces:
 
 
 class HttpConnection(H11Protocol):
-    """A connection of uvicorn that keeps the rules."""
+    """A connection of uvicorn that follows the rules of this module."""
 
     def __init__(
         self, places: ConnectionPlaces, *, _loop: asyncio.AbstractEventLoop | None = None, **given: Any
@@ -122,7 +122,7 @@ class HttpConnection(H11Protocol):
         self._in_place = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a place, and wait for the first head."""
+        """Take a place, and begin the deadline of the first head."""
         super().connection_made(transport)
         self._in_place = True
         self._places.take(self)
@@ -134,7 +134,7 @@ class HttpConnection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read; the first byte of a later head begins its time."""
+        """Read; the first byte of a later head begins the deadline of that head."""
         awaited = self._deadline is not None
         super().data_received(data)
         if not awaited and self._head_is_open():
@@ -148,33 +148,33 @@ class HttpConnection(H11Protocol):
             self._without_deadline()
 
     def on_response_complete(self) -> None:
-        """The answer was written: what follows is another request, the rest of this one, or the end."""
+        """The answer was written. Next comes another request, the rest of this one, or the end."""
         if self._in_place:
             self._places.answered(self)
         answered = self.cycle
         super().on_response_complete()
         if self.cycle is answered and not self.flow.write_paused:
-            self._settle()
+            self._set_deadline_after_answer()
 
     def pause_writing(self) -> None:
-        """The client takes its answer more slowly than it is written: from now it has as long as what is unsent needs."""
+        """The client reads more slowly than the answer is written. Its deadline now allows for the unsent bytes."""
         super().pause_writing()
         unsent = self.transport.get_write_buffer_size()
         self._within(self._deadlines.stall_s + unsent / self._deadlines.answer_bytes_per_s)
 
     def resume_writing(self) -> None:
-        """The client has taken it."""
+        """The client has read the answer."""
         super().resume_writing()
         self._without_deadline()
         if self.cycle is not None and self.cycle.response_complete:
-            self._settle()
+            self._set_deadline_after_answer()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection, with whatever it did not read."""
+        """Close an idle connection. Unsent bytes are discarded."""
         self.transport.abort()
 
     def cut_off(self) -> None:
-        """Close at once; what was not sent yet is not sent."""
+        """Close at once. Unsent bytes are discarded."""
         self._leave()
         self.transport.abort()
 
@@ -182,15 +182,15 @@ class HttpConnection(H11Protocol):
         await self._inner({**scope, "extensions": {LET_IN: lambda: self._places.let_in(self)}}, receive, send)
 
     def _head_is_open(self) -> bool:
-        """Whether a head has begun, and not ended."""
+        """Whether a head has begun and is not complete."""
         return self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
 
-    def _settle(self) -> None:
-        """The deadline after an answer."""
+    def _set_deadline_after_answer(self) -> None:
+        """Begin the deadline that follows an answer, if any."""
         if self.transport.is_closing():
             self._within(self._deadlines.stall_s)
         elif self._head_is_open() or self.conn.our_state is h11.DONE:
-            self._within(self._deadlines.head_s)  # a head that is not whole, or the rest of a body that nobody reads
+            self._within(self._deadlines.head_s)  # an incomplete head, or the rest of a body that is not read
 
     def _within(self, seconds: float) -> None:
         self._without_deadline()

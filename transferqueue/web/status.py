@@ -1,4 +1,4 @@
-"""The HTTP status that goes with each error of the queue."""
+"""The HTTP status of each error of the queue."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ STATUS: Final[tuple[tuple[type[TransferQueueError], HTTPStatus], ...]] = (
     (PeerError, HTTPStatus.SERVICE_UNAVAILABLE),
     (TransferQueueError, HTTPStatus.INTERNAL_SERVER_ERROR),
 )
-"""Of an error: that of its first class here."""
+"""The first class in this list that an error is an instance of gives its status."""
 
 
 def status_of(error: TransferQueueError) -> HTTPStatus:
-    """The status that goes with an error."""
+    """The HTTP status of an error."""
     return next(status for kind, status in STATUS if isinstance(error, kind))

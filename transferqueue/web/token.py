@@ -1,6 +1,6 @@
-"""The tokens of the page, of the HTTP service and of the metrics: drawn anew, or kept in a directory with one file for each.
+"""The tokens of the page, of the HTTP service and of the metrics: new ones, or those in a directory with one file for each.
 
-Each opens one thing (`door`), so no two may be the same.
+Each token opens one thing (`access`), so no two may be equal.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from transferqueue.errors import UsageError
 
 TOKEN_CHARS_MAX: Final = 256
 NAMES: Final = ("page", "service", "metrics")
-"""What the tokens open, which is also how their files are named."""
+"""What the tokens open, and the names of their files."""
 _TOKEN_CHARS_MIN: Final = 20
-"""Of the 64 characters below: 120 bits."""
+"""Characters of an alphabet of 64: 120 bits."""
 _TOKEN: Final = re.compile(rf"[A-Za-z0-9_\-]{{{_TOKEN_CHARS_MIN},{TOKEN_CHARS_MAX}}}")
 
 
 def new_token() -> str:
-    """192 bits, fit for a link."""
+    """A random token of 192 bits that is valid in a URL."""
     return secrets.token_urlsafe(24)
 
 
 def new_tokens() -> dict[str, str]:
-    """A token for each name."""
+    """A new token for each name."""
     return {name: new_token() for name in NAMES}
 
 
 def kept_tokens(directory: Path) -> dict[str, str]:
-    """The tokens in the files ``page``, ``service`` and ``metrics`` of `directory`; it (0700) and they (0600) are made where they are not.
+    """The tokens in the files ``page``, ``service`` and ``metrics`` of `directory`. Missing files (0600) and the directory (0700) are made.
 
     `UsageError` if others than its owner may read a file, if a file holds no token, or if two hold the same.
     """

@@ -1,4 +1,4 @@
-"""`transferqueue chaos`: a real queue, hurt in every way that processes and networks can be, and an account of every row."""
+"""`transferqueue chaos`: inject faults into a real queue, and account for every row."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def chaos(
     run = settings(seconds, seed, durability, tcp)
     began = Measurement()
     say(f"{run.command}")
-    found = run_chaos(run, say, keep)
-    for line in found.lines():
+    report = run_chaos(run, say, keep)
+    for line in report.lines():
         say(line)
     if out is not None:
-        began.record("chaos", found.results(), details=found.details()).save(out)
-    if not found.kept:
+        began.record("chaos", report.results(), details=report.details()).save(out)
+    if not report.kept:
         raise typer.Exit(BROKEN)

@@ -1,4 +1,4 @@
-"""`transferqueue check`: does a recorded history keep the promises?"""
+"""`transferqueue check`: check recorded histories against the promises."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def check(
     checker = Checker(late)
     for line in merge([list(read(path)) for path in histories]):
         checker.see(line)
-    found = checker.violations
-    for violation in found[:SHOWN_MAX]:
+    violations = checker.violations
+    for violation in violations[:SHOWN_MAX]:
         say(str(violation))
-    if len(found) > SHOWN_MAX:
-        say(f"and {len(found) - SHOWN_MAX} more")
-    say(f"{checker.operations:,} operations, {len(found):,} violations")
-    if found:
+    if len(violations) > SHOWN_MAX:
+        say(f"and {len(violations) - SHOWN_MAX} more")
+    say(f"{checker.operations:,} operations, {len(violations):,} violations")
+    if violations:
         raise typer.Exit(BROKEN)

@@ -1,4 +1,4 @@
-"""`transferqueue demo`: the GRPO job, watched. The job itself is in `transferqueue.workflows.grpo`."""
+"""`transferqueue demo`: run the GRPO job of `transferqueue.workflows.grpo` and show its progress."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def job_settings(
     over_sample: float = 1.0,
     filter_zero_advantage: bool = False,
 ) -> JobSettings:
-    """The options as settings; `UsageError` or `Impossible` when they do not go together."""
+    """Turn the options into settings. `UsageError` or `Impossible` if they contradict each other."""
     from transferqueue.errors import UsageError
     from transferqueue.workflows.grpo.job import JobSettings
     from transferqueue.workflows.grpo.learning.settings import for_engine, settings_for

@@ -1,4 +1,4 @@
-"""`transferqueue doctor`: is this machine fit for a queue; and why does a running one not move."""
+"""`transferqueue doctor`: check whether this machine can run a queue, or explain why a running queue does not progress."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _deployment(address: str, table: str, patience_s: float, *, json: bool) -> N
 
     with connected(address, label="doctor") as queue:
         found = by_coordinator(
-            queue.address, queue.doctor(table or None), lambda said: diagnose(said, patience_s=patience_s)
+            queue.address, queue.doctor(table or None), lambda answer: diagnose(answer, patience_s=patience_s)
         )
     if json:
         show_json(found if len(found) > 1 else next(iter(found.values())))
@@ -100,17 +100,17 @@ def _deployment(address: str, table: str, patience_s: float, *, json: bool) -> N
 
 
 def _lines(found: Mapping[str, Diagnosis | UnreachableCoordinator], width: int) -> list[Text]:
-    """What there is to say of each coordinator; of the only one, without its address."""
+    """The findings of each coordinator, under its address if there are several."""
     from rich.text import Text
 
     from transferqueue.cli.screens.stall import stall_lines
-    from transferqueue.cli.screens.unreachable import silent_lines
+    from transferqueue.cli.screens.unreachable import unreachable_lines
     from transferqueue.observe.coordinators import UnreachableCoordinator
 
     lines: list[Text] = []
     for address, one in found.items():
         if isinstance(one, UnreachableCoordinator):
-            lines += [*silent_lines(one, width), Text()]
+            lines += [*unreachable_lines(one, width), Text()]
         else:
             lines += [Text(address, style="bold cyan"), *stall_lines(one, width), Text()]
     return lines[:-1] if len(found) > 1 else lines[1:-1]

@@ -52,7 +52,7 @@ def inspect(
 
 
 def _look(queue: Queue, table: str | None, row: int | None, key: str, width: int) -> tuple[object, list[Text]]:
-    """What to show, as a value and as lines."""
+    """The answer as a value and as lines."""
     from transferqueue.errors import UsageError
 
     if row is not None and key:
@@ -68,11 +68,11 @@ def _look(queue: Queue, table: str | None, row: int | None, key: str, width: int
 
 def _tables(queue: Queue, width: int) -> tuple[object, list[Text]]:
     from transferqueue.cli.screens.inspect import tables_lines
-    from transferqueue.cli.screens.unreachable import silent_lines
+    from transferqueue.cli.screens.unreachable import unreachable_lines
     from transferqueue.observe.answers.stats import Stats, parse
     from transferqueue.observe.coordinators import UnreachableCoordinator, by_coordinator
 
-    found = by_coordinator(queue.address, queue.stats(), lambda said: parse("stats", said, Stats))
+    found = by_coordinator(queue.address, queue.stats(), lambda answer: parse("stats", answer, Stats))
     tables = {
         name: table
         for one in found.values()
@@ -80,7 +80,10 @@ def _tables(queue: Queue, width: int) -> tuple[object, list[Text]]:
         for name, table in one.tables.items()
     }
     silent = [
-        line for one in found.values() if isinstance(one, UnreachableCoordinator) for line in silent_lines(one, width)
+        line
+        for one in found.values()
+        if isinstance(one, UnreachableCoordinator)
+        for line in unreachable_lines(one, width)
     ]
     return tables, [*tables_lines(tables, width), *silent]
 

@@ -1,4 +1,4 @@
-"""`transferqueue keys`: who may reach a server over tcp, and the tokens they join with."""
+"""`transferqueue keys`: make, list and revoke the keys of a server that listens at tcp, and print join tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`transferqueue new-adapter`: the files of an adapter, to be filled in."""
+"""`transferqueue new-adapter`: write the skeleton of an adapter."""
 
 from __future__ import annotations
 

@@ -40,24 +40,24 @@ def plan(
     job, measured = profiles.load(profile), dict[str, float]()
     if calibrate is not None:
         job, measured = profiles.calibrated(job, calibrate)
-    found = planner.plan(job)
-    _show(found)
+    plans = planner.plan(job)
+    _show(plans)
     for name, seconds in measured.items():
         say(f"measured: {name} {seconds:.4g} s a row")
-    for one in planner.assumed(job):
-        say(f"assumed: {one}")
+    for assumption in planner.assumed(job):
+        say(f"assumed: {assumption}")
     if picture is not None:
-        draw(picture, found[0])
+        draw(picture, plans[0])
         say(f"drew {picture}")
 
 
-def _show(found: Sequence[Planned]) -> None:
+def _show(plans: Sequence[Planned]) -> None:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for title in ("mode", "instances", "micro-batch", "devices", "bound", "step", "idle"):
         table.add_column(title)
-    for one in found[:SHOWN]:
+    for one in plans[:SHOWN]:
         table.add_row(
             one.plan.mode,
             " ".join(f"{name}={count}" for name, count in one.plan.instances.items()),
@@ -70,8 +70,8 @@ def _show(found: Sequence[Planned]) -> None:
     screen = console()
     screen.print(table)
     screen.print("predicted timeline of the first (full block: all its instances busy)")
-    for name in one_line_each(found[0]):
-        screen.print(name)
+    for line in one_line_each(plans[0]):
+        screen.print(line)
 
 
 def one_line_each(best: Planned) -> list[str]:

@@ -1,7 +1,7 @@
-"""`transferqueue shim`: the drop-in for ``transfer_queue`` on or off, for every program of a Python environment.
+"""`transferqueue shim`: switch the drop-in for ``transfer_queue`` on or off for a Python environment.
 
-On is one ``.pth`` file beside the installed packages. Its line puts the folder of the drop-in before them, and imports nothing:
-a program that never imports ``transfer_queue`` pays nothing, and a file left behind by an uninstall does nothing.
+On is one ``.pth`` file beside the installed packages. Its line puts the folder of the drop-in before them, and imports nothing.
+So a program that never imports ``transfer_queue`` pays nothing, and a file left behind by an uninstall does nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`transferqueue snapshot` and `transferqueue restore`: all there is to files, and back into an empty server."""
+"""`transferqueue snapshot` writes all tables and weights to files; `transferqueue restore` reads them into an empty server."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def snapshot(
 
     Nobody waits for it. It is there whole or not at all; prints where. The files are told in docs/SNAPSHOTS.md.
     """
-    _carry_out(address, lambda queue, told: queue.snapshot(path, keep=keep, timeout_s=timeout, progress=told))
+    _carry_out(address, lambda queue, progress: queue.snapshot(path, keep=keep, timeout_s=timeout, progress=progress))
 
 
 def restore(path: SnapshotPath, timeout: TimeoutOption = 600.0, address: AddressOption = None) -> None:
     """Make a server without tables what a snapshot is of. Every file's checksum is compared first."""
-    _carry_out(address, lambda queue, told: queue.restore(path, timeout_s=timeout, progress=told))
+    _carry_out(address, lambda queue, progress: queue.restore(path, timeout_s=timeout, progress=progress))
 
 
 def _carry_out(address: str | None, act: Callable[[Queue, Callable[[int, int], None]], str]) -> None:

@@ -61,11 +61,11 @@ def _look(queue: Queue) -> dict[str, Stats | UnreachableCoordinator]:
     from transferqueue.observe.answers.stats import Stats, parse
     from transferqueue.observe.coordinators import by_coordinator
 
-    return by_coordinator(queue.address, queue.stats(), lambda said: parse("stats", said, Stats))
+    return by_coordinator(queue.address, queue.stats(), lambda answer: parse("stats", answer, Stats))
 
 
 def _print_frames(queue: Queue, interval: float, *, once: bool, json: bool) -> None:
-    """Frames one after the other, every one with rates; the only one with `once`."""
+    """Print frames with rates, one after the other; only one if `once`."""
     from transferqueue.cli.screens.terminal import console, show, show_json
     from transferqueue.observe.frame import frames
 
@@ -84,7 +84,7 @@ def _print_frames(queue: Queue, interval: float, *, once: bool, json: bool) -> N
 
 
 def _show_live(queue: Queue, interval: float) -> None:
-    """The screen, redrawn in place until q is pressed; the first frame comes at once, without rates."""
+    """Redraw the screen in place until q is pressed. The first frame appears at once, without rates."""
     from rich.live import Live
     from rich.text import Text
 
@@ -103,21 +103,22 @@ def _show_live(queue: Queue, interval: float) -> None:
 
 
 def _lines(shown: Iterable[StatsFrame | UnreachableCoordinator], width: int) -> list[Text]:
-    """Coordinators one beneath the other."""
+    """The lines of all coordinators, one below the other."""
     from rich.text import Text
 
     from transferqueue.cli.screens.top import top_lines
-    from transferqueue.cli.screens.unreachable import silent_lines
+    from transferqueue.cli.screens.unreachable import unreachable_lines
     from transferqueue.observe.coordinators import UnreachableCoordinator
 
     parts = [
-        silent_lines(one, width) if isinstance(one, UnreachableCoordinator) else top_lines(one, width) for one in shown
+        unreachable_lines(one, width) if isinstance(one, UnreachableCoordinator) else top_lines(one, width)
+        for one in shown
     ]
     return [line for part in parts for line in (*part, Text())][:-1]
 
 
 def _quit_within(seconds: float) -> bool:
-    """Wait, at the display's side, until it is time for the next frame; True as soon as q is pressed."""
+    """Wait until the next frame is due. True as soon as q is pressed."""
     if not sys.stdin.isatty():
         time.sleep(seconds)
         return False
@@ -130,7 +131,7 @@ def _quit_within(seconds: float) -> bool:
 
 @contextmanager
 def _single_keys() -> Iterator[None]:
-    """Keys arrive one by one, unechoed, while this lasts."""
+    """Read keys one by one, without echo, while the block runs."""
     if not sys.stdin.isatty():
         yield
         return

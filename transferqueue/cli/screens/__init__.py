@@ -1,1 +1,1 @@
-"""What commands draw on a terminal."""
+"""The screens that commands print to a terminal."""

@@ -1,4 +1,4 @@
-"""How a running demo looks: a bar with the latest figures at a terminal, else a line every ten steps."""
+"""The progress of a demo: a bar with the latest figures at a terminal, else a line every ten steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MEAN_STEPS: Final = 10
 
 
 class Watch(Protocol):
-    """Hears every event of a run."""
+    """Receives every event of a run."""
 
     def __call__(self, label: str, event: Event) -> None:
         """Take in an event of process ``label``."""
@@ -137,5 +137,5 @@ class Bar:
 
 
 def _processes(labels: Iterable[str]) -> str:
-    found = list(labels)
-    return f"{len(found)} processes: {', '.join(found)}"
+    names = list(labels)
+    return f"{len(names)} processes: {', '.join(names)}"

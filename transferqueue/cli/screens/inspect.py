@@ -99,7 +99,7 @@ def _tasks(tasks: list[TaskTerms], width: int) -> list[Text]:
 
 
 def _remarks(task: TaskTerms, width: int) -> list[Text]:
-    """What only some tasks have: a rule for groups, needs that no field satisfies yet."""
+    """The group rule of a task, and needed fields that the table lacks, if any."""
     lines: list[Text] = []
     if task.groups:
         lines += wrap(Text(f"{task.name} takes groups: {task.groups}", style="dim"), width, indent=2)

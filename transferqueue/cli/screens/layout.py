@@ -1,4 +1,4 @@
-"""Text that fits the terminal: columns dropped by rank when narrow, pieces flowed without breaking one."""
+"""Fit text to the terminal: drop columns by rank when it is narrow, and flow pieces without breaking any."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GAP: Final = 2
 
 
 class GridColumn(msgspec.Struct, frozen=True, kw_only=True):
-    """One column of a grid: its heading, its cells, and how dearly it is kept (0 stays always)."""
+    """One column of a grid. rank: columns of the highest rank are dropped first; rank 0 always stays."""
 
     heading: str
     cells: list[Text]
@@ -25,12 +25,12 @@ class GridColumn(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def width(self) -> int:
-        """Cells of the terminal it takes."""
+        """Terminal cells that the column takes."""
         return max(len(self.heading), *(_seen(cell).cell_len for cell in self.cells), 0)
 
 
 def fit(columns: Sequence[GridColumn], width: int) -> list[GridColumn]:
-    """The columns that fit into `width`: those of highest rank are left out first, whole ranks at a time."""
+    """The columns that fit into `width`. Columns of the highest rank are dropped first, whole ranks at a time."""
     kept = list(columns)
     while sum(column.width + GAP for column in kept) - GAP > width and (rank := max(c.rank for c in kept)):
         kept = [column for column in kept if column.rank < rank]
@@ -69,7 +69,7 @@ def wrap(text: Text, width: int, *, indent: int) -> list[Text]:
 
 
 def spread(left: Text, right: Text, width: int) -> list[Text]:
-    """`left` and `right` at the two ends of one line, or of two where one is too short for both."""
+    """`left` and `right` at the two ends of one line, or on two lines if one is too short."""
     left, right = _seen(left), _seen(right)
     gap = width - left.cell_len - right.cell_len
     if gap < GAP:
@@ -78,13 +78,13 @@ def spread(left: Text, right: Text, width: int) -> list[Text]:
 
 
 def bar(share: float, width: int, *, style: str = "green") -> Text:
-    """A line of `width` cells, `share` of it drawn strong."""
+    """A bar of `width` cells, of which `share` is filled."""
     strong = min(width, max(round(share * width), int(share > 0)))
     return Text("━" * strong, style=style).append("─" * (width - strong), style="bright_black")
 
 
 def _seen(text: Text) -> Text:
-    """Text as the terminal will show it: as wide as that."""
+    """The text with control characters made visible, so that its width is right."""
     return text if text.plain.isprintable() else Text(visible(text.plain), style=text.style)
 
 

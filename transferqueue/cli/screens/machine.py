@@ -1,4 +1,4 @@
-"""The screen of `doctor` without an address: what was checked on this machine, and what to do."""
+"""The screen of `doctor` without an address: the checks of this machine, and their remedies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MARKS: Final = {"ok": ("✓", "green"), "warn": ("!", "bold yellow"), "fail": (
 
 
 def machine_lines(sections: list[Section], width: int) -> list[Text]:
-    """Lines of the whole report; a finding that is not ok is followed by its remedy."""
+    """Lines of the whole report. A check that is not ok is followed by its remedy."""
     names = max(len(check.subject) for section in sections for check in section.checks)
     lines: list[Text] = []
     for section in sections:
@@ -36,7 +36,7 @@ def _check(check: Check, names: int, width: int) -> list[Text]:
 
 
 def verdict(checks: list[Check]) -> Text:
-    """One sentence about all of them."""
+    """One sentence about all checks."""
     failed = sum(check.verdict == "fail" for check in checks)
     warned = sum(check.verdict == "warn" for check in checks)
     match worst(checks):

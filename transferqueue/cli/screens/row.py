@@ -23,7 +23,7 @@ _UNSET: Final = -1
 
 
 def row_lines(life: RowLife, labels: Mapping[int, str], width: int) -> list[Text]:
-    """Lines of the whole screen. labels: what people call the sessions that are open."""
+    """Lines of the whole screen. labels: labels of the open sessions."""
     return [
         *_head(life, labels, width),
         Text(),
@@ -48,7 +48,7 @@ def _head(life: RowLife, labels: Mapping[int, str], width: int) -> list[Text]:
 
 
 def _facts(life: RowLife) -> list[Text]:
-    """Facts that were given; those that nobody set are not worth a word."""
+    """The facts that have a value."""
     words = [f"key {life.key}"] if life.key else []
     if life.group_id != _UNSET:
         member = (

@@ -40,7 +40,7 @@ def _head(frame: StatsFrame, width: int) -> list[Text]:
 
 
 def _turns(server: ServerStats) -> list[Text]:
-    """Requests for which everybody else waited too long: nothing is shown of a server where there was none."""
+    """Turns that took too long, so that all other requests waited; nothing if there was none."""
     requests = server.turns.get("request")
     if requests is None or not requests.late:
         return []
@@ -56,7 +56,7 @@ def _arena(name: str, used: int, capacity: int) -> Text:
 
 
 def _shards(server: ServerStats) -> list[Text]:
-    """All further shards, in one line."""
+    """All remote shards, in one line."""
     if not server.shards:
         return []
     used, capacity = (
@@ -89,10 +89,10 @@ def _tables(frame: StatsFrame, width: int) -> list[Text]:
 
 
 def _troubles(table: TableStats, width: int) -> list[Text]:
-    """Tasks that nobody works on though rows are ready, and those that never progress."""
-    told = [(name, task.unattended) for name, task in table.tasks.items() if task.unattended]
-    told += [(name, "can never progress; doctor says why") for name, task in table.tasks.items() if task.stranded]
-    lines = [wrap(Text(f"{name}: {text}", style="red"), width, indent=4) for name, text in told]
+    """Tasks without a worker though rows are ready, and tasks that can never progress."""
+    troubles = [(name, task.unattended) for name, task in table.tasks.items() if task.unattended]
+    troubles += [(name, "can never progress; doctor says why") for name, task in table.tasks.items() if task.stranded]
+    lines = [wrap(Text(f"{name}: {text}", style="red"), width, indent=4) for name, text in troubles]
     return [
         Text("  ✗ ", style="bold red").append_text(line[4:]) if not at else line
         for one in lines
@@ -163,7 +163,7 @@ def _age(task: TaskStats) -> Text:
 
 
 def _fates(table: TableStats, width: int) -> list[Text]:
-    """How stale handed-over rows were, and why rows were dropped: only what there is."""
+    """Staleness of the leased rows, and the reasons of dropped rows, if any."""
     lines: list[Text] = []
     if handed := sum(table.staleness.values()):
         lags = sorted(table.staleness.items(), key=lambda item: int(item[0]))

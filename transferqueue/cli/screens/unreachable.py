@@ -1,4 +1,4 @@
-"""What a screen shows in place of a coordinator that is out of reach."""
+"""The lines of a coordinator that did not answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transferqueue.cli.screens.layout import wrap
 from transferqueue.observe.coordinators import UnreachableCoordinator
 
 
-def silent_lines(silent: UnreachableCoordinator, width: int) -> list[Text]:
-    """Its address, and why nothing is known of it."""
-    head = Text(silent.address, style="bold cyan").append(" is out of reach", style="bold red")
-    return [head, *wrap(Text(silent.unreachable), width, indent=2)]
+def unreachable_lines(coordinator: UnreachableCoordinator, width: int) -> list[Text]:
+    """The address of the coordinator, and the error."""
+    head = Text(coordinator.address, style="bold cyan").append(" is out of reach", style="bold red")
+    return [head, *wrap(Text(coordinator.unreachable), width, indent=2)]

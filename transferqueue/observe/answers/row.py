@@ -34,7 +34,7 @@ class RowTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened to the row. session: 0 where none did it; task: "" where none is concerned."""
+    """One event in the life of the row. session: 0 if none caused it. task: "" if none is concerned."""
 
     ago_s: float
     what: str
@@ -44,7 +44,7 @@ class RowEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowLife(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything known of a row."""
+    """Everything that the server knows of a row."""
 
     table: str
     row: int

@@ -1,4 +1,4 @@
-"""The answer to `Observe("sessions")`, typed, and what people call each session."""
+"""The answer to `Observe("sessions")`, typed, and the labels of sessions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One session: who it is, how long it has been silent, what it holds."""
+    """One session: its process, how long it has been silent, and the rows that it holds."""
 
     session: int
     label: str

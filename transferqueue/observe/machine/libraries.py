@@ -1,4 +1,4 @@
-"""Python and the libraries: what is installed against what this distribution declares it needs."""
+"""Compare Python and the installed libraries with the requirements of this distribution."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Requirement(msgspec.Struct, frozen=True):
 
 
 def version() -> str:
-    """Version of this distribution, ``unknown`` when it runs from a tree that was never installed."""
+    """Version of this distribution; ``unknown`` if it was never installed."""
     return _installed(DISTRIBUTION) or "unknown"
 
 
@@ -40,7 +40,7 @@ def library_checks() -> list[Check]:
 
 
 def extra_checks(declared: list[Requirement]) -> list[Check]:
-    """One line for each extra that `declared` has; a library is named by the first extra that brings it."""
+    """One check for each extra in `declared`. A library is named in the first extra that requires it."""
     named: set[str] = set()
     checks = []
     for extra in SHOWN_EXTRAS:
@@ -52,7 +52,7 @@ def extra_checks(declared: list[Requirement]) -> list[Check]:
 
 
 def requirements(lines: Iterable[str] | None = None) -> list[Requirement]:
-    """Dependencies as the installed distribution declares them (or those in `lines`), itself left out."""
+    """The requirements of the installed distribution (or those in `lines`), without itself."""
     if lines is None:
         try:
             lines = metadata.requires(DISTRIBUTION) or ()
@@ -103,7 +103,7 @@ def _core(need: Requirement) -> Check:
 
 
 def _extra(extra: str, needs: list[Requirement], named: set[str]) -> Check:
-    """Absent is fine (extras are for those who want them); too old is not."""
+    """A missing extra is fine; a library that is too old is not."""
     subject = f"extra [{extra}]"
     found = {need.name: _installed(need.name) for need in needs}
     old = [f"{need.name} {found[need.name]}" for need in needs if not at_least(found[need.name] or "999", need.least)]

@@ -1,6 +1,6 @@
-"""Room for an arena: shared memory, the machine's memory, address space, and how it is promised.
+"""Check the room for an arena: shared memory, the machine's memory, address space, and overcommit.
 
-An arena's ceiling costs address space only; pages are taken as rows come. So less room than the ceiling
+An arena's ceiling costs address space only; pages are taken as rows arrive. So less room than the ceiling
 is a warning (the queue fills earlier than its limit says), and no room at all a failure.
 """
 

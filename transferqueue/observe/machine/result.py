@@ -1,4 +1,4 @@
-"""What a check of this machine found: one value per thing looked at, with what to do about it."""
+"""The result of a check of this machine, with a remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Verdict = Literal["ok", "warn", "fail"]
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing looked at. found: what is there. remedy: what to do; empty if and only if the verdict is ok."""
+    """The result of one check. found: the state of the subject. remedy: what to do; empty if and only if the verdict is ok."""
 
     subject: str
     verdict: Verdict
@@ -20,22 +20,22 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ok(subject: str, found: str) -> Check:
-    """It is as it should be."""
+    """A check without a problem."""
     return Check(subject=subject, verdict="ok", found=found)
 
 
 def warn(subject: str, found: str, remedy: str) -> Check:
-    """It works, but less well, or not for every use."""
+    """A check whose subject works less well, or not for every use."""
     return Check(subject=subject, verdict="warn", found=found, remedy=remedy)
 
 
 def fail(subject: str, found: str, remedy: str) -> Check:
-    """A queue will not run here before this is mended."""
+    """A check whose subject prevents a queue from running here."""
     return Check(subject=subject, verdict="fail", found=found, remedy=remedy)
 
 
 def tried(subject: str, attempt: Callable[[], str], *, otherwise: Verdict, remedy: str) -> Check:
-    """Do `attempt`, which says what it found or raises OSError; then the verdict is `otherwise`."""
+    """Call `attempt`, which returns what it found. If it raises OSError, the verdict is `otherwise`."""
     try:
         return ok(subject, attempt())
     except OSError as error:
@@ -44,6 +44,6 @@ def tried(subject: str, attempt: Callable[[], str], *, otherwise: Verdict, remed
 
 
 def worst(checks: list[Check]) -> Verdict:
-    """The gravest verdict among them; ok if there are none."""
+    """The worst verdict; ok if there are no checks."""
     order: tuple[Verdict, ...] = ("fail", "warn", "ok")
     return next((verdict for verdict in order if any(check.verdict == verdict for check in checks)), "ok")

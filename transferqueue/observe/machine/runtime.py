@@ -16,7 +16,7 @@ SOCKET_NAME: Final = "control.sock"
 SOCKET_PATH_MAX: Final = 107
 """Bytes of a Unix socket's path, its final zero left out (unix(7))."""
 FILES_PER_SESSION: Final = 3
-"""At a server: its socket, its pidfd, its lock."""
+"""Descriptors of a server for each session: socket, pidfd, lock."""
 FILES_FEW: Final = 256
 RUNTIME_VARIABLE: Final = "TRANSFERQUEUE_RUNTIME"
 
@@ -24,7 +24,7 @@ RUNTIME_VARIABLE: Final = "TRANSFERQUEUE_RUNTIME"
 def default_runtime() -> Path:
     """The directory of this user's server, by the rule of `transferqueue.transport`.
 
-    Said again here because a doctor must work where a library that transport needs is missing.
+    Repeated here because `doctor` must work where a library that transport needs is missing.
     """
     if named := os.environ.get(RUNTIME_VARIABLE):
         return Path(named)
@@ -39,7 +39,7 @@ def runtime_checks(runtime: Path) -> list[Check]:
 
 
 def directory(runtime: Path) -> Check:
-    """Ours alone (0700), or one that can be made so."""
+    """Check that the directory belongs to this user alone (0700), or can be made."""
     subject = "runtime directory"
     if not runtime.exists():
         return _makeable(subject, runtime)
@@ -65,7 +65,7 @@ def _makeable(subject: str, runtime: Path) -> Check:
 
 
 def socket_path(runtime: Path) -> Check:
-    """A Unix socket's path is short, by a rule older than this program."""
+    """Check the length of the socket's path, which the kernel limits."""
     length = len(os.fsencode(runtime / SOCKET_NAME))
     found = f"{length} of at most {SOCKET_PATH_MAX} bytes"
     if length > SOCKET_PATH_MAX:
@@ -74,7 +74,7 @@ def socket_path(runtime: Path) -> Check:
 
 
 def open_files(soft: int) -> Check:
-    """How many sessions a server may hold under this limit."""
+    """Check how many sessions a server may have under this limit of descriptors."""
     subject = "open files"
     if soft == resource.RLIM_INFINITY or soft >= FILES_PER_SESSION * SESSIONS_MAX:
         return ok(subject, "unlimited" if soft == resource.RLIM_INFINITY else f"{soft}")

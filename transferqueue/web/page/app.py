@@ -1,7 +1,7 @@
 """The page as an ASGI application: its files, a stream of frames, the life of a row, and `/metrics` for Prometheus.
 
-One sampler asks the server once a second while somebody looks, and nobody asks it otherwise; all viewers get the same frame.
-A viewer that does not read gets the newest frame when it does, never a queue of old ones.
+While a page is open, one sampler asks the server once a second; all viewers get the same frame. A slow viewer gets the
+newest frame when it reads, never a queue of old ones.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from transferqueue.web.status import status_of
 
 SAMPLE_S: Final = 1.0
 VIEWERS_MAX: Final = 16
-"""Open streams: each is a connection of one page."""
+"""Bound on open streams. Each is a connection of one page."""
 _KINDS: Final = {
     "page.html": "text/html",
     "draw.js": "text/javascript",
@@ -51,13 +51,13 @@ _KINDS: Final = {
 Endpoint = Callable[[Request], Awaitable[Response]]
 EVENTS: Final = "text/event-stream"
 ROW_DIGITS_MAX: Final = 18
-"""Of a row id in a path: every number of so many digits fits into 64 bits."""
+"""Digits of a row id in a path: every number of so many digits fits into 64 bits."""
 PATH_CHARS_SHOWN: Final = 200
 _HEADERS: Final = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
 
 
 class Sampler:
-    """The newest frame of a queue, as an event for browsers. Asks while `viewers` is not 0."""
+    """Keeps the newest frame of a queue, as an event for browsers. It asks the server while `viewers` is not 0."""
 
     def __init__(self, queue: tq.AsyncQueue) -> None:
         self.viewers = 0
@@ -71,7 +71,7 @@ class Sampler:
         self._gone = False
 
     async def watch(self) -> AsyncIterator[bytes]:
-        """Events, the first of the past, then each the newest there is, until nobody reads them or the server is gone."""
+        """Events: first the past, then the newest frame each time, until the viewer leaves or the server is gone."""
         self.viewers += 1
         if self._task is None or self._task.done():
             self._gone = False
@@ -92,7 +92,7 @@ class Sampler:
         while self.viewers and not self._gone:
             try:
                 event = await self._frame()
-            except FlowSignal as late:  # the server is busy: say so, and ask again
+            except FlowSignal as late:  # the server is busy: report it, and ask again
                 event = _event("late", {"text": str(late)})
             except TransferQueueError as error:
                 self._gone = True
@@ -114,8 +114,8 @@ class Sampler:
             self._changed.notify_all()
 
 
-def make_app(queue: tq.AsyncQueue, door: AccessPolicy) -> Gate:
-    """The application that shows `queue` to whom `door` lets in."""
+def make_app(queue: tq.AsyncQueue, access: AccessPolicy) -> Gate:
+    """The application that shows `queue` to requests that `access` admits."""
     sampler = Sampler(queue)
 
     async def events(request: Request) -> Response:
@@ -144,11 +144,11 @@ def make_app(queue: tq.AsyncQueue, door: AccessPolicy) -> Gate:
         "/row/{table:path}/{row}": row,
         METRICS: metrics_of(queue),
     }
-    return gated(door, [Route(path, page, methods=["GET"]) for path, page in pages.items()], _refused)
+    return gated(access, [Route(path, page, methods=["GET"]) for path, page in pages.items()], _refused)
 
 
 def row_id(text: str) -> int:
-    """A row id as a path has it; `UsageError` for what is none."""
+    """Parse the row id in a path. `UsageError` if it is not a row id."""
     if not (text.isascii() and text.isdecimal() and len(text) <= ROW_DIGITS_MAX):
         shown = text if len(text) <= ROW_DIGITS_MAX else f"{text[:ROW_DIGITS_MAX]}..."
         raise UsageError(f"row {shown!r} is no row id; give a number of at most {ROW_DIGITS_MAX} digits, such as 17")
@@ -169,13 +169,13 @@ def metrics_of(queue: tq.AsyncQueue) -> Endpoint:
 
 
 class Gate:
-    """An ASGI application behind a door: only requests that `door` lets in reach `inner`."""
+    """An ASGI application behind access control: only requests that `access` admits reach `inner`."""
 
-    def __init__(self, door: AccessPolicy, inner: ASGIApp) -> None:
-        self._door, self._inner = door, inner
+    def __init__(self, access: AccessPolicy, inner: ASGIApp) -> None:
+        self._access, self._inner = access, inner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, and say so first to the connection if it was let in (`connections`)."""
+        """Answer a request. If it is admitted, report that to the connection first (`connections`)."""
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -183,24 +183,24 @@ class Gate:
             await send(message)
 
         request = Request(scope)
-        asked = _asked(scope)
-        refusal = self._door.refuses(scope["path"], request.headers, request.cookies, asked)
+        link_token = _link_token(scope)
+        refusal = self._access.refuses(scope["path"], request.headers, request.cookies, link_token)
         if refusal is not None:
             await PlainTextResponse(f"{refusal.why}\n", refusal.status)(scope, receive, guarded)
             return
-        scope.get("extensions", {}).get(LET_IN, _nobody_asks)()
-        if asked is None:
+        scope.get("extensions", {}).get(LET_IN, _ignore_admission)()
+        if link_token is None:
             await self._inner(scope, receive, guarded)
             return
         response = RedirectResponse(
             LINK, HTTPStatus.SEE_OTHER
-        )  # out of the address bar, the history and whatever logs them
-        response.set_cookie(self._door.cookie, asked, httponly=True, samesite="strict")
+        )  # removes the token from the address bar, the history and logs
+        response.set_cookie(self._access.cookie, link_token, httponly=True, samesite="strict")
         await response(scope, receive, guarded)
 
 
-def gated(door: AccessPolicy, routes: Sequence[Route], refused: Callable[[HTTPStatus, str, str], Response]) -> Gate:
-    """The application of these routes behind a door. refused: makes the answer for an error, from its status, name and text."""
+def gated(access: AccessPolicy, routes: Sequence[Route], refused: Callable[[HTTPStatus, str, str], Response]) -> Gate:
+    """The application of these routes behind access control. refused: makes the answer to an error from its status, name and text."""
 
     async def no_route(request: Request, error: Exception) -> Response:
         status, shown = HTTPStatus(getattr(error, "status_code", 404)), repr(request.url.path[:PATH_CHARS_SHOWN])
@@ -220,19 +220,19 @@ def gated(door: AccessPolicy, routes: Sequence[Route], refused: Callable[[HTTPSt
 
     inner = Starlette(routes=routes, exception_handlers={HTTPException: no_route, TransferQueueError: error_of})
     inner.router.redirect_slashes = False
-    return Gate(door, inner)
+    return Gate(access, inner)
 
 
-def _asked(scope: Scope) -> str | None:
-    """The token in the link, as `serve` printed it."""
+def _link_token(scope: Scope) -> str | None:
+    """The token in the link that `serve` printed."""
     query: bytes = scope["query_string"]
     if scope["path"] != LINK or scope["method"] not in ("GET", "HEAD") or not query.startswith(b"token="):
         return None
     return query.removeprefix(b"token=").decode("latin-1")
 
 
-def _nobody_asks() -> None:
-    """For a server whose connections have no rules."""
+def _ignore_admission() -> None:
+    """Does nothing; for a server that does not use `connections`."""
 
 
 def _refused(status: HTTPStatus, _error: str, text: str) -> Response:
@@ -240,7 +240,7 @@ def _refused(status: HTTPStatus, _error: str, text: str) -> Response:
 
 
 def page_file(name: str) -> Endpoint:
-    """A file of the page, as it is."""
+    """Serve a file of the page unchanged."""
     body = files("transferqueue.web.page").joinpath(name).read_bytes()
 
     async def give(_request: Request) -> Response:

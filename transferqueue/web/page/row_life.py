@@ -1,4 +1,4 @@
-"""A row's life as the page shows it: sessions by name, since their numbers are longer than those of JavaScript."""
+"""A row's life as the page shows it: sessions by name, because their numbers exceed the integers of JavaScript."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ GONE: Final = "one that is gone"
 
 
 class LabelledRowLife(msgspec.Struct, frozen=True, kw_only=True):
-    """A row's life, and the names of those in it, "" where nobody is. put_by: who put it. held_by: by task, who
-    has it on lease. done_by: who did each of the events, in their order.
+    """A row's life, with the names of sessions, "" where there is none. put_by: the session that put it. held_by: by task, the session
+    that has it on lease. done_by: the session of each event, in order.
     """
 
     life: RowLife
@@ -24,7 +24,7 @@ class LabelledRowLife(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def named(life: RowLife, names: Mapping[int, str]) -> LabelledRowLife:
-    """The life, with what people call the sessions that are open."""
+    """Add the labels of the sessions to a row's life. names: labels of the open sessions."""
 
     def who(session: int | None) -> str:
         return names.get(session, GONE) if session else ""

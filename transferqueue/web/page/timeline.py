@@ -1,8 +1,8 @@
-"""What the last minutes were like: for each moment who of a table's workers worked, and who waited. Pure.
+"""The last minutes of a queue: for each moment, how many workers of each table worked, and how many waited. Pure.
 
-The law: a worker of a task works while it holds a lease, and is idle while it waits for one and holds none. A producer is idle while
-it waits to reserve, to put or for memory; producers work where rows came in since the moment before. Workers are told apart by
-the names that the server shows: those that share a label are one.
+Rules: a worker of a task works while it holds a lease, and is idle while it waits for one and holds none. A producer is idle while
+it waits to reserve, to put or for memory; producers count as working if rows arrived since the previous moment. Workers are
+distinguished by the names that the server shows: those that share a label count as one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _PRODUCING: Final = frozenset({"Reserve", "Put", "Grant"})
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """Workers of one task, or producers: how many work, how many are idle."""
+    """Counts of workers of one task, or of producers: busy and idle."""
 
     busy: int
     idle: int
 
 
 class TableMoment(msgspec.Struct, frozen=True):
-    """One table at one moment. put_s, done_s: rows per second since the one before."""
+    """One table at one moment. put_s, done_s: rows per second since the previous moment."""
 
     put_s: float
     done_s: float
@@ -38,20 +38,20 @@ class TableMoment(msgspec.Struct, frozen=True):
 
 
 class Moment(msgspec.Struct, frozen=True):
-    """All tables at one moment. at_s: by the server's clock."""
+    """All tables at one moment. at_s: time of the server's clock."""
 
     at_s: float
     tables: dict[str, TableMoment]
 
 
 class Timeline:
-    """The newest moments."""
+    """Keeps the newest moments."""
 
     def __init__(self) -> None:
         self.moments: deque[Moment] = deque(maxlen=MOMENTS_MAX)
 
     def add(self, frame: StatsFrame) -> Moment:
-        """The moment of a frame, which is the newest from now on."""
+        """Add the moment of a frame, and return it."""
         tables = {name: _table(name, table, frame) for name, table in frame.stats.tables.items()}
         found = Moment(frame.stats.now_s, tables)
         self.moments.append(found)
@@ -75,5 +75,5 @@ def _lane(task: str, shown: TaskStats, waiting: Iterable[Waiting]) -> Lane:
 
 
 def _names(waiting: Iterable[Waiting]) -> set[str]:
-    """As `holders` names them."""
+    """The names of waiting sessions, in the form of `holders`."""
     return {one.label or f"session {one.session}" for one in waiting}

@@ -1,4 +1,4 @@
-"""What the HTTP service can be asked for: each call, and what it does with its body (`schemas`)."""
+"""The calls of the HTTP service. Each takes a body and returns an answer (`schemas`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from transferqueue.workflows.asyncflow.service import NOTICE, check_columns, not
 from transferqueue.workflows.asyncflow.service_aio import AsyncService
 
 ANSWER_BYTES_MAX: Final = 256 << 20
-"""Columns or tensors of one answer: it is made whole before the first byte leaves."""
+"""Bound on the columns or tensors of one answer, which is made whole before the first byte is sent."""
 
 
 class Actions:
@@ -43,7 +43,7 @@ class Actions:
 
     def __init__(self, queue: tq.AsyncQueue) -> None:
         self._queue = queue
-        self._loans = HttpLeases()
+        self._leases = HttpLeases()
 
     async def init_engines(self, body: Engines) -> JobBody:
         """Declare a job: its stages, what each needs and gives, and how far prompts may run ahead. Again in the same words:
@@ -55,12 +55,12 @@ class Actions:
         """Put prompts, once there is room; all or nothing."""
         service = await self._service(body.table)
         columns = await asyncio.to_thread(unpack, body.columns)
-        rows = await service.put_prompts(columns, samples=body.samples, timeout_s=body.timeout_s, **body.facts.said())
+        rows = await service.put_prompts(columns, samples=body.samples, timeout_s=body.timeout_s, **body.facts.given())
         return PromptRows(rows=rows.tolist())
 
     async def get_experience(self, body: GetExperience) -> Experience:
         """Get rows of a stage, waiting for them. They are lent: give results back, or they go to others at the deadline."""
-        self._loans.check_room()
+        self._leases.check_room()
         service = await self._service(body.table)
         batch = await service.get_experience(
             body.stage,
@@ -76,7 +76,7 @@ class Actions:
         async with _released_if_refused(batch):
             columns = await asyncio.to_thread(_packed, batch, body.packed)
         return Experience(
-            lease=self._loans.lend(batch),
+            lease=self._leases.add(batch),
             lease_s=batch.lease_s,
             version=batch.version,
             rows=batch.rows.tolist(),
@@ -90,7 +90,7 @@ class Actions:
 
     async def put_experience(self, body: PutExperience) -> LeaseRemainder:
         """Give results back. They and the end of the loan are one commit; a late one is refused and changes nothing."""
-        given = body.facts.said() | dict(check_columns(await asyncio.to_thread(unpack, body.columns)))
+        given = body.facts.given() | dict(check_columns(await asyncio.to_thread(unpack, body.columns)))
         if body.lease is not None:
             return await self._settle(
                 body.lease, body.rows, "was given back", lambda batch: batch.ack(body.rows, **given)
@@ -118,10 +118,10 @@ class Actions:
 
     async def renew_experience(self, body: RenewExperience) -> LeaseTime:
         """Keep rows for longer."""
-        loan = self._loans.find(body.lease)
-        async with self._turn(loan, body.lease):
-            lease_s = await loan.batch.renew(body.lease_s)
-            self._loans.renewed(body.lease, lease_s)
+        lease = self._leases.find(body.lease)
+        async with self._turn(lease, body.lease):
+            lease_s = await lease.batch.renew(body.lease_s)
+            self._leases.renewed(body.lease, lease_s)
         return LeaseTime(lease_s=lease_s)
 
     async def notify_weights(self, body: NotifyWeights) -> DoneBody:
@@ -157,24 +157,24 @@ class Actions:
     async def _settle(
         self, name: str, rows: list[int] | None, how: str, verb: Callable[[tq.AsyncBatch], Awaitable[None]]
     ) -> LeaseRemainder:
-        loan = self._loans.find(name)
-        async with self._turn(loan, name):
-            before = len(loan.left)
-            await verb(loan.batch)
-            loan.left.difference_update(loan.left.copy() if rows is None else rows)
-            if not loan.left:
-                self._loans.end(name, how)
-        return LeaseRemainder(rows=before - len(loan.left), left=len(loan.left))
+        lease = self._leases.find(name)
+        async with self._turn(lease, name):
+            before = len(lease.left)
+            await verb(lease.batch)
+            lease.left.difference_update(lease.left.copy() if rows is None else rows)
+            if not lease.left:
+                self._leases.end(name, how)
+        return LeaseRemainder(rows=before - len(lease.left), left=len(lease.left))
 
     @asynccontextmanager
-    async def _turn(self, loan: HttpLease, name: str) -> AsyncIterator[None]:
-        """The only call about the loan, which is open when it begins."""
-        async with loan.turn:
-            self._loans.find(name)
+    async def _turn(self, lease: HttpLease, name: str) -> AsyncIterator[None]:
+        """Hold the lock of a lease, which is open when the block begins."""
+        async with lease.lock:
+            self._leases.find(name)
             try:
                 yield
             except LeaseExpired:
-                self._loans.end(name, "has expired, and its rows went to others")
+                self._leases.end(name, "has expired, and its rows went to others")
                 raise
 
 
@@ -187,13 +187,13 @@ class Action(NamedTuple):
     waits: bool = False
 
     def of(self, actions: Actions) -> Callable[[Any], Awaitable[Any]]:
-        """The call itself."""
+        """The method that carries out the call."""
         found: Callable[[Any], Awaitable[Any]] = getattr(actions, self.name)
         return found
 
     @property
     def about(self) -> str:
-        """What it does, in words."""
+        """The description of the call."""
         return " ".join((getattr(Actions, self.name).__doc__ or "").split())
 
 
@@ -213,7 +213,7 @@ ACTIONS: Final = (
 
 @asynccontextmanager
 async def _released_if_refused(batch: tq.AsyncBatch) -> AsyncIterator[None]:
-    """Rows that cannot be told to whoever asked go back at once."""
+    """Release the batch if its rows cannot be sent."""
     try:
         yield
     except BaseException:

@@ -1,12 +1,12 @@
 """Bodies of requests and answers: read within bounds, as JSON or as MessagePack.
 
-The law:
+Rules:
 
-- A body says its length first, and is read whole or not at all: one over `BODY_BYTES_MAX`, or for which there is no room beside
-  those that are being read and answered, is refused before a byte of it is kept; one that trickles is given up.
-- What it says it is decides how it is read: ``application/json`` (the default) or ``application/msgpack``. The answer is what
-  the request was.
-- Nothing in it is code: msgspec builds the structs of `actions`, or refuses.
+- A body states its length first, and is read whole or not at all. A body over `BODY_BYTES_MAX`, or over the room beside the
+  requests under way, is refused before any byte is kept. A body that arrives too slowly is refused.
+- The content type decides the encoding: ``application/json`` (the default) or ``application/msgpack``. The answer has the encoding
+  of the request.
+- Nothing in a body is code: msgspec builds the structs of `schemas`, or refuses.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 BODY_BYTES_MAX: Final = 64 << 20
-"""One request: a JSON list of small things takes some twenty times its bytes while it is read."""
+"""Bound on one request. A JSON list of small values takes some twenty times its bytes while it is decoded."""
 BODIES_BYTES_MAX: Final = 256 << 20
-"""All that are being read or carried out at once."""
+"""Bound on all requests that are being read or carried out."""
 BODY_S: Final = 60.0
 """A body of the largest size arrives in this time at 1 MiB/s."""
 
 
 class BadRequest(Exception):
-    """A request that is not understood; nothing was changed."""
+    """A malformed request; nothing was changed."""
 
     def __init__(self, status: HTTPStatus, text: str) -> None:
         super().__init__(text)
@@ -37,7 +37,7 @@ class BadRequest(Exception):
 
 
 class Codec(NamedTuple):
-    """One way to write a body."""
+    """One encoding of a body."""
 
     media_type: str
     encode: Callable[[Any], bytes]
@@ -49,7 +49,7 @@ MSGPACK: Final = Codec("application/msgpack", msgspec.msgpack.encode, msgspec.ms
 
 
 def codec_of(request: Request) -> Codec:
-    """What the request is written in; 415 for what is neither."""
+    """The codec of a request; status 415 if its content type is neither."""
     said = request.headers.get("content-type", JSON.media_type).partition(";")[0].strip().lower()
     for codec in (JSON, MSGPACK):
         if said == codec.media_type:
@@ -61,15 +61,15 @@ def codec_of(request: Request) -> Codec:
 
 
 class BodyBudget:
-    """Bytes of bodies that are in this process at once."""
+    """Bounds the bytes of all bodies in this process."""
 
     def __init__(self) -> None:
         self._taken = 0
 
     @asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[bytes]:
-        """The body, and room for it as long as it is used."""
-        size = _told(request)
+        """Read the body. Its bytes count until the block ends."""
+        size = _content_length(request)
         if self._taken + size > BODIES_BYTES_MAX:
             raise BadRequest(
                 HTTPStatus.SERVICE_UNAVAILABLE,
@@ -83,16 +83,16 @@ class BodyBudget:
             self._taken -= size
 
 
-def _told(request: Request) -> int:
-    told = request.headers.get("content-length")
-    if told is None or not told.isdecimal():
+def _content_length(request: Request) -> int:
+    length = request.headers.get("content-length")
+    if length is None or not length.isdecimal():
         raise BadRequest(HTTPStatus.LENGTH_REQUIRED, "the request does not say its length; send Content-Length")
-    if int(told) > BODY_BYTES_MAX:
+    if int(length) > BODY_BYTES_MAX:
         raise BadRequest(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            f"the request has {told} bytes; at most {BODY_BYTES_MAX}: send fewer rows at a time",
+            f"the request has {length} bytes; at most {BODY_BYTES_MAX}: send fewer rows at a time",
         )
-    return int(told)
+    return int(length)
 
 
 async def _read(request: Request) -> bytes:
@@ -106,7 +106,7 @@ async def _read(request: Request) -> bytes:
 
 
 def decode(codec: Codec, body: bytes, into: Any) -> Any:
-    """A body as a value of `into`; an empty one is one without any member. 400 with what is wrong, and where."""
+    """Decode a body as `into`; an empty body has no member. Status 400 says what is wrong, and where."""
     try:
         return codec.decode(body or codec.encode({}), type=into)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,12 +1,12 @@
-"""Columns as they travel over HTTP: a list of plain values, or elements packed as bytes. Pure.
+"""Columns in HTTP bodies: a list of plain values, or elements packed as bytes. Pure.
 
-The law:
+Rules:
 
 - A column is a list with one value for each row (numbers, text, lists of numbers, plain values), or a `PackedColumn`.
-- A list is given where JSON carries every value and its shape exactly: finite numbers and text. All else is packed, or whatever the caller
-  asks to have packed. Nothing is rounded, padded or left out.
+- An answer has a list where JSON represents every value and its shape exactly: finite numbers and text. Other columns are packed, and so are
+  all if the caller asks for it. Nothing is rounded, padded or left out.
 - In JSON the bytes of a `PackedColumn` are base64; a body of MessagePack has them as they are.
-- What is received is checked whole, against its own dtype and shape, before the queue sees it. Nothing of it is code.
+- A received column is checked whole, against its own dtype and shape, before the queue sees it. Nothing in it is code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transferqueue.storage.columns.column import Column
 from transferqueue.storage.elements.dtypes import viewed
 
 _LISTED: Final = frozenset({"bool", "str", "float16", "float32", "float64"})
-"""Dtypes that JSON has, besides integers."""
+"""Dtypes that JSON can represent, besides integers."""
 _BLOBS: Final[dict[str, Callable[[bytes], Any]]] = {
     "str": lambda data: data.decode(),
     "bytes": bytes,
@@ -35,7 +35,7 @@ _BLOBS: Final[dict[str, Callable[[bytes], Any]]] = {
 }
 
 _ELEMENTS_MAX: Final = 1 << 40
-"""Of one row, its empty dimensions left out: far over any body."""
+"""Bound on the elements of one row, without its empty dimensions: far over any body."""
 
 Sizes = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=8 * ROWS_PER_REQUEST_MAX)]
 
@@ -69,13 +69,13 @@ def unpack_tensors(tensors: Mapping[str, PackedColumn]) -> dict[str, NDArray[Any
 
 
 def pack(column: Column, *, packed: bool) -> Values:
-    """A column for the way back. packed: as bytes, even if a list would do."""
+    """A column of an answer. packed: as bytes, even if a list would do."""
     field = column.field
     return column.list() if not packed and _listable(field, column) else _packed(column)
 
 
 def nbytes(values: Values) -> int:
-    """About what a column adds to a body."""
+    """About the bytes that a column adds to a body."""
     if isinstance(values, PackedColumn):
         return len(values.data) + 8 * len(values.sizes)
     return 8 * len(values)
@@ -169,7 +169,7 @@ def _known(shape: Sequence[int | None]) -> tuple[int, ...]:
 
 
 def _exact(value: Any) -> bool:
-    """Whether JSON carries a plain value as it is."""
+    """Whether JSON represents a plain value exactly."""
     if isinstance(value, dict):
         return all(isinstance(name, str) and _exact(one) for name, one in value.items())
     if isinstance(value, list | tuple):
@@ -184,14 +184,16 @@ def _blob(dtype: str, row: Any) -> bytes:
 
 
 def _listable(field: Field, column: Column) -> bool:
-    """Whether a JSON list says all of a column."""
+    """Whether a JSON list represents a column exactly."""
     if field.dtype == "value":
         return all(_exact(value) for value in column)
     if field.dtype.startswith("float"):
         exact = field.dtype in _LISTED and _finite(column)
     else:
         exact = field.dtype in _LISTED or "int" in field.dtype
-    return exact and not (field.varied and any(row.size == 0 for row in column))  # [] does not say 0 of how many
+    return exact and not (
+        field.varied and any(row.size == 0 for row in column)
+    )  # [] does not show the other dimensions
 
 
 def _finite(column: Column) -> bool:

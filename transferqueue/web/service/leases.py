@@ -1,12 +1,12 @@
-"""Batches that were lent over HTTP, by a name that nobody can guess.
+"""Batches that were leased over HTTP. Each lease has a name that nobody can guess.
 
-The law:
+Rules:
 
-- A loan ends with its rows (given back, released, dropped), or with its deadline, which the queue keeps; `HttpLeases` forgets it then
-  too, so a client that vanished costs nothing.
-- How a loan ended is remembered for a while: a call that comes again, because its answer was lost, is told what became of the
-  first, and changes nothing.
-- One call at a time about one loan: others wait for it.
+- A lease ends when all its rows are acked, released or dropped, or at its deadline, which the queue keeps. `HttpLeases` forgets it
+  then, so a client that vanished costs nothing.
+- `HttpLeases` remembers for a while how a lease ended. A call that is repeated because its answer was lost learns how the
+  lease ended, and changes nothing.
+- Calls about one lease run one at a time.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from typing import Final
 import transferqueue as tq
 from transferqueue.errors import Full, LeaseExpired
 
-LOANS_MAX: Final = 4096
-"""Open at once: each may hold a view of shared memory."""
+LEASES_MAX: Final = 4096
+"""Bound on open leases. Each may hold a view of shared memory."""
 REMEMBERED_MAX: Final = 16_384
-"""Ends of loans that are remembered, some hundred bytes each."""
+"""Bound on remembered ends of leases, some hundred bytes each."""
 
 
 class HttpLease:
-    """A batch, which rows of it are left, and the turn of those who speak about it."""
+    """A batch, its remaining rows, and a lock for the calls about it."""
 
-    def __init__(self, batch: tq.AsyncBatch, forget: asyncio.TimerHandle) -> None:
-        self.batch, self.forget, self.turn = batch, forget, asyncio.Lock()
+    def __init__(self, batch: tq.AsyncBatch, expiry: asyncio.TimerHandle) -> None:
+        self.batch, self.expiry, self.lock = batch, expiry, asyncio.Lock()
         self.left = set(batch.rows.tolist())
 
 
 class HttpLeases:
-    """All loans of one process; used from one event loop."""
+    """All leases of one process; used from one event loop."""
 
     def __init__(self) -> None:
         self._open: dict[str, HttpLease] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
 
     def check_room(self) -> None:
-        """`Full` if no batch could be lent."""
-        if len(self._open) >= LOANS_MAX:
-            raise Full(f"{LOANS_MAX} batches are lent, which is the most; give some back, or ask for shorter leases")
+        """`Full` if no lease can be added."""
+        if len(self._open) >= LEASES_MAX:
+            raise Full(f"{LEASES_MAX} batches are lent, which is the most; give some back, or ask for shorter leases")
 
-    def lend(self, batch: tq.AsyncBatch) -> str:
-        """The name of a new loan."""
+    def add(self, batch: tq.AsyncBatch) -> str:
+        """Add the lease of a batch, and return its name."""
         name = secrets.token_urlsafe(12)
         self._open[name] = HttpLease(batch, self._timer(name, batch.lease_s))
         return name
 
     def find(self, name: str) -> HttpLease:
-        """An open loan; `LeaseExpired` says what became of one that is none."""
+        """The open lease of this name. `LeaseExpired` says how it ended, if it did."""
         found = self._open.get(name)
         if found is None:
             how = self._ended.get(name, "is none that was lent here, or one that ended long ago")
@@ -60,17 +60,17 @@ class HttpLeases:
         return found
 
     def renewed(self, name: str, lease_s: float) -> None:
-        """The loan lasts so long from now."""
-        loan = self._open[name]
-        loan.forget.cancel()
-        loan.forget = self._timer(name, lease_s)
+        """Extend a lease to `lease_s` seconds from now."""
+        lease = self._open[name]
+        lease.expiry.cancel()
+        lease.expiry = self._timer(name, lease_s)
 
     def end(self, name: str, how: str) -> None:
-        """The loan is over; `how` completes "lease … " for whoever asks again."""
-        loan = self._open.pop(name, None)
-        if loan is None:
+        """End a lease. how: completes "lease … " in the answer to later calls."""
+        lease = self._open.pop(name, None)
+        if lease is None:
             return
-        loan.forget.cancel()
+        lease.expiry.cancel()
         self._ended[name] = how
         if len(self._ended) > REMEMBERED_MAX:
             self._ended.popitem(last=False)

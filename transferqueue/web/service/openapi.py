@@ -1,5 +1,5 @@
-"""What the HTTP service is, as an OpenAPI 3.1 document and as a page for people. Both come from the structs that the calls read
-(`actions`), so neither can say anything else. Pure."""
+"""The description of the HTTP service: an OpenAPI 3.1 document and a page for people. Both are made from the structs that the calls
+read (`schemas`), so they cannot differ from the code. Pure."""
 
 from __future__ import annotations
 

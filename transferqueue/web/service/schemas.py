@@ -1,7 +1,7 @@
 """Bodies and answers of the HTTP service.
 
-A body is a struct, so what it may be, what OpenAPI says of it and what the code reads are one thing. Every number, list and
-text in it is bounded here or by the queue; what does not fit is refused before anything is done.
+A body is a struct, so the code and the OpenAPI document have one definition of it. Every number, list and
+text in it is bounded here or by the queue. A body over a bound is refused before anything is changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transferqueue.web.service.columns import PackedColumn, Values
 from transferqueue.workflows.asyncflow.declaration import NAME, Name, Names
 
 WAIT_S_MAX: Final = 300.0
-"""Longest wait of one call; whoever wants more asks again."""
+"""Longest wait of one call; a client that wants to wait longer calls again."""
 
 Wait = Annotated[float, msgspec.Meta(ge=0, le=WAIT_S_MAX)]
 RowIds = Annotated[list[int], msgspec.Meta(min_length=1, max_length=ROWS_PER_REQUEST_MAX)]
@@ -42,8 +42,8 @@ class FactsBody(_Body):
     key: str | list[str] | None = None
     tags: dict[str, Tag] | list[dict[str, Tag]] | None = None
 
-    def said(self) -> dict[str, Any]:
-        """Those that were given."""
+    def given(self) -> dict[str, Any]:
+        """The facts that have a value."""
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
 
 

@@ -1,11 +1,11 @@
 """The HTTP service: the calls of `actions` as ``POST /action/…``, what they are (`/openapi.json`, and a page at `/`), `/metrics`.
 
-The law:
+Rules:
 
-- Who may ask is the business of `door`: loopback addresses, and the token.
-- A call that waits, waits at the queue, for at most as long as its body says; a client that hangs up is seen, and takes nothing.
+- `access` decides who may call: loopback addresses with the token.
+- A call that waits, waits at the queue, for at most the time in its body. If the client hangs up, the wait ends and takes no rows.
 - Every refusal has the name and the text of an error of the queue, and a status that says who must act: 4xx the caller, 5xx
-  somebody else, or nobody (504: not yet, ask again; 410: there will be no more). After any but 5xx nothing was changed.
+  somebody else, or nobody (504: not yet, call again; 410: there will be no more). After any status but 5xx nothing was changed.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from transferqueue.web.service.schemas import ErrorBody
 from transferqueue.web.status import status_of
 
 
-def make_service(queue: tq.AsyncQueue, door: AccessPolicy) -> Gate:
-    """The application that serves `queue` to whom `door` lets in."""
-    actions, room, document = Actions(queue), BodyBudget(), described()
+def make_service(queue: tq.AsyncQueue, access: AccessPolicy) -> Gate:
+    """The application that serves `queue` to requests that `access` admits."""
+    actions, budget, document = Actions(queue), BodyBudget(), described()
     pages: dict[str, Endpoint] = {
         "/": _fixed(shown(document), "text/html"),
         "/service.css": _fixed(files("transferqueue.web.service").joinpath("service.css").read_bytes(), "text/css"),
         "/openapi.json": _fixed(JSON.encode(document), JSON.media_type),
         METRICS: metrics_of(queue),
     }
-    routes = [Route(f"/action/{action.name}", _call(action, actions, room), methods=["POST"]) for action in ACTIONS]
+    routes = [Route(f"/action/{action.name}", _call(action, actions, budget), methods=["POST"]) for action in ACTIONS]
     routes += [Route(path, page, methods=["GET"]) for path, page in pages.items()]
-    return gated(door, routes, lambda status, error, text: _refused(JSON, status, error, text))
+    return gated(access, routes, lambda status, error, text: _refused(JSON, status, error, text))
 
 
-def _call(action: Action, actions: Actions, room: BodyBudget) -> Endpoint:
+def _call(action: Action, actions: Actions, budget: BodyBudget) -> Endpoint:
     call = action.of(actions)
 
     async def endpoint(request: Request) -> Response:
         codec = JSON
         try:
             codec = codec_of(request)
-            async with room.body(request) as body:
-                asked = await asyncio.to_thread(decode, codec, body, action.takes)
-                answer = await (_unless_gone(request, call(asked)) if action.waits else call(asked))
+            async with budget.body(request) as body:
+                arguments = await asyncio.to_thread(decode, codec, body, action.takes)
+                answer = await (_unless_gone(request, call(arguments)) if action.waits else call(arguments))
                 return Response(await asyncio.to_thread(codec.encode, answer), media_type=codec.media_type)
         except BadRequest as refusal:
             return _refused(codec, refusal.status, "UsageError", str(refusal))
@@ -66,7 +66,7 @@ def _call(action: Action, actions: Actions, room: BodyBudget) -> Endpoint:
 
 
 async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
-    """The result of `work`, which is given up when the client hangs up: a lease that nobody reads goes back."""
+    """The result of `work`, which is cancelled if the client hangs up: rows that it leased are released."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request))
     try:
@@ -78,7 +78,7 @@ async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
         for one in (task, gone):
             one.cancel()
         await asyncio.wait({task, gone})
-        _ = task.cancelled() or task.exception()  # looked at, or asyncio would say that nobody did
+        _ = task.cancelled() or task.exception()  # retrieve the error, or asyncio logs that it was never retrieved
 
 
 async def _gone(request: Request) -> None:

@@ -15,7 +15,7 @@ METRICS_TOKEN = "of-the-metrics"  # noqa: S105
 
 
 @pytest.fixture
-def door():
+def access():
     return AccessPolicy(TcpAddress("127.0.0.1", 8787), "secret", METRICS_TOKEN)
 
 
@@ -23,37 +23,37 @@ def status(refusal):
     return refusal and refusal.status
 
 
-def test_who_brings_the_token_is_let_in_by_any_of_three_ways(door):
-    assert door.refuses("/", HOST, {}, "secret") is None
-    assert door.refuses("/", HOST, {door.cookie: "secret"}) is None
-    assert door.refuses("/", HOST | {"authorization": "Bearer secret"}, {}) is None
+def test_who_brings_the_token_is_let_in_by_any_of_three_ways(access):
+    assert access.refuses("/", HOST, {}, "secret") is None
+    assert access.refuses("/", HOST, {access.cookie: "secret"}) is None
+    assert access.refuses("/", HOST | {"authorization": "Bearer secret"}, {}) is None
 
 
 @pytest.mark.parametrize("shown", ["", "secre", "secret ", "sécret", "\0"])
 @pytest.mark.parametrize("path", ["/", "/metrics"])
-def test_who_does_not_is_not(door, path, shown):
-    assert status(door.refuses(path, HOST, {door.cookie: shown}, shown or None)) is HTTPStatus.UNAUTHORIZED
+def test_who_does_not_is_not(access, path, shown):
+    assert status(access.refuses(path, HOST, {access.cookie: shown}, shown or None)) is HTTPStatus.UNAUTHORIZED
 
 
-def test_the_token_of_the_metrics_opens_the_metrics_and_nothing_else(door):
+def test_the_token_of_the_metrics_opens_the_metrics_and_nothing_else(access):
     bearer = HOST | {"authorization": f"Bearer {METRICS_TOKEN}"}
-    assert door.refuses("/metrics", bearer, {}) is None
+    assert access.refuses("/metrics", bearer, {}) is None
     for path in ("/", "/events", "/metrics/", "/metrics/x", "//metrics", "/METRICS", "/action/seal"):
-        assert status(door.refuses(path, bearer, {})) is HTTPStatus.FORBIDDEN
-    assert door.refuses("/metrics", HOST | {"authorization": "Bearer secret"}, {}) is None
+        assert status(access.refuses(path, bearer, {})) is HTTPStatus.FORBIDDEN
+    assert access.refuses("/metrics", HOST | {"authorization": "Bearer secret"}, {}) is None
 
 
 @pytest.mark.parametrize(
     "host", ["", "evil.example:8787", "127.0.0.1", "127.0.0.1:8788", "127.0.0.1:8787.evil.example"]
 )
-def test_a_name_that_is_not_the_pages_gets_nothing_even_with_the_token(door, host):
-    assert status(door.refuses("/", {"host": host}, {}, "secret")) is HTTPStatus.MISDIRECTED_REQUEST
+def test_a_name_that_is_not_the_pages_gets_nothing_even_with_the_token(access, host):
+    assert status(access.refuses("/", {"host": host}, {}, "secret")) is HTTPStatus.MISDIRECTED_REQUEST
 
 
-def test_another_site_gets_nothing_even_with_the_token(door):
-    assert status(door.refuses("/", HOST | {"origin": "http://evil.example"}, {}, "secret")) is HTTPStatus.FORBIDDEN
-    assert status(door.refuses("/", HOST | {"origin": "null"}, {}, "secret")) is HTTPStatus.FORBIDDEN
-    assert door.refuses("/", HOST | {"origin": "http://localhost:8787"}, {}, "secret") is None
+def test_another_site_gets_nothing_even_with_the_token(access):
+    assert status(access.refuses("/", HOST | {"origin": "http://evil.example"}, {}, "secret")) is HTTPStatus.FORBIDDEN
+    assert status(access.refuses("/", HOST | {"origin": "null"}, {}, "secret")) is HTTPStatus.FORBIDDEN
+    assert access.refuses("/", HOST | {"origin": "http://localhost:8787"}, {}, "secret") is None
 
 
 def test_the_page_loads_nothing_from_elsewhere():
