@@ -13,10 +13,11 @@ import msgspec
 import numpy as np
 
 from transferqueue.client.session.calls import PendingCalls
-from transferqueue.ledger.requests import ack, checkpoints, flow_control, lease, put, weight_channels
+from transferqueue.ledger.requests import ack, flow_control, lease, put, weight_channels
 from transferqueue.ledger.rows.arrays import NO_ROWS
 from transferqueue.ledger.rows.blocks import BlockRegistry
 from transferqueue.ledger.rows.groups import GroupIndex
+from transferqueue.ledger.rows.indexes import StepIndex
 from transferqueue.ledger.rules import finish, groups_and_staleness
 from transferqueue.ledger.rules.finish import finish_rows
 from transferqueue.ledger.table import TableState
@@ -104,7 +105,8 @@ def _first_replica(was: Any) -> Any:
 
 
 def _one_step_more(was: Any) -> Any:
-    return lambda table, request, now: was(table, msgspec.structs.replace(request, step=request.step + 1), now)
+    # Chosen steps of a checkpoint are those up to it, of a rollback those above: only the former gain one.
+    return lambda self, chosen: was(self, lambda step: chosen(step) or chosen(step - 1))
 
 
 def _oldest(was: Any) -> Any:
@@ -154,7 +156,7 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "an extent is never given back": ((OwnShardMemory, "give_back", _nothing),),
     "producers are not held back": ((put, "no_room", lambda _was: lambda *_args: ""), (flow_control, "why_reserve_waits", lambda _was: lambda *_args: "")),
     "a share is done when its first replica is": ((ack, "_ack_replica", _first_replica),),
-    "a checkpoint covers the step after it": ((checkpoints, "checkpointed", _one_step_more),),
+    "a checkpoint covers the step after it": ((StepIndex, "take", _one_step_more),),
     "a pull is given the oldest version": ((weight_channels, "pull", _oldest),),
     "a predicate is not heeded": ((task_state, "matches", _all),),
     "a kept row is freed when it is done": ((finish, "Acked", lambda _was: object),),

@@ -11,7 +11,7 @@ from transferqueue.ledger.rows.arrays import IntArray, decode_rows, some
 from transferqueue.ledger.rows.commit import (
     StagedCommit,
     check_columns,
-    check_later,
+    check_no_group_facts,
     check_size,
     check_unset,
     reserve_blocks,
@@ -36,7 +36,7 @@ def ack(table: TableState, request: Ack, session: int, now: float) -> DoneReply:
     lease = table.core.leases.get(request.lease, request.token, table.name, session)
     task = table.tasks[lease.task]
     named = lease.positions(None if request.rows is None else decode_rows(request.rows))
-    _check_whole(table, task, lease, named, "ack")
+    _check_whole_groups(table, task, lease, named, "ack")
     if request.drop:
         check_reason(table, request.drop)
     held = named[lease.held[named]]
@@ -54,7 +54,7 @@ def ack(table: TableState, request: Ack, session: int, now: float) -> DoneReply:
         _reserve(table, staged)
         _commit(table, staged, rows, np.flatnonzero(lease.held[named]), now)
     lease.held[held] = lease.open[named] = False
-    _finish(table, task, rows, request, session, now)
+    _finish_acked(table, task, rows, request, session, now)
     _end_if_empty(table, lease, "it was acked")
     apply_stale_policy(table, rows, now)
     apply_group_and_stale_rules(table, now)
@@ -81,7 +81,7 @@ def _check_columns(
     if request.columns is None:
         return None
     staged = check_columns(table.rows, table.core.blocks, session, request.columns, named.size, table.replicas)
-    check_later(staged)
+    check_no_group_facts(staged)
     if staged.empty:
         return None
     if not named.size:
@@ -105,7 +105,7 @@ def _commit(table: TableState, staged: StagedCommit, rows: IntArray, chosen: Int
     rows_changed(table, staged, rows, at, now)
 
 
-def _finish(table: TableState, task: TaskState, rows: IntArray, request: Ack, session: int, now: float) -> None:
+def _finish_acked(table: TableState, task: TaskState, rows: IntArray, request: Ack, session: int, now: float) -> None:
     detail = f"step {request.step}" if request.step >= 0 else ""
     if request.drop:
         table.history.add(now, "acked as dropped", rows, task.task.name, session, request.drop)
@@ -125,7 +125,7 @@ def _finish(table: TableState, task: TaskState, rows: IntArray, request: Ack, se
         table.wake_task(task.task.name)
 
 
-def _check_whole(table: TableState, task: TaskState, lease: LeaseState, named: IntArray, verb: str) -> None:
+def _check_whole_groups(table: TableState, task: TaskState, lease: LeaseState, named: IntArray, verb: str) -> None:
     """Raise if the request ends part of a group: the rest would be leased again as less than a whole group."""
     if not isinstance(task, GroupTaskState) or named.size == lease.rows.size:
         return
@@ -169,7 +169,7 @@ def _ack_replica(
     lease.acked[peers[0]] = None
     lease.dropped_as = lease.dropped_as or request.drop
     if staged is not None and lease.staged is None:
-        lease.staged = _in_lease_order(table, lease, request, staged)
+        lease.staged = _stage_results(table, lease, request, staged)
     elif staged is not None:
         # Another replica's results are used. Commit these without references, so that their extent closes.
         table.core.blocks.commit(staged.placed, table.usage, [0] * len(staged.placed))
@@ -179,7 +179,7 @@ def _ack_replica(
     return DoneReply(lease.left if lease.id in table.core.leases.by_id else int(lease.rows.size))
 
 
-def _in_lease_order(table: TableState, lease: LeaseState, request: Ack, staged: StagedCommit) -> StagedCommit:
+def _stage_results(table: TableState, lease: LeaseState, request: Ack, staged: StagedCommit) -> StagedCommit:
     """Add the blocks of results (so that their extent may close) that rows get with the last ack."""
     _reserve(table, staged)
     if request.rows is not None:
@@ -200,7 +200,7 @@ def _commit_last_replica_ack(table: TableState, lease: LeaseState, request: Ack,
     drop_staged(table, lease)
     lease.held[:] = lease.open[:] = False
     final = Ack(request.table, request.lease, request.token, drop=lease.dropped_as, step=request.step)
-    _finish(table, task, held, final, session, now)
+    _finish_acked(table, task, held, final, session, now)
     end_lease(table, lease, "it was acked by all replicas", by_holder=True)
     apply_stale_policy(table, held, now)
 
@@ -216,7 +216,7 @@ def release(table: TableState, request: ReleaseRequest, session: int, now: float
     named = lease.positions(None if request.rows is None else decode_rows(request.rows))
     if lease.replicas > 1 and named.size != int(lease.open.sum()):
         raise UsageError(f"lease {lease.id} is shared by {lease.replicas} replicas; release all of its rows")
-    _check_whole(table, task, lease, named, "release")
+    _check_whole_groups(table, task, lease, named, "release")
     staged = _check_progress(table, lease, request, session, named)
     rows = lease.rows[named[lease.held[named]]]
     if staged is not None:

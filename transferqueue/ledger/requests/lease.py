@@ -28,7 +28,7 @@ def lease(table: TableState, task: TaskState, request: LeaseRequest, session: in
     """Answer a `LeaseRequest` with rows or `MustWait`; raises `EndOfTable`, or `DeadlineExceeded` if the request does
     not wait.
     """
-    _check(table, task, request)
+    _check_request(table, task, request)
     if request.world > 1 or request.replicas > 1:
         reply = _claim_share(table, task, request, session, now)
     else:
@@ -36,7 +36,7 @@ def lease(table: TableState, task: TaskState, request: LeaseRequest, session: in
     if reply is not None:
         return reply
     if table.sealed:
-        _check_end(table, task, request, now)
+        _raise_if_ended(table, task, request, now)
     if request.wait_s > 0:
         return MustWait((("task", table.name, task.task.name), ("table", table.name)))
     raise DeadlineExceeded(explain_lease(table, task, request, now))
@@ -45,7 +45,7 @@ def lease(table: TableState, task: TaskState, request: LeaseRequest, session: in
 # ---------------------------------------------------------------- checks
 
 
-def _check(table: TableState, task: TaskState, request: LeaseRequest) -> None:
+def _check_request(table: TableState, task: TaskState, request: LeaseRequest) -> None:
     units = [name for name in ("rows", "tokens", "groups") if getattr(request, name)]
     if len(units) != 1:
         raise UsageError(
@@ -100,7 +100,7 @@ def _check_possible(table: TableState, task: TaskState, request: LeaseRequest) -
     check_groups_fit(table, task, request)
 
 
-def _check_end(table: TableState, task: TaskState, request: LeaseRequest, now: float) -> None:
+def _raise_if_ended(table: TableState, task: TaskState, request: LeaseRequest, now: float) -> None:
     """Raise if the sealed table can give this request no row any more: `EndOfTable`, or `Impossible` if pending rows
     are left.
     """
@@ -123,12 +123,12 @@ def _lease_units(table: TableState, task: TaskState, request: LeaseRequest, sess
         return None
     choice.queue.taken(choice.sizes.size)
     at = table.rows.pages.index(choice.rows)
-    lease = _open(table, task, choice.rows, at, request, now)
+    lease = _open_lease(table, task, choice.rows, at, request, now)
     table.core.leases.hold(lease, session, 0)
-    return _reply(table, lease, at, request, session, now)
+    return _lease_reply(table, lease, at, request, session, now)
 
 
-def _open(
+def _open_lease(
     table: TableState, task: TaskState, rows: IntArray, at: IntArray, request: LeaseRequest, now: float
 ) -> LeaseState:
     """Take the rows out of the queue into a lease without a holder. at: their positions."""
@@ -145,7 +145,7 @@ def _requested_fields(task: TaskState, request: LeaseRequest) -> Sequence[str] |
     return None if request.fields is None or tuple(request.fields) == task.task.needs else request.fields
 
 
-def _reply(
+def _lease_reply(
     table: TableState, lease: LeaseState, at: IntArray, request: LeaseRequest, session: int, now: float
 ) -> Leased:
     task = table.tasks[lease.task]
@@ -168,12 +168,12 @@ def _count_staleness(table: TableState, at: IntArray) -> None:
     version = table.rows.version.a[at]
     lag = np.maximum(table.clock - version, 0)
     in_flight = np.clip(table.rows.stamped.a[at] - version, 0, lag)
-    _add(table.staleness, lag)
-    _add(table.staleness_in_flight, in_flight)
-    _add(table.staleness_in_queue, lag - in_flight)
+    _add_counts(table.staleness, lag)
+    _add_counts(table.staleness_in_flight, in_flight)
+    _add_counts(table.staleness_in_queue, lag - in_flight)
 
 
-def _add(counts: dict[int, int], lags: IntArray) -> None:
+def _add_counts(counts: dict[int, int], lags: IntArray) -> None:
     for lag, count in tally(lags):
         counts[lag] = counts.get(lag, 0) + count
 
@@ -209,7 +209,7 @@ def _make_shares(
     for units in shares(weights, request.world, equal_counts=task.ranker.equal_counts):
         rows = [choice.rows[starts[unit] : starts[unit] + choice.sizes[unit]] for unit in units]
         share = np.concatenate(rows) if rows else NO_ROWS
-        lease = _open(table, task, share, table.rows.pages.index(share), request, now)
+        lease = _open_lease(table, task, share, table.rows.pages.index(share), request, now)
         lease.share = (request.world, request.replicas)
         made.append(lease.id)
     return made
@@ -226,14 +226,14 @@ def _join_share(table: TableState, lease: LeaseState, request: LeaseRequest, ses
     table.core.leases.hold(lease, session, request.replica)
     if first:
         _start_share(table, lease, now)
-        reply = _reply(table, lease, table.rows.pages.index(lease.rows), request, session, now)
+        reply = _lease_reply(table, lease, table.rows.pages.index(lease.rows), request, session, now)
         if lease.replicas > 1:
             # Pin for the lease too: the first replica may unpin before the last one asks.
             lease.reply, lease.fields = reply, request.fields
-            table.core.blocks.pin(-lease.id, _blocks(reply))
+            table.core.blocks.pin(-lease.id, _blocks_of(reply))
         return reply
-    reply = lease.reply or _reply(table, lease, table.rows.pages.index(lease.rows), request, session, now)
-    table.core.blocks.pin(session, _blocks(reply))
+    reply = lease.reply or _lease_reply(table, lease, table.rows.pages.index(lease.rows), request, session, now)
+    table.core.blocks.pin(session, _blocks_of(reply))
     left = lease.length_s if lease.deadline is None else max(0.0, lease.deadline - now)
     return Leased(reply.lease, reply.token, left, reply.version, reply.content)
 
@@ -265,5 +265,5 @@ def _stale_since(table: TableState, lease: LeaseState) -> IntArray:
     return chosen
 
 
-def _blocks(reply: Leased) -> list[int]:
+def _blocks_of(reply: Leased) -> list[int]:
     return [at.block for part in reply.content.parts for at in part.blocks]

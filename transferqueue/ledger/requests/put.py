@@ -11,7 +11,7 @@ from transferqueue.ledger.rows.arrays import Index, IntArray, decode_rows, some
 from transferqueue.ledger.rows.commit import (
     StagedCommit,
     check_columns,
-    check_later,
+    check_no_group_facts,
     check_size,
     check_unset,
     reserve_blocks,
@@ -39,7 +39,7 @@ def put(
     """
     before = table.puts.get(author)
     if before is not None:
-        return _again(table, request, before)
+        return _reply_to_retry(table, request, before)
     if table.sealed:
         raise Sealed(f'table "{table.name}" is sealed; no row may enter it any more')
     staged = _check_put(table, request, session)
@@ -48,15 +48,15 @@ def put(
         if request.wait_s > 0:
             return MustWait((("room", table.name), ("table", table.name)))
         raise Full(explain_room(table, why))
-    first = _admit(table, staged, session, now)
+    first = _add_rows(table, staged, session, now)
     if reservation is not None:
-        _use(table, reservation, staged)
-    _remember(table, author, first, request.rows)
+        _use_reservation(table, reservation, staged)
+    _record_put(table, author, first, request.rows)
     apply_group_and_stale_rules(table, now)
     return PutRows(first, request.rows)
 
 
-def _again(table: TableState, request: PutRequest, before: tuple[int, int]) -> PutRows:
+def _reply_to_retry(table: TableState, request: PutRequest, before: tuple[int, int]) -> PutRows:
     first, rows = before
     if rows != request.rows:
         raise ProtocolError(
@@ -119,7 +119,7 @@ def no_room(table: TableState, rows: int, nbytes: int) -> str:
     return ""
 
 
-def _admit(table: TableState, staged: StagedCommit, session: int, now: float) -> int:
+def _add_rows(table: TableState, staged: StagedCommit, session: int, now: float) -> int:
     rows = table.rows
     reserve_blocks(staged, rows, table.parts, table.core.blocks, table.usage)
     first, where, finished = rows.pages.append(staged.rows)
@@ -130,11 +130,11 @@ def _admit(table: TableState, staged: StagedCommit, session: int, now: float) ->
     write_columns(staged, rows, table.parts, ids, where)
     table.rows_put += staged.rows
     table.history.add(now, "put", ids, session=session)
-    _enter(table, staged, ids, where, now)
+    _introduce_rows(table, staged, ids, where, now)
     return first
 
 
-def _enter(table: TableState, staged: StagedCommit, ids: IntArray, where: Index, now: float) -> None:
+def _introduce_rows(table: TableState, staged: StagedCommit, ids: IntArray, where: Index, now: float) -> None:
     """Add new rows to groups, tasks and the staleness index."""
     numbers = staged.facts.numbers
     if "group_id" in numbers:
@@ -146,22 +146,22 @@ def _enter(table: TableState, staged: StagedCommit, ids: IntArray, where: Index,
         if complete:
             table.wake_task(task.task.name)
     if "policy_version" in numbers:
-        _stamp(table, ids, where, numbers["policy_version"])
+        _record_versions(table, ids, where, numbers["policy_version"])
         apply_stale_policy(table, ids, now)
 
 
-def _use(table: TableState, reservation: ReservationState, staged: StagedCommit) -> None:
+def _use_reservation(table: TableState, reservation: ReservationState, staged: StagedCommit) -> None:
     groups = staged.facts.numbers.get("group_id")
     counts = [] if groups is None else table.groups.counts(groups)
     table.flow.use(reservation, staged.rows, counts)
 
 
-def _remember(table: TableState, author: tuple[bytes, int], first: int, rows: int) -> None:
+def _record_put(table: TableState, author: tuple[bytes, int], first: int, rows: int) -> None:
     groups = table.flow.refills
     for number in list(groups):
         group = table.groups.get(number)
         if group is not None:
-            table.flow.bound(number, group.size - group.present)
+            table.flow.limit_refills(number, group.size - group.present)
     if author[0] and author[1] > 0:
         table.puts[author] = (first, rows)
         table.puts_of_page.setdefault((first + rows - 1) >> SHIFT, []).append(author)
@@ -176,7 +176,7 @@ def update(table: TableState, request: Update, session: int, now: float) -> Done
     rows = decode_rows(request.rows)
     staged = check_columns(table.rows, table.core.blocks, session, request.columns, rows.size, table.replicas)
     at = table.rows.live_places(rows)
-    check_later(staged)
+    check_no_group_facts(staged)
     check_size(staged, table.name, table.limits.bytes_max, rows.size)
     if not request.overwrite:
         check_unset(table.rows, staged, rows, at)
@@ -207,14 +207,14 @@ def rows_changed(table: TableState, staged: StagedCommit, rows: IntArray, at: In
             task.rerank(rows, at)
             table.wake_task(task.task.name)
         if task.needs & names:
-            _complete(table, task.task.name, rows, at, now)
+            _complete_rows(table, task.task.name, rows, at, now)
     if "policy_version" in facts:
-        _stamp(table, rows, at, table.rows.version.a[at])
+        _record_versions(table, rows, at, table.rows.version.a[at])
         if table.versions is not None:
             table.wake_room()
 
 
-def _stamp(table: TableState, rows: IntArray, at: Index, versions: IntArray) -> None:
+def _record_versions(table: TableState, rows: IntArray, at: Index, versions: IntArray) -> None:
     """Record the clock at which rows got their policy version. It separates staleness in flight from staleness in the
     queue.
     """
@@ -223,7 +223,7 @@ def _stamp(table: TableState, rows: IntArray, at: Index, versions: IntArray) -> 
         table.versions.file(rows, versions)
 
 
-def _complete(table: TableState, name: str, rows: IntArray, at: IntArray, now: float) -> None:
+def _complete_rows(table: TableState, name: str, rows: IntArray, at: IntArray, now: float) -> None:
     task = table.tasks[name]
     ready = (task.state.a[at] == PENDING) & task.completed(at)
     if ready.all():

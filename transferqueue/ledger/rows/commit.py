@@ -55,7 +55,7 @@ def check_columns(
     """Check `columns` for `count` rows, each block in `replicas` shards: everything that does not depend on the rows
     themselves.
     """
-    _check_few(columns)
+    _check_count(columns)
     known = rows.check_fields(columns.fields)
     inline = [(column.field, _check_inline(rows, known, column.field, column.data, count)) for column in columns.inline]
     slots = [_check_block(rows, known, placed, count) for placed in columns.blocks]
@@ -71,7 +71,7 @@ def check_columns(
     return StagedCommit(count, new, list(columns.blocks), slots, inline, facts, names, nbytes)
 
 
-def _check_few(columns: Columns) -> None:
+def _check_count(columns: Columns) -> None:
     """Raise if there are more columns than a table can have, before any of them is decoded."""
     count = sum(len(placed.fields) for placed in columns.blocks) + len(columns.inline)
     if count > FIELDS_MAX or len(columns.blocks) > FIELDS_MAX:
@@ -144,7 +144,7 @@ def check_unset(rows: RowStore, staged: StagedCommit, ids: IntArray, at: IntArra
             )
 
 
-def check_later(staged: StagedCommit) -> None:
+def check_no_group_facts(staged: StagedCommit) -> None:
     """Raise if an update or ack carries facts that only a put may carry."""
     if "group_id" in staged.facts.numbers:
         raise UsageError("group_id and group_size are given at put and stay; they cannot be updated")

@@ -49,7 +49,7 @@ def choose(table: TableState, task: TaskState, request: LeaseRequest) -> ChosenU
     if not _may_suffice(task, request, least, final=final):
         return None
     queue = task.queue(request.where)
-    units = _fitting(table, task, request, queue, budget)
+    units = _units_in_budget(table, task, request, queue, budget)
     count, amount, full = units.count, units.amount, units.full
     if request.world > 1 and task.ranker.equal_counts and not final:
         count -= count % request.world
@@ -58,7 +58,7 @@ def choose(table: TableState, task: TaskState, request: LeaseRequest) -> ChosenU
     enough = count > 0 and (final or full or (request.at_least > 0 and amount >= request.at_least))
     if not enough or (request.world > count and not final):
         return None
-    return _choice(task, units.ids[:count], queue)
+    return _chosen_units(task, units.ids[:count], queue)
 
 
 def _may_suffice(task: TaskState, request: LeaseRequest, least: int, *, final: bool) -> bool:
@@ -79,7 +79,9 @@ class _BudgetFit:
     full: bool
 
 
-def _fitting(table: TableState, task: TaskState, request: LeaseRequest, queue: ReadyQueue, budget: int) -> _BudgetFit:
+def _units_in_budget(
+    table: TableState, task: TaskState, request: LeaseRequest, queue: ReadyQueue, budget: int
+) -> _BudgetFit:
     """The units at the front of the queue that fit the budget."""
     if request.groups or (request.rows and not isinstance(task, GroupTaskState)):
         ids = queue.first(budget)[UNIT]
@@ -87,13 +89,13 @@ def _fitting(table: TableState, task: TaskState, request: LeaseRequest, queue: R
     look = BATCH_FIRST
     while True:
         ids = queue.first(look)[UNIT]
-        fit = _fit(table, task, request, ids, budget)
+        fit = _fit_budget(table, task, request, ids, budget)
         if ids.size < look or fit.count < ids.size or look >= ROWS_PER_REQUEST_MAX:
             return fit
         look = min(2 * look, ROWS_PER_REQUEST_MAX)
 
 
-def _fit(table: TableState, task: TaskState, request: LeaseRequest, ids: IntArray, budget: int) -> _BudgetFit:
+def _fit_budget(table: TableState, task: TaskState, request: LeaseRequest, ids: IntArray, budget: int) -> _BudgetFit:
     rows, sizes = task.members(ids)
     costs = sizes if request.rows else tokens_of(table, rows, sizes)
     total = np.cumsum(costs)
@@ -104,7 +106,7 @@ def _fit(table: TableState, task: TaskState, request: LeaseRequest, ids: IntArra
         raise _too_large(table, int(sizes[0]), request)
     amount = int(total[count - 1]) if count else 0
     spare = budget - amount
-    full = count < ids.size or spare <= 0 or (bool(request.rows) and spare < _smallest(table))
+    full = count < ids.size or spare <= 0 or (bool(request.rows) and spare < _smallest_unit(table))
     return _BudgetFit(ids, costs, count, amount, full)
 
 
@@ -114,7 +116,7 @@ def check_groups_fit(table: TableState, task: TaskState, request: LeaseRequest) 
         return
     if request.rows and table.groups.largest * request.world > request.rows:
         raise _too_large(table, table.groups.largest, request)
-    least, most = request.groups * _smallest(table), request.groups * table.groups.largest
+    least, most = request.groups * _smallest_unit(table), request.groups * table.groups.largest
     if most > ROWS_PER_REQUEST_MAX or (least > table.limits.rows and not table.sealed and not request.at_least):
         bound = min(table.limits.rows, ROWS_PER_REQUEST_MAX)
         raise Impossible(
@@ -123,7 +125,7 @@ def check_groups_fit(table: TableState, task: TaskState, request: LeaseRequest) 
         )
 
 
-def _smallest(table: TableState) -> int:
+def _smallest_unit(table: TableState) -> int:
     """Size of the smallest known unit. A row without a group is a unit of one."""
     return table.groups.smallest if table.groups.members_live == table.rows_live else 1
 
@@ -146,6 +148,6 @@ def tokens_of(table: TableState, rows: IntArray, sizes: IntArray) -> IntArray:
     return summed
 
 
-def _choice(task: TaskState, ids: IntArray, queue: ReadyQueue) -> ChosenUnits:
+def _chosen_units(task: TaskState, ids: IntArray, queue: ReadyQueue) -> ChosenUnits:
     rows, sizes = task.members(ids)
     return ChosenUnits(rows, sizes, queue)

@@ -82,7 +82,7 @@ def _wanted(request: LeaseRequest) -> str:
 
 
 def _lacking(table: TableState, task: TaskState, now: float) -> list[str]:
-    reasons = [*_leased(table, [task], now), *_pending(table, task, now), *_stepped(task)]
+    reasons = [*_leased(table, [task], now), *_pending(table, task, now), *_waiting_for_checkpoint(task)]
     if isinstance(task, GroupTaskState):
         reasons += _forming(table, task)
     if not reasons and not task.open_rows:
@@ -124,7 +124,7 @@ def _leased(table: TableState, tasks: Iterable[TaskState], now: float) -> list[s
     return lines
 
 
-def _stepped(task: TaskState) -> list[str]:
+def _waiting_for_checkpoint(task: TaskState) -> list[str]:
     """How many rows wait for a checkpoint, and of which step."""
     count = task.counts[ACKED_WITH_STEP]
     if not count:
@@ -272,7 +272,7 @@ def rows_by_holder(table: TableState) -> str:
                 f'task "{task.task.name}" has {task.open_rows - counts[LEASED] - counts[PENDING] - counts[WAITING_FOR_GROUP]} ready, '
                 f"{counts[LEASED]} leased, {counts[PENDING] + counts[WAITING_FOR_GROUP]} not complete"
             )
-        lines += [f'task "{task.task.name}": {text}' for text in _stepped(task)]
+        lines += [f'task "{task.task.name}": {text}' for text in _waiting_for_checkpoint(task)]
     if table.flow.reserved:
         holders = tally(np.array([reservation.session for reservation in table.flow.reservations.values()], np.int64))
         lines.append(

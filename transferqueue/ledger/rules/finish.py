@@ -31,10 +31,10 @@ def drop_rows(table: TableState, rows: IntArray, reason: str, now: float) -> Non
     rows, at = rows[live], at[live]
     for task in table.tasks.values():
         lose_leases(table, task, rows, at, f"its rows were dropped ({reason})")
-        task.withdraw(rows, at)
+        task.remove(rows, at)
     table.rows_dropped[reason] = table.rows_dropped.get(reason, 0) + rows.size
     table.history.add(now, "dropped", rows, detail=reason)
-    _end(table, rows, at, DROPPED)
+    _set_fate(table, rows, at, DROPPED)
     if table.sealed:
         table.wake_tasks()
 
@@ -52,10 +52,10 @@ def finish_rows(table: TableState, task: TaskState, rows: IntArray, now: float, 
         rows, at = rows[over], at[over]
     table.rows_done += rows.size
     table.history.add(now, "done", rows)
-    _end(table, rows, at, DONE)
+    _set_fate(table, rows, at, DONE)
 
 
-def _end(table: TableState, rows: IntArray, at: IntArray, fate: int) -> None:
+def _set_fate(table: TableState, rows: IntArray, at: IntArray, fate: int) -> None:
     table.ordinals.ended(at)
     if len(table.groups) or table.group_tasks:
         for unit in table.groups.leave(rows, at, dropped=fate == DROPPED):
@@ -112,7 +112,7 @@ def end_lease(table: TableState, lease: LeaseState, why: str, *, by_holder: bool
         drop_staged(table, lease)
         table.wake_room()
     if lease.share is not None:
-        table.shared_batches[lease.task, *lease.share].over(lease.id)
+        table.shared_batches[lease.task, *lease.share].share_ended(lease.id)
     table.core.blocks.unpin_all(-lease.id)
     table.core.leases.end(lease, why)
 

@@ -111,7 +111,7 @@ def _queue_group(table: TableState, task: GroupTaskState, group: FormingGroup) -
     if waiting.any():
         # Withdraw them first. Otherwise their drop would make the group incomplete again.
         rows = rows[waiting]
-        task.withdraw_late(rows, table.rows.pages.index(rows))
+        task.mark_absent(rows, table.rows.pages.index(rows))
         table.to_drop.append((rows, INCOMPLETE))
 
 
@@ -120,7 +120,7 @@ def _refill(table: TableState, task: GroupTaskState, forming: FormingGroup, now:
     if group is None:
         return
     absent = group.size - group.present
-    table.flow.ask(forming.unit, absent if forming.late else forming.lost, absent)
+    table.flow.ask_refills(forming.unit, absent if forming.late else forming.lost, absent)
     table.wake_room()
     if forming.late:
         rows = np.array(list(group.rows), np.int64)
@@ -153,7 +153,7 @@ def return_rows(
     if not rows.size:
         return
     at = table.rows.pages.index(rows)
-    task.give_back(rows, at, now, before)
+    task.return_rows(rows, at, now, before)
     if not task.completed(at).all():
         redo_or_drop_missing(table, task, rows, now)
     if failed:
@@ -209,7 +209,7 @@ def _keep(table: TableState, pacing_task: TaskState, rows: IntArray, now: float)
         stale = table.rows.version.a[at]
         chosen = (stale >= 0) & (stale < table.oldest_fresh_version)
         rows, at = rows[chosen], at[chosen]
-    pacing_task.withdraw(rows, at, KEPT_STALE)
+    pacing_task.remove(rows, at, KEPT_STALE)
     if isinstance(pacing_task, GroupTaskState):
         for unit, _ in table.groups.counts(table.groups.units(rows, at)):
             pacing_task.close(unit)

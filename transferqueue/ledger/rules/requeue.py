@@ -123,7 +123,7 @@ def _can_regenerate(table: TableState, name: str, rows: IntArray) -> BoolArray:
     for task in [first, *(table.tasks[other] for other in after)]:
         state = task.state.a[at]
         if isinstance(task, GroupTaskState):
-            can &= ~task.handed_over(table.groups.units(rows, at)) & (state <= READY)
+            can &= ~task.was_leased(table.groups.units(rows, at)) & (state <= READY)
         elif not task.task.gives:
             can &= (state != DONE) & (state != ACKED_WITH_STEP)
     return can

@@ -83,7 +83,7 @@ class GroupTaskState(TaskState):
         late = self._over(rows, at)
         if late.any():
             places = self.rows.pages.index(rows)
-            self.withdraw_late(rows[late], places[late])
+            self.mark_absent(rows[late], places[late])
             rows, at = rows[~late], places[~late]
         if complete and rows.size:
             self.complete(rows, at, now)
@@ -93,7 +93,7 @@ class GroupTaskState(TaskState):
         over = {unit for unit, _ in self.groups.counts(units) if self._state(unit) == OVER}
         return np.isin(units, list(over)) if over else np.zeros(rows.size, np.bool_)
 
-    def withdraw_late(self, rows: IntArray, at: IntArray) -> None:
+    def mark_absent(self, rows: IntArray, at: IntArray) -> None:
         """Mark members as absent: their group was leased without them."""
         self._set_state(at, ABSENT)
         self.rows.tasks_left.a[at] -= 1
@@ -124,7 +124,7 @@ class GroupTaskState(TaskState):
         ):
             self._deadlines.add(group, now + self.rule.deadline_s)
 
-    def give_back(self, rows: IntArray, at: IntArray, now: float, before: int = LEASED) -> None:
+    def return_rows(self, rows: IntArray, at: IntArray, now: float, before: int = LEASED) -> None:
         """Mark leased (or acked) members as complete again. The group rules decide whether their group is whole."""
         self.move(at, rows.size, before, WAITING_FOR_GROUP)
         for unit, count in self.groups.counts(self.groups.units(rows, at)):
@@ -144,15 +144,15 @@ class GroupTaskState(TaskState):
         super().finish(rows, at, before)
         for unit, _ in self.groups.counts(self.groups.units(rows, at)):
             self.close(unit)
-            self._withdraw_latecomers(unit)
+            self._mark_latecomers_absent(unit)
 
-    def _withdraw_latecomers(self, unit: int) -> None:
+    def _mark_latecomers_absent(self, unit: int) -> None:
         """Mark members as absent that arrived while the others were leased."""
         rows = np.array(self.groups.members(unit), np.int64)
         at = self.rows.pages.index(rows)
         late = self.state.a[at] <= WAITING_FOR_GROUP
         if late.any():
-            self.withdraw_late(rows[late], at[late])
+            self.mark_absent(rows[late], at[late])
 
     def close(self, unit: int) -> None:
         """Mark the group as over: the task is done with it."""
@@ -163,11 +163,11 @@ class GroupTaskState(TaskState):
         group.state, group.ready, group.deadline = OVER, 0, None
         group.lost, group.late = 0, False
 
-    def withdraw(self, rows: IntArray, at: IntArray, to: int = GONE) -> None:
+    def remove(self, rows: IntArray, at: IntArray, to: int = GONE) -> None:
         """Remove members. The group rules decide what that does to their groups."""
         states = self.state.a[at]
         units = self.groups.units(rows, at)
-        super().withdraw(rows, at, to)
+        super().remove(rows, at, to)
         ready = dict(self.groups.counts(units[(states == WAITING_FOR_GROUP) | (states == READY)]))
         for unit, lost in self.groups.counts(units[states < DONE]):
             self._lose_members(unit, ready.get(unit, 0), lost)
@@ -280,7 +280,7 @@ class GroupTaskState(TaskState):
         """Number of groups that can be leased."""
         return self._queued
 
-    def handed_over(self, units: IntArray) -> BoolArray:
+    def was_leased(self, units: IntArray) -> BoolArray:
         """Which units are leased or over."""
         return np.array([self._state(unit) >= OUT for unit in units.tolist()], np.bool_)
 

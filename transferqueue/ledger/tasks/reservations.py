@@ -99,12 +99,12 @@ class FlowControl:
         """Number of refills that no reservation has taken."""
         return sum(self.refills.values())
 
-    def ask(self, group: int, more: int, absent: int) -> None:
+    def ask_refills(self, group: int, more: int, absent: int) -> None:
         """Ask for `more` members of a group that lacks `absent`, never for more than it lacks."""
         lacking = absent - self.promised.get(group, 0)
         _set(self.refills, group, max(0, min(self.refills.get(group, 0) + more, lacking)))
 
-    def bound(self, group: int, absent: int) -> None:
+    def limit_refills(self, group: int, absent: int) -> None:
         """Reduce the refills of a group that lacks only `absent` members now."""
         if group in self.refills:
             _set(self.refills, group, max(0, min(self.refills[group], absent - self.promised.get(group, 0))))

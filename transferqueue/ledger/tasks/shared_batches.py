@@ -76,7 +76,7 @@ class SharedBatches:
         if len(batch.claimed) == self.world * self.replicas:
             del self.batches[number]
 
-    def over(self, lease: int) -> None:
+    def share_ended(self, lease: int) -> None:
         """Record that a share has ended, so that no replica can claim it any more."""
         for number, batch in list(self.batches.items()):
             if lease not in batch.shares:

@@ -122,7 +122,7 @@ class TaskState:
         self.order.a[at] = stamps
         self._enqueue(rows, at, stamps, stamps)
 
-    def give_back(self, rows: IntArray, at: IntArray, now: float, before: int = LEASED) -> None:
+    def return_rows(self, rows: IntArray, at: IntArray, now: float, before: int = LEASED) -> None:
         """Make leased (or acked) rows ready again, at their old place in the order."""
         self.move(at, rows.size, before, READY)
         self._enqueue(rows, at, self.order.a[at], self.stamps(rows.size))
@@ -145,7 +145,7 @@ class TaskState:
         self.counters.done += rows.size
         self.move(at, rows.size, before, DONE)
 
-    def withdraw(self, rows: IntArray, at: IntArray, to: int = GONE) -> None:
+    def remove(self, rows: IntArray, at: IntArray, to: int = GONE) -> None:
         """Remove rows from the task: they end, or the task has no work with them any more. The caller removes them from
         leases.
         """
