@@ -27,7 +27,7 @@ import transferqueue as tq
 from transferqueue.adapters.transfer_queue.partitions import Partitions
 from transferqueue.adapters.transfer_queue.tags import given_tags, name_of
 from transferqueue.errors import AlreadyExists, DeadlineExceeded, Impossible, NotFound, UsageError
-from transferqueue.storage.elements.dtypes import loaded
+from transferqueue.storage.elements.dtypes import imported_module
 
 PLACE: Final = "nemo_rl.data_plane.adapters.transfer_queue"
 """The module from which NeMo-RL's factory takes ``TQDataPlaneClient``."""
@@ -266,7 +266,7 @@ def activate() -> None:
 
 
 def _on_ray() -> bool:
-    ray = loaded("ray")
+    ray = imported_module("ray")
     return ray is not None and bool(ray.is_initialized())
 
 

@@ -22,7 +22,7 @@ from transferqueue.adapters.transfer_queue.client import TransferQueueClient
 from transferqueue.adapters.transfer_queue.controller import Controller
 from transferqueue.adapters.transfer_queue.metrics import Metrics
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler
-from transferqueue.storage.elements.dtypes import loaded
+from transferqueue.storage.elements.dtypes import imported_module
 
 ACTOR: Final = "TransferQueueController"
 NAMESPACE: Final = "transfer_queue"
@@ -205,7 +205,7 @@ def _defaults() -> dict[str, Any]:
 
 def _merged(defaults: Mapping[str, Any], overrides: Any) -> dict[str, Any]:
     """Merge `overrides` over `defaults`, dict by dict. Other values (a sampler's class) stay unchanged."""
-    if loaded("omegaconf") is not None and not isinstance(overrides, dict):
+    if imported_module("omegaconf") is not None and not isinstance(overrides, dict):
         from omegaconf import OmegaConf
 
         overrides = OmegaConf.to_container(overrides) if OmegaConf.is_config(overrides) else overrides

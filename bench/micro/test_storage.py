@@ -14,7 +14,16 @@ import torch
 from bench.contenders.tensors import flat_bytes, tensor
 from bench.workloads import KIB, MIB, WORKLOADS, Flat, Workload, columns, same
 from transferqueue.schema import Field
-from transferqueue.storage import Allocator, Arena, BlockWriter, Column, MappedBlocks, Mapping, RowPlacement, drafts
+from transferqueue.storage import (
+    Allocator,
+    Arena,
+    BlockWriter,
+    Column,
+    MappedBlocks,
+    Mapping,
+    RowPlacement,
+    block_writers,
+)
 from transferqueue.storage.inputs.prepare import prepare
 
 ENCODED = ("dense_1", "dense_32", "dense_128", "ragged_1", "ragged_32", "ragged_128", "ragged_bf16", "text", "images")
@@ -38,7 +47,7 @@ def shared() -> Iterator[Callable[[int], memoryview]]:
 
 
 def prepared(batch: dict[str, Any]) -> BlockWriter:
-    [draft] = drafts([prepare(name, value) for name, value in batch.items()])
+    [draft] = block_writers([prepare(name, value) for name, value in batch.items()])
     return draft
 
 

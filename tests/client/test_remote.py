@@ -21,7 +21,7 @@ import transferqueue as tq
 from tests.client.deployments import Served, Worker
 from transferqueue.client.memory import remote
 from transferqueue.limits import BULK_TRIES
-from transferqueue.storage.memory.buffer_pool import Buffers
+from transferqueue.storage.memory.buffer_pool import BufferPool
 from transferqueue.transport.bulk.zeromq import ZmqBulkClient
 from transferqueue.wire.messages import Welcome
 
@@ -291,7 +291,7 @@ def test_views_stay_and_are_nobody_elses(table: tq.Table) -> None:
 
 
 def test_a_buffer_is_used_again_when_no_view_of_it_is_left() -> None:
-    buffers = Buffers(kept_bytes=3 * MIB)
+    buffers = BufferPool(kept_bytes=3 * MIB)
     first = buffers.take(MIB - 5)
     address, part = first.__array_interface__["data"][0], first[7:9]
     assert (len(first), address % 64) == (MIB - 5, 0)

@@ -156,7 +156,7 @@ def test_a_write_across_the_edge_of_an_earlier_one_is_refused_and_changes_nothin
     objects = written(files)
     for offset, nbytes in ((0, 8192), (2 * MIB, 4 * MIB), (8192, 100)):
         with pytest.raises(UsageError, match=r"crosses the edge of bytes 4096 to .*write into a piece of its own"):
-            objects.landing(Range(1, offset, nbytes))
+            objects.begin_write(Range(1, offset, nbytes))
     assert np.array_equal(objects.read([Range(1, 4096, 2 * MIB)])[0], content(2 * MIB))
 
 
@@ -184,7 +184,7 @@ def test_readers_of_the_same_share_it_and_the_last_ones_stay(files: Files) -> No
 
 def test_a_writer_holds_an_object_and_a_frame(files: Files) -> None:
     objects = ObjectBacking(files.open(), "tq-test-", 64 * MIB, object_bytes=2 * MIB)
-    landing = objects.landing(Range(1, 0, 48 * MIB))
+    write = objects.begin_write(Range(1, 0, 48 * MIB))
     sizes: list[int] = []
 
     def read(into: memoryview) -> int:
@@ -192,8 +192,8 @@ def test_a_writer_holds_an_object_and_a_frame(files: Files) -> None:
         return min(len(into), FRAME_BYTES)
 
     for _ in range(48):
-        landing.fill(read)
-        landing.settle(last=False)
+        write.fill(read)
+        write.commit(last=False)
     assert max(sizes) == 2 * MIB + FRAME_BYTES
     assert min(sizes) >= FRAME_BYTES
 

@@ -9,7 +9,7 @@ from transferqueue.errors import BY_NAME
 from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, BULK_WINDOW_FRAMES, FRAME_BYTES, MIB
 from transferqueue.server.shards.bulk_endpoint import ShardTransfers
 from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.storage import drafts
+from transferqueue.storage import block_writers
 from transferqueue.storage.inputs.prepare import prepare
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.backing import ArenaBacking
@@ -32,7 +32,7 @@ class Bench:
 
     def put(self, **columns):
         """A block at the start of the arena, as a reply names it to the session."""
-        (draft,) = drafts([prepare(name, values) for name, values in columns.items()])
+        (draft,) = block_writers([prepare(name, values) for name, values in columns.items()])
         draft.write(self.arena[: draft.nbytes])
         self.fields = draft.fields
         names = [field.name for field in draft.fields]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from transferqueue.schema import Field
-from transferqueue.storage import Allocator, Arena, Column, MappedBlocks, RowPlacement, drafts
+from transferqueue.storage import Allocator, Arena, Column, MappedBlocks, RowPlacement, block_writers
 from transferqueue.storage import Mapping as Mapped
 from transferqueue.storage.inputs.prepare import prepare
 
@@ -42,7 +42,7 @@ class Shard:
         """Write columns as a client does; a block for each set of columns that share values alike."""
         declared = {one.name: one for one in fields}
         prepared = [prepare(name, value, declared.get(name), rows) for name, value in columns.items()]
-        return [self._place(draft) for draft in drafts(prepared)]
+        return [self._place(draft) for draft in block_writers(prepared)]
 
     def _place(self, draft: Any) -> Block:
         offset = self.allocator.allocate(max(draft.nbytes, 1))

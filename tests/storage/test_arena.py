@@ -13,7 +13,7 @@ import pytest
 
 from transferqueue.errors import OutOfMemory, UsageError
 from transferqueue.limits import ARENA_SLICE_BYTES, MIB, PAGE_BYTES
-from transferqueue.storage import Allocator, Arena, Mapping, room
+from transferqueue.storage import Allocator, Arena, Mapping, available_bytes
 from transferqueue.storage.memory.arena import KEEP_BYTES, TRIM_BYTES, surplus
 
 
@@ -188,6 +188,6 @@ def test_a_small_arena_is_never_trimmed() -> None:
 
 
 def test_room_is_what_the_file_system_or_the_machine_has(tmp_path: Path) -> None:
-    assert 0 < room(tmp_path) <= os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
-    assert room(None) > 64 * MIB
+    assert 0 < available_bytes(tmp_path) <= os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
+    assert available_bytes(None) > 64 * MIB
     assert resource.getpagesize() == PAGE_BYTES

@@ -16,8 +16,8 @@ import torch
 from transferqueue.errors import SchemaError, UsageError
 from transferqueue.limits import ROWS_PER_REQUEST_MAX, VALUE_DEPTH_MAX, VALUE_NODES_MAX
 from transferqueue.schema import Field
-from transferqueue.storage import Repeat, drafts
-from transferqueue.storage.elements import values as plain
+from transferqueue.storage import Repeat, block_writers
+from transferqueue.storage.elements import values
 from transferqueue.storage.inputs.prepare import prepare
 
 
@@ -297,7 +297,7 @@ def test_a_value_shared_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(VALUE_DEPTH_MAX - 2):
         value = [value, value]
     assert VALUE_NODES_MAX == 1 << 22
-    monkeypatch.setattr(plain, "VALUE_NODES_MAX", 1000)
+    monkeypatch.setattr(values, "VALUE_NODES_MAX", 1000)
     with pytest.raises(SchemaError, match="a value has more than 1000 parts; store arrays as columns"):
         prepare("x", [{"v": value}])
 
@@ -326,9 +326,9 @@ def test_columns_of_different_rows_are_refused() -> None:
     with pytest.raises(
         SchemaError, match='field "b" has 3 rows, but field "a" has 2; all columns of one call have the same rows'
     ):
-        drafts([prepare("a", [1, 2]), prepare("b", [1, 2, 3])])
+        block_writers([prepare("a", [1, 2]), prepare("b", [1, 2, 3])])
     with pytest.raises(SchemaError, match='field "b" has 4 rows, but field "a" has 2'):
-        drafts([prepare("a", [1, 2]), prepare("b", Repeat(["x"], 4))])
+        block_writers([prepare("a", [1, 2]), prepare("b", Repeat(["x"], 4))])
     with pytest.raises(SchemaError, match='field "a" has 2 rows, but this call has 3; give one value for each row'):
         prepare("a", [1, 2], rows=3)
 

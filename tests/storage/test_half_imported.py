@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
-from transferqueue.storage.elements.dtypes import loaded, torch_loaded
+from transferqueue.storage.elements.dtypes import imported_module, imported_torch
 
 HALF = """
 import builtins
@@ -63,7 +63,7 @@ def test_plain_values_are_put_while_another_thread_imports_torch(half: threading
     with tq.connect("embedded") as queue:
         table = queue.create_table("t", tasks=[tq.Task("work", needs=["c0"])])
         assert "torch" in sys.modules
-        assert torch_loaded() is None
+        assert imported_torch() is None
         table.put(**{f"c{number}": value for number, value in enumerate(PLAIN)})
         with table.lease("work", rows=2) as batch:
             assert batch["c0"].numpy().tolist() == [0, 1]
@@ -72,16 +72,16 @@ def test_plain_values_are_put_while_another_thread_imports_torch(half: threading
 
 
 def test_a_module_counts_from_when_it_is_whole(half: threading.Event) -> None:
-    assert loaded("torch") is None
+    assert imported_module("torch") is None
     half.set()
     whole = importlib.import_module("torch")
-    assert loaded("torch") is whole
-    assert torch_loaded() is whole
+    assert imported_module("torch") is whole
+    assert imported_torch() is whole
 
 
 def test_what_is_no_import_counts_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = type(sys)("stub_of_a_test")
     monkeypatch.setitem(sys.modules, "stub_of_a_test", stub)
-    assert loaded("stub_of_a_test") is stub
+    assert imported_module("stub_of_a_test") is stub
     monkeypatch.setitem(sys.modules, "stub_of_a_test", None)
-    assert loaded("stub_of_a_test") is None
+    assert imported_module("stub_of_a_test") is None

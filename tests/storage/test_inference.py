@@ -13,7 +13,7 @@ import torch
 
 from tests.storage.shards import Shard
 from transferqueue.schema import Field
-from transferqueue.storage import Repeat, drafts
+from transferqueue.storage import Repeat, block_writers
 from transferqueue.storage.inputs.prepare import prepare
 from transferqueue.storage.inputs.sources import DeviceTensors
 
@@ -127,7 +127,7 @@ def test_a_single_value_is_for_all_rows_and_stored_once(
 
 def test_shared_values_are_stored_once() -> None:
     prompts = [f"prompt {at}" * 100 for at in range(4)]
-    (draft,) = drafts(
+    (draft,) = block_writers(
         [prepare("prompt", Repeat(prompts, 8)), prepare("image", Repeat([np.zeros(9)] * 4, [8, 8, 8, 8]))]
     )
     assert (draft.rows, draft.stored_rows) == (32, 4)
@@ -170,7 +170,7 @@ def test_a_block_depends_on_its_content_alone(shard: Shard) -> None:
     }
     contents = []
     for filling in (0, 255):
-        (draft,) = drafts([prepare(name, value) for name, value in columns.items()])
+        (draft,) = block_writers([prepare(name, value) for name, value in columns.items()])
         out = np.full(draft.nbytes, filling, np.uint8)
         draft.write(out.data)
         contents.append(out.tobytes())

@@ -117,7 +117,7 @@ def test_bytes_outside_the_arena_are_corruption_and_leave_no_pin(shard: Shard) -
             shard.mapping.pin([block, wrong])
     gc.collect()
     assert shard.released == []
-    assert not shard.mapping._living().viewed
+    assert not shard.mapping._open_pages().viewed
 
 
 def test_if_not_all_can_be_mapped_nothing_is_held(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_if_not_all_can_be_mapped_nothing_is_held(shard: Shard, monkeypatch: pyt
         shard.mapping.pin([first, second])
     gc.collect()
     assert shard.released == []
-    assert list(shard.mapping._living().viewed) == [second.extent]
+    assert list(shard.mapping._open_pages().viewed) == [second.extent]
     assert list(held) == [second.block]
 
 
@@ -181,7 +181,7 @@ def test_pins_may_end_in_any_thread_and_inside_a_collection(shard: Shard) -> Non
         worker.join()
     gc.collect()
     assert shard.released == [block.block] * 200 * threads
-    assert not shard.mapping._living().viewed
+    assert not shard.mapping._open_pages().viewed
 
 
 # ---------------------------------------------------------------- privacy
@@ -272,7 +272,7 @@ def test_the_view_is_the_shared_memory_itself(shard: Shard) -> None:
     view = column.numpy()
     assert view.sum() == 32 << 20
     assert anonymous_kilobytes() - before < 2048, "reading a view copies nothing"
-    low = shard.mapping._living().address
+    low = shard.mapping._open_pages().address
     assert low + block.offset <= address_of(view) < low + block.offset + block.nbytes
     assert column.torch().data_ptr() == address_of(view)
 

@@ -120,7 +120,7 @@ class Reuses(ObjectBacking):
 
 class Forgetful(ObjectBacking):
     def forget(self, extent: int) -> None:
-        self.keep(1 << 62, [])
+        self.forget_others(1 << 62, [])
 
 
 def test_what_is_right_passes() -> None:

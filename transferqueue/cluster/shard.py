@@ -163,7 +163,7 @@ def carry_out(order: m.Order, backing: Backing, tickets: TicketIssuer) -> bool:
         case m.LiveSet():
             extents = _numbers(order.extents)
             tickets.keep_live(order.extents_to, extents, order.sessions_to, _numbers(order.sessions))
-            backing.keep(order.extents_to, frozenset(extents))
+            backing.forget_others(order.extents_to, frozenset(extents))
     return True
 
 

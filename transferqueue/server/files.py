@@ -24,7 +24,7 @@ from typing import Final
 
 from transferqueue.errors import AddressInUse, UsageError
 from transferqueue.limits import ARENA_BYTES_DEFAULT, GIB
-from transferqueue.storage.memory.arena import Arena, room
+from transferqueue.storage.memory.arena import Arena, available_bytes
 from transferqueue.transport import FileLock, IpcAddress, remove_unlocked
 from transferqueue.transport.system.private_files import private_directory
 
@@ -101,7 +101,7 @@ class ArenaDirectory:
 
 def private_arena(arena_bytes: int | None) -> ArenaDirectory:
     """A new arena for an embedded server: a memfd."""
-    capacity = arena_bytes or min(ARENA_BYTES_DEFAULT, room(None))
+    capacity = arena_bytes or min(ARENA_BYTES_DEFAULT, available_bytes(None))
     return ArenaDirectory(Arena.create(None, capacity))
 
 
@@ -114,7 +114,7 @@ def served_arena(arena_bytes: int | None, shared: Path = SHARED_MEMORY) -> Arena
     if root is None:
         return private_arena(arena_bytes)
     remove_stale_arenas(root)
-    free = room(root)
+    free = available_bytes(root)
     wanted = arena_bytes or min(ARENA_BYTES_DEFAULT, max(free, SHARED_ENOUGH))
     if free < wanted:
         with suppress(OSError):

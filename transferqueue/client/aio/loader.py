@@ -9,17 +9,17 @@ from typing import ClassVar, Self
 from transferqueue.client.aio.batch import AsyncBatch
 from transferqueue.client.handles.prefetch import Prefetcher
 from transferqueue.errors import EndOfTable
-from transferqueue.storage.elements.process_bound import Staying
+from transferqueue.storage.elements.process_bound import ProcessBound
 
 
-class AsyncLoader(Staying):
+class AsyncLoader(ProcessBound):
     """`Loader` for an event loop: ``async for batch in table.loader(...): async with batch: ...``.
 
     Fetching begins with the first batch that is asked for. It ends with the last batch, with `aclose` (or the end of its ``async
     with``), or when the loader is collected.
     """
 
-    elsewhere: ClassVar[str] = "pass queue.address and names, and make the loader where the batches are used"
+    _remedy: ClassVar[str] = "pass queue.address and names, and make the loader where the batches are used"
 
     def __init__(self, ahead: Prefetcher[AsyncBatch]) -> None:
         self._ahead = ahead

@@ -18,16 +18,16 @@ from transferqueue.client.operations.tables import observe
 from transferqueue.client.session.run import Operation
 from transferqueue.errors import PeerError, TransferQueueError, UsageError
 from transferqueue.limits import check_name
-from transferqueue.storage.elements.process_bound import Staying
+from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.wire.home_coordinator import home_coordinator
 
 Plain = dict[str, Any]
 
 
-class QueueBase(Staying):
+class QueueBase(ProcessBound):
     """A queue without the verbs that talk to a server. `UsageError` unless `clients` are of one deployment."""
 
-    elsewhere: ClassVar[str] = "pass queue.address, and connect there: tq.connect(address)"
+    _remedy: ClassVar[str] = "pass queue.address, and connect there: tq.connect(address)"
 
     def __init__(self, *clients: ClientSession) -> None:
         check_seats(clients)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from transferqueue.client.client import ClientSession
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import UsageError
-from transferqueue.storage.elements.process_bound import Staying
+from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.storage.memory.private_pages import when_gone
 from transferqueue.wire import messages as m
 
@@ -22,10 +22,10 @@ class _ReservationRemainder:
         self.rows = rows
 
 
-class ReservationBase(Staying):
+class ReservationBase(ProcessBound):
     """A reservation without the verbs that talk to the server."""
 
-    elsewhere: ClassVar[str] = "pass queue.address, and reserve where the rows are put"
+    _remedy: ClassVar[str] = "pass queue.address, and reserve where the rows are put"
 
     def __init__(self, client: ClientSession, terms: TableInfo, reserved: m.Reserved) -> None:
         self._client, self._terms, self._reserved = client, terms, reserved

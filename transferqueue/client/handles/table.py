@@ -9,13 +9,13 @@ from transferqueue.client.table_info import TableInfo
 from transferqueue.limits import Limits
 from transferqueue.policies import Pacing, Retention, Task
 from transferqueue.schema import Field
-from transferqueue.storage.elements.process_bound import Staying
+from transferqueue.storage.elements.process_bound import ProcessBound
 
 
-class TableBase(Staying):
+class TableBase(ProcessBound):
     """A table without the verbs that talk to the server: its terms, as this client last heard them."""
 
-    elsewhere: ClassVar[str] = (
+    _remedy: ClassVar[str] = (
         "pass queue.address and the name of the table, and open it there: tq.connect(address).table(name)"
     )
 

@@ -9,13 +9,13 @@ from transferqueue.client.client import ClientSession
 from transferqueue.client.operations.weights import Weights, pull_weights
 from transferqueue.client.session.run import run_sync
 from transferqueue.limits import TIMEOUT_S_DEFAULT
-from transferqueue.storage.elements.process_bound import Staying
+from transferqueue.storage.elements.process_bound import ProcessBound
 
 
-class AsyncWeightChannelBase(Staying):
+class AsyncWeightChannelBase(ProcessBound):
     """A channel's name and session. All that a weight channel for event loops has beside its verbs."""
 
-    elsewhere: ClassVar[str] = (
+    _remedy: ClassVar[str] = (
         "pass queue.address and the name of the channel, and open it there: tq.connect(address).weights(name)"
     )
 

@@ -33,7 +33,7 @@ from transferqueue.limits import BULK_SILENCE_S, BULK_TRANSFERS_MAX, BULK_TRIES,
 from transferqueue.schema import Field
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
-from transferqueue.storage.memory.buffer_pool import Buffers
+from transferqueue.storage.memory.buffer_pool import BufferPool
 from transferqueue.transport.bulk.tcp import TcpBulkClient
 from transferqueue.transport.bulk.zeromq import ZmqBulkClient
 from transferqueue.wire import messages as m
@@ -67,7 +67,7 @@ class RemoteMemory:
                 "this server has no bulk endpoint, so a client that cannot map its memory has no way to the bytes; "
                 "serve at a tcp address"
             )
-        self.buffers: Final = Buffers()
+        self.buffers: Final = BufferPool()
         self._dial = dial
         self._welcome = welcome
         self._unpin = unpin

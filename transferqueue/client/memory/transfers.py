@@ -19,7 +19,7 @@ from transferqueue.errors import Corruption, Unreachable, from_wire
 from transferqueue.limits import FRAME_BYTES
 from transferqueue.schema import Field, layout
 from transferqueue.storage.elements.dtypes import U8
-from transferqueue.storage.memory.buffer_pool import Buffers
+from transferqueue.storage.memory.buffer_pool import BufferPool
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire import messages as m
 from transferqueue.wire import run_length
@@ -109,7 +109,7 @@ class FetchTransfer:
         shard: int,
         fields: Mapping[str, Field],
         parts: Sequence[RequestedRows],
-        buffers: Buffers,
+        buffers: BufferPool,
     ) -> None:
         self.done = False
         self.landed: dict[int, ReceivedBlock] = {}

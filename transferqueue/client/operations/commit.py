@@ -30,7 +30,7 @@ from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import FlowSignal, SchemaError, ShardLost, UsageError, listing
 from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX, check_name
 from transferqueue.schema import Field, align
-from transferqueue.storage.inputs.block_writer import BlockWriter, drafts
+from transferqueue.storage.inputs.block_writer import BlockWriter, block_writers
 from transferqueue.storage.inputs.prepare import Prepared, Repeat, prepare
 from transferqueue.wire import messages as m
 
@@ -119,7 +119,7 @@ def _commit(
     terms.check_added(columns)
     out = outgoing(columns, facts, terms.fields, rows)
     fields = [column.field for column in out.columns]
-    blocks = drafts([column for column in out.columns if not column.field.inline])
+    blocks = block_writers([column for column in out.columns if not column.field.inline])
     inline = [m.Inline(column.field.name, column.inline()) for column in out.columns if column.field.inline]
     use: m.GrantPurpose = "rows" if rows is None else "results"
     region = (yield from write(client, blocks, deadline, use, terms.last.replicas)) if blocks else None
@@ -179,7 +179,7 @@ def fill(memory: memoryview, blocks: Sequence[BlockWriter], *, checksums: bool) 
         written = memory[at : at + block.nbytes]
         block.write(written)
         if checksums:
-            block.add_up(written)
+            block.take_checksum(written)
         at += align(block.nbytes)
 
 

@@ -56,7 +56,7 @@ class NewTensor(BlockWriter):
     def write(self, out: Any) -> None:
         """As `BlockWriter.write`; then the checksum is known."""
         super().write(out)
-        self.add_up(out)
+        self.take_checksum(out)
 
 
 class ReusedTensor(NewTensor):
@@ -74,7 +74,7 @@ class ReusedTensor(NewTensor):
     def write(self, out: Any) -> None:
         """As `BlockWriter.write`."""
         np.frombuffer(out, np.uint8)[:] = self.memory
-        self.add_up(out)
+        self.take_checksum(out)
 
 
 def is_unchanged(field: Field, block: m.BlockLocation, other: Field, nbytes: int, total: int) -> bool:
@@ -110,11 +110,13 @@ def _publish(
     channel: str,
     keep: int,
     number: int,
-    drafts: Sequence[NewTensor],
+    block_writers: Sequence[NewTensor],
     adapter: str | None,
     deadline: Deadline,
 ) -> Operation[None]:
-    yield from retry_on_other_shard(client, lambda: _commit(client, channel, keep, number, drafts, adapter, deadline))
+    yield from retry_on_other_shard(
+        client, lambda: _commit(client, channel, keep, number, block_writers, adapter, deadline)
+    )
 
 
 def _commit(
@@ -122,15 +124,15 @@ def _commit(
     channel: str,
     keep: int,
     number: int,
-    drafts: Sequence[NewTensor],
+    block_writers: Sequence[NewTensor],
     adapter: str | None,
     deadline: Deadline,
 ) -> Operation[m.DoneReply]:
     basis = yield from request_reply(m.GetLatestVersion(channel=channel), m.LatestVersion)
     beside = [] if adapter is None else _beside(channel, adapter, basis)
-    unchanged = yield from _unchanged(drafts, basis)
+    unchanged = yield from _unchanged(block_writers, basis)
     kept = {name: block.block for name, block in _worth_keeping(unchanged, basis.extents).items()}
-    written = [draft for draft in drafts if draft.field.name not in kept]
+    written = [draft for draft in block_writers if draft.field.name not in kept]
     blocks = [*beside, *kept.values()]
     region = (yield from write(client, written, deadline, "weights")) if written else None
     request = m.Publish(
@@ -150,13 +152,13 @@ def tensor_drafts(tensors: Mapping[str, Any], prefix: str) -> list[NewTensor]:
     """Check the tensors. Each becomes a block, with a field named with `prefix`."""
     if not isinstance(tensors, Mapping) or not tensors:
         raise UsageError(f"weights are {type(tensors).__name__} of no tensors; give a mapping of names to tensors")
-    drafts: list[NewTensor] = []
+    block_writers: list[NewTensor] = []
     for name, tensor in tensors.items():
         check_name("tensor", f"{BASE}{name}")
         if not hasattr(tensor, "shape"):
             raise SchemaError(f'tensor "{name}" is {type(tensor).__name__}; weights are torch tensors or numpy arrays')
-        drafts.append(NewTensor(check_name("tensor", f"{prefix}{name}"), tensor))
-    return drafts
+        block_writers.append(NewTensor(check_name("tensor", f"{prefix}{name}"), tensor))
+    return block_writers
 
 
 def _prefix(adapter: str | None) -> str:
@@ -181,11 +183,11 @@ def _beside(channel: str, adapter: str, basis: m.LatestVersion) -> list[int]:
     return [block.block for block in basis.blocks if not block.fields[0].startswith(f"{adapter}/")]
 
 
-def _unchanged(drafts: Iterable[NewTensor], basis: m.LatestVersion) -> Operation[dict[str, m.BlockLocation]]:
+def _unchanged(block_writers: Iterable[NewTensor], basis: m.LatestVersion) -> Operation[dict[str, m.BlockLocation]]:
     """Find tensors that are the same in the newest version, with their blocks there. Reads only those whose field and size match."""
     fields = {field.name: field for field in basis.fields}
     newest = {block.fields[0]: block for block in basis.blocks if len(block.fields) == 1 and block.checksum}
-    likely = [draft for draft in drafts if _alike(draft, newest.get(draft.field.name), fields)]
+    likely = [draft for draft in block_writers if _alike(draft, newest.get(draft.field.name), fields)]
     unseen = [draft for draft in likely if draft.sum == UNCHECKED]
     yield BlockingWork(sum(draft.nbytes for draft in unseen), lambda: _sum(unseen))
     return {
@@ -199,10 +201,10 @@ def _alike(draft: NewTensor, block: m.BlockLocation | None, fields: Mapping[str,
     return block is not None and block.nbytes == draft.nbytes and fields[draft.field.name] == draft.field
 
 
-def _sum(drafts: Sequence[NewTensor]) -> None:
+def _sum(block_writers: Sequence[NewTensor]) -> None:
     """Compute checksums, in one buffer of the size of the largest."""
-    room = np.empty(max((draft.nbytes for draft in drafts), default=0), np.uint8)
-    for draft in drafts:
+    room = np.empty(max((draft.nbytes for draft in block_writers), default=0), np.uint8)
+    for draft in block_writers:
         draft.write(room[: draft.nbytes])
 
 

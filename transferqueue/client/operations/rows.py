@@ -14,7 +14,7 @@ from transferqueue.client.operations.column_source import ColumnSource
 from transferqueue.errors import UsageError
 from transferqueue.policies import Tags
 from transferqueue.storage.columns.column import Column
-from transferqueue.storage.elements.process_bound import Staying
+from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.storage.elements.torch_interop import require_torch
 from transferqueue.wire import messages as m
 from transferqueue.wire import run_length
@@ -36,7 +36,7 @@ class RowKeys(list[str]):
         return self._fields
 
 
-class RowsBase(Staying):
+class RowsBase(ProcessBound):
     """Rows with their facts and lazy columns: what `Rows` and the batches of both fronts are.
 
     ``len(rows)`` is the number of rows; ``rows["field"]`` is a `Column`, nothing of which is copied before
@@ -44,7 +44,7 @@ class RowsBase(Staying):
     columns by name; iteration gives their names, in the order of the table.
     """
 
-    elsewhere: ClassVar[str] = (
+    _remedy: ClassVar[str] = (
         "pass its values (.arrow(), dict of .numpy() or .list()), or lease the rows where they are needed"
     )
 

@@ -22,7 +22,7 @@ from transferqueue.limits import check_name
 from transferqueue.schema import Field
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks
-from transferqueue.storage.elements.process_bound import Staying
+from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.storage.memory.checksum import verify
 from transferqueue.wire import messages as m
 
@@ -62,7 +62,7 @@ class SharedTensor:
         self.blocks.end(message)
 
 
-class Weights(Staying, Mapping[str, Any]):
+class Weights(ProcessBound, Mapping[str, Any]):
     """One version of the weights: a mapping from names to tensors of the base, in shared memory and nowhere else.
 
     ``weights[name]`` is a torch tensor where torch is installed, else a numpy array; `torch` and `numpy` give all of
@@ -72,7 +72,7 @@ class Weights(Staying, Mapping[str, Any]):
     collection.
     """
 
-    elsewhere: ClassVar[str] = "pass queue.address, the channel and the version, and pull it there"
+    _remedy: ClassVar[str] = "pass queue.address, the channel and the version, and pull it there"
 
     def __init__(self, channel: str, version: int, tensors: dict[str, SharedTensor], changed: frozenset[str]) -> None:
         self._channel, self._version = channel, version
@@ -133,7 +133,7 @@ class Weights(Staying, Mapping[str, Any]):
             publish.ReusedTensor(
                 [self._tensors[name].column.field for name in tensor.block.fields],
                 tensor.block,
-                tensor.blocks.living()[0],
+                tensor.blocks.live_memory()[0],
             )
             for tensor in tensors
         ]
@@ -260,7 +260,7 @@ def _fetch(
 
 def _verify(tensors: Mapping[str, SharedTensor], subject: str) -> None:
     for name, tensor in tensors.items():
-        verify(tensor.blocks.living()[0], tensor.block.checksum, f'tensor "{name}" of {subject}')
+        verify(tensor.blocks.live_memory()[0], tensor.block.checksum, f'tensor "{name}" of {subject}')
 
 
 def report_applied(channel: str, version: int) -> Operation[None]:

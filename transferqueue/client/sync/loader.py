@@ -13,20 +13,20 @@ from transferqueue.client.handles.prefetch import Prefetcher
 from transferqueue.client.session.run import trimmed
 from transferqueue.client.sync.batch import Batch
 from transferqueue.errors import EndOfTable, Forked, TransferQueueError, UsageError
-from transferqueue.storage.elements.process_bound import Staying
+from transferqueue.storage.elements.process_bound import ProcessBound
 
 if TYPE_CHECKING:
     pass
 
 
-class Loader(Staying):
+class Loader(ProcessBound):
     """Batches in order, until the table is sealed and drained; what `Table.loader` gives.
 
     An iterator and a context manager. Each batch is the caller's to ack or release. A thread of its own fetches; it ends with the
     last batch, with `close`, or when the loader is collected. ``next`` may be called from any thread.
     """
 
-    elsewhere: ClassVar[str] = "pass queue.address and names, and make the loader where the batches are used"
+    _remedy: ClassVar[str] = "pass queue.address and names, and make the loader where the batches are used"
 
     def __init__(self, ahead: Prefetcher[Batch]) -> None:
         self._ahead, self._pid = ahead, os.getpid()

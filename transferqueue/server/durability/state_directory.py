@@ -49,7 +49,7 @@ from transferqueue.server.files import (
 )
 from transferqueue.server.shards.own_memory import SHARD
 from transferqueue.storage.memory.allocator import Allocator
-from transferqueue.storage.memory.arena import Arena, room
+from transferqueue.storage.memory.arena import Arena, available_bytes
 from transferqueue.storage.memory.checksum import UNCHECKED, checksum
 from transferqueue.transport import FileLock
 from transferqueue.transport.system.private_files import private_directory, sync_directory, write_private
@@ -270,7 +270,7 @@ class StateDirectory:
     def _make(self, arena_bytes: int | None, shared: Path) -> tuple[ArenaDirectory, Allocator]:
         arena = _shared_arena(self.path, arena_bytes, shared) if self.level is Level.PROCESS else None
         if arena is None:
-            capacity = arena_bytes or min(ARENA_BYTES_DEFAULT, room(self.path))
+            capacity = arena_bytes or min(ARENA_BYTES_DEFAULT, available_bytes(self.path))
             arena = ArenaDirectory(Arena.create(self.path, capacity, margin=MARGIN_BYTES), stays=True)
         return arena, Allocator(arena.arena.capacity)
 
@@ -323,8 +323,8 @@ def _shared_arena(state: Path, arena_bytes: int | None, shared: Path) -> ArenaDi
     if root is None:
         return None
     remove_stale_arenas(root, own=state)
-    wanted = arena_bytes or min(ARENA_BYTES_DEFAULT, room(root))
-    if room(root) < wanted:
+    wanted = arena_bytes or min(ARENA_BYTES_DEFAULT, available_bytes(root))
+    if available_bytes(root) < wanted:
         return None
     directory, lock = claim_directory(root)
     try:

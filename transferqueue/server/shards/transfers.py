@@ -11,7 +11,7 @@ from transferqueue.errors import Corruption, NotFound, ProtocolError
 from transferqueue.limits import FIELDS_MAX, FRAME_BYTES, PARTS_MAX
 from transferqueue.schema import Field
 from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.storage.columns.byte_stream import count_of, pieces
+from transferqueue.storage.columns.byte_stream import count_of, stream_pieces
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import Backing, Range
@@ -90,7 +90,7 @@ class WriteTransfer(ShardTransfer):
         super().__init__(write.transfer, write.session, frozenset((write.extent,)), tickets, now)
         self._window = b.ReceiveWindow()
         self._range: Final = Range(write.extent, write.at, write.total)
-        self._landing: Final = backing.landing(self._range)
+        self._write: Final = backing.begin_write(self._range)
         self._written = 0
 
     @property
@@ -112,14 +112,14 @@ class WriteTransfer(ShardTransfer):
     def fill(self, read: b.Reader) -> int:
         """Write the next bytes of a frame; returns how many. `Disconnected` if they may not be written any more."""
         with self._tickets.writing(self.session, self._extents):
-            size = self._landing.fill(read)
+            size = self._write.fill(read)
         self._written += size
         return size
 
     def frame_complete(self) -> b.FlowAck | None:
-        """A frame is complete. Returns the acknowledgement, if one is due. Raises as `fill` and `Landing.settle`."""
+        """A frame is complete. Returns the acknowledgement, if one is due. Raises as `fill` and `IncomingWrite.commit`."""
         with self._tickets.writing(self.session, self._extents):
-            self._landing.settle(last=self.done)
+            self._write.commit(last=self.done)
         return self.progress() if self._window.due(last=self.done) else None
 
     def progress(self) -> b.FlowAck:
@@ -140,7 +140,7 @@ def _columns(read: b.ReadColumns, backing: Backing) -> Iterator[b.PartHead | U8]
         wanted = [_known(fields, name) for name in part.fields]
         yield b.PartHead(number, [count_of(field, placement) for field in wanted])
         for field in wanted:
-            yield from pieces(field, placement, FRAME_BYTES)
+            yield from stream_pieces(field, placement, FRAME_BYTES)
 
 
 def _placement(shard: int, part: b.RowSelection, fields: dict[str, Field], backing: Backing) -> RowPlacement:

@@ -1,8 +1,8 @@
-"""A column as a stream of bytes: what a shard sends of it to another machine.
+"""Serialises a column as a stream of bytes, which a shard sends to another machine.
 
-The stream is a block of that column alone (`schema.layout`), so who receives it has what a local reader maps. Where rows
-are one run of a block the pieces are views of it; otherwise rows are gathered a piece at a time, so that a reader that
-stalls never makes a shard gather more than one piece ahead.
+The stream is a block of that column alone (`schema.layout`), so the receiver gets what a local reader maps. If the rows are a run of one
+block, the pieces are views of the block. Otherwise rows are gathered a piece at a time, so that a stalled reader makes a shard gather at
+most one piece ahead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ZEROS: Final = np.zeros(ALIGNMENT, np.uint8)
 
 
 def count_of(field: Field, placement: RowPlacement) -> int:
-    """The column's count for `schema.layout`: its last offset, 0 for a dense field. Errors as of `gather.load`."""
+    """The column's count for `schema.layout`: its last offset; 0 for a dense field. Errors as of `gather.load`."""
     if field.dense:
         return 0
     if placement.run is None:
@@ -31,8 +31,8 @@ def count_of(field: Field, placement: RowPlacement) -> int:
     return 0 if loaded.offsets is None else int(loaded.offsets[-1])
 
 
-def pieces(field: Field, placement: RowPlacement, piece_bytes: int) -> Iterator[U8]:
-    """The block of this column for these rows, in order; each piece at most `piece_bytes` (at least 64) long. Errors as of `gather.load`."""
+def stream_pieces(field: Field, placement: RowPlacement, piece_bytes: int) -> Iterator[U8]:
+    """The bytes of a block with this column of these rows, in order, in pieces ``uint8`` of at most `piece_bytes` (at least 64). Errors as of `gather.load`."""
     if placement.run is not None or not len(placement):
         loaded = load(field, placement)
         for buffer in (loaded.shapes, loaded.offsets, loaded.values):
@@ -75,7 +75,7 @@ def _scattered_shapes(field: Field, placement: RowPlacement, piece_bytes: int) -
 
 
 def _groups(ends: I64, piece_bytes: int) -> Iterator[tuple[int, int]]:
-    """Runs of rows whose values fit a piece; a row that is longer stands alone. ends: cumulative bytes, from 0."""
+    """Runs of rows ``(start, stop)`` whose values fit a piece. A row that is longer is a run by itself. ends: cumulative bytes, from 0."""
     start, rows = 0, len(ends) - 1
     while start < rows:
         stop = int(np.searchsorted(ends, ends[start] + piece_bytes, side="right")) - 1

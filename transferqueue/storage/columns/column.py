@@ -1,4 +1,4 @@
-"""The lazy column of a batch."""
+"""`Column`: the values of one field for the rows of a batch, loaded at first use."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transferqueue.schema import TORCH_ONLY_DTYPES, Field, align
 from transferqueue.storage.columns.export import arrow_array, row_value, shown_row, to_python
 from transferqueue.storage.columns.gather import LoadedColumn, dense_run, load, offsets_of
 from transferqueue.storage.columns.placement import RowPlacement
-from transferqueue.storage.elements.dtypes import I64, ml_dtype, stored, viewed
+from transferqueue.storage.elements.dtypes import I64, ml_dtype, shown_dtype, stored_dtype
 from transferqueue.storage.elements.numbers import store_numbers
-from transferqueue.storage.elements.process_bound import Staying
+from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.storage.elements.torch_interop import as_torch, require_torch
 
 if TYPE_CHECKING:
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 SHOWN_ROWS: Final = 4
-"""Rows of a column that its repr shows."""
+"""Rows that the repr of a column shows."""
 
 
-class Column(Staying):
-    """One field's values for the rows of a batch, loaded at first use.
+class Column(ProcessBound):
+    """The values of one field for the rows of a batch, loaded at first use.
 
-    If the rows lie together in one block, what is given is a view of shared memory and no byte is copied; otherwise
-    they are gathered once, and all later calls show the same copy. Either way it is this process's own: it may be changed in place and
-    nobody else sees that. Arrays, tensors and Arrow arrays keep the memory alive for as long as they live, also after the batch.
+    If the rows lie together in one block, the values are a view of shared memory and no byte is copied. Otherwise the first call gathers
+    them, and later calls give the same copy. In both cases changes in place are private to this process. Arrays, tensors and Arrow
+    arrays keep the memory alive as long as they live, also after the batch.
 
     =============  ==========================================================================================
     field          what fits
@@ -46,11 +46,11 @@ class Column(Staying):
     any            `list()`, `arrow()`, `load()`, ``column[i]``, ``column[2:5]``, ``len(column)``, ``for row in column``
     =============  ==========================================================================================
 
-    Methods that do not fit raise `UsageError` and name those that do; after the batch ended and let its memory go, what was not
-    taken before raises `BatchEnded`. Safe from several threads.
+    A method that does not fit the field raises `UsageError`, which names those that do. After the batch has ended and released its
+    memory, values that were not taken before raise `BatchEnded`. Safe from several threads.
     """
 
-    elsewhere: ClassVar[str] = "pass its values: .numpy(), .list() or .arrow()"
+    _remedy: ClassVar[str] = "pass its values: .numpy(), .list() or .arrow()"
 
     __slots__ = ("__weakref__", "_cell", "_placement", "_rows", "field")
 
@@ -62,8 +62,8 @@ class Column(Staying):
 
     @classmethod
     def of_inline(cls, field: Field, data: bytes | NDArray[Any]) -> Column:
-        """A column of an inline field, from its little-endian bytes or an array of its values (taken over, not copied)."""
-        values = np.frombuffer(data, stored(field.dtype)).copy() if isinstance(data, bytes) else data
+        """A column of an inline field. data: its little-endian bytes, which are copied, or an array of its values, which is not."""
+        values = np.frombuffer(data, stored_dtype(field.dtype)).copy() if isinstance(data, bytes) else data
         column = cls.__new__(cls)
         column.field, column._placement, column._rows = field, None, len(values)
         column._cell = {"rows": LoadedColumn(len(values), values, None, None)}
@@ -71,7 +71,7 @@ class Column(Staying):
 
     @property
     def placement(self) -> RowPlacement:
-        """Where its rows are, of one that nothing was taken of yet."""
+        """Where the rows lie. `InternalError` for a column of an inline field."""
         if self._placement is None:
             raise InternalError(f'column "{self.field.name}" lies in no blocks (any more)')
         return self._placement
@@ -80,28 +80,28 @@ class Column(Staying):
         return self._rows
 
     def __repr__(self) -> str:
-        """Name, dtype, shape and the first values. Only these few rows are looked at, in memory that this process has."""
+        """Name, dtype, shape and the first values. Reads only those rows, in memory that this process has."""
         shape = ", ".join("None" if size is None else str(size) for size in self.shape)
         return f"Column({self.field.name!r}, {self.dtype}, shape=({shape}{',' * (len(self.shape) == 1)}), {self._first_values()})"
 
     @property
     def dtype(self) -> str:
-        """Name of the field's dtype, such as ``"float32"``, ``"bfloat16"`` or ``"str"``."""
+        """The name of the field's dtype, such as ``"float32"``, ``"bfloat16"`` or ``"str"``."""
         return self.field.dtype
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """``(rows, *shape of one row)``; None where rows differ."""
+        """``(rows, *shape of one row)``; None for dimensions that differ between rows."""
         return (self._rows, *self.field.shape)
 
     def _first_values(self) -> str:
         if self.dtype in TORCH_ONLY_DTYPES and ml_dtype(self.dtype) is None:
-            return "..."  # only torch could say them, and to import it takes seconds
+            return "..."  # only torch can convert them, and its import takes seconds
         count = min(self._rows, SHOWN_ROWS)
         try:
             cell = self._cell.get("rows")
             if cell is None and self._placement is not None:
-                self._placement.blocks.living()
+                self._placement.blocks.live_memory()
                 cell = load(self.field, self._placement.select(slice(count)))
         except BatchEnded:
             return "ended"
@@ -111,7 +111,7 @@ class Column(Staying):
         return f"[{', '.join(shown + ['...'] * (self._rows > count))}]"
 
     def __iter__(self) -> Iterator[Any]:
-        """Rows, each as ``column[i]`` gives it."""
+        """The rows, each as ``column[i]`` gives it."""
         loaded = self._load()
         return (row_value(self.field, loaded, at) for at in range(self._rows))
 
@@ -122,8 +122,8 @@ class Column(Staying):
     def __getitem__(self, rows: Any) -> Any:
         """The value of one row, or the column of some rows (by slice, indices or mask).
 
-        One row is a Python number, str, bytes or plain value, a numpy array that views the row (a torch tensor for bf16 and fp8 where
-        ml_dtypes is not installed).
+        The value of one row is a Python number, str, bytes or plain value, or a numpy array that views the row (for bf16 and fp8 a torch
+        tensor, if ml_dtypes is not installed). `IndexError` for a row that the column does not have.
         """
         if isinstance(rows, int | np.integer):
             at = int(rows) + (self._rows if rows < 0 else 0)
@@ -137,7 +137,7 @@ class Column(Staying):
 
     @property
     def lengths(self) -> I64:
-        """Size of the first dimension (bytes of text, bytes and values) of each row: int64 ``[rows]``."""
+        """The size of each row's first dimension, for text, bytes and values its bytes: int64 ``[rows]``."""
         loaded = self._load()
         if loaded.shapes is not None:
             return loaded.shapes[:, 0].copy()
@@ -146,31 +146,31 @@ class Column(Staying):
         return np.full(self._rows, self.field.shape[0] if self.field.shape else 1, np.int64)
 
     def load(self) -> None:
-        """Bring the rows together now, rather than at first use: for a thread that has time before they are needed."""
+        """Gather the rows now instead of at first use, for example in another thread before they are needed."""
         self._load()
 
     def numpy(self) -> NDArray[Any]:
-        """Dense rows ``[rows, *shape]`` of the field's dtype, writable. bf16 and fp8 need ml_dtypes."""
+        """Dense rows: a writable array ``[rows, *shape]`` of the field's dtype. bf16 and fp8 need ml_dtypes."""
         if not self.field.dense:
             raise self._unfit("numpy")
-        dense, shown = self._dense(), viewed(self.field.dtype)
+        dense, shown = self._dense(), shown_dtype(self.field.dtype)
         return dense if dense.dtype == shown else dense.view(shown)
 
     def torch(self) -> Tensor:
-        """Dense rows ``[rows, *shape]`` of the field's dtype, on the CPU, over the same memory as `numpy()`."""
+        """Dense rows: a CPU tensor ``[rows, *shape]`` of the field's dtype, over the same memory as `numpy()`."""
         if not self.field.dense:
             raise self._unfit("torch")
         return as_torch(self._dense(), self.field.dtype)  # type: ignore[no-any-return]
 
     def ragged(self) -> tuple[NDArray[Any], I64]:
-        """Values ``[steps, *shape[1:]]`` of all rows one after the other, and offsets int64 ``[rows + 1]``; row i has ``values[offsets[i]:offsets[i + 1]]``."""
+        """Ragged rows: the values ``[steps, *shape[1:]]`` of all rows in order, and offsets int64 ``[rows + 1]``. Row i is ``values[offsets[i]:offsets[i + 1]]``."""
         if not self.field.ragged:
             raise self._unfit("ragged")
         loaded = self._load()
-        return self._steps(loaded).view(viewed(self.field.dtype)), offsets_of(loaded)
+        return self._steps(loaded).view(shown_dtype(self.field.dtype)), offsets_of(loaded)
 
     def nested(self) -> Tensor:
-        """A jagged nested tensor ``[rows, None, *shape[1:]]`` over the same memory, on the CPU."""
+        """Ragged rows: a jagged nested tensor ``[rows, None, *shape[1:]]`` on the CPU, over the same memory."""
         if not self.field.ragged:
             raise self._unfit("nested")
         torch = require_torch("torch")
@@ -180,10 +180,10 @@ class Column(Staying):
         return cast("Tensor", jagged)
 
     def padded(self, value: float = 0, multiple_of: int = 1, side: Literal["left", "right"] = "right") -> NDArray[Any]:
-        """Rows in one new array ``[rows, *longest]``, with `value` where a row has nothing.
+        """The rows in one new array ``[rows, *longest]`` of the field's dtype, with `value` beyond the end of shorter rows.
 
-        multiple_of: the size of each varying dimension is rounded up to a multiple of it. side: where the padding of the first
-        dimension goes. ``torch.from_numpy`` takes the result without a copy.
+        multiple_of: the size of each varying dimension is rounded up to a multiple of it. side: which side of the first dimension is
+        padded. ``torch.from_numpy`` takes the result without a copy. Of a dense field: as `numpy()`.
         """
         if self.field.blob:
             raise self._unfit("padded")
@@ -198,23 +198,23 @@ class Column(Staying):
             size if size is not None else align(int(shapes[:, at].max(initial=0)), multiple_of)
             for at, size in enumerate(self.field.shape)
         ]
-        out = np.full((self._rows, *longest), self._filling(value)[0], stored(self.field.dtype))
+        out = np.full((self._rows, *longest), self._filling(value)[0], stored_dtype(self.field.dtype))
         self._fill(out, shapes, side)
-        return out.view(viewed(self.field.dtype))
+        return out.view(shown_dtype(self.field.dtype))
 
     def arrow(self) -> pa.Array:
         """The rows as an Arrow array, over the same memory where Arrow has the layout.
 
-        Scalars: their type (bool is packed, a copy). Dense: fixed-size lists. Ragged: large_list. Varied: a struct of `shape` and
-        `values`. str: large_string; bytes and MessagePack values: large_binary. bf16 and fp8, which Arrow does not have, as
-        their bits in uint16 and uint8; complex numbers as fixed-size lists of two floats.
+        Scalars become their Arrow type (bool is packed, which copies), dense rows fixed-size lists, ragged rows large_list, varied rows a
+        struct of `shape` and `values`, str large_string, bytes and MessagePack values large_binary. Arrow lacks bf16 and fp8: these become
+        their bits in uint16 and uint8. Complex numbers become fixed-size lists of two floats.
         """
         return arrow_array(self.field, self._load())
 
     def list(self) -> list[Any]:
-        """Plain Python values, one for each row: numbers, str, bytes, nested lists of numbers, decoded values.
+        """One plain Python value for each row: a number, str, bytes, nested list of numbers, or decoded value.
 
-        Costs a Python object for each element: for arrays of the rows, iterate over the column instead.
+        Makes a Python object for each element. To get an array for each row, iterate over the column instead.
         """
         return to_python(self.field, self._load())
 
@@ -224,22 +224,20 @@ class Column(Staying):
             if loaded is None:
                 raise InternalError(f"{self!r} has neither rows nor a place")
             return loaded
-        placement.blocks.living()
-        if loaded is None:  # of two threads that come here at once, both show what the first one kept
+        placement.blocks.live_memory()
+        if loaded is None:  # of two concurrent threads, both use what the first one stored
             loaded = self._cell.setdefault("rows", load(self.field, placement))
             placement.blocks.columns.add(self)
         return loaded
 
     def forget(self) -> None:
-        """Drop what was loaded, so that its memory can go when no view of it is left. Called when the batch ends."""
+        """Drop the loaded rows, so that their memory is freed when no view of it is left. Called when the batch ends."""
         if self._placement is not None:
             self._cell.clear()
 
     def _dense(self) -> NDArray[Any]:
         placement = self._placement
-        if (
-            placement is not None and placement.run is not None
-        ):  # nothing is loaded, so nothing need be kept or forgotten
+        if placement is not None and placement.run is not None:  # a view of the block: nothing is loaded
             return dense_run(self.field, placement, *placement.run)
         return self._load().values.reshape(self._rows, *self.field.fixed)
 

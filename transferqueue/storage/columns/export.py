@@ -1,4 +1,4 @@
-"""Rows of a loaded column as what people work with: Python values, arrays of one row, Arrow arrays."""
+"""Converts the rows of a gathered column to Python values, arrays of one row, and Arrow arrays."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from transferqueue.errors import Corruption
 from transferqueue.schema import TORCH_ONLY_DTYPES, Field
 from transferqueue.storage.columns.gather import LoadedColumn, offsets_of, shapes_of
-from transferqueue.storage.elements.dtypes import ml_dtype, stored, viewed
-from transferqueue.storage.elements.numbers import widened
+from transferqueue.storage.elements.dtypes import ml_dtype, shown_dtype, stored_dtype
+from transferqueue.storage.elements.numbers import widen_to_float32
 from transferqueue.storage.elements.torch_interop import as_torch
 from transferqueue.storage.elements.values import decode
 
@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 
 
 def row_value(field: Field, loaded: LoadedColumn, at: int) -> Any:
-    """One row: a Python value for scalars and blobs, otherwise an array that views it."""
+    """One row: a Python value for scalars, text, bytes and values; otherwise an array that views the row."""
     if field.blob:
         return _blob(field, loaded.values.data, *offsets_of(loaded)[at : at + 2].tolist())
     if field.shape == ():
@@ -29,12 +29,13 @@ def row_value(field: Field, loaded: LoadedColumn, at: int) -> Any:
 
 
 SHOWN_ITEMS: Final = 4
-"""Items of a row, and SHOWN_BYTES of a text or value, that a repr shows."""
+"""Items of a row that a repr shows."""
 SHOWN_BYTES: Final = 48
+"""Bytes of a text or value that a repr shows."""
 
 
 def shown_row(field: Field, loaded: LoadedColumn, at: int) -> str:
-    """One row for a repr, shortened; only what is shown is read."""
+    """One row for a repr, shortened. Reads only what it shows."""
     if field.blob:
         start, end = offsets_of(loaded)[at : at + 2].tolist()
         if end - start > SHOWN_BYTES and field.dtype == "value":
@@ -56,7 +57,7 @@ def to_python(field: Field, loaded: LoadedColumn) -> list[Any]:
     """All rows as plain Python values."""
     if field.blob:
         return _blobs(field, loaded)
-    values = widened(loaded.values, field.dtype) if field.dtype in TORCH_ONLY_DTYPES else loaded.values
+    values = widen_to_float32(loaded.values, field.dtype) if field.dtype in TORCH_ONLY_DTYPES else loaded.values
     if field.dense:
         rows: list[Any] = values.reshape(loaded.rows, *_fixed(field)).tolist()
         return rows
@@ -84,17 +85,17 @@ def arrow_array(field: Field, loaded: LoadedColumn) -> Any:
 
 def arrow_type(field: Field) -> Any:
     """The Arrow type of a column of this field, as `arrow_array` makes it."""
-    values = np.empty(0, stored(field.dtype))
+    values = np.empty(0, stored_dtype(field.dtype))
     shapes = np.empty((0, len(field.shape)), np.int64) if field.varied else None
     return arrow_array(field, LoadedColumn(0, values, None if field.dense else np.zeros(1, np.int64), shapes)).type
 
 
 _FIXED_MAX: Final = (1 << 31) - 1
-"""Arrow counts the elements of a fixed-size list in an int32; larger lists have offsets of 64 bits."""
+"""Arrow counts the elements of a fixed-size list in an int32; larger lists get offsets of 64 bits."""
 
 
 def _fixed_lists(values: Any, size: int, count: int, pa: Any) -> Any:
-    """By type and count, not by dividing: lists of none are lists, too."""
+    """`count` lists of `size` values each. Made from type and count, which also works for lists of no values."""
     if size > _FIXED_MAX:
         return _large_list(np.arange(count + 1) * size, values, pa)
     return pa.Array.from_buffers(pa.list_(values.type, size), count, [None], children=[values])
@@ -115,7 +116,7 @@ def _fixed(field: Field) -> list[int]:
 
 
 def _row(field: Field, loaded: LoadedColumn, at: int) -> Array:
-    """A view of one row in its shape, in stored form."""
+    """A view of one row in its shape, of the stored dtype."""
     if field.dense:
         step = field.step_elements
         return loaded.values[at * step : (at + 1) * step].reshape(_fixed(field))
@@ -129,12 +130,14 @@ def _row(field: Field, loaded: LoadedColumn, at: int) -> Array:
 def _shown(field: Field, row: Array) -> Any:
     if field.dtype in TORCH_ONLY_DTYPES and ml_dtype(field.dtype) is None:
         return as_torch(row, field.dtype)
-    return row.view(viewed(field.dtype))
+    return row.view(shown_dtype(field.dtype))
 
 
 def _scalars(field: Field, values: Array) -> list[Any]:
-    found: list[Any] = (widened(values, field.dtype) if field.dtype in TORCH_ONLY_DTYPES else values).tolist()
-    return found
+    scalars: list[Any] = (
+        widen_to_float32(values, field.dtype) if field.dtype in TORCH_ONLY_DTYPES else values
+    ).tolist()
+    return scalars
 
 
 def _blobs(field: Field, loaded: LoadedColumn) -> list[Any]:

@@ -1,11 +1,11 @@
-"""Bringing the rows of one column together.
+"""Gathers the rows of one column into contiguous memory.
 
-Rows that are one run of one block are not brought anywhere: the result is a view of the block. Otherwise each column is gathered
-once, in the order of the rows:
+Rows that are consecutive slots of one block are not copied: the result is a view of the block. Other rows are copied once, in their
+order:
 
 - dense rows of one block by numpy's ``take``;
 - many short rows of one block by Arrow's ``take``, as large binary values;
-- else by copying ranges of memory (see `ranges`).
+- all others by copying ranges of memory (see `ranges`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from transferqueue.errors import Corruption, InternalError
 from transferqueue.schema import Field
 from transferqueue.storage.columns.placement import ColumnOffsets, RowPlacement
 from transferqueue.storage.columns.ranges import FEW_RANGES, LONG_RANGE_BYTES, copy_ranges, take_rows
-from transferqueue.storage.elements.dtypes import I64, U8, stored
+from transferqueue.storage.elements.dtypes import I64, U8, stored_dtype
 
 TAKEN_SHARE: Final = 4
-"""Arrow takes from a whole block if at least one in so many of its rows is wanted: its offsets serve as they are."""
+"""Arrow takes from a whole block, with its offsets as they are, if at least one in this many of its rows is wanted."""
 
 
 class LoadedColumn(NamedTuple):
-    """A column's rows together: values one after the other in stored form, offsets from 0, shapes. None as the layout has it."""
+    """Gathered rows of a column.
+
+    values: of all rows in order, one-dimensional, of the stored dtype. offsets: int64 ``[rows + 1]``, from 0, None for a dense field.
+    shapes: int64 ``[rows, dimensions]``, None unless the field is varied.
+    """
 
     rows: int
     values: np.ndarray[Any, Any]
@@ -34,23 +38,23 @@ class LoadedColumn(NamedTuple):
 
 
 def offsets_of(loaded: LoadedColumn) -> I64:
-    """Offsets of a column that has them."""
+    """The offsets of a column that is not dense."""
     if loaded.offsets is None:
         raise InternalError("a column of equal rows was asked for its offsets")
     return loaded.offsets
 
 
 def shapes_of(loaded: LoadedColumn) -> I64:
-    """Shapes of a column that has them."""
+    """The shapes of a varied column."""
     if loaded.shapes is None:
         raise InternalError("a column whose rows have no shapes was asked for them")
     return loaded.shapes
 
 
 def load(field: Field, placement: RowPlacement) -> LoadedColumn:
-    """The rows of a column: views of their block if they are one run of it, otherwise copies of their own.
+    """The rows of a column: views of their block if they are a run of it, otherwise copies.
 
-    Raises `Corruption` if offsets point outside their block, `BatchEnded` if the memory was returned.
+    `Corruption` if offsets point outside their block, `BatchEnded` if the memory was released.
     """
     if not len(placement):
         return _nothing(field)
@@ -61,23 +65,27 @@ def load(field: Field, placement: RowPlacement) -> LoadedColumn:
 
 
 def dense_run(field: Field, placement: RowPlacement, block: int, first: int) -> np.ndarray[Any, Any]:
-    """Dense rows ``[rows, *shape]`` in stored form that are one run of a block: a view of it, made in one step, since a batch
-    may have hundreds of them. Errors as of `load`."""
+    """A view ``[rows, *shape]``, of the stored dtype, of dense rows that are a run of one block. Errors as of `load`.
+
+    Made in one step, because a batch may have hundreds of columns.
+    """
     memory, start = placement.blocks.values(field, block)
-    return np.ndarray((placement.rows, *field.fixed), stored(field.dtype), memory, start + first * field.row_bytes)
+    return np.ndarray(
+        (placement.rows, *field.fixed), stored_dtype(field.dtype), memory, start + first * field.row_bytes
+    )
 
 
 def _nothing(field: Field) -> LoadedColumn:
     offsets = None if field.dense else np.zeros(1, np.int64)
     shapes = np.zeros((0, len(field.shape)), np.int64) if field.varied else None
-    return LoadedColumn(0, np.empty(0, stored(field.dtype)), offsets, shapes)
+    return LoadedColumn(0, np.empty(0, stored_dtype(field.dtype)), offsets, shapes)
 
 
 def _view(field: Field, placement: RowPlacement, spans: ColumnOffsets, block: int, first: int) -> LoadedColumn:
-    memory, rows = placement.blocks.living()[block], len(placement)
+    memory, rows = placement.blocks.live_memory()[block], len(placement)
     step, start = field.row_bytes, int(spans.values[block])
     if field.dense:
-        values = memory[start + first * step : start + (first + rows) * step].view(stored(field.dtype))
+        values = memory[start + first * step : start + (first + rows) * step].view(stored_dtype(field.dtype))
         return LoadedColumn(rows, values, None, None)
     offsets, shapes = _int64(memory, int(spans.offsets[block]) + 8 * first, rows + 1), None
     low, high = int(offsets[0]), int(offsets[-1])
@@ -86,7 +94,7 @@ def _view(field: Field, placement: RowPlacement, spans: ColumnOffsets, block: in
     if field.varied:
         width = len(field.shape)
         shapes = _int64(memory, int(spans.shapes[block]) + 8 * first * width, rows * width).reshape(rows, width)
-    values = memory[start + low * step : start + high * step].view(stored(field.dtype))
+    values = memory[start + low * step : start + high * step].view(stored_dtype(field.dtype))
     return _checked(field, LoadedColumn(rows, values, offsets if low == 0 else offsets - low, shapes))
 
 
@@ -99,7 +107,7 @@ def _refuse_offsets(field: Field) -> None:
 
 
 def _checked(field: Field, loaded: LoadedColumn) -> LoadedColumn:
-    """Shapes must agree with offsets: they were written by another process."""
+    """`loaded`, if its shapes match its offsets: another process wrote both."""
     if loaded.shapes is not None and loaded.offsets is not None:
         lengths = np.diff(loaded.offsets)
         if (loaded.shapes < 0).any() or (loaded.shapes.prod(axis=1) != lengths).any():
@@ -111,16 +119,18 @@ def _gather_dense(field: Field, placement: RowPlacement, spans: ColumnOffsets) -
     row = field.row_bytes
     blocks, block = placement.block_of_row, int(placement.block_of_row[0])
     if row == 0:
-        return LoadedColumn(len(blocks), np.empty(0, stored(field.dtype)), None, None)
+        return LoadedColumn(len(blocks), np.empty(0, stored_dtype(field.dtype)), None, None)
     if (blocks == block).all():
         start = int(spans.values[block])
         rows = int(placement.blocks.rows[block])
-        source = placement.blocks.living()[block][start : start + rows * row].view(stored(field.dtype))
+        source = placement.blocks.live_memory()[block][start : start + rows * row].view(stored_dtype(field.dtype))
         taken = source.reshape(rows, field.step_elements).take(placement.slot_of_row, axis=0)
         return LoadedColumn(len(blocks), taken.reshape(-1), None, None)
     low, stretch = placement.blocks.stretch()
     starts = (placement.blocks.addresses - low + spans.values)[blocks] + placement.slot_of_row * np.int64(row)
-    return LoadedColumn(len(blocks), copy_ranges(stretch, starts, starts + row).view(stored(field.dtype)), None, None)
+    return LoadedColumn(
+        len(blocks), copy_ranges(stretch, starts, starts + row).view(stored_dtype(field.dtype)), None, None
+    )
 
 
 def _gather_varying(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> LoadedColumn:
@@ -133,12 +143,12 @@ def _gather_varying(field: Field, placement: RowPlacement, spans: ColumnOffsets)
         starts = (placement.blocks.addresses - low + spans.values)[placement.block_of_row] + first * step
         values = copy_ranges(stretch, starts, starts + (last - first) * step)
     shapes = _gather_shapes(field, placement, spans) if field.varied else None
-    return _checked(field, LoadedColumn(len(first), values.view(stored(field.dtype)), offsets, shapes))
+    return _checked(field, LoadedColumn(len(first), values.view(stored_dtype(field.dtype)), offsets, shapes))
 
 
 def lengths(field: Field, placement: RowPlacement) -> I64:
-    """Offset steps of each row of a column that is not dense, without its values. Errors as of `load`."""
-    placement.blocks.living()
+    """The length of each row of a column that is not dense, in offset steps: int64 ``[rows]``. Reads no values. Errors as of `load`."""
+    placement.blocks.live_memory()
     if not len(placement):
         return np.empty(0, np.int64)
     first, last = _edges(field, placement, placement.blocks.spans(field))
@@ -146,13 +156,13 @@ def lengths(field: Field, placement: RowPlacement) -> I64:
 
 
 def row_shapes(field: Field, placement: RowPlacement) -> I64:
-    """Shapes int64 ``[rows, dimensions]`` of a column that has them, gathered. Errors as of `load`."""
-    placement.blocks.living()
+    """The shapes of the rows of a varied column: int64 ``[rows, dimensions]``. Errors as of `load`."""
+    placement.blocks.live_memory()
     return _gather_shapes(field, placement, placement.blocks.spans(field))
 
 
 def _edges(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> tuple[I64, I64]:
-    """Where the values of each row begin and end in its block, in offset steps; checked against the block."""
+    """The first and last offset of each row in its block, in offset steps. Checked against the block."""
     blocks, slots = placement.block_of_row, placement.slot_of_row
     low, stretch = placement.blocks.stretch()
     numbers = _numbers(stretch)
@@ -182,15 +192,17 @@ def _summed(lengths: I64) -> I64:
 
 
 def _taken(field: Field, placement: RowPlacement, spans: ColumnOffsets, count: int) -> U8 | None:
-    """The rows by Arrow, if they are many short ones and a good part of one block; None otherwise."""
+    """The rows, copied by Arrow, if they are many short rows and a good part of one block; else None."""
     step, wanted, block = field.row_bytes, len(placement), int(placement.block_of_row[0])
     rows = int(placement.blocks.rows[block])
     if wanted <= FEW_RANGES or wanted * TAKEN_SHARE < rows or count * step >= LONG_RANGE_BYTES * wanted:
         return None
     if (placement.block_of_row != block).any():
         return None
-    memory, start = placement.blocks.living()[block], int(spans.values[block])
-    edges = _int64(memory, int(spans.offsets[block]), rows + 1).copy()  # what was checked is what Arrow follows
+    memory, start = placement.blocks.live_memory()[block], int(spans.values[block])
+    edges = _int64(
+        memory, int(spans.offsets[block]), rows + 1
+    ).copy()  # a copy: Arrow must use the offsets that were checked
     if edges[0] != 0 or edges[-1] > spans.counts[block] or (edges[1:] < edges[:-1]).any():
         _refuse_offsets(field)
     values = memory[start : start + int(spans.counts[block]) * step]

@@ -1,9 +1,8 @@
-"""Where the rows of a batch are: blocks as they lie in memory, and for each row its block and slot.
+"""Where the rows of a batch lie: its blocks in memory, and the block and slot of each row.
 
-All blocks of a batch are looked at as one stretch of memory, from the lowest to the highest address, of which only
-the bytes inside blocks are ever touched; so the places of thousands of rows in hundreds of blocks are found by a few
-numpy operations, not by a loop over blocks. Whatever was read from memory that others wrote (offsets) is checked against
-its block before it is followed.
+All blocks of a batch are addressed as one stretch of memory, from the lowest address to the highest. Only bytes inside blocks are ever
+touched. So a few numpy operations find the places of thousands of rows in hundreds of blocks, without a loop over blocks. Offsets that
+other processes wrote are checked against their block before they are used.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from transferqueue.storage.elements.dtypes import I32, I64, U8
 from transferqueue.storage.memory.private_pages import array_at
 
 VECTORISED_BLOCKS: Final = 4
-"""With more blocks than this, layouts are computed for all of them at once."""
+"""With more blocks than this, the layouts of all blocks are computed at once."""
 
 
 class BlockLayout(Protocol):
-    """What a reply says of the layout of a block."""
+    """The layout of a block, as a reply gives it."""
 
     @property
     def block(self) -> int:
@@ -50,14 +49,17 @@ class BlockLayout(Protocol):
 
 
 class Releasable(Protocol):
-    """Something that keeps memory of blocks and can let it go."""
+    """An object that holds memory of blocks and can release it."""
 
     def forget(self) -> None:
-        """Let it go."""
+        """Release the memory."""
 
 
 class ColumnOffsets(NamedTuple):
-    """Where one column lies in each block: bytes from the block's start; -1 where it has no such buffer."""
+    """Where the buffers of one column begin in each block, in bytes from the block's start; -1: the block has no such buffer.
+
+    Each is int64 ``[blocks]``. counts: the last offset of the column, see `schema.layout`.
+    """
 
     values: I64
     offsets: I64
@@ -66,9 +68,10 @@ class ColumnOffsets(NamedTuple):
 
 
 class MappedBlocks:
-    """Blocks in this process's memory. Holding this object holds the memory; `end` lets it go.
+    """Blocks in this process's memory. This object keeps the memory alive until `end`.
 
-    memory: ``uint8 [nbytes]`` of each block, in the order of `shapes`. fields: definitions of all fields that occur in the blocks.
+    shapes: the layout of each block. memory: ``uint8 [nbytes]`` of each block, in the same order. fields: all fields of the blocks,
+    by name.
     """
 
     def __init__(self, shapes: Sequence[BlockLayout], memory: Sequence[U8], fields: Mapping[str, Field]) -> None:
@@ -81,73 +84,74 @@ class MappedBlocks:
         self._sizes = list(map(len, self.memory))
         self.ended = ""
         self.columns: WeakSet[Releasable] = WeakSet()
-        """Columns that have loaded rows of these blocks."""
+        """The columns that have loaded rows of these blocks."""
         self._spans: dict[str, ColumnOffsets] = {}
         self._merged = False
-        """Whether some blocks have other fields than others, so that one may lack a field."""
+        """Whether the blocks have different fields, so that a block may lack a field."""
 
     @cached_property
     def addresses(self) -> I64:
-        """Where each block begins in this process's memory."""
+        """The address of each block in this process, int64 ``[blocks]``."""
         return np.array(self._addresses, np.int64)
 
     @cached_property
     def rows(self) -> I64:
-        """Rows of each block."""
+        """The number of rows of each block, int64 ``[blocks]``."""
         return np.fromiter((shape.rows for shape in self.shapes), np.int64, len(self.shapes))
 
     @cached_property
     def sizes(self) -> I64:
-        """Bytes of each block."""
+        """The size of each block in bytes, int64 ``[blocks]``."""
         return np.array(self._sizes, np.int64)
 
     def end(self, message: str) -> None:
-        """Let the memory go; what is asked of it later is refused with `BatchEnded` and this message."""
+        """Release the memory. Later accesses raise `BatchEnded` with this message."""
         self.ended = message
         self.memory = []
         for column in list(self.columns):
             column.forget()
 
-    def living(self) -> Sequence[U8]:
-        """The memory of each block; `BatchEnded` after `end`."""
+    def live_memory(self) -> Sequence[U8]:
+        """The memory of each block. `BatchEnded` after `end`."""
         memory = self.memory
         if self.ended:
             raise BatchEnded(self.ended)
         return memory
 
     def spans(self, field: Field) -> ColumnOffsets:
-        """Where a column lies in each block. Raises `Corruption` if a block is too small for its layout."""
-        found = self._spans.get(field.name)
-        if found is None:
+        """Where a column lies in each block. `Corruption` if a block is too small for its layout, or lacks the column."""
+        offsets = self._spans.get(field.name)
+        if offsets is None:
             self._lay_out()
-            found = self._spans.get(field.name)
-        if found is None or (self._merged and (found.values < 0).any()):
+            offsets = self._spans.get(field.name)
+        if offsets is None or (self._merged and (offsets.values < 0).any()):
             raise Corruption(f'a block that should hold field "{field.name}" does not')
-        return found
+        return offsets
 
     def values(self, field: Field, block: int) -> tuple[U8, int]:
-        """The memory of one block, and where in it the values of a column begin. Errors as of `spans` and `living`."""
-        found = self._spans.get(field.name)
-        if found is None or self._merged:
-            found = self.spans(field)
-        return self.living()[block], found.values.item(block)
+        """The memory of one block, and the offset in it of the values of a column. Errors as of `spans` and `live_memory`."""
+        offsets = self._spans.get(field.name)
+        if offsets is None or self._merged:
+            offsets = self.spans(field)
+        return self.live_memory()[block], offsets.values.item(block)
 
     def stretch(self) -> tuple[int, U8]:
-        """The lowest address, and the memory from there to the end of the last block. Only bytes inside blocks may be touched."""
+        """The lowest address of all blocks, and the memory from there to the end of the highest block. Touch only bytes inside blocks."""
         low, high = int(self.addresses.min()), int((self.addresses + self.sizes).max())
         return low, array_at(low, high - low)
 
     def _lay_out(self) -> None:
         if len(self.shapes) == 1 and self._lay_out_dense(self.shapes[0]):
             return
-        alike: dict[tuple[str, ...], list[int]] = {}
+        blocks_by_fields: dict[tuple[str, ...], list[int]] = {}
         for at, shape in enumerate(self.shapes):
-            alike.setdefault(tuple(shape.fields), []).append(at)
-        for names, members in alike.items():
+            blocks_by_fields.setdefault(tuple(shape.fields), []).append(at)
+        for names, members in blocks_by_fields.items():
             self._lay_out_alike(names, members)
 
     def _lay_out_dense(self, shape: BlockLayout) -> bool:
-        """One block of dense columns, as training batches are step after step: from what is remembered. Whether it is one."""
+        """Lay out one block of dense columns from a cache: training batches have the same layout step after step. False if the block
+        has other columns."""
         names, rows = shape.fields, shape.rows
         if any(shape.counts) or len(shape.counts) != len(names) or not 1 <= rows <= ROWS_PER_REQUEST_MAX:
             return False
@@ -174,51 +178,52 @@ class MappedBlocks:
             return
         self._merged = True
         for field, span in zip(fields, spans, strict=True):
-            mine = self._spans.setdefault(field.name, _nowhere(len(self.shapes)))
-            for into, found in zip(mine, span, strict=True):
-                into[members] = found
+            merged = self._spans.setdefault(field.name, _nowhere(len(self.shapes)))
+            for into, values in zip(merged, span, strict=True):
+                into[members] = values
 
     def _check_steps(self, names: Sequence[str], fields: Sequence[Field], rows_max: int, counts: I64) -> None:
         size_max = int(self.sizes.max())
         for field, count in zip(fields, counts.max(axis=0).tolist(), strict=True):
             steps = rows_max if field.dense else count
-            if steps * field.step_elements * field.item_bytes > size_max:  # and so it may overflow in `layouts`
+            if steps * field.step_elements * field.item_bytes > size_max:  # it could overflow in `layouts`
                 raise Corruption(f"a block with {', '.join(names)} is smaller than its layout")
 
 
 @lru_cache(maxsize=32)
 def _layout_of_dense(fields: tuple[Field, ...], rows: int) -> tuple[dict[str, ColumnOffsets], int]:
-    """`layouts` of one block without counts, by name, and its size. Nobody may change what this gives."""
+    """`layouts` of one block of dense columns, by name, and its size. Cached: callers must not change the arrays."""
     spans, size = layout(fields, rows, [0] * len(fields))
     if size > np.iinfo(np.int64).max:
         raise Corruption(
             f"a block of {rows} rows with {', '.join(field.name for field in fields)} is beyond any memory"
         )
     none = np.zeros(1, np.int64)
-    found = [
-        ColumnOffsets._make([*np.array([[one.values], [one.offsets], [one.shapes]], np.int64), none]) for one in spans
+    offsets = [
+        ColumnOffsets._make([*np.array([[span.values], [span.offsets], [span.shapes]], np.int64), none])
+        for span in spans
     ]
-    return {field.name: span for field, span in zip(fields, found, strict=True)}, size
+    return {field.name: each for field, each in zip(fields, offsets, strict=True)}, size
 
 
 def layouts(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list[ColumnOffsets], I64]:
-    """`schema.layout` of many blocks at once: spans for each field and the size of each block.
+    """`schema.layout` of many blocks at once: the offsets of each field, and the size of each block in bytes, int64 ``[blocks]``.
 
-    rows: ``[blocks]``, counts: ``[blocks, fields]``.
+    rows: int64 ``[blocks]``. counts: int64 ``[blocks, fields]``.
     """
     if len(rows) <= VECTORISED_BLOCKS:
         return _layouts_each(fields, rows, counts)
     at, nowhere = np.zeros(len(rows), np.int64), np.full(len(rows), -1, np.int64)
-    found: list[ColumnOffsets] = []
+    columns: list[ColumnOffsets] = []
     for field, count in zip(fields, counts.T, strict=True):
         shapes = offsets = nowhere
         if field.varied:
             shapes, at = at, _align(at + 8 * rows * len(field.shape))
         if not field.dense:
             offsets, at = at, _align(at + 8 * (rows + 1))
-        found.append(ColumnOffsets(at, offsets, shapes, count))
+        columns.append(ColumnOffsets(at, offsets, shapes, count))
         at = _align(at + (rows if field.dense else count) * (field.step_elements * field.item_bytes))
-    return found, at
+    return columns, at
 
 
 def _layouts_each(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list[ColumnOffsets], I64]:
@@ -226,10 +231,10 @@ def _layouts_each(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list
     places = np.array(
         [[(span.values, span.offsets, span.shapes) for span in spans] for spans, _ in each], np.int64
     ).reshape(len(each), len(fields), 3)
-    found = [
+    columns = [
         ColumnOffsets(places[:, at, 0], places[:, at, 1], places[:, at, 2], counts[:, at]) for at in range(len(fields))
     ]
-    return found, np.array([size for _, size in each], np.int64)
+    return columns, np.array([size for _, size in each], np.int64)
 
 
 def _align(size: I64) -> I64:
@@ -245,17 +250,20 @@ def _address(memory: U8) -> int:
 
 
 def _aligned(memory: U8) -> U8:
-    """The block on a 64-byte boundary: as it is if it came from an arena, a copy if it came by another way and is not."""
+    """The block on a 64-byte boundary. A block of an arena is aligned already; another is copied if it is not."""
     if _address(memory) % ALIGNMENT == 0:
         return memory
-    room = np.empty(len(memory) + ALIGNMENT, np.uint8)
-    start = -_address(room) % ALIGNMENT
-    room[start : start + len(memory)] = memory
-    return room[start : start + len(memory)]
+    copy = np.empty(len(memory) + ALIGNMENT, np.uint8)
+    start = -_address(copy) % ALIGNMENT
+    copy[start : start + len(memory)] = memory
+    return copy[start : start + len(memory)]
 
 
 class RowPlacement:
-    """Block and slot of each row, for columns that lie together. run: (block, first slot) if the rows are one run of one block."""
+    """The block and slot of each row, for columns that share blocks. `Corruption` for a row outside its block.
+
+    block_of_row, slot_of_row: int32 ``[rows]``. run: (block, first slot) if the rows are consecutive slots of one block, else None.
+    """
 
     __slots__ = ("_block_of_row", "_slot_of_row", "blocks", "rows", "run")
 
@@ -269,7 +277,7 @@ class RowPlacement:
 
     @classmethod
     def of_run(cls, blocks: MappedBlocks, block: int, first: int, rows: int) -> RowPlacement:
-        """Rows (at least one) that lie one after the other in one block, from slot `first` on."""
+        """The placement of `rows` consecutive slots (at least one) of one block, from slot `first` on."""
         placement = cls.__new__(cls)
         placement.blocks, placement.rows, placement.run = blocks, rows, (block, first)
         placement._block_of_row = placement._slot_of_row = None
@@ -283,21 +291,21 @@ class RowPlacement:
 
     @property
     def block_of_row(self) -> I32:
-        """Index into `blocks` of each row."""
+        """The index into `blocks` of each row, int32 ``[rows]``."""
         if self._block_of_row is None:
             self._block_of_row = np.full(self.rows, 0 if self.run is None else self.run[0], np.int32)
         return self._block_of_row
 
     @property
     def slot_of_row(self) -> I32:
-        """Row of its block that each row is."""
+        """The slot of each row in its block, int32 ``[rows]``."""
         if self._slot_of_row is None:
             first = 0 if self.run is None else self.run[1]
             self._slot_of_row = np.arange(first, first + self.rows, dtype=np.int32)
         return self._slot_of_row
 
     def select(self, rows: Any) -> RowPlacement:
-        """The same for some of the rows, by slice or index array."""
+        """The placement of some of the rows, by slice or index array."""
         return RowPlacement(self.blocks, self.block_of_row[rows], self.slot_of_row[rows])
 
     def _check(self, block: I32, slot: I32) -> tuple[int, int] | None:

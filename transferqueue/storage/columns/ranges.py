@@ -1,8 +1,8 @@
-"""Copying many ranges of one stretch of memory, one after the other.
+"""Copies many ranges of one stretch of memory into one array.
 
-Ranges that touch are joined first. Few or long ones are copied one by one (0.3 µs for a slice and its share of a
-``concatenate``), many short ones by Arrow's ``take``, as rows of a large binary array (0.04 µs; as Arrow lists or by index
-arithmetic in numpy ten times slower).
+Ranges that touch are joined first. Few or long ranges are copied one by one (0.3 µs each for a slice and its share of a
+``concatenate``). Many short ranges are copied by Arrow's ``take``, as rows of a large binary array (0.04 µs each; Arrow lists and index
+arithmetic in numpy are ten times slower).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from transferqueue.storage.elements.dtypes import I64, U8
 from transferqueue.storage.memory.private_pages import array_at
 
 FEW_RANGES: Final = 128
-"""Up to this many are copied one by one: a call into Arrow costs 40 µs, and its import 0.2 s."""
+"""Up to this many ranges are copied one by one: a call into Arrow costs 40 µs, and its import 0.2 s."""
 LONG_RANGE_BYTES: Final = 16 * KIB
-"""Ranges of this mean length are copied one by one: the copy outweighs the call."""
+"""Ranges of at least this mean length are copied one by one: the copy costs more than the call."""
 SPARSE_BYTES_MAX: Final = 64 * MIB
-"""Arrow reserves room by the mean length of all entries, gaps included: no more than this beyond the need."""
+"""Arrow reserves memory by the mean length of all entries, with the gaps: at most this much more than needed."""
 
 
 def join(starts: I64, ends: I64) -> tuple[I64, I64]:
-    """Ranges that touch, in order, as one; empty ones left out."""
+    """The ranges without empty ones; consecutive ranges that touch become one."""
     filled = ends > starts
     if not filled.all():
         starts, ends = starts[filled], ends[filled]
@@ -35,7 +35,7 @@ def join(starts: I64, ends: I64) -> tuple[I64, I64]:
 
 
 def _copied(taken: U8, out: U8) -> U8:
-    out[:] = taken  # a second copy, from the cache: still a third of the cost of a slice for each range
+    out[:] = taken  # a second copy, from the cache; both cost a third of a slice for each range
     return out
 
 
@@ -44,7 +44,7 @@ def _pieces(memory: U8, starts: I64, ends: I64) -> list[U8]:
 
 
 def copy_ranges(memory: U8, starts: I64, ends: I64, out: U8 | None = None) -> U8:
-    """The bytes ``memory[starts[i]:ends[i]]`` one after the other, in new memory or in `out`.
+    """The bytes ``memory[starts[i]:ends[i]]`` of all ranges in order, ``uint8``, in new memory or in `out`.
 
     Ranges may repeat and come in any order.
     """
@@ -62,9 +62,9 @@ def copy_ranges(memory: U8, starts: I64, ends: I64, out: U8 | None = None) -> U8
 
 
 def take_rows(memory: U8, edges: I64, rows: np.ndarray[Any, Any]) -> U8:
-    """The bytes ``memory[edges[r]:edges[r + 1]]`` of each of the `rows`, one after the other, in new memory, by Arrow.
+    """The bytes ``memory[edges[r]:edges[r + 1]]`` of each ``r`` in `rows`, in order, in new memory. Uses Arrow.
 
-    The caller has checked that edges ascend inside the memory, and rows inside the edges.
+    The caller must have checked that the edges ascend and lie inside the memory, and that rows are inside the edges.
     """
     import pyarrow as pa
 
@@ -82,9 +82,9 @@ def _filled(starts: I64, ends: I64) -> tuple[I64, I64]:
 
 
 def _take_apart(memory: U8, starts: I64, ends: I64, total: int) -> U8 | None:
-    """By Arrow: ranges and the gaps between them, ascending, are the entries of one array, of which the ranges are taken.
+    """Copy by Arrow: the ranges and the gaps between them, ascending, are the entries of one array, and ``take`` selects the ranges.
 
-    None where ranges overlap without being equal, or where gaps would make Arrow reserve too much.
+    None if ranges overlap without being equal, or if the gaps would make Arrow reserve too much memory.
     """
     order = np.argsort(starts, kind="stable")
     lows, highs = starts[order], ends[order]

@@ -1,1 +1,1 @@
-"""What one element of a column may be."""
+"""The elements of columns: dtypes, numbers, plain values, and torch tensors."""

@@ -1,6 +1,6 @@
-"""One dtype name, three libraries: what a field's dtype is in numpy's memory, in numpy's and in torch's terms.
+"""The dtypes of fields, and the matching dtypes of numpy, ml_dtypes and torch.
 
-Neither torch nor ml_dtypes is imported here before a value of theirs is asked for.
+This module imports torch or ml_dtypes only when a caller asks for a dtype or a value of theirs.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ I64 = NDArray[np.int64]
 NUMPY_DTYPES: Final[dict[str, np.dtype[Any]]] = {
     name: np.dtype(name).newbyteorder("<") for name in ITEM_BYTES if name not in BLOB_DTYPES | TORCH_ONLY_DTYPES
 }
-"""Dtypes that numpy has, little-endian."""
+"""The numpy dtype of each field dtype that numpy has, little-endian."""
 
 _STORED: Final[dict[str, np.dtype[Any]]] = {
     name: NUMPY_DTYPES.get(name) or np.dtype(f"<u{size}") for name, size in ITEM_BYTES.items()
 }
 
 
-def stored(dtype: str) -> np.dtype[Any]:
-    """The numpy dtype whose memory a field of `dtype` has: its own, or unsigned bits where numpy has none."""
+def stored_dtype(dtype: str) -> np.dtype[Any]:
+    """The numpy dtype in which a field's values are stored: the same dtype, or unsigned integers of its size if numpy lacks it."""
     return _STORED[dtype]
 
 
-def viewed(dtype: str) -> np.dtype[Any]:
-    """The numpy dtype that values of a field are shown in; for bf16 and fp8, that of ml_dtypes."""
+def shown_dtype(dtype: str) -> np.dtype[Any]:
+    """The numpy dtype in which users see a field's values; for bf16 and fp8, that of ml_dtypes. `UsageError` if there is none."""
     if dtype not in TORCH_ONLY_DTYPES:
-        return stored(dtype)
-    found = ml_dtype(dtype)
-    if found is None:
+        return stored_dtype(dtype)
+    extension = ml_dtype(dtype)
+    if extension is None:
         raise UsageError(
             f"dtype {dtype} does not exist in numpy; use .torch(), .nested() (which .to_padded_tensor(value) pads) or "
             ".list(), or install ml_dtypes"
         )
-    return found
+    return extension
 
 
 @cache
 def ml_dtype(dtype: str) -> np.dtype[Any] | None:
-    """The ml_dtypes dtype of this name, None if that library (or that dtype in it) is not installed."""
+    """The dtype of this name in ml_dtypes. None if ml_dtypes is not installed or has no such dtype."""
     if importlib.util.find_spec("ml_dtypes") is None:
         return None
-    found = getattr(importlib.import_module("ml_dtypes"), dtype, None)
-    return None if found is None else np.dtype(found)
+    scalar_type = getattr(importlib.import_module("ml_dtypes"), dtype, None)
+    return None if scalar_type is None else np.dtype(scalar_type)
 
 
-def of_numpy(dtype: np.dtype[Any], subject: str) -> str:
+def dtype_of_numpy(dtype: np.dtype[Any], subject: str) -> str:
     """The field dtype of a numpy dtype (ml_dtypes included); `SchemaError` if it cannot be stored."""
     name = dtype.name
     if name in ITEM_BYTES and name not in BLOB_DTYPES and dtype.names is None:
@@ -75,19 +75,21 @@ _REMEDIES: Final = {
 }
 
 
-def loaded(module: str) -> Any | None:
-    """A module that this process has imported whole; None before. While one thread imports it, others find a part of it in
-    `sys.modules`, which has none of what the module defines later."""
-    found = sys.modules.get(module)
-    return None if getattr(getattr(found, "__spec__", None), "_initializing", False) else found
+def imported_module(module: str) -> Any | None:
+    """A module that this process has imported completely, else None.
+
+    While one thread imports a module, other threads find it in `sys.modules` half filled.
+    """
+    candidate = sys.modules.get(module)
+    return None if getattr(getattr(candidate, "__spec__", None), "_initializing", False) else candidate
 
 
-def torch_loaded() -> Any | None:
-    """The torch module if this process has imported it: no value can be a tensor before."""
-    return loaded("torch")
+def imported_torch() -> Any | None:
+    """The module torch if this process has imported it, else None: then no value can be a tensor."""
+    return imported_module("torch")
 
 
-def of_torch(dtype: Any, subject: str) -> str:
+def dtype_of_torch(dtype: Any, subject: str) -> str:
     """The field dtype of a torch dtype; `SchemaError` if it cannot be stored."""
     name = str(dtype).removeprefix("torch.")
     if name in ITEM_BYTES:
@@ -96,18 +98,18 @@ def of_torch(dtype: Any, subject: str) -> str:
 
 
 def torch_dtype(dtype: str, torch: Any) -> Any:
-    """The torch dtype of a field dtype; `UsageError` if this torch has none."""
-    found = getattr(torch, dtype, None)
-    if found is None:
+    """The torch dtype of a field dtype; `UsageError` if this version of torch lacks it."""
+    matching = getattr(torch, dtype, None)
+    if matching is None:
         raise UsageError(f"torch {torch.__version__} has no dtype {dtype}; use .numpy(), or a newer torch")
-    return found
+    return matching
 
 
 def as_array(tensor: Any, dtype: str) -> np.ndarray[Any, Any]:
-    """The memory of a CPU tensor as an array of the field's stored dtype; no bytes are copied unless it is a lazy conjugate."""
+    """An array of the field's stored dtype over the memory of a CPU tensor. Copies only a lazily conjugated or negated tensor."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if dtype not in NUMPY_DTYPES:
         torch = sys.modules["torch"]
         tensor = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
     array: np.ndarray[Any, Any] = tensor.numpy()
-    return array.view(stored(dtype))
+    return array.view(stored_dtype(dtype))

@@ -1,4 +1,4 @@
-"""Memory of a column as a torch tensor: the one place here that imports torch, when a tensor is asked for."""
+"""Torch tensors over the memory of columns. Imports torch when the first tensor is asked for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transferqueue.storage.elements.dtypes import NUMPY_DTYPES, torch_dtype
 
 
 def require_torch(module: str) -> Any:
-    """The module torch, or tensordict; `UsageError` where it is not installed: the queue itself needs neither."""
+    """The module torch or tensordict; `UsageError` if it is not installed. The queue itself needs neither."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -28,13 +28,13 @@ def require_torch(module: str) -> Any:
 
 
 def as_torch(array: np.ndarray[Any, Any], dtype: str) -> Any:
-    """A tensor of a field's dtype over the memory of an array of its stored dtype; no bytes are copied."""
+    """A tensor of a field's dtype over the memory of an array of its stored dtype. Copies no bytes."""
     return _maker(dtype)(array)
 
 
 @cache
 def _maker(dtype: str) -> Callable[[np.ndarray[Any, Any]], Any]:
-    """Kept for each dtype: even an import that finds its module costs a third of a tensor."""
+    """Cached for each dtype: the import statement alone costs a third of making a tensor."""
     torch = require_torch("torch")
     if dtype in NUMPY_DTYPES:
         return cast("Callable[[np.ndarray[Any, Any]], Any]", torch.from_numpy)

@@ -1,8 +1,8 @@
-"""Plain nested values, stored as MessagePack: what may be one, and how it is written and read.
+"""Checks, encodes and decodes plain nested values, which are stored as MessagePack.
 
-Plain are None, bool, int (64 bits), float, str, bytes, and lists, tuples and dicts (with keys of str or int) of these, nested
-at most `VALUE_DEPTH_MAX` deep. A tuple is read back as a list. Nothing else is stored: not what an encoder would
-turn into something similar (dates, sets, enums, numpy scalars), never pickle.
+Plain values are None, bool, int (64 bits), float, str, bytes, and lists, tuples and dicts (with keys of str or int) of these, nested
+at most `VALUE_DEPTH_MAX` deep. A tuple is read back as a list. Everything else is refused, also types that an encoder would turn into
+something similar (dates, sets, enums, numpy scalars). Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _decode: Final = msgspec.msgpack.Decoder().decode
 
 
 class _Check:
-    """One walk over one value: refuses what is not plain, too deep, too large, or contains itself."""
+    """Walks over one value, and refuses it if it is not plain, too deep, too large, or contains itself."""
 
     def __init__(self, subject: str) -> None:
         self.subject = subject

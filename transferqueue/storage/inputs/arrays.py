@@ -1,4 +1,4 @@
-"""Numpy arrays as columns: one array over all rows, or a list with an array for each row."""
+"""Parses numpy arrays: one array over all rows, or a list with an array for each row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from transferqueue.errors import SchemaError
 from transferqueue.schema import TORCH_ONLY_DTYPES
-from transferqueue.storage.elements.dtypes import I64, of_numpy, stored
+from transferqueue.storage.elements.dtypes import I64, dtype_of_numpy, stored_dtype
 from transferqueue.storage.inputs.parsed import DenseInput, Parsed, RaggedInput
 from transferqueue.storage.inputs.sources import Arrays
 
@@ -18,21 +18,21 @@ Array = np.ndarray[Any, Any]
 
 
 def parse_array(array: Array, subject: str) -> Parsed | list[Any]:
-    """One array over all rows. Numpy's own text and byte strings come back as a list, to be parsed as one."""
+    """Parse one array over all rows. Numpy's own text and byte strings are returned as a list, which the caller parses."""
     _refuse_masked(array, subject)
     if array.dtype.kind in "UST":
         return array.tolist()  # type: ignore[no-any-return]
-    dtype = of_numpy(array.dtype, subject)
+    dtype = dtype_of_numpy(array.dtype, subject)
     return DenseInput(dtype, array.shape[0], array.shape[1:], Arrays([_bits(array, dtype)], dtype))
 
 
 def parse_arrays(rows: Sequence[Array], subject: str) -> Parsed:
-    """An array for each row, all of one dtype and number of dimensions."""
+    """Parse an array for each row, all of one dtype and number of dimensions."""
     if not set(map(type, rows)) <= {np.ndarray}:
         for row in rows:
             _refuse_masked(row, subject)
     dtypes = set(map(attrgetter("dtype"), rows))
-    names = {of_numpy(dtype, subject) for dtype in dtypes}
+    names = {dtype_of_numpy(dtype, subject) for dtype in dtypes}
     if len(names) > 1:
         raise SchemaError(f"{subject}: rows of dtypes {', '.join(sorted(names))}; convert them to one dtype")
     dtype = names.pop()
@@ -45,7 +45,7 @@ def parse_arrays(rows: Sequence[Array], subject: str) -> Parsed:
 
 
 def only_rank(ranks: set[int], subject: str) -> int:
-    """The one number of dimensions that all rows have."""
+    """The number of dimensions of all rows; `SchemaError` if they differ."""
     if len(ranks) > 1:
         raise SchemaError(f"{subject}: rows of {', '.join(map(str, sorted(ranks)))} dimensions; all must have the same")
     return ranks.pop()
@@ -58,7 +58,7 @@ def _shapes(rows: Sequence[Array], ndim: int) -> I64:
 
 
 def _bits(array: Array, dtype: str) -> Array:
-    return array.view(stored(dtype)) if dtype in TORCH_ONLY_DTYPES else array
+    return array.view(stored_dtype(dtype)) if dtype in TORCH_ONLY_DTYPES else array
 
 
 def _refuse_masked(array: Array, subject: str) -> None:

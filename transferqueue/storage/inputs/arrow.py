@@ -1,6 +1,6 @@
-"""Arrow arrays as columns: primitives, text, binary, lists of any kind and depth, fixed-size lists; whole, sliced or chunked.
+"""Parses Arrow arrays: primitives, text, binary, and lists of any kind and depth; whole, sliced or chunked.
 
-Buffers are used where they lie; only bit-packed booleans are unpacked. Arrow's nulls have no place in a column and are refused.
+Arrow's buffers are used without a copy, except bit-packed booleans, which are unpacked. Nulls are refused: a column has none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from transferqueue.errors import SchemaError
-from transferqueue.storage.elements.dtypes import I64, of_numpy
+from transferqueue.storage.elements.dtypes import I64, dtype_of_numpy
 from transferqueue.storage.inputs.parsed import BytesInput, DenseInput, Parsed, RaggedInput, rectangles
 from transferqueue.storage.inputs.sources import Arrays
 
@@ -21,12 +21,12 @@ _ASCII_MAX = 127
 
 
 def is_arrow(value: object) -> bool:
-    """Whether this is an Arrow array, or gives one by Arrow's C interface (polars, duckdb and others do)."""
+    """Whether this is an Arrow array, or offers Arrow's C data interface, as those of polars, duckdb and others do."""
     return hasattr(value, "__arrow_c_array__") or hasattr(value, "__arrow_c_stream__")
 
 
 def parse_arrow(value: Any, subject: str) -> Parsed | list[Any]:
-    """An Arrow column. Structures and maps come back as a list of plain values, to be parsed as one."""
+    """Parse an Arrow column. Structures and maps are returned as a list of plain values, which the caller parses."""
     import pyarrow as pa
 
     array = _chunked(value, subject)
@@ -84,7 +84,7 @@ def _is_binary(kind: Any, pa: Any) -> bool:
 def _parse_fixed_tensors(array: Any, subject: str) -> Parsed:
     _refuse_nulls(array, subject)
     arrays = [chunk.to_numpy_ndarray() for chunk in array.chunks if len(chunk)]
-    dtype, shape = of_numpy(arrays[0].dtype, subject), arrays[0].shape[1:]
+    dtype, shape = dtype_of_numpy(arrays[0].dtype, subject), arrays[0].shape[1:]
     return DenseInput(dtype, sum(map(len, arrays)), shape, Arrays([part.reshape(-1) for part in arrays], dtype))
 
 
@@ -102,7 +102,7 @@ def _parse_blobs(array: Any, dtype: str, subject: str) -> Parsed:
 
 
 def _check_text(chunks: Sequence[Any], parts: Sequence[tuple[I64, Array]], subject: str) -> None:
-    """Arrow takes anybody's word that bytes are UTF-8. ASCII, which most text is, costs a tenth of the copy; other text as much as it."""
+    """Refuse text that is not UTF-8: Arrow does not check it. The check costs a tenth of the copy for ASCII, and as much as the copy else."""
     chunks, first = [chunk for chunk in chunks if len(chunk)], 0
     for chunk, (offsets, data) in zip(chunks, parts, strict=True):
         if data[offsets[0] : offsets[-1]].max(initial=0) > _ASCII_MAX:
@@ -132,12 +132,12 @@ def _is_utf8(raw: bytes) -> bool:
 
 def _blob_parts(chunk: Any) -> tuple[I64, Array]:
     _, offsets, data = chunk.buffers()
-    placed = np.frombuffer(offsets, np.int64, len(chunk) + 1, chunk.offset * 8)
-    return placed, np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)
+    edges = np.frombuffer(offsets, np.int64, len(chunk) + 1, chunk.offset * 8)
+    return edges, np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)
 
 
 def _parse_lists(chunks: Sequence[Any], kind: Any, subject: str) -> Parsed:
-    """Lists around a primitive: the lengths at each level, then the leaves."""
+    """Parse nested lists of a primitive: the lengths at each level, then the innermost values."""
     rows, fixed = sum(map(len, chunks)), True
     levels: list[I64] = []
     while _is_list(kind):
@@ -145,7 +145,7 @@ def _parse_lists(chunks: Sequence[Any], kind: Any, subject: str) -> Parsed:
         levels.append(_each(chunks, _lengths, subject))
         chunks, kind = [chunk.flatten() for chunk in chunks], kind.value_type
     leaves = [_leaf(chunk, subject) for chunk in chunks]
-    dtype = of_numpy(leaves[0].dtype, subject)
+    dtype = dtype_of_numpy(leaves[0].dtype, subject)
     source = Arrays([leaf for leaf in leaves if len(leaf)] or leaves[:1], dtype)
     if fixed:
         return DenseInput(dtype, rows, tuple(int(level[0]) if len(level) else 0 for level in levels), source)

@@ -1,4 +1,4 @@
-"""Blocks: columns of one put, laid out by `schema.layout`, written once and then only read."""
+"""Writes blocks: columns of one put, laid out by `schema.layout`. A block is written once and then only read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from transferqueue.storage.memory.parallel_copy import Job, parallel_copy
 
 
 class BlockWriter:
-    """Columns that will lie in one block, and how.
+    """The columns of one block, and its layout. Writes the block.
 
-    rows: of the request. stored_rows: of the block. fields, counts: what `Placed` says of it. slots: for each row of the request the row
-    of the block, None where they are the same. nbytes: of the block. sum: the checksum of its bytes, once `add_up` has seen them.
+    rows: of the request. stored_rows: of the block. fields, counts: as `WrittenBlock` gives them. slots: for each row of the request its
+    slot in the block, int32 ``[rows]``; None if they are the same. nbytes: the size of the block. sum: its checksum, after `take_checksum`.
     """
 
     __slots__ = ("columns", "counts", "fields", "nbytes", "rows", "slots", "spans", "stored_rows", "sum")
@@ -30,7 +30,7 @@ class BlockWriter:
             _check_rows(first, column)
             if not _same(first.slots, column.slots):
                 raise UsageError(
-                    f'field "{column.field.name}" shares values unlike the others of its block; see `drafts`'
+                    f'field "{column.field.name}" shares values unlike the others of its block; see `block_writers`'
                 )
         self.fields = [column.field for column in columns]
         self.counts = [column.count for column in columns]
@@ -38,7 +38,7 @@ class BlockWriter:
         self.sum = UNCHECKED
 
     def write(self, out: memoryview | U8) -> None:
-        """Write all columns, one pass each, into `nbytes` bytes on a 64-byte boundary. Padding becomes zeros."""
+        """Write all columns, each in one pass, into `out`: `nbytes` bytes on a 64-byte boundary. Padding becomes zeros."""
         block = np.frombuffer(out, np.uint8) if isinstance(out, memoryview) else out
         if len(block) != self.nbytes:
             raise InternalError(f"a block of {self.nbytes} bytes is written into {len(block)}; give it exactly its own")
@@ -49,19 +49,19 @@ class BlockWriter:
         block[at:] = 0
         parallel_copy(jobs, self.nbytes)
 
-    def add_up(self, block: memoryview | U8) -> None:
-        """Take the checksum of the bytes that `write` has just written, while they are in the cache. Copies have the same."""
+    def take_checksum(self, block: memoryview | U8) -> None:
+        """Compute the checksum of the written block once, while it is in the cache. Further copies have the same checksum."""
         if self.sum == UNCHECKED:
             self.sum = checksum(block)
 
 
-def drafts(columns: Sequence[Prepared]) -> list[BlockWriter]:
-    """The blocks that these columns make: those whose rows share values alike lie together."""
-    found: dict[bytes | None, list[Prepared]] = {}
+def block_writers(columns: Sequence[Prepared]) -> list[BlockWriter]:
+    """The writers of the blocks of these columns. Columns whose rows share values in the same way lie in one block."""
+    columns_by_slots: dict[bytes | None, list[Prepared]] = {}
     for column in columns:
         _check_rows(columns[0], column)
-        found.setdefault(None if column.slots is None else column.slots.tobytes(), []).append(column)
-    return [BlockWriter(alike) for alike in found.values()]
+        columns_by_slots.setdefault(None if column.slots is None else column.slots.tobytes(), []).append(column)
+    return [BlockWriter(together) for together in columns_by_slots.values()]
 
 
 def _check_rows(first: Prepared, column: Prepared) -> None:

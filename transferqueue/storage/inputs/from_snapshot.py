@@ -1,8 +1,8 @@
-"""Columns as they lie in Arrow files, back as columns: the inverse of `Column.arrow`.
+"""Reads columns from the Arrow files of a snapshot: the inverse of `Column.arrow`.
 
-Unlike what a caller gives to `prepare`, the field is known, and bits stand for what Arrow has no type for. The arrays come from
-files, which are foreign input: Arrow has validated them fully (offsets, lengths, UTF-8) before they come here, they have the type
-of their field, and `columns_from_arrow` looks at what Arrow does not know of: nulls, shapes, plain values.
+Unlike in `prepare`, the field is known, and dtypes that Arrow lacks are stored as bits. The files are foreign input. The caller has
+let Arrow validate them fully (offsets, lengths, UTF-8) and has checked that each array has the type of its field. `columns_from_arrow`
+checks what Arrow does not know: nulls, shapes and plain values.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 
 from transferqueue.errors import Corruption
 from transferqueue.schema import Field
-from transferqueue.storage.elements.dtypes import I64, U8, stored
+from transferqueue.storage.elements.dtypes import I64, U8, stored_dtype
 from transferqueue.storage.elements.values import decode
 from transferqueue.storage.inputs.prepare import Prepared
 from transferqueue.storage.inputs.sources import Arrays
 
 
 def columns_from_arrow(field: Field, array: Any) -> Prepared:
-    """The rows of an Arrow array that `Column.arrow` gave for `field`, ready to be written. Keeps the array's buffers.
+    """The rows of an Arrow array that `Column.arrow` made for `field`, ready to be written. Keeps the array's buffers.
 
     array: validated fully, of `arrow_type(field)`. `Corruption` if it cannot be a column of this field.
     """
     try:
-        return _thaw(field, array)
+        return _prepared(field, array)
     except (AttributeError, ValueError, TypeError, LookupError) as error:
         raise _wrong(field, f"its file has {array.type}: {error}") from error
 
@@ -35,7 +35,7 @@ def _wrong(field: Field, what: str) -> Corruption:
     return Corruption(f'field "{field.name}" is {field.describe()}, but {what}')
 
 
-def _thaw(field: Field, array: Any) -> Prepared:
+def _prepared(field: Field, array: Any) -> Prepared:
     rows = len(array)
     _refuse_nulls(field, array)
     if field.blob:
@@ -65,10 +65,10 @@ def _refuse_nulls(field: Field, array: Any) -> None:
 
 
 def _check_shapes(field: Field, shapes: I64, sizes: I64) -> None:
-    """Each row has as many elements as its shape says, and the sizes that the field fixes."""
+    """Refuse rows whose shape does not match their number of elements or the field."""
     fixed = [at for at, size in enumerate(field.shape) if size is not None]
     wrong = (shapes < 0).any(axis=1) | (shapes[:, fixed] != field.fixed).any(axis=1)
-    # In float64: a product beyond 2**53 is inexact, and no size is so large.
+    # In float64 a product beyond 2**53 is inexact, but no row is that large.
     wrong |= shapes.astype(np.float64).prod(axis=1) != sizes
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
@@ -86,7 +86,7 @@ def _offsets(buffer: Any, array: Any) -> I64:
 
 
 def _leaves(array: Any, dtype: str) -> np.ndarray[Any, Any]:
-    """The numbers inside any depth of lists of one size."""
+    """The numbers inside fixed-size lists of any depth."""
     while hasattr(array.type, "value_type"):
         if array.null_count:
             raise ValueError(f"{array.null_count} elements are null")
@@ -94,11 +94,11 @@ def _leaves(array: Any, dtype: str) -> np.ndarray[Any, Any]:
     if array.null_count:
         raise ValueError(f"{array.null_count} elements are null")
     values: np.ndarray[Any, Any] = np.ascontiguousarray(array.to_numpy(zero_copy_only=False))
-    return values.view(stored(dtype))
+    return values.view(stored_dtype(dtype))
 
 
 def _made(field: Field, rows: int, values: Any, offsets: I64 | None, shapes: I64 | None) -> Prepared:
-    source: U8 = values.view(stored(field.dtype))
+    source: U8 = values.view(stored_dtype(field.dtype))
     prepared = Prepared(field, rows, Arrays([source], field.dtype), offsets, shapes)
     if prepared.nbytes != source.nbytes:
         raise ValueError("the values are not as many as the rows say")

@@ -1,4 +1,4 @@
-"""Python lists as columns: one element for each row, whatever the elements are."""
+"""Parses Python lists: one element for each row, of any kind that a column can hold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LISTS: Final = (list, tuple)
 
 
 def parse_list(rows: Sequence[Any], field: Field | None, subject: str) -> Parsed:
-    """A list or tuple with one element for each row."""
+    """Parse a list or tuple with one element for each row. field: None to infer it."""
     classes = set(map(type, rows))
     if field is not None and field.dtype == "value":
         return parse_values(rows, subject)
@@ -43,7 +43,7 @@ def parse_list(rows: Sequence[Any], field: Field | None, subject: str) -> Parsed
 
 
 def parse_values(rows: Sequence[Any], subject: str) -> Parsed:
-    """A plain value for each row."""
+    """Parse a plain value for each row."""
     encoded = [encode(row, f"{subject}, row {at}") for at, row in enumerate(rows)]
     lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
     return BytesInput("value", lengths, ByteStrings(encoded, int(lengths.sum())))
@@ -69,23 +69,23 @@ def _parse_bytes(rows: Sequence[Any]) -> Parsed:
 
 
 def _parse_nested(rows: Sequence[Any], classes: set[type], field: Field | None, subject: str) -> Parsed:
-    """Lists in the list: numbers in rectangles, or else plain values if no field says otherwise.
+    """Parse rows that are lists: rectangles of numbers, or plain values if the field is not declared otherwise.
 
-    Rows of several kinds, and None among rows of another kind, are plain values only where a row is a dict: a single None must
-    not turn a column of token ids into one.
+    Rows of mixed kinds, and None among rows of another kind, are plain values only if a row is a dict: a single None must not turn a
+    column of token ids into plain values.
     """
     undeclared = field is None
     if _all(classes, *_LISTS):
-        found = _parse_rectangles(rows, field, subject)
-        if found is not None:
-            return found
+        rectangular = _parse_rectangles(rows, field, subject)
+        if rectangular is not None:
+            return rectangular
         if undeclared:
             return parse_values(rows, subject)
         raise SchemaError(
             f'{subject}: a row is a list that is not a rectangle of numbers; declare dtype "value" to store plain values'
         )
     if undeclared and any(issubclass(cls, dict) for cls in classes):
-        return parse_values(rows, subject)  # of dicts it is clear that plain values are meant: None is one
+        return parse_values(rows, subject)  # a dict is clearly a plain value, and None may be one beside it
     if type(None) in classes:
         raise _missing(subject, "is None", next(at for at, row in enumerate(rows) if row is None))
     names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.") for cls in classes))
@@ -96,7 +96,7 @@ def _parse_nested(rows: Sequence[Any], classes: set[type], field: Field | None, 
 
 
 def _missing(subject: str, what: str, row: int) -> SchemaError:
-    """The error for a value that is not there."""
+    """The error for a missing value."""
     return SchemaError(
         f"{subject}: row {row} {what}; a column has a value in each row: fill in one of the others' kind, such as 0 or an empty "
         'list, and say in a second column which rows have one (a mask of True and False), or declare dtype "value" for plain values'
@@ -133,9 +133,9 @@ def _holds_none(row: Any) -> bool:
 
 
 def _integer_rows(rows: Sequence[Any]) -> tuple[I64, np.ndarray[Any, Any]] | None:
-    """Lengths and elements of lists of ints: token ids, the commonest list, read four times as fast as any.
+    """The lengths and elements of lists of ints (token ids, the most common list), four times as fast as other lists.
 
-    None if the first elements are not all ints, or others are not: then the slower way tells what is wrong.
+    None if an element is not an int of 64 bits; then the slower path reports what is wrong.
     """
     if set(map(type, rows)) != {list} or {type(row[0]) for row in rows if row} != {int}:
         return None
@@ -149,7 +149,7 @@ def _integer_rows(rows: Sequence[Any]) -> tuple[I64, np.ndarray[Any, Any]] | Non
 
 
 def _levels(rows: Sequence[Any]) -> tuple[list[I64], Sequence[Any], set[type]]:
-    """Lengths of the lists at each level, then what is not a list, and its types."""
+    """The lengths of the lists at each level, the innermost elements, and their types."""
     levels: list[I64] = []
     flat, classes = rows, set(map(type, rows))
     while classes and _all(classes, *_LISTS) and len(levels) < RAGGED_RANK_MAX:

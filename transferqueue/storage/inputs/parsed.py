@@ -1,4 +1,4 @@
-"""What an input column is, before it meets its field: the three shapes that every kind of input is reduced to."""
+"""An input column before it is compared with its field. Every kind of input is reduced to one of three forms."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transferqueue.storage.elements.dtypes import I64
 from transferqueue.storage.inputs.sources import ValueSource
 
 UNKNOWN = -1
-"""A dimension that an empty row does not tell: the second one of ``[]`` among lists of pairs."""
+"""A dimension that an empty row does not determine, such as the second one of ``[]`` among lists of pairs."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseInput:
-    """One array over all rows: every row has `shape` by construction."""
+    """One array over all rows: every row has `shape`."""
 
     dtype: str
     rows: int
@@ -26,9 +26,9 @@ class DenseInput:
 
 @dataclass(frozen=True, slots=True)
 class RaggedInput:
-    """Rows given one by one (or as values and offsets): row i has the shape ``shapes[i]``, of at least one dimension.
+    """Rows given one by one, or as values and offsets. shapes: int64 ``[rows, dimensions]``, at least one dimension.
 
-    jagged: ragged by construction, so never to be taken as dense.
+    jagged: the input is ragged by its type, so it does not fit a dense field.
     """
 
     dtype: str
@@ -39,7 +39,7 @@ class RaggedInput:
 
 @dataclass(frozen=True, slots=True)
 class BytesInput:
-    """Byte strings: text, bytes or plain values."""
+    """Byte strings: text, bytes or plain values. lengths: int64 ``[rows]``, in bytes."""
 
     dtype: str
     lengths: I64
@@ -50,10 +50,10 @@ Parsed = DenseInput | RaggedInput | BytesInput
 
 
 def rectangles(levels: Sequence[I64]) -> I64 | None:
-    """Shapes of rows that are lists nested ``len(levels)`` deep; None if a row is not a rectangle.
+    """The shapes, int64 ``[rows, dimensions]``, of rows that are lists nested ``len(levels)`` deep. None if a row is not a rectangle.
 
-    ``levels[0]`` has the length of each row, ``levels[1]`` that of each element of these, and so on. What no element
-    tells is `UNKNOWN`.
+    levels: ``levels[0]`` has the length of each row, ``levels[1]`` that of each element of the rows, and so on. A dimension that no
+    element determines is `UNKNOWN`.
     """
     rows = len(levels[0])
     shapes = np.full((rows, len(levels)), UNKNOWN, np.int64)

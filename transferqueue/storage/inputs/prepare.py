@@ -1,19 +1,19 @@
-"""From what a caller gives as a column to what a block holds: checked whole before a byte is written.
+"""Prepares the columns that a caller puts: parses them and checks them against their fields, before a byte is written.
 
-The store never pads, renames or re-types. So an input has one dtype and one raggedness, and either it is its field's
-or the put is refused:
+The queue never pads, renames or re-types. An input has one dtype and one raggedness. If they are not those of its field, the put is
+refused:
 
 - one array over all rows (numpy, torch, Arrow of fixed size) is dense, and fits only a dense field;
 - a nested tensor is ragged, and fits only a ragged field;
 - rows given one by one (lists of arrays, tensors or lists, Arrow lists, `RowsOf`) fit a dense field if all have its shape;
-- Python numbers have no dtype of their own and take the field's (see `numbers`);
+- Python numbers have no dtype and take that of the field (see `numbers`);
 - a single value for all rows (a number, text, bytes, dict, or an array of no dimensions) is stored once.
 
-A field that is not declared is inferred: rows given one by one have a varying first dimension, and other
-dimensions vary if they differ in this put; lists that are not rectangles of numbers are plain values.
+An undeclared field is inferred. Rows given one by one have a varying first dimension; another dimension varies if it differs in this
+put. Lists that are not rectangles of numbers are plain values.
 
-No column has holes. None among numbers, texts, arrays or lists is refused, as Arrow's nulls and numpy's masks are: fill them, and
-give a mask as a second column. None is a value only inside plain values, and as a row among dicts. NaN is a number.
+A column has a value in each row. None among numbers, texts, arrays or lists is refused, and so are Arrow's nulls and numpy's masks: fill
+them, and give a mask as a second column. None is a value only inside plain values, and as a row among dicts. NaN is a number.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from transferqueue.errors import SchemaError
 from transferqueue.limits import ROWS_PER_REQUEST_MAX
 from transferqueue.schema import Field, Span
-from transferqueue.storage.elements.dtypes import I32, I64, U8, stored
+from transferqueue.storage.elements.dtypes import I32, I64, U8, stored_dtype
 from transferqueue.storage.elements.numbers import kind_of
 from transferqueue.storage.inputs.arrays import parse_array
 from transferqueue.storage.inputs.arrow import is_arrow, parse_arrow
@@ -40,10 +40,10 @@ from transferqueue.storage.memory.parallel_copy import Job
 
 
 class Repeat:
-    """A column whose rows share values: ``values[i]`` is stored once and stands for `counts` rows (``counts[i]``).
+    """A column whose rows share values: ``values[i]`` is stored once for `counts` (or ``counts[i]``) consecutive rows.
 
-    The rows of one value follow each other: ``Repeat(prompts, 8)`` for groups of eight. values: any column input.
-    counts: one positive number for all values, or one for each. Takes no copy of `values`.
+    ``Repeat(prompts, 8)`` is a column for groups of eight rows. values: any column input, not copied here. counts: one positive number
+    for all values, or one for each value. `SchemaError` for other values or counts.
 
     >>> import transferqueue as tq
     >>> prompts = tq.Repeat(["2+2", "3+5"], 4)  # 8 rows, 2 stored values
@@ -74,21 +74,21 @@ class Repeat:
         return f"Repeat({type(self.values).__name__}, counts={self.counts!r})"
 
     def slots(self, stored_rows: int, subject: str) -> I32:
-        """For each row the value it has."""
+        """The index of the value of each row, int32 ``[rows]``."""
         if self.counts.ndim and len(self.counts) != stored_rows:
             raise SchemaError(
                 f"{subject}: Repeat of {stored_rows} values with {len(self.counts)} counts; give one for each"
             )
-        # in Python's integers: a sum of int64 wraps around
+        # Python integers: a sum of int64 wraps around
         total = sum(self.counts.tolist()) if self.counts.ndim else int(self.counts) * stored_rows
         _check_rows(total, subject)
         return np.repeat(np.arange(stored_rows, dtype=np.int32), self.counts)
 
 
 class RowsOf:
-    """An array or tensor ``[rows, ...]`` as its rows: what ``list(values)`` means, at the price of one array.
+    """The rows of an array or tensor ``[rows, ...]``: as ``list(values)``, at the cost of one array. Does not copy `values`.
 
-    For a column whose rows may differ in size, where those of this put do not. Takes no copy of `values`.
+    For a ragged field, if all rows of this put have the same size.
     """
 
     __slots__ = ("values",)
@@ -100,16 +100,16 @@ class RowsOf:
         return len(self.values)
 
     def parsed(self, subject: str) -> Parsed:
-        """The rows. `SchemaError` for values that are no array, or one of single numbers."""
-        found = _parse(self.values, None, subject)
-        if not isinstance(found, DenseInput) or not found.shape:
+        """The rows. `SchemaError` if the values are no array of at least two dimensions."""
+        dense = _parse(self.values, None, subject)
+        if not isinstance(dense, DenseInput) or not dense.shape:
             raise SchemaError(f"{subject}: Each of {type(self.values).__name__} has no rows of numbers; give it is")
-        shapes = np.broadcast_to(np.array(found.shape, np.int64), (found.rows, len(found.shape)))
-        return RaggedInput(found.dtype, shapes, found.source)
+        shapes = np.broadcast_to(np.array(dense.shape, np.int64), (dense.rows, len(dense.shape)))
+        return RaggedInput(dense.dtype, shapes, dense.source)
 
 
 class PlainValues:
-    """Plain values, one a row, whatever they are: a column of dtype ``value`` also where all are text, or all numbers."""
+    """One plain value for each row: a column of dtype ``value``, also if all values are text or all are numbers."""
 
     __slots__ = ("values",)
 
@@ -120,7 +120,7 @@ class PlainValues:
         return len(self.values)
 
     def parsed(self, subject: str) -> Parsed:
-        """The values. `SchemaError` for one that is not plain."""
+        """The values. `SchemaError` if one is not plain."""
         rows = list(self.values)
         _check_rows(len(rows), subject)
         return parse_list(rows, _VALUE, subject)
@@ -130,10 +130,11 @@ _VALUE: Final = Field("plain", "value")
 
 
 class Prepared:
-    """A column that fits its field, ready to be written. Keeps the caller's buffers: they must not change before `write`.
+    """A column that fits its field, ready to be written. Keeps the caller's buffers, which must not change until they are written.
 
-    field: given or inferred. rows: of the request. stored_rows: of the block; fewer if rows share values, then `slots` (int32
-    ``[rows]``) says which. count: the field's count for `schema.layout`. nbytes: of the values, without offsets and padding.
+    field: declared or inferred. rows: of the request. stored_rows: of the block; fewer if rows share values. slots: then the stored row
+    of each row, int32 ``[rows]``; else None. count: the field's count for `schema.layout`. nbytes: of the values, without offsets and
+    padding.
     """
 
     __slots__ = ("count", "field", "nbytes", "offsets", "rows", "shapes", "slots", "source", "stored_rows")
@@ -149,8 +150,8 @@ class Prepared:
         self.slots: I32 | None = None
 
     def jobs(self, out: U8, span: Span) -> list[Job]:
-        """Write the column into its block `out` (``uint8``, the whole block), where `schema.layout` placed it, but for what these jobs
-        write, in any order and in any threads. One pass."""
+        """Write the column into its block `out` (``uint8``, the whole block), where `schema.layout` placed it, together with the jobs that
+        this returns. The jobs may run in any order and in any threads. Each byte is written once."""
         if span.shapes >= 0 and self.shapes is not None:
             _place(out, span.shapes, self.shapes)
         if span.offsets >= 0 and self.offsets is not None:
@@ -163,7 +164,7 @@ class Prepared:
             raise SchemaError(f'field "{self.field.name}" is {self.field.describe()}; only small scalars are inline')
         out = np.empty(self.nbytes, np.uint8)
         self.source.write(out)
-        return out.tobytes() if self.slots is None else out.view(stored(self.field.dtype))[self.slots].tobytes()
+        return out.tobytes() if self.slots is None else out.view(stored_dtype(self.field.dtype))[self.slots].tobytes()
 
     def row_lengths(self) -> I64:
         """Elements of the first dimension (bytes of a blob) of each row of the request: tokens, where rows are tokens."""
@@ -194,7 +195,7 @@ def prepare(name: str, value: Any, field: Field | None = None, rows: int | None 
 
 
 def _broadcast(value: Any, field: Field | None, rows: int | None, subject: str) -> Repeat | None:
-    """A single value for all rows, as a value stored once."""
+    """A single value for all rows, as a `Repeat`; None if `value` is a column."""
     array = hasattr(value, "__array__") and kind_of(type(value)) is None
     if array:
         single = getattr(value, "ndim", 1) == 0
@@ -210,23 +211,23 @@ def _broadcast(value: Any, field: Field | None, rows: int | None, subject: str) 
 
 
 def _parse(value: Any, field: Field | None, subject: str) -> Parsed:
-    found: Parsed | list[Any]
+    parsed: Parsed | list[Any]
     if isinstance(value, RowsOf | PlainValues):
         return value.parsed(subject)
     if is_tensor(value):
-        found = parse_tensor(value, subject)
+        parsed = parse_tensor(value, subject)
     elif isinstance(value, np.ndarray):
-        found = parse_array(value, subject)
+        parsed = parse_array(value, subject)
     elif isinstance(value, list | tuple):
-        found = list(value)
+        parsed = list(value)
     elif is_arrow(value):
-        found = parse_arrow(value, subject)
+        parsed = parse_arrow(value, subject)
     else:
-        found = _parse_other(value, subject)
-    if isinstance(found, list):
-        _check_rows(len(found), subject)
-        return parse_list(found, field, subject)
-    return found
+        parsed = _parse_other(value, subject)
+    if isinstance(parsed, list):
+        _check_rows(len(parsed), subject)
+        return parse_list(parsed, field, subject)
+    return parsed
 
 
 _REFUSED: Final = (Mapping, str, bytes, bytearray)
@@ -298,7 +299,7 @@ def _fit_listed(name: str, parsed: RaggedInput, field: Field | None, subject: st
 
 
 def _inferred(name: str, parsed: RaggedInput) -> Field:
-    """The first dimension varies; another one does if it differs among these rows."""
+    """Infer a field: the first dimension varies, another one varies if it differs between these rows."""
     shape: list[int | None] = [None]
     for column in parsed.shapes.T[1:]:
         sizes = np.unique(column[column != UNKNOWN])
@@ -307,7 +308,7 @@ def _inferred(name: str, parsed: RaggedInput) -> Field:
 
 
 def _known(shapes: I64, field: Field, subject: str) -> I64:
-    """Shapes with what empty rows did not tell filled in from the field."""
+    """The shapes, with dimensions that empty rows did not determine taken from the field."""
     if shapes.shape[1] != len(field.shape):
         raise SchemaError(
             f"{subject} is {field.describe()}, but rows of the values have {shapes.shape[1]} dimensions; give rows of "

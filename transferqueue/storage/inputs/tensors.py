@@ -1,4 +1,4 @@
-"""Torch tensors as columns: dense, nested (jagged), or a list with a tensor for each row."""
+"""Parses torch tensors: dense, nested (jagged), or a list with a tensor for each row."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ import numpy as np
 
 from transferqueue.errors import SchemaError
 from transferqueue.schema import ITEM_BYTES
-from transferqueue.storage.elements.dtypes import as_array, of_torch, torch_loaded
+from transferqueue.storage.elements.dtypes import as_array, dtype_of_torch, imported_torch
 from transferqueue.storage.inputs.arrays import only_rank
 from transferqueue.storage.inputs.parsed import DenseInput, Parsed, RaggedInput
 from transferqueue.storage.inputs.sources import Arrays, DeviceTensors, TensorMemory, ValueSource
 
 
 def is_tensor(value: object) -> bool:
-    """Whether this is a torch tensor; without importing torch, since without it nothing is."""
-    torch = torch_loaded()
+    """Whether this is a torch tensor. Does not import torch: before that there are no tensors."""
+    torch = imported_torch()
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def are_tensors(classes: set[type]) -> bool:
     """Whether all instances of these classes are torch tensors."""
-    torch = torch_loaded()
+    torch = imported_torch()
     return torch is not None and all(issubclass(cls, torch.Tensor) for cls in classes)
 
 
 def parse_tensor(tensor: Any, subject: str) -> Parsed:
-    """One tensor over all rows: strided, or nested with one ragged dimension."""
+    """Parse one tensor over all rows: strided, or nested with one ragged dimension."""
     if tensor.is_nested:
         return _parse_nested(tensor, subject)
     _refuse_unstorable(tensor, subject)
-    dtype = of_torch(tensor.dtype, subject)
+    dtype = dtype_of_torch(tensor.dtype, subject)
     return DenseInput(dtype, tensor.shape[0], tuple(tensor.shape[1:]), _source([tensor], dtype, subject))
 
 
 def parse_tensors(rows: Sequence[Any], subject: str) -> Parsed:
-    """A tensor for each row, all of one dtype and number of dimensions."""
+    """Parse a tensor for each row, all of one dtype and number of dimensions."""
     import torch
 
-    names = {of_torch(dtype, subject) for dtype in set(map(attrgetter("dtype"), rows))}
+    names = {dtype_of_torch(dtype, subject) for dtype in set(map(attrgetter("dtype"), rows))}
     if len(names) > 1:
         raise SchemaError(f"{subject}: rows of dtypes {', '.join(sorted(names))}; convert them to one dtype")
     dtype = names.pop()
-    found = _parse_flat(rows, dtype, torch)
-    if found is not None:
-        return found
+    flat = _parse_flat(rows, dtype, torch)
+    if flat is not None:
+        return flat
     for row in rows:
         _refuse_unstorable(row, subject)
         if row.is_nested:
@@ -61,7 +61,7 @@ def parse_tensors(rows: Sequence[Any], subject: str) -> Parsed:
 
 
 def _parse_flat(rows: Sequence[Any], dtype: str, torch: Any) -> RaggedInput | None:
-    """Many plain one-dimensional rows, in half a microsecond each; None for any others, to be looked at one by one."""
+    """Parse plain one-dimensional rows, in half a microsecond each. None for other rows, which the caller parses one by one."""
     if not set(map(type, rows)) <= {torch.Tensor, torch.nn.Parameter} or set(map(torch.Tensor.dim, rows)) != {1}:
         return None
     try:
@@ -97,7 +97,7 @@ def _parse_nested(tensor: Any, subject: str) -> Parsed:
             else listed
         )
     values = tensor.values().detach()
-    dtype = of_torch(values.dtype, subject)
+    dtype = dtype_of_torch(values.dtype, subject)
     offsets = tensor.offsets().cpu().numpy().astype(np.int64, copy=False)
     shapes = np.empty((len(offsets) - 1, values.dim()), np.int64)
     shapes[:, 0], shapes[:, 1:] = np.diff(offsets), values.shape[1:]

@@ -1,18 +1,17 @@
-"""The memory of a shard, on the side of the process that owns it.
+"""The shared memory of a shard, in the process that owns it.
 
-The law:
+Rules:
 
-1. An arena is one file: sparse, as long as its ceiling from the beginning, so that whoever maps it maps it
-   once. *Served*: a file (0600) in a private directory on shared memory. *Embedded*: a memfd, which vanishes
-   with its process and counts against no `/dev/shm`; others of the same user open it through `/proc`.
-2. No extent is lent before the file system has promised its pages (`ensure`): a full disk is `OutOfMemory`
-   here, never SIGBUS in a worker. Who has time grows the file ahead of that (`grow`), a little at a time.
-3. What is free stays warm, within a bound: `trim` gives the longest unused free pages back until at most
-   ``KEEP_RATIO x lent + KEEP_BYTES`` are backed. It acts only above ``TRIM_RATIO x lent + TRIM_BYTES``, so that
-   a steady flow of puts and frees never pays for fresh pages. With what a process of Python weighs, that
-   keeps the promise of at most 1.3 x live payload + 150 MiB.
-4. An arena may end with a *margin*: pages behind `capacity` that are never lent. Its owner keeps there what has to lie in
-   the same file as the bytes (see `server.head`); clients do not map it.
+1. An arena is one sparse file. It has its full length from the start, so a process maps it once. The arena of a served queue is a
+   file (0600) in a private directory on shared memory. That of an embedded queue is a memfd, which vanishes with its process and does
+   not count against `/dev/shm`; other processes of the same user open it through `/proc`.
+2. An extent is granted only after the file system has allocated its pages (`ensure`). So a full file system raises `OutOfMemory` here,
+   and never SIGBUS in a worker. The server's loop allocates pages ahead of use, a little at a time (`grow`).
+3. Free pages are kept, up to a bound: they are fast to write. `trim` returns the longest unused free pages to the system until at most
+   ``KEEP_RATIO x used + KEEP_BYTES`` have pages. It acts only above ``TRIM_RATIO x used + TRIM_BYTES``, so a steady flow of puts and
+   frees never pays for fresh pages. With the weight of a Python process this keeps the promise of at most 1.3 x live payload + 150 MiB.
+4. An arena may end with a *margin*: pages behind `capacity` that are never allocated. The owner stores there what must lie in the same
+   file as the bytes (see `server.durability.journal_head`). Clients do not map it.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG}
 _CANNOT_PUNCH: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EACCES, errno.EPERM})
 
 
-def room(directory: Path | None) -> int:
-    """Bytes that an arena in this directory (None: a memfd) could have at most, right now.
+def available_bytes(directory: Path | None) -> int:
+    """The most bytes that an arena in this directory (None: a memfd) could have now.
 
-    For a directory: what its file system has free. For a memfd: three quarters of the machine's memory, since
-    nothing but the out-of-memory killer bounds it.
+    For a directory: the free bytes of its file system. For a memfd: three quarters of the machine's memory, because only the
+    out-of-memory killer bounds a memfd.
     """
     if directory is None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 * 3
@@ -52,16 +51,16 @@ def room(directory: Path | None) -> int:
 
 
 def surplus(backed: int, used: int) -> int:
-    """How many bytes of pages to give back, in whole pages, where `backed` are held and `used` lent: 0 for few."""
+    """How many bytes to return to the system, in whole pages, if `backed` bytes have pages and `used` are allocated (rule 3)."""
     if backed <= TRIM_RATIO * used + TRIM_BYTES:
         return 0
     return align(backed - int(KEEP_RATIO * used) - KEEP_BYTES, PAGE_BYTES)
 
 
 class Arena:
-    """A file of `capacity` bytes that grows as it is used. One thread owns it.
+    """A file of `capacity` bytes that gets pages as it is used. One thread owns it.
 
-    path: where others open it while this process lives. backed: bytes that have pages now. margin: bytes behind `capacity`.
+    path: where other processes open it while this process lives. margin: bytes behind `capacity`.
     """
 
     def __init__(self, fd: int, path: str, capacity: int, file: Path | None, margin: int = 0) -> None:
@@ -75,9 +74,9 @@ class Arena:
     def create(cls, directory: Path | None, capacity: int, *, margin: int = 0) -> Arena:
         """A new, empty arena of at most `capacity` bytes (rounded up to pages).
 
-        directory: an existing directory of the caller's, preferably on shared memory; None: a memfd. Takes address
-        space, and pages only for the margin (whole pages, zeros at first). Raises `UsageError` for a capacity or directory that is none, `OutOfMemory` where the file or
-        its mapping cannot be made.
+        directory: an existing directory, preferably on shared memory; None: a memfd. margin: whole pages, zeros at first. Takes
+        address space, and pages for the margin only. `UsageError` for an invalid capacity or directory, `OutOfMemory` if the file
+        or its mapping cannot be made.
         """
         if capacity < 1:
             raise UsageError(f"an arena of {capacity} bytes is not one; give a positive size such as '8GiB'")
@@ -96,9 +95,9 @@ class Arena:
 
     @classmethod
     def attach(cls, file: Path, allocator: Allocator, *, margin: int = 0) -> Arena:
-        """The arena that another process left at `file`. What the allocator has lent is kept, all else is given back.
+        """The arena that an earlier process left at `file`. Keeps the allocated extents, and returns all other pages to the system.
 
-        `Corruption` if there is no such file, or none of the allocator's capacity and this margin.
+        `Corruption` if the file does not exist, or does not have the allocator's capacity plus this margin.
         """
         try:
             fd = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -109,14 +108,14 @@ class Arena:
                 raise Corruption(
                     f"arena {file} has {size} bytes, not {allocator.capacity + margin}; it is not the one it was"
                 )
-            made = cls(fd, str(file), allocator.capacity, file, margin)
+            arena = cls(fd, str(file), allocator.capacity, file, margin)
         except BaseException:
             os.close(fd)
             raise
-        made._keep_lent(allocator)
-        return made
+        arena._keep_allocated(allocator)
+        return arena
 
-    def _keep_lent(self, allocator: Allocator) -> None:
+    def _keep_allocated(self, allocator: Allocator) -> None:
         end = 0
         for offset, nbytes in [*allocator.free_ranges(), (self.capacity, 0)]:
             if offset > end:
@@ -126,9 +125,9 @@ class Arena:
                 self._remove(offset, nbytes)
 
     def sync(self) -> None:
-        """All bytes written so far, by whatever process, are on the device when this returns. `OutOfMemory` if it fails.
+        """Block until all bytes that any process has written are on the device. `OutOfMemory` if that fails.
 
-        For an arena in a file on a disk; on shared memory there is no device.
+        For an arena in a file on a disk. On shared memory it does nothing useful.
         """
         try:
             os.fdatasync(self._fd)
@@ -136,14 +135,14 @@ class Arena:
             raise OutOfMemory(f"the arena at {self.path} cannot be written to its disk: {error.strerror}") from error
 
     def write_margin(self, offset: int, data: bytes) -> None:
-        """Store `data` in the margin, from its byte `offset` on. No system call."""
+        """Write `data` into the margin, from its byte `offset` on. Makes no system call."""
         if self._map is None or offset < 0 or offset + len(data) > self.margin:
             raise InternalError(f"bytes {offset} to {offset + len(data)} are not in an open margin of {self.margin}")
         start = self.capacity + offset
         self._map[start : start + len(data)] = data
 
     def sync_margin(self) -> None:
-        """The margin is on the device when this returns. `OutOfMemory` if that fails."""
+        """Block until the margin is on the device. `OutOfMemory` if that fails."""
         if self._map is None:
             raise InternalError("the arena is closed; its margin cannot be written to its disk")
         try:
@@ -152,21 +151,21 @@ class Arena:
             raise OutOfMemory(f"the arena at {self.path} cannot be written to its disk: {error.strerror}") from error
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """These bytes, read-only. Release it before `close`."""
+        """A read-only view of these bytes. Release it before `close`."""
         if self._map is None or offset < 0 or nbytes < 0 or offset + nbytes > self.capacity:
             raise InternalError(f"bytes {offset} to {offset + nbytes} are not in an open arena of {self.capacity}")
         return memoryview(self._map)[offset : offset + nbytes].toreadonly()
 
     @property
     def backed(self) -> int:
-        """Bytes for which the file system holds pages."""
+        """Bytes that have pages."""
         return self._backed.total
 
     def ensure(self, offset: int, nbytes: int) -> None:
-        """Make sure that these bytes have pages, so that writing them cannot fail.
+        """Allocate pages for these bytes where they have none, so that writing them cannot fail.
 
-        Blocks for the time the kernel needs (about 0.3 ms a MiB for pages that are not there). Raises `OutOfMemory`
-        where the file system is full; what was backed before still is.
+        Blocks while the kernel works (about 0.3 ms for each MiB of missing pages). `OutOfMemory` if the file system is full; the pages
+        that were there stay.
         """
         if offset < 0 or nbytes < 1 or offset + nbytes > self.capacity:
             raise OutOfMemory(
@@ -176,9 +175,9 @@ class Arena:
             self._back(start, align(end, PAGE_BYTES))
 
     def grow(self, start: int, end: int) -> bool:
-        """Give the next `ARENA_SLICE_BYTES` of these bytes pages ahead of use; whether some are left without.
+        """Allocate the next `ARENA_SLICE_BYTES` of missing pages in this range ahead of use. Returns whether more are missing.
 
-        Blocks for less than 2 ms. A file system that is full ends it: what is needed is asked for by `ensure`.
+        Blocks for less than 2 ms. Returns False if the file system is full; `ensure` reports that when the pages are needed.
         """
         end = min(end, self.capacity)
         for low, high in self._backed.gaps(start, end):
@@ -187,30 +186,29 @@ class Arena:
         return False
 
     def trim(self, allocator: Allocator) -> int:
-        """Give pages of free extents back to the system by the rule above; returns how many bytes.
+        """Return pages of free extents to the system by rule 3. Returns how many bytes.
 
-        Cheap when there is nothing to do. Calling it a moment after a free rather than at once lets a flow of puts find
-        its pages warm.
+        Cheap when nothing is due. Call it a moment after a free, not at once, so that a flow of puts finds warm pages.
         """
         excess = surplus(self.backed, allocator.used)
         if not excess or not self._can_punch:
             return 0
-        given = 0
+        returned = 0
         for offset, nbytes in list(allocator.coldest()):
-            if given >= excess or not self._can_punch:
+            if returned >= excess or not self._can_punch:
                 break
-            given += self._punch(allocator, offset, min(nbytes, excess - given))
-        return given
+            returned += self._punch(allocator, offset, min(nbytes, excess - returned))
+        return returned
 
     def punch(self, offset: int, nbytes: int) -> None:
-        """Give the pages of these bytes, which nobody needs, back to the system, where it takes them."""
+        """Return the pages of these bytes to the system, if the file system supports that. The bytes must be unused."""
         if self._can_punch and self._remove(offset, nbytes):
             self._backed.remove(offset, offset + nbytes)
 
     def close(self, unlink: bool = True) -> None:
-        """Unmap and close; unlink the file too, so that its pages go with the last process that maps it.
+        """Unmap and close the file. unlink: also remove its name, so that its pages are freed with the last process that maps it.
 
-        Views that others hold stay valid. Closing twice is allowed.
+        Mappings of other processes stay valid. A second call does nothing.
         """
         if self._map is None:
             return

@@ -1,15 +1,15 @@
-"""What lies behind a bulk endpoint: where bytes that arrive are kept, and come from when they are asked for.
+"""The backing of a shard: stores the bytes that its bulk endpoint receives, and reads them for the endpoint.
 
-The law (docs/decisions/0025), which `testing.conformance.backings` checks:
+Rules (docs/decisions/0025), which `testing.conformance.backings` checks:
 
-1. A backing is a line of `capacity` bytes. They are lent in extents: whole pages, each with a number that is never given again.
-   Where bytes are lent, to whom, and who may touch them is decided elsewhere (`server.further`, `server.tickets`); a backing only
-   keeps them.
-2. What was settled is read again to the byte until its extent is forgotten. What arrived and was not
-   settled counts for nothing. A write that comes twice changes nothing.
-3. What is forgotten is needed by nobody when `forget` returns; its memory is free, of an arena once its pages are punched. The
-   same place of the line may be lent again under another number, and has what is written there then.
-4. If bytes are gone or are not what they were, that is told (`ShardLost`). Other bytes are never given.
+1. A backing is an address space of `capacity` bytes. The coordinator allocates it in extents: whole pages, each with an id that is
+   never reused. The coordinator decides which extents exist and who may use them (`server.shards.remote_shard`,
+   `server.shards.tickets`); a backing only stores bytes.
+2. Bytes that were committed read back unchanged until their extent is forgotten. Bytes that arrived and were not committed do not
+   count. A repeated write changes nothing.
+3. After `forget` returns, the bytes of the extent are not needed, and their memory is free (of an arena: once the pages are punched).
+   The same range may be allocated again under another id, with other bytes.
+4. If bytes are lost or differ, the backing raises `ShardLost`. It never returns other bytes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.arena import Arena
 
 Reader = Callable[[memoryview], int]
-"""Puts the next bytes that arrive at the beginning of some memory, which is not empty; how many it were."""
+"""Writes the next bytes that arrive to the start of a non-empty memory, and returns how many."""
 
 
 class Range(NamedTuple):
-    """Bytes of an extent: `nbytes` from byte `offset` of the line on."""
+    """`nbytes` bytes of an extent, from byte `offset` of the backing on."""
 
     extent: int
     offset: int
@@ -38,61 +38,63 @@ class Range(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte behind the last."""
+        """The byte after the last."""
         return self.offset + self.nbytes
 
 
 class IncomingWrite(Protocol):
-    """One write under way. Used by one thread; nothing has to be done with one that is given up."""
+    """A write in progress. Used by one thread. An abandoned write needs no call."""
 
     def fill(self, read: Reader) -> int:
-        """Have the next bytes put where they belong; how many it were. Does not wait."""
+        """Let `read` put the next bytes where they belong, and return how many. Does not block."""
 
-    def settle(self, *, last: bool) -> None:
-        """All that has arrived so far matches its checksums; `last`: and is all. It is kept once the call with `last` has returned.
+    def commit(self, *, last: bool) -> None:
+        """Commit the bytes that have arrived; the caller has compared their checksums. last: the write is complete, and is stored when
+        this returns.
 
-        May wait for the store behind it, by whose own deadline it ends: `Unreachable`; `OutOfMemory` where that has no room.
+        May block until the store's own deadline, then `Unreachable`; `OutOfMemory` if the store has no room.
         """
 
 
 class Backing(Protocol):
-    """The bytes of one shard. `landing` and `read` are one thread's, the bulk endpoint's; the rest another's, which takes orders."""
+    """The bytes of one shard. The thread of the bulk endpoint calls `begin_write` and `read`; the thread that executes the coordinator's
+    commands calls the rest."""
 
     path: str
-    """Where processes of this host map all of it, so that no byte passes the endpoint; "": nobody can."""
+    """The file that processes of this host map instead of using the endpoint; "": there is none."""
     capacity: int
     """Bytes, in whole pages."""
 
     def ensure(self, offset: int, nbytes: int) -> None:
-        """Make room for these bytes, as far as that can be done ahead. `OutOfMemory`: there is none, and nothing was changed."""
+        """Reserve room for these bytes, if the store can do that in advance. `OutOfMemory`, with nothing changed, if there is none."""
 
     def punch(self, offset: int, nbytes: int) -> None:
-        """Nobody needs these bytes now; the room for them may go."""
+        """These bytes are unused now: their room may be freed."""
 
-    def landing(self, place: Range) -> IncomingWrite:
-        """A write of exactly these bytes begins. `UsageError` where it crosses what was written before and is not the same again."""
+    def begin_write(self, place: Range) -> IncomingWrite:
+        """Begin a write of exactly these bytes. `UsageError` if it overlaps an earlier write and does not repeat it."""
 
     def read(self, ranges: Sequence[Range]) -> list[U8]:
-        """Bytes that were settled, ``uint8 [nbytes]`` of each range. Not to be written to, and good as long as they are held, or
-        until their extent is forgotten.
+        """Committed bytes: ``uint8 [nbytes]`` for each range. The caller must not write to them. They are valid until their extent is
+        forgotten.
 
-        May wait, as `IncomingWrite.settle`. `ShardLost` if some are gone for good, `Unreachable` if they may come back.
+        May block as `IncomingWrite.commit`. `ShardLost` if bytes are lost for good, `Unreachable` if they may come back.
         """
 
     def forget(self, extent: int) -> None:
-        """Nothing of this extent is needed any more. One that is not known: nothing. To be called when no landing in it is
-        filled or settled any more."""
+        """The bytes of this extent are not needed any more; an unknown extent is ignored. Call it only when no write into the extent is
+        in progress."""
 
-    def keep(self, extents_to: int, extents: Collection[int]) -> None:
-        """Of all extents below `extents_to` only these are needed: as `forget` of all others."""
+    def forget_others(self, extents_to: int, extents: Collection[int]) -> None:
+        """Forget all extents with ids below `extents_to` except these."""
 
     def close(self) -> None:
-        """Give up what is kept, as far as it is the backing's own. Nothing may be asked of it any more. Again: nothing."""
+        """Free what the backing owns. No other method may be called afterwards. A second call does nothing."""
 
 
 class ArenaBacking:
-    """An arena as a backing: bytes arrive where they stay, and leave from there. The arena remains its maker's to close, and
-    may be closed while this is used: the mapping here is one of its own."""
+    """An arena as a backing: bytes are received into it and sent from it without a copy. The caller closes the arena, also while this
+    is used: this has a mapping of its own."""
 
     def __init__(self, arena: Arena) -> None:
         self.path, self.capacity = arena.path, arena.capacity
@@ -107,26 +109,26 @@ class ArenaBacking:
         """See `Arena.punch`."""
         self._arena.punch(offset, nbytes)
 
-    def landing(self, place: Range) -> IncomingWrite:
-        """Straight into the arena."""
+    def begin_write(self, place: Range) -> IncomingWrite:
+        """A write straight into the arena."""
         return _InPlace(self.memory[place.offset : place.end])
 
     def read(self, ranges: Sequence[Range]) -> list[U8]:
         """Views of the arena."""
-        return [self.memory[one.offset : one.end] for one in ranges]
+        return [self.memory[each.offset : each.end] for each in ranges]
 
     def forget(self, extent: int) -> None:
-        """The pages stay until they are lent again or `punch` takes them: fresh ones are dear."""
+        """Does nothing: the pages stay until they are allocated again or `punch` frees them, because fresh pages are slow."""
 
-    def keep(self, extents_to: int, extents: Collection[int]) -> None:
-        """As `forget`."""
+    def forget_others(self, extents_to: int, extents: Collection[int]) -> None:
+        """Does nothing, as `forget`."""
 
     def close(self) -> None:
-        """The arena is its maker's; the mapping goes with the last view of it."""
+        """Does nothing: the caller closes the arena, and the mapping ends with its last view."""
 
 
 class _InPlace:
-    """Bytes that arrive where they stay."""
+    """A write straight into the arena."""
 
     __slots__ = ("_left",)
 
@@ -138,12 +140,12 @@ class _InPlace:
         self._left = self._left[size:]
         return size
 
-    def settle(self, *, last: bool) -> None:
-        """They are where they stay."""
+    def commit(self, *, last: bool) -> None:
+        """Does nothing: the bytes are in place."""
 
 
 def _view(path: str, capacity: int) -> U8:
-    """The whole arena, as memory that is unmapped with the last piece of it."""
+    """The whole arena as an array; it is unmapped after the last view was collected."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Checksums of blocks: xxh3-64, computed where bytes leave a process or a disk, checked where they arrive."""
+"""Checksums of blocks (xxh3-64): computed before bytes leave a process, checked after they arrive or are read from a disk."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import xxhash
 from transferqueue.errors import Corruption
 
 Bytes = bytes | bytearray | memoryview | np.ndarray
-"""Contiguous bytes, as whoever has them holds them."""
+"""Contiguous bytes, in any of these types."""
 UNCHECKED: Final = 0
-"""The checksum of a block whose bytes never left the machine."""
+"""Stands for no checksum: that of a block in memory only."""
 
 
 def checksum(block: Bytes) -> int:
-    """xxh3-64 of the bytes. Never `UNCHECKED`: the one digest in 2**64 that is 0 is told as 1."""
+    """The xxh3-64 of the bytes; 1 if that is 0, which means `UNCHECKED`."""
     return xxhash.xxh3_64_intdigest(block) or 1  # type: ignore[arg-type,unused-ignore]
 
 
@@ -24,6 +24,6 @@ def verify(block: Bytes, expected: int, subject: str) -> None:
     """Raise `Corruption`, naming `subject`, unless the bytes have this checksum (`UNCHECKED`: no check)."""
     if expected == UNCHECKED:
         return
-    found = checksum(block)
-    if found != expected:
-        raise Corruption(f"{subject}: checksum {found:016x} instead of {expected:016x}; its bytes changed on the way")
+    actual = checksum(block)
+    if actual != expected:
+        raise Corruption(f"{subject}: checksum {actual:016x} instead of {expected:016x}; its bytes changed on the way")

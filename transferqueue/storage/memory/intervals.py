@@ -1,4 +1,4 @@
-"""Which bytes of a line are covered: disjoint half-open intervals, ascending, joined where they touch."""
+"""A set of integers as disjoint half-open intervals, ascending, merged where they touch."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Intervals:
 
     def gaps(self, start: int, end: int) -> list[tuple[int, int]]:
         """The parts of ``[start, end)`` that are not covered, ascending."""
-        found = []
+        uncovered = []
         for at in range(bisect_right(self._ends, start), bisect_left(self._starts, end)):
             if start < self._starts[at]:
-                found.append((start, self._starts[at]))
+                uncovered.append((start, self._starts[at]))
             start = self._ends[at]
-        return [*found, (start, end)] if start < end else found
+        return [*uncovered, (start, end)] if start < end else uncovered
 
     def _replace(self, first: int, last: int, new: list[tuple[int, int]]) -> None:
         old = zip(self._starts[first:last], self._ends[first:last], strict=True)

@@ -1,21 +1,20 @@
-"""The memory of a shard, on the side of a process that uses it.
+"""The shared memory of a shard, in a process that uses it.
 
-The law:
+Invariants:
 
-1. The arena is mapped once to be written (``MAP_SHARED``, into granted extents) and once to be viewed
-   (``MAP_PRIVATE``): what a user changes in a view is seen by nobody else, not by other processes, not by
-   a later or simultaneous batch of the same process.
-2. A *hold* is what one reply lends of one extent. Its pages are pinned at the server until `on_release` is told
-   its blocks, exactly once, when no array, tensor, Arrow buffer or memoryview over any of them is left here.
-3. Before that is told, the private copies of its pages are dropped (``MADV_DONTNEED``): whoever looks at the
-   extent next, even after it was reused, sees the file and never a stale copy. Dropping works on whole pages,
-   and the blocks of small puts share pages; so it is done per extent.
-4. Therefore at most one hold at a time looks at an extent through the arena-wide mapping. A second hold on the same
-   extent gets a mapping of its own, and ends by unmapping it. Without this rule a page that one batch has changed in
-   place would show the next batch the old bytes of a neighbour put into that page since.
-5. Finalisers run in any thread, also inside a garbage collection inside our own code. They take no lock:
-   a claim on an extent is one atomic ``dict.setdefault``, its end one ``dict.pop``.
-6. A forked child shares nothing it could return: there, ends tell nobody.
+1. A process maps the arena twice: once to write into granted extents (``MAP_SHARED``) and once to view rows (``MAP_PRIVATE``). Changes
+   that a user makes in a view are invisible to other processes and to other batches of this process.
+2. A *mapped range* is the part of one extent that one reply names. The server keeps its blocks pinned until `on_release` gets their
+   ids. That happens exactly once, after the last array, tensor, Arrow buffer or memoryview over them was collected here.
+3. Before that call, the private copies of its pages are dropped (``MADV_DONTNEED``). So the next view of the extent, even after the
+   extent was reused, shows the file and never a stale copy. Only whole pages can be dropped, and blocks of small puts share pages;
+   therefore pages are dropped by extent.
+4. At most one mapped range at a time uses the arena-wide mapping for an extent. A second range of the same extent gets its own mapping,
+   and ends by unmapping it. Otherwise a page that one batch changed in place could show the next batch old bytes where a neighbour was
+   put since.
+5. Finalizers run in any thread, also inside a garbage collection in this module's own code. They take no lock: claiming an extent is
+   one atomic ``dict.setdefault``, ending the claim one ``dict.pop``.
+6. A forked child owns no pins: its finalizers release nothing.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from transferqueue.errors import Corruption, Disconnected, Forked, OutOfMemory, 
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.storage.elements.dtypes import U8
-from transferqueue.storage.memory.private_pages import array_at, drop_pages, map_private, unmap, unmapping
+from transferqueue.storage.memory.private_pages import array_at, drop_pages, map_private, unmap, unmap_once
 
 
 class BlockPlace(Protocol):
-    """Where a block lies: what a reply says of each block it names."""
+    """The location of a block in an arena, as a reply gives it."""
 
     @property
     def block(self) -> int:
@@ -42,7 +41,7 @@ class BlockPlace(Protocol):
 
     @property
     def extent(self) -> int:
-        """Id of its extent."""
+        """Id of the extent that contains the block."""
 
     @property
     def offset(self) -> int:
@@ -54,9 +53,9 @@ class BlockPlace(Protocol):
 
 
 class Pins(list[int]):
-    """Blocks whose pins return. Whoever sends them empties the list, so that it may be handed over twice.
+    """Block ids whose pins are to be released. The sender empties the list, so that passing it twice does no harm.
 
-    total: how many they were. counted: whether the holder of the mapping has taken them off its count.
+    total: the number of ids at first. counted: whether the owner of the mapping has subtracted them from its count of pins.
     """
 
     __slots__ = ("counted", "total")
@@ -68,17 +67,17 @@ class Pins(list[int]):
 
 
 Release = Callable[[Pins], object]
-"""Told the ids of blocks whose pins return. Called from any thread; must not block, take locks or raise."""
+"""Takes the ids of blocks whose pins are to be released. Called from any thread; must not block, take locks or raise."""
 
 
 class _Pages:
-    """The arena-wide private mapping and the file behind it; unmapped when the last hold is gone."""
+    """The arena-wide private mapping and its file. Unmapped after the last mapped range was collected."""
 
     def __init__(self, fd: int, capacity: int) -> None:
         self.fd, self.pid = fd, os.getpid()
         self.address = map_private(fd, 0, capacity)
         self.viewed: dict[int, _MappedRange] = {}
-        """The hold that looks at an extent through this mapping, by extent."""
+        """The range that uses this mapping for an extent, by extent."""
         weakref.finalize(self, _discard, fd, self.address, capacity, self.pid).atexit = False
 
 
@@ -89,10 +88,7 @@ def _discard(fd: int, address: int, capacity: int, pid: int) -> None:
 
 
 class Mapping:
-    """One arena as this process sees it. Safe from any thread.
-
-    Views outlive `close`: they stay readable until collected.
-    """
+    """One arena, mapped into this process. Safe from any thread. Views stay valid after `close`, until they are collected."""
 
     def __init__(self, fd: int, path: str, capacity: int, on_release: Release) -> None:
         self.path, self.capacity = path, capacity
@@ -102,10 +98,10 @@ class Mapping:
 
     @classmethod
     def open(cls, path: str, capacity: int, on_release: Release) -> Mapping:
-        """Map the arena at `path`, as the server's `Welcome` names it.
+        """Map the arena at `path`, as the server's `Welcome` names it. on_release: see `Release`.
 
-        Raises `Disconnected` if it is gone, `ProtocolError` if it is not an arena of `capacity` bytes,
-        `OutOfMemory` if this process may not map so much.
+        `Disconnected` if the file cannot be opened, `ProtocolError` if it has fewer than `capacity` bytes, `OutOfMemory` if this
+        process may not map so much.
         """
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -124,42 +120,42 @@ class Mapping:
             raise OutOfMemory(f"the arena {path} of {capacity} bytes cannot be mapped: {error}") from error
 
     def writable(self, offset: int, nbytes: int) -> memoryview:
-        """These bytes of the arena, to be written. They must be inside an extent granted to this session."""
-        self._living()
+        """A writable view of these bytes, which other processes see. They must be inside an extent granted to this session."""
+        self._open_pages()
         self._check(offset, nbytes, "a grant")
         if self._shared is None:
             raise Disconnected(f"the arena {self.path} was closed in this process; connect again")
         return memoryview(self._shared)[offset : offset + nbytes]
 
     def pin(self, blocks: Iterable[BlockPlace]) -> dict[int, U8]:
-        """The bytes of the blocks that one reply names, by block id, each ``uint8 [nbytes]`` and writable in private.
+        """The bytes of the blocks that one reply names, by block id: each ``uint8 [nbytes]``, writable, with changes private.
 
-        Each id is told to `on_release` exactly once, after the last view of its extent's blocks of this call is
-        collected: keep the arrays (or anything made of them) for as long as the bytes are needed. No bytes are copied or
-        read. Raises `Corruption` if a block is not inside the arena, `OutOfMemory` if nothing more can be mapped; then
-        nothing is held and nobody is told: the pins are still the caller's to return.
+        `on_release` gets each id exactly once, after the last view of the blocks of its extent from this call was collected. Keep the
+        arrays, or anything made from them, as long as the bytes are needed. Copies and reads no bytes. `Corruption` if a block is
+        outside the arena, `OutOfMemory` if nothing more can be mapped. After an error `on_release` gets nothing, and the caller still
+        owns the pins.
         """
-        pages = self._living()
+        pages = self._open_pages()
         members: dict[int, dict[int, BlockPlace]] = {}
         for block in blocks:
             self._check(block.offset, block.nbytes, f"block {block.block}")
             members.setdefault(block.extent, {})[block.block] = block
-        holds: list[_MappedRange] = []
+        ranges: list[_MappedRange] = []
         try:
-            for extent, found in members.items():
-                holds.append(_MappedRange(pages, extent, list(found.values())))
+            for extent, blocks_by_id in members.items():
+                ranges.append(_MappedRange(pages, extent, list(blocks_by_id.values())))
         except OutOfMemory:
-            for hold in holds:
-                hold.end()
+            for mapped in ranges:
+                mapped.end()
             raise
-        return {block: memory for hold in holds for block, memory in hold.lend(self._on_release).items()}
+        return {block: memory for mapped in ranges for block, memory in mapped.arrays(self._on_release).items()}
 
     def close(self) -> None:
-        """Let go of the arena. Nothing can be written or pinned through this object any more; views stay valid."""
+        """Close the arena. This object can then neither write nor pin; existing views stay valid."""
         self._shared = None
         self._pages = None
 
-    def _living(self) -> _Pages:
+    def _open_pages(self) -> _Pages:
         if self._pages is None:
             raise Disconnected(f"the arena {self.path} was closed in this process; connect again")
         if os.getpid() != self._pages.pid:
@@ -180,7 +176,7 @@ def _check_size(fd: int, path: str, capacity: int) -> None:
 
 
 def _pages_of(members: Sequence[BlockPlace]) -> tuple[int, int]:
-    """The whole pages that these blocks touch."""
+    """First byte and size of the whole pages that these blocks touch."""
     first, end = members[0].offset, members[0].offset + members[0].nbytes
     for block in members[1:]:
         first, end = min(first, block.offset), max(end, block.offset + block.nbytes)
@@ -189,7 +185,7 @@ def _pages_of(members: Sequence[BlockPlace]) -> tuple[int, int]:
 
 
 class _MappedRange:
-    """What one reply lends of one extent: pages of the arena-wide mapping if nobody else looks at the extent, else its own."""
+    """The part of one extent that one reply names: in the arena-wide mapping if no other range uses the extent, else in its own."""
 
     __slots__ = ("_address", "_extent", "_members", "_nbytes", "_on_release", "_pages", "_pins", "_start", "_unmap")
 
@@ -202,10 +198,10 @@ class _MappedRange:
         self._address = pages.address + self._start
         if pages.viewed.setdefault(extent, self) is not self:
             self._address = map_private(pages.fd, self._start, self._nbytes)
-            self._unmap = unmapping(self._address, self._nbytes)
+            self._unmap = unmap_once(self._address, self._nbytes)
 
-    def lend(self, on_release: Release) -> dict[int, U8]:
-        """The bytes of each block; when no view of them is left, the hold ends and their ids are told."""
+    def arrays(self, on_release: Release) -> dict[int, U8]:
+        """The bytes of each block, by id. When no view of them is left, `on_release` gets the ids."""
         self._on_release = on_release
         memory, start = array_at(self._address, self._nbytes, self.end), self._start
         return {
@@ -213,7 +209,7 @@ class _MappedRange:
         }
 
     def end(self) -> None:
-        """Drop the private copies, then tell that the blocks are no longer viewed here. Done again, it does what was left."""
+        """Drop the private copies, then release the pins. A repeated call does what an interrupted one left."""
         if os.getpid() != self._pages.pid:
             return
         if self._unmap is not None:

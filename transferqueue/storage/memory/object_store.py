@@ -1,17 +1,17 @@
-"""A backing that keeps bytes as objects of a store: of another program's memory on many hosts, of a directory, of whatever has keys.
+"""A backing that stores bytes as objects in a key-value store: the memory of many hosts, a directory, or any other store with keys.
 
-The law, beside that of `storage.backing`:
+Rules, in addition to those of `storage.memory.backing`:
 
-1. Objects never change. What was settled of a write is one, or several of about `OBJECT_BYTES`, under keys that are used once:
-   a prefix that no other shard has, and a number. What lies where is known here alone, and so is each object's checksum.
-2. The same bytes into the same place again are not stored again. Bytes of a place that were settled otherwise are replaced once
-   the new ones are stored. A write that crosses the edge of an earlier one is refused: bytes are written once.
-3. An object that the store does not have any more, or that is not what was stored, is lost, and so is the shard: whoever owns
-   the backing is told once (`on_lost`), and nothing is given from then on. Where the store only does not answer, nothing is
-   lost yet.
-4. A write that is under way holds `OBJECT_BYTES` and one frame. Who reads holds the blocks that it named, and shares them with all
-   who read the same: together no more than is lent, however slowly they read. Of what was read last `OBJECTS_KEPT_BYTES` stay.
-5. What the store does not remove is removed with what is forgotten next, at `close`, or by a sweep for shards that died
+1. Objects never change. A committed write is one object, or several of about `OBJECT_BYTES`. Each has a key that is used once: a prefix
+   that no other shard has, and a number. Only this process knows which object holds which bytes, and each object's checksum.
+2. A write that repeats the same bytes at the same place is not stored again. Other bytes at the same place replace the old object
+   after the new one is stored. A write that crosses the edge of an earlier write is refused.
+3. If the store has lost an object, or returns other bytes, the shard is lost: the backing calls `on_lost` once, and raises `ShardLost`
+   from then on. If the store only does not answer, nothing is lost yet.
+4. A write in progress holds `OBJECT_BYTES` and one frame. A reader holds the blocks that it asked for, and shares them with all readers
+   of the same blocks, so all readers together hold no more than the shard's content. `OBJECTS_KEPT_BYTES` of the blocks read last
+   stay cached.
+5. Objects that the store fails to remove are removed with the next `forget`, at `close`, or by the sweep for dead shards
    (`cluster.stores`).
 """
 
@@ -39,32 +39,32 @@ from transferqueue.limits import FRAME_BYTES, KIB, OBJECT_BYTES, OBJECTS_KEPT_BY
 from transferqueue.schema import align
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import IncomingWrite, Range, Reader
-from transferqueue.storage.memory.buffer_pool import Buffers
+from transferqueue.storage.memory.buffer_pool import BufferPool
 from transferqueue.storage.memory.checksum import checksum
 
 _log: Final = logging.getLogger("transferqueue.shard")
 
 
 class ObjectStore(Protocol):
-    """What is asked of a store: `testing.conformance.stores` checks it. Called from any thread, one call at a time.
+    """A key-value store of bytes; `testing.conformance.stores` checks an implementation. Called from any thread, one call at a time.
 
-    Each call ends by a deadline of the store's own, and is `Unreachable` if that passes or the store fails otherwise.
+    Each call must end by a deadline of the store's own, and raise `Unreachable` if that passes or the store fails otherwise.
     """
 
     def put(self, key: str, content: memoryview) -> None:
-        """Keep these bytes (at least one) until they are removed. The memory is the caller's again. `OutOfMemory`: no room."""
+        """Store these bytes (at least one) under the key. The caller may reuse the memory afterwards. `OutOfMemory` if there is no room."""
 
     def get(self, wanted: Sequence[tuple[str, memoryview]]) -> None:
-        """Fill each memory with the object of exactly its size. `NotFound` if one is not there any more, or has another size."""
+        """Fill each memory with the object of its key. `NotFound` if an object is missing, or does not have the size of the memory."""
 
     def remove(self, keys: Sequence[str]) -> None:
-        """These are not needed any more, and their room is free. One that is not there: nothing."""
+        """Remove these objects. Missing keys are ignored."""
 
     def sweep(self, prefix: str) -> None:
-        """Remove all whose keys begin so."""
+        """Remove all objects whose keys begin with `prefix`."""
 
     def close(self) -> None:
-        """Let go of the store. What is in it stays. Again: nothing."""
+        """Disconnect from the store. Its objects stay. A second call does nothing."""
 
 
 class _Object(NamedTuple):
@@ -74,7 +74,7 @@ class _Object(NamedTuple):
 
 
 class ObjectBacking:
-    """A backing of at most `capacity` bytes in a store, which remains its owner's to close. prefix: of keys that nobody else uses."""
+    """A backing of at most `capacity` bytes in a store, which the caller closes. prefix: of its keys; no other shard may use it."""
 
     path: str = ""
 
@@ -91,9 +91,9 @@ class ObjectBacking:
             raise UsageError(f"a shard of {capacity} bytes is none; give a positive size such as '8GiB'")
         self.capacity = align(capacity, PAGE_BYTES)
         self.on_lost: Callable[[], object] = lambda: None
-        """Called once when bytes turn out to be gone, by the thread that finds it."""
+        """Called once when bytes are lost, by the thread that notices it."""
         self.lost: ShardLost | None = None
-        """What was found to be gone."""
+        """The error of the loss, once bytes are lost."""
         self._store: Final = store
         self._prefix: Final = prefix
         self._object_bytes: Final = object_bytes
@@ -101,125 +101,125 @@ class ObjectBacking:
         self._extents: dict[int, list[_Object]] = {}
         self._number = 0
         self.unremoved: list[str] = []
-        """Keys that nobody needs, and the store did not remove yet."""
-        self.buffers: Final = Buffers()
-        self._read: Final = _Read(kept_bytes)
+        """Unneeded keys that the store has not removed yet."""
+        self.buffers: Final = BufferPool()
+        self._read: Final = _ReadCache(kept_bytes)
         self._closed = False
 
     def ensure(self, offset: int, nbytes: int) -> None:
-        """A store promises no room ahead: where it has none a write is told."""
+        """Checks the range only: a store reserves no room in advance. A write fails if there is none."""
         if offset < 0 or nbytes < 1 or offset + nbytes > self.capacity:
             raise OutOfMemory(
                 f"bytes {offset} to {offset + nbytes} are beyond the shard's {self.capacity}; ask for less"
             )
 
     def punch(self, offset: int, nbytes: int) -> None:
-        """What was forgotten was removed then."""
+        """Does nothing: `forget` has removed the objects."""
 
     # ------------------------------------------------------------ writing
 
-    def landing(self, place: Range) -> IncomingWrite:
-        """Into memory of its own, and from there into the store."""
+    def begin_write(self, place: Range) -> IncomingWrite:
+        """A write into a buffer, and from there into the store."""
         with self._lock:
-            for one in self._crossed(place):
-                if one.place.offset < place.offset or one.place.end > place.end:
+            for existing in self._overlapping(place):
+                if existing.place.offset < place.offset or existing.place.end > place.end:
                     raise UsageError(
                         f"a write of bytes {place.offset} to {place.end} of extent {place.extent} refused: it crosses the edge of "
-                        f"bytes {one.place.offset} to {one.place.end}, which were written before; write into a piece of its own"
+                        f"bytes {existing.place.offset} to {existing.place.end}, which were written before; write into a piece of its own"
                     )
-        return _Gathering(self, place, self._object_bytes)
+        return _ObjectWrite(self, place, self._object_bytes)
 
     def store(self, place: Range, content: U8) -> None:
-        """Keep what belongs there. Errors as of `IncomingWrite.settle`."""
+        """Store the content of this range as an object. Errors as of `IncomingWrite.commit`."""
         digest = checksum(content)
         with self._lock:
             self._check()
-            before = self._crossed(place)
-            if [(one.place, one.digest) for one in before] == [(place, digest)]:
+            replaced = self._overlapping(place)
+            if [(each.place, each.digest) for each in replaced] == [(place, digest)]:
                 return
             self._number += 1
-            made = _Object(place, f"{self._prefix}{self._number}", digest)
+            stored = _Object(place, f"{self._prefix}{self._number}", digest)
             try:
-                self._store.put(made.key, content.data)
+                self._store.put(stored.key, content.data)
             except PeerError:
-                self.unremoved.append(made.key)  # who knows
+                self.unremoved.append(stored.key)  # the store may have it
                 raise
-            known = self._extents.setdefault(place.extent, [])
-            for one in before:
-                known.remove(one)
-            insort(known, made)
-            if before:
+            objects = self._extents.setdefault(place.extent, [])
+            for each in replaced:
+                objects.remove(each)
+            insort(objects, stored)
+            if replaced:
                 self._read.forget(place.extent)
-                self._remove([one.key for one in before])
+                self._remove([each.key for each in replaced])
 
-    def _crossed(self, place: Range) -> list[_Object]:
-        """Objects of which some byte is in this range, ascending."""
-        known = self._extents.get(place.extent, []) if place.nbytes else []
-        first = bisect_right(known, place.offset, key=lambda one: one.place.end)
-        return known[first : bisect_left(known, place.end, key=lambda one: one.place.offset)]
+    def _overlapping(self, place: Range) -> list[_Object]:
+        """The objects that have a byte in this range, ascending."""
+        objects = self._extents.get(place.extent, []) if place.nbytes else []
+        first = bisect_right(objects, place.offset, key=lambda each: each.place.end)
+        return objects[first : bisect_left(objects, place.end, key=lambda each: each.place.offset)]
 
     # ------------------------------------------------------------ reading
 
     def read(self, ranges: Sequence[Range]) -> list[U8]:
-        """Copies, shared by all who read the same at the same time."""
+        """Copies, which all concurrent readers of a range share."""
         with self._lock:
             self._check()
-            found = {one: self._read.find(one) for one in ranges}
-            missing = {one: self.buffers.take(one.nbytes) for one, memory in found.items() if memory is None}
+            cached = {wanted: self._read.find(wanted) for wanted in ranges}
+            missing = {wanted: self.buffers.take(wanted.nbytes) for wanted, memory in cached.items() if memory is None}
             self._fetch(missing)
-            for one, memory in missing.items():
+            for wanted, memory in missing.items():
                 memory.flags.writeable = False
-                self._read.add(one, memory)
-        return [missing[one] if (shared := found[one]) is None else shared for one in ranges]
+                self._read.add(wanted, memory)
+        return [missing[wanted] if (shared := cached[wanted]) is None else shared for wanted in ranges]
 
     def _fetch(self, missing: dict[Range, U8]) -> None:
-        parts = [part for one, memory in missing.items() for part in self._parts(one, memory)]
-        wanted = [
-            (one, into if into.nbytes == one.place.nbytes else self.buffers.take(one.place.nbytes), at, into)
-            for one, at, into in parts
+        parts = [part for wanted, memory in missing.items() for part in self._parts(wanted, memory)]
+        fetches = [
+            (stored, into if into.nbytes == stored.place.nbytes else self.buffers.take(stored.place.nbytes), at, into)
+            for stored, at, into in parts
         ]
-        if not wanted:
+        if not fetches:
             return
         try:
-            self._store.get([(one.key, memory.data) for one, memory, _, _ in wanted])
+            self._store.get([(stored.key, memory.data) for stored, memory, _, _ in fetches])
         except NotFound as error:
             raise self._lose(str(error)) from error
-        for one, memory, at, into in wanted:
-            if checksum(memory) != one.digest:
-                raise self._lose(f"object {one.key} came with other bytes than were stored")
+        for stored, memory, at, into in fetches:
+            if checksum(memory) != stored.digest:
+                raise self._lose(f"object {stored.key} came with other bytes than were stored")
             if memory is not into:
                 into[:] = memory[at : at + into.nbytes]
 
     def _parts(self, wanted: Range, memory: U8) -> Iterator[tuple[_Object, int, U8]]:
-        """Which objects the range is made of: each with where in it the part begins, and where that belongs."""
+        """The objects that make up a range: each with the offset of the part inside it, and the memory where that part belongs."""
         if wanted.extent not in self._extents and wanted.nbytes:
             raise Disconnected(f"extent {wanted.extent} has nothing, or was freed since; ask for the rows again")
         reached = wanted.offset
-        for one in self._crossed(wanted):
-            if one.place.offset > reached:
+        for stored in self._overlapping(wanted):
+            if stored.place.offset > reached:
                 break
-            end = min(one.place.end, wanted.end)
-            yield one, reached - one.place.offset, memory[reached - wanted.offset : end - wanted.offset]
+            end = min(stored.place.end, wanted.end)
+            yield stored, reached - stored.place.offset, memory[reached - wanted.offset : end - wanted.offset]
             reached = end
         if reached < wanted.end:
             raise Corruption(
                 f"bytes {reached} to {wanted.end} of extent {wanted.extent} were never written; nobody has them"
             )
 
-    # ------------------------------------------------------------ what is over
+    # ------------------------------------------------------------ removal
 
     def forget(self, extent: int) -> None:
-        """Its objects are removed, or, while the store does not answer, later."""
+        """Remove the objects of this extent; later, if the store does not answer."""
         with self._lock:
             self._forget([extent])
 
-    def keep(self, extents_to: int, extents: Collection[int]) -> None:
-        """As `forget` of all others below."""
+    def forget_others(self, extents_to: int, extents: Collection[int]) -> None:
+        """Forget all extents with ids below `extents_to` except these."""
         with self._lock:
-            self._forget([one for one in self._extents if one < extents_to and one not in extents])
+            self._forget([extent for extent in self._extents if extent < extents_to and extent not in extents])
 
     def close(self) -> None:
-        """Remove all that was stored, if the store answers."""
+        """Remove all objects of this backing, if the store answers."""
         with self._lock:
             if not self._closed:
                 self._forget(list(self._extents))
@@ -230,7 +230,7 @@ class ObjectBacking:
             return
         for extent in extents:
             self._read.forget(extent)
-        self._remove([one.key for extent in extents for one in self._extents.pop(extent, [])])
+        self._remove([each.key for extent in extents for each in self._extents.pop(extent, [])])
 
     def _remove(self, keys: list[str]) -> None:
         self.unremoved += keys
@@ -255,8 +255,8 @@ class ObjectBacking:
         return self.lost
 
 
-class _Gathering:
-    """A write under way: bytes wait here until they match, and are stored an object at a time."""
+class _ObjectWrite:
+    """A write in progress: bytes are buffered until their checksums match, and stored an object at a time."""
 
     def __init__(self, objects: ObjectBacking, place: Range, object_bytes: int) -> None:
         self._objects, self._place = objects, place
@@ -269,7 +269,7 @@ class _Gathering:
         self._filled += size
         return size
 
-    def settle(self, *, last: bool) -> None:
+    def commit(self, *, last: bool) -> None:
         if self._filled < self._object_bytes and not last:
             return
         if self._filled:
@@ -278,8 +278,8 @@ class _Gathering:
         self._stored, self._filled = self._stored + self._filled, 0
 
 
-class _Read:
-    """Blocks that were read: those that somebody holds, and the last ones, which are held here."""
+class _ReadCache:
+    """The blocks that readers hold, and those that were read last."""
 
     def __init__(self, kept_bytes: int) -> None:
         self._kept_bytes = kept_bytes
@@ -300,11 +300,11 @@ class _Read:
             self._bytes -= _weight(self._kept.popitem(last=False)[0])
 
     def forget(self, extent: int) -> None:
-        for one in list(self._held.pop(extent, ())):
-            if self._kept.pop(one, None) is not None:
-                self._bytes -= _weight(one)
+        for wanted in list(self._held.pop(extent, ())):
+            if self._kept.pop(wanted, None) is not None:
+                self._bytes -= _weight(wanted)
 
 
 def _weight(read: Range) -> int:
-    """What it takes to keep it: what stands around a small one is more than that."""
+    """The cost of caching a block: a small one costs more than its bytes."""
     return read.nbytes + KIB

@@ -1,8 +1,7 @@
-"""Long copies by several threads.
+"""Copies large memory with several threads.
 
-numpy lets go of the interpreter while it copies, and one core does not fill the memory's bandwidth; and the core that helped is
-awake when the server is asked for the commit that follows. Threads are started for one copy and end with it (0.1 ms, where 32 MiB
-take 3): nothing idles, and a fork meets none of them.
+numpy releases the GIL while it copies, and one core does not use the whole memory bandwidth. The threads are started for one copy and
+end with it (0.1 ms, while 32 MiB take 3 ms), so no thread idles, and a fork finds none of them.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from transferqueue.limits import MIB
 
 Job = Callable[[], object]
 
-SHARED_BYTES: Final = 8 * MIB
-"""From so many bytes on a copy is shared."""
+PARALLEL_BYTES: Final = 8 * MIB
+"""Copies of at least this size use several threads."""
 PART_BYTES: Final = 2 * MIB
-"""About what one thread takes at a time."""
-HANDS_MAX: Final = 4
-"""Threads of one copy, the caller's included."""
+"""About the size of one job."""
+COPY_THREADS_MAX: Final = 4
+"""Most threads of one copy, with the caller's."""
 
 
 def parallel_copy(jobs: Sequence[Job], nbytes: int) -> None:
-    """Do all jobs, which copy `nbytes` together, in any order, here and in threads of their own.
+    """Run all jobs, which copy `nbytes` in total, in any order, in this thread and in others.
 
-    Nobody is at it any more when this returns, or raises what the first job that failed raised.
+    Blocks until no job runs any more. Then raises the error of the first job that failed, if one did.
     """
-    work = _Shared(jobs)
-    hands = min(HANDS_MAX, len(jobs), len(os.sched_getaffinity(0))) if nbytes >= SHARED_BYTES else 1
+    work = _JobQueue(jobs)
+    threads = min(COPY_THREADS_MAX, len(jobs), len(os.sched_getaffinity(0))) if nbytes >= PARALLEL_BYTES else 1
     try:
-        with suppress(RuntimeError):  # no thread can be started: then those that there are do it
-            for _ in range(hands - 1):
+        with suppress(RuntimeError):  # no thread can be started: the existing ones do all jobs
+            for _ in range(threads - 1):
                 threading.Thread(target=work.help, daemon=True).start()
         work.do()
     finally:
@@ -49,10 +48,10 @@ def parallel_copy(jobs: Sequence[Job], nbytes: int) -> None:
         raise work.failed.popleft()
 
 
-class _Shared:
-    """Jobs that several threads take from one end.
+class _JobQueue:
+    """Jobs that several threads take, and the wait for those that run.
 
-    Not by joining the helpers: ``Thread.join`` that an interrupt ends takes its thread for one that has ended (Python 3.11).
+    It does not wait with ``Thread.join``: if an interrupt ends a join, Python 3.11 regards that thread as ended.
     """
 
     def __init__(self, jobs: Iterable[Job]) -> None:
@@ -62,7 +61,7 @@ class _Shared:
         self._ended: SimpleQueue[None] = SimpleQueue()
 
     def help(self) -> None:
-        """Do what is left; nobody has ended before this has."""
+        """Run jobs in a further thread; `end` waits for it."""
         self._busy.append(None)
         try:
             self.do()
@@ -71,7 +70,7 @@ class _Shared:
             self._ended.put(None)
 
     def do(self) -> None:
-        """Do what is left until nothing is, or one has failed."""
+        """Run jobs until none is left or one has failed."""
         try:
             while not self.failed and (job := self._next()):
                 job()
@@ -85,12 +84,12 @@ class _Shared:
             return None
 
     def end(self) -> None:
-        """Wait for the last parts, also through an interrupt: they go into memory that others have afterwards."""
+        """Wait for the jobs that run, also through an interrupt: their memory is reused by others afterwards."""
         while True:
             try:
-                self._left.clear()  # who begins to help from now on finds nothing to do
+                self._left.clear()  # a thread that starts from now on finds no job
                 while self._busy:
                     self._ended.get()
                 return
-            except BaseException as error:  # noqa: BLE001  (raised when all are done)
+            except BaseException as error:  # noqa: BLE001  (raised when all jobs have ended)
                 self.failed.append(error)

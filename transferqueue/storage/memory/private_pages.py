@@ -1,9 +1,8 @@
-"""Raw private mappings, and numpy arrays over addresses that know when their last view is gone.
+"""Private mappings of a file, and numpy arrays over raw addresses with a callback when their last view is collected.
 
-`mmap.mmap` cannot serve here: it duplicates a file descriptor per mapping (a batch may need hundreds), and
-its object is not what the views of an array keep alive. So mapping is asked of the C library, and an address becomes an
-array through ``__array_interface__``: numpy, torch and Arrow all keep the exporting object alive, whatever chain of
-views leads to it, and that object ends when the last of them is collected.
+`mmap.mmap` does not fit: it duplicates a file descriptor for each mapping (a batch may need hundreds), and views of an array do not
+keep its object alive. So this module calls the C library, and makes an array of an address through ``__array_interface__``. numpy, torch
+and Arrow keep the exporting object alive through any chain of views, and Python collects it after the last view.
 """
 
 from __future__ import annotations
@@ -44,42 +43,44 @@ _mmap, _munmap, _madvise = _library()
 
 
 def map_private(fd: int, offset: int, nbytes: int, at: int | None = None) -> int:
-    """Address of a new private, writable mapping of these pages of a file; `at`: replaces what is mapped there."""
-    found = _mmap(at, nbytes, _READ_WRITE, _PRIVATE | (_FIXED if at is not None else 0), fd, offset)
-    if found is None or found == _FAILED:
+    """Map these pages of a file, private and writable, and return the address. at: replace the mapping at this address."""
+    address = _mmap(at, nbytes, _READ_WRITE, _PRIVATE | (_FIXED if at is not None else 0), fd, offset)
+    if address is None or address == _FAILED:
         reason = os.strerror(ctypes.get_errno())
         raise OutOfMemory(
             f"{nbytes} bytes of the arena cannot be mapped ({reason}); raise vm.max_map_count or the address-space limit, "
             "or hold fewer batches at once"
         )
-    return int(found)
+    return int(address)
 
 
 def unmap(address: int, nbytes: int) -> None:
-    """Remove a mapping. Nothing may look there any more."""
+    """Remove a mapping. No view of it may be used afterwards."""
     _munmap(address, nbytes)
 
 
-def unmapping(address: int, nbytes: int) -> Callable[[], object]:
-    """A function that removes a mapping when it is first called, and does nothing after that. Each call is one call of code in C,
-    so an interrupt comes before it or after it: the mapping is never left, and never removed twice."""
+def unmap_once(address: int, nbytes: int) -> Callable[[], object]:
+    """A function that removes a mapping at its first call and does nothing afterwards.
+
+    Each call is a single call of C code, so an interrupt comes before or after it: the mapping is always removed, and never twice.
+    """
     return partial(deque, starmap(_munmap, iter([(address, nbytes)])), 0)
 
 
 def drop_pages(address: int, nbytes: int, fd: int, offset: int) -> None:
-    """Drop this process's private copies of the pages: the next look shows the file as it is then."""
+    """Drop this process's private copies of the pages. The next access reads the file as it is then."""
     if _madvise(address, nbytes, mmap.MADV_DONTNEED) != 0:  # refused for memory locked with mlockall
         map_private(fd, offset, nbytes, at=address)
 
 
 class _Watch(weakref.ref[Any]):
-    """What is done when an object is gone."""
+    """A weak reference with a callback for the collection of its object."""
 
     __slots__ = ("ended",)
     ended: Callable[[], object] | None
 
     def end(self) -> None:
-        """Do it. An interrupt may stop it at any instruction; then it is done again."""
+        """Call the callback. An interrupt may stop it at any instruction; then it is called again."""
         ended = self.ended
         if ended is not None and not sys.is_finalizing():
             ended()
@@ -87,7 +88,7 @@ class _Watch(weakref.ref[Any]):
 
 
 class _Exporter:
-    """What the arrays over an address keep alive."""
+    """The object that all arrays over one address keep alive."""
 
     __slots__ = ("__array_interface__", "__weakref__", "owner", "watch")
     __array_interface__: dict[str, object]
@@ -95,49 +96,48 @@ class _Exporter:
     watch: _Watch | None
 
     def __del__(self) -> None:
-        """Called once (PEP 442); a tenth of the cost of a `weakref.finalize`, and a batch has hundreds.
+        """Call the callback. Python calls this once (PEP 442). It costs a tenth of a `weakref.finalize`, and a batch has hundreds.
 
-        An interrupt (KeyboardInterrupt, or what another signal handler raises) may stop it before its first instruction. Python
-        prints such an error and goes on. So the watch is in `_gone` after that, put there by code in C, which no interrupt stops.
+        An interrupt (KeyboardInterrupt, or an error of another signal handler) may stop it before its first instruction; Python
+        prints the error and goes on. So C code, which no interrupt stops, then puts the watch into `_collected`.
         """
         if self.watch is not None:
             self.watch.end()
 
 
 _watches: Final[dict[int, _Watch]] = {}
-"""A weak reference that is itself collected calls nobody."""
-_gone: Final[deque[_Watch]] = deque()
-"""Watches of objects that are gone. What an interrupt left undone is done by `end_interrupted`."""
-_is_gone: Final[Any] = _gone.append
+"""Keeps the watches alive: Python does not call the callback of a weak reference that was collected itself."""
+_collected: Final[deque[_Watch]] = deque()
+"""Watches of collected objects. `end_interrupted` calls the callbacks that an interrupt stopped."""
+_add_collected: Final[Any] = _collected.append
 
 
 def when_gone(subject: object, ended: Callable[[], object]) -> _Watch:
-    """Have `end_interrupted` call `ended` when `subject` has been collected, after its own finalizer: for one that an interrupt
-    may have stopped. `ended` does nothing where that has done all."""
-    watch = _Watch(subject, _is_gone)
+    """Make `end_interrupted` call `ended` after `subject` was collected, in case an interrupt stopped the subject's own finalizer.
+    `ended` must do nothing if that finalizer has done its work."""
+    watch = _Watch(subject, _add_collected)
     watch.ended = ended
     _watches[id(watch)] = watch
     return watch
 
 
 def end_interrupted() -> None:
-    """Do what was to be done for objects that are gone, where an interrupt stopped the finalizer. Any thread may call it; one that
-    handles no signals (any but the main thread) does it for good."""
-    while _gone:
+    """Call the callbacks of collected objects whose finalizer was interrupted. Any thread may call this; only a thread that handles no
+    signals (any but the main thread) cannot be interrupted again."""
+    while _collected:
         try:
-            watch = _gone.popleft()
-        except IndexError:  # another thread was quicker
+            watch = _collected.popleft()
+        except IndexError:  # another thread took it
             return
         _watches.pop(id(watch), None)
         watch.end()
 
 
 def array_at(address: int, nbytes: int, ended: Callable[[], object] | None = None, owner: object = None) -> U8:
-    """A writable array over raw memory; `ended` is called, in any thread, when the last view of it is collected.
+    """A writable array ``uint8 [nbytes]`` over raw memory. `ended` is called, in any thread, when its last view is collected.
 
-    owner: kept alive as long as any view. `ended` may run inside a garbage collection at any point of any code of this process:
-    it must take no lock. It is called again if an interrupt stopped it: what it did before that must do no harm the second time.
-    It does not run at interpreter exit.
+    owner: kept alive as long as any view. `ended` may run inside a garbage collection at any point of this process's code, so it must
+    take no lock. If an interrupt stops it, it is called again, so it must be safe to repeat. It is not called at interpreter exit.
     """
     exporter = _Exporter()
     exporter.__array_interface__ = {

@@ -48,7 +48,7 @@ class PendingWrite:
     """A write under way."""
 
     def __init__(self, backing: Backing, place: Range, data: U8) -> None:
-        self._landing: IncomingWrite = backing.landing(place)
+        self._write: IncomingWrite = backing.begin_write(place)
         self._left = data
 
     @property
@@ -60,9 +60,9 @@ class PendingWrite:
         """The next frame arrives; not to settle it: it turns out to be another than was sent."""
         frame, self._left = self._left[:FRAME_BYTES], self._left[FRAME_BYTES:]
         while len(frame):
-            frame = frame[self._landing.fill(_giving(frame)) :]
+            frame = frame[self._write.fill(_giving(frame)) :]
         if settle:
-            self._landing.settle(last=self.done)
+            self._write.commit(last=self.done)
 
 
 def _giving(frame: U8) -> Callable[[memoryview], int]:
@@ -183,7 +183,7 @@ def what_is_forgotten_is_free(subject: BackingSubject) -> None:
         backing.punch(2 << 22, 4 << 20)
         left = subject.used_bytes(backing)
         require(left <= full - (4 << 20), "what is forgotten takes none", (full, left))
-        backing.keep(4, [3])
+        backing.forget_others(4, [3])
         backing.punch(1 << 22, 4 << 20)
         left = subject.used_bytes(backing)
         require(left <= full - (8 << 20), "so does what is not among those to keep", (full, left))

@@ -24,7 +24,7 @@ from transferqueue.errors import SchemaError
 from transferqueue.limits import ROWS_PER_REQUEST_MAX
 from transferqueue.schema import BLOB_DTYPES, Field
 from transferqueue.storage.columns.column import Column
-from transferqueue.storage.elements.dtypes import viewed
+from transferqueue.storage.elements.dtypes import shown_dtype
 
 _LISTED: Final = frozenset({"bool", "str", "float16", "float32", "float64"})
 """Dtypes that JSON can represent, besides integers."""
@@ -144,7 +144,7 @@ def _shapes(packed: PackedColumn, subject: str) -> list[list[int]]:
 
 
 def _elements(packed: PackedColumn, subject: str, count: int) -> NDArray[Any]:
-    dtype = viewed(packed.dtype)
+    dtype = shown_dtype(packed.dtype)
     if count * dtype.itemsize != len(packed.data):
         raise SchemaError(
             f"{subject}: {len(packed.data)} bytes, but shape and sizes are of {count} elements of {packed.dtype}, "

@@ -1,5 +1,6 @@
 """Long copies are shared by threads: the same bytes, and nobody at work once it is over."""
 
+import os
 import signal
 import threading
 import time
@@ -12,13 +13,12 @@ from transferqueue.limits import MIB
 from transferqueue.schema import Field
 from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.prepare import prepare
-from transferqueue.storage.memory import parallel_copy as hands
-from transferqueue.storage.memory.parallel_copy import PART_BYTES, SHARED_BYTES, parallel_copy
+from transferqueue.storage.memory.parallel_copy import PARALLEL_BYTES, PART_BYTES, parallel_copy
 
 
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch):
-    monkeypatch.setattr(hands.os, "sched_getaffinity", lambda _: range(4))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
 
 
 def columns(rows):
@@ -44,8 +44,8 @@ def test_a_shared_copy_has_the_bytes_of_one_that_is_not(rows, monkeypatch):
         return out
 
     shared = written()
-    assert (shared.nbytes >= SHARED_BYTES) == (rows >= 600)
-    monkeypatch.setattr(hands, "HANDS_MAX", 1)
+    assert (shared.nbytes >= PARALLEL_BYTES) == (rows >= 600)
+    monkeypatch.setattr("transferqueue.storage.memory.parallel_copy.COPY_THREADS_MAX", 1)
     assert np.array_equal(shared, written())
 
 
@@ -67,14 +67,14 @@ def test_all_jobs_are_done_by_up_to_four_threads_that_end():
         met.wait(20)  # four are at it at once, or none gets on
         who.add(threading.get_ident())
 
-    parallel_copy([job] * 4, SHARED_BYTES)
+    parallel_copy([job] * 4, PARALLEL_BYTES)
     assert len(who) == 4
     while threading.active_count() > before:
         time.sleep(0.001)
     who.clear()
-    parallel_copy([lambda: who.add(threading.get_ident())] * 4, SHARED_BYTES - 1)
+    parallel_copy([lambda: who.add(threading.get_ident())] * 4, PARALLEL_BYTES - 1)
     assert who == {threading.get_ident()}
-    parallel_copy([], SHARED_BYTES)
+    parallel_copy([], PARALLEL_BYTES)
 
 
 def test_one_failure_ends_it_and_is_raised_when_nobody_is_at_work():
@@ -128,7 +128,7 @@ def test_an_interrupt_while_it_waits_for_the_helpers_waits_too():
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            parallel_copy([job] * 4, SHARED_BYTES)
+            parallel_copy([job] * 4, PARALLEL_BYTES)
         assert interrupted
         assert not busy
     finally:
@@ -141,5 +141,5 @@ def test_without_a_further_thread_the_caller_does_it_all(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", start)
     done = []
-    parallel_copy([partial(done.append, number) for number in range(8)], SHARED_BYTES)
+    parallel_copy([partial(done.append, number) for number in range(8)], PARALLEL_BYTES)
     assert done == list(range(8))

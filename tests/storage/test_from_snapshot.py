@@ -10,11 +10,11 @@ import pytest
 
 from transferqueue.errors import Corruption
 from transferqueue.schema import BLOB_DTYPES, ITEM_BYTES, Field
-from transferqueue.storage.columns import export as show
+from transferqueue.storage.columns import export
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.export import arrow_type
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
-from transferqueue.storage.elements.dtypes import stored
+from transferqueue.storage.elements.dtypes import stored_dtype
 from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.from_snapshot import columns_from_arrow
 from transferqueue.storage.inputs.prepare import Prepared, prepare
@@ -38,7 +38,9 @@ def column_of(prepared: Prepared) -> tuple[Column, np.ndarray[Any, Any]]:
 def numbers(dtype: str, count: int) -> np.ndarray[Any, Any]:
     raw = np.random.default_rng(3).integers(0, 2 if dtype == "bool" else 120, count, np.uint8)
     return (
-        raw.astype(stored(dtype)) if dtype == "bool" else np.resize(raw, count * ITEM_BYTES[dtype]).view(stored(dtype))
+        raw.astype(stored_dtype(dtype))
+        if dtype == "bool"
+        else np.resize(raw, count * ITEM_BYTES[dtype]).view(stored_dtype(dtype))
     )
 
 
@@ -87,7 +89,7 @@ def test_a_dimension_beyond_32_bits_is_a_large_list(monkeypatch: pytest.MonkeyPa
     assert arrow_type(Field("w", "uint8", ((1 << 31) + 8,))) == pa.large_list(pa.uint8())
     assert arrow_type(Field("w", "uint8", (2, 1 << 31))) == pa.list_(pa.large_list(pa.uint8()), 2)
     assert arrow_type(Field("w", "uint8", (2, 3))) == pa.list_(pa.list_(pa.uint8(), 3), 2)
-    monkeypatch.setattr(show, "_FIXED_MAX", 3)
+    monkeypatch.setattr(export, "_FIXED_MAX", 3)
     for shape in [(5,), (2, 5), (5, 2), (None, 4), (4, 4)]:
         field = Field("w", "int16", shape)
         offsets = np.array([0, 1, 3], np.int64) if field.ragged else None

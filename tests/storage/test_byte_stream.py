@@ -9,8 +9,8 @@ import pytest
 
 from tests.storage.shards import Shard
 from transferqueue.schema import Field, align, layout
-from transferqueue.storage import drafts
-from transferqueue.storage.columns.byte_stream import count_of, pieces
+from transferqueue.storage import block_writers
+from transferqueue.storage.columns.byte_stream import count_of, stream_pieces
 from transferqueue.storage.inputs.prepare import prepare
 
 RNG = np.random.default_rng(3)
@@ -38,8 +38,8 @@ def test_the_stream_is_a_block_of_these_rows(
     column = shard.column("x", [*first, *second], [(at // 20, at % 20) for at in rows])
     placement = column._placement
     assert placement is not None
-    found = list(pieces(field, placement, piece_bytes))
-    (wanted,) = drafts([prepare("x", [values[at] for at in rows], field)])
+    found = list(stream_pieces(field, placement, piece_bytes))
+    (wanted,) = block_writers([prepare("x", [values[at] for at in rows], field)])
     block = np.empty(align(wanted.nbytes) + 64, np.uint8)
     block = block[-block.__array_interface__["data"][0] % 64 :][: wanted.nbytes]
     wanted.write(block)
