@@ -5,10 +5,10 @@ import pytest
 
 from transferqueue.errors import Corruption, ProtocolError
 from transferqueue.limits import BULK_WINDOW_FRAMES
-from transferqueue.transport.bulk import protocol as b
+from transferqueue.transport.bulk import protocol
 from transferqueue.wire.versions import PROTOCOL
 
-TAKEN = b.FlowAck(3, 4)
+TAKEN = protocol.FlowAck(3, 4)
 PIECES = [b"some bytes", memoryview(np.arange(100, dtype=np.uint8))]
 
 
@@ -19,7 +19,7 @@ class Kept:
         self.head, self.content, self._place = None, b"", memoryview(bytearray(7))
 
     def expect(self, head, nbytes):
-        self.head, self.nbytes = b.to_client(head), nbytes
+        self.head, self.nbytes = protocol.to_client(head), nbytes
 
     def fill(self, read):
         size = read(self._place)
@@ -28,48 +28,48 @@ class Kept:
 
 
 def test_what_is_sent_is_read():
-    head, pieces = b.message(TAKEN, PIECES)
-    assert b.to_shard(head) == b.to_client(head) == TAKEN
+    head, pieces = protocol.message(TAKEN, PIECES)
+    assert protocol.to_shard(head) == protocol.to_client(head) == TAKEN
     kept = Kept()
-    b.deliver(head, [memoryview(piece) for piece in pieces], kept)
+    protocol.deliver(head, [memoryview(piece) for piece in pieces], kept)
     assert (kept.head, kept.nbytes) == (TAKEN, 110)
     assert kept.content == b"".join(bytes(piece) for piece in pieces)
 
 
 @pytest.mark.parametrize("where", [0, 7, 8, 12, 16, 23, 24, 30])
 def test_a_bit_that_changed_in_the_head_is_noticed(where):
-    head, _ = b.message(TAKEN, PIECES)
+    head, _ = protocol.message(TAKEN, PIECES)
     changed = bytearray(head)
     changed[where] ^= 4
     with pytest.raises(
         Corruption, match=r"does not match its checksum|none has so many|begins with b.*changed on the way"
     ):
-        b.to_shard(bytes(changed))
+        protocol.to_shard(bytes(changed))
 
 
 def test_a_bit_that_changed_in_the_bytes_is_noticed_and_so_is_a_piece_that_is_missing():
-    head, pieces = b.message(TAKEN, PIECES)
+    head, pieces = protocol.message(TAKEN, PIECES)
     changed = bytearray(pieces[1])
     changed[50] ^= 1
     for wrong in ([pieces[0], bytes(changed)], pieces[:1], [*pieces, b"x"], []):
         kept = Kept()
         with pytest.raises(Corruption, match="does not match its checksum"):
-            b.deliver(head, [memoryview(piece) for piece in wrong], kept)
+            protocol.deliver(head, [memoryview(piece) for piece in wrong], kept)
         assert kept.head is None, "nothing was handed over"
 
 
 def test_a_head_of_another_protocol_is_named():
-    head, _ = b.message(TAKEN)
+    head, _ = protocol.message(TAKEN)
     with pytest.raises(
         Corruption, match=rf"speaks protocol 9 and this end speaks protocol {PROTOCOL}: install the same package"
     ):
-        b.to_shard(head[:3] + b"\x09" + head[4:])
+        protocol.to_shard(head[:3] + b"\x09" + head[4:])
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\x00" * 7, b"\x00" * 8, b"\xff" * 500])
 def test_garbage_is_no_message(garbage):
     with pytest.raises((Corruption, ProtocolError)):
-        b.to_shard(garbage)
+        protocol.to_shard(garbage)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,11 @@ def test_what_is_no_head_is_refused_though_its_checksum_matches(value):
 
     encoded = msgspec.msgpack.encode(value)
     with pytest.raises(ProtocolError, match="is not one"):
-        b.to_shard(b.framed(encoded))
+        protocol.to_shard(protocol.framed(encoded))
 
 
 def test_a_window_lets_so_many_frames_go_and_no_more_until_some_were_taken():
-    window = b.SendWindow()
+    window = protocol.SendWindow()
     for number in range(BULK_WINDOW_FRAMES):
         assert window.open
         assert window.send() == number
@@ -98,7 +98,7 @@ def test_a_window_lets_so_many_frames_go_and_no_more_until_some_were_taken():
 
 
 def test_a_receiver_wants_every_frame_in_order_and_tells_in_time():
-    intake = b.ReceiveWindow()
+    intake = protocol.ReceiveWindow()
     told = 0
     for number in range(100):
         assert number - told < BULK_WINDOW_FRAMES, "the sender's window would have closed"

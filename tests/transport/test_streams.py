@@ -11,8 +11,7 @@ import pytest
 
 from transferqueue.errors import AddressInUse, Corruption, Unreachable
 from transferqueue.limits import BULK_STALL_S, FRAME_BYTES
-from transferqueue.transport.bulk import listener as bulk_listener
-from transferqueue.transport.bulk import protocol as b
+from transferqueue.transport.bulk import listener, protocol
 from transferqueue.transport.bulk.listener import DEAF_S, TcpBulkServer
 from transferqueue.transport.bulk.tcp import BulkStream, TcpBulkClient
 from transferqueue.transport.control.strangers import strangers_max
@@ -28,7 +27,7 @@ class Desk:
         self.heads, self.place, self._at = [], np.zeros(FRAME_BYTES, np.uint8), 0
 
     def expect(self, head, nbytes):
-        self.heads.append(b.to_shard(head))
+        self.heads.append(protocol.to_shard(head))
         self._at = 0
 
     def fill(self, read):
@@ -95,7 +94,7 @@ def line(house):
 
 
 def data(number=0):
-    return b.message(b.WriteFrame(1, number), [FRAME[:5], FRAME[5:5], FRAME[5:]])
+    return protocol.message(protocol.WriteFrame(1, number), [FRAME[:5], FRAME[5:5], FRAME[5:]])
 
 
 def heads(house):
@@ -109,27 +108,31 @@ def test_messages_come_whole_and_in_order_and_their_bytes_where_they_belong(hous
     while len(whole) < 3:
         line._live.flush()
         whole += house.until(lambda: house.port.sources[0].poll(0.01) == [])
-    assert heads(house) == [b.WriteFrame(1, number) for number in range(3)]
+    assert heads(house) == [protocol.WriteFrame(1, number) for number in range(3)]
     assert np.array_equal(house.desks.all[whole[0]].place, FRAME)
 
 
 def test_a_message_that_comes_byte_by_byte_is_the_same(house):
-    head, _ = b.message(b.FlowAck(1, 2), ())
+    head, _ = protocol.message(protocol.FlowAck(1, 2), ())
     with socket.create_connection(("127.0.0.1", house.number)) as raw:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for at in range(len(head)):
             raw.sendall(head[at : at + 1])
             house.until(lambda: house.port.sources[0].poll(0.002) == [])
         house.until(lambda: heads(house))
-    assert heads(house) == [b.FlowAck(1, 2)]
+    assert heads(house) == [protocol.FlowAck(1, 2)]
 
 
 @pytest.mark.parametrize(
     "bad",
-    [bytes(b.PRELUDE_BYTES), b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n", b.message(b.FlowAck(1, 2))[0][:-1] + b"\xff"],
+    [
+        bytes(protocol.PRELUDE_BYTES),
+        b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n",
+        protocol.message(protocol.FlowAck(1, 2))[0][:-1] + b"\xff",
+    ],
 )
 def test_who_sends_what_is_no_message_is_told_and_not_listened_to(house, bad):
-    head, _ = b.message(b.FlowAck(1, 2), ())
+    head, _ = protocol.message(protocol.FlowAck(1, 2), ())
     with socket.create_connection(("127.0.0.1", house.number)) as raw:
         raw.sendall(bad)
         house.until(lambda: house.desks.bad)
@@ -150,11 +153,11 @@ def test_content_that_changed_on_the_way_is_noticed(house):
 
 
 def test_who_does_not_read_is_clogged_and_not_listened_to_until_it_reads(house, line):
-    line.send(b.message(b.FlowAck(1, 0)))
+    line.send(protocol.message(protocol.FlowAck(1, 0)))
     (peer,) = house.until(lambda: heads(house))
     while peer not in house.port.clogged:
-        house.port.send(peer, b.message(b.ReadFrame(1, 0, [], False), [FRAME]))
-    line.send(b.message(b.FlowAck(1, 1)))
+        house.port.send(peer, protocol.message(protocol.ReadFrame(1, 0, [], False), [FRAME]))
+    line.send(protocol.message(protocol.FlowAck(1, 1)))
     house.until(lambda: house.port.sources[0].poll(0.01) == [])
     assert len(heads(house)) == 1
     reader = threading.Thread(target=lambda: [line.receive(Kept(), PATIENCE_S) for _ in range(3)])
@@ -168,13 +171,13 @@ def test_who_does_not_read_is_clogged_and_not_listened_to_until_it_reads(house, 
 
 class Kept(Desk):
     def expect(self, head, nbytes):
-        self.heads.append(b.to_client(head))
+        self.heads.append(protocol.to_client(head))
         self._at = 0
 
 
 def acquaint(house, line):
     """Have the port hear a message of `line`, and its desks know who that is."""
-    line.send((b.message(b.FlowAck(1, 2))[0], ()))
+    line.send((protocol.message(protocol.FlowAck(1, 2))[0], ()))
     house.until(lambda: house.port._names)
     house.desks.known.update(house.port._names.values())
     house.until(lambda: heads(house))
@@ -195,10 +198,10 @@ def test_who_stands_still_in_the_middle_is_let_go_and_who_is_idle_is_not(house, 
 
 
 def test_of_too_many_the_longest_unheard_of_makes_room(house, monkeypatch):
-    monkeypatch.setattr(bulk_listener, "BULK_CONNECTIONS_MAX", 2)
+    monkeypatch.setattr(listener, "BULK_CONNECTIONS_MAX", 2)
     first, second = house.dial(), house.dial()
     house.until(lambda: len(house.port) == 2)
-    first.send(b.message(b.FlowAck(1, 0)))
+    first.send(protocol.message(protocol.FlowAck(1, 0)))
     house.until(lambda: heads(house))
     third = house.dial()
     house.until(lambda: house.desks.gone)
@@ -247,10 +250,10 @@ def test_a_line_waits_for_who_listens_later_and_can_be_interrupted():
 
 def test_what_is_asked_is_no_sign_of_life(house, line):
     before = line.moved
-    line.ask(b.message(b.FlowAck(1, 0)))
+    line.ask(protocol.message(protocol.FlowAck(1, 0)))
     house.until(lambda: heads(house))
     assert line.moved <= before
-    line.send(b.message(b.FlowAck(1, 0)))
+    line.send(protocol.message(protocol.FlowAck(1, 0)))
     house.until(lambda: len(heads(house)) == 2)
     assert line.moved > before
 
@@ -291,7 +294,7 @@ def test_strangers_make_room_for_each_other_and_not_at_the_cost_of_those_who_sho
     assert len(house.port) == strangers_max() + 1
     house.port.tick(house.desks, BULK_STALL_S)
     assert len(house.port) == 1, "they had their time, and whoever is known stays"
-    line.send((b.message(b.FlowAck(1, 2))[0], ()))
+    line.send((protocol.message(protocol.FlowAck(1, 2))[0], ()))
     house.until(lambda: len(heads(house)) == 2)
     for one in strangers:
         one.close()

@@ -1,9 +1,8 @@
 """Carries frames between a client and a server: in-process, over a socket file (ipc), and over ZeroMQ (tcp).
 
-A frame is bytes; nothing here looks inside one. Client side: `dial` gives a `ClientChannel`, used by one
-thread at a time, which sleeps in `channel.wait(wakeup, timeout_s)` and is woken by a frame, by `Wakeup.set`
-from any thread, or by the time. Server side: `inproc.Hub`, `local.LocalPort` and
-`zeromq.Port`.
+A frame is bytes; this package does not look inside it. A client calls `dial` for a `ClientChannel`, which one thread at a time uses. The
+thread sleeps in `channel.wait(wakeup, timeout_s)` until a frame arrives, another thread calls `Wakeup.set`, or the time is over. A server
+uses `control.inproc.InprocServer`, `control.unix_socket.UnixServer` and `control.zeromq.ZmqServer`.
 """
 
 from transferqueue.transport.address import (

@@ -1,10 +1,10 @@
-"""Addresses of servers, as text and as values. A text that names no possible place is refused here.
+"""Addresses of servers, as text and as values. Invalid texts are refused here.
 
 ::
 
     ipc:///run/user/1000/transferqueue/control.sock     a socket file, an absolute path
     tcp://host:7070      tcp://[::1]:7070               a host and a port (0: any free one, to listen only)
-    inproc:4711-1                                       an embedded server of this very process
+    inproc:4711-1                                       an embedded server of this process
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Address = IpcAddress | TcpAddress | InprocAddress
 
 
 def runtime_directory() -> Path:
-    """Where sockets and session files of this user are: ``$TRANSFERQUEUE_RUNTIME``, else in
+    """The directory of this user's sockets and session files: ``$TRANSFERQUEUE_RUNTIME``, else in
     ``$XDG_RUNTIME_DIR``, else ``/tmp/transferqueue-<uid>``."""
     if named := os.environ.get("TRANSFERQUEUE_RUNTIME"):
         return Path(named).absolute()
@@ -74,17 +74,17 @@ def runtime_directory() -> Path:
 
 
 def default_address(runtime: Path | None = None) -> str:
-    """Where the server of this user listens unless told otherwise."""
+    """The address at which this user's server listens by default."""
     return str(IpcAddress((runtime or runtime_directory()).absolute() / "control.sock"))
 
 
 def split_addresses(text: str) -> list[str]:
-    """Addresses, or join tokens, that are joined by commas: a comma parts them where another begins."""
-    return [one.strip() for one in _COMMA.split(text)]
+    """The addresses or join tokens in a text that separates them by commas. Only a comma before another address separates."""
+    return [address.strip() for address in _COMMA.split(text)]
 
 
 def parse_address(text: object) -> Address:
-    """The address that `text` names, else `UsageError` naming the text, the rule and the remedy."""
+    """The address that `text` names. `UsageError` names the text, the rule and the remedy."""
     if not isinstance(text, str):
         raise UsageError(f"address {text!r} is {type(text).__name__}; an address is text: {_KINDS}")
     if "\x00" in text or len(text) > 1024:

@@ -1,16 +1,15 @@
-"""The shard's end of the bulk protocol's plain connections: who listens, who is connected, who is let go.
+"""The shard's end of the bulk protocol over plain TCP: it listens, accepts connections, and closes them.
 
-- One message at most of each connection that has some, in each round of `arrivals`: they take turns.
-- Whoever has not taken what was sent is `clogged`: it is not listened to, and the shard makes nothing for it meanwhile. So
-  neither questions without end nor a reader that stalls make anything grow here. Clients never wait to be heard before they
-  read.
-- Of connections that stand in the middle of a message and do not move for `BULK_STALL_S` there is an end, and of all
-  of them there are `BULK_CONNECTIONS_MAX`: the longest unheard of makes room.
-- A connection is a *stranger* until it has shown a ticket that is good. Of strangers there are `strangers_max`, each for `BULK_STALL_S`:
-  so they take neither the descriptors nor the places of those who transfer something. The oldest makes room.
-- While no descriptor is left at all, who knocks is hung up on. Where that is impossible too, nobody listens for `DEAF_S`: the kernel would
-  report the same knock for ever.
-- After what cannot be believed a connection is told so, and not listened to any more: what follows has no beginning.
+- Each round of `arrivals` receives at most one message of each connection, so they take turns.
+- A peer that has not read what was sent is `clogged`: the server does not read from it, and the shard prepares nothing for it. So neither
+  endless requests nor a stalled reader make memory grow. Clients always read before they send more.
+- A connection that stays in the middle of a message for `BULK_STALL_S` without progress is closed. There are at most
+  `BULK_CONNECTIONS_MAX` connections; a new one closes the one that was silent longest.
+- A connection is a *stranger* until it has shown a valid ticket. There are at most `strangers_max` strangers, each for `BULK_STALL_S`, so
+  they use up neither descriptors nor connections. A new one closes the oldest.
+- While no descriptor is left, new connections are accepted with a spare one and closed. If that fails too, the server stops accepting for
+  `DEAF_S`: the kernel would report the same connection for ever.
+- After a message whose checksum fails, the server reports the error and ignores the connection: the start of the next message is unknown.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import Final, Protocol
 
 from transferqueue.errors import AddressInUse, Corruption, Unreachable, UsageError
 from transferqueue.limits import BULK_CONNECTIONS_MAX, BULK_STALL_S
-from transferqueue.transport.bulk import protocol as b
+from transferqueue.transport.bulk import protocol
 from transferqueue.transport.bulk.tcp import BulkStream
 from transferqueue.transport.control.strangers import strangers_max
 
@@ -40,26 +39,26 @@ _WRITE: Final = select.EPOLLOUT
 
 
 class ReceiverFactory(Protocol):
-    """Who takes what the peers of a port say."""
+    """Gives the receiver of each peer's messages, and hears about the peers of a server."""
 
-    def desk(self, peer: bytes) -> b.MessageReceiver:
-        """The taker of this peer's messages."""
+    def desk(self, peer: bytes) -> protocol.MessageReceiver:
+        """The receiver of this peer's messages."""
 
     def spoiled(self, peer: bytes, error: Corruption) -> None:
-        """What came of this peer cannot be believed."""
+        """A message of this peer does not match its checksum."""
 
     def heard(self, peer: bytes) -> None:
-        """Bytes of this peer have moved."""
+        """Bytes were sent to, or received from, this peer."""
 
     def lost(self, peer: bytes) -> None:
-        """This peer is gone."""
+        """This peer is disconnected."""
 
     def knows(self, peer: bytes) -> bool:
-        """Whether this peer has shown a ticket that is good."""
+        """Whether this peer has shown a valid ticket."""
 
 
 class _Peer:
-    """A connection. heard_at: when it last moved. deaf: whether it is not listened to any more."""
+    """A connection. heard_at: when bytes last moved. deaf: whether its messages are ignored."""
 
     __slots__ = ("accepted_at", "deaf", "heard_at", "stream", "wanted")
 
@@ -75,20 +74,20 @@ class _Peer:
 
 
 class TcpBulkServer:
-    """All connections of a shard. Used by one thread. `sources`: what to poll for reading."""
+    """All connections of a shard. Not thread-safe."""
 
     def __init__(self) -> None:
         self._ready = select.epoll()
         self._spare = _spare()
         self._listeners: dict[int, socket.socket] = {}
         self._names: dict[int, bytes] = {}
-        self._peers: dict[bytes, _Peer] = {}  # who was heard of last comes last
+        self._peers: dict[bytes, _Peer] = {}  # the one silent longest first
         self._unsettled: dict[bytes, _Peer] = {}
-        self._strangers: dict[bytes, _Peer] = {}  # in the order in which they came
+        self._strangers: dict[bytes, _Peer] = {}  # oldest first
         self._strangers_max = strangers_max()
         self._deaf_until: float | None = None
         self.turned_away = 0
-        """Strangers that were let go of, and connections for which no descriptor was left."""
+        """How many strangers were closed, and connections refused because no descriptor was left."""
         self._numbers = itertools.count(1)
         self.clogged: Final[set[bytes]] = set()
 
@@ -97,11 +96,11 @@ class TcpBulkServer:
 
     @property
     def sources(self) -> Sequence[select.epoll]:
-        """What to poll for reading."""
+        """Sockets to poll for reading."""
         return [self._ready]
 
     def listen_at_all(self, hosts: Sequence[str], port: int, tries: int) -> int:
-        """Listen at one port of all hosts; returns it (0: one that is free on all). `AddressInUse`, or `UsageError`."""
+        """Listen at one port of all hosts (0: a port that is free on all), and return it. `AddressInUse`, or `UsageError`."""
         for _ in range(1 if port else tries - 1):
             with suppress(AddressInUse):
                 return self._listen(hosts, port)
@@ -123,15 +122,15 @@ class TcpBulkServer:
         return port
 
     def arrivals(self, desks: ReceiverFactory, now: float) -> Iterator[bytes]:
-        """Take what has come, of each peer a message at most; yields those whose message has come whole."""
+        """Receive what has arrived, at most one message of each peer. Yields the peers whose message is complete."""
         for fd, _ in self._ready.poll(0):
             if fd in self._listeners:
                 self._accept(self._listeners[fd], desks, now)
             elif (name := self._names.get(fd)) is not None and self._serve(name, desks, now):
                 yield name
 
-    def send(self, name: bytes, message: b.Message) -> bool:
-        """Hand a message over. False: the peer is gone."""
+    def send(self, name: bytes, message: protocol.Message) -> bool:
+        """Queue a message. Does not block. False if the peer is gone."""
         peer = self._peers.get(name)
         if peer is None:
             return False
@@ -144,7 +143,7 @@ class TcpBulkServer:
         return True
 
     def tick(self, desks: ReceiverFactory, now: float) -> None:
-        """Let go of those that stand still in the middle of a message."""
+        """Close stalled connections and old strangers, and accept connections again after a pause."""
         for name, peer in list(self._unsettled.items()):
             if now - peer.heard_at >= BULK_STALL_S:
                 self._lose(name, desks)
@@ -155,7 +154,7 @@ class TcpBulkServer:
             self._listen_again()
 
     def next_deadline(self) -> float | None:
-        """When `tick` must be called; None: not by itself."""
+        """When `tick` must be called, on the clock of its `now`; None: no deadline."""
         oldest = next(iter(self._strangers.values()), None)
         deadlines = [peer.heard_at + BULK_STALL_S for peer in self._unsettled.values()]
         deadlines += [] if oldest is None else [oldest.accepted_at + BULK_STALL_S]
@@ -163,7 +162,7 @@ class TcpBulkServer:
         return min(deadlines, default=None)
 
     def close(self, farewell_s: float = 0.0) -> None:
-        """Stop listening; what was handed over gets up to `farewell_s` to leave."""
+        """Stop listening. Queued messages get up to `farewell_s` seconds to leave."""
         for listener in self._listeners.values():
             listener.close()
         deadline = time.monotonic() + farewell_s
@@ -185,7 +184,7 @@ class TcpBulkServer:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE) and not self._refuse_one(listener):
                 self._be_deaf(now)
-            return  # it went away before, or there is no place for it
+            return  # it is gone already, or there is no descriptor for it
         if len(self._strangers) >= self._strangers_max:
             self._turn_away(next(iter(self._strangers)), desks)
         if len(self._peers) >= BULK_CONNECTIONS_MAX:
@@ -196,8 +195,8 @@ class TcpBulkServer:
         self._ready.register(connection.fileno(), _READ)
 
     def _refuse_one(self, listener: socket.socket) -> bool:
-        """Without a descriptor nobody can be accepted, nor refused, and would be reported for ever: one was kept for this. Whether
-        that one was there, and nobody else took it meanwhile."""
+        """Accept a connection with the spare descriptor and close it: without that the kernel would report the connection for ever.
+        Returns whether the spare descriptor was there, and no other thread took it."""
         if self._spare >= 0:
             os.close(self._spare)
         try:
@@ -231,7 +230,7 @@ class TcpBulkServer:
         self._lose(name, desks)
 
     def _serve(self, name: bytes, desks: ReceiverFactory, now: float) -> bool:
-        """Move what can be moved of one connection; whether a message has come whole."""
+        """Send and receive on one connection. Returns whether a message is complete."""
         peer = self._peers[name]
         before = peer.stream.moved
         whole = False
@@ -266,7 +265,7 @@ class TcpBulkServer:
             self._note(name, peer)
 
     def _note(self, name: bytes, peer: _Peer) -> None:
-        """Have the books and the kernel know what this connection waits for now."""
+        """Record whether this connection is clogged or unsettled, and poll it for what it waits for."""
         pending = peer.stream.pending
         (self.clogged.add if pending else self.clogged.discard)(name)
         if peer.settled:
@@ -288,11 +287,11 @@ class TcpBulkServer:
         self._strangers.pop(name, None)
         self.clogged.discard(name)
         del self._names[peer.stream.socket.fileno()]
-        peer.stream.socket.close()  # which the kernel's list of those to watch learns by itself
+        peer.stream.socket.close()  # epoll forgets a closed socket by itself
 
 
 def _spare() -> int:
-    """A descriptor to give up when none is left; -1: none is left already."""
+    """A descriptor to give up when no other is left; -1: none is left already."""
     try:
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

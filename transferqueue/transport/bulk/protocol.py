@@ -1,22 +1,21 @@
-"""The bulk protocol: bytes of columns between a client and a shard that it cannot map. No I/O.
+"""The bulk protocol: moves bytes of columns between a client and a shard whose memory the client cannot map. No I/O.
 
-The law (docs/decisions/0013):
+Rules (docs/decisions/0013):
 
-1. A *transfer* reads columns or writes into a granted extent. A connection carries one at a time; a client opens as
-   many connections as it has transfers under way. Its number tells the frames of one from what is left of an earlier one.
-2. A message is a head and its content, which is bytes. The head begins with the four bytes ``TQB`` and the number of the
-   protocol, and then has the xxh3-64 of the rest of itself, and that has the length and the xxh3-64 of the content: so it can be believed before its content has come, and the content be
-   received where it belongs. Nothing that is written there is believed before it matches. What does not is `Corruption`.
-3. Bytes travel in frames of about `FRAME_BYTES`, numbered from 0; a gap is `Corruption`.
-4. No more than `BULK_WINDOW_FRAMES` are on their way beyond those that the receiver said it took (`FlowAck`). So a reader
-   that stalls holds that much at the shard, and a shard that stalls that much at a writer.
-5. Only the client tries again: when something did not match, was missing or stayed away for `BULK_SILENCE_S`, it closes
-   the connection and begins the transfer anew over another, `BULK_TRIES` times in all. That is safe: blocks never change,
-   and a write that comes twice writes the same bytes.
-   The bytes of a later one are the last ones to be written: it ends what is under way into the same place.
-6. Who may touch which bytes is told by tickets, which the control plane gave (`server.tickets`).
+1. A *transfer* reads columns, or writes into a granted extent. A connection carries one transfer at a time; a client opens one connection
+   for each concurrent transfer. The transfer's number tells its frames from late frames of an earlier transfer.
+2. A message is a head and its content, which is bytes. The head begins with ``TQB`` and the protocol number, then the xxh3-64 of the rest
+   of the head. The rest has the length and the xxh3-64 of the content. So the receiver can trust the head before the content has
+   arrived, and receive the content where it belongs. Received content counts only after its checksum matched; otherwise `Corruption`.
+3. Bytes travel in frames of about `FRAME_BYTES`, numbered from 0. A gap is `Corruption`.
+4. At most `BULK_WINDOW_FRAMES` frames are sent beyond those that the receiver has acknowledged (`FlowAck`). So a stalled reader holds only
+   that much at the shard, and a stalled shard only that much at a writer.
+5. Only the client retries. If a checksum failed, a frame was missing, or nothing arrived for `BULK_SILENCE_S`, it closes the connection
+   and starts the transfer again over another one, at most `BULK_TRIES` times. That is safe: blocks never change, and a repeated write
+   writes the same bytes. A later write ends an earlier one into the same place, so the bytes of the later one are written last.
+6. Tickets, which the coordinator issues, say which bytes a client may read or write (`server.shards.tickets`).
 
-What carries messages is `transport.bulk_streams` where nobody asks for keys, and `transport.bulk_sockets` where somebody does.
+`transport.bulk.tcp` carries messages without encryption, `transport.bulk.zeromq` with keys and encryption.
 """
 
 from __future__ import annotations
@@ -42,35 +41,36 @@ from transferqueue.wire.messages import I32, Count, Counts, Fields, Names, Text
 from transferqueue.wire.versions import PROTOCOL
 
 Piece = bytes | memoryview
-"""Contiguous bytes, as whoever has them holds them (of an array: its ``data``)."""
+"""Contiguous bytes (of an array: its ``data``)."""
 Message = tuple[bytes, Sequence[Piece]]
 """A head and the pieces of its content."""
 Reader = Callable[[memoryview], int]
-"""Puts the next bytes of a content at the beginning of some memory, which is not empty; how many it were."""
+"""Writes the next bytes of a content to the start of a non-empty memory, and returns how many."""
 Ticket = Annotated[bytes, Meta(max_length=TICKET_BYTES)]
 
 PIECES_MAX: Final = 256
-"""Pieces of one message: a frame of many small columns has several for each."""
+"""Pieces of one message: a frame of many small columns has several pieces for each column."""
 PARTS_READ_MAX: Final = 2 * FIELDS_MAX
-"""Parts of one read, and layouts of one part: a table has fewer of both."""
+"""Parts of one read, and layouts of one part. A table has fewer of both."""
 PARTS_BEGUN_MAX: Final = 4
-"""Parts that begin in one frame: each says a number for each of its columns, and a head stays small."""
+"""Parts that begin in one frame: each adds a number for each of its columns to the head."""
 TAKEN_EVERY: Final = BULK_WINDOW_FRAMES // 2
-"""A receiver says what it took after so many frames: before the window closes, and not after each."""
+"""A receiver acknowledges after this many frames: before the window closes, but not after each frame."""
 _LENGTHS: Final = struct.Struct("<II8s")
-"""What follows the checksum of a head: the length of what is encoded after this, then length and checksum of the content."""
+"""What follows the checksum of a head: the length of the encoded head, then length and checksum of the content."""
 _DIGEST_BYTES: Final = 8
 _OPENING: Final = b"TQB" + bytes([PROTOCOL])
-"""What every head begins with: the name of the bulk protocol, and the number that it shares with the control messages."""
+"""The start of every head: the name of the bulk protocol, and the protocol number, which the control messages share."""
 _DIGEST_AT: Final = len(_OPENING)
 _LENGTHS_AT: Final = _DIGEST_AT + _DIGEST_BYTES
 PRELUDE_BYTES: Final = _LENGTHS_AT + _LENGTHS.size
-"""The part of a head that tells how long the rest is."""
+"""The part of a head that gives the length of the rest."""
 
 
 @dataclass_transform(frozen_default=True)
 class BulkHead(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all heads. transfer: its number, ascending in its connection. Tags stay when a class is renamed: they are on the wire."""
+    """Base of all heads. transfer: the number of the transfer, ascending within its connection. Tags stay when a class is renamed: they are
+    on the wire."""
 
     transfer: Count
 
@@ -79,7 +79,7 @@ class BulkHead(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_un
 
 
 class BulkBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A block as a reply named it (`BlockAt`), its fields as an index into the layouts of its part."""
+    """A block as a reply gives it (`BlockLocation`). layout: index of its fields in the layouts of its part."""
 
     block: Count
     extent: Count
@@ -92,7 +92,7 @@ class BulkBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class RowSelection(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Columns `fields` of some rows: for each its block (index into `blocks`; empty: the first) and its row in there."""
+    """The columns `fields` of some rows. block_of_row: the index into `blocks` of each row (empty: 0). slot_of_row: its slot there."""
 
     fields: Names
     layouts: Annotated[list[Names], Meta(max_length=PARTS_READ_MAX)]
@@ -102,7 +102,7 @@ class RowSelection(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class ReadColumns(BulkHead, tag="Read"):
-    """Send these columns. fields: definitions of all fields in the blocks. Answer: frames."""
+    """Asks for these columns; the shard answers with `ReadFrame`. fields: all fields of the blocks."""
 
     session: Count
     shard: Count
@@ -111,7 +111,7 @@ class ReadColumns(BulkHead, tag="Read"):
 
 
 class WriteExtent(BulkHead, tag="Write"):
-    """`total` bytes follow, from byte `at` of the arena, inside this granted extent; its pieces are frame 0."""
+    """Starts a write of `total` bytes from byte `at` of the arena on, inside this granted extent. Its content is frame 0."""
 
     session: Count
     shard: Count
@@ -124,15 +124,15 @@ class WriteExtent(BulkHead, tag="Write"):
 
 
 class WriteFrame(BulkHead, tag="Data"):
-    """A further frame of a write."""
+    """The next frame of a write."""
 
     number: Count
 
 
 class FlowAck(BulkHead, tag="Taken"):
-    """The receiver has taken `frames` frames of the transfer. Sent again, it asks whether the transfer still lives.
+    """Acknowledges the first `frames` frames of the transfer. A repeated one asks whether the transfer still lives.
 
-    Of a write, `done` says that all of it lies in the arena.
+    done: of a write, that all of it is stored.
     """
 
     frames: Count
@@ -143,14 +143,14 @@ class FlowAck(BulkHead, tag="Taken"):
 
 
 class PartHead(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A part begins: the count of each of its columns (`schema.layout`). Its bytes are a block of these columns."""
+    """Starts a part, whose bytes are a block of its columns. counts: of each column, see `schema.layout`."""
 
     part: Count
     counts: Counts
 
 
 class ReadFrame(BulkHead, tag="Frame"):
-    """The next bytes of a read: they continue the parts that began before, then those that begin here."""
+    """The next bytes of a read: first of the parts that began earlier, then of those that begin here."""
 
     number: Count
     begun: Annotated[list[PartHead], Meta(max_length=PARTS_BEGUN_MAX)]
@@ -158,7 +158,7 @@ class ReadFrame(BulkHead, tag="Frame"):
 
 
 class TransferFailed(BulkHead, tag="Refused"):
-    """The transfer (0: the one under way) is over. error: a class name of transferqueue.errors."""
+    """Ends the transfer (0: the current one) with an error. error: a class name of transferqueue.errors."""
 
     error: Text
     text: Annotated[str, Meta(max_length=FRAME_BYTES)]
@@ -174,39 +174,39 @@ _to_client: Final[msgspec.msgpack.Decoder[ToClient]] = msgspec.msgpack.Decoder(T
 
 
 class MessageReceiver(Protocol):
-    """Who receives messages: told of each by its head, then asked where its content belongs."""
+    """Receives messages: first the head of each, then its content."""
 
     def expect(self, head: bytes, nbytes: int) -> None:
-        """A head came; content of `nbytes` follows it. `Corruption` if that cannot be believed."""
+        """A head has arrived; `nbytes` bytes of content follow. `Corruption` if the head's checksum does not match."""
 
     def fill(self, read: Reader) -> int:
-        """Let `read` put the next bytes where they belong; how many it put there."""
+        """Let `read` put the next bytes of content where they belong, and return how many."""
 
 
 def message(head: ToShard | ToClient, content: Sequence[Piece] = ()) -> Message:
-    """A message with its checksums. The content must not change before it has left."""
+    """A message with its checksums. The content must not change until it has been sent."""
     return framed(_encoder.encode(head), content), content
 
 
 def framed(encoded: bytes, content: Sequence[Piece] = ()) -> bytes:
-    """A head with its checksums, of what it says."""
+    """An encoded head with its lengths and checksums."""
     nbytes = sum(memoryview(piece).nbytes for piece in content)
     rest = _LENGTHS.pack(len(encoded), nbytes, digest(content)) + encoded
     return _OPENING + digest((rest,)) + rest
 
 
 def to_shard(head: bytes) -> ToShard:
-    """What a client sent. `Corruption` if the head does not match its checksum, `ProtocolError` for what is none."""
+    """Decode the head of a client's message. `Corruption` if its checksum does not match, `ProtocolError` if it is no head."""
     return _decode(_to_shard, head)
 
 
 def to_client(head: bytes) -> ToClient:
-    """What a shard sent; errors as `to_shard`."""
+    """Decode the head of a shard's message. Errors as of `to_shard`."""
     return _decode(_to_client, head)
 
 
 def lengths(prelude: Piece | bytearray) -> tuple[int, int]:
-    """Of a head that begins so: all its bytes, and those of its content. `Corruption` if no message is so long."""
+    """The sizes of a head that begins with `prelude`, and of its content, in bytes. `Corruption` if no message is that long."""
     if len(prelude) < PRELUDE_BYTES:
         raise Corruption(f"a bulk message of {len(prelude)} bytes does not match its checksum, since it has none")
     if prelude[:_DIGEST_AT] != _OPENING:
@@ -229,31 +229,31 @@ def _not_ours(opening: bytes) -> str:
     return f"a bulk message begins with {opening!r} and does not match {_OPENING!r}: its bytes changed on the way"
 
 
-def check_content(head: Piece | bytearray, found: bytes) -> None:
-    """`Corruption` unless the content that belongs to this head has `found` as its checksum."""
-    if _LENGTHS.unpack_from(head, _LENGTHS_AT)[2] != found:
+def check_content(head: Piece | bytearray, actual: bytes) -> None:
+    """Raise `Corruption` unless `actual`, the checksum of the received content, is the one in its head."""
+    if _LENGTHS.unpack_from(head, _LENGTHS_AT)[2] != actual:
         raise Corruption("the content of a bulk message does not match its checksum: its bytes changed on the way")
 
 
 def digest(content: Sequence[Piece]) -> bytes:
-    """The checksum of these pieces, one after the other."""
-    found = xxhash.xxh3_64()
+    """The checksum of these pieces in order, 8 bytes."""
+    state = xxhash.xxh3_64()
     for piece in content:
-        found.update(piece)
-    return found.digest()
+        state.update(piece)
+    return state.digest()
 
 
-def deliver(head: bytes, content: Sequence[memoryview], taker: MessageReceiver) -> None:
-    """Give a message that came whole to its taker. `Corruption` if it does not match; then nothing was given."""
+def deliver(head: bytes, content: Sequence[memoryview], receiver: MessageReceiver) -> None:
+    """Pass a whole message to its receiver. `Corruption` if a checksum does not match; then nothing was passed."""
     size, nbytes = lengths(head)
     if (size, nbytes) != (len(head), sum(map(len, content))):
         raise Corruption("a bulk message is not as long as it says, so it does not match its checksum")
     check_content(head, digest(content))
-    taker.expect(head, nbytes)
+    receiver.expect(head, nbytes)
     for piece in content:
         left = piece
         while len(left):
-            left = left[taker.fill(_copy_of(left)) :]
+            left = left[receiver.fill(_copy_of(left)) :]
 
 
 def _copy_of(piece: memoryview) -> Reader:
@@ -267,8 +267,8 @@ def _copy_of(piece: memoryview) -> Reader:
 
 def _decode(decoder: msgspec.msgpack.Decoder[_Head], head: bytes) -> _Head:
     lengths(head)
-    told, rest = head[_DIGEST_AT:_LENGTHS_AT], memoryview(head)[_LENGTHS_AT:]
-    if digest((rest,)) != told:
+    expected, rest = head[_DIGEST_AT:_LENGTHS_AT], memoryview(head)[_LENGTHS_AT:]
+    if digest((rest,)) != expected:
         raise Corruption("the head of a bulk message does not match its checksum: its bytes changed on the way")
     encoded = rest[_LENGTHS.size :]
     try:
@@ -278,7 +278,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Head], head: bytes) -> _Head:
 
 
 class SendWindow:
-    """The sender's side of rule 4: how many frames of one transfer may leave now."""
+    """The sender's side of rule 4: whether a frame of a transfer may be sent now."""
 
     __slots__ = ("sent", "taken")
 
@@ -287,38 +287,38 @@ class SendWindow:
 
     @property
     def open(self) -> bool:
-        """Whether one more may leave."""
+        """Whether one more frame may be sent."""
         return self.sent - self.taken < BULK_WINDOW_FRAMES
 
     def send(self) -> int:
-        """One leaves; its number."""
+        """Count one frame as sent, and return its number."""
         self.sent += 1
         return self.sent - 1
 
     def took(self, frames: int) -> None:
-        """The receiver has taken `frames` in all. `ProtocolError` if that is more than were sent."""
+        """The receiver has acknowledged `frames` frames in total. `ProtocolError` if that is more than were sent."""
         if frames > self.sent:
             raise ProtocolError(f"{frames} bulk frames were taken of {self.sent} that were sent")
         self.taken = max(self.taken, frames)
 
 
 class ReceiveWindow:
-    """The receiver's side of rules 3 and 4: frames in order, and when to say how many there were."""
+    """The receiver's side of rules 3 and 4: checks the order of frames, and tells when to acknowledge them."""
 
-    __slots__ = ("_told", "taken")
+    __slots__ = ("_acknowledged", "taken")
 
     def __init__(self) -> None:
-        self.taken = self._told = 0
+        self.taken = self._acknowledged = 0
 
     def take(self, number: int) -> None:
-        """A frame came. `Corruption` if it is not the next one."""
+        """Count a received frame. `Corruption` if it is not the next one."""
         if number != self.taken:
             raise Corruption(f"bulk frame {number} came where {self.taken} was due: frames were lost on the way")
         self.taken += 1
 
     def due(self, *, last: bool) -> bool:
-        """Whether the sender should be told now; then it counts as told."""
-        due = last or self.taken - self._told >= TAKEN_EVERY
+        """Whether to acknowledge now; if so, the frames count as acknowledged."""
+        due = last or self.taken - self._acknowledged >= TAKEN_EVERY
         if due:
-            self._told = self.taken
+            self._acknowledged = self.taken
         return due

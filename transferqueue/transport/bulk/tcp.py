@@ -1,9 +1,8 @@
-"""The connections of the bulk protocol where nobody asks for keys: plain TCP, each byte copied by the kernel alone.
+"""Carries the bulk protocol without keys: plain TCP, without a copy outside the kernel.
 
-A stream is what messages are put after each other on. Content leaves from where it lies and is received where it belongs;
-its checksum is taken while it is in the cache, at either end. So beyond what one raw stream does to a byte there are two
-reads of it (`bench/hosts.py`, `bench/remote.py` have the ratio). Nothing here blocks but `TcpBulkClient.open` and
-`TcpBulkClient.receive`, and nothing is kept of a message but its head and what has not left yet.
+A stream carries one message after another. Content is sent from where it lies and received where it belongs. Each end computes its checksum
+while the bytes are in the cache; that read is the only cost beyond a raw TCP stream (`bench/hosts.py`, `bench/remote.py` measure the
+ratio). Only `TcpBulkClient.open` and `TcpBulkClient.receive` block. Of a message only its head and its unsent bytes are kept.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ import xxhash
 
 from transferqueue.errors import Unreachable
 from transferqueue.limits import KIB
-from transferqueue.transport.bulk import protocol as b
+from transferqueue.transport.bulk import protocol
 from transferqueue.transport.control.zeromq import RECONNECT_MS
 from transferqueue.transport.system.wakeup import Wakeup
 
 _PIECES_AT_ONCE: Final = 512
-"""Half of what one system call takes."""
+"""Half of the pieces that one system call accepts."""
 _HEAD_STEP_BYTES: Final = 64 * KIB
-"""A head is received in such steps: what it says of its length takes no memory before it has come."""
+"""A head is received in steps of this size: the length that it claims takes no memory before the bytes arrive."""
 _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-"""A peer whose machine is gone is noticed half a minute later, also if nobody has anything to say."""
+"""A lost machine is noticed within half a minute, also on an idle connection."""
 
 
 class BulkStream:
-    """One end of a connection: messages into and out of a socket that does not block.
+    """One end of a connection: messages over a non-blocking socket.
 
-    moved: bytes that have passed it so far, in and out. Errors: `Unreachable` when the connection is over.
+    moved: bytes sent and received so far. Methods raise `Unreachable` when the connection is lost.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -51,34 +50,34 @@ class BulkStream:
         self.socket: Final = connection
         self.moved = 0
         self._leaving: deque[memoryview] = deque()
-        self._rest()
+        self._expect_head()
 
-    def _rest(self) -> None:
-        """Between two messages."""
+    def _expect_head(self) -> None:
+        """Prepare for the next message."""
         self._head = bytearray()
-        self._head_bytes = b.PRELUDE_BYTES
-        self._content_left = -1  # not known yet
+        self._head_bytes = protocol.PRELUDE_BYTES
+        self._content_left = -1  # unknown before the head has arrived
         self._digest = xxhash.xxh3_64()
 
     @property
     def pending(self) -> bool:
-        """Whether something has not left yet."""
+        """Whether bytes are unsent."""
         return bool(self._leaving)
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is half sent or half received."""
+        """Whether no message is partly sent or partly received."""
         return not self._leaving and not self._head
 
-    def send(self, message: b.Message) -> None:
-        """Put a message after those before it, and let go of as much as the kernel takes now."""
+    def send(self, message: protocol.Message) -> None:
+        """Queue a message, and send as much as the kernel takes now."""
         head, content = message
         self._leaving.append(memoryview(head))
         self._leaving.extend(view for piece in content if (view := memoryview(piece)).nbytes)
         self.flush()
 
     def flush(self) -> None:
-        """Let go of as much as the kernel takes now."""
+        """Send as much as the kernel takes now."""
         try:
             while self._leaving:
                 self._left(self.socket.sendmsg(list(islice(self._leaving, _PIECES_AT_ONCE))))
@@ -87,24 +86,24 @@ class BulkStream:
         except OSError as error:
             raise _lost(error) from error
 
-    def receive(self, taker: b.MessageReceiver) -> bool:
-        """Take what has come, to the end of one message at most; whether that is reached: it has come whole, and matches.
+    def receive(self, receiver: protocol.MessageReceiver) -> bool:
+        """Receive what has arrived, up to the end of one message. Returns whether a whole message has arrived and matches its checksums.
 
-        Beyond the errors of `taker`: `Corruption`, after which nothing that comes can be believed.
+        Raises the errors of `receiver`, and `Corruption`; after that nothing from this connection can be trusted.
         """
         try:
             while len(self._head) < self._head_bytes:
-                self._read_head(taker)
+                self._read_head(receiver)
             while self._content_left > 0:
-                self._content_left -= taker.fill(self._read)
+                self._content_left -= receiver.fill(self._read)
         except BlockingIOError:
             return False
-        b.check_content(self._head, self._digest.digest())
-        self._rest()
+        protocol.check_content(self._head, self._digest.digest())
+        self._expect_head()
         return True
 
     def discard(self) -> None:
-        """Drop what has come, to whichever message it belongs."""
+        """Drop all bytes that have arrived."""
         try:
             while True:
                 self._next(_HEAD_STEP_BYTES)
@@ -122,27 +121,27 @@ class BulkStream:
             self._leaving.popleft()
 
     def _next(self, nbytes: int) -> bytes:
-        """Up to so many bytes."""
+        """Receive at most `nbytes` bytes."""
         try:
-            found = self.socket.recv(nbytes)
+            received = self.socket.recv(nbytes)
         except BlockingIOError:
             raise
         except OSError as error:
             raise _lost(error) from error
-        if not found:
+        if not received:
             raise _lost(None)
-        self.moved += len(found)
-        return found
+        self.moved += len(received)
+        return received
 
-    def _read_head(self, taker: b.MessageReceiver) -> None:
+    def _read_head(self, receiver: protocol.MessageReceiver) -> None:
         self._head += self._next(min(self._head_bytes - len(self._head), _HEAD_STEP_BYTES))
         if len(self._head) < self._head_bytes:
             return
-        if self._head_bytes == b.PRELUDE_BYTES:
-            self._head_bytes, _ = b.lengths(self._head)
+        if self._head_bytes == protocol.PRELUDE_BYTES:
+            self._head_bytes, _ = protocol.lengths(self._head)
         if len(self._head) == self._head_bytes:
-            _, self._content_left = b.lengths(self._head)
-            taker.expect(bytes(self._head), self._content_left)
+            _, self._content_left = protocol.lengths(self._head)
+            receiver.expect(bytes(self._head), self._content_left)
 
     def _read(self, into: memoryview) -> int:
         into = into[: self._content_left]
@@ -160,13 +159,13 @@ class BulkStream:
 
 
 def _lost(error: OSError | None) -> Unreachable:
-    """What to raise for an error of the socket; None: its end."""
+    """The error to raise for an error of the socket; None: the peer closed it."""
     why = error.strerror if error is not None else "its peer closed it"
     return Unreachable(f"the bulk connection was lost: {why}; bytes need another one")
 
 
 class TcpBulkClient:
-    """The client's end of one connection, to the shard of one life of a server. Used by one thread at a time."""
+    """The client's end of one connection. epoch: the run of the server that it belongs to. Used by one thread at a time."""
 
     def __init__(self, host: str, port: int, epoch: int) -> None:
         self._place = (host, port)
@@ -176,10 +175,10 @@ class TcpBulkClient:
         self._asked = 0
         self.epoch: Final = epoch
         self.transfers = 0
-        """How many it has carried."""
+        """How many transfers it has carried."""
 
     def open(self, timeout_s: float) -> bool:
-        """Wait for the connection, tried again while nobody listens; False after `timeout_s`, or after `interrupt`."""
+        """Connect, and retry while no server listens. False after `timeout_s`, or after `interrupt`."""
         deadline = time.monotonic() + timeout_s
         while self._stream is None:
             left = deadline - time.monotonic()
@@ -188,9 +187,9 @@ class TcpBulkClient:
         return True
 
     def _connect(self, timeout_s: float) -> bool:
-        """Come nearer to a connection; False if there was no time, or it was interrupted."""
+        """Advance the attempt to connect. False if the time is over, or after `interrupt`."""
         if self._connecting is None:
-            self._connecting = _dialled(*self._place)
+            self._connecting = _connecting(*self._place)
         if self._connecting is not None:
             if not self._wait(self._connecting, select.POLLOUT, timeout_s):
                 return False
@@ -209,7 +208,7 @@ class TcpBulkClient:
 
     @property
     def moved(self) -> int:
-        """Bytes that have come, and that have arrived at the peer's machine, but for what was asked."""
+        """Bytes received, plus bytes that have reached the peer's machine, without those of `ask`."""
         if self._stream is None:
             return 0
         on_the_way = bytearray(4)
@@ -218,26 +217,26 @@ class TcpBulkClient:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing has come that nobody asked for, such as its end."""
+        """Whether nothing unexpected has arrived, such as the end of the connection."""
         waiting = select.poll()
         waiting.register(self._live.socket, select.POLLIN)
         return not waiting.poll(0)
 
-    def send(self, message: b.Message) -> None:
-        """Hand a message over; it leaves in order, now or during `receive`. `Unreachable`: another line is needed."""
+    def send(self, message: protocol.Message) -> None:
+        """Queue a message; messages leave in order, now or during `receive`. `Unreachable` if the connection is lost: open another one."""
         self._live.send(message)
 
-    def ask(self, message: b.Message) -> None:
-        """Send what has the peer say where it is; nothing, if it has not heard yet what was said before."""
+    def ask(self, message: protocol.Message) -> None:
+        """Send a message that makes the peer report its progress. Does nothing while earlier messages are unsent."""
         if not self._live.pending:
             self._asked += len(message[0])
             self._live.send(message)
 
-    def receive(self, taker: b.MessageReceiver, timeout_s: float) -> bool:
-        """Take one message; False if none came whole within `timeout_s`, or after `interrupt`. Errors as of `BulkStream`."""
+    def receive(self, receiver: protocol.MessageReceiver, timeout_s: float) -> bool:
+        """Receive one message. False if none is complete within `timeout_s`, or after `interrupt`. Errors as of `BulkStream`."""
         deadline = time.monotonic() + timeout_s
         stream = self._live
-        while not stream.receive(taker):
+        while not stream.receive(receiver):
             wanted = select.POLLIN | (select.POLLOUT if stream.pending else 0)
             if not self._wait(stream.socket, wanted, deadline - time.monotonic()):
                 return False
@@ -245,39 +244,39 @@ class TcpBulkClient:
         return True
 
     def interrupt(self) -> None:
-        """End an `open` or a `receive` that waits, or the next one. From any thread, at any time."""
+        """Make a waiting `open` or `receive`, or the next one, return. From any thread, at any time."""
         self._wakeup.set()
 
     def _pause(self, seconds: float) -> bool:
-        """Wait; False when interrupted before."""
+        """Wait. False after `interrupt`."""
         waiting = select.poll()
         waiting.register(self._wakeup, select.POLLIN)
         waiting.poll(math.ceil(seconds * 1000))
         return not self._wakeup.clear()
 
     def _wait(self, connection: socket.socket, wanted: int, timeout_s: float) -> bool:
-        """Whether the connection is ready. False after `timeout_s`, or when interrupted, which counts as seen."""
+        """Wait until the socket is ready. False after `timeout_s`, or after `interrupt`, which is then cleared."""
         waiting = select.poll()
         waiting.register(connection, wanted)
         waiting.register(self._wakeup, select.POLLIN)
-        found = waiting.poll(max(0, math.ceil(timeout_s * 1000)))
-        return bool(found) and not self._wakeup.clear()
+        ready = waiting.poll(max(0, math.ceil(timeout_s * 1000)))
+        return bool(ready) and not self._wakeup.clear()
 
     def close(self) -> None:
-        """Close the connection; what has not left is lost."""
+        """Close the connection; unsent bytes are lost."""
         for connection in (self._connecting, None if self._stream is None else self._stream.socket):
             if connection is not None:
                 connection.close()
         self._wakeup.close()
 
 
-def _dialled(host: str, port: int) -> socket.socket | None:
-    """A socket that is about to connect; None if it is known already that it cannot now."""
+def _connecting(host: str, port: int) -> socket.socket | None:
+    """A socket that is connecting; None if it failed already."""
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         failed = connection.connect_ex((host.strip("[]"), port))
-    except OSError:  # of names: who serves may be known later
+    except OSError:  # a host name that does not resolve now may resolve later
         failed = errno.EHOSTUNREACH
     if failed in (0, errno.EINPROGRESS):
         return connection

@@ -1,7 +1,7 @@
-"""The connections of the bulk protocol where keys are asked for: ZeroMQ over TCP, which encrypts (CURVE).
+"""Carries the bulk protocol with keys: ZeroMQ over TCP, encrypted (CURVE).
 
-DEALER at the client, ROUTER at the shard. Messages arrive whole in ZeroMQ's memory and are copied to where they belong.
-Encryption is what costs (docs/decisions/0013).
+DEALER at the client, ROUTER at the shard. Messages arrive whole in ZeroMQ's memory and are copied to where they belong. Encryption is
+the main cost (docs/decisions/0013).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from transferqueue.transport.security.zap import KeySet, ZapHandler
 from transferqueue.transport.system.wakeup import Wakeup
 
 _SHARED_BYTES: Final = 64 * KIB
-"""Smaller pieces are copied: that costs less than the bookkeeping of sharing them."""
+"""Smaller pieces are copied into ZeroMQ: that costs less than sharing them."""
 _FRAMES_QUEUED: Final = 4 * BULK_TRANSFERS_MAX * BULK_WINDOW_FRAMES
-"""Messages that ZeroMQ keeps for one peer, never reached by those who keep to their windows."""
+"""Messages that ZeroMQ queues for one peer. A peer that obeys its windows never reaches this."""
 
 Received = tuple[memoryview, list[memoryview]]
 """Head and pieces of a message that arrived."""
 
 
 class ZmqBulkClient:
-    """The client's end of one connection, to the shard of one life of a server. Used by one thread at a time."""
+    """The client's end of one connection. epoch: the run of the server that it belongs to. Used by one thread at a time."""
 
     def __init__(self, host: str, port: int, epoch: int, keys: ClientKeys | None = None) -> None:
         self._context, self._socket = _open(zmq.DEALER, FRAME_BYTES + 64 * KIB)
@@ -54,20 +54,20 @@ class ZmqBulkClient:
         self._socket.connect(f"tcp://{host}:{port}")
         self.epoch: Final = epoch
         self.transfers = 0
-        """How many it has carried."""
+        """How many transfers it has carried."""
         self.moved = 0
-        """Messages that have come."""
+        """Messages received."""
 
     quiet: Final = True
 
     def open(self, timeout_s: float) -> bool:
-        """ZeroMQ connects by itself, now or later."""
+        """Does nothing: ZeroMQ connects by itself, now or later."""
         return True
 
     def send(self, message: Message) -> None:
-        """Hand a message over; it leaves in order, now or once there is a connection.
+        """Queue a message; messages leave in order, as soon as there is a connection. Does not block.
 
-        `Unreachable` if the connection is lost for good, as after bytes that were no frames: another line is needed.
+        `Unreachable` if the connection is lost for good, for example after bytes that were no frames: open another one.
         """
         try:
             _send(self._socket, message)
@@ -78,13 +78,13 @@ class ZmqBulkClient:
 
     ask = send
 
-    def receive(self, taker: MessageReceiver, timeout_s: float) -> bool:
-        """Take one message; False if there is none within `timeout_s`, or after `interrupt`. `Corruption`: no match."""
-        found = _receive(self._socket) or self._wait(timeout_s)
-        if found is None:
+    def receive(self, receiver: MessageReceiver, timeout_s: float) -> bool:
+        """Receive one message. False if none arrives within `timeout_s`, or after `interrupt`. `Corruption` if a checksum fails."""
+        message = _receive(self._socket) or self._wait(timeout_s)
+        if message is None:
             return False
         self.moved += 1
-        deliver(bytes(found[0]), found[1], taker)
+        deliver(bytes(message[0]), message[1], receiver)
         return True
 
     def _wait(self, timeout_s: float) -> Received | None:
@@ -93,17 +93,17 @@ class ZmqBulkClient:
         return _receive(self._socket)
 
     def interrupt(self) -> None:
-        """End a `receive` that waits, or the next one. From any thread, at any time."""
+        """Make a waiting `receive`, or the next one, return. From any thread, at any time."""
         self._wakeup.set()
 
     def close(self) -> None:
-        """Close the connection; what has not left is lost."""
+        """Close the connection; unsent messages are lost."""
         self._context.destroy(linger=0)
         self._wakeup.close()
 
 
 class ZmqBulkServer:
-    """The shard's end of all connections. Used by one thread. clogged: nobody, since ZeroMQ keeps what has not left."""
+    """The shard's end of all connections. Not thread-safe. clogged: always empty, because ZeroMQ queues what was not sent."""
 
     clogged: Final[frozenset[bytes]] = frozenset()
 
@@ -116,19 +116,19 @@ class ZmqBulkServer:
 
     @property
     def sources(self) -> list[zmq.Socket[bytes]]:
-        """What to poll for reading."""
+        """Sockets to poll for reading."""
         return [self._socket] if self._gate is None else [self._socket, self._gate.socket]
 
     def tick(self, desks: ReceiverFactory, now: float) -> None:
-        """Answer those who want to connect, if keys are asked for."""
+        """Accept or refuse new connections, if there are keys."""
         if self._gate is not None:
             self._gate.decide()
 
     def next_deadline(self) -> None:
-        """ZeroMQ keeps its own time."""
+        """None: ZeroMQ has timers of its own."""
 
     def listen_at_all(self, hosts: Sequence[str], port: int, tries: int) -> int:
-        """Listen at one port of all hosts; returns it (0: one that is free on all). `AddressInUse`, or `UsageError`."""
+        """Listen at one port of all hosts (0: a port that is free on all), and return it. `AddressInUse`, or `UsageError`."""
         self._socket.setsockopt(zmq.IPV6, int(any(host.startswith("[") for host in hosts)))
         for _ in range(1 if port else tries - 1):
             with suppress(AddressInUse):
@@ -157,12 +157,12 @@ class ZmqBulkServer:
         return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def arrivals(self, desks: ReceiverFactory, now: float) -> Iterator[bytes]:
-        """Take what has come; yields the peer of each message that matches."""
+        """Receive what has arrived. Yields the peer of each message whose checksums match."""
         for _ in range(FRAMES_DRAINED_MAX):
-            found = _receive(self._socket)
-            if found is None:
+            message = _receive(self._socket)
+            if message is None:
                 return
-            peer, parts = bytes(found[0]), found[1]
+            peer, parts = bytes(message[0]), message[1]
             try:
                 deliver(bytes(parts[0]) if parts else b"", parts[1:], desks.desk(peer))
             except Corruption as error:
@@ -171,7 +171,7 @@ class ZmqBulkServer:
                 yield peer
 
     def send(self, peer: bytes, message: Message) -> bool:
-        """Hand a message over. False: the peer is gone, or reads nothing."""
+        """Queue a message. Does not block. False if the peer is gone, or does not read."""
         try:
             self._socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
             _send(self._socket, message)
@@ -184,7 +184,7 @@ class ZmqBulkServer:
         return True
 
     def close(self, farewell_s: float = 0.0) -> None:
-        """Stop listening; what was handed over gets up to `farewell_s` to leave."""
+        """Stop listening. Queued messages get up to `farewell_s` seconds to leave."""
         self._context.destroy(linger=int(farewell_s * 1000))
 
 
@@ -209,12 +209,12 @@ def _send(socket: zmq.Socket[bytes], message: Message) -> None:
 
 
 def _receive(socket: zmq.Socket[bytes]) -> Received | None:
-    """The rest of the message, None if there is none. Of pieces past `PIECES_MAX` nothing is kept: it will not match."""
+    """The next message; None if there is none. Pieces beyond `PIECES_MAX` are dropped: the checksum will fail."""
     if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
         return None
     parts = [socket.recv(zmq.NOBLOCK, copy=False).buffer]
     while socket.getsockopt(zmq.RCVMORE):
         part = socket.recv(zmq.NOBLOCK, copy=False).buffer
-        if len(parts) < PIECES_MAX + 2:  # before them a head and, at the shard, who sent them
+        if len(parts) < PIECES_MAX + 2:  # and a head and, at the shard, the ROUTER id
             parts.append(part)
     return parts[0], parts[1:]

@@ -1,4 +1,4 @@
-"""What a client sees of a server: a channel of frames."""
+"""The client's side of a connection: `ClientChannel`, and `dial`, which opens one."""
 
 from __future__ import annotations
 
@@ -6,55 +6,54 @@ from typing import Protocol
 
 from transferqueue.errors import UsageError
 from transferqueue.transport.address import InprocAddress, IpcAddress, TcpAddress, parse_address
-from transferqueue.transport.control import inproc, zeromq
-from transferqueue.transport.control import unix_socket as local
+from transferqueue.transport.control import inproc, unix_socket, zeromq
 from transferqueue.transport.security.keys import ClientKeys
 from transferqueue.transport.system.file_lock import is_locked
 from transferqueue.transport.system.wakeup import Wakeup
 
 
 class ClientChannel(Protocol):
-    """Frames to and from one server. Used by one thread at a time; nothing here blocks but `wait`."""
+    """Frames to and from one server. Used by one thread at a time. Only `wait` blocks."""
 
     @property
     def address(self) -> str:
-        """Where the server listens."""
+        """The address of the server."""
 
     @property
     def doubt(self) -> str:
-        """What may be the cause when nothing answers, and what to do: a clause for an error message."""
+        """For error messages: the likely cause if the server does not answer, and the remedy."""
 
     @property
     def ways(self) -> int:
-        """How many times a connection was made, as far as was seen here. What was sent by an earlier one may be lost."""
+        """How many connections were made, as far as this end has noticed. Frames sent over an earlier one may be lost."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether there was a connection and is none now, as far as was seen here."""
+        """Whether the connection was lost and not made again, as far as this end has noticed."""
 
     def send(self, frame: bytes) -> None:
-        """Hand a frame over; it leaves in order. While nothing listens, frames are kept for the connection
-        that is tried again and again. `Unreachable` if `FRAMES_QUEUED_MAX` of them were kept already, and
-        `Disconnected` if this channel or its embedded server is closed: the frame was not taken."""
+        """Queue a frame; frames leave in order. Does not block. While no server listens, frames are queued, and the channel retries the
+        connection. `Unreachable` if `FRAMES_QUEUED_MAX` frames are queued, `Disconnected` if this channel or its embedded server is
+        closed. After an error the frame is not queued."""
 
     def recv_nowait(self) -> bytes | None:
-        """The next frame, or None: nothing has arrived. `Disconnected` if no frame can ever arrive."""
+        """The next frame; None if none has arrived. `Disconnected` if no frame can arrive any more."""
 
     def wait(self, wakeup: Wakeup, timeout_s: float | None) -> None:
-        """Sleep until a frame can be received, `wakeup` is set, or `timeout_s` is over (None: never).
+        """Block until a frame can be received, `wakeup` is set, or `timeout_s` is over (None: no limit). May return early.
 
-        `wakeup` is cleared before this returns, so look at what it announces afterwards. May return early.
+        Clears `wakeup` before it returns, so check afterwards what the wake-up was for.
         """
 
     def close(self) -> None:
-        """Give everything back at once; frames not yet sent are lost. Closing twice is allowed."""
+        """Close the channel at once; unsent frames are lost. A second call does nothing."""
 
 
 def dial(address: str, keys: ClientKeys | None = None) -> ClientChannel:
     """A channel to the server at `address`: ``ipc://``, ``tcp://`` or ``inproc:``.
 
-    keys: for tcp, whom to trust there and who this client is; None: anybody, and nobody. Does not wait: an ipc or tcp server may start later. `UsageError` for an address that is none,
-    `Unreachable` for an embedded server that does not run in this process.
+    keys: for tcp, the server's public key and this client's pair; None: connect without encryption. Does not block: an ipc or tcp server
+    may start later. `UsageError` for an invalid address, `Unreachable` for an embedded server that does not run in this process.
     """
     place = parse_address(address)
     if keys is not None and not isinstance(place, TcpAddress):
@@ -63,11 +62,11 @@ def dial(address: str, keys: ClientKeys | None = None) -> ClientChannel:
         return inproc.connect(place)
     if isinstance(place, TcpAddress) and (place.port == 0 or place.host == "*"):
         raise UsageError(f"address {address!r} is one to listen at; to connect, name the host and its port")
-    return local.UnixChannel(place) if isinstance(place, IpcAddress) else zeromq.ZmqChannel(place, keys)
+    return unix_socket.UnixChannel(place) if isinstance(place, IpcAddress) else zeromq.ZmqChannel(place, keys)
 
 
 def is_served(address: str) -> bool | None:
-    """Whether a server lives at `address`, told by the kernel at once; None where it cannot tell (tcp)."""
+    """Whether a server runs at `address`, by its file lock. Does not block. None for tcp, where this is unknown."""
     place = parse_address(address)
     if isinstance(place, InprocAddress):
         return inproc.is_open(place)

@@ -1,7 +1,7 @@
 """Frames between threads of one process: two bounded queues and two wake-ups for each channel.
 
-The same encoded frames travel as over a socket, so that there is one path to test. A client that does
-not take its answers is closed when `FRAMES_QUEUED_MAX` of them lie, like a peer behind a socket.
+The frames are encoded as over a socket, so there is one code path to test. A client that does not read its replies is disconnected when
+`FRAMES_QUEUED_MAX` of them are queued, like a peer behind a socket.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transferqueue.limits import FRAMES_QUEUED_MAX
 from transferqueue.transport.address import InprocAddress
 from transferqueue.transport.system.wakeup import Wakeup
 
-_hubs: Final[dict[str, InprocServer]] = {}
+_servers: Final[dict[str, InprocServer]] = {}
 _numbers: Final = itertools.count(1)
 
 
@@ -28,8 +28,8 @@ class InprocChannel:
     ways: Final = 1
     is_lost: Final = False
 
-    def __init__(self, hub: InprocServer, peer: int) -> None:
-        self._hub = hub
+    def __init__(self, server: InprocServer, peer: int) -> None:
+        self._server = server
         self._peer = peer
         self._arrived: deque[bytes] = deque()
         self._ready = Wakeup()
@@ -38,7 +38,7 @@ class InprocChannel:
     @property
     def address(self) -> str:
         """``inproc:`` and the server's id."""
-        return self._hub.address
+        return self._server.address
 
     @property
     def doubt(self) -> str:
@@ -49,7 +49,7 @@ class InprocChannel:
         """Queue a frame for the server's thread and wake it."""
         if not self._open:
             raise Disconnected(f"the embedded server {self.address} is closed, or this channel to it")
-        self._hub._take(self._peer, frame)
+        self._server._take(self._peer, frame)
 
     def recv_nowait(self) -> bytes | None:
         """The next frame, or None."""
@@ -60,7 +60,7 @@ class InprocChannel:
         return None
 
     def wait(self, wakeup: Wakeup, timeout_s: float | None) -> None:
-        """Sleep until a frame, the wake-up or the time."""
+        """Block until a frame, the wake-up or the timeout."""
         if self._open and not self._arrived:
             polled = select.poll()
             polled.register(self._ready.fileno(), select.POLLIN)
@@ -71,12 +71,12 @@ class InprocChannel:
         wakeup.clear()
 
     def close(self) -> None:
-        """Leave the server."""
-        self._hub._forget(self._peer)
+        """Disconnect from the server."""
+        self._server._forget(self._peer)
         self._shut()
         self._ready.close()
 
-    def _give(self, frame: bytes) -> bool:
+    def _queue(self, frame: bytes) -> bool:
         if len(self._arrived) >= FRAMES_QUEUED_MAX:
             return False
         self._arrived.append(frame)
@@ -89,9 +89,9 @@ class InprocChannel:
 
 
 class InprocServer:
-    """The server's end of all in-process channels. `wakeup` is set when a frame has arrived.
+    """The server's end of all in-process channels. Sets `wakeup` when a frame has arrived.
 
-    Clients connect and send from any thread; the rest belongs to the server's thread.
+    Clients connect and send from any thread. Only the server's thread calls the other methods.
     """
 
     def __init__(self, wakeup: Wakeup) -> None:
@@ -101,31 +101,31 @@ class InprocServer:
         self._peers = itertools.count(1)
         self._arrived: deque[tuple[int, bytes | None]] = deque()
         self._changing = threading.Lock()
-        _hubs[self.id] = self
+        _servers[self.id] = self
 
     @property
     def address(self) -> str:
-        """What `dial` takes."""
+        """The address that `dial` takes."""
         return str(InprocAddress(self.id))
 
     def recv_nowait(self) -> tuple[int, bytes | None] | None:
-        """The next frame and who sent it, or None. A frame of None, the last of its sender: it has left."""
+        """The peer and the next frame, or None. The frame None is the last of its peer: the peer has disconnected."""
         return self._arrived.popleft() if self._arrived else None
 
     def send(self, peer: int, frame: bytes) -> bool:
-        """Queue a frame for `peer`. False: it is gone, or was closed just now for not reading."""
+        """Queue a frame for `peer`. False if the peer is gone, or was disconnected now because it does not read."""
         channel = self._channels.get(peer)
         if channel is None:
             return False
-        if not channel._give(frame):
+        if not channel._queue(frame):
             self._forget(peer)
             channel._shut()
             return False
         return True
 
     def close(self) -> None:
-        """End all channels: their clients see `Disconnected` after what was already sent to them."""
-        _hubs.pop(self.id, None)
+        """Close all channels. Their clients get `Disconnected` after the frames that were already sent."""
+        _servers.pop(self.id, None)
         with self._changing:
             channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
@@ -155,20 +155,20 @@ class InprocServer:
 
 
 def connect(address: InprocAddress) -> InprocChannel:
-    """A channel to an embedded server; `Unreachable` if none of this id runs here."""
-    hub = _hubs.get(address.id)
-    if hub is None:
+    """A channel to an embedded server; `Unreachable` if none with this id runs in this process."""
+    server = _servers.get(address.id)
+    if server is None:
         raise Unreachable(f"no embedded server {address} runs in this process; other processes use its ipc address")
-    return hub._connect()
+    return server._connect()
 
 
 def is_open(address: InprocAddress) -> bool:
     """Whether an embedded server of this id runs in this process."""
-    return address.id in _hubs
+    return address.id in _servers
 
 
 def _forget_all_in_child() -> None:
-    _hubs.clear()
+    _servers.clear()
 
 
 os.register_at_fork(after_in_child=_forget_all_in_child)

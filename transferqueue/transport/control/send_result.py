@@ -1,4 +1,4 @@
-"""What a server's end of a transport says about a frame that it was given."""
+"""The result of sending a frame at the server's end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class SendResult(enum.Enum):
-    """What became of a frame: it is with the kernel or kept for the peer; the peer is gone; or it does not read."""
+    """ON_ITS_WAY: the frame was written or queued. GONE: the peer is gone. UNREAD: the peer does not read, and its queue is full."""
 
     ON_ITS_WAY = enum.auto()
     GONE = enum.auto()

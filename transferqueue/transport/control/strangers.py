@@ -1,10 +1,10 @@
-"""Connections to a ZeroMQ socket that have not said who they are: how many there may be, and for how long.
+"""Limits the connections to a ZeroMQ socket that have not identified themselves, in number and in time.
 
-ZeroMQ accepts whoever connects, in a thread of its own, and keeps the connection: it has a deadline for its own greeting and none for what
-comes after that, and where no descriptor is left it asks for one again and again. So somebody who only opens connections would
-use up the descriptors that the clients of the server need. Here the loop hears of each connection from ZeroMQ's monitor, by the number of its
-descriptor; a connection is a *stranger* until the loop admits the sender of a message that came over it. Strangers past
-`strangers_max` and those older than `STRANGER_S` are shut down by that number, which ZeroMQ sees as their end.
+ZeroMQ accepts every connection in a thread of its own and keeps it. It has a deadline for its own greeting, but none for what follows, and
+when no descriptor is left it retries without end. So a peer that only opens connections could use up the descriptors that clients need.
+ZeroMQ's monitor tells the server's loop the descriptor number of each connection. A connection is a *stranger* until the loop admits
+the sender of one of its messages. The loop shuts down strangers beyond `strangers_max`, and those older than `STRANGER_S`, by descriptor
+number; ZeroMQ then sees the connection's end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEAST: Final = 8
 
 
 def strangers_max() -> int:
-    """How many strangers each door lets wait: `STRANGERS_MAX`, and an eighth of the descriptors that this process may have at most."""
+    """How many strangers each listening socket allows: `STRANGERS_MAX`, but at most an eighth of this process's descriptor limit."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY:
         return STRANGERS_MAX
@@ -42,20 +42,20 @@ class _Stranger(NamedTuple):
 
 
 class Strangers:
-    """The strangers of one ROUTER socket. Used by the thread that uses the socket. `source`: readable when connections came or went."""
+    """The strangers of one ROUTER socket. Used by the thread of the socket. source: readable when connections were made or ended."""
 
     def __init__(self, watched: zmq.Socket[bytes], clock: Callable[[], float] = time.monotonic) -> None:
         self.source: Final = watched.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         self.turned_away = 0
         self._clock = clock
         self._most = strangers_max()
-        self._all: dict[int, _Stranger] = {}  # by descriptor, in the order in which they came
+        self._all: dict[int, _Stranger] = {}  # by descriptor, oldest first
 
     def __len__(self) -> int:
         return len(self._all)
 
     def hear(self) -> None:
-        """Learn who came and who went, and have the oldest make room."""
+        """Process the monitor's events. Close the oldest strangers if there are too many."""
         with suppress(zmq.Again):
             while True:
                 event, number = _EVENT.unpack(self.source.recv_multipart(zmq.NOBLOCK)[0])
@@ -66,19 +66,19 @@ class Strangers:
             self._turn_away(next(iter(self._all)))
 
     def admit(self, frame: zmq.Frame) -> None:
-        """Whoever sent this frame is no stranger."""
+        """The connection that sent this frame is no stranger any more."""
         if self._all:
             with suppress(zmq.ZMQError):
                 self._all.pop(int(frame.get(zmq.SRCFD)), None)
 
     def patience_s(self) -> float | None:
-        """How soon `tick` must be called; None: not by itself."""
+        """Seconds until `tick` must be called; None: no stranger waits."""
         if not self._all:
             return None
         return max(0.0, next(iter(self._all.values())).came_at + STRANGER_S - self._clock())
 
     def tick(self) -> None:
-        """Shut down those that have had their time."""
+        """Close strangers older than `STRANGER_S`."""
         while self._all and self.patience_s() == 0.0:
             self._turn_away(next(iter(self._all)))
 
@@ -94,14 +94,14 @@ class Strangers:
         with suppress(OSError):
             connection = socket.socket(fileno=number)
             try:
-                if connection.getpeername() == stranger.where:  # the number may be another one's by now
+                if connection.getpeername() == stranger.where:  # the descriptor number may have been reused
                     connection.shutdown(socket.SHUT_RDWR)
             finally:
-                connection.detach()  # it stays ZeroMQ's
+                connection.detach()  # ZeroMQ owns the descriptor
 
 
 def _where(number: int) -> Any:
-    """Where the other end of the connection with this descriptor is; None: it is gone already."""
+    """The address of the peer of the connection with this descriptor; None if it is closed already."""
     try:
         connection = socket.socket(fileno=number)
     except OSError:

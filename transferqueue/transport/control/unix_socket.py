@@ -1,14 +1,14 @@
-"""Frames between processes of one machine: a stream socket, each frame behind its length.
+"""Frames between processes of one machine, over a Unix stream socket.
 
-ZeroMQ carries them over a network, with encryption and through a thread of its own at either end. On one machine nothing is
-left to do for those threads, and to wake them was most of what a call took (decision 27). So here the client's one thread and
-the server's one thread write and read the socket themselves.
+Over a network ZeroMQ carries frames, with encryption and a thread of its own at each end. On one machine those threads have nothing to do,
+and waking them took most of the time of a call (decision 27). So here the client's thread and the server's thread write and read the
+socket themselves.
 
-A frame is its length, 4 bytes, little-endian, and its bytes. A peer whose lengths cannot be is hung up on. The socket file belongs to
-its user, and asks for nothing.
+A frame is its length (4 bytes, little-endian) and its bytes. A peer that sends an impossible length is disconnected. The socket file
+belongs to its user (0600); no keys are asked for.
 
-A connection is a *stranger* until the server has let in whoever is at its other end (`UnixServer.admit`). Of strangers there are
-`strangers_max` at once, each for `STRANGER_S`: they cannot use up the descriptors that the clients of the server need.
+A connection is a *stranger* until the server admits its peer (`UnixServer.admit`). At most `strangers_max` strangers stay connected, each
+for `STRANGER_S`, so they cannot use up the descriptors that clients need.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from transferqueue.transport.system.wakeup import Wakeup
 
 _log: Final = logging.getLogger("transferqueue.server")
 REDIAL_S: Final = 0.01
-"""First pause before a lost or missing server is looked for again; doubles up to `REDIAL_S_MAX`."""
+"""First pause before a lost or missing server is tried again; doubles up to `REDIAL_S_MAX`."""
 REDIAL_S_MAX: Final = 0.5
 HEARD_AFTER: Final = 64
-"""So many frames written, a client takes in what has come meanwhile: who sends thousands of calls at once must not seem one that
-does not read."""
+"""After this many written frames a client reads what has arrived: a client that sends thousands of calls at once must not look like
+one that does not read."""
 _READ_BYTES: Final = 64 * KIB
 _LENGTH: Final = 4
 _BACKLOG: Final = 1024
 
 
 class PeerClosed(Exception):
-    """The other end is gone, or sent what cannot be."""
+    """The peer is gone, or sent an impossible length."""
 
 
 class FrameStream:
     """One end of a connection. Nothing blocks.
 
-    That the other end is gone is found by reading alone, which comes to what it said last: what is written after that goes nowhere.
+    Only `read` reports that the peer is gone, after the last frames that the peer sent. `send` to a lost peer does nothing.
     """
 
     __slots__ = ("_begun", "_unsent", "_wanted", "socket")
@@ -63,27 +63,27 @@ class FrameStream:
         self._unsent: deque[memoryview] = deque()
         self._begun = bytearray()
         self._wanted = 0
-        """Bytes that `_begun` has to have before it can be a frame."""
+        """Bytes that `_begun` must have before it can be a whole frame."""
 
     @property
     def is_full(self) -> bool:
-        """Whether as many frames wait for the other end as may."""
+        """Whether the queue of unsent frames is full."""
         return len(self._unsent) >= FRAMES_QUEUED_MAX
 
     @property
     def is_behind(self) -> bool:
-        """Whether frames wait until the other end reads."""
+        """Whether frames wait until the peer reads."""
         return bool(self._unsent)
 
     def send(self, frame: bytes) -> None:
-        """Write a frame, or keep what the kernel does not take."""
+        """Write a frame, and queue what the kernel does not take."""
         head = len(frame).to_bytes(_LENGTH, "little")
         sent = 0 if self._unsent else self._write([head, frame])
         if sent < _LENGTH + len(frame):
             self._unsent.append(memoryview(head + frame)[sent:])
 
     def flush(self) -> None:
-        """Write some of what was kept, as far as the kernel takes it."""
+        """Write some of the queued frames, as far as the kernel takes them."""
         for _ in range(min(len(self._unsent), HEARD_AFTER)):
             first = self._unsent[0]
             sent = self._write([first])
@@ -101,7 +101,7 @@ class FrameStream:
             return sum(map(len, parts))
 
     def read(self, arrived: Callable[[bytes], object]) -> bool:
-        """Hand over the frames of one read; whether there may be more to read. `PeerClosed` after the last."""
+        """Read once, and pass each whole frame to `arrived`. Returns whether there may be more to read. `PeerClosed` after the last frame."""
         try:
             came = self.socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -122,14 +122,14 @@ class FrameStream:
         return more
 
     def close(self) -> None:
-        """Hang up, also if a forked child still has the socket. What the kernel took the other end can still read."""
+        """Disconnect, also if a forked child has the socket too. The peer can still read what the kernel has taken."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
 
 def _parse(came: bytes, arrived: Callable[[bytes], object]) -> int:
-    """Hand over the whole frames; where the first that is not whole begins."""
+    """Pass each whole frame to `arrived`. Returns where the first incomplete frame begins."""
     at = 0
     while len(came) - at >= _LENGTH:
         start = at + _LENGTH
@@ -170,7 +170,7 @@ class UnixChannel:
         return f"is a server running there? Start one: transferqueue serve --address {self.address}"
 
     def send(self, frame: bytes) -> None:
-        """Write a frame, or keep it until it can be written."""
+        """Write a frame, or queue it."""
         if self._closed:
             raise Disconnected(f"the channel to {self.address} is closed")
         if self._stream is None:
@@ -198,7 +198,7 @@ class UnixChannel:
         return self._arrived.popleft() if self._arrived else None
 
     def _hear(self) -> None:
-        """Take in what has come."""
+        """Read all frames that have arrived."""
         self._readable = True
         while self._readable and self._stream is not None:
             try:
@@ -206,10 +206,10 @@ class UnixChannel:
             except PeerClosed:
                 self._lose()
         if self._arrived:
-            self._pause_s = REDIAL_S  # it is no server that hangs up on all
+            self._pause_s = REDIAL_S  # the server answers: it does not just disconnect every client
 
     def wait(self, wakeup: Wakeup, timeout_s: float | None) -> None:
-        """Sleep until a frame, the wake-up or the time."""
+        """Block until a frame, the wake-up or the timeout."""
         self._watch(wakeup)
         for number, events in self._poll.poll(self._patience_ms(timeout_s)):
             if number == wakeup.fileno():
@@ -243,15 +243,15 @@ class UnixChannel:
             self._stream.flush()
 
     def _dial(self) -> None:
-        """Connect, if somebody listens; else later, and later still."""
+        """Connect if a server listens. Otherwise plan the next attempt, after a longer pause."""
         try:
-            dialled = _dialled(self._path)
+            connected = _connected(self._path)
         except OSError as error:
             self._refused_with = error.errno or 0
             self._later()
             return
-        self._stream = FrameStream(dialled)
-        self._poll.register(dialled, select.POLLIN)
+        self._stream = FrameStream(connected)
+        self._poll.register(connected, select.POLLIN)
         self._waits_to_write = False
         self.ways, self.is_lost = self.ways + 1, False
         kept, self._kept = self._kept, deque()
@@ -263,7 +263,7 @@ class UnixChannel:
         self._pause_s = min(2 * self._pause_s, REDIAL_S_MAX)
 
     def _lose(self) -> None:
-        """What was not yet written is gone with the connection."""
+        """Close a lost connection. Its unsent frames are lost."""
         if self._stream is not None:
             self._poll.unregister(self._stream.socket)
             self._stream.close()
@@ -271,25 +271,25 @@ class UnixChannel:
         self._later()
 
     def close(self) -> None:
-        """Hang up; frames not yet written are lost."""
+        """Disconnect; unsent frames are lost."""
         if self._stream is not None:
             self._stream.close()
         self._stream, self._closed = None, True
         self._arrived.clear()
 
 
-def _dialled(path: str) -> socket.socket:
-    dialled = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+def _connected(path: str) -> socket.socket:
+    connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        dialled.connect(path)
+        connecting.connect(path)
     except OSError:
-        dialled.close()
+        connecting.close()
         raise
-    return dialled
+    return connecting
 
 
 class UnixPeer:
-    """A client's connection, as the server sees it: where answers to what came over it go."""
+    """A client's connection at the server's end. Replies to its frames go to it."""
 
     __slots__ = ("accepted_at", "is_gone", "stream", "waits_to_write")
 
@@ -300,80 +300,80 @@ class UnixPeer:
 
 
 class UnixServer:
-    """The server's end of all connections to one socket file. Used by one thread; readable when something is to be received."""
+    """The server's end of all connections to one socket file. Not thread-safe. Its `fileno` is readable when `recv_nowait` has work."""
 
     def __init__(self, place: IpcAddress, clock: Callable[[], float] = time.monotonic) -> None:
-        """Listen. A socket file that exists is replaced: whoever calls holds the lock of the address."""
+        """Listen. Replaces an existing socket file: the caller must hold the lock of the address. `UsageError` if that is impossible."""
         self._path = place.path
         self._clock = clock
-        self._lines: dict[int, UnixPeer] = {}
-        self._strangers: dict[int, UnixPeer] = {}  # in the order in which they came
+        self._peers: dict[int, UnixPeer] = {}
+        self._strangers: dict[int, UnixPeer] = {}  # oldest first
         self._strangers_max = strangers_max()
         self.turned_away = 0
-        """Strangers that were hung up on, and connections for which no descriptor was left."""
+        """How many strangers were disconnected, and connections refused because no descriptor was left."""
         self._arrived: deque[tuple[UnixPeer, bytes]] = deque()
         try:
             with ExitStack() as made:
                 self._spare = _spare()
-                made.callback(lambda: self._spare.close())  # noqa: PLW0108  (it may be another one by then)
+                made.callback(lambda: self._spare.close())  # noqa: PLW0108  (it may be replaced until then)
                 self._epoll = made.enter_context(select.epoll())
                 self._socket = made.enter_context(_listening(place.path))
-                # Once for each that comes: one that cannot be let in must not wake the server for ever.
+                # Edge-triggered: a connection that cannot be accepted must not wake the server for ever.
                 self._epoll.register(self._socket, select.EPOLLIN | select.EPOLLET)
                 self._files = made.pop_all()
         except OSError as error:
             raise UsageError(f"address {place} cannot be listened at: {error.strerror}") from error
 
     def fileno(self) -> int:
-        """Readable when something happened."""
+        """The descriptor to poll for reading."""
         return self._epoll.fileno()
 
     def recv_nowait(self) -> tuple[UnixPeer, bytes] | None:
-        """The next frame and where it came from, or None."""
+        """The peer and the next frame, or None."""
         if not self._arrived:
             for number, events in self._epoll.poll(0):
-                line = self._lines.get(number)
-                if line is None:
+                peer = self._peers.get(number)
+                if peer is None:
                     self._accept()
                 else:
-                    self._happened(line, events)
+                    self._happened(peer, events)
         return self._arrived.popleft() if self._arrived else None
 
     def patience_s(self) -> float | None:
-        """How soon `tick` must be called; None: not by itself."""
+        """Seconds until `tick` must be called; None: no stranger waits."""
         if not self._strangers:
             return None
         oldest = next(iter(self._strangers.values()))
         return max(0.0, oldest.accepted_at + STRANGER_S - self._clock())
 
     def tick(self) -> None:
-        """Hang up on strangers that have had their time."""
+        """Disconnect strangers older than `STRANGER_S`."""
         while self._strangers:
             oldest = next(iter(self._strangers.values()))
             if self._clock() < oldest.accepted_at + STRANGER_S:
                 return
             self._hang_up(oldest)
 
-    def send(self, line: UnixPeer, frame: bytes) -> SendResult:
-        """Write a frame without waiting, or keep it. A peer that does not read is hung up on."""
-        if line.is_gone:
+    def send(self, peer: UnixPeer, frame: bytes) -> SendResult:
+        """Write a frame, or queue it. Does not block. A peer that does not read is disconnected."""
+        if peer.is_gone:
             return SendResult.GONE
-        if line.stream.is_full:
-            self._drop(line)
+        if peer.stream.is_full:
+            self._drop(peer)
             return SendResult.UNREAD
-        line.stream.send(frame)
-        self._watch(line)
+        peer.stream.send(frame)
+        self._watch(peer)
         return SendResult.ON_ITS_WAY
 
     def close(self, farewell_s: float = 0.0) -> None:
-        """Stop listening; frames already taken get up to `farewell_s` to leave. Removes the socket file."""
+        """Stop listening, and remove the socket file. Queued frames get up to `farewell_s` seconds to leave."""
         with suppress(OSError):
             self._path.unlink()
-        self._accept()  # who still waits to be let in would otherwise wait for a forked child that has the socket too
+        self._accept()  # otherwise waiting connections would hang if a forked child has the socket too
         self._epoll.unregister(self._socket)
-        _flush([line.stream for line in self._lines.values()], farewell_s)
-        for line in list(self._lines.values()):
-            self._drop(line)
+        _flush([peer.stream for peer in self._peers.values()], farewell_s)
+        for peer in list(self._peers.values()):
+            self._drop(peer)
         self._files.close()
 
     def _accept(self) -> None:
@@ -386,32 +386,32 @@ class UnixServer:
                 return
             try:
                 self._epoll.register(connected, select.EPOLLIN)
-            except OSError:  # the kernel watches no more for this user
+            except OSError:  # this user's limit of watched descriptors is reached
                 connected.close()
                 continue
             self._take_in(connected)
 
     def _take_in(self, connected: socket.socket) -> None:
-        """A stranger came. It is heard at once: what it has said already tells it from those that say nothing."""
+        """Add a stranger, and read it at once: one that has sent something ranks above those that are silent."""
         if len(self._strangers) >= self._strangers_max:
             self._hang_up(self._least_promising())
-        line = UnixPeer(FrameStream(connected), self._clock())
-        self._lines[connected.fileno()] = self._strangers[connected.fileno()] = line
-        self._happened(line, select.EPOLLIN)
+        peer = UnixPeer(FrameStream(connected), self._clock())
+        self._peers[connected.fileno()] = self._strangers[connected.fileno()] = peer
+        self._happened(peer, select.EPOLLIN)
 
     def _least_promising(self) -> UnixPeer:
-        """The stranger that came first of those that wait for nothing here; else the first of all."""
-        waiting = {id(line) for line, _ in self._arrived}
+        """The oldest stranger without a received frame; if all have one, the oldest stranger."""
+        waiting = {id(peer) for peer, _ in self._arrived}
         return next(
-            (line for line in self._strangers.values() if id(line) not in waiting), next(iter(self._strangers.values()))
+            (peer for peer in self._strangers.values() if id(peer) not in waiting), next(iter(self._strangers.values()))
         )
 
-    def admit(self, line: UnixPeer) -> None:
-        """The other end has a session: it is no stranger."""
-        if not line.is_gone:
-            self._strangers.pop(line.stream.socket.fileno(), None)
+    def admit(self, peer: UnixPeer) -> None:
+        """The peer has a session: it is no stranger any more."""
+        if not peer.is_gone:
+            self._strangers.pop(peer.stream.socket.fileno(), None)
 
-    def _hang_up(self, line: UnixPeer) -> None:
+    def _hang_up(self, peer: UnixPeer) -> None:
         self.turned_away += 1
         if self.turned_away == 1:
             _log.warning(
@@ -420,10 +420,11 @@ class UnixServer:
                 self._path,
                 STRANGER_S,
             )
-        self._drop(line)
+        self._drop(peer)
 
     def _turn_away(self) -> bool:
-        """No descriptor is left: let who knocks in with the spare one and hang up, so that it tries again. Whether that was possible."""
+        """No descriptor is left: accept the next connection with the spare one and close it, so that the peer retries. Returns whether that
+        was possible."""
         self._spare.close()
         self.turned_away += 1
         try:
@@ -431,32 +432,32 @@ class UnixServer:
         except OSError:
             return False
         finally:
-            with suppress(OSError):  # somebody else was quicker with it: then another time
+            with suppress(OSError):  # another thread took the descriptor: the next call tries again
                 self._spare = _spare()
         return True
 
-    def _happened(self, line: UnixPeer, events: int) -> None:
+    def _happened(self, peer: UnixPeer, events: int) -> None:
         if events & select.EPOLLOUT:
-            line.stream.flush()
-            self._watch(line)
+            peer.stream.flush()
+            self._watch(peer)
         if events & ~select.EPOLLOUT:
             try:
-                line.stream.read(lambda frame: self._arrived.append((line, frame)))
+                peer.stream.read(lambda frame: self._arrived.append((peer, frame)))
             except PeerClosed:
-                self._drop(line)
+                self._drop(peer)
 
-    def _watch(self, line: UnixPeer) -> None:
-        """Be woken when the peer reads, while frames wait for that."""
-        if line.stream.is_behind is not line.waits_to_write:
-            line.waits_to_write = line.stream.is_behind
-            self._epoll.modify(line.stream.socket, select.EPOLLIN | (select.EPOLLOUT if line.waits_to_write else 0))
+    def _watch(self, peer: UnixPeer) -> None:
+        """Poll for writing exactly while frames wait for the peer to read."""
+        if peer.stream.is_behind is not peer.waits_to_write:
+            peer.waits_to_write = peer.stream.is_behind
+            self._epoll.modify(peer.stream.socket, select.EPOLLIN | (select.EPOLLOUT if peer.waits_to_write else 0))
 
-    def _drop(self, line: UnixPeer) -> None:
-        line.is_gone = True
-        del self._lines[line.stream.socket.fileno()]
-        self._strangers.pop(line.stream.socket.fileno(), None)
-        self._epoll.unregister(line.stream.socket)  # closing alone would not do: a forked child may have it open too
-        line.stream.close()
+    def _drop(self, peer: UnixPeer) -> None:
+        peer.is_gone = True
+        del self._peers[peer.stream.socket.fileno()]
+        self._strangers.pop(peer.stream.socket.fileno(), None)
+        self._epoll.unregister(peer.stream.socket)  # needed: a forked child may have the socket open too
+        peer.stream.close()
 
 
 def _spare() -> BinaryIO:
@@ -477,7 +478,7 @@ def _listening(path: Path) -> socket.socket:
 
 
 def _flush(streams: Iterable[FrameStream], farewell_s: float) -> None:
-    """Write what was kept, as soon as each other end reads, for up to `farewell_s`."""
+    """Write the queued frames as the peers read, for up to `farewell_s` seconds."""
     until, behind = time.monotonic() + farewell_s, dict[int, FrameStream]()
     polled = select.poll()  # `select.select` knows no descriptor above 1023
     for stream in streams:

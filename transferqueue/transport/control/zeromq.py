@@ -1,11 +1,11 @@
 """Frames over ZeroMQ, to other machines: DEALER at the client, ROUTER at the server.
 
-Every socket has marks that bound what it keeps, closes at once (LINGER 0) and drops a frame over
-`MESSAGE_BYTES_MAX` together with the connection that sent it. Each channel owns its context, so that
-closing it gives back its descriptors and its thread and nobody else's.
+Each socket has high-water marks that bound its queues, closes at once (LINGER 0), and drops a frame over `MESSAGE_BYTES_MAX` together with
+the connection that sent it. Each channel has its own ZeroMQ context, so closing the channel frees its descriptors and its thread, and
+affects no other.
 
-A server with keys (`keyring`) hears only those it knows, each named by its public key (`KeyedPeer`); one without keys listens at
-loopback only.
+A server with keys (`keyring`) receives only from clients with known keys, and names each by its public key (`KeyedPeer`). A server
+without keys listens at loopback only.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ RECONNECT_MS: Final = 10
 """First pause before a lost connection is tried again; doubles up to `RECONNECT_MS_MAX`."""
 RECONNECT_MS_MAX: Final = 500
 REDIAL_MS: Final = 50
-"""After a loss ZeroMQ says at once that it will try again. Where it says nothing for this long it has given up, as it does
-when bytes arrived that are no frames or no key fits; then the connection is opened anew here."""
+"""After a loss ZeroMQ reports at once that it retries. If it reports nothing for this long it has given up, as it does after bytes that
+are no frames, or a key that does not fit. Then the channel connects again."""
 HANDSHAKE_MS: Final = 10_000
-"""A greeting between sockets that takes longer, because bytes of it changed on the way, is begun anew."""
+"""A ZeroMQ handshake that takes longer, for example because bytes were damaged, is started again."""
 PING_MS: Final = 5_000
-"""A tcp connection that is silent this long is asked; without an answer it is opened anew."""
+"""ZeroMQ pings a tcp connection that is silent this long, and reconnects if no answer comes."""
 
 
 class ZmqChannel:
@@ -86,7 +86,7 @@ class ZmqChannel:
         return parts[0] if parts else None
 
     def wait(self, wakeup: Wakeup, timeout_s: float | None) -> None:
-        """Sleep until a frame, the wake-up or the time."""
+        """Block until a frame, the wake-up or the timeout."""
         if self._watched is not wakeup:
             if self._watched is not None:
                 self._poller.unregister(self._watched)
@@ -116,54 +116,56 @@ class ZmqChannel:
 
     def _dial_again(self) -> None:
         self._is_given_up = False
-        with suppress(zmq.ZMQError):  # it may have forgotten that already
+        with suppress(zmq.ZMQError):  # ZeroMQ may have dropped the connection already
             self._socket.disconnect(self.address)
         self._socket.connect(self.address)
 
     def close(self) -> None:
-        """Close the connection; frames not yet sent are lost."""
+        """Close the connection; unsent frames are lost."""
         self._context.destroy(linger=0)
 
 
 class KeyedPeer(NamedTuple):
-    """A peer that showed a key: where answers to it go, and its public key."""
+    """A peer with a key: the ROUTER id for replies to it, and its public key."""
 
     route: bytes
     key: str
 
 
 class ZmqServer:
-    """The server's end of all connections, of every address it listens at. Used by one thread.
+    """The server's end of all connections at all its addresses. Not thread-safe.
 
-    keyring: who is let in; None: whoever can reach a loopback address, and no other is listened at.
+    keyring: the clients that it accepts; None: it accepts all, and listens at loopback addresses only.
     """
 
     def __init__(self, keyring: Keyring | None = None) -> None:
         self._context, self.socket = _open(zmq.ROUTER)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else a frame to a full or lost peer vanishes unseen
+        self.socket.setsockopt(
+            zmq.ROUTER_MANDATORY, 1
+        )  # otherwise ZeroMQ drops a frame to a full or lost peer silently
         self._gate = ZapHandler(self._context, keyring) if keyring is not None else None
         self._strangers = Strangers(self.socket)
         self._last: tuple[bytes | KeyedPeer, zmq.Frame] | None = None
         self.sources: Final = [self.socket, self._strangers.source, *([self._gate.socket] if self._gate else [])]
-        """What becomes readable when there is something to receive or to decide."""
+        """Sockets to poll for reading: then call `recv_nowait` and `decide`."""
 
     def decide(self) -> bool:
-        """Let those in who knock and may enter. Returns whether the keys changed: then some inside may no longer."""
+        """Accept or refuse new connections, and close old strangers. Returns whether the keys changed: then sessions may have to end."""
         self._strangers.hear()
         self._strangers.tick()
         return self._gate is not None and self._gate.decide()
 
     def patience_s(self) -> float | None:
-        """How soon `decide` must be called; None: not by itself."""
+        """Seconds until `decide` must be called; None: no deadline."""
         return self._strangers.patience_s()
 
     def admit(self, peer: bytes | KeyedPeer) -> None:
-        """The sender of the frame that was received last is no stranger: it has a session."""
+        """`peer` has a session: if it sent the frame received last, its connection is no stranger any more."""
         if self._last is not None and self._last[0] == peer:
             self._strangers.admit(self._last[1])
 
     def listen(self, place: TcpAddress) -> str:
-        """Listen at `place` too; returns the address with the port in it. `AddressInUse`, or `UsageError`."""
+        """Listen at this address too, and return it with the actual port. `AddressInUse`, or `UsageError` if that is impossible."""
         check_open(place, keyed=self._gate is not None)
         self.socket.setsockopt(zmq.IPV6, int(place.host.startswith("[")))
         if self._gate is not None:
@@ -177,8 +179,8 @@ class ZmqServer:
         return self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def recv_nowait(self) -> tuple[bytes | KeyedPeer, bytes] | None:
-        """The next frame and who sent it, or None. A message of several parts, which no client of ours
-        sends, comes as the empty frame, which is no message."""
+        """The peer and the next frame, or None. A message of several parts, which no client of this library sends, is returned as an
+        empty frame, which is no valid message."""
         try:
             first = self.socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -192,7 +194,7 @@ class ZmqServer:
         return peer, body.bytes if parts == 2 else b""
 
     def send(self, peer: bytes | KeyedPeer, frame: bytes) -> SendResult:
-        """Queue a frame for `peer` without waiting."""
+        """Queue a frame for `peer`. Does not block."""
         try:
             self.socket.send(peer.route if isinstance(peer, KeyedPeer) else peer, zmq.SNDMORE | zmq.NOBLOCK)
             self.socket.send(frame, zmq.NOBLOCK)
@@ -205,12 +207,12 @@ class ZmqServer:
         return SendResult.ON_ITS_WAY
 
     def close(self, farewell_s: float = 0.0) -> None:
-        """Stop listening; frames already queued get up to `farewell_s` to leave."""
+        """Stop listening. Queued frames get up to `farewell_s` seconds to leave."""
         self._context.destroy(linger=int(farewell_s * 1000))
 
 
 def check_open(place: TcpAddress, *, keyed: bool) -> None:
-    """`UsageError` for an address that others could reach, of a server without keys."""
+    """Raise `UsageError` if other machines can reach this address and the server has no keys."""
     if keyed or is_loopback(place.host):
         return
     raise UsageError(
@@ -221,7 +223,7 @@ def check_open(place: TcpAddress, *, keyed: bool) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address with this host."""
+    """Whether only this machine can reach this host name or address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -255,8 +257,8 @@ def _open(kind: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]
 
 
 def _receive(socket: zmq.Socket[bytes], parts_max: int) -> list[bytes] | None:
-    """The parts of one message, None if there is none. Of a longer one only the first part, so that a
-    peer cannot make many parts pile up."""
+    """The parts of one message; None if there is none. Of a message with more parts only the first, so that a peer cannot make parts
+    pile up."""
     try:
         parts = [socket.recv(zmq.NOBLOCK)]
     except zmq.Again:

@@ -1,1 +1,1 @@
-"""Keys, and who may connect with which."""
+"""Keys of servers and clients, and the check of a client's key when it connects."""

@@ -1,12 +1,12 @@
-"""The key file of a server: its own pair, and the clients it lets in, each with a name and a role.
+"""The key file of a server: its own key pair, and the clients that it accepts, each with a name and a role.
 
-The law:
+Rules:
 
-- One file, 0600 in a directory 0700, replaced whole by a rename: a reader sees one state or the next.
-- Whoever changes it holds the lock beside it.
-- A running server reads it again when it is another file than before (`refresh`). A file that is missing or cannot be
-  read lets nobody in.
-- It holds the clients' secret keys too, so that their tokens can be shown again. Whoever reads it is all of them.
+- It is one file, 0600 in a directory 0700, replaced whole by a rename. A reader sees either the old content or the new.
+- A process that changes it holds the lock beside it.
+- A running server reads the file again when it was replaced (`refresh`). If the file is missing or cannot be read, the server accepts
+  no client.
+- It also has the clients' secret keys, so that their tokens can be shown again. A person who reads the file can act as any client.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAME: Final = "keys.json"
 
 
 class KeyOwner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A client that is let in. made: when, UTC."""
+    """A client that the server accepts. made: when the key was made, ISO 8601 in UTC."""
 
     name: str
     role: Role
@@ -45,7 +45,7 @@ class KeyOwner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the file holds."""
+    """The content of the key file."""
 
     server: KeyPair
     clients: list[KeyOwner] = []
@@ -56,7 +56,7 @@ Stamp = tuple[int, int, int, int] | None
 
 
 def default_directory() -> Path:
-    """Where keys of this user are: ``$TRANSFERQUEUE_KEYS``, else in ``$XDG_CONFIG_HOME``, else ``~/.config/transferqueue``."""
+    """The directory of this user's keys: ``$TRANSFERQUEUE_KEYS``, else in ``$XDG_CONFIG_HOME``, else ``~/.config/transferqueue``."""
     if named := os.environ.get(KEYS_VARIABLE):
         return Path(named).absolute()
     config = os.environ.get("XDG_CONFIG_HOME")
@@ -69,7 +69,7 @@ def key_file(directory: Path) -> Path:
 
 
 def load(directory: Path) -> KeyFile:
-    """The keys in a directory. `UsageError` if there are none, or others could read them."""
+    """Read the keys in a directory. `UsageError` if there are none, or if other users could read them."""
     path = key_file(private_directory(directory, "key directory"))
     try:
         return _decoder.decode(read_private(path, FILE_BYTES_MAX))
@@ -80,12 +80,12 @@ def load(directory: Path) -> KeyFile:
 
 
 def add(directory: Path, name: str, role: str) -> KeyOwner:
-    """A new client, and the file with the server's pair if it is the first one.
+    """Make a key for a new client, and return it. Makes the file with the server's pair if there is none.
 
-    `AlreadyExists` for a name in use, `UsageError` for one that is none or an unknown role, `Full` past `KEYS_MAX`.
+    `AlreadyExists` for a name in use, `UsageError` for an invalid name or an unknown role, `Full` beyond `KEYS_MAX` clients.
     """
     check_name("key", name)
-    known: Role | None = next((one for one in ROLES if one == role), None)
+    known: Role | None = next((each for each in ROLES if each == role), None)
     if known is None:
         raise UsageError(f"role {role!r} of key {name!r} is unknown; give one of {listing(ROLES)}")
     with _changing(directory) as before:
@@ -100,7 +100,7 @@ def add(directory: Path, name: str, role: str) -> KeyOwner:
 
 
 def revoke(directory: Path, name: str) -> KeyOwner:
-    """Let this client in no more; a running server ends its sessions. `NotFound` lists the names there are."""
+    """Remove this client's key, and return it. A running server ends the client's sessions. `NotFound` lists the existing names."""
     with _changing(directory) as before:
         keys = before or load(directory)
         gone = _owner(keys, name)
@@ -109,7 +109,7 @@ def revoke(directory: Path, name: str) -> KeyOwner:
 
 
 def token_of(directory: Path, name: str, address: str) -> JoinToken:
-    """The join token of a client, for a server at `address` (tcp). `NotFound` lists the names there are."""
+    """The join token of a client for a server at `address` (tcp). `NotFound` lists the existing names."""
     place = parse_address(address)
     if not isinstance(place, TcpAddress) or place.port == 0 or place.host == "*":
         raise UsageError(
@@ -121,7 +121,7 @@ def token_of(directory: Path, name: str, address: str) -> JoinToken:
 
 
 class Keyring:
-    """The keys of a running server, as the file has them now. `UsageError` if there are none to begin with."""
+    """The keys of a running server, kept current with the file. `UsageError` if the file does not exist at the start."""
 
     def __init__(self, directory: Path) -> None:
         self.directory: Final = directory
@@ -131,11 +131,11 @@ class Keyring:
         self._owners = _by_public(keys)
 
     def owner(self, public: str) -> KeyOwner | None:
-        """The client with this public key; None: nobody that is let in."""
+        """The client with this public key; None if the server does not accept it."""
         return self._owners.get(public)
 
     def refresh(self) -> bool:
-        """Read the file again if it is another one; whether it was. Costs one `stat`, about 1.5 µs."""
+        """Read the file again if it was replaced, and return whether it was. Costs one `stat`, about 1.5 µs."""
         stamp = self._stamp_now()
         if stamp == self._stamp:
             return False
@@ -153,10 +153,10 @@ class Keyring:
 
     def _stamp_now(self) -> Stamp:
         try:
-            found = os.stat(key_file(self.directory))
+            status = os.stat(key_file(self.directory))
         except OSError:
             return None
-        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_mode
+        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_mode
 
 
 def _by_public(keys: KeyFile) -> dict[str, KeyOwner]:
@@ -164,17 +164,17 @@ def _by_public(keys: KeyFile) -> dict[str, KeyOwner]:
 
 
 def _owner(keys: KeyFile, name: str) -> KeyOwner:
-    found = next((owner for owner in keys.clients if owner.name == name), None)
-    if found is None:
+    named = next((owner for owner in keys.clients if owner.name == name), None)
+    if named is None:
         raise NotFound(
             f"key {str(name)[:40]!r} does not exist; there are {listing(owner.name for owner in keys.clients)}"
         )
-    return found
+    return named
 
 
 @contextmanager
 def _changing(directory: Path) -> Iterator[KeyFile | None]:
-    """The file as it is, nobody else changing it meanwhile; None if there is none yet."""
+    """Hold the lock of the file, and give its content; None if there is no file yet."""
     private_directory(directory, "key directory")
     lock = FileLock(directory / f"{_NAME}.lock", inherited=False)
     if not lock.take():

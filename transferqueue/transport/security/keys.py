@@ -1,12 +1,12 @@
-"""Keys of CURVE, and the join token that carries them: whom a client trusts, and who it is.
+"""CURVE keys, and the join token that carries them to a client.
 
-The law (docs/decisions/0012):
+Rules (docs/decisions/0012):
 
-- A server has one key pair; each client has one too, with a name and a role that the server's key file knows (`keyring`).
-- A client must know the server's public key before it says a word, and the server lets in only public keys that it knows.
-  Everything between them is encrypted; whoever has no key gets no answer.
-- A *join token* is all of that as one text: address, server's public key, client's secret key. Whoever has it is that
-  client: treat it as a password. Nothing here prints a secret; `repr` leaves it out.
+- A server has one key pair. Each client has its own key pair, with a name and a role in the server's key file (`keyring`).
+- A client must know the server's public key before it connects, and the server accepts only public keys in its key file. All traffic
+  between them is encrypted. A peer without a known key gets no answer.
+- A *join token* is one text with the address, the server's public key and the client's secret key. Its holder can act as that client, so
+  treat it as a password. No function here prints a secret; `repr` omits it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from transferqueue.wire.roles import Role
 
 TOKEN_PREFIX: Final = "tqjoin_"  # noqa: S105  (a mark, no secret)
 TOKEN_FORMAT: Final = 1
-"""A token of this format begins with the address. One of a later format begins with the number of its format."""
+"""The version of the token format. A token of format 1 begins with the address; later formats begin with their number."""
 TOKEN_CHARS_MAX: Final = 1024
 _KEY_BYTES: Final = 32
 _CHECK_BYTES: Final = 4
 
 
 class KeyPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A public key and its secret one, as Z85 text of 40 characters."""
+    """A public key and its secret key, each as Z85 text of 40 characters."""
 
     public: str
     secret: str
@@ -47,20 +47,20 @@ class KeyPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def new(cls) -> KeyPair:
-        """A pair that nobody else has."""
+        """Make a random pair."""
         public, secret = zmq.curve_keypair()
         return cls(public.decode(), secret.decode())
 
 
 class ClientKeys(msgspec.Struct, frozen=True):
-    """What a client shows (`own`), and the public key of the only server that it talks to."""
+    """A client's key pair (`own`), and the public key of the only server that it accepts."""
 
     server: str
     own: KeyPair
 
 
 class JoinToken(msgspec.Struct, frozen=True):
-    """A way in: where the server is, its public key, and the client that the holder of this becomes."""
+    """What a client needs to connect: the server's address and public key, and the client's own key pair, name and role."""
 
     address: str
     keys: ClientKeys
@@ -69,7 +69,7 @@ class JoinToken(msgspec.Struct, frozen=True):
 
 
 def secure(socket: zmq.Socket[bytes], keys: ClientKeys | None) -> None:
-    """Have `socket`, before it connects, talk to nobody but the server of `keys`. None: nothing changes."""
+    """Make `socket`, before it connects, accept only the server of `keys`. None: change nothing."""
     if keys is not None:
         socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server)
         socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.own.public)
@@ -77,7 +77,7 @@ def secure(socket: zmq.Socket[bytes], keys: ClientKeys | None) -> None:
 
 
 def public_of(secret: str) -> str:
-    """The public key of a secret one; `UsageError` if it is none."""
+    """The public key of a secret key; `UsageError` if the text is not a key."""
     try:
         return zmq.curve_public(secret.encode()).decode()
     except (zmq.ZMQError, ValueError) as error:
@@ -85,7 +85,7 @@ def public_of(secret: str) -> str:
 
 
 def is_token(text: object) -> bool:
-    """Whether this is meant as a join token."""
+    """Whether this text begins as a join token."""
     return isinstance(text, str) and text.strip().startswith(TOKEN_PREFIX)
 
 
@@ -102,7 +102,7 @@ _items: Final = msgspec.msgpack.Decoder(list[object])
 
 
 def write_token(token: JoinToken) -> str:
-    """The token as text without spaces, to be pasted whole."""
+    """The token as text without spaces, which can be pasted."""
     keys = token.keys
     packed = _Packed(token.address, _raw(keys.server), _raw(keys.own.secret), token.name, token.role)
     body = msgspec.msgpack.encode(packed)
@@ -110,7 +110,7 @@ def write_token(token: JoinToken) -> str:
 
 
 def read_token(text: object) -> JoinToken:
-    """The token in a text. `UsageError` for what is none, was cut short, or leads to no tcp server."""
+    """Decode a token. `UsageError` if the text is no token, is damaged, or has no tcp address."""
     if not isinstance(text, str) or not is_token(text):
         raise UsageError(f"join token {_shown(text)} is none: it begins with {TOKEN_PREFIX}; see transferqueue keys")
     if len(text) > TOKEN_CHARS_MAX:
@@ -141,7 +141,7 @@ def _unpack(text: str) -> _Packed:
 
 
 def _check_format(text: str, packed: bytes) -> None:
-    """Refuse a token of a later format: it is whole, and begins with the number of its format, where ours has an address."""
+    """Refuse a token of a later format, which begins with the number of its format."""
     first, *_ = _items.decode(packed) or [None]
     if isinstance(first, int):
         raise UsageError(

@@ -1,8 +1,8 @@
-"""Who may connect: the decisions that ZeroMQ asks for (ZAP, rfc.zeromq.org/spec/27), made in the server's own loop.
+"""Decides which clients may connect, with ZeroMQ's authentication protocol (ZAP, rfc.zeromq.org/spec/27).
 
-ZeroMQ holds a new connection back until its question, sent to a socket inside the process, is answered; so the loop that
-serves also decides, and no thread is needed for it. A connection that is let in is known by its public key from then on:
-ZeroMQ attaches it to every message (`KEY_PROPERTY`), and no peer can set it.
+For each new connection ZeroMQ sends a question to a socket inside the process, and holds the connection until it is answered. The server's
+loop answers, so no further thread is needed. ZeroMQ attaches the public key of an accepted connection to each of its messages
+(`KEY_PROPERTY`); a peer cannot set it.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ _QUESTION_PARTS: Final = 7
 
 
 class KeySet(Protocol):
-    """The keys of whoever listens, and whom it lets in."""
+    """The key pair of a listening process, and the clients that it accepts."""
 
     @property
     def server(self) -> KeyPair:
-        """Its own."""
+        """The key pair of the listening process."""
 
     def owner(self, public: str) -> object | None:
-        """Who has this public key; None: nobody that is let in."""
+        """The owner of this public key; None if it is not accepted."""
 
     def refresh(self) -> bool:
-        """Look at the keys again; whether they changed."""
+        """Read the keys again, and return whether they changed."""
 
 
 class AcceptAll:
-    """A pair of keys for this life, that lets in everyone: where a connection alone gives nothing, and only must be private."""
+    """A fresh key pair that accepts every client: for connections that must be encrypted, and grant no rights by themselves."""
 
     def __init__(self) -> None:
         self.server: Final = KeyPair.new()
 
     def owner(self, public: str) -> object | None:
-        """Whoever it is."""
+        """The key itself: every key is accepted."""
         return public
 
     def refresh(self) -> bool:
-        """They never change."""
+        """False: the keys never change."""
         return False
 
 
 class ZapHandler:
-    """Lets the clients of a ring of keys into the listening sockets of one context. Used by one thread.
+    """Accepts the clients of a key set at the listening sockets of one ZeroMQ context. Not thread-safe.
 
-    Whoever owns it polls `socket` for reading and then calls `decide`. It is closed with its context.
+    The owner polls `socket` for reading and then calls `decide`. Closing the context closes the handler.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keyring: KeySet) -> None:
@@ -64,12 +64,12 @@ class ZapHandler:
         self.socket.bind(_QUESTIONS)
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
-        """Have addresses that `socket` is bound to from now on ask for keys. Those before stay as they are."""
+        """Make `socket` ask for keys at the addresses that it binds from now on. Earlier addresses do not change."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt_string(zmq.CURVE_SECRETKEY, self.keyring.server.secret)
 
     def decide(self) -> bool:
-        """Answer everyone who knocks, by the keys as they are now. Returns whether these changed."""
+        """Answer all waiting connections with the current keys. Returns whether the keys have changed."""
         changed = self.keyring.refresh()
         for _ in range(FRAMES_DRAINED_MAX):
             try:
@@ -87,7 +87,7 @@ class ZapHandler:
 
 
 def _public(question: list[bytes]) -> str | None:
-    """The public key that was shown; None for a question of another kind."""
+    """The public key that the client presents; None for a question of another kind."""
     if len(question) != _QUESTION_PARTS or question[5] != b"CURVE" or len(question[6]) != 32:
         return None
     from zmq.utils import z85

@@ -1,13 +1,12 @@
-"""Locks on files that tell whether a process lives: evidence from the kernel, never from a timer.
+"""File locks that tell whether a process lives. The kernel decides this, not a timer.
 
-The law:
+Rules:
 
-- A process holds an `flock` on a file of its own. The kernel drops it when the last descriptor of that
-  opening is closed: at exit, at SIGKILL, never at SIGSTOP. A forked child keeps it, rightly for a session
-  (the child has the parent's views too) and wrongly for a server's address (`inherited=False` closes it).
-- A file may be unlinked by its holder, or by a server that found it unlocked. So whoever has locked a
-  file looks whether the name still leads to it, and else begins again; two processes that both followed
-  this never both hold one name.
+- A process holds an `flock` on a file of its own. The kernel releases it when the last descriptor of that opening is closed: at exit, at
+  SIGKILL, never at SIGSTOP. A forked child keeps the lock. That is right for a session (the child has the parent's views too) and wrong
+  for a server's address (`inherited=False` closes the descriptor in the child).
+- The holder may unlink the file, and so may a server that found it unlocked. So after a process has locked a file, it checks that the
+  name still leads to that file, and starts again if not. Thus two processes never hold the same name.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from transferqueue.errors import UsageError
 
 
 class FileLock:
-    """A lock on the file `path`, created 0600 if missing, held from `take` until `release` or death.
+    """A lock on the file `path`, which is created (0600) if it is missing. Held from `take` until `release` or the process's death.
 
-    inherited: whether a forked child goes on holding it.
+    inherited: whether a forked child keeps the lock.
     """
 
     def __init__(self, path: Path | str, *, inherited: bool = True) -> None:
@@ -40,7 +39,7 @@ class FileLock:
         return self._fd >= 0
 
     def take(self) -> bool:
-        """Lock the file without waiting; False if another holds it. `OSError` if it cannot be opened."""
+        """Lock the file without blocking. False if another process holds the lock. `OSError` if the file cannot be opened."""
         while not self.held:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             if not _flock(fd, fcntl.LOCK_EX):
@@ -53,9 +52,9 @@ class FileLock:
         return True
 
     def release(self, *, unlink: bool = True) -> None:
-        """Give the lock up and, unless told not to, remove the file. Releasing twice is allowed.
+        """Release the lock. unlink: also remove the file. A second call does nothing.
 
-        In a forked child it only lets go of the child's hold: the file is its parent's.
+        In a forked child this only closes the child's descriptor: the file belongs to the parent.
         """
         if not self.held:
             return
@@ -70,11 +69,10 @@ class FileLock:
 
 
 class LockProbe:
-    """Watches the lock of a file that another process holds. Keeps the file open, so that the answer stays
-    true when the name is removed or given to another file.
+    """Tells whether another process holds the lock of a file. Keeps the file open, so the answer stays true if the name is removed or
+    reused.
 
-    `FileNotFoundError` if there is none. `UsageError` for a path that is no regular file of this user: a
-    peer may have named it.
+    `FileNotFoundError` if there is no such file. `UsageError` if it is not a regular file of this user: a peer may have sent the path.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -82,8 +80,8 @@ class LockProbe:
         self._fd = _open_to_probe(self.path)
 
     def is_locked(self) -> bool:
-        """Whether some process holds the lock now. A lock that the file system cannot be asked about counts as held: whoever has
-        it may still see memory."""
+        """Whether a process holds the lock now. If the file system cannot tell, the lock counts as held: its holder may still map
+        memory."""
         try:
             if not _flock(self._fd, fcntl.LOCK_SH):
                 return True
@@ -93,14 +91,14 @@ class LockProbe:
         return False
 
     def close(self) -> None:
-        """Watch no more. Closing twice is allowed."""
+        """Close the file. A second call does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def is_locked(path: Path | str) -> bool:
-    """Whether some process holds the lock of `path` now. False if there is no such file, else see `LockProbe`."""
+    """Whether a process holds the lock of `path` now. False if the file does not exist. Errors as of `LockProbe`."""
     try:
         probe = LockProbe(path)
     except FileNotFoundError:
@@ -112,7 +110,7 @@ def is_locked(path: Path | str) -> bool:
 
 
 def remove_unlocked(path: Path | str) -> bool:
-    """Remove a lock file whose holder has died; whether it was removed. Anything else is left alone."""
+    """Remove a lock file whose holder has died, and return whether it was removed. Other files are left alone."""
     lock = FileLock(path, inherited=False)
     try:
         if is_locked(path) or not lock.take():
@@ -125,7 +123,7 @@ def remove_unlocked(path: Path | str) -> bool:
 
 def _open_to_probe(path: Path) -> int:
     try:
-        _check_kind(path, path.lstat())  # a device is not even opened: that alone may start something
+        _check_kind(path, path.lstat())  # a device is not opened at all: opening it may have effects
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, UsageError):
         raise

@@ -1,4 +1,4 @@
-"""Which kernel and which process numbers this process shares: what makes a pid comparable."""
+"""Identifies this machine's boot and this process's pid namespace: pids can be compared only within both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @functools.cache
 def this_boot() -> str:
-    """Another one after each start of the machine: what was in memory only is gone then. "" where it is not told."""
+    """The id of this boot of the machine; it differs after each reboot. "" if the kernel does not tell."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -19,14 +19,14 @@ def this_boot() -> str:
 
 @functools.cache
 def this_host() -> str:
-    """Equal in two processes exactly when one kernel runs both and a pid means the same to both.
+    """A text that is equal in two processes exactly if they run on one kernel and in one pid namespace.
 
-    A host name is not enough: containers share names and not pids, or pids and not names.
+    A host name is not enough: containers may share names but not pids, or pids but not names.
     """
     try:
         pids = os.readlink("/proc/self/ns/pid")
     except OSError:
         pids = ""
-    if not (this_boot() and pids):  # no /proc: the name is the best there is
+    if not (this_boot() and pids):  # without /proc only the name is known
         return socket.gethostname()
     return f"{this_boot()}/{pids}"

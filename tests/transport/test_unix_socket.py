@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transferqueue.errors import Unreachable, UsageError
 from transferqueue.limits import FRAMES_QUEUED_MAX, MESSAGE_BYTES_MAX, MIB, STRANGER_S
 from transferqueue.transport import Wakeup, dial, parse_address
-from transferqueue.transport.control import unix_socket as local
+from transferqueue.transport.control import unix_socket
 from transferqueue.transport.control.send_result import SendResult
 from transferqueue.transport.control.strangers import strangers_max
 from transferqueue.transport.control.unix_socket import FrameStream, PeerClosed, UnixServer
@@ -263,7 +263,7 @@ def test_a_spare_descriptor_that_somebody_else_took_is_no_end(port, address, wak
 
     first = dial(address)
     with monkeypatch.context() as patched:
-        patched.setattr(local, "_spare", none_left)
+        patched.setattr(unix_socket, "_spare", none_left)
         assert port._turn_away()
         assert not port._turn_away()
     assert not port._turn_away()  # nobody knocks; and there is a spare one again
