@@ -1,4 +1,4 @@
-"""Every error of the queue, in one tree grouped by who must act.
+"""All errors of the queue, in one tree, grouped by who must act.
 
 ::
 
@@ -57,11 +57,11 @@ class NotFound(UsageError, LookupError):
 
 
 class AlreadyExists(UsageError):
-    """A table, task or key with this name exists with other terms, or a field of a row is already set."""
+    """A table, task or key with this name exists with other settings, or a field of a row is already set."""
 
 
 class Impossible(UsageError):
-    """A configuration or request that could never make progress; the message carries the arithmetic."""
+    """A configuration or request that could never make progress. The message shows the arithmetic."""
 
 
 class Sealed(UsageError):
@@ -121,7 +121,7 @@ class ProtocolError(PeerError):
 
 
 class VersionMismatch(ProtocolError):
-    """Client and server speak different protocols. Nothing was carried out. The message names both numbers and the end to upgrade."""
+    """Client and server use different protocols. Nothing was executed. The message names both numbers, and the end to upgrade."""
 
 
 class OutOfMemory(PeerError):
@@ -129,12 +129,12 @@ class OutOfMemory(PeerError):
 
 
 class ShardLost(PeerError):
-    """The shard that had, or was to have, these bytes is gone (or a disk damaged them), and no replica has them. The message says
-    what can be done."""
+    """The shard that had these bytes, or should have received them, is lost (or a disk damaged them), and no replica has them. The
+    message names the remedy."""
 
 
 class JournalFailed(PeerError):
-    """The journal of a server cannot be opened or written. The server ends; nothing it did since was told to anybody."""
+    """The journal of a server cannot be opened or written. The server ends; it sent no reply that the journal does not have."""
 
 
 class Corruption(PeerError):
@@ -146,25 +146,25 @@ class InternalError(TransferQueueError):
 
 
 def _tree(root: type[TransferQueueError]) -> dict[str, type[TransferQueueError]]:
-    found = {root.__name__: root}
+    by_name = {root.__name__: root}
     for child in root.__subclasses__():
-        found |= _tree(child)
-    return found
+        by_name |= _tree(child)
+    return by_name
 
 
 BY_NAME: Final = _tree(TransferQueueError)
-"""Class of each error by its name: how an error travels (name and text, never code)."""
+"""The class of each error by its name. An error travels as name and text, never as code."""
 
 
 def from_wire(name: str, text: str) -> TransferQueueError:
-    """The error that a peer reported. An unknown name becomes `InternalError`, keeping the text."""
+    """The error that a peer reported. An unknown name becomes an `InternalError` with name and text."""
     known, text = BY_NAME.get(name), visible_lines(text)
     return known(text) if known else InternalError(f"{visible(name)}: {text}")
 
 
 def listing(names: object) -> str:
-    """Names for an error message, sorted, shortened past twelve: ``a, b, c`` or ``nothing``."""
-    found = sorted(str(name) for name in names)  # type: ignore[attr-defined]
-    if not found:
+    """Names for an error message, sorted: ``a, b, c``, or ``nothing``. Only the first twelve are listed."""
+    ordered = sorted(str(name) for name in names)  # type: ignore[attr-defined]
+    if not ordered:
         return "nothing"
-    return ", ".join(found[:12]) + (f" and {len(found) - 12} more" if len(found) > 12 else "")
+    return ", ".join(ordered[:12]) + (f" and {len(ordered) - 12} more" if len(ordered) > 12 else "")

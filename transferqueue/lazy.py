@@ -1,4 +1,4 @@
-"""Names of a module that are looked up when they are first used: those that live in other modules, and old names of what was renamed."""
+"""Names that a module looks up at first use: names of other modules, and old names of renamed objects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 
 def lazy_names(package: str, names_by_module: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of `package`. names_by_module: for each module, relative to the package, its names, separated by spaces.
+    """The `__getattr__` of `package`, which imports a name from its module at first use.
+
+    names_by_module: for each module, relative to the package, its names, separated by spaces.
 
     A package that assigns it also lists the names in `__all__` and imports them under `TYPE_CHECKING`, for editors and type checkers.
     """
@@ -29,9 +31,9 @@ def lazy_names(package: str, names_by_module: Mapping[str, str]) -> Callable[[st
 def renamed_names(
     module: str, new_by_old: Mapping[str, str], otherwise: Callable[[str], Any] | None = None
 ) -> Callable[[str], Any]:
-    """The `__getattr__` of `module` by which old names still work: each warns (`DeprecationWarning`) and gives what has the new name.
+    """The `__getattr__` of `module` that keeps old names working: an old name warns (`DeprecationWarning`) and gives the renamed object.
 
-    otherwise: looks up any further name; without it there is none.
+    otherwise: looks up all other names; None: there are none.
     """
 
     def getattr_of_module(name: str) -> Any:

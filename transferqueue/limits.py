@@ -1,7 +1,7 @@
-"""Every bound of the system, in one place, each with its reason.
+"""All bounds of the system, in one place, each with its reason.
 
-Two kinds: constants of the implementation (upper case), and `Limits`, what one table may hold.
-Nothing is allocated for a count that a peer sent before it was compared with the bound here.
+There are two kinds: constants of the implementation (upper case), and `Limits`, which bounds one table. A count that a peer sent is
+compared with its bound here before anything is allocated for it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ TASKS_MAX: Final = 64
 TABLES_MAX: Final = 4096
 SESSIONS_MAX: Final = 4096
 PID_MAX: Final = (1 << 31) - 1
-"""What a process number is in the kernel's interface: a positive C int."""
+"""The largest process number of the kernel's interface, a C int."""
 SNAPSHOTS_KEPT_MAX: Final = 1 << 20
-"""Snapshots kept under one path: one a minute for two years."""
+"""Snapshots under one path: one a minute for two years."""
 KEYS_MAX: Final = 4096
-"""Clients that a server's key file may name: no more than may be connected at once."""
+"""Clients in a server's key file: no more than may be connected at once."""
 COORDINATORS_MAX: Final = 64
-"""A client has a session, a thread and a mapping for each; one of them serves what a few machines do."""
+"""A client has a session, a thread and a mapping for each coordinator, and one coordinator serves a few machines."""
 PARTS_MAX: Final = 256
 """Distinct sets of fields written together, per table: each costs 12 bytes per resident row of a page."""
 TAGS_MAX: Final = 64
@@ -43,139 +43,140 @@ TAG_CHARS_MAX: Final = 1024
 PREDICATES_MAX: Final = 16
 """Predicates of one `where`: each is evaluated for every row that becomes ready."""
 VIEWS_MAX: Final = 8
-"""Distinct `where` of a task that are kept indexed; past that the least recently used is built anew."""
+"""Distinct `where` of a task that have an index. Beyond that, the least recently used index is dropped and rebuilt when needed."""
 REASONS_MAX: Final = 256
-"""Distinct reasons for which rows of a table were dropped: each is counted for ever."""
+"""Distinct reasons of dropped rows, per table: each has a counter for ever."""
 REPLICAS_MAX: Final = 4096
 """Peers that share one batch: no more than sessions."""
 COPIES_MAX: Final = 4
-"""Shards that a table keeps each block in (`replicas`). Two outlive the loss of any one; each more costs its bytes again."""
+"""Shards that store each block of a table (`replicas`). Two survive the loss of any one; each further copy costs the bytes again."""
 LEASES_REMEMBERED_MAX: Final = 4096
-"""Ended leases whose reason is kept, to tell a late worker what happened to its rows."""
+"""Ended leases whose reason is remembered, so that the error of a late worker can name it."""
 HISTORY_EVENTS_MAX: Final = 4096
-"""Events of a table kept for `inspect`: one a request, each naming its rows."""
+"""Events of a table that `inspect` can show: one for each request, with its row ids."""
 HISTORY_ROWS_MAX: Final = 1 << 18
-"""Row ids that these events may hold, 8 bytes each."""
+"""Row ids in these events, 8 bytes each."""
 ROWS_PER_REQUEST_MAX: Final = 1 << 20
 """One put or lease: at 1 Mi rows the ids alone are 8 MiB of control message."""
 MESSAGE_BYTES_MAX: Final = 64 * MIB
 """One control message: a lease reply for 1 Mi rows with eight columns of metadata."""
 ITEMS_MAX: Final = 1 << 16
-"""Items of a list in a message that is about fields or tensors: far more than a table or a model has. What names rows has at
-most `ROWS_PER_REQUEST_MAX`. A frame of many one-byte items decodes to a bounded multiple of its size."""
+"""Items of a list of fields or tensors in a message: far more than a table or a model has. A list of rows has at most
+`ROWS_PER_REQUEST_MAX` items. So a frame of many one-byte items decodes to a bounded multiple of its size."""
 TEXT_CHARS_MAX: Final = 4096
-"""A text in a message that is no name: a path, a label, a reason."""
+"""A text in a message that is not a name: a path, a label, a reason."""
 VALUE_DEPTH_MAX: Final = 32
 """Nesting of a plain value (dicts and lists) stored as MessagePack."""
 VALUE_NODES_MAX: Final = 1 << 22
-"""Parts of one plain value: a few shared lists nested in each other would otherwise encode without end."""
+"""Parts of one plain value: a few shared lists nested in each other would otherwise encode to huge sizes."""
 PAGE_ROWS: Final = 4096
 """Rows of a ledger page: large enough to amortise numpy calls, small enough that stragglers pin little."""
 ALIGNMENT: Final = 64
 """Bytes; Arrow's recommendation for buffers, and a cache line."""
 PAGE_BYTES: Final = 4096
-"""Extents begin and end on pages, so that one can be dropped from a private mapping without its neighbour."""
+"""Extents begin and end on pages, so that a private mapping can drop the pages of one extent without its neighbour."""
 SMALL_EXTENT_BYTES: Final = 256 * KIB
 """Puts below this share an extent: a one-row put costs its bytes, not a page per put."""
 ARENA_BYTES_DEFAULT: Final = 8 * GIB
-"""Default ceiling of an arena; address space only, pages are taken as they are used. Clipped to what the file system has."""
+"""Default capacity of an arena, cut to the free space of its file system. It is address space only: pages are allocated as they are
+used."""
 ARENA_STEP_BYTES: Final = 64 * MIB
-"""An arena has pages so far ahead of what is lent, so that writers seldom wait for fresh ones."""
+"""Pages are allocated this far ahead of use, so that writers seldom wait for fresh pages."""
 ARENA_SLICE_BYTES: Final = 4 * MIB
-"""Pages are taken ahead so many at a time, between two requests: about a millisecond, which is what a request may wait."""
+"""Pages are allocated ahead in steps of this size, between two requests: about a millisecond, which a request may wait."""
 FRAME_BYTES: Final = MIB
-"""Bulk frames over TCP: what still is in the cache when its checksum is taken; a ZeroMQ stream is fastest near it, too."""
+"""Size of bulk frames: small enough to be in the cache when the checksum is computed; a ZeroMQ stream is fastest near it, too."""
 BULK_WINDOW_FRAMES: Final = 8
-"""Bulk frames on their way before the receiver must have said that it took some: what a reader that stalls holds at
-the server. At 2 GB/s eight frames last 4 ms, longer than a round trip."""
+"""Bulk frames that may be sent before the receiver acknowledges some: what a stalled reader holds at the server. At 2 GB/s eight frames
+last 4 ms, longer than a round trip."""
 BULK_TRANSFERS_MAX: Final = 4
-"""Transfers of one session that are under way at once over the bulk endpoint; a further one waits in its process."""
+"""Concurrent bulk transfers of one session; a further transfer waits in the client."""
 BULK_CONNECTIONS_MAX: Final = 4096
-"""Connections to the bulk endpoint: those of a thousand sessions. The longest unheard of makes room."""
+"""Connections to a bulk endpoint: those of a thousand sessions. A new one closes the one that was silent longest."""
 BULK_SILENCE_S: Final = 10.0
-"""A bulk transfer of which nothing was heard this long is tried again, over a new connection."""
+"""A client retries a bulk transfer that was silent this long, over a new connection."""
 BULK_STALL_S: Final = 30.0
-"""The server forgets a bulk transfer whose peer has not said a word for this long."""
+"""The server ends a bulk transfer whose peer was silent this long."""
 BULK_TRIES: Final = 3
-"""A bulk transfer is begun this often before its caller is told that it failed."""
+"""Attempts of a bulk transfer before its caller gets an error."""
 OBJECT_BYTES: Final = 16 * MIB
-"""A shard whose bytes lie in another store keeps them in objects of about this size: a call of a tenth of a millisecond is little
-against it, and so is what a writer holds until its next object is full."""
+"""About the size of the objects that a shard writes into another store: large against a call of a tenth of a millisecond, small as the
+buffer of a writer."""
 OBJECTS_KEPT_BYTES: Final = 256 * MIB
-"""What such a shard keeps of what was read last: ranks and tasks that read the same rows fetch them once."""
+"""Cache of such a shard for the blocks read last, so that ranks and tasks that read the same rows fetch them once."""
 TICKET_BYTES: Final = 16
-"""Of a keyed hash: nobody guesses 128 bits."""
+"""Size of a keyed hash: 128 bits cannot be guessed."""
 RECEIVED_KEPT_BYTES: Final = 256 * MIB
-"""Buffers of received columns kept for the next ones: writing into fresh pages costs several times a copy."""
+"""Free receive buffers that a client keeps for the next columns: a write into fresh pages costs several times a copy."""
 HEARTBEAT_S: Final = 1.0
-"""A client says that it lives this often when it has nothing else to say."""
+"""A client sends a heartbeat this often if it sends nothing else."""
 SESSION_SILENCE_S: Final = 10.0
-"""After this silence a session without a kernel-checked lock is taken for dead."""
+"""A session that was silent this long, and has no file lock that the server can check, counts as dead."""
 LEASE_S_DEFAULT: Final = 60.0
-"""A worker silent this long has lost its rows. The client of one that lives renews its leases in time."""
+"""A worker that was silent this long loses its rows. The client of a live worker renews its leases in time."""
 TIME_LIMIT_S_DEFAULT: Final = 1800.0
-"""A worker that has held a batch this long hangs. The slowest rollouts of a step take less."""
+"""A worker that has held a batch this long counts as hanging. The slowest rollouts of a step take less."""
 TIMEOUT_S_DEFAULT: Final = 60.0
-"""Every wait ends. One minute tells a stalled pipeline from a slow one in most jobs."""
+"""Default limit of a wait: one minute tells a stalled pipeline from a slow one in most jobs."""
 ATTEMPTS_MAX_DEFAULT: Final = 5
 """A row that failed five workers will fail the sixth."""
 REPLIES_KEPT_MAX: Final = 1024
-"""Replies kept per session for retries; a client has far fewer requests in flight."""
+"""Replies that the server keeps per session for retries; a client has far fewer requests in flight."""
 
 RESEND_S: Final = 2.0
-"""A request that is not answered this long after it should have been is sent again, with the same id."""
+"""A client resends a request, with the same id, if its reply is this late."""
 ANSWER_S: Final = 30.0
-"""A caller that gave no deadline gives the server this long to answer; then it is told that nobody does."""
+"""How long a call without a deadline waits for the server's answer, before it raises an error."""
 LATE_ANSWER_S: Final = 0.4
-"""Past the deadline of a caller, answers may be this late, all together. The server's own refusal says what was missing, so it is worth a
-moment; the caller has its thread back within half a second."""
+"""How long past a caller's deadline the client still waits for answers, in total. The server's own error says what was missing, so it is
+worth a moment; the call returns within half a second."""
 STALLED_S: Final = 0.25
-"""Past the deadline of a caller, bytes that cross the network go on while they move; standing still this long ends the call."""
+"""Past a caller's deadline, a bulk transfer goes on while bytes move. If none move for this long, the call ends."""
 SERVER_GONE_S: Final = 1.0
-"""A server whose lock has been free this long does not come back under the sessions it had."""
+"""A server whose lock was free this long does not resume its sessions."""
 SMALL_EXTENTS_BYTES: Final = 4 * SMALL_EXTENT_BYTES
 """The extent that small puts share: large enough that the last one which does not fit wastes at most a quarter."""
 
 STRANGERS_MAX: Final = 256
-"""Connections to one door of a server that have not said who they are. Past that, the oldest silent one makes room: so a stranger
-who opens connections without end takes this many descriptors and no more."""
+"""Connections to one listening socket of a server that have not identified themselves. A further one closes the oldest silent one, so a
+peer that only opens connections takes at most this many descriptors."""
 STRANGER_S: Final = 10.0
-"""A connection that has not said who it is for this long is closed: a client says so with its first message."""
+"""A connection that has not identified itself for this long is closed; a client does so with its first message."""
 CALLS_PARKED_MAX: Final = 1024
-"""Requests of one session that wait at the server at once: one for each thread of a large client."""
+"""Waiting requests of one session at the server: one for each thread of a large client."""
 FRAMES_QUEUED_MAX: Final = 2 * CALLS_PARKED_MAX
-"""Frames kept for a peer that does not read; one over it is dropped. Twice what may be answered in one burst, since ZeroMQ
-credits what was read in halves of its mark."""
+"""Queued frames of a peer that does not read; a further frame is dropped. Twice the replies of one burst, because ZeroMQ credits read
+frames in halves of its mark."""
 FRAMES_DRAINED_MAX: Final = 1024
 """Frames the server reads before it looks at the time and at its other sources again."""
 SHARD_BYTES_MAX: Final = 1 << 47
-"""Of one shard: the address space that a process has, so that somebody could map it."""
+"""The most bytes of one shard: the address space of a process, so that clients can map it."""
 TURN_S_MAX: Final = 0.02
-"""A turn of the server's loop for one request is late above this: everybody else waits for it. Late turns are counted."""
+"""A turn of the server's loop for one request counts as late above this: all other requests wait for it."""
 SAMPLE_S_MAX: Final = 0.001
-"""The server's loop reads its processor clock at least this often while it handles frames: a turn's processor time is known that well."""
+"""The server's loop reads its CPU clock at least this often while it handles frames: the precision of a turn's CPU time."""
 DEFECT_PAUSE_S: Final = 1.0
-"""What failed by a defect when it was due is tried again after this, and not at every frame."""
+"""Pause before a due action that failed by a defect is tried again."""
 LOCK_CHECK_FIRST_S: Final = 0.02
-"""A client lets go of its lock a moment after its Goodbye: that soon its memory should be free again."""
+"""First check of the lock of an ended session: a client releases it a moment after its Goodbye, and its memory should soon be free."""
 LOCK_CHECK_S: Final = 1.0
-"""How often, in the end, the lock of an ended session is tried while a forked child or a late view holds it."""
+"""Interval of later checks of the lock of an ended session, while a forked child or a late view holds it."""
 RESTARTS_MAX: Final = 30
-"""Crashes of a supervised server after each of which it is started again, if they are within `RESTARTS_WITHIN_S`."""
+"""Crashes within `RESTARTS_WITHIN_S` after which a supervised server is still restarted."""
 RESTARTS_WITHIN_S: Final = 10.0
-"""A server that crashes three times a second does no work; one that is killed now and then does."""
+"""A server that crashes three times a second does no work; a server that is killed now and then does."""
 TAIL_RECORDS_MAX: Final = 6_000
-"""Changes that a restarted server carries out again at most, in about a second; past that it makes a new image."""
+"""The most journal records after an image: a restarted server replays them in about a second. Beyond that the server writes a new image."""
 TAIL_BYTES_MIN: Final = 32 * MIB
-"""A tail of fewer bytes is not worth an image; past that, one of more than twice the last image."""
+"""Fewer bytes of journal records are not worth a new image. Above this, an image is written when the records exceed twice the last image."""
 FAREWELL_S: Final = 0.2
-"""A server that stops gives its last answers this long to leave."""
+"""How long a server that stops waits for its last replies to leave."""
 
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-/]*")
 
 
 def check_name(kind: str, name: object) -> str:
-    """Return `name` if it may name a `kind` (table, field, task, ...), else raise `UsageError`.
+    """Return `name` if it is a valid name of a `kind` (table, field, task, ...), else raise `UsageError`.
 
     A name has 1 to 128 characters: letters, digits, ``_ . - /``, and begins with a letter or ``_``.
     """
@@ -194,12 +195,12 @@ def check_name(kind: str, name: object) -> str:
 
 
 SIZE_BYTES_MAX: Final = (1 << 62) - 1
-"""Of anything: offsets and counts are signed integers of 64 bits, and sums of two of them must be, too."""
+"""The largest size of anything: offsets and counts are signed 64-bit integers, and so must be the sum of two."""
 COUNT_MAX: Final = SIZE_BYTES_MAX
 STEP_MAX: Final = 1 << 53
-"""Of trainer steps and versions: whole numbers up to here survive every number format that they pass."""
+"""The largest trainer step or version: integers up to here are exact in every number format that they pass."""
 SECONDS_MAX: Final = 1e9
-"""Thirty years: of any wait, lease or deadline."""
+"""The longest wait, lease or deadline: thirty years."""
 
 _UNITS: Final = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": GIB << 10,
@@ -214,10 +215,10 @@ def parse_bytes(size: int | str) -> int:
                 f"size {short_number(size)} is not positive, or over {SIZE_BYTES_MAX}; give bytes as a number or text such as '8GiB'"
             )
         return size
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
-    if not found or found[2].upper() not in _UNITS or float(found[1]) * _UNITS[found[2].upper()] < 1:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
+    if not match or match[2].upper() not in _UNITS or float(match[1]) * _UNITS[match[2].upper()] < 1:
         raise UsageError(f"size {size!r} is not a size; give bytes as a number or text such as '8GiB' or '512MiB'")
-    nbytes = float(found[1]) * _UNITS[found[2].upper()]
+    nbytes = float(match[1]) * _UNITS[match[2].upper()]
     if nbytes > SIZE_BYTES_MAX:
         raise UsageError(
             f"size {_cut(size)} is over {SIZE_BYTES_MAX} bytes; give what the machine could have, such as '8GiB'"
@@ -226,26 +227,26 @@ def parse_bytes(size: int | str) -> int:
 
 
 def _cut(text: object) -> str:
-    found = repr(text)
-    return found if len(found) <= NAME_CHARS_MAX else f"{found[:40]}..."
+    shown = repr(text)
+    return shown if len(shown) <= NAME_CHARS_MAX else f"{shown[:40]}..."
 
 
 def short_number(number: int) -> str:
-    """An integer for a message: in full, unless it has more digits than anyone reads."""
+    """An integer for a message; only its number of bits if it has very many digits."""
     return str(number) if number.bit_length() <= NAME_CHARS_MAX else f"of {number.bit_length()} bits"
 
 
 RESULTS_SHARE: Final = 8
-"""One part in so many of each shard is never lent to new rows: were all full of them, no result could be written, and so
-nothing ever be freed. Of each, so that what one says of its size gives no room in another."""
+"""One part in this many of each shard is reserved for results: if new rows filled all memory, no result could be written and no row could
+ever be freed. The share is taken of each shard, so a shard's claim about its size gives no room in another."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What one table may hold. Full means producers wait or are refused; nothing is evicted.
+    """The most that one table may hold. When it is full, producers wait or are refused; nothing is evicted.
 
-    `rows`: live rows. `bytes`: bytes of live blocks, as a number or text such as ``"8GiB"``
-    (None: only the arena bounds them). Puts wait for it, results that come with an ack or update do not. An eighth of all memory is
-    kept for these; where they are larger than that in proportion to what is put, bound the bytes lower.
+    rows: live rows. bytes: bytes of live blocks, as a number or text such as ``"8GiB"`` (None: only the arena bounds them). Puts wait for
+    room; results that come with an ack or an update do not wait. An eighth of all memory is reserved for results. If results are a
+    larger share of the data, set a lower bound for bytes. `UsageError` for other values.
     """
 
     rows: int = 65536

@@ -1,7 +1,7 @@
-"""Policies are values: selectors, group rules, what happens to stale rows, predicates, pacing, tasks.
+"""Policies as values: selectors, group rules, rules for stale rows, predicates, pacing and tasks.
 
-Each is a small frozen struct that travels as data. The ledger holds the code that obeys it; a policy
-never carries code. Whatever can be seen to be impossible is refused when the value is made.
+A policy is a small frozen struct that travels as data. The ledger has the code that applies it; a policy never carries code. A policy
+that could never make progress is refused when it is constructed (`Impossible`, with the arithmetic).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Policy(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unk
 
 
 def _numbers(subject: str, **values: object) -> None:
-    """They are compared next, so they must be numbers; None only where it is the default."""
+    """Refuse values that are not numbers. None is allowed where it is the default."""
     for name, value in values.items():
         allowed = value is None and name in ("min_size", "deadline_s", "max_staleness", "time_limit_s")
         if not allowed and not isinstance(value, int | float):
@@ -77,8 +77,8 @@ Selector = Fifo | OldestVersionFirst | Freshest | LongestFirst | Priority | Toke
 
 
 class Refill(_Policy):
-    """Ask for what is missing: leases on unfinished members end and their rows are given out again;
-    members that were never put are offered to the next `reserve` as `refills` (group_id, missing)."""
+    """Complete the group: leases of unfinished members end, and their rows become ready again. Members that were never put are offered to
+    the next `reserve` as `refills` (group_id, missing)."""
 
 
 class DeliverPartial(_Policy, tag="Release"):
@@ -90,12 +90,12 @@ class DropGroup(_Policy):
 
 
 class Complete(_Policy, kw_only=True):
-    """Give out whole groups only.
+    """Lease whole groups only.
 
     A group is whole when all `group_size` members are ready for the task. A group is *incomplete* when
     it is not whole `deadline_s` seconds after its first member became ready (None: no deadline), or as
     soon as a member was dropped; then `incomplete` says what happens. `min_size` (None: group_size) is
-    the least that `DeliverPartial` may hand over.
+    the fewest rows that `DeliverPartial` leases.
     """
 
     min_size: int | None = None
@@ -118,11 +118,11 @@ class DropStale(_Policy):
 
 
 class KeepStale(_Policy):
-    """A row over the bound is never handed to this task again, but stays readable until deleted."""
+    """A row over the bound is never leased to this task again, but stays readable until it is deleted."""
 
 
 class Requeue(_Policy):
-    """A row over the bound goes back to `task`: what that task and those after it gave is cleared.
+    """A row over the bound goes back to `task`: the fields that this task and later tasks gave are cleared.
 
     A sealed table ends for these tasks only when the pacing task has no row left that could still come back.
     """
@@ -131,8 +131,7 @@ class Requeue(_Policy):
 
 
 class HoldClock(_Policy):
-    """The clock waits: `advance` and `publish` are held (with a deadline) while they would make a row
-    that is in the table stale."""
+    """The version clock waits: `advance` and `publish` block, with a deadline, while they would make a live row stale."""
 
 
 OnStale = DropStale | KeepStale | Requeue | HoldClock
@@ -166,7 +165,7 @@ class VersionBetween(_Policy):
 
 
 class Compare(_Policy):
-    """Rows whose inline scalar field (or metadata ``tokens``, ``priority``, ``ordinal``) compares so."""
+    """Rows whose inline scalar field (or metadata ``tokens``, ``priority``, ``ordinal``) compares with `value` by `op`."""
 
     field: str
     op: Literal["<", "<=", "==", "!=", ">=", ">"]
@@ -182,16 +181,15 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """A named consumer of a table. Every row goes to every task; inside a task each row is done once.
 
     needs: fields that must be complete before the task sees a row.
-    gives: fields the task writes back. Those that another task needs must come with each ack, unless the row has them
-    already; an ack without them is refused (a row that has no result is ended by a drop). So leave out what another process
-    brings by `Table.update` only after the ack: the tasks that need it wait for it all the same. `Requeue` and the loss of
-    bytes give a row back to the task that gives what it lacks.
+    gives: fields that the task writes. Each ack must carry those that another task needs, unless the row has them already; an ack without
+    them is refused (drop a row that has no result). Leave out a field that another process writes by `Table.update` after the ack: tasks
+    that need it wait for it in any case. `Requeue` and the loss of bytes return a row to the task that gives the missing field.
     selector: which ready rows next. groups: `Complete(...)` for whole groups only.
-    lease_s: seconds until a silent worker (dead, stopped, cut off) loses its rows; the client of a worker that lives renews
-    the lease in time. time_limit_s: seconds that a worker may hold a batch; one that holds it longer is taken to hang, and
-    loses the rows though its process lives (None: half an hour, or lease_s if that is more). attempts_max: after so many failed leases a
-    row is dropped with reason ``attempts`` (0: never).
-    from_: "start" sees every live row, "now" only rows put after the task was declared.
+    lease_s: seconds until a silent worker (dead, stopped, cut off) loses its rows; the client of a live worker renews the lease in time.
+    time_limit_s: seconds that a worker may hold a batch (None: half an hour, or lease_s if that is more). A worker that holds it longer
+    counts as hanging, and loses the rows though its process lives. attempts_max: a row is dropped with reason ``attempts`` after this
+    many failed leases (0: never).
+    from_: "start": the task gets every live row; "now": only rows put after the task was declared.
     """
 
     name: str
@@ -206,7 +204,7 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     @property
     def held_s_max(self) -> float:
-        """`time_limit_s`, or what stands for it."""
+        """`time_limit_s`, or its default if it is None: seconds."""
         return max(self.lease_s, TIME_LIMIT_S_DEFAULT) if self.time_limit_s is None else self.time_limit_s
 
     def __post_init__(self) -> None:
@@ -244,18 +242,18 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 _DEPTH_MAX = 2**31
-"""Batches beyond any limit of rows; a larger number could overflow where it is multiplied."""
+"""More batches than any limit of rows allows; a larger number could overflow in a product."""
 
 
 class Pacing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How far production may run ahead of the task that sets the pace (usually the trainer).
+    """How far production may run ahead of the pacing task (usually the trainer).
 
-    batch_rows: rows per trainer step. depth: batches that may be outstanding beyond the one in work; 0.25 is a quarter
-    of a batch more than one (over-sampling).
-    max_staleness: versions a row may be behind at hand-over to `task` (None: no bound). A row that was put without a
+    batch_rows: rows per trainer step. depth: batches that may be outstanding beyond the current one; 0.25 allows a quarter of a batch more
+    (over-sampling).
+    max_staleness: versions that a row may be behind when `task` leases it (None: no bound). A row that was put without a
     `policy_version` has no age, and is never over the bound.
-    on_stale: what happens to a row over the bound. channel: the weight channel whose versions are this
-    table's clock (None: `table.advance`).
+    on_stale: the rule for a row over the bound. channel: the weight channel whose versions are this table's clock (None:
+    `table.advance` moves the clock).
     """
 
     task: str
@@ -277,16 +275,16 @@ class Pacing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @property
     def rows_ahead_max(self) -> int:
-        """Rows that may be reserved or live and not yet done by the pacing task."""
+        """The most rows that may be reserved, or live and not yet done by the pacing task."""
         return round((self.depth + 1) * self.batch_rows)
 
 
 Tags = dict[str, str | int | float | bool]
-"""Tags of one row."""
+"""The tags of one row."""
 
 
 def check_tags(tags: object) -> Tags:
-    """Return `tags` if they may be stored with a row, else raise `UsageError`."""
+    """Return `tags` if they are valid tags of a row, else raise `UsageError`."""
     if not isinstance(tags, dict):
         raise UsageError(f"tags are {type(tags).__name__}; give a dict of name to str, int, float or bool")
     for name, value in tags.items():

@@ -1,7 +1,7 @@
-"""Fields: what a column may hold, and how its bytes lie in a block.
+"""Fields: the dtype and shape of a column, and the layout of its bytes in a block.
 
-A *field* is a name, a dtype and the shape of one row's value. A dimension of None varies from row to
-row. Five layouts follow from that, and nothing else is stored anywhere:
+A *field* is a name, a dtype and the shape of one row's value. A dimension of None varies from row to row. Dtype and shape determine one of
+these layouts:
 
 =============  ==========================  =====================================================
 layout         field                       buffers of a block of n rows, in this order
@@ -15,9 +15,8 @@ text, bytes,   dtype "str", "bytes",       offsets int64 ``[n + 1]`` (in bytes),
 value          "value" (MessagePack)
 =============  ==========================  =====================================================
 
-Each buffer begins on a 64-byte boundary. The layout of a block is a pure function of its fields, its
-number of rows and one count per field that is not dense (the last offset), so a block is described by
-a handful of integers, and whoever receives it can check that they fit the bytes.
+Each buffer begins on a 64-byte boundary. The layout of a block is a pure function of its fields, its number of rows, and one count (the
+last offset) for each field that is not dense. So a few integers describe a block, and its receiver can check that they fit the bytes.
 """
 
 from __future__ import annotations
@@ -57,21 +56,21 @@ ITEM_BYTES: Final[dict[str, int]] = {
     "bytes": 1,
     "value": 1,
 }
-"""Bytes of one element of each dtype. Little-endian, always."""
+"""Bytes of one element of each dtype. All are little-endian."""
 
 BLOB_DTYPES: Final = frozenset({"str", "bytes", "value"})
 """Dtypes whose rows are byte strings."""
 
 TORCH_ONLY_DTYPES: Final = frozenset(name for name in ITEM_BYTES if name == "bfloat16" or name.startswith("float8"))
-"""Dtypes that numpy does not have: `.torch()` gives them; `.numpy()` needs ml_dtypes."""
+"""Dtypes that numpy lacks: `Column.torch()` gives them, `Column.numpy()` needs ml_dtypes."""
 
 RAGGED_RANK_MAX: Final = 8
-"""Dimensions of one row's value."""
+"""The most dimensions of one row's value."""
 
 
 @lru_cache(maxsize=4096)
 def _check_field(name: str, dtype: str, shape: tuple[int | None, ...]) -> None:
-    """`SchemaError` if this cannot be a field. Remembered: a reply names all its fields again."""
+    """Raise `SchemaError` if this is no valid field. Cached: each reply names its fields again."""
     check_name("field", name)
     if dtype not in ITEM_BYTES:
         raise SchemaError(f'field "{name}": dtype {dtype!r} is unknown; known are {", ".join(ITEM_BYTES)}')
@@ -86,8 +85,8 @@ def _check_field(name: str, dtype: str, shape: tuple[int | None, ...]) -> None:
 class Field(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
     """A column's name, dtype and row shape: ``Field("image", "uint8", (None, None, 3))``.
 
-    shape: the shape of one row's value, ``()`` for a scalar, None where rows differ. For "str",
-    "bytes" and "value" the shape is ``()``. What follows from dtype and shape is worked out once: a batch of many fields asks often.
+    shape: the shape of one row's value: ``()`` for a scalar, None for a dimension in which rows differ. For "str", "bytes" and "value" the
+    shape is ``()``. `SchemaError` for an invalid field. Properties are computed once and cached: a batch of many fields reads them often.
     """
 
     name: str
@@ -129,7 +128,7 @@ class Field(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     @cached_property
     def inline(self) -> bool:
-        """Whether values live with the row in the ledger: fixed-width scalars of at most 8 bytes."""
+        """Whether values are stored in the ledger, not in a block: fixed-width scalars of at most 8 bytes."""
         return self.dense and self.shape == () and self.item_bytes <= 8 and self.dtype not in TORCH_ONLY_DTYPES
 
     @cached_property
@@ -154,12 +153,12 @@ class Field(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 @lru_cache(maxsize=4096)
 def known(field: Field) -> Field:
-    """The first field that equals this one: it has worked out already what follows from its dtype and shape."""
+    """The first field that equals this one: its cached properties are computed already."""
     return field
 
 
 def not_taken(table: str, field: str, takes: Iterable[str]) -> str:
-    """The error text for a field that the rows of a table may not add."""
+    """The text of the error for a field that a table does not accept."""
     return (
         f'field "{field}" is not in table "{table}", which takes only the fields that it was made with or that a task names: '
         f"{listing(takes)}; declare it with add_fields, or make the table with extra_fields=True"
@@ -167,7 +166,7 @@ def not_taken(table: str, field: str, takes: Iterable[str]) -> str:
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Where the buffers of one column lie, in bytes from the start of its block. -1: no such buffer."""
+    """Where the buffers of one column begin, in bytes from the start of its block; -1: there is no such buffer."""
 
     values: int
     values_bytes: int
@@ -181,10 +180,9 @@ def align(size: int, to: int = ALIGNMENT) -> int:
 
 
 def layout(fields: Sequence[Field], rows: int, counts: Sequence[int]) -> tuple[list[Span], int]:
-    """Spans of the columns of a block and the block's size in bytes.
+    """The spans of the columns of a block, and the block's size in bytes.
 
-    counts: for each field the last offset (see the table above), 0 for a dense field. Pure; raises
-    `UsageError` if the numbers cannot be a block.
+    counts: for each field the last offset (see the table above), 0 for a dense field. `UsageError` if the numbers do not describe a block.
     """
     if rows < 1 or len(counts) != len(fields):
         raise UsageError(f"a block of {rows} rows with {len(counts)} counts for {len(fields)} fields is not a block")

@@ -1,13 +1,13 @@
-"""A shard: a process that lends memory to a deployment, its own or a store's, and does with it what the coordinator says.
+"""A shard process: it adds memory to a deployment, its own or that of another store, and executes the coordinator's commands.
 
-The law (docs/decisions/0022):
+Invariants (docs/decisions/0022):
 
-- It is a session like any other, whose Hello brings an arena. It knows no table and no row: it takes orders, carries them out
-  one after the other, and says how far it is when it asks for the next (`TakeOrders`).
-- It ends when it is told that nothing is left in it, when its session ends, or when it is stopped; what others had there
-  is lost in the latter cases. When the coordinator is followed by its next life, the session goes on, and so does this.
-- Clients that map its arena never speak to it; all others reach its bytes at its bulk endpoint, with tickets. Of one whose bytes
-  lie in a store (`stores`) nobody maps any. It ends when something turns out to be gone there.
+- A shard is a session whose Hello offers an arena. It knows no table and no row. It polls for commands, executes them in order, and reports
+  its progress with the next poll (`PollCommands`).
+- It ends when the coordinator says that it is empty, when its session ends, or when it is stopped. In the last two cases the bytes in it
+  are lost. When the coordinator restarts, the session is resumed, and the shard goes on.
+- Clients that map its arena send it nothing. Other clients read and write at its bulk endpoint, with tickets. If its bytes lie in another
+  store (`stores`), no client maps them, and the shard ends when the store has lost bytes.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.shard")
 ORDERS_S: Final = 60.0
-"""How long the coordinator may keep the question for orders."""
+"""Longest wait of one poll for commands at the coordinator."""
 
 
 class ShardProcess:
-    """A shard of the deployment at `address`, from construction on; `run` carries out its orders. Close it, or use ``with``.
+    """A shard of the deployment at `address`. It joins when it is constructed; `run` executes the coordinator's commands. Close it, or use
+    ``with``.
 
-    arena_bytes: most that it lends; None: as a server would. store: where its bytes lie, as `stores.open_store` has it; "": in shared
-    memory of its own. keys: of role shard or admin, where the address asks for them.
-    host: where other machines reach this one; None: the address from which this machine reaches the coordinator. Bytes are
-    encrypted on their way, except over loopback. `Unreachable` if nothing answers within `timeout_s`, or what the coordinator
-    refuses it with; then nothing is left.
+    arena_bytes: the most bytes that it offers; None: as many as a server would. store: the address of another store for its bytes, see
+    `stores.open_store`; "": shared memory. keys: of role shard or admin, if the address needs keys. host: this machine's address as other
+    machines see it; None: the address from which this machine reaches the coordinator. Bytes are encrypted on the network, except over
+    loopback. timeout_s: seconds to wait for the coordinator's answer, then `Unreachable`; also raises the coordinator's refusal. After
+    an error nothing is left.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class ShardProcess:
                 self._backing.on_lost = self._connection.close
             self._greet(made, address, offer, label, timeout_s)
             self.endpoint: Final = offer.endpoint
-            """Where its bytes are reached."""
+            """The address of its bulk endpoint."""
             self._made = made.pop_all()
 
     def _greet(self, made: ExitStack, address: str, offer: m.ShardOffer, label: str, timeout_s: float) -> None:
@@ -107,8 +108,8 @@ class ShardProcess:
         self._connection.open(hello, timeout_s)
 
     def run(self) -> None:
-        """Carry out orders until the shard is to end. Raises `Disconnected` if the session does before, `ShardLost` if bytes turn
-        out to be gone from its store."""
+        """Execute commands until the coordinator ends the shard. `Disconnected` if the session ends before, `ShardLost` if the store has
+        lost bytes."""
         try:
             self._run()
         except Disconnected as error:
@@ -134,7 +135,7 @@ class ShardProcess:
                     failed.append(number)
 
     def close(self) -> None:
-        """End the session, and give the memory back. From any thread; `run` ends with `Disconnected`. Again: nothing."""
+        """End the session and free the memory. From any thread; `run` then raises `Disconnected`. A second call does nothing."""
         self._made.close()
 
     def __enter__(self) -> Self:
@@ -145,7 +146,7 @@ class ShardProcess:
 
 
 def carry_out(order: m.Order, backing: Backing, tickets: TicketIssuer) -> bool:
-    """Do what an order says; False if it could not be done."""
+    """Execute one command. Returns False if that failed for lack of memory."""
     match order:
         case m.AllocatePages():
             try:
@@ -168,7 +169,7 @@ def carry_out(order: m.Order, backing: Backing, tickets: TicketIssuer) -> bool:
 
 
 def _backed(made: ExitStack, store: str, host: str, capacity: int | None) -> Backing:
-    """What keeps the bytes; `made` closes it."""
+    """The backing of the shard; `made` closes it."""
     if store:
         return made.enter_context(kept_in(store, host, capacity or ARENA_BYTES_DEFAULT))
     home = served_arena(capacity)
@@ -181,14 +182,14 @@ def _numbers(data: bytes) -> tuple[int, ...]:
 
 
 def serve_shard(shard: ShardProcess, on_ready: Callable[[str], object]) -> None:
-    """`run`, told where it is reached, and close whatever happens."""
+    """Call `on_ready` with the address of the shard's bulk endpoint, run the shard, and close it in any case."""
     with shard:
         on_ready(shard.endpoint)
         shard.run()
 
 
 def _host(address: str) -> str:
-    """Where the coordinator's machine reaches this one: loopback for one on the same machine."""
+    """The address of this machine as the coordinator's machine sees it; loopback if they are the same."""
     place = parse_address(address)
     if not isinstance(place, TcpAddress):
         return "127.0.0.1"
@@ -197,7 +198,7 @@ def _host(address: str) -> str:
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as asked:
             asked.connect((bare, place.port))  # sends nothing: the kernel says which address it would send from
-            found = str(asked.getsockname()[0])
+            host = str(asked.getsockname()[0])
     except OSError as error:
         raise UsageError(f"this machine has no way to {address}: {error.strerror}; give --host") from error
-    return f"[{found}]" if ":" in found else found
+    return f"[{host}]" if ":" in host else host

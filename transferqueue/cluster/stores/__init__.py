@@ -1,1 +1,1 @@
-"""Other stores that can keep the bytes of a shard."""
+"""Other stores for the bytes of a shard."""

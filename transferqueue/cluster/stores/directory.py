@@ -1,6 +1,6 @@
-"""Files of a private directory as a store of objects: rows beyond what memory holds, on a disk that is fast enough.
+"""A private directory as an object store: for more rows than fit in memory, on a fast disk.
 
-An object is a file of its name. Nothing is forced to the device: what is kept here ends with its shard, as memory does.
+An object is a file with its key as name. Files are not synced to the device, because they end with their shard, as memory does.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _KEY: Final = re.compile(r"[A-Za-z0-9_-]{1,200}")
 
 
 class DirectoryStore:
-    """The store at ``file:///path``; the directory is made if it is missing, and must be this user's alone."""
+    """The store at ``file:///path``. Makes the directory if it is missing. `UsageError` if other users can open it."""
 
     def __init__(self, address: str, host: str = "") -> None:
-        found = urlsplit(address)
-        if found.scheme != "file" or found.netloc or not found.path.startswith("/") or found.query or found.fragment:
+        url = urlsplit(address)
+        if url.scheme != "file" or url.netloc or not url.path.startswith("/") or url.query or url.fragment:
             raise UsageError(f"store {address!r} is no directory; give file:///absolute/path")
-        self._path: Final = private_directory(Path(unquote(found.path)), "directory of a store")
+        self._path: Final = private_directory(Path(unquote(url.path)), "directory of a store")
 
     def put(self, key: str, content: memoryview) -> None:
         """See `ObjectStore`."""
@@ -46,13 +46,13 @@ class DirectoryStore:
         for key, into in wanted:
             try:
                 with self._file(key).open("rb") as file:
-                    found = file.readinto(into)
+                    size = file.readinto(into)
                     more = file.read(1)
             except FileNotFoundError:
                 raise NotFound(f"object {key} is not in {self._path}") from None
             except OSError as error:
                 raise self._failed(error) from error
-            if found != into.nbytes or more:
+            if size != into.nbytes or more:
                 raise NotFound(f"object {key} in {self._path} has not the {into.nbytes} bytes that it had")
 
     def remove(self, keys: Sequence[str]) -> None:
@@ -67,7 +67,7 @@ class DirectoryStore:
             self._unlink(file)
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Does nothing."""
 
     def _file(self, key: str) -> Path:
         if not _KEY.fullmatch(key):

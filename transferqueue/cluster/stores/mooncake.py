@@ -1,13 +1,14 @@
-"""Mooncake Store as a store of objects: its memory may be that of many hosts.
+"""Mooncake Store as an object store: its memory may span many hosts.
 
-The facts (0.3.13):
+Facts about version 0.3.13 that this module relies on:
 
-- A master knows where objects are; memory is that of clients that have a segment, and goes with them. This one has none, unless
-  its address says so (``segment=``): then rows are lost with the shard only, and with none when somebody else's memory ends.
-- Objects are pinned: the store evicts what it has copies of, and rows have none. So whoever joins removes what dead shards left.
-- A put under a key that there is says that it was done, and changes nothing. Keys are used once.
-- Memory is read and written in place once it is registered, which over TCP takes a tenth of a millisecond.
-- Its calls end by deadlines of its own: when a host or the master does not answer, in about 1 and 5 seconds.
+- A master knows where objects are. Their memory belongs to clients with a segment, and is lost with such a client. This client has no
+  segment unless its address asks for one (``segment=``).
+- Objects are pinned, because otherwise the store evicts objects, and rows have no second copy. So a shard that joins removes the objects
+  that dead shards left.
+- A put with an existing key reports success and changes nothing. So each key is used once.
+- Registered memory is read and written in place. Registration takes a tenth of a millisecond over TCP.
+- Calls have deadlines of their own: about 1 second if a host does not answer, 5 if the master does not.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ _NO_ROOM: Final = -200
 _OTHER_SIZE: Final = -600
 _MISSING: Final = -704
 _SCRATCH_BYTES: Final = 16 * MIB
-"""Memory that its client wants for itself. Nothing of ours passes there."""
+"""Memory that Mooncake's client needs for itself. No rows pass through it."""
 _KNOCK_S: Final = 5.0
 _DOUBTFUL_MAX: Final = 16
-"""Memory of so many gets that failed is used for nothing else for a while: who knows whether bytes are still on their way into it."""
+"""Buffers of this many failed gets are not reused for a while: the store may still write into them."""
 
 
 class MooncakeStore:
-    """The store whose master is at ``mooncake://host:port``. segment: memory that this process adds to it; default: none.
-    metadata: its metadata server; default: none, hosts tell each other."""
+    """The store whose master is at ``mooncake://host:port``. Options of the address: ``segment``, the memory that this process adds
+    (default: none); ``metadata``, a metadata server (default: none, hosts exchange metadata directly). `Unreachable` if the store cannot
+    be joined."""
 
     def __init__(self, address: str, host: str = "127.0.0.1") -> None:
         self._address: Final = address
@@ -88,19 +90,19 @@ class MooncakeStore:
         self._check(min(self._store.remove_by_regex(f"^{re.escape(prefix)}", True), 0), f"removal of {prefix}*")
 
     def close(self) -> None:
-        """Leave the store, with the segment if there is one. Without its master this takes some seconds."""
+        """Leave the store, with the segment if there is one. Takes some seconds if the master is gone."""
         store, self._store = self._store, None
         if store is not None:
             store.close()
 
     @contextmanager
     def _registered(self, memory: Sequence[memoryview]) -> Iterator[list[int]]:
-        """Where these lie, for as long as the store may use them there."""
-        places = [np.frombuffer(one, np.uint8).ctypes.data for one in memory]
+        """Register these buffers with the store, and give their addresses."""
+        places = [np.frombuffer(buffer, np.uint8).ctypes.data for buffer in memory]
         registered = []
         try:
-            for at, one in zip(places, memory, strict=True):
-                self._check(self._store.register_buffer(at, one.nbytes), "memory")
+            for at, buffer in zip(places, memory, strict=True):
+                self._check(self._store.register_buffer(at, buffer.nbytes), "memory")
                 registered.append(at)
             yield places
         finally:
@@ -129,7 +131,7 @@ def _parse(address: str) -> tuple[str, dict[str, str]]:
 
 
 def _knock(address: str, master: str) -> None:
-    """`Unreachable` if nobody listens there: its client would try for a minute and a half."""
+    """Raise `Unreachable` at once if nothing listens there: Mooncake's client would retry for 90 seconds."""
     host, _, port = master.rpartition(":")
     try:
         socket.create_connection((host, int(port)), _KNOCK_S).close()

@@ -1,4 +1,4 @@
-"""Stores that a shard may keep its bytes in, by address, and what is left in them of shards that died.
+"""Opens the store of a shard by its address, and removes objects that dead shards left in it.
 
 ::
 
@@ -7,9 +7,9 @@
     scheme://...                         what entry point ``transferqueue.stores`` registers under that scheme: a callable
                                          of the address and of this machine's name, which gives an `ObjectStore`
 
-The law: objects of a shard have a prefix of their own, and a file in this user's runtime directory is named by it and locked
-while the shard lives. A shard that begins with a store first removes there what shards of this machine left that died: their
-files are not locked. What is left by a machine that died must be removed by hand (docs/CLUSTER.md).
+Rule: the keys of a shard have a prefix of their own. A file in the user's runtime directory has the prefix in its name, and is locked while
+the shard lives. A shard that starts with a store first removes the objects of dead shards of this machine: their files are not locked.
+Objects of a lost machine must be removed by hand (docs/CLUSTER.md).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from transferqueue.transport import FileLock, runtime_directory
 from transferqueue.transport.system.private_files import private_directory
 
 Opener = Callable[[str, str], ObjectStore]
-"""Makes a store of its address, on a machine that others reach by this name."""
+"""Opens a store, from its address and this machine's name as other machines see it."""
 GROUP: Final = "transferqueue.stores"
 _OWN: Final[dict[str, Opener]] = {"file": DirectoryStore, "mooncake": MooncakeStore}
 _NAME_BYTES: Final = 8
 
 
 def open_store(address: str, host: str = "127.0.0.1") -> ObjectStore:
-    """The store at `address`. host: of this machine, as others reach it. `UsageError` for an address that names none,
-    `Unreachable` if nothing answers there within the store's own deadline."""
+    """Open the store at `address`. host: this machine's name as other machines see it. `UsageError` for an invalid address, `Unreachable`
+    if the store does not answer within its own deadline."""
     scheme, separator, _ = address.partition("://")
-    opener = _OWN.get(scheme) or next((one.load() for one in entry_points(group=GROUP, name=scheme)), None)
+    opener = _OWN.get(scheme) or next((entry.load() for entry in entry_points(group=GROUP, name=scheme)), None)
     if not separator or opener is None:
-        known = listing([*_OWN, *(one.name for one in entry_points(group=GROUP))])
+        known = listing([*_OWN, *(entry.name for entry in entry_points(group=GROUP))])
         raise UsageError(f"store {address!r} is none; give scheme://..., where the scheme is one of {known}")
     store: ObjectStore = opener(address, host)
     return store
@@ -50,7 +50,7 @@ def open_store(address: str, host: str = "127.0.0.1") -> ObjectStore:
 
 @contextmanager
 def kept_in(address: str, host: str, capacity: int) -> Iterator[ObjectBacking]:
-    """A backing of `capacity` bytes in the store at `address`, and nothing of it left there afterwards. Errors as of `open_store`."""
+    """A backing of `capacity` bytes in the store at `address`. Removes its objects at the end. Errors as of `open_store`."""
     lives = private_directory(runtime_directory(), "runtime directory")
     store = open_store(address, host)
     try:
@@ -64,7 +64,7 @@ def kept_in(address: str, host: str, capacity: int) -> Iterator[ObjectBacking]:
             finally:
                 objects.close()
         except BaseException:
-            lock.release(unlink=False)  # whoever is next looks what is left
+            lock.release(unlink=False)  # the next shard removes the objects that are left
             raise
         lock.release(unlink=not objects.unremoved)
     finally:
@@ -75,7 +75,7 @@ _SUFFIX: Final = ".store.lock"
 
 
 def prefix_of(life: Path) -> str:
-    """With what the keys of a shard begin, by the file that it locks."""
+    """The prefix of a shard's keys, from the file that it locks."""
     return f"tq-{life.name.removesuffix(_SUFFIX)}-"
 
 
